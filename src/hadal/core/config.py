@@ -1,0 +1,137 @@
+"""A deployment as one frozen value: which model, how many units, how much of everything. Read from TOML, checked at birth.
+
+Tens of fields, most of them derived when left out (0 means: derive from the model and this machine).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hadal.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class UnitsConfig:
+    """Deployment units of one kind, prefill or decode."""
+
+    units: int = 1
+    ranks: int = 1
+    """Ranks of a unit."""
+    threads: int = 0
+    """CPU threads of a rank. 0: all cores."""
+    kv_blocks: int = 0
+    """KV blocks of a rank, 64 tokens each. 0: from `kv_memory_mb`."""
+    kv_memory_mb: int = 256
+    max_requests: int = 64
+    """Requests a rank works on at once (decode: slots)."""
+    max_waiting: int = 256
+    """Requests a unit's leader queues beyond those; more are returned to the front."""
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """What one client may ask for. Beyond a limit the reply is 400, 413 or 429, never a crash."""
+
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_prompt_tokens: int = 0
+    """0: the model's context less one."""
+    max_output_tokens: int = 0
+    """0: the model's context."""
+    default_output_tokens: int = 2048
+    max_n: int = 8
+    max_running: int = 256
+    """Requests the front works on at once; more wait."""
+    max_queued: int = 512
+    """Requests that wait at the front; more get 429 and Retry-After."""
+    max_retries: int = 8
+    """Retries of one request that lost a unit. Preemptions do not count."""
+    request_timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Everything `hadal serve` needs to know."""
+
+    model: str = ""
+    """Folder of the model. Empty: hadal-tiny, which ships with Hadal."""
+    model_name: str = ""
+    """Name in the API. Empty: the folder's name."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    chunk_tokens: int = 512
+    """Token budget of a prefill step."""
+    lease_s: float = 30.0
+    """How long prefilled KV is held for the decode side."""
+    heartbeat_s: float = 0.5
+    unit_timeout_s: float = 30.0
+    """A unit silent for this long is given up and restarted."""
+    drain_timeout_s: float = 120.0
+    keep_alive_s: float = 10.0
+    """A waiting stream gets a comment this often."""
+    prefill: UnitsConfig = field(default_factory=UnitsConfig)
+    decode: UnitsConfig = field(default_factory=UnitsConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def read_deployment(path: Path, **overrides: Any) -> Deployment:
+    """Read a TOML deployment; `overrides` (None is ignored) replace top-level fields. Raises ConfigError."""
+    try:
+        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such deployment file.") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file ({error}).") from error
+    fields.update({name: value for name, value in overrides.items() if value is not None})
+    return _build(Deployment, fields, str(path))
+
+
+def _build(kind: Any, fields: dict[str, Any], where: str) -> Any:
+    known = {f.name: f for f in dataclasses.fields(kind)}
+    for name in fields:
+        if name not in known:
+            raise ConfigError(f"{where}: unknown field {name!r}. Known: {', '.join(known)}.")
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        kind_name = str(known[name].type)
+        if kind_name in _NESTED:
+            if not isinstance(value, dict):
+                raise ConfigError(f"{where}: {name} must be a table.")
+            values[name] = _build(_NESTED[kind_name], value, f"{where}: {name}")
+            continue
+        wanted = {"int": int, "float": (int, float), "str": str}[kind_name]
+        if not isinstance(value, wanted) or isinstance(value, bool):  # type: ignore[arg-type]
+            raise ConfigError(f"{where}: {name} is {value!r}; a value of type {kind_name} is needed.")
+        values[name] = float(value) if kind_name == "float" else value
+    return kind(**values)
+
+
+_NESTED: dict[str, Any] = {"UnitsConfig": UnitsConfig, "LimitsConfig": LimitsConfig}
+
+
+def check(deployment: Deployment) -> None:
+    """Raise ConfigError naming the first field that cannot work."""
+    if not 0 <= deployment.port <= 65535:
+        raise ConfigError(f"port is {deployment.port}; 0 to 65535 is allowed (0 picks a free one).")
+    for name in ("chunk_tokens", "lease_s", "heartbeat_s", "unit_timeout_s", "drain_timeout_s", "keep_alive_s"):
+        if getattr(deployment, name) <= 0:
+            raise ConfigError(f"{name} is {getattr(deployment, name)}; it must be positive.")
+    if deployment.unit_timeout_s <= 2 * deployment.heartbeat_s:
+        raise ConfigError("unit_timeout_s must exceed two heartbeats (heartbeat_s).")
+    for kind in ("prefill", "decode"):
+        units: UnitsConfig = getattr(deployment, kind)
+        if units.units < 1 or units.max_requests < 1 or units.max_waiting < 0:
+            raise ConfigError(f"{kind}: units and max_requests must be at least 1, max_waiting at least 0.")
+        if units.ranks != 1:
+            raise ConfigError(f"{kind}.ranks is {units.ranks}; units of one rank are supported so far.")
+        if min(units.threads, units.kv_blocks, units.kv_memory_mb) < 0:
+            raise ConfigError(f"{kind}: threads, kv_blocks and kv_memory_mb cannot be negative.")
+    for limit in dataclasses.fields(deployment.limits):
+        if getattr(deployment.limits, limit.name) < 0:
+            raise ConfigError(f"limits.{limit.name} cannot be negative.")

@@ -1,0 +1,34 @@
+"""The tree of errors. What a user can cause says what to do about it; the gateway maps each class to a status."""
+
+
+class HadalError(Exception):
+    """Anything Hadal raises on purpose."""
+
+
+class ConfigError(HadalError, ValueError):
+    """A deployment file, a model folder or a flag is wrong. Names the file and the field."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint is not this architecture, or is damaged. Names the file and the tensor or field."""
+
+
+class RequestError(HadalError, ValueError):
+    """A request is malformed: HTTP 400. `param` names the field."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class Overloaded(HadalError):
+    """No room now: HTTP 429 or 503 with Retry-After."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class InvariantError(HadalError, AssertionError):
+    """A ledger does not add up. A bug of ours, never the user's."""

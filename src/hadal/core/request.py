@@ -1,0 +1,65 @@
+"""A request's life as a table: (state, event) -> state, and which resources each state owns.
+
+The front walks it for every request; a pair that is not in the table is a bug and raises.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from hadal.core.errors import InvariantError
+
+
+class State(StrEnum):
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    TRANSFERRING = "transferring"
+    DECODING = "decoding"
+    RETRYING = "retrying"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+
+
+class Step(StrEnum):
+    """What happens to a request."""
+
+    PLACE = "place"
+    FIRST_TOKEN = "first_token"
+    PULLED = "pulled"
+    FINISH = "finish"
+    CANCEL = "cancel"
+    LOSE = "lose"
+    REQUEUE = "requeue"
+
+
+OWNS: dict[State, frozenset[str]] = {
+    State.QUEUED: frozenset(),
+    State.PREFILLING: frozenset({"prefill_unit"}),
+    State.TRANSFERRING: frozenset({"prefill_unit", "decode_unit"}),
+    State.DECODING: frozenset({"decode_unit"}),
+    State.RETRYING: frozenset(),
+    State.FINISHED: frozenset(),
+    State.CANCELLED: frozenset(),
+}
+
+_NEXT: dict[tuple[State, Step], State] = {
+    (State.QUEUED, Step.PLACE): State.PREFILLING,
+    (State.PREFILLING, Step.FIRST_TOKEN): State.TRANSFERRING,
+    (State.PREFILLING, Step.FINISH): State.FINISHED,
+    (State.TRANSFERRING, Step.PULLED): State.DECODING,
+    (State.DECODING, Step.FINISH): State.FINISHED,
+    (State.RETRYING, Step.REQUEUE): State.QUEUED,
+    **{(state, Step.LOSE): State.RETRYING for state in (State.PREFILLING, State.TRANSFERRING, State.DECODING)},
+    **{
+        (state, Step.CANCEL): State.CANCELLED
+        for state in (State.QUEUED, State.PREFILLING, State.TRANSFERRING, State.DECODING, State.RETRYING)
+    },
+}
+
+
+def next_state(state: State, step: Step) -> State:
+    """Return the state after `step`. Raises InvariantError for a pair that cannot happen."""
+    try:
+        return _NEXT[state, step]
+    except KeyError:
+        raise InvariantError(f"a request that is {state} cannot {step}") from None

@@ -1,0 +1,104 @@
+"""The four seams: everything that cannot be replayed stands behind one of these Protocols.
+
+Roles never call them. A role is a pure state machine, `handle(now_s, event) -> list[Effect]`; a host (live: runtime/host,
+simulated: sim/world) applies the effects through the seams and feeds back what comes of them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from hadal.core.messages import AnyMessage, KvLease, KvPulled, StepDone, StepPlan, Token
+
+
+# ---- effects: what a role asks its host to do ----
+class Send(msgspec.Struct, frozen=True):
+    """Put `message` on the wire to the process named `to` ("front", "prefill-0", "decode-0", "supervisor")."""
+
+    to: str
+    message: AnyMessage
+
+
+class Execute(msgspec.Struct, frozen=True):
+    """Give a plan to the Runner. A leader may have two in flight; they run in order."""
+
+    plan: StepPlan
+
+
+class Pull(msgspec.Struct, frozen=True):
+    """Copy the leased blocks into own blocks `into`, verify, and answer with KvPulled."""
+
+    request_id: str
+    attempt: int
+    lease: KvLease
+    into: tuple[int, ...]
+
+
+class WakeAt(msgspec.Struct, frozen=True):
+    """Call handle(now, Tick()) no later than shortly after `time_s`. A later WakeAt replaces an earlier one."""
+
+    time_s: float
+
+
+class Freed(msgspec.Struct, frozen=True):
+    """These blocks of the own pool were freed: raise their generation before they are used again (see KvLease)."""
+
+    block_ids: tuple[int, ...]
+
+
+class Deliver(msgspec.Struct, frozen=True):
+    """Front only: new tokens, or the end, for the stream of one request. Exactly one Deliver per request has `final` set."""
+
+    request_id: str
+    tokens: tuple[Token, ...]
+    final: bool = False
+    error: str | None = None
+    """With final: why it ended without finishing."""
+    error_status: int = 500
+    retry_after_s: float | None = None
+    """With 429 and 503: when to try again."""
+
+
+Effect = Send | Execute | Pull | WakeAt | Freed | Deliver
+
+
+# ---- events that are not messages ----
+class Tick(msgspec.Struct, frozen=True):
+    """Time passed (answer to WakeAt)."""
+
+
+Event = AnyMessage | StepDone | KvPulled | Tick
+
+
+class Clock(Protocol):
+    """Time in seconds from an arbitrary origin, monotone."""
+
+    def now(self) -> float: ...
+
+
+class Runner(Protocol):
+    """Executes step plans in the order given, one at a time. Completion comes back as a StepDone event."""
+
+    def execute(self, plan: StepPlan) -> StepDone: ...
+
+    def close(self) -> None: ...
+
+
+class Wire(Protocol):
+    """Messages between processes, and KV bytes from another rank's pool."""
+
+    def send(self, to: str, message: AnyMessage) -> None: ...
+
+    def pull(self, lease: KvLease, into: tuple[int, ...]) -> str | None:
+        """Copy and verify leased blocks. Returns None, or what went wrong."""
+        ...
+
+
+class Disk(Protocol):
+    """KV blocks by content hash. Nothing implements it yet: the disk cache adds it."""
+
+    def read(self, name: bytes, into_block: int) -> bool: ...
+
+    def write(self, name: bytes, from_block: int) -> None: ...
