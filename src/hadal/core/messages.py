@@ -301,6 +301,9 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Time inside the Runner."""
     error: str | None = None
     """Set when the step failed: the leader returns every request in it to the front."""
+    failed: dict[int, str] = {}
+    """key -> why its token is void though the step ran (its logits are not finite). `error` is set too; the tokens of the
+    other keys are good, and a leader may keep them."""
 
 
 class KvPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -24,7 +24,7 @@ _DEFAULTS: dict[str, Any] = {
 # What the architecture fixes. A file that says otherwise is another model, and serving it would give wrong tokens.
 _FIXED: dict[str, Any] = {
     "scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_act": "silu", "attention_bias": False,
-    "moe_layer_freq": 1, "tie_word_embeddings": False,
+    "moe_layer_freq": 1, "tie_word_embeddings": False, "rope_interleave": True,
 }
 
 
@@ -85,7 +85,7 @@ class ModelConfig:
     @property
     def softmax_scale(self) -> float:
         """1/sqrt(qk_head_dim), times YaRN's attention temperature squared."""
-        scale = self.qk_head_dim**-0.5
+        scale = math.pow(self.qk_head_dim, -0.5)
         if self.rope_scaling is not None and self.rope_scaling.mscale_all_dim and self.rope_scaling.factor > 1:
             mscale = 0.1 * self.rope_scaling.mscale_all_dim * math.log(self.rope_scaling.factor) + 1.0
             scale *= mscale * mscale
@@ -117,6 +117,9 @@ def parse_model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
         if fields.get(name, value) != value:
             raise CheckpointError(f"{source}: {name} is {fields[name]!r}; this architecture needs {value!r}.")
     values = {**_DEFAULTS, **fields}
+    nested = fields.get("rope_parameters")
+    if "rope_theta" not in fields and isinstance(nested, Mapping) and "rope_theta" in nested:
+        values["rope_theta"] = nested["rope_theta"]  # Where transformers 5 writes it.
     names = ModelConfig.__dataclass_fields__
     own = {"rope_scaling", "eos_token_ids", "weight_block_size", "q_lora_rank"}
     numbers = {name: _number(values, name, source, str(names[name].type)) for name in names if name not in own}

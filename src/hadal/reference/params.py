@@ -15,6 +15,9 @@ from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
 
+LATENT_NORM_EPS = 1e-6
+"""Epsilon of the two norms inside MLA (q_a and kv_a). The released code fixes it; rms_norm_eps is for the others."""
+
 
 @dataclass(frozen=True)
 class AttentionWeights:
@@ -46,7 +49,7 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class MoeWeights:
-    """Routed experts, the shared expert and the gate. Experts are stacked so that one kernel can sort tokens over them."""
+    """Routed experts, the shared expert and the gate. Experts are stacked: one kernel sorts tokens over them."""
 
     router_ED: Tensor
     router_bias_E: Tensor
@@ -71,7 +74,8 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class MtpWeights:
-    """The multi-token-prediction module (eq. 21-23): h' = eh_proj [enorm(Emb(t+1)); hnorm(h)], one block, head_norm, shared head."""
+    """The multi-token-prediction module (eq. 21-23): h' = eh_proj [enorm(Emb(t+1)); hnorm(h)], one block,
+    head_norm, shared head."""
 
     enorm_D: Tensor
     hnorm_D: Tensor

@@ -1,0 +1,63 @@
+# Everything one does with Hadal from a checkout. Every target sets up what it needs; `make` alone lists them.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+# uv does not read pip's variable for a local folder of wheels; pass it on, so that no path is written down here.
+UV := UV_FIND_LINKS="$$PIP_FIND_LINKS" UV_PYTHON_DOWNLOADS=never $(BIN)/uv
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve chat eval test test-all check bench bench-quick bench-peers model pins clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.ok: requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q uv
+	$(UV) pip install -q --python $(BIN)/python -r requirements.txt
+	$(UV) pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@touch $@
+
+setup: $(VENV)/.ok  ## make the virtual environment (the other targets call it)
+
+serve: setup  ## serve hadal-tiny on port 8000; ARGS="--help" shows what can be set
+	@$(BIN)/hadal serve $(ARGS)
+
+chat: setup  ## chat in the terminal with a running server
+	@$(BIN)/hadal chat $(ARGS)
+
+eval: setup  ## how well a running server answers the tasks its model was taught
+	@$(BIN)/hadal eval $(ARGS)
+
+test: setup  ## the test suite
+	@$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-all: setup  ## the test suite at full sizes (tens of minutes)
+	@HADAL_FULL=1 $(BIN)/python -m pytest $(ARGS)
+
+check: setup  ## ruff and strict type checking
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+bench: setup  ## speed beside the peers and the machine's limits, step breakdown, start-up
+	@$(BIN)/python -m bench $(ARGS)
+
+bench-quick: setup  ## the same in a minute or two, with rough figures
+	@$(BIN)/python -m bench --quick $(ARGS)
+
+bench-peers: setup  ## install the engines `make bench` compares with into .peers/ (about 3 GB)
+	@$(BIN)/python -m bench.peers.setup $(ARGS)
+
+model: setup  ## train hadal-tiny again from nothing (hours)
+	@$(BIN)/python -m train $(ARGS)
+
+pins: setup  ## resolve pyproject.toml anew into requirements.txt
+	@$(UV) pip compile -q --no-header --no-annotate --no-emit-find-links --no-emit-index-url \
+	    --upgrade --extra test --extra train --python $(BIN)/python pyproject.toml -o $(VENV)/pins.txt
+	@sed 's/+cpu$$//' $(VENV)/pins.txt > requirements.txt
+
+clean:  ## remove the virtual environment and the caches, keep .peers/
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

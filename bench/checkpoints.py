@@ -1,0 +1,167 @@
+"""The models that are measured: a generated one of middle size, and the shipped one in the FP32 form every peer reads.
+
+Both are Hugging Face folders with DeepSeek's own tensor names, kept under .peers/models/. Weights of the generated one are
+random, so it says nothing sensible; its shapes, its routing and its cost are those of a real checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import pydoc_data.topics
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = ROOT / ".peers"
+MODELS = PEERS / "models"
+SHIPPED = ROOT / "models" / "hadal-tiny"
+BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+
+MID: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "float32",
+    "vocab_size": 8192, "hidden_size": 640, "num_hidden_layers": 10, "first_k_dense_replace": 1,
+    "intermediate_size": 1792, "moe_intermediate_size": 256, "n_routed_experts": 64, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "num_attention_heads": 10, "num_key_value_heads": 10, "q_lora_rank": 192, "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "max_position_embeddings": 4096, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+    "bos_token_id": 0, "eos_token_id": 1, "num_nextn_predict_layers": 0,
+    # Written out, because readers that do not find them assume softmax routing without the bias.
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+}  # fmt: skip
+"""0.33 B parameters, 0.08 B active; the shape of V3's parts, each smaller."""
+
+# A residual stream led by the embedding keeps greedy texts apart: with equal standard deviations every sequence of a
+# batch soon repeats one token, all choose the same experts, and a batch costs what one request costs.
+EMBEDDING_STD, WEIGHT_STD = 1.0, 0.02
+
+
+def mid_model() -> Path:
+    """Return the folder of the generated model, making it on the first call (seconds, 1.3 GB)."""
+    folder = MODELS / "mid"
+    if _is_made(folder, MID):
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(2412_19437)
+    tensors = {name: _random(name, shape, generator) for name, shape in tensor_shapes(MID)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(folder, MID["vocab_size"])
+    _write_config(folder, MID)
+    return folder
+
+
+def shipped_model_fp32() -> Path | None:
+    """Return an FP32 copy of hadal-tiny for engines that do not read block-scaled FP8; None if it is not trained yet."""
+    if not (SHIPPED / "config.json").exists():
+        return None
+    fields = json.loads((SHIPPED / "config.json").read_text(encoding="utf-8"))
+    config = {name: value for name, value in fields.items() if name != "quantization_config"}
+    config.update(torch_dtype="float32", dtype="float32", num_nextn_predict_layers=0)
+    folder = MODELS / "hadal-tiny-fp32"
+    weights = sorted(SHIPPED.glob("*.safetensors"))
+    newest = max(path.stat().st_mtime for path in weights)
+    if _is_made(folder, config) and (folder / "model.safetensors").stat().st_mtime > newest:
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    tensors = {
+        name: tensor for path in weights for name, tensor in dequantised(path)
+        if not name.startswith(f"model.layers.{config['num_hidden_layers']}.")  # The MTP module: no peer runs it here.
+    }  # fmt: skip
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for extra in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
+        if (SHIPPED / extra).exists():
+            shutil.copy(SHIPPED / extra, folder / extra)
+    _write_config(folder, config)
+    return folder
+
+
+def dequantised(path: Path, block: int = 128) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a file in FP32; FP8 ones times their scales, one per block x block square."""
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        for name in sorted(names):
+            if name.endswith("_scale_inv"):
+                continue
+            tensor = file.get_tensor(name).float()
+            if f"{name}_scale_inv" in names:
+                scale = file.get_tensor(f"{name}_scale_inv").float()
+                full = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+                tensor = tensor * full[: tensor.shape[0], : tensor.shape[1]]
+            yield name, tensor
+
+
+def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the released checkpoint's tensor names and shapes for this config (with q-LoRA, without MTP)."""
+    c = config
+    dim, heads = c["hidden_size"], c["num_attention_heads"]
+    yield "model.embed_tokens.weight", (c["vocab_size"], dim)
+    for layer in range(c["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        attention = f"{prefix}self_attn."
+        yield f"{prefix}input_layernorm.weight", (dim,)
+        yield f"{attention}q_a_proj.weight", (c["q_lora_rank"], dim)
+        yield f"{attention}q_a_layernorm.weight", (c["q_lora_rank"],)
+        yield f"{attention}q_b_proj.weight", (heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]), c["q_lora_rank"])
+        yield f"{attention}kv_a_proj_with_mqa.weight", (c["kv_lora_rank"] + c["qk_rope_head_dim"], dim)
+        yield f"{attention}kv_a_layernorm.weight", (c["kv_lora_rank"],)
+        yield f"{attention}kv_b_proj.weight", (heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), c["kv_lora_rank"])
+        yield f"{attention}o_proj.weight", (dim, heads * c["v_head_dim"])
+        yield f"{prefix}post_attention_layernorm.weight", (dim,)
+        if layer < c["first_k_dense_replace"]:
+            yield from _mlp_shapes(f"{prefix}mlp.", dim, c["intermediate_size"])
+            continue
+        yield f"{prefix}mlp.gate.weight", (c["n_routed_experts"], dim)
+        yield f"{prefix}mlp.gate.e_score_correction_bias", (c["n_routed_experts"],)
+        for expert in range(c["n_routed_experts"]):
+            yield from _mlp_shapes(f"{prefix}mlp.experts.{expert}.", dim, c["moe_intermediate_size"])
+        shared_width = c["n_shared_experts"] * c["moe_intermediate_size"]
+        yield from _mlp_shapes(f"{prefix}mlp.shared_experts.", dim, shared_width)
+    yield "model.norm.weight", (dim,)
+    yield "lm_head.weight", (c["vocab_size"], dim)
+
+
+def _mlp_shapes(prefix: str, dim: int, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{prefix}gate_proj.weight", (width, dim)
+    yield f"{prefix}up_proj.weight", (width, dim)
+    yield f"{prefix}down_proj.weight", (dim, width)
+
+
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    if "norm" in name:
+        return torch.ones(shape)
+    std = EMBEDDING_STD if "embed_tokens" in name else 0.0 if "correction_bias" in name else WEIGHT_STD
+    return torch.randn(shape, generator=generator) * std
+
+
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A byte-level BPE learnt from the manual that comes with Python, in DeepSeek's file layout."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(pydoc_data.topics.topics.values(), trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Last, so that a folder with a config is a whole one."""
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+def _is_made(folder: Path, config: dict[str, Any]) -> bool:
+    path = folder / "config.json"
+    return path.exists() and json.loads(path.read_text(encoding="utf-8")) == json.loads(json.dumps(config))

@@ -1,0 +1,99 @@
+"""Hadal as a Subject: the Runner of a rank under the plans its leaders make, sampling included, without the server.
+
+    python -m bench.hadal_engine MODEL_FOLDER THREADS
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from bench.subject import answer, prompts
+from hadal.core.config import Deployment
+from hadal.core.messages import BLOCK_TOKENS, Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone, StepPlan
+from hadal.core.model_config import read_model_config
+from hadal.kernels.library import isa
+from hadal.model.cache import KvCache
+from hadal.model.deepseek import DeepseekV3
+from hadal.model.runner import ModelRunner
+from hadal.model.weights import load_weights
+
+MAX_BATCH = 64
+MAX_TOKENS = 2304
+GREEDY = Sampling(temperature=0.0)
+CHUNK_TOKENS = Deployment().chunk_tokens
+
+
+class HadalSubject:
+    """Prompts go through in the chunks a prefill leader would cut, decoding in the differences a decode leader sends."""
+
+    def __init__(self, folder: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._config = read_model_config(Path(folder))
+        self._max_tokens = min(MAX_TOKENS, self._config.max_position_embeddings)
+        self._blocks_each = -(-self._max_tokens // BLOCK_TOKENS)
+        num_blocks = 1 + MAX_BATCH * self._blocks_each  # Block 0 is scratch.
+        weights = load_weights(Path(folder))
+        self._runner = ModelRunner(DeepseekV3(weights, KvCache(self._config, num_blocks)), MAX_BATCH)
+        self._step_ids = count()
+        self._seed = 0
+        self.note = f"FP32, {isa()} kernels, chunks of {CHUNK_TOKENS}"
+
+    def prefill(self, num_tokens: int) -> float:
+        """One prompt, chunk after chunk, to its first token."""
+        prompt = self._prompts(1, num_tokens)[0]
+        start = time.perf_counter()
+        self._prefill(0, prompt)
+        return time.perf_counter() - start
+
+    def decode(self, batch: int, context: int, steps: int) -> float:
+        """Everybody joins in an untimed step, then the same requests go on for `steps`."""
+        firsts = [self._prefill(slot, prompt) for slot, prompt in enumerate(self._prompts(batch, context))]
+        joins = tuple(
+            Join(slot, self._blocks(slot), context, token, 1, GREEDY) for slot, token in enumerate(firsts)
+        )  # fmt: skip
+        self._execute(DecodePlan(next(self._step_ids), (), joins, ()))
+        start = time.perf_counter()
+        for _ in range(steps):
+            self._execute(DecodePlan(next(self._step_ids), (), (), ()))
+        seconds = time.perf_counter() - start
+        self._execute(DecodePlan(next(self._step_ids), tuple(range(batch)), (), ()))
+        return seconds
+
+    def _prefill(self, slot: int, prompt: list[int]) -> int:
+        """Return the first token."""
+        token = -1
+        for start in range(0, len(prompt), CHUNK_TOKENS):
+            tokens = tuple(prompt[start : start + CHUNK_TOKENS])
+            end = start + len(tokens)
+            blocks = self._blocks(slot)[: -(-end // BLOCK_TOKENS)]
+            is_last = end == len(prompt)
+            chunk = Chunk(f"r{slot}", tokens, start, blocks, GREEDY if is_last else None, 0)
+            done = self._execute(PrefillPlan(next(self._step_ids), (chunk,)))
+            if is_last:
+                token = done.tokens[0]
+        return token
+
+    def _execute(self, plan: StepPlan) -> StepDone:
+        done = self._runner.execute(plan)
+        if done.error is not None:
+            raise RuntimeError(done.error)
+        return done
+
+    def _blocks(self, slot: int) -> tuple[int, ...]:
+        first = 1 + slot * self._blocks_each
+        return tuple(range(first, first + self._blocks_each))
+
+    def _prompts(self, batch: int, num_tokens: int) -> list[list[int]]:
+        self._seed += 1
+        if num_tokens >= self._max_tokens:
+            raise ValueError(f"{num_tokens} tokens do not fit {self._max_tokens} positions")
+        return prompts(batch, num_tokens, self._config.vocab_size, self._seed)
+
+
+if __name__ == "__main__":
+    answer(lambda: HadalSubject(sys.argv[1], int(sys.argv[2])))

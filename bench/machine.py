@@ -1,0 +1,125 @@
+"""What this machine can do at best, and who else is using it: memory bandwidth, FP32 GEMM rate, CPU taken by others.
+
+The limits every figure is printed beside. Measured in the same run, since a shared machine is not the same twice.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The roof: what reads and multiplications cost at the least."""
+
+    threads: int
+    read_bytes_per_s: float
+    gemm_flops_per_s: float
+
+
+def measure_limits(threads: int, *, quick: bool = False) -> Limits:
+    """Best of several rounds: a limit is what the machine can do, not what it does on average."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        rounds = 5 if quick else 15
+        return Limits(threads, _read_bytes_per_s(rounds), _gemm_flops_per_s(rounds))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _best_seconds(work: Callable[[], object], rounds: int) -> float:
+    work()
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _read_bytes_per_s(rounds: int) -> float:
+    # 512 MiB: far beyond any cache. A matrix-vector product and a sum only read; the faster one is the limit.
+    matrix = torch.ones(16384, 8192)
+    vector = torch.ones(8192)
+    num_bytes = matrix.numel() * matrix.element_size()
+    seconds = min(_best_seconds(lambda: matrix @ vector, rounds), _best_seconds(lambda: matrix.sum(), rounds))
+    return num_bytes / seconds
+
+
+def _gemm_flops_per_s(rounds: int) -> float:
+    rates = []
+    for size in (512, 1024, 2048):
+        a, b = torch.randn(size, size), torch.randn(size, size)
+        rates.append(2 * size**3 / _best_seconds(lambda a=a, b=b: a @ b, rounds))  # type: ignore[misc]
+    return max(rates)
+
+
+def describe() -> dict[str, str | int | float]:
+    """The machine in a few words, for the results file."""
+    model = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    return {
+        "cpu": model,
+        "cores": os.cpu_count() or 1,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+class CpuWatch:
+    """How many cores others kept busy between `start` and `stop`: all busy ticks less those of the processes watched."""
+
+    def __init__(self) -> None:
+        self._watched: tuple[int, ...] = ()
+        self._at_start = (0.0, 0.0, 0.0)
+
+    def start(self, watched: Iterable[int]) -> None:
+        """Watch these processes, their descendants and this one."""
+        self._watched = (os.getpid(), *watched)
+        self._at_start = self._read()
+
+    def stop(self) -> float:
+        """Return the mean number of cores others kept busy since `start`."""
+        seconds, busy, own = (now - then for now, then in zip(self._read(), self._at_start, strict=True))
+        return max(0.0, (busy - own) / max(seconds, 1e-3))
+
+    def _read(self) -> tuple[float, float, float]:
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(
+            int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        )
+        busy = (user + nice + system + irq + softirq + steal) / CLOCK_TICKS
+        return time.monotonic(), busy, _cpu_seconds(self._watched)
+
+
+def _cpu_seconds(roots: Iterable[int]) -> float:
+    """CPU time of these processes and all below them, ended children included."""
+    stats: dict[int, tuple[int, int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # It ended while we looked.
+            stats[int(entry.name)] = (int(fields[1]), sum(map(int, fields[11:15])))
+    ours = set(roots)
+    grew = True
+    while grew:
+        more = {pid for pid, (parent, _) in stats.items() if parent in ours} - ours
+        ours |= more
+        grew = bool(more)
+    return sum(stats[pid][1] for pid in ours if pid in stats) / CLOCK_TICKS

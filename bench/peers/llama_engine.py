@@ -1,0 +1,53 @@
+"""llama.cpp as a Subject: its own llama-batched-bench at FP32, weights and KV, one run per measurement.
+
+    python -m bench.peers.llama_engine MODEL.gguf THREADS
+
+Loading is outside its timings. It draws no tokens (random ones are fed), so sampling is not in its figures.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.subject import ROOT, answer
+
+BIN = ROOT / ".peers" / "llama-build" / "bin"
+TIMEOUT_S = 600
+
+
+class LlamaSubject:
+    """Flash attention left to its own choice; micro-batches of 512 tokens, its default."""
+
+    def __init__(self, gguf: str, threads: int) -> None:
+        self._gguf = Path(gguf)
+        self._threads = threads
+        if not self._gguf.exists():
+            raise FileNotFoundError(f"{gguf}: convert the model first")
+        self.note = "batched-bench, F32 weights and KV"
+
+    def prefill(self, num_tokens: int) -> float:
+        return self._run(1, num_tokens, 1)["t_pp"]
+
+    def decode(self, batch: int, context: int, steps: int) -> float:
+        return self._run(batch, context, steps)["t_tg"]
+
+    def _run(self, batch: int, context: int, steps: int) -> dict[str, float]:
+        size = batch * (context + steps) + 256
+        command = [
+            str(BIN / "llama-batched-bench"), "-m", str(self._gguf), "-t", str(self._threads), "-c", str(size),
+            "-b", "2048", "-ub", "512", "-ctk", "f32", "-ctv", "f32", "-npp", str(context), "-ntg", str(steps),
+            "-npl", str(batch), "--output-format", "jsonl",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        for line in done.stdout.splitlines():
+            if line.startswith("{"):
+                row: dict[str, float] = json.loads(line)
+                return row
+        raise RuntimeError(f"no result from {command[0]}: {done.stderr[-300:]}")
+
+
+if __name__ == "__main__":
+    answer(lambda: LlamaSubject(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,1 @@
+"""Tasks with checkable answers, and how well a served model does on them."""

@@ -1,0 +1,175 @@
+"""From a chat's messages to a prompt's ids, by the model's own chat template.
+
+What users type never becomes a control token: before the template sees a message, a *shield* character is put behind
+every character with which a control token begins, and taken out again once the rendered text has been cut at its
+control tokens. So a template may trim, split and compare texts as it likes, and only its own control tokens count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hadal.core.errors import CheckpointError, RequestError
+from hadal.gateway.openai import Turn
+from hadal.gateway.vocabulary import Vocabulary, read_json
+
+THINK_OPEN = "<think>"
+THINK_CLOSE = "</think>"
+_SHIELDS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF8FF))]
+"""Noncharacters first, then private use: one that no message contains is taken."""
+_CHARS_PER_MESSAGE = 4096
+"""What a template may add to each message; more is a template that runs away."""
+_RESERVED = {"messages", "add_generation_prompt", "bos_token", "eos_token", "tools", "documents"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt in tokens. `thinks`: the reply starts inside the reasoning."""
+
+    ids: tuple[int, ...]
+    thinks: bool = False
+
+
+class ChatFormat:
+    """The chat template of one model."""
+
+    def __init__(self, vocabulary: Vocabulary, template: str, bos: str, eos: str, source: str) -> None:
+        """Raises CheckpointError for a template that does not parse; `source` names its file."""
+        self._vocabulary = vocabulary
+        self._bos = bos
+        self._eos = eos
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], autoescape=False,
+        )
+        environment.globals["raise_exception"] = _raise_exception
+        try:
+            self._template = environment.from_string(template)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"{source}: the chat template does not parse ({error}).") from error
+        starts = {content[0] for content in [*vocabulary.control_ids, THINK_OPEN, THINK_CLOSE] if content}
+        self._starts = re.compile("[" + "".join(re.escape(char) for char in sorted(starts)) + "]")
+
+    def prompt(
+        self,
+        turns: Sequence[Turn],
+        *,
+        thinking: bool | None = None,
+        template_kwargs: dict[str, bool | int | float | str | None] | None = None,
+    ) -> Prompt:
+        """Render and tokenise. `thinking` False closes the reasoning before it starts. Raises RequestError."""
+        kwargs = template_kwargs or {}
+        for name in sorted(_RESERVED & kwargs.keys()):
+            raise RequestError(f"chat_template_kwargs: {name} is the server's; leave it out.", "chat_template_kwargs")
+        texts = [*(turn.content for turn in turns), *(value for value in kwargs.values() if isinstance(value, str))]
+        shield = _unused_char(texts)
+        messages = [{"role": turn.role, "content": self._shielded(_answer_of(turn), shield)} for turn in turns]
+        values: dict[str, Any] = {
+            name: self._shielded(value, shield) if isinstance(value, str) else value for name, value in kwargs.items()
+        }
+        if thinking is not None:
+            values["thinking"] = values["enable_thinking"] = thinking
+        max_chars = 2 * sum(map(len, texts)) + _CHARS_PER_MESSAGE * (len(turns) + 1)
+        text = self._render(messages, values, max_chars)
+        thinks = text.rstrip().endswith(THINK_OPEN)
+        if thinks and thinking is False:
+            text += f"\n{THINK_CLOSE}\n\n"
+            thinks = False
+        return Prompt(tuple(self._encode(text, shield)), thinks)
+
+    def _shielded(self, text: str, shield: str) -> str:
+        return self._starts.sub(lambda match: match[0] + shield, text)
+
+    def _render(self, messages: list[dict[str, str]], values: dict[str, Any], max_chars: int) -> str:
+        pieces: list[str] = []
+        num_chars = 0
+        try:
+            for piece in self._template.generate(
+                **values, messages=messages, add_generation_prompt=True, bos_token=self._bos, eos_token=self._eos,
+                tools=None,
+            ):
+                pieces.append(piece)
+                num_chars += len(piece)
+                if num_chars > max_chars:
+                    raise RequestError("The chat template makes too long a prompt of these messages.", "messages")
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            if isinstance(error, RequestError):
+                raise
+            raise RequestError(f"The chat template cannot render these messages: {error}.", "messages") from error
+        except RecursionError:
+            raise RequestError("The chat template nests these messages too deeply.", "messages") from None
+        return "".join(pieces)
+
+    def _encode(self, text: str, shield: str) -> list[int]:
+        ids: list[int] = []
+        for piece in self._vocabulary.pieces(text):
+            if isinstance(piece, int):
+                ids.append(piece)
+            else:
+                ids.extend(self._vocabulary.encode_plain(piece.replace(shield, "")))
+        return ids
+
+
+def read_chat_format(folder: Path, vocabulary: Vocabulary) -> ChatFormat:
+    """Read the template from `chat_template.jinja` or from `tokenizer_config.json`. Raises CheckpointError."""
+    path = folder / "tokenizer_config.json"
+    fields = read_json(path)
+    bos, eos = _token_text(fields.get("bos_token")), _token_text(fields.get("eos_token"))
+    own = folder / "chat_template.jinja"
+    if own.exists():
+        try:
+            return ChatFormat(vocabulary, own.read_text(encoding="utf-8"), bos, eos, str(own))
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{own}: cannot be read ({error}).") from error
+    template = fields.get("chat_template")
+    if isinstance(template, list):  # Several by name: [{"name": "default", "template": ...}, ...]
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if not isinstance(template, str):
+        raise CheckpointError(f"{path}: chat_template is missing, and there is no {own.name} beside it.")
+    return ChatFormat(vocabulary, template, bos, eos, str(path))
+
+
+def raw_prompt(vocabulary: Vocabulary, text: str, bos_id: int | None) -> Prompt:
+    """A prompt of /completions: whoever writes it writes the template too, so control tokens in it count."""
+    ids = vocabulary.encode_controlled(text)
+    if bos_id is not None and ids[:1] != [bos_id]:
+        ids.insert(0, bos_id)
+    return Prompt(tuple(ids))
+
+
+def read_bos_id(folder: Path, vocabulary: Vocabulary) -> int | None:
+    """The id that begins every raw prompt, where the tokenizer's configuration asks for one (`add_bos_token`)."""
+    fields = read_json(folder / "tokenizer_config.json")
+    if not fields.get("add_bos_token"):
+        return None
+    return vocabulary.control_ids.get(_token_text(fields.get("bos_token")))
+
+
+def _answer_of(turn: Turn) -> str:
+    """What is kept of an earlier turn: of a reply only what follows the reasoning, as DeepSeek-R1 wants it."""
+    return turn.content.rpartition(THINK_CLOSE)[2] if turn.role == "assistant" else turn.content
+
+
+def _unused_char(texts: list[str]) -> str:
+    for char in _SHIELDS:
+        if not any(char in text for text in texts):
+            return char
+    raise RequestError("The messages use every private-use character of Unicode; leave one out.", "messages")
+
+
+def _token_text(field: Any) -> str:
+    """A special token is written as text, or as an object with a `content`."""
+    if isinstance(field, dict):
+        field = field.get("content")
+    return field if isinstance(field, str) else ""
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,77 @@
+"""Every refusal as OpenAI's clients expect it: a status and {"error": {message, type, param, code}}.
+
+Knows the tree of errors and HTTP's statuses, nothing of routes or sockets.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from hadal.core.errors import HadalError, Overloaded, RequestError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(HadalError):
+    """A reply other than 200. `headers` go with it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> bytes:
+        """The JSON body."""
+        return msgspec.json.encode({
+            "error": {
+                "message": str(self),
+                "type": _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        })
+
+
+def retry_after(seconds: float | None) -> dict[str, str]:
+    """The Retry-After header, in whole seconds as HTTP wants it (RFC 9110, 10.2.3)."""
+    return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
+
+
+def overloaded(status: int, message: str, retry_after_s: float | None, code: str | None = None) -> ApiError:
+    """429 (this client or queue is full) or 503 (the service is not there)."""
+    return ApiError(status, message, code=code, headers=retry_after(retry_after_s))
+
+
+def as_api_error(error: HadalError) -> ApiError:
+    """Map the tree of errors to statuses; what is not the client's doing is 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), param=error.param, code=error.code)
+    if isinstance(error, Overloaded):
+        return overloaded(503, str(error), error.retry_after_s)
+    return ApiError(500, "The server failed to handle this request; its log says why.", code="internal_error")

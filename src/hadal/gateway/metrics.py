@@ -1,0 +1,100 @@
+"""What operators see: counts and times of requests, and the state of the units, in Prometheus' text form.
+
+Times are observed once per request. What changes with every token is kept in plain numbers and read only when scraped.
+Knows the front's snapshot, nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from hadal.core.messages import Load
+from hadal.roles.front_snapshot import FrontSnapshot
+
+_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_PER_TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+
+_UNIT_GAUGES = {
+    "hadal_kv_blocks": ("KV blocks of a unit.", "num_blocks"),
+    "hadal_kv_blocks_used": ("KV blocks of a unit that are in use.", "num_blocks_used"),
+    "hadal_unit_requests": ("Requests that a unit works on.", "num_requests"),
+    "hadal_unit_tokens_waiting": ("Prompt tokens not yet computed by a unit.", "num_tokens_waiting"),
+    "hadal_step_ms": ("Smoothed duration of a unit's step.", "step_ms"),
+    "hadal_overhead_ms": ("Smoothed time per step a unit stood idle though there was work.", "overhead_ms"),
+}
+
+
+class Metrics:
+    """Counters of the gateway, and at each scrape those of the front and the units."""
+
+    def __init__(self, snapshot: Callable[[], FrontSnapshot]) -> None:
+        self._snapshot = snapshot
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "hadal_requests", "HTTP requests by endpoint and status.", ("endpoint", "status"), registry=self._registry
+        )
+        self.first_token_s = Histogram(
+            "hadal_time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=_LATENCY_S,
+            registry=self._registry,
+        )
+        self.per_token_s = Histogram(
+            "hadal_time_per_output_token_seconds", "Mean time between a request's tokens after the first.",
+            buckets=_PER_TOKEN_S, registry=self._registry,
+        )
+        self.request_s = Histogram(
+            "hadal_request_seconds", "From a request's arrival to its end.", buckets=_LATENCY_S, registry=self._registry
+        )
+        self._registry.register(_FrontCollector(snapshot))
+
+    def text(self) -> bytes:
+        """Prometheus' text exposition format."""
+        return generate_latest(self._registry)
+
+
+class _FrontCollector(Collector):
+    """Reads the front when it is scraped."""
+
+    def __init__(self, snapshot: Callable[[], FrontSnapshot]) -> None:
+        self._snapshot = snapshot
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing ahead of time: the registry need not scrape to register."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        snapshot = self._snapshot()
+        totals = snapshot.totals
+        yield CounterMetricFamily("hadal_prompt_tokens", "Prompt tokens of accepted requests.", totals.tokens_in)
+        yield CounterMetricFamily("hadal_output_tokens", "Tokens generated.", totals.tokens_out)
+        yield CounterMetricFamily("hadal_retries", "Attempts repeated because a unit failed.", totals.retries)
+        yield CounterMetricFamily("hadal_preemptions", "Attempts put back for want of KV blocks.", totals.preemptions)
+        ended = CounterMetricFamily("hadal_generations", "Generations by how they ended.", labels=("end",))
+        for end in ("finished", "cancelled", "failed", "refused"):
+            ended.add_metric((end,), getattr(totals, end))
+        yield ended
+        states = GaugeMetricFamily("hadal_generations_now", "Generations in the front by state.", labels=("state",))
+        for state, number in snapshot.state_to_count.items():
+            states.add_metric((str(state),), number)
+        yield states
+        yield GaugeMetricFamily("hadal_draining", "1 while nothing new is taken.", snapshot.is_draining)
+        up = GaugeMetricFamily("hadal_units_up", "Units that are up.", labels=("role",))
+        for role in ("prefill", "decode"):
+            up.add_metric((role,), snapshot.role_to_units.get(role, 0))
+        yield up
+        yield from _unit_metrics(snapshot.unit_to_load)
+
+
+def _unit_metrics(loads: dict[str, Load]) -> Iterator[Metric]:
+    steps = CounterMetricFamily("hadal_steps", "Steps of a unit since it started.", labels=("unit",))
+    for unit, load in loads.items():
+        steps.add_metric((unit,), load.num_steps)
+    yield steps
+    for name, (text, field) in _UNIT_GAUGES.items():
+        gauge = GaugeMetricFamily(name, text, labels=("unit",))
+        for unit, load in loads.items():
+            gauge.add_metric((unit,), getattr(load, field))
+        yield gauge

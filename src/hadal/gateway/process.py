@@ -1,0 +1,154 @@
+"""`python -m hadal.gateway.process --folder RUN`: the gateway's process. Loads no torch.
+
+It holds the front, so its end ends every stream; the supervisor starts it again on the same listening socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from hadal.core.config import Deployment
+from hadal.core.errors import ConfigError
+from hadal.gateway.auth import Keys
+from hadal.gateway.host import Host
+from hadal.gateway.http import Gateway, Patience, make_app
+from hadal.gateway.metrics import Metrics
+from hadal.gateway.service import Service, read_served_model
+from hadal.roles.front import Front
+from hadal.runtime.clock import LiveClock
+from hadal.runtime.listen import open_listener
+from hadal.runtime.process import EXIT_CONFIG, EXIT_FATAL, LISTEN_FD, enter_child
+from hadal.runtime.wire import ZmqWire
+
+log = logging.getLogger("hadal.gateway")
+
+API_KEYS = "HADAL_API_KEYS"
+"""Environment variable: the keys that are let in, with commas between. Empty: everybody is."""
+_SHUTDOWN_S = 2
+"""For connections that are still open when nothing runs any more."""
+_SWITCH_INTERVAL_S = 0.0005
+"""How long the tokenising thread may hold the interpreter while streams want it."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with SIGTERM meaning: finish what runs."""
+
+    def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._drain = drain
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second ends at once."""
+        if self._drain_started:
+            self.should_exit = self.force_exit = True
+        self._drain_started = True
+        self._drain()
+
+    _drain_started = False
+
+
+def make_gateway(deployment: Deployment, wire: ZmqWire, environment: dict[str, str]) -> Gateway:
+    """Put the parts together. Raises ConfigError."""
+    folder = Path(deployment.model)
+    model = read_served_model(folder, deployment.model_name or folder.name)
+    clock = LiveClock()
+    front = Front(deployment, epoch=os.urandom(8).hex(), max_context=model.context_tokens)
+    return Gateway(
+        service=Service(model, deployment.limits),
+        host=Host(front, wire, clock.now),
+        snapshot=front.snapshot,
+        metrics=Metrics(front.snapshot),
+        keys=Keys(key.strip() for key in environment.get(API_KEYS, "").split(",")),
+        now=clock.now,
+        created=int(time.time()),
+        unix_time=time.time,
+        patience=Patience(keep_alive_s=deployment.keep_alive_s),
+    )
+
+
+def listener_of(deployment: Deployment, environment: dict[str, str]) -> socket.socket:
+    """The supervisor's listening socket, or one of our own where there is none. Raises ConfigError."""
+    given = environment.get(LISTEN_FD)
+    if given is None:
+        return open_listener(deployment.host, deployment.port)
+    return socket.socket(fileno=int(given))
+
+
+async def serve(deployment: Deployment, gateway: Gateway, listening: socket.socket) -> int:
+    """Serve until drained or failed; returns the exit code."""
+    loop = asyncio.get_running_loop()
+    config = uvicorn.Config(
+        make_app(gateway), log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
+        timeout_keep_alive=75, timeout_graceful_shutdown=_SHUTDOWN_S,
+    )
+
+    def drain() -> None:
+        loop.call_soon_threadsafe(gateway.host.drain)
+
+    server = _Server(config, drain)
+    fronting = loop.create_task(gateway.host.run())
+    draining = loop.create_task(_drained(gateway.host, deployment.drain_timeout_s))
+    serving = loop.create_task(server.serve([listening]))
+    done, _ = await asyncio.wait((fronting, draining, serving), return_when=asyncio.FIRST_COMPLETED)
+    failed = fronting in done
+    if failed:
+        log.critical("the front ended", exc_info=fronting.exception())
+    server.should_exit = True
+    await serving
+    for task in (fronting, draining):
+        task.cancel()
+    await asyncio.gather(fronting, draining, return_exceptions=True)
+    gateway.service.close()
+    return EXIT_FATAL if failed else 0
+
+
+async def _drained(host: Host, timeout_s: float) -> None:
+    """Return once a drain was asked for and everything that ran has ended."""
+    await host.wait_draining()
+    log.info("draining: %d generations are running", host.num_open)
+    if not await host.wait_idle(timeout_s):
+        log.warning("%d generations did not end within %g s", host.num_open, timeout_s)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
+    arguments = parser.parse_args()
+    run = enter_child(arguments.folder)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    environment = dict(os.environ)
+    wire = ZmqWire("front", arguments.folder)
+    try:
+        gateway = make_gateway(run.deployment, wire, environment)
+        listening = listener_of(run.deployment, environment)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(serve(run.deployment, gateway, listening))
+    except ConfigError as error:
+        log.critical("%s", error)
+        return EXIT_CONFIG
+    finally:
+        wire.close()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop  # Where it is installed: a third less time per event.
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""What the server offers, without HTTP: from a request's body to generations, under the deployment's limits.
+
+Knows the model's tokenizer, template and context, the deployment's limits and the host of the front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hadal.core.config import LimitsConfig
+from hadal.core.errors import CheckpointError, RequestError
+from hadal.core.messages import Generation
+from hadal.core.model_config import read_model_config
+from hadal.gateway.chat import ChatFormat, Prompt, raw_prompt, read_bos_id, read_chat_format
+from hadal.gateway.errors import ApiError
+from hadal.gateway.openai import Ask, check_ids, parse_chat, parse_completion, with_defaults
+from hadal.gateway.stream import Assembler
+from hadal.gateway.vocabulary import Vocabulary, read_json, read_vocabulary
+
+OFF_LOOP_BYTES = 4096
+"""Longer bodies are parsed and tokenised in a thread: that is a millisecond or more that streams would wait for."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the gateway must know of a model. No weights."""
+
+    name: str
+    vocabulary: Vocabulary
+    chat: ChatFormat
+    context_tokens: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    temperature: float
+    top_p: float
+
+
+def read_served_model(folder: Path, name: str) -> ServedModel:
+    """Read tokenizer, template and defaults of a model folder. Raises CheckpointError."""
+    config = read_model_config(folder)
+    vocabulary = read_vocabulary(folder)
+    path = folder / "generation_config.json"
+    defaults = read_json(path) if path.exists() else {}
+    eos = defaults.get("eos_token_id", list(config.eos_token_ids))
+    eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
+    if not all(isinstance(i, int) for i in eos_ids):
+        raise CheckpointError(f"{path}: eos_token_id is {eos!r}; a token id or a list of them is needed.")
+    return ServedModel(
+        name=name,
+        vocabulary=vocabulary,
+        chat=read_chat_format(folder, vocabulary),
+        context_tokens=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        eos_ids=tuple(dict.fromkeys((*config.eos_token_ids, *eos_ids))),
+        bos_id=read_bos_id(folder, vocabulary),
+        temperature=_default(defaults, "temperature", path, 2.0),
+        top_p=_default(defaults, "top_p", path, 1.0),
+    )
+
+
+def _default(fields: dict[str, Any], name: str, path: Path, high: float) -> float:
+    value = fields.get(name)
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
+        raise CheckpointError(f"{path}: {name} is {value!r}; a number from 0 to {high:g} is needed.")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a request's replies: what the engine is asked, and how its tokens become text."""
+
+    generation: Generation
+    assembler: Assembler
+    prefix: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A request that passed every check."""
+
+    ask: Ask
+    choices: tuple[Choice, ...]
+    num_prompt_tokens: int
+
+
+class Service:
+    """Turns bodies into work."""
+
+    def __init__(
+        self, model: ServedModel, limits: LimitsConfig, random_bytes: Callable[[int], bytes] = os.urandom
+    ) -> None:
+        self.model = model
+        self.limits = limits
+        self._random_bytes = random_bytes
+        # One thread: prompts wait for each other rather than take the ranks' cores.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
+        context = model.context_tokens
+        self._max_prompt_tokens = min(limits.max_prompt_tokens or context - 1, context - 1)
+
+    async def chat(self, body: bytes, request_id: str) -> Work:
+        """Raises RequestError, ApiError."""
+        return await self._off_loop(self._chat, body, request_id)
+
+    async def completion(self, body: bytes, request_id: str) -> Work:
+        """Raises RequestError, ApiError."""
+        return await self._off_loop(self._completion, body, request_id)
+
+    def close(self) -> None:
+        """End the tokenising thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _off_loop(self, make: Callable[[bytes, str], Work], body: bytes, request_id: str) -> Work:
+        if len(body) <= OFF_LOOP_BYTES:
+            return make(body, request_id)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, make, body, request_id)
+
+    def _chat(self, body: bytes, request_id: str) -> Work:
+        parsed = parse_chat(body)
+        self._check(parsed.ask)
+        prompt = self.model.chat.prompt(
+            parsed.turns, thinking=parsed.thinking, template_kwargs=parsed.template_kwargs
+        )
+        return self._work(parsed.ask, [(prompt, "")], request_id, "messages", sections=True)
+
+    def _completion(self, body: bytes, request_id: str) -> Work:
+        parsed = parse_completion(body)
+        self._check(parsed.ask)
+        vocabulary = self.model.vocabulary
+        prompts: list[tuple[Prompt, str]] = []
+        for given in parsed.prompts:
+            if isinstance(given, str):
+                prompt, text = raw_prompt(vocabulary, given, self.model.bos_id), given
+            else:
+                self._check_prompt_ids(given)
+                prompt, text = Prompt(given), vocabulary.decode(given) if parsed.echo else ""
+            prompts.append((prompt, text if parsed.echo else ""))
+        return self._work(parsed.ask, prompts, request_id, "prompt", sections=False)
+
+    def _check(self, ask: Ask) -> None:
+        if ask.model != self.model.name:
+            raise ApiError(
+                404, f"The model {ask.model[:100]!r} does not exist; {self.model.name!r} is served.", param="model",
+                code="model_not_found",
+            )
+        limits = self.limits
+        if ask.n > limits.max_n:
+            raise RequestError(f"n is {ask.n}; at most {limits.max_n} choices are allowed.", "n")
+        if limits.max_output_tokens and (ask.max_tokens or 0) > limits.max_output_tokens:
+            raise RequestError(
+                f"max_tokens is {ask.max_tokens}; at most {limits.max_output_tokens} are allowed.", "max_tokens"
+            )
+        check_ids(ask, self.model.vocab_size)
+
+    def _check_prompt_ids(self, ids: tuple[int, ...]) -> None:
+        if max(ids) >= self.model.vocab_size:
+            size = self.model.vocab_size
+            raise RequestError(f"prompt: {max(ids)} is no token id; the vocabulary has {size}.", "prompt")
+
+    def _work(
+        self, ask: Ask, prompts: list[tuple[Prompt, str]], request_id: str, field: str, *, sections: bool
+    ) -> Work:
+        for prompt, _ in prompts:
+            self._check_length(prompt, field)
+        seed = int.from_bytes(self._random_bytes(8), "little") >> 1 if ask.seed is None else ask.seed
+        choices: list[Choice] = []
+        for prompt, prefix in prompts:
+            for index in range(ask.n):  # Prompts sent together are drawn as if each came alone.
+                generation = self._generation(ask, prompt, f"{request_id}-{len(choices)}", seed, index)
+                assembler = Assembler(
+                    self.model.vocabulary, sections=sections, thinks=prompt.thinks, stops=ask.stops,
+                    min_tokens=ask.min_tokens, logprobs=ask.sampling.num_logprobs >= 0,
+                )
+                choices.append(Choice(generation, assembler, prefix))
+        return Work(ask, tuple(choices), sum(len(prompt.ids) for prompt, _ in prompts))
+
+    def _check_length(self, prompt: Prompt, field: str) -> None:
+        num_tokens = len(prompt.ids)
+        if not num_tokens:
+            raise RequestError(f"{field} holds no token; send some text.", field)
+        if num_tokens > self._max_prompt_tokens:
+            raise RequestError(
+                f"The prompt has {num_tokens} tokens; at most {self._max_prompt_tokens} are allowed "
+                f"(the model's context is {self.model.context_tokens}). Shorten {field}.",
+                field, "context_length_exceeded",
+            )
+
+    def _generation(self, ask: Ask, prompt: Prompt, request_id: str, seed: int, index: int) -> Generation:
+        limits = self.limits
+        room = self.model.context_tokens - len(prompt.ids)
+        max_tokens = min(ask.max_tokens or limits.default_output_tokens, room, limits.max_output_tokens or room)
+        eos_ids = () if ask.ignore_eos else self.model.eos_ids
+        return Generation(
+            request_id=request_id,
+            prompt=prompt.ids,
+            output=(),
+            max_tokens=max_tokens,
+            stop_ids=tuple(dict.fromkeys((*eos_ids, *ask.stop_token_ids))),
+            min_tokens=min(ask.min_tokens, max_tokens),
+            sampling=with_defaults(ask, self.model.temperature, self.model.top_p, seed, index),
+            attempt=0,
+        )

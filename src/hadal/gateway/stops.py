@@ -1,0 +1,62 @@
+"""Find the first of several strings in a text that arrives in pieces, and hold back what may be the start of one.
+
+    text so far   "The answer is 4.\n\nQue"          patterns  "\n\nQuestion", "</s>"
+    given out     "The answer is 4."
+    held back                     "\n\nQue"          until the next piece decides
+
+Which pattern matches, and where, depends on the text alone and not on how it was cut: the match that ends first wins,
+and of those that end together the one that starts first.
+"""
+
+from __future__ import annotations
+
+
+class Matcher:
+    """Feed it text; it returns what is safe to show."""
+
+    __slots__ = ("_held", "_longest", "_patterns")
+
+    def __init__(self, patterns: tuple[str, ...]) -> None:
+        """`patterns` are not empty."""
+        self._patterns = patterns
+        self._longest = max(map(len, patterns), default=0)
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None, str]:
+        """Return the text that may be shown, the pattern that matched, and what follows the match.
+
+        After a match the matcher is empty.
+        """
+        if not self._patterns:
+            return text, None, ""
+        # What is held back holds no match, so a match ends within the new text.
+        text = self._held + text
+        best: tuple[int, int, str] | None = None
+        for pattern in self._patterns:
+            start = text.find(pattern)
+            if start >= 0 and (best is None or (start + len(pattern), start) < best[:2]):
+                best = (start + len(pattern), start, pattern)
+        if best is not None:
+            end, start, pattern = best
+            self._held = ""
+            return text[:start], pattern, text[end:]
+        keep = self._start_of_match(text)
+        self._held = text[keep:]
+        return text[:keep], None, ""
+
+    def flush(self) -> str:
+        """The end: what was held back was no match."""
+        held, self._held = self._held, ""
+        return held
+
+    def _start_of_match(self, text: str) -> int:
+        """Where the longest end of `text` begins that a pattern begins with; len(text) if there is none."""
+        first = len(text)
+        for pattern in self._patterns:
+            start = text.find(pattern[0], max(0, len(text) - len(pattern) + 1), first)
+            while start >= 0:
+                if pattern.startswith(text[start:]):
+                    first = start
+                    break
+                start = text.find(pattern[0], start + 1, first)
+        return first

@@ -1,0 +1,235 @@
+"""From one choice's tokens to its text: pure, one object per choice, fed as tokens come.
+
+Three stages, each of which may hold something back:
+
+    tokens --bytes--> UTF-8 decoder --chars--> sections --chars--> stop strings --> Piece(reasoning, content)
+                      (half characters)        (<think>, </think>) (starts of a stop string)
+
+The final text depends on the tokens alone, never on how they were grouped. Knows no JSON, no HTTP and no clock.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from hadal.core.messages import Token
+from hadal.gateway.chat import THINK_CLOSE, THINK_OPEN
+from hadal.gateway.stops import Matcher
+from hadal.gateway.vocabulary import Vocabulary
+
+_new_decoder: Callable[[str], codecs.IncrementalDecoder] = codecs.getincrementaldecoder("utf-8")
+
+
+class Section(Enum):
+    """Where in the reply a token falls."""
+
+    START = auto()
+    """Not yet known: a reply may begin with "<think>"."""
+    REASONING = auto()
+    CONTENT = auto()
+
+
+@dataclass(slots=True)
+class Piece:
+    """What some tokens brought: text to show, and the tokens whose log-probabilities go with it."""
+
+    reasoning: str = ""
+    content: str = ""
+    reasoning_tokens: list[Token] = field(default_factory=list)
+    content_tokens: list[Token] = field(default_factory=list)
+    finish: str | None = None
+    """Set on the last piece: "stop" or "length"."""
+
+    def add(self, other: Piece) -> None:
+        """Append what came next."""
+        self.reasoning += other.reasoning
+        self.content += other.content
+        self.reasoning_tokens += other.reasoning_tokens
+        self.content_tokens += other.content_tokens
+        self.finish = self.finish or other.finish
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.finish or self.reasoning_tokens or self.content_tokens)
+
+
+class Assembler:
+    """The text of one choice. `num_tokens` and `num_reasoning_tokens` count what was taken in."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        sections: bool,
+        thinks: bool = False,
+        stops: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        logprobs: bool = False,
+    ) -> None:
+        """`sections`: set reasoning apart (chat). `thinks`: the prompt ends inside the reasoning.
+
+        Stop strings count only in what comes after `min_tokens` tokens.
+        """
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.finish: str | None = None
+        self._bytes = vocabulary.token_bytes
+        self._hidden = vocabulary.hidden_ids
+        self._decoder = _new_decoder("replace")
+        # A think mark is a token of its own where the vocabulary has one; elsewhere it is spelled out.
+        self._open_id = vocabulary.control_ids.get(THINK_OPEN)
+        self._close_id = vocabulary.control_ids.get(THINK_CLOSE)
+        self._section = Section.CONTENT
+        if sections:
+            self._section = Section.REASONING if thinks else Section.START
+        self._start = ""
+        self._close = Matcher((THINK_CLOSE,) if self._close_id is None else ())
+        self._stop = Matcher(stops)
+        self._min_tokens = min_tokens if stops else 0
+        self._trim = sections and thinks
+        """Newlines that follow a think mark are dropped until something else comes."""
+        self._logprobs = logprobs
+        self._num_chars = 0
+        self._num_shown = 0
+        """Characters of this section that reached the stop strings, and that passed them."""
+        self._waiting: deque[tuple[int, Token]] = deque()
+        """Tokens whose text is not shown yet, each with the place in the section where its text starts."""
+
+    def push(self, tokens: Iterable[Token]) -> Piece:
+        """Take tokens in. What comes after the finish is ignored."""
+        piece = Piece()
+        for token in tokens:
+            if self.finish is None:
+                self._take(token, piece)
+        return piece
+
+    def end(self, finish: str) -> Piece:
+        """No more tokens come: show what was held back."""
+        piece = Piece()
+        if self.finish is None:
+            self._end(finish, piece)
+        return piece
+
+    def _take(self, token: Token, piece: Piece) -> None:
+        self.num_tokens += 1
+        if self._section is Section.REASONING:
+            self.num_reasoning_tokens += 1
+        if token.finish == "stop":  # A stop id: it has no text.
+            self._end("stop", piece)
+            return
+        if self._logprobs:
+            self._waiting.append((self._num_chars, token))
+        i = token.token
+        if self._section is not Section.CONTENT and self._is_mark(i, piece):
+            pass
+        elif i not in self._hidden and 0 <= i < len(self._bytes):
+            text = self._decoder.decode(self._bytes[i])
+            if text:
+                self._split(text, piece)
+        if token.finish is not None and self.finish is None:
+            self._end(token.finish, piece)
+
+    def _is_mark(self, token: int, piece: Piece) -> bool:
+        """Change sections at a think mark that is a token of its own."""
+        if token == self._close_id and self._section is Section.REASONING:
+            self._drain(piece)
+            self._enter(Section.CONTENT, piece)
+            return True
+        if token == self._open_id and self._section is Section.START:
+            self.num_reasoning_tokens += 1
+            self._enter(Section.REASONING, piece)
+            return True
+        return False
+
+    def _split(self, text: str, piece: Piece) -> None:
+        """Tell the sections apart where their marks are spelled out."""
+        if self._section is Section.START:
+            self._start += text
+            if self._open_id is None and self._start != THINK_OPEN and THINK_OPEN.startswith(self._start):
+                return
+            text, self._start = self._start, ""
+            if self._open_id is None and text.startswith(THINK_OPEN):
+                self.num_reasoning_tokens = self.num_tokens
+                self._enter(Section.REASONING, piece)
+                text = text[len(THINK_OPEN):]
+            else:
+                self._section = Section.CONTENT
+        if self._section is Section.REASONING:
+            text, mark, rest = self._close.feed(text)
+            self._filter(text, piece)
+            if mark is None or self.finish is not None:
+                return
+            self._flush_stop(piece)
+            self._enter(Section.CONTENT, piece)
+            text = rest
+        self._filter(text, piece)
+
+    def _filter(self, text: str, piece: Piece) -> None:
+        """Withhold stop strings and what comes after."""
+        if self._trim:
+            text = text.lstrip("\n")
+        if not text:
+            return
+        self._trim = False
+        self._num_chars += len(text)
+        if self.num_tokens <= self._min_tokens:
+            self._show(text, piece)
+            return
+        text, stop, _ = self._stop.feed(text)
+        self._show(text, piece)
+        if stop is not None:
+            self._waiting.clear()
+            self.finish = piece.finish = "stop"
+
+    def _show(self, text: str, piece: Piece) -> None:
+        if not text:
+            return
+        self._num_shown += len(text)
+        if self._section is Section.REASONING:
+            piece.reasoning += text
+        else:
+            piece.content += text
+        if self._waiting:
+            self._show_tokens(self._num_shown, piece)
+
+    def _show_tokens(self, before: int, piece: Piece) -> None:
+        shown = piece.reasoning_tokens if self._section is Section.REASONING else piece.content_tokens
+        while self._waiting and self._waiting[0][0] < before:
+            shown.append(self._waiting.popleft()[1])
+
+    def _flush_stop(self, piece: Piece) -> None:
+        self._show(self._stop.flush(), piece)
+
+    def _drain(self, piece: Piece) -> None:
+        """The section ends here: nothing is held back any longer."""
+        tail = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        if tail:
+            self._split(tail, piece)
+        if self._section is Section.START and self._start:
+            text, self._start = self._start, ""
+            self._section = Section.CONTENT
+            self._filter(text, piece)
+        if self.finish is None:
+            self._filter(self._close.flush(), piece)
+        if self.finish is None:
+            self._flush_stop(piece)
+
+    def _enter(self, section: Section, piece: Piece) -> None:
+        """A think mark was read: its own token belongs to the reasoning."""
+        if self.finish is not None:
+            return
+        self._section = Section.REASONING
+        self._show_tokens(self._num_chars + 1, piece)
+        self._section = section
+        self._trim = True
+        self._num_chars = self._num_shown = 0
+
+    def _end(self, finish: str, piece: Piece) -> None:
+        self._drain(piece)
+        if self.finish is None:
+            self._show_tokens(self._num_chars + 1, piece)
+            self.finish = piece.finish = finish

@@ -1,0 +1,111 @@
+"""Compile the C++ kernels once per machine and keep the shared library in the user's cache.
+
+Knows compilers, files and locks; knows nothing of what the library holds. The library's name is a hash of everything that
+decides its content (sources, flags, compiler, the CPU's features), so a wrong one is never loaded and none is ever rebuilt in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "cpu"
+MAIN_SOURCE = "api.cpp"
+FLAGS = (
+    "-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden",
+    # A fused multiply-add wherever one is written; errno and traps would keep sqrt and selects out of vector code.
+    "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
+    # Not -ffast-math: it reorders sums (a token's result would depend on the tile it falls in) and assumes that there is no
+    # infinity or NaN (softmax's first maximum is -inf, and a NaN must reach the caller, not vanish).
+)
+COMPILE_TIMEOUT_S = 300
+
+
+class BuildError(RuntimeError):
+    """There is no library on this machine; the message says why and what would help."""
+
+
+def build() -> Path:
+    """Return the compiled library, compiling it if it is not in the cache. Raises BuildError."""
+    compiler = _compiler()
+    try:
+        sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".h", ".cpp"))
+        key = _key(compiler, sources)
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        library = folder / f"kernels-{key}.so"
+        if library.exists():
+            return library
+        with _only_one(folder / f"kernels-{key}.lock"):
+            if not library.exists():  # Another process may have built it while this one waited.
+                _compile(compiler, library)
+    except OSError as error:
+        raise BuildError(f"the kernels cannot be built: {error}. HADAL_CACHE_DIR names a folder to build in.") from error
+    return library
+
+
+def cache_folder() -> Path:
+    """`$HADAL_CACHE_DIR`, or hadal's folder in the XDG cache."""
+    own = os.environ.get("HADAL_CACHE_DIR")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "hadal"
+
+
+def _compiler() -> list[str]:
+    """The command of `$CXX`, or the first known compiler in the path."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    for command in [asked] if asked else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return command
+    name = asked[0] if asked else "c++, g++ or clang++"
+    raise BuildError(f"no C++ compiler ({name}) was found. Install g++ or clang++, or name one in CXX.")
+
+
+def _key(compiler: list[str], sources: list[Path]) -> str:
+    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False).stdout
+    parts = [*(path.name.encode() + b"\0" + path.read_bytes() for path in sources), " ".join((*compiler, *FLAGS)).encode(), version]
+    return hashlib.sha256(b"\0\0".join([*parts, _cpu_features()])).hexdigest()[:20]
+
+
+def _cpu_features() -> bytes:
+    """What -march=native depends on: a cache folder may be shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}".encode()
+    wanted = ("flags", "Features", "model name", "CPU part")
+    return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(wanted)})]).encode()
+
+
+@contextlib.contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Processes that start together compile once; the lock dies with its holder."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(compiler: list[str], library: Path) -> None:
+    handle, name = tempfile.mkstemp(suffix=".so", prefix="building-", dir=library.parent)
+    os.close(handle)
+    try:
+        command = [*compiler, *FLAGS, str(SOURCES / MAIN_SOURCE), "-o", name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+        if done.returncode != 0:
+            raise BuildError(f"{shlex.join(command)} failed: {done.stderr.strip()[-800:]}")
+        os.replace(name, library)  # Whole or not at all: a reader never sees half a library.
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"the compiler did not finish within {COMPILE_TIMEOUT_S} s.") from None
+    finally:
+        Path(name).unlink(missing_ok=True)

@@ -1,0 +1,256 @@
+// A whole decode step, from token ids to logits, as one job of a team: B rows, each one token of one sequence.
+//
+// Rows may belong to the same sequence (same block table, consecutive positions: a speculative check or the tail of a prompt),
+// because every row's latent is in the cache before any row attends. Weights are used where they lie; nothing is repacked.
+// Phases are separated by barriers; members split weight rows, so each row of W is read by one core once per step.
+// Shapes: B rows, D model, Q q_lora (0: none), H heads, N nope, R rope, C kv_lora, W v_head, L = C + R, V vocab, F dense width,
+// E experts, I expert width, S shared width, K experts per token. qk = N + R.
+#pragma once
+#include "attention.h"
+#include "experts.h"
+#include "gate.h"
+
+namespace hadal {
+
+struct StepShape {  // filled by Python, field for field
+    int32_t vocab, D, num_layers, Q, H, N, R, C, W, F, S, E, I, K, num_groups, topk_group, is_normed, max_batch, max_position, num_blocks,
+        cache_layers;
+    float eps, latent_eps, routed_scale, softmax_scale;
+};
+
+struct LayerPointers {  // null where the layer has none
+    const float *attn_norm_D, *qkv_a, *q_a_norm_Q, *q_b, *kv_a_norm_C, *w_uk_HNC, *w_uv_HWC, *o, *ffn_norm_D;
+    const float *gate_up, *down;  // the dense MLP or the shared expert
+    const float *router_ED, *router_bias_E, *gate_up_E, *down_E;
+};
+
+struct StepPointers {
+    const float *embed_VD, *norm_D, *head_VD, *cos_sin;
+    float* cache;
+};
+
+class Step {
+  public:
+    Step(Team* team, const StepShape& shape, const StepPointers& at, const LayerPointers* layers)
+        : team_(team), s_(shape), at_(at), layers_(layers, layers + shape.num_layers) {
+        Carver count;
+        carve(count);
+        memory_.reset(static_cast<char*>(std::aligned_alloc(64, count.used + 64)));
+        if (!memory_) throw std::bad_alloc();
+        std::memset(memory_.get(), 0, count.used);
+        Carver carver{memory_.get(), 0};
+        carve(carver);
+    }
+
+    // The caller has checked ids, positions and blocks. normed_BD receives what the head takes: the hidden states after the last norm.
+    void run(int B, const int64_t* tokens_B, const int64_t* positions_B, const int32_t* block_table, long max_blocks, float* normed_BD,
+             float* logits_BV) {
+        B_ = B;
+        tokens_ = tokens_B;
+        positions_ = positions_B;
+        normed_ = normed_BD;
+        logits_ = logits_BV;
+        for (int b = 0; b < B; b++) lengths_[b] = positions_B[b] + 1;
+        attention_.B = B, attention_.H = s_.H, attention_.C = s_.C, attention_.R = s_.R, attention_.num_layers = s_.cache_layers;
+        attention_.scale = s_.softmax_scale, attention_.cache = at_.cache;
+        attention_.block_table = block_table, attention_.max_blocks = max_blocks;
+        attention_.plan(lengths_, team_->count());
+        const size_t part_bytes = attention_.part_floats() * size_t(attention_.num_parts) * sizeof(float);
+        parts_ = part_bytes ? static_cast<float*>(team_->scratch(part_bytes)) : nullptr;
+        team_->run([this](const Member& me) { walk(me); });
+    }
+
+  private:
+    struct Own {  // one member's private memory
+        float* normed;   // [max_batch, max(D, Q)]
+        float* scratch;  // attention scores, gate
+        int* ints;
+        Sorted sorted;
+    };
+
+    void carve(Carver& c) {
+        const size_t B = size_t(s_.max_batch), slots = B * size_t(s_.K);
+        const size_t wide = size_t(max_int(s_.D, s_.Q));
+        lengths_ = c.take<int64_t>(B);
+        hidden_ = c.take<float>(B * size_t(s_.D));
+        qkv_ = c.take<float>(B * size_t(qkv_width()));
+        q_ = c.take<float>(B * size_t(s_.H * (s_.N + s_.R)));
+        q_latent_ = c.take<float>(B * size_t(s_.H * (s_.C + s_.R)));
+        o_latent_ = c.take<float>(B * size_t(s_.H * s_.C));
+        value_ = c.take<float>(B * size_t(s_.H * s_.W));
+        dense_gate_ = c.take<float>(B * size_t(max_int(s_.F, s_.S)));
+        dense_up_ = c.take<float>(B * size_t(max_int(s_.F, s_.S)));
+        gate_ = c.take<float>(slots * size_t(s_.I));
+        up_ = c.take<float>(slots * size_t(s_.I));
+        router_ = c.take<float>(B * size_t(s_.E));
+        ids_ = c.take<int>(slots);
+        weights_ = c.take<float>(slots);
+        own_.resize(size_t(team_->count()));
+        for (Own& own : own_) {
+            own.normed = c.take<float>(B * wide);
+            own.scratch = c.take<float>(Attention::scratch_floats(s_.H) + 2 * size_t(max_int(s_.E, s_.K)));
+            own.ints = c.take<int>(size_t(max_int(s_.E, s_.K)));
+            own.sorted = Sorted{c.take<int>(size_t(s_.E) + 1), c.take<int>(slots), c.take<Job>(size_t(s_.E) + 1), 0};
+        }
+    }
+
+    int qk() const { return s_.N + s_.R; }
+    int latent() const { return s_.C + s_.R; }
+    int qkv_width() const { return (s_.Q ? s_.Q : s_.H * qk()) + latent(); }
+
+    void walk(const Member& me) {
+        Own& own = own_[size_t(me.index)];
+        int begin, end;
+        me.share(B_, 1, begin, end);
+        for (int b = begin; b < end; b++) std::memcpy(hidden_ + long(b) * s_.D, at_.embed_VD + tokens_[b] * s_.D, size_t(s_.D) * sizeof(float));
+        me.barrier();
+        for (int i = 0; i < s_.num_layers; i++) {
+            attend(me, own, layers_[size_t(i)], i);
+            feed_forward(me, own, layers_[size_t(i)]);
+        }
+        const float* x = norm_all(me, own, hidden_, s_.D, at_.norm_D, s_.D, s_.eps);
+        std::memcpy(normed_ + long(begin) * s_.D, x + long(begin) * s_.D, size_t(end - begin) * size_t(s_.D) * sizeof(float));
+        multiply(me, x, s_.D, at_.head_VD, s_.D, s_.vocab, logits_, s_.vocab);
+    }
+
+    // RMS norm of all rows. Few members repeat it in private (no barrier); many share it through member 0's memory.
+    const float* norm_all(const Member& me, Own& own, const float* x, long ld, const float* g, int n, float eps) {
+        const bool is_repeated = me.count <= 4;
+        int begin = 0, end = B_;
+        if (!is_repeated) me.share(B_, 1, begin, end);
+        float* y = is_repeated ? own.normed : own_[0].normed;
+        for (int b = begin; b < end; b++) rms_norm(x + b * ld, g, n, eps, y + long(b) * n);
+        if (!is_repeated) me.barrier();
+        return y;
+    }
+
+    // This member's rows of y[b][n] = x[b] . w[n].
+    void multiply(const Member& me, const float* x, long ldx, const float* w, int K, int rows, float* y, long ldy) {
+        int begin, end;
+        me.share(rows, 4, begin, end);
+        linear(x, ldx, B_, w, K, begin, end, y, ldy);
+    }
+
+    void attend(const Member& me, Own& own, const LayerPointers& w, int layer) {
+        const int width = qkv_width(), heads_qk = s_.H * qk();
+        const float* x = norm_all(me, own, hidden_, s_.D, w.attn_norm_D, s_.D, s_.eps);
+        multiply(me, x, s_.D, w.qkv_a, s_.D, width, qkv_, width);
+        if (me.index == 0) attention_.next.store(0, std::memory_order_relaxed);
+        me.barrier();
+
+        write_cache(me, w, layer);
+        const float* q = qkv_;
+        long ldq = width;
+        if (s_.Q) {
+            const float* c_q = norm_all(me, own, qkv_, width, w.q_a_norm_Q, s_.Q, s_.latent_eps);
+            multiply(me, c_q, s_.Q, w.q_b, s_.Q, heads_qk, q_, heads_qk);
+            me.barrier();
+            q = q_, ldq = heads_qk;
+        }
+        absorb(me, w, q, ldq);
+        me.barrier();
+
+        attention_.run(q_latent_, o_latent_, parts_, own.scratch, layer);
+        me.barrier();
+        if (attention_.is_split) {
+            attention_.merge(me, lengths_, parts_, o_latent_);
+            me.barrier();
+        }
+        lift_values(me, w);
+        me.barrier();
+
+        int begin, end;
+        me.share(s_.D, 4, begin, end);
+        const int K = s_.H * s_.W;
+        gemm(RowAt{value_, K}, B_, w.o, K, K, begin, end, Store<true>{hidden_, s_.D});
+        me.barrier();
+    }
+
+    // Norm of c_kv and rotation of k_rope into each row's place of the paged cache.
+    void write_cache(const Member& me, const LayerPointers& w, int layer) {
+        int begin, end;
+        me.share(B_, 1, begin, end);
+        const int width = qkv_width(), from = width - latent();
+        for (int b = begin; b < end; b++) {
+            const int64_t p = positions_[b];
+            const long block = attention_.block_table[b * attention_.max_blocks + p / kBlock];
+            float* at = at_.cache + ((block * s_.cache_layers + layer) * kBlock + p % kBlock) * latent();
+            const float* x = qkv_ + long(b) * width + from;
+            rms_norm(x, w.kv_a_norm_C, s_.C, s_.latent_eps, at);
+            rope(x + s_.C, at_.cos_sin + p * s_.R, s_.R, at + s_.C);
+        }
+    }
+
+    // q_latent[b][h] = [W_UK(h)^T q_nope; rope(q_rope)]: heads by chunks of columns are the units.
+    void absorb(const Member& me, const LayerPointers& w, const float* q, long ldq) {
+        const int chunk = 4 * hadal::W, chunks = (s_.C + chunk - 1) / chunk;
+        const long ld = long(s_.H) * latent();
+        int begin, end;
+        me.share(s_.H * chunks, 1, begin, end);
+        for (int unit = begin; unit < end; unit++) {
+            const int h = unit / chunks, c0 = unit % chunks * chunk;
+            const float* q_h = q + long(h) * qk();
+            float* out = q_latent_ + long(h) * latent();
+            outer<false>(q_h, ldq, B_, s_.N, w.w_uk_HNC + long(h) * s_.N * s_.C, s_.C, c0, min_int(s_.C, c0 + chunk), nullptr, out, ld);
+            if (c0 == 0)
+                for (int b = 0; b < B_; b++) rope(q_h + b * ldq + s_.N, at_.cos_sin + positions_[b] * s_.R, s_.R, out + b * ld + s_.C);
+        }
+    }
+
+    // value[b][h] = W_UV(h) o_latent[b][h]: rows of all heads in one range.
+    void lift_values(const Member& me, const LayerPointers& w) {
+        int begin, end;
+        me.share(s_.H * s_.W, 4, begin, end);
+        for (int at = begin; at < end;) {
+            const int h = at / s_.W, row = at % s_.W, stop = min_int(s_.W, row + end - at);
+            linear(o_latent_ + long(h) * s_.C, long(s_.H) * s_.C, B_, w.w_uv_HWC + long(h) * s_.W * s_.C, s_.C, row, stop,
+                   value_ + long(h) * s_.W, long(s_.H) * s_.W);
+            at += stop - row;
+        }
+    }
+
+    void feed_forward(const Member& me, Own& own, const LayerPointers& w) {
+        const float* x = norm_all(me, own, hidden_, s_.D, w.ffn_norm_D, s_.D, s_.eps);
+        const bool is_moe = w.router_ED != nullptr;
+        Sorted& sorted = own.sorted;
+        sorted.jobs[0] = Job{w.gate_up, w.down, is_moe ? s_.S : s_.F, B_, nullptr, dense_gate_, dense_up_};
+        sorted.num_jobs = 1;
+        if (is_moe) multiply(me, x, s_.D, w.router_ED, s_.D, s_.E, router_, s_.E);
+        run_up_share(me, sorted.jobs, 1, x, s_.D, s_.K);
+        me.barrier();
+        if (is_moe) {
+            int begin, end;
+            me.share(B_, 1, begin, end);
+            const GateShape shape{s_.E, s_.K, s_.num_groups, s_.topk_group, s_.is_normed, s_.routed_scale};
+            for (int b = begin; b < end; b++)
+                choose_experts(shape, router_ + long(b) * s_.E, w.router_bias_E, own.scratch, own.ints, ids_ + b * s_.K, weights_ + b * s_.K);
+            me.barrier();
+            sort_slots(ids_, B_ * s_.K, s_.E, sorted);
+            add_routed_jobs(sorted, w.gate_up_E, w.down_E, s_.E, s_.I, s_.D, gate_, up_);
+            run_up_share(me, sorted.jobs + 1, sorted.num_jobs - 1, x, s_.D, s_.K);
+            me.barrier();
+        }
+        run_down_share(me, sorted.jobs, sorted.num_jobs, s_.D, s_.K, weights_, hidden_);
+        me.barrier();
+    }
+
+    struct Free { void operator()(char* p) const { std::free(p); } };
+
+    Team* team_;
+    const StepShape s_;
+    const StepPointers at_;
+    const std::vector<LayerPointers> layers_;
+    std::unique_ptr<char, Free> memory_;
+    std::vector<Own> own_;
+    Attention attention_{};
+    // This step's rows:
+    int B_ = 0;
+    const int64_t *tokens_ = nullptr, *positions_ = nullptr;
+    float *normed_ = nullptr, *logits_ = nullptr, *parts_ = nullptr;
+    // Shared between members, [B, ...]:
+    int64_t* lengths_;
+    float *hidden_, *qkv_, *q_, *q_latent_, *o_latent_, *value_, *dense_gate_, *dense_up_, *gate_, *up_, *router_, *weights_;
+    int* ids_;
+};
+
+}  // namespace hadal

@@ -1,0 +1,110 @@
+"""The compiled kernels as Python sees them: loading, thread teams, checks, errors.
+
+Knows the C ABI of cpu/api.cpp and nothing of models. Where there is no library (no compiler, `HADAL_KERNELS=plain`), the reason
+is logged once and every op runs its plain torch twin. Calls release the GIL. A team's threads do not survive a fork:
+processes that use the kernels must be spawned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import threading
+
+import torch
+from torch import Tensor
+
+from hadal.kernels.build import BuildError, build
+
+_log = logging.getLogger(__name__)
+_lock = threading.Lock()
+_teams: dict[int, int] = {}
+
+_STATUS = {
+    1: "a token id is outside the vocabulary",
+    2: "a position or length is negative or beyond the model's last position",
+    3: "a block table names a block that the cache does not have, or is too short for its length",
+    4: "an expert id is out of range",
+}
+_OUT_OF_MEMORY = 5
+
+# One letter per argument of a C function: p pointer, i int32, l int64, f float.
+_ABI = {
+    "hadal_team_new": ("i", ctypes.c_void_p),
+    "hadal_linear": ("ppiipip", ctypes.c_int),
+    "hadal_experts": ("ppiippiippip", ctypes.c_int),
+    "hadal_mla_decode": ("pppiiiipiiiplpfp", ctypes.c_int),
+    "hadal_step_new": ("pppp", ctypes.c_void_p),
+    "hadal_step_free": ("p", None),
+    "hadal_step_run": ("pppipppl" + "pp", ctypes.c_int),
+    "hadal_isa": ("", ctypes.c_char_p),
+}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
+
+
+@functools.lru_cache(maxsize=1)
+def load() -> ctypes.CDLL | None:
+    """Return the library, or None where the plain path is asked for or nothing can be built."""
+    if os.environ.get("HADAL_KERNELS") == "plain":
+        _log.info("HADAL_KERNELS=plain: every op runs in plain torch.")
+        return None
+    try:
+        path = build()
+        library = ctypes.CDLL(str(path))
+    except (BuildError, OSError) as error:
+        _log.warning("No CPU kernels, every op runs in plain torch: %s", error)
+        return None
+    for name, (arguments, result) in _ABI.items():
+        function = getattr(library, name)
+        function.argtypes = [_TYPES[letter] for letter in arguments]
+        function.restype = result
+    return library
+
+
+def isa() -> str:
+    """What the kernels were compiled for: avx512, avx2, generic, or plain where there are none."""
+    library = load()
+    return library.hadal_isa().decode() if library is not None else "plain"
+
+
+def team(num_threads: int | None = None) -> int:
+    """Return the handle of the process's team of that size (torch's thread count if None), started at first use."""
+    library = load()
+    assert library is not None, "ask load() first"
+    count = torch.get_num_threads() if num_threads is None else num_threads
+    if count < 1:
+        raise ValueError(f"num_threads is {count}; it must be positive.")
+    handle = _teams.get(count)
+    if handle is None:
+        with _lock:
+            handle = _teams.get(count) or library.hadal_team_new(count)
+            if not handle:
+                raise RuntimeError(f"{count} threads could not be started.")
+            _teams[count] = handle
+    return handle
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether all tensors are what the kernels read: FP32, on the CPU, contiguous."""
+    return all(x.dtype is torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in tensors)
+
+
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless the tensor has this shape; C would read past its end."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; {list(shape)} is needed.")
+
+
+def as_int(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same whole numbers, contiguous on the CPU; the very tensor where it already is."""
+    return tensor.to(device="cpu", dtype=dtype).contiguous()
+
+
+def check_status(status: int) -> None:
+    """Raise what a kernel's return code means."""
+    if status == _OUT_OF_MEMORY:
+        raise MemoryError("a kernel's working memory could not be allocated.")
+    if status:
+        raise ValueError(f"{_STATUS.get(status, f'kernel status {status}')}.")

@@ -1,0 +1,1 @@
+"""KV blocks as counts: who holds which, and until when. Bytes move elsewhere."""

@@ -1,0 +1,123 @@
+"""What a forward pass is about: packed tokens, their positions, and where their KV lies. Built once per step.
+
+Shapes: T packed tokens, B requests, M blocks of a request, P blocks, L layers, S tokens of a block,
+D latent, R rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hadal.core.messages import BLOCK_TOKENS, Chunk
+
+
+@dataclass(frozen=True)
+class Span:
+    """One chunk within the packed tokens."""
+
+    first: int
+    """Row of its first token."""
+    num_tokens: int
+    start: int
+    """Position of its first token; as many are in the cache already."""
+    context_rows: Tensor | None
+    """Rows of those in the cache of layer 0 (see `cache_rows`); None if there are none."""
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    """Several chunks of several prompts, one after the other."""
+
+    cache_PLSD: Tensor
+    tokens_T: Tensor
+    cos_sin_TR: Tensor
+    rows_T: Tensor
+    """Where each token's latent goes (layer 0)."""
+    spans: tuple[Span, ...]
+    final_chunks: tuple[int, ...]
+    """Chunks whose last token's logits are wanted."""
+    final_rows: Tensor
+    """Those tokens' rows."""
+
+    def write(self, layer_index: int, latents_TD: Tensor) -> None:
+        _write(self.cache_PLSD, self.rows_T, layer_index, latents_TD)
+
+    def context(self, span: Span, layer_index: int) -> Tensor:
+        """The cached latents [start, D] before the span."""
+        assert span.context_rows is not None
+        return self.cache_PLSD.flatten(0, 2).index_select(0, span.context_rows + layer_index * BLOCK_TOKENS)
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """One token of each of several requests."""
+
+    cache_PLSD: Tensor
+    tokens_B: Tensor
+    cos_sin_BR: Tensor
+    rows_B: Tensor
+    block_table_BM: Tensor
+    lengths_B: Tensor
+    """Positions seen, the new token included."""
+
+    def write(self, layer_index: int, latents_BD: Tensor) -> None:
+        _write(self.cache_PLSD, self.rows_B, layer_index, latents_BD)
+
+
+def _write(cache_PLSD: Tensor, rows_T: Tensor, layer_index: int, latents_TD: Tensor) -> None:
+    cache_PLSD.flatten(0, 2).index_copy_(0, rows_T + layer_index * BLOCK_TOKENS, latents_TD.to(cache_PLSD.dtype))
+
+
+def cache_rows(blocks: np.ndarray, positions: np.ndarray, num_layers: int) -> np.ndarray:
+    """Row of each position in the cache seen as [P*L*S, D], for layer 0; layer l's is l*S further."""
+    rows: np.ndarray = blocks[positions // BLOCK_TOKENS] * (num_layers * BLOCK_TOKENS) + positions % BLOCK_TOKENS
+    return rows
+
+
+def prefill_batch(
+    chunks: Sequence[Chunk], wanted: Sequence[int], cache_PLSD: Tensor, cos_sin: Tensor
+) -> PrefillBatch:
+    """Pack `chunks`; `wanted` are the indices, ascending, of those whose logits are needed. No chunk may be empty."""
+    device, num_layers = cache_PLSD.device, cache_PLSD.shape[1]
+    spans: list[Span] = []
+    rows, positions = [], []
+    first = 0
+    for chunk in chunks:
+        end = chunk.start + len(chunk.tokens)
+        chunk_rows = cache_rows(np.asarray(chunk.block_ids), np.arange(end), num_layers)
+        context = torch.from_numpy(chunk_rows[: chunk.start]).to(device) if chunk.start else None
+        spans.append(Span(first, len(chunk.tokens), chunk.start, context))
+        rows.append(chunk_rows[chunk.start :])
+        positions.append(np.arange(chunk.start, end))
+        first += len(chunk.tokens)
+    final_rows = [spans[i].first + spans[i].num_tokens - 1 for i in wanted]
+    tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in chunks])
+    return PrefillBatch(
+        cache_PLSD=cache_PLSD,
+        tokens_T=torch.from_numpy(tokens).to(device),
+        cos_sin_TR=cos_sin[torch.from_numpy(np.concatenate(positions)).to(device)],
+        rows_T=torch.from_numpy(np.concatenate(rows)).to(device),
+        spans=tuple(spans),
+        final_chunks=tuple(wanted),
+        final_rows=torch.tensor(final_rows, dtype=torch.int64, device=device),
+    )
+
+
+def decode_batch(
+    tokens_B: Tensor, positions_B: Tensor, block_table_BM: Tensor, cache_PLSD: Tensor, cos_sin: Tensor
+) -> DecodeBatch:
+    positions_B = positions_B.long()
+    block_B = block_table_BM.gather(1, (positions_B // BLOCK_TOKENS)[:, None])[:, 0].long()
+    return DecodeBatch(
+        cache_PLSD=cache_PLSD,
+        tokens_B=tokens_B,
+        cos_sin_BR=cos_sin[positions_B],
+        rows_B=block_B * (cache_PLSD.shape[1] * BLOCK_TOKENS) + positions_B % BLOCK_TOKENS,
+        block_table_BM=block_table_BM,
+        lengths_B=positions_B + 1,
+    )

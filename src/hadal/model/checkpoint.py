@@ -1,0 +1,134 @@
+"""A Hugging Face folder of safetensors, read tensor by tensor out of mapped memory. Knows no architecture.
+
+Every defect is a CheckpointError that names the file and the tensor. FP8 tensors (E4M3 with `<name>_scale_inv`) are
+dequantised straight into where they belong, so a model is never in memory twice.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hadal.core.errors import CheckpointError
+from hadal.reference.fp8 import dequantise, num_scales
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Checkpoint:
+    """The tensors of one folder by name. Use as a context manager; files are opened when first needed."""
+
+    def __init__(self, folder: Path, block_size: tuple[int, int] | None) -> None:
+        """`block_size`: of the FP8 scales, from config.json; None where no FP8 is expected."""
+        self._folder = folder
+        self._block_size = block_size
+        self._files: dict[str, Any] = {}
+        self._names: dict[str, frozenset[str]] = {}
+        self._stack = ExitStack()
+        self._file_of_name = self._read_index()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self._files.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of_name
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Fill `into` with the tensor, converted. Raises CheckpointError: absent, damaged or of another shape."""
+        tensor, path = self._tensor(name), self._path(name)
+        if tensor.shape != into.shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {list(tensor.shape)}; config.json asks for {list(into.shape)}."
+            )
+        if tensor.dtype in _PLAIN:
+            into.copy_(tensor)
+        elif tensor.dtype == torch.float8_e4m3fn:
+            self._read_fp8(name, tensor, into)
+        else:
+            raise CheckpointError(f"{path}: {name} is {_dtype(tensor)}; FP32, BF16, FP16 or FP8 E4M3 can be read.")
+
+    def _read_fp8(self, name: str, codes: Tensor, into: Tensor) -> None:
+        path = self._path(name)
+        if self._block_size is None:
+            raise CheckpointError(f"{path}: {name} is FP8, but config.json has no quantization_config.")
+        if codes.dim() != 2:
+            raise CheckpointError(f"{path}: {name} is FP8 with {codes.dim()} dimensions; only matrices can be.")
+        scale_name = f"{name}_scale_inv"
+        if scale_name not in self:
+            raise CheckpointError(f"{path}: {name} is FP8, but its scales {scale_name} are missing.")
+        scale_inv, scale_path = self._tensor(scale_name), self._path(scale_name)
+        wanted = num_scales((codes.shape[0], codes.shape[1]), self._block_size)
+        if scale_inv.shape != wanted:
+            raise CheckpointError(
+                f"{scale_path}: {scale_name} has shape {list(scale_inv.shape)}; {list(wanted)} is needed."
+            )
+        if scale_inv.dtype not in _PLAIN:
+            raise CheckpointError(f"{scale_path}: {scale_name} is {_dtype(scale_inv)}; FP32 is needed.")
+        if not bool(torch.isfinite(scale_inv).all()):
+            raise CheckpointError(f"{scale_path}: {scale_name} holds values that are not finite.")
+        dequantise(codes, scale_inv, self._block_size, into)
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self:
+            raise CheckpointError(f"{self._folder}: tensor {name} is missing; config.json says that the model has it.")
+        path = self._path(name)
+        file = self._open(path)
+        if name not in self._names[path.name]:
+            raise CheckpointError(f"{path}: tensor {name} is missing, though {_INDEX} places it there.")
+        try:
+            tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+            raise CheckpointError(f"{path}: tensor {name} cannot be read ({error}).") from error
+        return tensor
+
+    def _path(self, name: str) -> Path:
+        return self._folder / self._file_of_name[name]
+
+    def _open(self, path: Path) -> Any:
+        if path.name not in self._files:
+            if not path.is_file():
+                raise CheckpointError(f"{path}: this shard is missing; {_INDEX} names it.")
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except (SafetensorError, OSError, ValueError) as error:
+                raise CheckpointError(f"{path}: damaged or cut off, not a whole safetensors file ({error}).") from error
+            self._files[path.name] = file
+            self._names[path.name] = frozenset(file.keys())
+        return self._files[path.name]
+
+    def _read_index(self) -> dict[str, str]:
+        index, single = self._folder / _INDEX, self._folder / _SINGLE
+        if not index.exists():
+            if not single.exists():
+                raise CheckpointError(f"{self._folder}: no weights; neither {_SINGLE} nor {_INDEX} is there.")
+            self._open(single)
+            return dict.fromkeys(self._names[_SINGLE], _SINGLE)
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise CheckpointError(f"{index}: cannot be read as JSON ({error}).") from error
+        except (KeyError, TypeError):
+            raise CheckpointError(f"{index}: weight_map is missing.") from None
+        if not isinstance(weight_map, dict) or not all(_is_file_name(value) for value in weight_map.values()):
+            raise CheckpointError(f"{index}: weight_map must map every tensor to a file name in this folder.")
+        return weight_map
+
+
+def _is_file_name(value: object) -> bool:
+    return isinstance(value, str) and value == Path(value).name and value not in ("", ".", "..")
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

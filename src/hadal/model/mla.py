@@ -1,0 +1,121 @@
+"""Multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, eq. 1-11), in both forms, over a paged latent cache.
+
+Prefill expands keys and values from the latents and runs as multi-head attention; decode multiplies W_UK into the query
+and attends to the latents themselves. Which tokens belong to which request is in the batch; nothing here decides it.
+
+Shapes: T tokens, H heads, Q q_lora_rank, C latent, R rotated, N plain key dims, W value dims, D cached = C+R,
+S positions seen, B requests, M blocks of a request.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hadal.core.model_config import ModelConfig
+from hadal.kernels.mla_decode import mla_decode
+from hadal.model.batch import DecodeBatch, PrefillBatch
+from hadal.model.rope import rotate
+from hadal.reference.params import LATENT_NORM_EPS, AttentionWeights
+
+
+def latents(x_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor) -> Tensor:
+    """Return [T, C+R], what the cache holds of each token (eq. 1-5): normed c_kv, rotated key."""
+    ck_TD = F.linear(x_TD, weights.qkv_a[-config.latent_dim :])
+    return _latents(ck_TD, weights, config, cos_sin_TR)
+
+
+def queries_and_latents(
+    x_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (q_nope [T, H, N], q_rope [T, H, R] rotated, latents [T, C+R]) (eq. 1-9)."""
+    num_query = weights.qkv_a.shape[0] - config.latent_dim
+    q, ck_TD = torch.split(F.linear(x_TD, weights.qkv_a), [num_query, config.latent_dim], -1)
+    q_nope, q_rope = _split_heads(q, weights, config)
+    return q_nope, rotate(q_rope, cos_sin_TR), _latents(ck_TD, weights, config, cos_sin_TR)
+
+
+def queries(
+    x_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The queries alone, where a token's latents are computed elsewhere."""
+    q_nope, q_rope = _split_heads(F.linear(x_TD, weights.qkv_a[: -config.latent_dim]), weights, config)
+    return q_nope, rotate(q_rope, cos_sin_TR)
+
+
+def _split_heads(q: Tensor, weights: AttentionWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    if weights.q_b is not None:
+        q = F.linear(F.rms_norm(q, q.shape[-1:], weights.q_a_norm_Q, LATENT_NORM_EPS), weights.q_b)
+    q_THK = q.view(-1, config.num_attention_heads, config.qk_head_dim)
+    q_nope, q_rope = torch.split(q_THK, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
+    return q_nope, q_rope
+
+
+def _latents(ck_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor) -> Tensor:
+    c_TC, k_TR = torch.split(ck_TD, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
+    c_TC = F.rms_norm(c_TC, c_TC.shape[-1:], weights.kv_a_norm_C, LATENT_NORM_EPS)
+    return torch.cat((c_TC, rotate(k_TR, cos_sin_TR)), dim=-1)
+
+
+def prefill_core(
+    q_nope_THN: Tensor, q_rope_THR: Tensor, latents_TD: Tensor, weights: AttentionWeights, config: ModelConfig,
+    batch: PrefillBatch, layer_index: int, *, final_only: bool,
+) -> Tensor:
+    """Attend chunk by chunk, return o [T, H*W]. With `final_only` the queries are those of `batch.final_rows` alone."""
+    query_THK = torch.cat((q_nope_THN, q_rope_THR), dim=-1)
+    outputs = []
+    row = 0
+    for index, span in enumerate(batch.spans):
+        num_queries = span.num_tokens
+        if final_only:
+            if index not in batch.final_chunks:
+                continue
+            num_queries = 1
+        seen_SD = latents_TD[span.first : span.first + span.num_tokens]
+        if span.start:
+            seen_SD = torch.cat((batch.context(span, layer_index), seen_SD))
+        key_SHK, value_SHW = _expand(seen_SD, weights, config)
+        outputs.append(_attend(query_THK[row : row + num_queries], key_SHK, value_SHW, config.softmax_scale))
+        row += num_queries
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _expand(latents_SD: Tensor, weights: AttentionWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Keys [S, H, N+R] and values [S, H, W] of every head (eq. 3, 5)."""
+    heads = config.num_attention_heads
+    c_SC, k_rope_SR = torch.split(latents_SD, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
+    k_nope_SHN = F.linear(c_SC, weights.w_uk_HNC.flatten(0, 1)).view(len(c_SC), heads, -1)
+    value_SHW = F.linear(c_SC, weights.w_uv_HWC.flatten(0, 1)).view(len(c_SC), heads, -1)
+    return torch.cat((k_nope_SHN, k_rope_SR[:, None].expand(-1, heads, -1)), dim=-1), value_SHW
+
+
+def _attend(query_THK: Tensor, key_SHK: Tensor, value_SHW: Tensor, scale: float) -> Tensor:
+    """Causal attention of the last T of S positions, o [T, H*W]."""
+    num_queries, num_seen = len(query_THK), len(key_SHK)
+    value_dim, key_dim = value_SHW.shape[-1], key_SHK.shape[-1]
+    # The fused kernels want keys and values of one size (3x faster than the unfused one on a CPU): pad the smaller.
+    if value_dim < key_dim:
+        value_SHW = F.pad(value_SHW, (0, key_dim - value_dim))
+    elif key_dim < value_dim:
+        query_THK, key_SHK = (F.pad(x, (0, value_dim - key_dim)) for x in (query_THK, key_SHK))
+    query, key, value = (x.transpose(0, 1)[None] for x in (query_THK, key_SHK, value_SHW))
+    mask = None
+    if 1 < num_queries < num_seen:
+        mask = torch.ones(num_queries, num_seen, dtype=torch.bool, device=query.device).tril(num_seen - num_queries)
+    causal = num_queries == num_seen
+    out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale)
+    return out[0, :, :, :value_dim].transpose(0, 1).flatten(1)
+
+
+def decode_core(
+    q_nope_BHN: Tensor, q_rope_BHR: Tensor, weights: AttentionWeights, config: ModelConfig,
+    batch: DecodeBatch, layer_index: int,
+) -> Tensor:
+    """Absorbed attention of one token per request, o [B, H*W]. The token's own latents must be in the cache already."""
+    q_latent_BHC = torch.matmul(q_nope_BHN.transpose(0, 1), weights.w_uk_HNC).transpose(0, 1).contiguous()
+    o_BHC = mla_decode(
+        q_latent_BHC, q_rope_BHR.contiguous(), batch.cache_PLSD, layer_index, batch.block_table_BM, batch.lengths_B,
+        config.softmax_scale,
+    )
+    return torch.matmul(o_BHC.transpose(0, 1), weights.w_uv_HWC.transpose(1, 2)).transpose(0, 1).flatten(1)

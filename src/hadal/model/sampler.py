@@ -1,0 +1,211 @@
+"""Draws the next token of every row of a batch, on the rank. Per-slot state lies in arrays, made once.
+
+Knows no requests: a slot is told how to sample when it is joined. The draw at output index i depends on (seed, i)
+and the row's logits alone, so batch composition, retries and preemption never change it. Greedy rows cost one argmax.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hadal.core.messages import Draw, Sampling
+from hadal.model.distribution import penalise_counts, penalise_repetition, pick, truncate, uniform
+
+_GREEDY_BELOW = 1e-5
+"""A temperature this low is greedy: dividing by it would overflow."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One step's tokens. A row in `failed` has no valid token."""
+
+    tokens: np.ndarray
+    draws: dict[int, Draw] = field(default_factory=dict)
+    """slot -> log-probabilities, where asked for."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """slot -> why nothing could be drawn."""
+
+
+class Sampler:
+    """State of `num_slots` slots over a vocabulary."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+        self._temperature = np.zeros(num_slots, np.float32)
+        self._top_k = np.zeros(num_slots, np.int64)
+        self._top_p = np.ones(num_slots, np.float64)
+        self._min_p = np.zeros(num_slots, np.float32)
+        self._presence = np.zeros(num_slots, np.float32)
+        self._frequency = np.zeros(num_slots, np.float32)
+        self._repetition = np.ones(num_slots, np.float32)
+        self._seed = np.zeros(num_slots, np.uint64)
+        self._output_index = np.zeros(num_slots, np.int64)
+        self._min_tokens = np.zeros(num_slots, np.int64)
+        self._num_logprobs = np.full(num_slots, -1, np.int64)
+        self._is_plain = np.ones(num_slots, np.bool_)
+
+        self._bias: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stop_ids: dict[int, Tensor] = {}
+        # [slots, V], made when the first slot with a penalty joins.
+        self._counts: Tensor | None = None
+        self._seen: Tensor | None = None
+
+    @torch.inference_mode()
+    def join(
+        self, slot: int, sampling: Sampling, output_index: int, *,
+        prompt: Sequence[int] = (), output: Sequence[int] = (), stop_ids: Sequence[int] = (), min_tokens: int = 0,
+    ) -> None:
+        """Set how `slot` is drawn from now on. `prompt` and `output` matter only with a penalty."""
+        self._temperature[slot] = sampling.temperature if sampling.temperature > _GREEDY_BELOW else 0.0
+        self._top_k[slot] = max(sampling.top_k, 0)
+        self._top_p[slot] = sampling.top_p
+        self._min_p[slot] = sampling.min_p
+        self._presence[slot] = sampling.presence_penalty
+        self._frequency[slot] = sampling.frequency_penalty
+        self._repetition[slot] = sampling.repetition_penalty
+        self._seed[slot] = sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self._output_index[slot] = output_index
+        self._min_tokens[slot] = min_tokens
+        self._num_logprobs[slot] = sampling.num_logprobs
+        self._bias.pop(slot, None)
+        self._stop_ids.pop(slot, None)
+        if sampling.logit_bias:
+            # An id outside the vocabulary is never drawn anyway.
+            pairs = [(token, value) for token, value in sampling.logit_bias if 0 <= token < self._vocab_size]
+            self._bias[slot] = (self._ids([token for token, _ in pairs]), self._floats([value for _, value in pairs]))
+        if min_tokens > output_index:
+            self._stop_ids[slot] = self._ids([token for token in stop_ids if 0 <= token < self._vocab_size])
+        if self._has_penalty(slot):
+            self._remember(slot, prompt, output)
+        self._set_plain(slot)
+
+    def leave(self, slot: int) -> None:
+        """Forget what only some slots have."""
+        self._bias.pop(slot, None)
+        self._stop_ids.pop(slot, None)
+        self._is_plain[slot] = True
+
+    @torch.inference_mode()
+    def draw(self, logits_BV: Tensor, slots_B: np.ndarray) -> Drawn:
+        """Draw one token for each row; row i belongs to `slots_B[i]`. Advances the slots that drew."""
+        logits_BV = logits_BV.float()
+        best_B, tokens_B = logits_BV.max(-1)
+        special_B = ~self._is_plain[slots_B]
+        if special_B.any():
+            rows = np.flatnonzero(special_B)
+            row_index = torch.from_numpy(rows).to(logits_BV.device)
+            # An infinite or NaN maximum shows in the raw row, so it is checked below on `best_B` for every row alike.
+            picked, usable = self._draw_special(logits_BV[row_index], slots_B[rows])
+            tokens_B[row_index] = picked
+            best_B[row_index] = torch.where(usable, best_B[row_index], float("nan"))
+        tokens: np.ndarray = tokens_B.cpu().numpy()
+        finite_B = torch.isfinite(best_B).cpu().numpy()
+        if not finite_B.all():
+            failed = {int(slots_B[row]): "its logits are not finite" for row in np.flatnonzero(~finite_B)}
+        else:
+            failed = {}
+        draws = self._logprobs(logits_BV, tokens_B, slots_B) if special_B.any() else {}
+        self._advance(slots_B[finite_B], tokens[finite_B])
+        return Drawn(tokens, {slot: draw for slot, draw in draws.items() if slot not in failed}, failed)
+
+    def _draw_special(self, logits_BV: Tensor, slots_B: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Tokens [B] and whether any could be drawn [B]; `logits_BV` is a copy."""
+        logits_BV = self._adjust(logits_BV, slots_B)
+        best_B, tokens_B = logits_BV.max(-1)
+        random = np.flatnonzero(self._temperature[slots_B] > 0)
+        if len(random):
+            rows, slots = torch.from_numpy(random).to(logits_BV.device), slots_B[random]
+            scaled = (logits_BV[rows] - best_B[rows, None]) / self._floats(self._temperature[slots])[:, None]
+            p = truncate(
+                scaled.exp(), self._ids(self._top_k[slots]), torch.from_numpy(self._top_p[slots]).to(self._device),
+                self._floats(self._min_p[slots]),
+            )
+            u = uniform(self._seed[slots], self._output_index[slots].astype(np.uint64))
+            tokens_B[rows] = pick(p, torch.from_numpy(u).to(self._device))
+        return tokens_B, torch.isfinite(best_B)
+
+    def _adjust(self, logits_BV: Tensor, slots_B: np.ndarray) -> Tensor:
+        """Bias, penalties, forbidden stop ids: in this order, as vLLM and transformers apply them."""
+        for row, slot in enumerate(slots_B.tolist()):
+            if slot in self._bias:
+                logits_BV[row].index_add_(0, *self._bias[slot])
+        repeated = np.flatnonzero(self._repetition[slots_B] != 1)
+        if len(repeated):
+            assert self._seen is not None
+            rows, slots = self._ids(repeated), slots_B[repeated]
+            seen = self._seen[self._ids(slots)]
+            logits_BV[rows] = penalise_repetition(logits_BV[rows], seen, self._floats(self._repetition[slots]))
+        counted = np.flatnonzero((self._frequency[slots_B] != 0) | (self._presence[slots_B] != 0))
+        if len(counted):
+            assert self._counts is not None
+            rows, slots = self._ids(counted), slots_B[counted]
+            logits_BV[rows] = penalise_counts(
+                logits_BV[rows], self._counts[self._ids(slots)], self._floats(self._frequency[slots]),
+                self._floats(self._presence[slots]),
+            )
+        for row, slot in enumerate(slots_B.tolist()):
+            if slot in self._stop_ids:
+                logits_BV[row, self._stop_ids[slot]] = float("-inf")
+        return logits_BV
+
+    def _logprobs(self, logits_BV: Tensor, tokens_B: Tensor, slots_B: np.ndarray) -> dict[int, Draw]:
+        """Of the model's own distribution: before bias, penalties and temperature."""
+        asked = np.flatnonzero(self._num_logprobs[slots_B] >= 0)
+        if not len(asked):
+            return {}
+        rows = self._ids(asked)
+        logprobs = logits_BV[rows].log_softmax(-1)
+        chosen = logprobs.gather(-1, tokens_B[rows, None])[:, 0].tolist()
+        num_best = self._num_logprobs[slots_B[asked]]
+        best, best_ids = (x.tolist() for x in logprobs.topk(min(int(num_best.max()), self._vocab_size), dim=-1))
+        return {
+            int(slots_B[row]): Draw(chosen[i], tuple(zip(best_ids[i], best[i], strict=True))[: num_best[i]])
+            for i, row in enumerate(asked)
+        }
+
+    def _advance(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        self._output_index[slots] += 1
+        for slot in [slot for slot in self._stop_ids if self._output_index[slot] >= self._min_tokens[slot]]:
+            del self._stop_ids[slot]
+            self._set_plain(slot)
+        if self._counts is None:
+            return
+        assert self._seen is not None
+        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+            if self._has_penalty(slot):
+                self._counts[slot, token] += 1
+                self._seen[slot, token] = True
+
+    def _set_plain(self, slot: int) -> None:
+        self._is_plain[slot] = (
+            self._temperature[slot] == 0 and self._num_logprobs[slot] < 0 and not self._has_penalty(slot)
+            and slot not in self._bias and slot not in self._stop_ids
+        )
+
+    def _has_penalty(self, slot: int) -> bool:
+        return bool(self._presence[slot] != 0 or self._frequency[slot] != 0 or self._repetition[slot] != 1)
+
+    def _remember(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        if self._counts is None:
+            shape = (len(self._temperature), self._vocab_size)
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
+        assert self._seen is not None
+        counts = np.bincount(np.asarray(output, dtype=np.int64), minlength=self._vocab_size)[: self._vocab_size]
+        self._counts[slot] = torch.from_numpy(counts).to(self._device)
+        self._seen[slot] = False
+        self._seen[slot, self._ids([*prompt, *output])] = True
+
+    def _ids(self, values: Sequence[int] | np.ndarray) -> Tensor:
+        return torch.as_tensor(np.asarray(values, dtype=np.int64)).to(self._device)
+
+    def _floats(self, values: Sequence[float] | np.ndarray) -> Tensor:
+        return torch.as_tensor(np.asarray(values, dtype=np.float32)).to(self._device)

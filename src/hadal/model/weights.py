@@ -1,0 +1,150 @@
+"""DeepSeek-V3's tensor names, and how they are fused into ModelWeights. Knows no files; the Checkpoint does.
+
+Names and shapes are those of the released model (its README_WEIGHTS and modeling code). Shapes: D hidden, V vocabulary,
+H heads, Q q_lora_rank, C kv_lora_rank, R qk_rope, N qk_nope, W v_head, F FFN width, E experts, I expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hadal.core.model_config import ModelConfig, read_model_config
+from hadal.model.checkpoint import Checkpoint
+from hadal.reference.params import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights, MtpWeights
+from hadal.reference.rope import cos_sin_table
+
+Progress = Callable[[int, int], None]
+"""(layers read, layers in all)"""
+
+
+def load_weights(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    with_mtp: bool = False,
+    progress: Progress | None = None,
+) -> ModelWeights:
+    """Read the model in `folder`. Only tensors it needs are touched. Raises CheckpointError naming file and tensor."""
+    config = read_model_config(folder)
+    with Checkpoint(folder, config.weight_block_size) as checkpoint:
+        return _Loader(checkpoint, config, dtype, torch.device(device), progress).model(with_mtp)
+
+
+class _Loader:
+    """Reads tensors into newly made, already fused destinations."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device,
+        progress: Progress | None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+
+    def model(self, with_mtp: bool) -> ModelWeights:
+        config = self._config
+        with_mtp = with_mtp and config.num_nextn_predict_layers > 0
+        num_layers = config.num_hidden_layers + with_mtp
+        embed_VD = self._one("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        layers = []
+        for index in range(config.num_hidden_layers):
+            layers.append(self._layer(index))
+            if self._progress is not None:
+                self._progress(index + 1, num_layers)
+        weights = ModelWeights(
+            config=config,
+            embed_VD=embed_VD,
+            layers=tuple(layers),
+            norm_D=self._one("model.norm.weight", config.hidden_size),
+            head_VD=self._one("lm_head.weight", config.vocab_size, config.hidden_size),
+            mtp=self._mtp() if with_mtp else None,
+            cos_sin=cos_sin_table(config).to(self._device),
+        )
+        if with_mtp and self._progress is not None:
+            self._progress(num_layers, num_layers)
+        return weights
+
+    def _layer(self, index: int) -> LayerWeights:
+        config, prefix = self._config, f"model.layers.{index}."
+        is_moe = config.is_moe(index)
+        return LayerWeights(
+            attn_norm_D=self._one(f"{prefix}input_layernorm.weight", config.hidden_size),
+            attention=self._attention(f"{prefix}self_attn."),
+            ffn_norm_D=self._one(f"{prefix}post_attention_layernorm.weight", config.hidden_size),
+            mlp=None if is_moe else self._mlp(f"{prefix}mlp.", config.intermediate_size),
+            moe=self._moe(f"{prefix}mlp.") if is_moe else None,
+        )
+
+    def _attention(self, prefix: str) -> AttentionWeights:
+        c = self._config
+        heads, dim, latent = c.num_attention_heads, c.hidden_size, c.kv_lora_rank
+        q_rows = heads * c.qk_head_dim if c.q_lora_rank is None else c.q_lora_rank
+        q_name = "q_proj" if c.q_lora_rank is None else "q_a_proj"
+        qkv_a = self._empty(q_rows + latent + c.qk_rope_head_dim, dim)
+        self._checkpoint.read(f"{prefix}{q_name}.weight", qkv_a[:q_rows])
+        self._checkpoint.read(f"{prefix}kv_a_proj_with_mqa.weight", qkv_a[q_rows:])
+        # Per head N rows of W_UK, then W rows of W_UV.
+        kv_b = self._one(f"{prefix}kv_b_proj.weight", heads * (c.qk_nope_head_dim + c.v_head_dim), latent)
+        w_uk, w_uv = torch.split(kv_b.view(heads, -1, latent), [c.qk_nope_head_dim, c.v_head_dim], dim=1)
+        has_lora = c.q_lora_rank is not None
+        return AttentionWeights(
+            qkv_a=qkv_a,
+            q_a_norm_Q=self._one(f"{prefix}q_a_layernorm.weight", q_rows) if has_lora else None,
+            q_b=self._one(f"{prefix}q_b_proj.weight", heads * c.qk_head_dim, q_rows) if has_lora else None,
+            kv_a_norm_C=self._one(f"{prefix}kv_a_layernorm.weight", latent),
+            w_uk_HNC=w_uk.contiguous(),
+            w_uv_HWC=w_uv.contiguous(),
+            o=self._one(f"{prefix}o_proj.weight", dim, heads * c.v_head_dim),
+        )
+
+    def _mlp(self, prefix: str, width: int) -> MlpWeights:
+        mlp = MlpWeights(self._empty(2 * width, self._config.hidden_size), self._empty(self._config.hidden_size, width))
+        self._read_mlp(prefix, mlp.gate_up, mlp.down)
+        return mlp
+
+    def _read_mlp(self, prefix: str, gate_up: Tensor, down: Tensor) -> None:
+        width = down.shape[1]
+        self._checkpoint.read(f"{prefix}gate_proj.weight", gate_up[:width])
+        self._checkpoint.read(f"{prefix}up_proj.weight", gate_up[width:])
+        self._checkpoint.read(f"{prefix}down_proj.weight", down)
+
+    def _moe(self, prefix: str) -> MoeWeights:
+        c = self._config
+        moe = MoeWeights(
+            # The gate stays FP32 whatever the rest is: a rounded score sends a token elsewhere.
+            router_ED=self._one(f"{prefix}gate.weight", c.n_routed_experts, c.hidden_size, dtype=torch.float32),
+            router_bias_E=self._one(f"{prefix}gate.e_score_correction_bias", c.n_routed_experts, dtype=torch.float32),
+            gate_up_E=self._empty(c.n_routed_experts, 2 * c.moe_intermediate_size, c.hidden_size),
+            down_E=self._empty(c.n_routed_experts, c.hidden_size, c.moe_intermediate_size),
+            shared=self._mlp(f"{prefix}shared_experts.", c.n_shared_experts * c.moe_intermediate_size),
+        )
+        for expert in range(c.n_routed_experts):
+            self._read_mlp(f"{prefix}experts.{expert}.", moe.gate_up_E[expert], moe.down_E[expert])
+        return moe
+
+    def _mtp(self) -> MtpWeights:
+        """The first MTP module; after the last layer. Its embedding and head are copies of the model's: not read."""
+        index, dim = self._config.num_hidden_layers, self._config.hidden_size
+        prefix = f"model.layers.{index}."
+        return MtpWeights(
+            enorm_D=self._one(f"{prefix}enorm.weight", dim),
+            hnorm_D=self._one(f"{prefix}hnorm.weight", dim),
+            eh_proj=self._one(f"{prefix}eh_proj.weight", dim, 2 * dim),
+            layer=self._layer(index),
+            head_norm_D=self._one(f"{prefix}shared_head.norm.weight", dim),
+        )
+
+    def _one(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = self._empty(*shape, dtype=dtype)
+        self._checkpoint.read(name, tensor)
+        return tensor
+
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)

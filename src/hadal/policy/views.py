@@ -1,0 +1,79 @@
+"""What policies see: frozen snapshots, built by a role, forgotten after the decision.
+
+A policy never holds a role's state, so it can be tested, simulated and replayed by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillUnitView:
+    """A prefill unit as the front counts it."""
+
+    unit: str
+    num_blocks: int
+    """Usable KV blocks: a longer prompt never fits."""
+    num_tokens_waiting: int
+    """Tokens sent there and not yet prefilled."""
+    num_requests: int
+    num_requests_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeUnitView:
+    """A decode unit as the front counts it: what was sent there, whether it has started or not."""
+
+    unit: str
+    num_blocks: int
+    num_blocks_used: int
+    num_requests: int
+    num_requests_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionView:
+    """The front's queue when a new request knocks."""
+
+    is_draining: bool
+    is_placeable: bool
+    """It would not have to wait at all."""
+    num_queued: int
+    num_queued_max: int
+    finished_per_s: float
+    """Measured: requests that ended, smoothed. 0 when unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class DownstreamView:
+    """What is on its way through prefill and decode, and what decode can hold."""
+
+    num_slots: int
+    """Requests all living decode units can work on at once."""
+    num_blocks: int
+    num_requests: int
+    """Requests placed: prefilling, transferring or decoding."""
+    num_blocks_used: int
+    """Blocks those will hold in decode."""
+    num_transferring: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptView:
+    """A prompt that waits for its next chunk, in the order of arrival."""
+
+    num_tokens: int
+    """Tokens still to be planned."""
+    num_blocks_needed: int
+    """0 once it has started: the blocks of a whole prompt are taken at its first chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class HolderView:
+    """A request that holds blocks in a decode unit."""
+
+    slot: int
+    arrival: int
+    """Sequence number: larger is later."""
+    num_blocks: int

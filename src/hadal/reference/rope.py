@@ -1,0 +1,60 @@
+"""Rotary positions with YaRN's stretched frequencies, on interleaved pairs. Knows nothing of attention.
+
+Sources: RoPE arXiv 2104.09864; YaRN arXiv 2309.00071, section 3.2 (NTK-by-parts) and 3.4 (temperature).
+Shapes: T tokens, H heads, R rotated dims (R/2 pairs).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hadal.core.model_config import ModelConfig, RopeScaling
+
+
+def cos_sin_table(config: ModelConfig) -> Tensor:
+    """Return [max_position, R]: cos of the R/2 pairs' angles, then sin, in FP32."""
+    dim = config.qk_rope_head_dim
+    frequency = 1.0 / config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    temperature = 1.0
+    if config.rope_scaling is not None:
+        frequency = _stretch(frequency, config.rope_scaling, config.rope_theta)
+        temperature = _temperature(config.rope_scaling)
+    # FP32 on purpose: the model was trained with angles rounded like this.
+    angle = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float32), frequency)
+    return torch.cat((angle.cos(), angle.sin()), dim=-1) * temperature
+
+
+def _stretch(frequency: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """Slow pairs are interpolated (divided by factor), fast ones kept, a ramp between."""
+    dim = 2 * len(frequency)
+
+    def pair_with(rotations: float) -> float:
+        """The pair that turns this often within the original context."""
+        wavelength = scaling.original_max_position_embeddings / rotations
+        return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_with(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair_with(scaling.beta_slow)), dim - 1)
+    width = high - low if high != low else 0.001
+    interpolated = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return frequency / scaling.factor * interpolated + frequency * (1 - interpolated)
+
+
+def _temperature(scaling: RopeScaling) -> float:
+    """The factor left on cos and sin; `ModelConfig.softmax_scale` has the rest. 1 for V3: its mscales are equal."""
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+
+
+def rotate(x: Tensor, cos_sin: Tensor, positions_T: Tensor) -> Tensor:
+    """Rotate the pairs (x0, x1), (x2, x3) ... of x [T, R] or [T, H, R] and leave them interleaved."""
+    cos, sin = cos_sin[positions_T].chunk(2, dim=-1)
+    if x.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)

@@ -1,0 +1,160 @@
+"""The decode unit's requests as arrays, one row per slot: what a step reads and writes without a loop over requests.
+
+    FREE --reserve--> PULLING --KvPulled--> READY --join--> ACTIVE --leave--> CLOSING --last plan done--> FREE
+
+Every position is counted up to the last *emitted* plan, so the next plan can be made while two are in flight. A slot
+stays CLOSING, with its blocks, until the last plan that computes it is done: only then may somebody else write there.
+Knows neither messages nor the allocator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.messages import BLOCK_TOKENS, Decode, Generation, KvLease
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class SlotState(IntEnum):
+    FREE = 0
+    PULLING = 1
+    READY = 2
+    ACTIVE = 3
+    CLOSING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a slot's request is called and asked for; the numbers that change are in the arrays."""
+
+    generation: Generation
+    lease: KvLease
+    arrival: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.generation.request_id, self.generation.attempt
+
+
+class DecodeTable:
+    """Arrays by slot. Writers keep them true; `check` says whether they did."""
+
+    def __init__(self, num_slots: int, num_blocks_max: int) -> None:
+        """`num_blocks_max` is the most blocks one request can hold."""
+        self.num_slots = num_slots
+        self.state: Ints = np.zeros(num_slots, np.int64)
+        self.is_in_runner: Bools = np.zeros(num_slots, np.bool_)
+        """The Runner's own table has the slot occupied, after the last emitted plan."""
+        self.is_muted: Bools = np.zeros(num_slots, np.bool_)
+        """Whatever the Runner draws for it is dropped: it finished, or nobody wants it."""
+        self.is_preempted: Bools = np.zeros(num_slots, np.bool_)
+        """It goes back to the front once its last tokens were delivered."""
+        self.length: Ints = np.zeros(num_slots, np.int64)
+        """KV positions written after the last emitted plan; the next one writes this position."""
+        self.output_index: Ints = np.zeros(num_slots, np.int64)
+        """Index in the output of the token that the next plan draws."""
+        self.max_tokens: Ints = np.zeros(num_slots, np.int64)
+        self.min_tokens: Ints = np.zeros(num_slots, np.int64)
+        self.stop_ids: Ints = np.full((num_slots, 1), -1, np.int64)
+        """Padded with -1; grows to the longest list seen."""
+        self.num_blocks: Ints = np.zeros(num_slots, np.int64)
+        self.block_ids: Ints = np.zeros((num_slots, num_blocks_max), np.int64)
+        self.last_step_id: Ints = np.full(num_slots, -1, np.int64)
+        """The last emitted plan that computes the slot."""
+        self.seats: list[Seat | None] = [None] * num_slots
+
+    def slots_in(self, *states: SlotState) -> Ints:
+        if len(states) == 1:
+            return np.flatnonzero(self.state == states[0])
+        return np.flatnonzero(np.isin(self.state, states))
+
+    def reserve(self, decode: Decode, arrival: int, block_ids: Sequence[int]) -> int:
+        """Seat a request whose KV is about to be pulled. The caller made sure that a slot is free."""
+        slot = int(np.flatnonzero(self.state == SlotState.FREE)[0])
+        generation = decode.generation
+        self.state[slot] = SlotState.PULLING
+        self.is_muted[slot] = self.is_preempted[slot] = False
+        self.length[slot] = decode.lease.num_tokens
+        self.output_index[slot] = len(generation.output)
+        self.max_tokens[slot] = generation.max_tokens
+        self.min_tokens[slot] = generation.min_tokens
+        self._set_stop_ids(slot, generation.stop_ids)
+        self.num_blocks[slot] = len(block_ids)
+        self.block_ids[slot, : len(block_ids)] = block_ids
+        self.last_step_id[slot] = -1
+        self.seats[slot] = Seat(generation, decode.lease, arrival)
+        return slot
+
+    def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+
+    def vacate(self, slot: int) -> None:
+        """Free a slot. The Runner may still list it: the next plan says that it leaves."""
+        self.state[slot] = SlotState.FREE
+        self.num_blocks[slot] = 0
+        self.seats[slot] = None
+
+    def seat(self, slot: int) -> Seat:
+        seat = self.seats[slot]
+        assert seat is not None, f"slot {slot} is empty"
+        return seat
+
+    def blocks_of(self, slot: int) -> tuple[int, ...]:
+        return tuple(self.block_ids[slot, : self.num_blocks[slot]].tolist())
+
+    def grow(self, slot: int, block_id: int) -> int:
+        """Append a block and return its position in the slot's list."""
+        position = int(self.num_blocks[slot])
+        self.block_ids[slot, position] = block_id
+        self.num_blocks[slot] = position + 1
+        return position
+
+    def needing_block(self) -> Ints:
+        """Slots of the next plan that would write beyond their blocks."""
+        computed = (self.state == SlotState.ACTIVE) | (self.state == SlotState.READY)
+        return np.flatnonzero(computed & (self.length >= self.num_blocks * BLOCK_TOKENS))
+
+    def at_max_tokens(self) -> Ints:
+        """Active slots whose last token is drawn by a plan already emitted: they leave without waiting for it."""
+        return np.flatnonzero((self.state == SlotState.ACTIVE) & (self.output_index >= self.max_tokens))
+
+    def advance(self, step_id: int) -> Bools:
+        """Count one more token for every active slot, and return which those are."""
+        active: Bools = self.state == SlotState.ACTIVE
+        self.length += active
+        self.output_index += active
+        self.last_step_id[active] = step_id
+        return active
+
+    def releasable(self, done_step_id: int) -> Ints:
+        """Closing slots that no plan after `done_step_id` computes."""
+        return np.flatnonzero((self.state == SlotState.CLOSING) & (self.last_step_id <= done_step_id))
+
+    def check(self) -> list[str]:
+        """Problems of the table by itself; empty when rows and seats agree."""
+        problems = []
+        for slot in range(self.num_slots):
+            state, seat = SlotState(int(self.state[slot])), self.seats[slot]
+            blocks, length = int(self.num_blocks[slot]), int(self.length[slot])
+            if (state is SlotState.FREE) != (seat is None) or (state is SlotState.FREE) != (blocks == 0):
+                problems.append(f"slot {slot} is {state.name} with {blocks} blocks and seat {seat and seat.key}")
+            if state is not SlotState.FREE and length > blocks * BLOCK_TOKENS:
+                problems.append(f"slot {slot} has {length} positions in {blocks} blocks")
+            if state is SlotState.ACTIVE and self.is_muted[slot]:
+                problems.append(f"slot {slot} is computed for nobody")
+            if state is SlotState.ACTIVE and not self.is_in_runner[slot]:
+                problems.append(f"slot {slot} is active and not in the Runner")
+            if seat is not None and length - int(self.output_index[slot]) != len(seat.generation.prompt) - 1:
+                problems.append(f"slot {slot}: position {length} and output index {self.output_index[slot]} disagree")
+        return problems

@@ -1,0 +1,408 @@
+"""The front: holds every request from Submit to its last Deliver, and sends it through prefill and decode.
+
+It owns all that a stream needs to go on elsewhere, the prompt and every token so far, so a lost unit costs a request
+only time: RETRYING -> QUEUED, at its old place in the queue, prefilled again with what was already streamed. Whatever comes
+from an older attempt is answered so that its sender frees it. Knows no tokenizer, no HTTP and no process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from hadal.core.config import Deployment
+from hadal.core.errors import InvariantError
+from hadal.core.messages import (
+    AnyMessage,
+    Audit,
+    Cancel,
+    Decode,
+    Drain,
+    FrontUp,
+    Generation,
+    Load,
+    Prefill,
+    PrefillDone,
+    Pulled,
+    Release,
+    Returned,
+    Submit,
+    Token,
+    Tokens,
+    UnitDown,
+    UnitUp,
+)
+from hadal.core.request import State, Step
+from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
+from hadal.kv.blocks import blocks_for
+from hadal.policy.admission import admit, may_prefill
+from hadal.policy.routing import choose_decode_unit, choose_prefill_unit
+from hadal.policy.views import AdmissionView
+from hadal.roles.front_requests import Record, RequestBook
+from hadal.roles.front_snapshot import FrontSnapshot, Totals
+from hadal.roles.front_units import UnitBook
+from hadal.roles.meters import RateMeter
+from hadal.roles.reasons import LEASE_EXPIRED, PREEMPTED, QUEUE_FULL, TOO_LONG, kind_of
+
+BACKOFF_S = 0.05
+"""Before the first retry of an attempt that a unit gave back; doubled at each, up to BACKOFF_MAX_S."""
+BACKOFF_MAX_S = 2.0
+CLOSED_STATUS = 499
+"""nginx's status for a client that went away."""
+
+
+class Front:
+    """`epoch` is new at every start. `max_context` is the model's: prompt and output together never exceed it."""
+
+    def __init__(self, config: Deployment, *, epoch: str, max_context: int) -> None:
+        self.requests = RequestBook()
+        self.units = UnitBook()
+        self.totals = Totals()
+        self.is_draining = False
+        self._config = config
+        self._epoch = epoch
+        self._max_context = max_context
+        self._finished = RateMeter()
+        self._beat_s = -math.inf
+        self._wake_s = math.inf
+        self._retry_s = math.inf
+        """When the next back-off ends."""
+        self._out: list[Effect] = []
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is held: every request had its last Deliver."""
+        return not self.requests.by_id
+
+    def start(self, now_s: float) -> list[Effect]:
+        """The first effects of the process: units that outlived the front before drop what they held for it."""
+        units = [("prefill", self._config.prefill.units), ("decode", self._config.decode.units)]
+        self._out = [
+            Send(f"{role}-{index}", FrontUp(self._epoch)) for role, count in units for index in range(count)
+        ]
+        self._set_wake(now_s)
+        return self._out
+
+    def handle(self, now_s: float, event: Event) -> list[Effect]:
+        """Take in one event and return what to do, in order."""
+        self._out = []
+        match event:
+            case Tokens(unit, tokens):
+                self._tokens(now_s, unit, tokens)
+            case Load():
+                self._load(now_s, event)
+            case Submit(generation):
+                self._submit(now_s, generation)
+            case PrefillDone():
+                self._prefill_done(now_s, event)
+            case Pulled(unit, request_id, attempt):
+                self._pulled(unit, request_id, attempt)
+            case Returned():
+                self._returned(now_s, event)
+            case Cancel(request_id):
+                record = self.requests.by_id.get(request_id)
+                if record is not None:
+                    self._fail(record, "cancelled: the client went away", CLOSED_STATUS)
+            case UnitUp():
+                self._unit_up(now_s, event)
+            case UnitDown(unit, reason):
+                self._unit_down(now_s, unit, reason)
+            case Drain():
+                self.is_draining = True
+            case Tick():
+                self._tick(now_s)
+            case Audit():
+                pass  # An answer to whoever asked through the host.
+            case _:
+                raise InvariantError(f"the front cannot take {type(event).__name__}")
+        self._place(now_s)
+        self._set_wake(now_s)
+        return self._out
+
+    # ---- new requests ----
+    def _submit(self, now_s: float, generation: Generation) -> None:
+        request_id = generation.request_id
+        if request_id in self.requests.by_id:
+            raise InvariantError(f"the request id {request_id} is in use.")
+        self.totals.submitted += 1
+        error = self._cannot_serve(generation)
+        if error is not None:
+            self.totals.refused += 1
+            self._out.append(Deliver(request_id, (), True, error, 400))
+            return
+        is_placeable = self.requests.num_queued == 0 and self._prefill_unit_for(
+            len(generation.prompt) + len(generation.output)
+        ) is not None  # fmt: skip
+        refusal = admit(AdmissionView(
+            self.is_draining, is_placeable, self.requests.num_queued, self._config.limits.max_queued,
+            self._finished.per_s(now_s),
+        ))  # fmt: skip
+        if refusal is not None:
+            self.totals.refused += 1
+            reason, status = f"{refusal.reason}.", refusal.status
+            self._out.append(Deliver(request_id, (), True, reason, status, refusal.retry_after_s))
+            return
+        self.totals.tokens_in += len(generation.prompt)
+        self.requests.add(generation, now_s + self._config.limits.request_timeout_s)
+
+    def _cannot_serve(self, generation: Generation) -> str | None:
+        if not generation.prompt:
+            return "the prompt is empty."
+        if generation.max_tokens <= len(generation.output):
+            return f"max_tokens is {generation.max_tokens}; nothing is left to generate."
+        if len(generation.prompt) >= self._max_context:
+            return f"the prompt has {len(generation.prompt)} tokens; the model's context is {self._max_context}."
+        return None
+
+    def _fit(self, record: Record) -> bool:
+        """Cap the output by the context and by what one request can hold in the units. False ends the request."""
+        capacity_tokens = self.units.capacity_tokens()
+        if record.is_fitted or capacity_tokens is None:
+            return True
+        record.is_fitted = True
+        generation = record.generation
+        num_prompt = len(generation.prompt)
+        # The last token of an output has no KV, so capacity + 1 tokens can be known.
+        longest = min(self._max_context, capacity_tokens + 1) - num_prompt
+        if longest <= len(record.output):
+            self._fail(record, f"the prompt has {num_prompt} tokens; a unit holds {capacity_tokens} at most.", 400)
+            return False
+        if longest < generation.max_tokens:
+            record.generation = msgspec.structs.replace(generation, max_tokens=longest)
+        return True
+
+    # ---- forward: queue -> prefill -> decode -> end ----
+    def _prefill_unit_for(self, num_tokens: int) -> str | None:
+        """Where a request of so many tokens could start now; None if it has to wait."""
+        if self.requests.num_placed >= self._config.limits.max_running:
+            return None
+        num_transferring = self.requests.counts[State.TRANSFERRING]
+        view = self.units.downstream(self.requests.num_placed, self.requests.num_blocks_placed, num_transferring)
+        if not may_prefill(view, blocks_for(num_tokens + 1)):
+            return None
+        return choose_prefill_unit(self.units.prefill_views(), blocks_for(num_tokens))
+
+    def _place(self, now_s: float) -> None:
+        """Send the oldest that wait to prefill, as long as there is room ahead of them."""
+        while (record := self.requests.next_queued(now_s)) is not None:
+            if not self._fit(record):
+                continue
+            unit = self._prefill_unit_for(record.num_tokens)
+            if unit is None:
+                return  # Those behind it wait too: nobody is overtaken.
+            self.requests.move(record, Step.PLACE)
+            record.prefill_unit = unit
+            self.units.sent_to_prefill(unit, record.num_tokens)
+            self._send(unit, Prefill(self._current(record)))
+
+    def _current(self, record: Record) -> Generation:
+        return msgspec.structs.replace(record.generation, output=tuple(record.output), attempt=record.attempt)
+
+    def _prefill_done(self, now_s: float, done: PrefillDone) -> None:
+        token = done.token
+        record = self._record(token.request_id, token.attempt)
+        if record is None or record.prefill_unit != done.unit:
+            if done.lease is not None:
+                self._send(done.unit, Release(token.request_id, token.attempt))
+            return
+        if record.state is not State.PREFILLING:
+            return  # The same message twice.
+        if token.index != len(record.output):
+            self._let_go(record)
+            self._retry(now_s, record, f"{done.unit} drew token {token.index}, not {len(record.output)}")
+            return
+        self.units.left_prefill(done.unit, record.num_tokens)
+        self.totals.tokens_out += 1
+        self.requests.grow(record, token.token)
+        if done.lease is None:
+            record.prefill_unit = None
+            self._finish(now_s, record, (token,))
+            return
+        self._out.append(Deliver(record.request_id, (token,)))
+        self.requests.move(record, Step.FIRST_TOKEN)
+        num_blocks_max = blocks_for(len(record.generation.prompt) + record.generation.max_tokens - 1)
+        unit = choose_decode_unit(self.units.decode_views(), record.num_blocks, num_blocks_max)
+        if unit is None:
+            self._let_go(record)
+            self._retry(now_s, record, "no decode unit", is_counted=False, delay_s=BACKOFF_S)
+            return
+        record.decode_unit = unit
+        self.units.sent_to_decode(unit, record.num_blocks)
+        self._send(unit, Decode(self._current(record), done.lease, done.unit))
+
+    def _pulled(self, unit: str, request_id: str, attempt: int) -> None:
+        record = self._record(request_id, attempt)
+        if record is None or record.decode_unit != unit:
+            self._send(unit, Cancel(request_id, attempt))
+        elif record.state is State.TRANSFERRING:
+            assert record.prefill_unit is not None
+            self._send(record.prefill_unit, Release(request_id, attempt))
+            record.prefill_unit = None
+            self.requests.move(record, Step.PULLED)
+
+    def _tokens(self, now_s: float, unit: str, tokens: Iterable[Token]) -> None:
+        for token in tokens:
+            record = self._record(token.request_id, token.attempt)
+            if record is None or record.decode_unit != unit:
+                if token.finish is None:
+                    self._send(unit, Cancel(token.request_id, token.attempt))
+                continue
+            if record.state is State.TRANSFERRING:
+                self._pulled(unit, token.request_id, token.attempt)
+            if token.index < len(record.output):
+                continue  # The same message twice.
+            if token.index > len(record.output):
+                self._let_go(record)
+                self._retry(now_s, record, f"{unit} sent token {token.index}, not {len(record.output)}")
+                continue
+            grown = self.requests.grow(record, token.token)
+            if grown:
+                self.units.by_name[unit].num_blocks_used += grown
+            self.totals.tokens_out += 1
+            if token.finish is not None:
+                self.units.left_decode(unit, record.num_blocks)
+                record.decode_unit = None
+                self._finish(now_s, record, (token,))
+            else:
+                self._out.append(Deliver(token.request_id, (token,)))
+
+    def _finish(self, now_s: float, record: Record, tokens: tuple[Token, ...]) -> None:
+        self.requests.move(record, Step.FINISH)
+        self.totals.finished += 1
+        self._finished.count(now_s)
+        self._out.append(Deliver(record.request_id, tokens, True))
+
+    # ---- back: what was lost, given back or given up ----
+    def _returned(self, now_s: float, returned: Returned) -> None:
+        record = self._record(returned.request_id, returned.attempt)
+        if record is None or returned.unit not in (record.prefill_unit, record.decode_unit):
+            return  # It held nothing of a living attempt, and holds nothing of this one any more.
+        self._let_go(record, lost=returned.unit)
+        kind = kind_of(returned.reason)
+        if kind == TOO_LONG:
+            self._fail(record, f"the request does not fit in {returned.unit} ({returned.reason}).", 400)
+        elif kind == PREEMPTED:
+            self.totals.preemptions += 1
+            self._retry(now_s, record, returned.reason, is_counted=False)
+        elif kind in (QUEUE_FULL, LEASE_EXPIRED):
+            self._retry(now_s, record, returned.reason, is_counted=False, delay_s=2 * BACKOFF_S)
+        else:
+            delay_s = min(BACKOFF_S * 2.0**record.num_retries, BACKOFF_MAX_S)
+            self._retry(now_s, record, f"{returned.unit}: {returned.reason}", delay_s=delay_s)
+
+    def _let_go(self, record: Record, lost: str | None = None) -> None:
+        """Take a request away from its units; `lost` has let it go already."""
+        prefill_unit, decode_unit = record.prefill_unit, record.decode_unit
+        record.prefill_unit = record.decode_unit = None
+        if prefill_unit is not None:
+            if record.state is State.PREFILLING:
+                self.units.left_prefill(prefill_unit, record.num_tokens)
+            if prefill_unit != lost:
+                self._send(prefill_unit, Release(record.request_id, record.attempt))
+        if decode_unit is not None:
+            self.units.left_decode(decode_unit, record.num_blocks)
+            if decode_unit != lost:
+                self._send(decode_unit, Cancel(record.request_id, record.attempt))
+
+    def _retry(
+        self, now_s: float, record: Record, reason: str, *, is_counted: bool = True, delay_s: float = 0.0
+    ) -> None:  # fmt: skip
+        """Queue a request again, at its old place, under a new attempt; too many counted retries end it."""
+        self.totals.retries += 1
+        record.num_retries += is_counted
+        if record.num_retries > self._config.limits.max_retries:
+            self._fail(record, f"given up after {self._config.limits.max_retries} retries; the last: {reason}.", 503)
+            return
+        self.requests.move(record, Step.LOSE)
+        record.attempt += 1
+        if delay_s:
+            record.not_before_s = now_s + delay_s
+            self._retry_s = min(self._retry_s, record.not_before_s)
+        self.requests.move(record, Step.REQUEUE)
+
+    def _fail(self, record: Record, error: str, status: int) -> None:
+        """End a request without finishing it."""
+        self._let_go(record)
+        self.requests.move(record, Step.CANCEL)
+        if status == CLOSED_STATUS:
+            self.totals.cancelled += 1
+        else:
+            self.totals.failed += 1
+        retry_after_s = BACKOFF_MAX_S if status == 503 else None
+        self._out.append(Deliver(record.request_id, (), True, error, status, retry_after_s))
+
+    # ---- units come and go ----
+    def _load(self, now_s: float, load: Load) -> None:
+        unit = self.units.by_name.get(load.unit)
+        if unit is None or unit.epoch != load.epoch:
+            # It speaks, but did not say that it is up; or an old process's last words arrive late. Ask who is there.
+            self._send(load.unit, FrontUp(self._epoch))
+            return
+        unit.seen_s = now_s
+        unit.load = load
+
+    def _unit_up(self, now_s: float, message: UnitUp) -> None:
+        unit = self.units.by_name.get(message.unit)
+        if unit is not None and unit.epoch == message.epoch:
+            unit.seen_s = now_s
+            return
+        if unit is not None:
+            self._unit_down(now_s, message.unit, "restarted")
+        self.units.add(message, now_s)
+
+    def _unit_down(self, now_s: float, name: str, reason: str) -> None:
+        """Everything the unit held is lost: its requests go elsewhere, or to its next life."""
+        self.units.by_name.pop(name, None)
+        for record in self.requests.on_unit(name):
+            self._let_go(record, lost=name)
+            self._retry(now_s, record, f"{name}: {reason}")
+
+    # ---- time ----
+    def _tick(self, now_s: float) -> None:
+        for record in self.requests.overdue(now_s):
+            timeout_s = self._config.limits.request_timeout_s
+            if record.state is State.QUEUED:
+                self._fail(record, f"no unit could take the request within {timeout_s:g} s.", 503)
+            else:
+                self._fail(record, f"the request took longer than {timeout_s:g} s.", 504)
+        for name in self.units.silent(now_s, self._config.unit_timeout_s):
+            reason = f"silent for {self._config.unit_timeout_s:g} s"
+            self._send("supervisor", UnitDown(name, reason))
+            self._unit_down(now_s, name, reason)
+
+    def _set_wake(self, now_s: float) -> None:
+        """Ask to be woken for the next beat or the end of a back-off; too early does no harm."""
+        if self._beat_s <= now_s:
+            self._beat_s = now_s + self._config.heartbeat_s
+        if self._retry_s <= now_s:
+            self._retry_s = self.requests.next_retry_s(now_s)
+        wake_s = min(self._beat_s, self._retry_s)
+        if self._wake_s <= now_s or wake_s < self._wake_s:
+            self._wake_s = wake_s
+            self._out.append(WakeAt(wake_s))
+
+    # ---- looking ----
+    def _record(self, request_id: str, attempt: int) -> Record | None:
+        """The living request if `attempt` is its present one."""
+        record = self.requests.by_id.get(request_id)
+        return record if record is not None and record.attempt == attempt else None
+
+    def _send(self, to: str, message: AnyMessage) -> None:
+        self._out.append(Send(to, message))
+
+    def snapshot(self) -> FrontSnapshot:
+        """What /metrics and /health show."""
+        units = self.units.by_name.values()
+        return FrontSnapshot(
+            self.is_draining, self.requests.num_queued,
+            {state.value: count for state, count in self.requests.counts.items()},
+            {unit.name: unit.load for unit in units if unit.load is not None},
+            {role: len(self.units.of_role(role)) for role in ("prefill", "decode")},
+            msgspec.structs.replace(self.totals),
+        )  # fmt: skip
+
+    def check(self) -> list[str]:
+        """Problems of the books; empty when requests, units and sums agree."""
+        return self.requests.check() + self.units.check(list(self.requests.placed()))

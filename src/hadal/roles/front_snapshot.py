@@ -1,0 +1,36 @@
+"""The front at one instant, for /metrics and /health. Values only."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hadal.core.messages import Load
+
+
+class Totals(msgspec.Struct):
+    """Counted since the start."""
+
+    submitted: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    refused: int = 0
+    tokens_in: int = 0
+    """Prompt tokens of requests let in."""
+    tokens_out: int = 0
+    retries: int = 0
+    """Attempts that ended before their request did, preemptions among them."""
+    preemptions: int = 0
+
+
+class FrontSnapshot(msgspec.Struct, frozen=True):
+    """Cheap to make: no request is looked at."""
+
+    is_draining: bool
+    num_queued: int
+    state_to_count: dict[str, int]
+    unit_to_load: dict[str, Load]
+    """Units that are up and have reported."""
+    role_to_units: dict[str, int]
+    """How many are up."""
+    totals: Totals

@@ -1,0 +1,122 @@
+"""The units as the front knows them: who is up, and what was sent to each. Snapshots for the policies are made here.
+
+Counts are the front's own, raised when it sends and lowered when it takes back, so they are never late; the units' Load
+messages are kept for the metrics and as heartbeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hadal.core.messages import BLOCK_TOKENS, Load, UnitUp
+from hadal.core.request import State
+from hadal.policy.views import DecodeUnitView, DownstreamView, PrefillUnitView
+from hadal.roles.front_requests import Record
+
+PREFILL = "prefill"
+DECODE = "decode"
+
+
+@dataclass(slots=True)
+class Unit:
+    """One unit that is up."""
+
+    name: str
+    role: str
+    epoch: str
+    num_blocks: int
+    num_requests_max: int
+    seen_s: float
+    num_requests: int = 0
+    num_tokens: int = 0
+    """Prefill: tokens sent there and not yet prefilled."""
+    num_blocks_used: int = 0
+    """Decode: blocks of the requests sent there."""
+    load: Load | None = None
+
+
+class UnitBook:
+    """Units by name; one that is down is not in it."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Unit] = {}
+
+    def of_role(self, role: str) -> list[Unit]:
+        return [unit for unit in self.by_name.values() if unit.role == role]
+
+    def add(self, message: UnitUp, now_s: float) -> None:
+        self.by_name[message.unit] = Unit(
+            message.unit, message.role, message.epoch, message.num_blocks, message.num_requests_max, now_s
+        )
+
+    def silent(self, now_s: float, timeout_s: float) -> list[str]:
+        """Units that sent no heartbeat for too long."""
+        return [unit.name for unit in self.by_name.values() if now_s - unit.seen_s > timeout_s]
+
+    def capacity_tokens(self) -> int | None:
+        """Tokens of KV of one request that both roles have a unit for; None if no unit of a role is up."""
+        roles = (self.of_role(PREFILL), self.of_role(DECODE))
+        if not all(roles):
+            return None
+        return min(max(unit.num_blocks for unit in units) for units in roles) * BLOCK_TOKENS
+
+    # ---- what was sent to them ----
+    def sent_to_prefill(self, name: str, num_tokens: int) -> None:
+        unit = self.by_name[name]
+        unit.num_requests += 1
+        unit.num_tokens += num_tokens
+
+    def left_prefill(self, name: str, num_tokens: int) -> None:
+        unit = self.by_name.get(name)
+        if unit is not None:
+            unit.num_requests -= 1
+            unit.num_tokens -= num_tokens
+
+    def sent_to_decode(self, name: str, num_blocks: int) -> None:
+        unit = self.by_name[name]
+        unit.num_requests += 1
+        unit.num_blocks_used += num_blocks
+
+    def left_decode(self, name: str, num_blocks: int) -> None:
+        unit = self.by_name.get(name)
+        if unit is not None:
+            unit.num_requests -= 1
+            unit.num_blocks_used -= num_blocks
+
+    # ---- what the policies see ----
+    def prefill_views(self) -> list[PrefillUnitView]:
+        return [
+            PrefillUnitView(unit.name, unit.num_blocks, unit.num_tokens, unit.num_requests, unit.num_requests_max)
+            for unit in self.of_role(PREFILL)
+        ]
+
+    def decode_views(self) -> list[DecodeUnitView]:
+        return [
+            DecodeUnitView(unit.name, unit.num_blocks, unit.num_blocks_used, unit.num_requests, unit.num_requests_max)
+            for unit in self.of_role(DECODE)
+        ]
+
+    def downstream(self, num_requests: int, num_blocks_used: int, num_transferring: int) -> DownstreamView:
+        units = self.of_role(DECODE)
+        return DownstreamView(
+            sum(unit.num_requests_max for unit in units), sum(unit.num_blocks for unit in units),
+            num_requests, num_blocks_used, num_transferring,
+        )  # fmt: skip
+
+    def check(self, placed: Sequence[Record]) -> list[str]:
+        """Problems of the counts; empty when they are what the `placed` requests add up to."""
+        problems = []
+        for unit in self.by_name.values():
+            if unit.role == PREFILL:
+                records = [r for r in placed if r.prefill_unit == unit.name and r.state is State.PREFILLING]
+                counted, true = unit.num_tokens, sum(record.num_tokens for record in records)
+            else:
+                records = [r for r in placed if r.decode_unit == unit.name]
+                counted, true = unit.num_blocks_used, sum(record.num_blocks for record in records)
+            if unit.num_requests != len(records) or counted != true:
+                problems.append(f"{unit.name} counts {unit.num_requests}, {counted}, not {len(records)}, {true}")
+        owners = {name for record in placed for name in (record.prefill_unit, record.decode_unit) if name is not None}
+        if owners - self.by_name.keys():
+            problems.append(f"requests are on {owners - self.by_name.keys()}, which are down")
+        return problems

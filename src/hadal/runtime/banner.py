@@ -1,0 +1,94 @@
+"""What `hadal serve` shows at its start: who runs, which model, how much memory, and the line to try.
+
+In colour on a terminal, plain elsewhere. Formats values; looks at nothing itself.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+from rich.console import Console
+from rich.text import Text
+
+from hadal import __version__
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.runtime.resolve import Resolved
+from hadal.runtime.status import Status
+
+_PRECISIONS = {"F8_E4M3": "FP8 E4M3, block-scaled", "BF16": "BF16", "F32": "FP32", "F16": "FP16"}
+
+
+class Banner:
+    """Prints the plan when the processes are started, and one line when all are ready."""
+
+    def __init__(self, resolved: Resolved, *, needs_key: bool, console: Console | None = None) -> None:
+        self._resolved = resolved
+        self._needs_key = needs_key
+        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def __call__(self, status: Status) -> None:
+        if status.ready:
+            self._console.print(Text(f"ready in {status.elapsed_s:.1f} s", style="bold green"))
+            return
+        self._console.print(Text(f"\nHadal {__version__}", style="bold"))
+        for name, text in self.rows(status):
+            self._console.print(Text(f"{name:<11}", style="dim") + Text(text))
+        for warning in self._resolved.memory.warnings:
+            self._console.print(Text(f"warning: {warning}", style="yellow"))
+        self._console.print(Text(f"\n{self.curl(status.url)}\n", style="cyan"))
+
+    def rows(self, status: Status) -> list[tuple[str, str]]:
+        """(what, how much) of the plan."""
+        resolved = self._resolved
+        deployment, config, memory = resolved.deployment, resolved.config, resolved.memory
+        rows = [
+            ("model", f"{deployment.model_name}: {_count(memory.num_parameters)} parameters, "
+                      f"{_count(memory.num_parameters_active)} for a token"),
+            ("", f"{config.num_hidden_layers} layers, {config.n_routed_experts} experts of which "
+                 f"{config.num_experts_per_tok}, context {config.max_position_embeddings}"),
+            ("", f"checkpoint {_PRECISIONS.get(resolved.precision, resolved.precision)}, computed in FP32"),
+        ]  # fmt: skip
+        for name, process in status.processes.items():
+            units = {"prefill": deployment.prefill, "decode": deployment.decode}.get(process.role)
+            text = f"pid {process.pid}"
+            if units is not None:
+                text += f", {_plural(units.threads, 'thread')}, up to {units.max_requests} requests"
+            rows.append((name, text))
+        num_units = deployment.prefill.units + deployment.decode.units
+        rows += [
+            ("memory", f"weights {_bytes(memory.weight_bytes)} x {_plural(num_units, 'unit')}, "
+                       f"KV {_bytes(memory.kv_bytes)} shared"),
+            ("", f"prefill {_blocks(memory.prefill_blocks)}, decode {_blocks(memory.decode_blocks)} a unit"),
+            ("address", f"{status.url}/v1" + (" (needs an API key)" if self._needs_key else "")),
+        ]  # fmt: skip
+        return rows
+
+    def curl(self, url: str) -> str:
+        """A command that asks the model something."""
+        body = {
+            "model": self._resolved.deployment.model_name,
+            "messages": [{"role": "user", "content": "What is 12 + 30?"}],
+        }
+        key = " -H 'Authorization: Bearer YOUR_KEY'" if self._needs_key else ""
+        data = shlex.quote(json.dumps(body))
+        return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d {data}"
+
+
+def _blocks(num_blocks: int) -> str:
+    return f"{num_blocks} blocks ({(num_blocks - 1) * BLOCK_TOKENS} tokens)"
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _count(number: int) -> str:
+    for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= limit:
+            return f"{number / limit:.1f} {unit}"
+    return str(number)
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"

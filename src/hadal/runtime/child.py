@@ -1,0 +1,144 @@
+"""One process of a run as its supervisor sees it: how it starts, what it says, how it ends, when it may start again.
+
+Knows no roles and no messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import IO
+
+from hadal.runtime.status import ProcessStatus
+
+EXITS_MAX = 20
+EXITS_WINDOW_S = 60.0
+"""More exits than this in the window, and starting it again is no help."""
+FAILED_STARTS_MAX = 3
+"""Exits in a row before it was ever ready."""
+START_TIMEOUT_S = 600.0
+"""A process that is not ready by then is killed. Generous: a big checkpoint is read from a disk."""
+_BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
+_STEADY_S = 10.0
+"""A process that lived this long starts its back-off anew."""
+_LAST_LINES = 40
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    WAITING = "waiting"
+    """To be started again."""
+    ENDED = "ended"
+
+
+class Child:
+    """A named process. The supervisor's loop calls `poll` and `start`; nothing here waits except `wait`."""
+
+    def __init__(self, name: str, role: str, arguments: Sequence[str], log_path: Path | None) -> None:
+        """`arguments` follow `python -m`. Output goes to `log_path`, or to the supervisor's stderr under its name."""
+        self.name = name
+        self.role = role
+        self.phase = Phase.WAITING
+        self.pid = 0
+        self.num_starts = 0
+        self.start_at_s = 0.0
+        """When WAITING: not before."""
+        self.started_s = 0.0
+        self.ready_s = 0.0
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._arguments = tuple(arguments)
+        self._log_path = log_path
+        self._process: subprocess.Popen[bytes] | None = None
+        self._exits_s: deque[float] = deque(maxlen=EXITS_MAX + 1)
+        self._failed_starts = 0
+        self._backoff = 0
+
+    def start(self, now_s: float, environment: dict[str, str], pass_fds: tuple[int, ...] = ()) -> None:
+        """Start the process in a session of its own, so that Ctrl-C reaches the supervisor alone."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", *self._arguments],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True, pass_fds=pass_fds, env=environment,
+        )  # fmt: skip
+        self.pid = self._process.pid
+        self.phase = Phase.STARTING
+        self.num_starts += 1
+        self.started_s = now_s
+        assert self._process.stdout is not None
+        threading.Thread(target=self._relay, args=(self._process.stdout,), name=f"log-{self.name}", daemon=True).start()
+
+    def is_ready(self, now_s: float) -> None:
+        """It works: from now on its end is a crash, not a failed start."""
+        if self.phase is Phase.STARTING:
+            self.phase = Phase.READY
+            self.ready_s = now_s
+            self._failed_starts = 0
+
+    def status(self) -> ProcessStatus:
+        return ProcessStatus(self.role, self.phase.value, self.pid, self.num_starts)
+
+    def poll(self, now_s: float) -> int | None:
+        """Return the exit code if it has just ended (negative: by that signal), else None. Plans the next start."""
+        if self._process is None:
+            return None
+        code = self._process.poll()
+        if code is None:
+            return None
+        self._process = None
+        self._exits_s.append(now_s)
+        if self.phase is Phase.STARTING:
+            self._failed_starts += 1
+        self._backoff = 0 if now_s - self.started_s > _STEADY_S else self._backoff + 1
+        self.start_at_s = now_s + _BACKOFF_S[min(max(self._backoff - 1, 0), len(_BACKOFF_S) - 1)]
+        self.phase = Phase.WAITING
+        self.pid = 0
+        return code
+
+    def why_give_up(self, now_s: float) -> str | None:
+        """Return why it should not be started again, None if it may be."""
+        if self._failed_starts >= FAILED_STARTS_MAX:
+            return f"{self.name} ended {self._failed_starts} times before it was ready"
+        recent = [at_s for at_s in self._exits_s if now_s - at_s < EXITS_WINDOW_S]
+        if len(recent) > EXITS_MAX:
+            return f"{self.name} ended {len(recent)} times in {EXITS_WINDOW_S:.0f} s"
+        return None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, if it runs."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end. False if it still runs after `timeout_s`."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            return False
+        self._process = None
+        self.phase = Phase.ENDED
+        self.pid = 0
+        return True
+
+    def _relay(self, pipe: IO[bytes]) -> None:
+        """Copy its output line by line. In a thread, so that a slow terminal never stops the supervisor."""
+        file = None if self._log_path is None else self._log_path.open("ab", buffering=0)
+        prefix = f"{self.name:<10} | ".encode()
+        with pipe, file or contextlib.nullcontext():
+            for line in pipe:
+                self.last_lines.append(line.decode("utf-8", "replace").rstrip())
+                with contextlib.suppress(OSError):  # Nobody reads, or the disk is full: the child goes on.
+                    if file is None:
+                        os.write(2, prefix + line)
+                    else:
+                        file.write(line)

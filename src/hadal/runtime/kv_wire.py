@@ -1,0 +1,255 @@
+"""The Wire seam's bytes, live: a rank's KV pool in POSIX shared memory, and the pull of leased blocks out of another's.
+
+A segment is a file in /dev/shm:
+
+    header (one page)  magic, lengths, dtype, shape [P, L, S, D]
+    generations        int64 [P], raised by the owner whenever a block is freed
+    cache              [P, L, S, D], page-aligned; a block's layers lie together, so a block is one copy
+
+The owner holds a lock on the file while it lives, so a segment nobody locks is a dead process's and may be unlinked by
+anyone. A puller maps the segment once and keeps it until the unit's successor (another name) is pulled from. It reads
+the generations before and after the copy: a block that was freed meanwhile makes the copy void. (Loads are ordered by
+the interpreter's own locks, taken between the copy and the second look.)
+
+Knows nothing of which block holds what. P blocks, L layers, S tokens of a block, D latent.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.errors import ConfigError, HadalError
+from hadal.core.messages import BLOCK_TOKENS, KvLease
+
+SHM = Path("/dev/shm")
+PREFIX = "hadal-"
+Shape = tuple[int, int, int, int]
+
+_MAGIC = b"HADALKV1"
+_HEADER = struct.Struct("<8sQQ16s4Q")
+"""magic, offset of the cache, bytes of a block, dtype, shape"""
+_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_YOUNG_S = 10.0
+"""A segment younger than this may not be locked yet by whoever is making it."""
+
+
+class KvPool:
+    """One segment, created by its owner or opened by a puller. `cache` is its blocks' bytes, where a KvCache lies."""
+
+    def __init__(self, name: str, fd: int, *, is_owner: bool) -> None:
+        self.name = name
+        self._fd = fd
+        self._is_owner = is_owner
+        self._map = mmap.mmap(fd, 0)
+        _, offset, self.block_bytes, dtype, *shape = _HEADER.unpack_from(self._map)
+        self.dtype = dtype.rstrip(b"\0").decode("ascii")
+        self.num_blocks, num_layers, block_tokens, latent = shape
+        self.shape: Shape = (self.num_blocks, num_layers, block_tokens, latent)
+        self.generations: NDArray[np.int64] = np.frombuffer(
+            self._map, dtype=np.int64, count=self.num_blocks, offset=mmap.PAGESIZE
+        )
+        self.cache = memoryview(self._map)[offset : offset + self.num_blocks * self.block_bytes]
+        self._blocks = np.frombuffer(self.cache, dtype=np.uint8).reshape(self.num_blocks, self.block_bytes)
+
+    @classmethod
+    def create(cls, name: str, shape: Shape, dtype: str = "float32") -> KvPool:
+        """Make and lock a zeroed segment with all of its memory reserved.
+
+        Raises ConfigError, saying what to do, if shared memory has no room for it.
+        """
+        if dtype not in _DTYPES or min(shape) < 1 or shape[2] != BLOCK_TOKENS:
+            raise ValueError(f"a pool of {dtype} {shape} cannot be")
+        block_bytes = shape[1] * shape[2] * shape[3] * _DTYPES[dtype]
+        offset = mmap.PAGESIZE * (1 + -(-shape[0] * 8 // mmap.PAGESIZE))
+        size = offset + shape[0] * block_bytes
+        path = SHM / name
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            # Without the reservation a full /dev/shm would be a SIGBUS in the middle of a step.
+            os.posix_fallocate(fd, 0, size)
+            os.pwrite(fd, _HEADER.pack(_MAGIC, offset, block_bytes, dtype.encode(), *shape), 0)
+        except OSError as error:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise ConfigError(no_room(size)) from error
+            raise
+        return cls(name, fd, is_owner=True)
+
+    @classmethod
+    def open(cls, name: str) -> KvPool:
+        """Map another process's segment. Raises PoolError if it is not there or not a pool."""
+        if "/" in name or not name.startswith(PREFIX):
+            raise PoolError(f"{name!r} is not the name of a KV pool")
+        try:
+            fd = os.open(SHM / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise PoolError(f"KV pool {name} cannot be opened ({error.strerror})") from error
+        try:
+            _check_header(os.pread(fd, _HEADER.size, 0), os.fstat(fd).st_size, name)
+            return cls(name, fd, is_owner=False)
+        except (HadalError, OSError):
+            os.close(fd)
+            raise
+
+    def free(self, block_ids: tuple[int, ...]) -> None:
+        """Raise the blocks' generations: copies of them that are under way are void. Owner only."""
+        np.add.at(self.generations, list(block_ids), 1)
+
+    def copy_from(self, source: KvPool, lease: KvLease, into: tuple[int, ...]) -> str | None:
+        """Copy the leased blocks of `source` into own blocks. Returns None, or why the copy is void."""
+        wrong = _mismatch(self, source, lease, into)
+        if wrong is not None:
+            return wrong
+        ids, wanted = np.array(lease.block_ids), np.array(lease.generations)
+        if not np.array_equal(source.generations[ids], wanted):
+            return "the leased blocks were freed before the copy"
+        for theirs, ours, count in _runs(lease.block_ids, into):
+            # numpy lets go of the interpreter's lock while it copies.
+            np.copyto(self._blocks[ours : ours + count], source._blocks[theirs : theirs + count])
+        if not np.array_equal(source.generations[ids], wanted):
+            return "the leased blocks were freed during the copy"
+        return None
+
+    def close(self) -> None:
+        """Owner: remove the segment. The memory itself goes with the last array that looks at it."""
+        if self._fd < 0:
+            return
+        if self._is_owner:
+            (SHM / self.name).unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = -1
+
+
+class PoolError(HadalError):
+    """A pool is gone or is not one. The pull has failed; its request is retried."""
+
+
+class KvWire:
+    """Pulls into one own pool, from any other pool of this host."""
+
+    def __init__(self, pool: KvPool) -> None:
+        self._pool = pool
+        self._sources: dict[str, KvPool] = {}
+        """By unit: a restarted unit's pool has another name and takes its predecessor's place."""
+
+    def pull(self, lease: KvLease, into: tuple[int, ...]) -> str | None:
+        """Copy and verify leased blocks. Returns None, or what went wrong."""
+        try:
+            source = self._open(lease.source)
+        except PoolError as error:
+            return str(error)
+        return self._pool.copy_from(source, lease, into)
+
+    def close(self) -> None:
+        for source in self._sources.values():
+            source.close()
+        self._sources.clear()
+
+    def _open(self, name: str) -> KvPool:
+        unit = name.rpartition(".")[0]
+        known = self._sources.get(unit)
+        if known is not None and known.name == name:
+            return known
+        source = KvPool.open(name)
+        if known is not None:
+            known.close()
+        self._sources[unit] = source
+        return source
+
+
+def pool_name(run_id: str, unit: str, epoch: str) -> str:
+    """Name of a unit's segment, new at every start. Run and unit come first, so that what a dead one left is found."""
+    return f"{PREFIX}{run_id}.{unit}.{epoch}"
+
+
+def remove_segments(run_id: str, unit: str | None = None) -> list[str]:
+    """Unlink what a dead unit (None: any unit) of this run left. Call only when its process is known to be gone."""
+    prefix = f"{PREFIX}{run_id}." + (f"{unit}." if unit else "")
+    names = [name for name in _segments() if name.startswith(prefix)]
+    for name in names:
+        (SHM / name).unlink(missing_ok=True)
+    return names
+
+
+def remove_stale_segments(now_s: float | None = None) -> list[str]:
+    """Unlink the segments of any run whose owner no longer lives: nobody holds their lock. `now_s`: wall clock."""
+    now_s = time.time() if now_s is None else now_s
+    removed = []
+    for name in _segments():
+        try:
+            fd = os.open(SHM / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # Gone, or another user's.
+        try:
+            if now_s - os.fstat(fd).st_ctime < _YOUNG_S:
+                continue
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (SHM / name).unlink(missing_ok=True)
+            removed.append(name)
+        except OSError:
+            continue  # Its owner lives.
+        finally:
+            os.close(fd)
+    return removed
+
+
+def no_room(size: int) -> str:
+    """What to tell someone whose /dev/shm cannot hold `size` more bytes."""
+    found = os.statvfs(SHM)
+    free_mb = found.f_bavail * found.f_frsize >> 20
+    return (
+        f"/dev/shm has {free_mb} MiB free, a KV pool needs {size >> 20} MiB. Give the container more (--shm-size), "
+        "or lower kv_memory_mb under [prefill] and [decode] in the deployment file."
+    )
+
+
+def _segments() -> list[str]:
+    return [name for name in os.listdir(SHM) if name.startswith(PREFIX)] if SHM.is_dir() else []
+
+
+def _check_header(header: bytes, size: int, name: str) -> None:
+    if len(header) < _HEADER.size:
+        raise PoolError(f"{name} is too short to be a KV pool")
+    magic, offset, block_bytes, dtype, *shape = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise PoolError(f"{name} is not a KV pool of this version (it starts with {magic!r})")
+    item = _DTYPES.get(dtype.rstrip(b"\0").decode("ascii", "replace"))
+    num_blocks, *rest = shape
+    whole = item is not None and block_bytes == rest[0] * rest[1] * rest[2] * item
+    if not whole or offset < mmap.PAGESIZE + 8 * num_blocks or size < offset + num_blocks * block_bytes:
+        raise PoolError(f"{name}: its header does not fit its {size} bytes")
+
+
+def _mismatch(own: KvPool, source: KvPool, lease: KvLease, into: tuple[int, ...]) -> str | None:
+    ids = lease.block_ids
+    if own.shape[1:] != source.shape[1:] or own.dtype != source.dtype:
+        return f"{source.name} holds blocks of {source.dtype} {source.shape[1:]}, not {own.dtype} {own.shape[1:]}"
+    if not len(ids) == len(into) == len(lease.generations):
+        return f"the lease has {len(ids)} blocks and {len(lease.generations)} generations for {len(into)} own blocks"
+    if any(not 0 <= i < source.num_blocks for i in ids) or any(not 0 <= i < own.num_blocks for i in into):
+        return "a block id is outside its pool"
+    return None
+
+
+def _runs(ids: tuple[int, ...], into: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Merge neighbours: (first source block, first own block, how many)."""
+    runs: list[tuple[int, int, int]] = []
+    for theirs, ours in zip(ids, into, strict=True):
+        if runs and theirs == runs[-1][0] + runs[-1][2] and ours == runs[-1][1] + runs[-1][2]:
+            runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
+        else:
+            runs.append((theirs, ours, 1))
+    return runs
+
+

@@ -1,0 +1,78 @@
+"""What every child process of `hadal serve` does first: die with its parent, log under its name, read the run folder.
+
+Knows no role and loads no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from hadal.core.config import Deployment
+from hadal.core.errors import ConfigError
+
+EXIT_CONFIG = 2
+"""The model or the configuration cannot work: starting again would not help."""
+EXIT_STUCK = 70
+"""A step took longer than its deadline."""
+EXIT_FATAL = 71
+"""A bug: the leader or an effect raised."""
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_RUN_FILE = "run.json"
+LISTEN_FD = "HADAL_LISTEN_FD"
+"""Environment variable: the gateway's listening socket, opened by the supervisor so that it outlives the gateway."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the supervisor tells every process, as `run.json` in the run folder."""
+
+    run_id: str
+    supervisor_pid: int
+    deployment: Deployment
+    """Resolved: no field is left to be derived."""
+    log_level: str = "info"
+
+
+def write_run(folder: Path, run: Run) -> None:
+    """Write `run.json`."""
+    (folder / _RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(run)))
+
+
+def read_run(folder: Path) -> Run:
+    """Read `run.json`. Raises ConfigError if it is not there or not ours."""
+    path = folder / _RUN_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Run)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: not the run folder of a supervisor ({error}).") from error
+
+
+def enter_child(folder: Path) -> Run:
+    """First call of a child process: read the run, make sure that it ends when the supervisor does, set up its log."""
+    faulthandler.enable()
+    run = read_run(folder)
+    die_with(run.supervisor_pid)
+    # The supervisor puts the process's name before every line.
+    logging.basicConfig(
+        level=run.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+    )  # fmt: skip
+    return run
+
+
+def die_with(parent_pid: int) -> None:
+    """Be killed by the kernel the moment the parent ends, however it ends. Linux; elsewhere only the check is made."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # It ended before the call above.
+        sys.exit(f"process {parent_pid}, which started this one, is gone.")

@@ -1,0 +1,94 @@
+"""From what was asked to what will run: every derived field of a deployment filled in, every early mistake named.
+
+Looks at the model's folder and at this machine; starts nothing and loads no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hadal.core.config import Deployment, UnitsConfig
+from hadal.core.errors import CheckpointError, ConfigError
+from hadal.core.model_config import ModelConfig, read_model_config
+from hadal.runtime.kv_wire import SHM, no_room
+from hadal.runtime.memory import MemoryPlan, checkpoint_precision, plan_memory, with_blocks
+
+MODEL_VARIABLE = "HADAL_MODEL"
+_SHIPPED = Path(__file__).resolve().parents[3] / "models" / "hadal-tiny"
+"""Beside src/ in a checkout."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A deployment ready to be started, and what its banner says of it."""
+
+    deployment: Deployment
+    config: ModelConfig
+    memory: MemoryPlan
+    precision: str
+    """Of the checkpoint, as its files say."""
+
+
+def resolve(deployment: Deployment) -> Resolved:
+    """Fill in what is left to be derived. Raises ConfigError or CheckpointError with one line that says what to do."""
+    folder = model_folder(deployment.model)
+    config = read_model_config(folder)
+    precision = checkpoint_precision(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"{folder / 'tokenizer.json'}: not found; the gateway needs it to read prompts.")
+    memory = plan_memory(deployment, config)
+    found = os.statvfs(SHM)
+    if memory.kv_bytes > found.f_bavail * found.f_frsize:
+        raise ConfigError(no_room(memory.kv_bytes))
+    num_units = deployment.prefill.units + deployment.decode.units
+    available = available_bytes()
+    if available is not None and memory.total_bytes(num_units) > available:
+        text = (
+            f"{memory.total_bytes(num_units) / 2**30:.1f} GiB are needed and {available / 2**30:.1f} GiB are free: "
+            "processes may be killed for want of memory."
+        )
+        memory = dataclasses.replace(memory, warnings=(*memory.warnings, text))
+    deployment = dataclasses.replace(
+        with_blocks(deployment, memory),
+        model=str(folder),
+        model_name=deployment.model_name or folder.name,
+    )
+    deployment = dataclasses.replace(
+        deployment, prefill=_with_threads(deployment.prefill), decode=_with_threads(deployment.decode)
+    )
+    return Resolved(deployment, config, memory, precision)
+
+
+def model_folder(model: str) -> Path:
+    """The folder asked for, else $HADAL_MODEL, else the model that ships with Hadal. Raises ConfigError."""
+    asked = model or os.environ.get(MODEL_VARIABLE, "")
+    folder = Path(asked).expanduser().absolute() if asked else _SHIPPED
+    if not folder.is_dir():
+        if asked:
+            raise ConfigError(f"{folder}: no such folder. --model takes a Hugging Face folder of a DeepSeek-V3 model.")
+        raise ConfigError(f"{folder}: the model that ships with Hadal is not there. Give one with --model.")
+    return folder
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had without swapping (proc(5), meminfo); None where that is not told."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _with_threads(units: UnitsConfig) -> UnitsConfig:
+    return dataclasses.replace(units, threads=units.threads or num_cores())

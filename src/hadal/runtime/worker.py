@@ -1,0 +1,112 @@
+"""A unit's process: loads the model, makes its KV pool and its leader, and hosts the leader until told to end.
+
+    python -m hadal.runtime.worker --unit prefill-0 --role prefill --folder RUN_FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from hadal.core.errors import ConfigError
+from hadal.core.messages import BLOCK_TOKENS, UnitUp
+from hadal.core.model_config import read_model_config
+from hadal.core.seams import Effect, Send
+from hadal.model.cache import KvCache
+from hadal.model.deepseek import DeepseekV3
+from hadal.model.runner import ModelRunner
+from hadal.model.weights import load_weights
+from hadal.roles.decode import DecodeLeader
+from hadal.roles.prefill import PrefillLeader
+from hadal.runtime.clock import LiveClock
+from hadal.runtime.host import UnitHost
+from hadal.runtime.kv_wire import KvPool, pool_name
+from hadal.runtime.process import EXIT_CONFIG, EXIT_FATAL, Run, enter_child
+from hadal.runtime.wire import ZmqWire
+
+log = logging.getLogger("hadal.unit")
+
+STEP_DEADLINES = 4
+"""A step may take this many times what the front grants a silent unit: the leader is not silent while a step runs."""
+_SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may hold the interpreter while another wants it; the default is 5 ms, several decode steps."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--unit", required=True, help="name on the wire, such as decode-0")
+    parser.add_argument("--role", required=True, choices=("prefill", "decode"))
+    parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
+    arguments = parser.parse_args()
+    # Until there is a host to stop, SIGTERM ends the process as it is.
+    run = enter_child(arguments.folder)
+    try:
+        host, first = make_host(run, arguments.unit, arguments.role, arguments.folder)
+    except ConfigError as error:
+        log.critical("%s", error)
+        return EXIT_CONFIG
+    signal.signal(signal.SIGTERM, lambda *_: host.stop())
+    try:
+        host.run(first)
+    except Exception:
+        log.critical("the unit cannot go on", exc_info=True)
+        host.close()
+        return EXIT_FATAL
+    host.close()
+    return 0
+
+
+def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, list[Effect]]:
+    """Load the model and put the unit together; also return its first effects. Raises ConfigError."""
+    deployment = run.deployment
+    units = deployment.prefill if role == "prefill" else deployment.decode
+    torch.set_num_threads(units.threads)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    started_s = time.monotonic()
+    epoch = f"{os.getpid()}-{time.time_ns():x}"
+    config = read_model_config(Path(deployment.model))
+    shape = (units.kv_blocks, config.num_hidden_layers, BLOCK_TOKENS, config.latent_dim)
+    pool = KvPool.create(pool_name(run.run_id, unit, epoch), shape)
+    try:
+        weights = load_weights(Path(deployment.model))
+        model = DeepseekV3(weights, KvCache(config, units.kv_blocks, pool.cache))
+        runner = ModelRunner(model, units.max_requests)
+    except ConfigError:
+        pool.close()
+        raise
+    gc.collect()
+    gc.freeze()  # What is there now stays: no collection need look at it again.
+    log.info("model loaded in %.1f s, %d threads", time.monotonic() - started_s, units.threads)
+    leader: PrefillLeader | DecodeLeader
+    if role == "prefill":
+        leader = PrefillLeader(
+            unit, epoch, pool.name, units.kv_blocks, chunk_tokens=deployment.chunk_tokens,
+            num_requests_max=units.max_requests, num_waiting_max=units.max_waiting, lease_s=deployment.lease_s,
+            heartbeat_s=deployment.heartbeat_s,
+        )  # fmt: skip
+    else:
+        leader = DecodeLeader(
+            unit, epoch, units.kv_blocks, num_slots=units.max_requests, num_waiting_max=units.max_waiting,
+            max_context=config.max_position_embeddings, heartbeat_s=deployment.heartbeat_s,
+        )  # fmt: skip
+    clock = LiveClock()
+    wire = ZmqWire(unit, folder)
+    host = UnitHost(
+        leader, runner, wire, pool, clock, step_deadline_s=STEP_DEADLINES * deployment.unit_timeout_s
+    )
+    first = leader.start(clock.now())
+    # The supervisor wants to know too.
+    told = [Send("supervisor", e.message) for e in first if isinstance(e, Send) and isinstance(e.message, UnitUp)]
+    return host, [*first, *told]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""An engine without a model: KV cells that hold what was written, and tokens that depend on every one of them.
+
+A cell is a hash of its token and position; the next token is a hash of all cells read through the block list, the output
+index, the seed and, where asked for, the penalties' history. So a block freed too early, a stale copy, a wrong position or
+a lost history shows as a wrong token. What a request must produce is computed here without blocks, plans or steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.messages import (
+    BLOCK_TOKENS,
+    DecodePlan,
+    Draw,
+    Generation,
+    Join,
+    KvLease,
+    PrefillPlan,
+    Sampling,
+    StepDone,
+)
+from hadal.roles.ending import has_penalty
+
+VOCAB = 48
+MAX_POSITIONS = 1 << 14
+Cells = NDArray[np.uint64]
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mix(values: Cells) -> Cells:
+    """A cheap 64-bit hash, element by element (the finaliser of splitmix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+_WEIGHTS = mix(np.arange(1, MAX_POSITIONS + 1, dtype=np.uint64)) | np.uint64(1)
+
+
+def cells_of(tokens: Sequence[int], start: int) -> Cells:
+    """What the KV of `tokens` at positions start, start+1, ... is."""
+    positions = np.arange(start, start + len(tokens), dtype=np.uint64)
+    return mix((np.asarray(tokens, dtype=np.uint64) + np.uint64(1)) * _MIX + positions)
+
+
+def draw_token(
+    cells: Cells, index: int, sampling: Sampling, prompt: Sequence[int], output: Sequence[int],
+    stop_ids: Sequence[int], min_tokens: int,
+) -> int:  # fmt: skip
+    """The token after `cells` (positions 0 .. n-1) at output index `index`."""
+    state = int((cells * _WEIGHTS[: len(cells)]).sum(dtype=np.uint64))
+    seen: tuple[object, ...] = ()
+    if has_penalty(sampling):
+        seen = (tuple(prompt), tuple(output))
+    token = hash((state, len(cells), index, sampling.seed, seen)) % VOCAB
+    while token in stop_ids and index < min_tokens:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def expected_output(generation: Generation) -> list[int]:
+    """The output of a request alone in the world."""
+    prompt, output = generation.prompt, list(generation.output)
+    cells = np.concatenate([cells_of(prompt, 0), cells_of(output, len(prompt))])
+    while len(output) < generation.max_tokens:
+        index = len(output)
+        token = draw_token(
+            cells, index, generation.sampling, prompt, output, generation.stop_ids, generation.min_tokens
+        )
+        output.append(token)
+        if token in generation.stop_ids and index >= generation.min_tokens:
+            break
+        cells = np.append(cells, cells_of([token], len(prompt) + index))
+    return output
+
+
+class Pool:
+    """A unit's KV memory, as other units see it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.cells: Cells = np.zeros((num_blocks, BLOCK_TOKENS), np.uint64)
+        self.generations = [0] * num_blocks
+
+    def freed(self, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            self.generations[block] += 1
+
+    def read(self, block_ids: Sequence[int], num_tokens: int) -> Cells:
+        flat: Cells = self.cells[list(block_ids)].reshape(-1)
+        assert num_tokens <= len(flat), f"{num_tokens} positions are read from {len(block_ids)} blocks"
+        return flat[:num_tokens]
+
+    def write(self, block_ids: Sequence[int], start: int, cells: Cells) -> None:
+        for offset, cell in enumerate(cells):
+            position = start + offset
+            self.cells[block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = cell
+
+
+def pull(source: Pool | None, lease: KvLease, target: Pool, into: Sequence[int]) -> str | None:
+    """Copy leased cells, then look whether they were still promised."""
+    if source is None:
+        return "the pool is gone"
+    assert len(into) == len(lease.block_ids), "as many blocks as are leased"
+    target.write(into, 0, source.read(lease.block_ids, lease.num_tokens).copy())
+    now = tuple(source.generations[block] for block in lease.block_ids)
+    return None if now == lease.generations else "the blocks were freed meanwhile"
+
+
+class PrefillEngine:
+    """Executes prefill plans on a pool."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def execute(self, plan: PrefillPlan, elapsed_s: float, error: str | None) -> StepDone:
+        if error is not None:
+            return StepDone(plan.step_id, (), (), {}, elapsed_s, error)
+        keys, tokens, draws = [], [], {}
+        for key, chunk in enumerate(plan.chunks):
+            self._pool.write(chunk.block_ids, chunk.start, cells_of(chunk.tokens, chunk.start))
+            if chunk.sampling is None:
+                continue
+            cells = self._pool.read(chunk.block_ids, chunk.start + len(chunk.tokens))
+            keys.append(key)
+            tokens.append(draw_token(
+                cells, chunk.output_index, chunk.sampling, chunk.prompt, chunk.output, chunk.stop_ids, chunk.min_tokens
+            ))  # fmt: skip
+            if chunk.sampling.num_logprobs >= 0:
+                draws[key] = Draw(-float(tokens[-1]), ())
+        return StepDone(plan.step_id, tuple(keys), tuple(tokens), draws, elapsed_s)
+
+
+@dataclass
+class _Row:
+    join: Join
+    block_ids: list[int]
+    length: int
+    last_token: int
+    output: list[int]
+    index: int
+
+
+class DecodeEngine:
+    """Executes decode plans on a pool, keeping the table that the plans are differences of."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._rows: dict[int, _Row] = {}
+
+    def execute(self, plan: DecodePlan, elapsed_s: float, error: str | None) -> StepDone:
+        for slot in plan.leaves:
+            self._rows.pop(slot, None)
+        for join in plan.joins:
+            assert join.slot not in self._rows, f"slot {join.slot} is joined twice"
+            self._rows[join.slot] = _Row(
+                join, list(join.block_ids), join.num_tokens, join.last_token, list(join.output), join.output_index
+            )
+        for slot, position, block in plan.grown:
+            assert position == len(self._rows[slot].block_ids), f"slot {slot} grows at the wrong place"
+            self._rows[slot].block_ids.append(block)
+        if error is not None:
+            return StepDone(plan.step_id, (), (), {}, elapsed_s, error)
+        slots = sorted(self._rows)
+        tokens = tuple(self._advance(self._rows[slot]) for slot in slots)
+        draws = {
+            slot: Draw(-float(token), ()) for slot, token in zip(slots, tokens, strict=True)
+            if self._rows[slot].join.sampling.num_logprobs >= 0
+        }  # fmt: skip
+        return StepDone(plan.step_id, tuple(slots), tokens, draws, elapsed_s)
+
+    def _advance(self, row: _Row) -> int:
+        join = row.join
+        self._pool.write(row.block_ids, row.length, cells_of([row.last_token], row.length))
+        row.length += 1
+        cells = self._pool.read(row.block_ids, row.length)
+        token = draw_token(cells, row.index, join.sampling, join.prompt, row.output, join.stop_ids, join.min_tokens)
+        row.last_token = token
+        row.index += 1
+        row.output.append(token)
+        return token

@@ -1,0 +1,106 @@
+"""A simulated process: one role, its Runner and its timer. Applies the role's effects as the live host does."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import Protocol
+
+from hadal.core.messages import AnyMessage, KvPulled, StepPlan
+from hadal.core.seams import Deliver, Effect, Event, Execute, Freed, Pull, Send, Tick, WakeAt
+from tests.sim.clock import SimClock
+from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, pull
+
+
+class Role(Protocol):
+    def start(self, now_s: float) -> list[Effect]: ...
+
+    def handle(self, now_s: float, event: Event) -> list[Effect]: ...
+
+
+class Host:
+    """One life of a process. `pools` are all pools of the world by name; its own is under `pool_name`."""
+
+    def __init__(
+        self, name: str, role: Role, check: Callable[[], list[str]], clock: SimClock, random: Random,
+        send: Callable[[str, AnyMessage], None], *, deliver: Callable[[Deliver], None] | None = None,
+        pools: dict[str, Pool] | None = None, pool_name: str = "", engine: PrefillEngine | DecodeEngine | None = None,
+        step_s: float = 0.01, fault_rate: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.role = role
+        self.is_alive = True
+        self.is_stuck = False
+        self._check = check
+        self._clock = clock
+        self._random = random
+        self._send = send
+        self._deliver = deliver
+        self._pools = pools if pools is not None else {}
+        self._pool_name = pool_name
+        self._engine = engine
+        self._step_s = step_s
+        self._fault_rate = fault_rate
+        self._plans: deque[StepPlan] = deque()
+        self._wake_number = 0
+
+    def start(self) -> None:
+        self._apply(self.role.start(self._clock.now()))
+
+    def handle(self, event: Event) -> None:
+        """Give an event to the role; a dead or stuck process takes nothing."""
+        if not self.is_alive or self.is_stuck:
+            return
+        self._apply(self.role.handle(self._clock.now(), event))
+        problems = self._check()
+        assert not problems, f"{self.name} after {type(event).__name__}: {problems}"
+
+    def _apply(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(to, message):
+                    self._send(to, message)
+                case Execute(plan):
+                    self._plans.append(plan)
+                    if len(self._plans) == 1:
+                        self._run_step()
+                    assert len(self._plans) <= 2, "more than two plans are in flight"
+                case Pull():
+                    self._clock.after(self._random.uniform(0, 2 * self._step_s), lambda e=effect: self._pulled(e))
+                case Freed(block_ids):
+                    self._pools[self._pool_name].freed(block_ids)
+                case WakeAt(time_s):
+                    self._wake_number += 1
+                    self._clock.at(time_s, lambda number=self._wake_number: self._wake(number))
+                case Deliver():
+                    assert self._deliver is not None
+                    self._deliver(effect)
+
+    def _wake(self, number: int) -> None:
+        if number == self._wake_number:
+            self.handle(Tick())
+
+    def _run_step(self) -> None:
+        self._clock.after(self._step_s * self._random.uniform(0.5, 1.5), self._step_done)
+
+    def _step_done(self) -> None:
+        """Computed when the step ends: whatever was freed or copied too early shows."""
+        if not self.is_alive:
+            return
+        assert self._engine is not None
+        plan = self._plans.popleft()
+        error = "a rank failed" if self._random.random() < self._fault_rate else None
+        done = self._engine.execute(plan, self._step_s, error)  # type: ignore[arg-type]
+        if self._plans:
+            self._run_step()
+        self.handle(done)
+
+    def _pulled(self, effect: Pull) -> None:
+        if not self.is_alive:
+            return
+        error: str | None = "the copy failed"
+        if self._random.random() >= self._fault_rate:
+            own = self._pools[self._pool_name]
+            error = pull(self._pools.get(effect.lease.source), effect.lease, own, effect.into)
+        self.handle(KvPulled(effect.request_id, effect.attempt, error))

@@ -1,0 +1,224 @@
+"""The rules the tree keeps: who may import whom, what deciding code may not touch, and how long things may be.
+
+The tables here are the ones ARCHITECTURE.md describes. A rule is changed here on purpose or not at all.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src" / "hadal"
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "core": set(),
+    "overlap": {"core"},
+    "reference": {"core"},
+    "comm": {"core"},
+    "policy": {"core"},
+    "kv": {"core"},
+    "stats": {"core"},
+    "evals": {"core"},
+    "perf": {"core", "overlap"},
+    "kernels": {"core", "reference"},
+    "roles": {"core", "policy", "overlap", "kv", "stats"},
+    "sim": {"core", "perf", "roles", "stats"},
+    "model": {"core", "overlap", "kernels", "reference", "comm"},
+    "runtime": {"core", "model", "roles"},
+    "gateway": {"core", "roles", "runtime"},
+    "cli": {"core", "gateway", "runtime", "evals", "sim", "stats"},
+}
+"""Room -> rooms it may import, besides itself. `cli` is the one module that is a room by itself."""
+
+DECIDE = {"core", "policy", "overlap", "perf", "kv", "roles", "stats", "sim"}
+NOT_IN_DECIDE = {"torch", "asyncio", "time", "random", "socket", "os", "threading", "subprocess"}
+
+LAZY: dict[str, set[str]] = {
+    # `hadal --help` must not wait for torch and the server.
+    "cli": {"hadal", "rich", "httpx", "uvicorn", "webbrowser"},
+}
+"""Room -> top-level modules that may be imported inside a function. Everywhere else imports stand at the top."""
+
+CODE = ("src", "tests", "train", "bench")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 70
+MAX_UNDOCUMENTED_LINES = 8
+"""A public function or class longer than this says in a docstring what it is for."""
+
+# In two pieces, so that this file does not offend against itself.
+NOT_IN_TEXT = ["/wo" + "rk/", "/op" + "t/", "/tmp" + "/v", "py" + "pi.org", "hon" + "hosted.org", "torch" + ".org/whl"]
+MAX_TEXT_BYTES = 1_000_000
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    """`src/hadal/core/x.py` is in room core, `src/hadal/cli.py` is room cli; the package's own __init__ is in none."""
+    parts = path.relative_to(SRC).parts
+    return parts[0] if len(parts) > 1 else Path(parts[0]).stem
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted module) of every import below `tree`, those inside functions included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            if node.module == "hadal":  # from hadal import core
+                yield from ((node.lineno, f"hadal.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, node.module or ""
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def num_lines(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def fail_on(offenders: list[str]) -> None:
+    assert not offenders, "\n" + "\n".join(offenders)
+
+
+def test_every_room_is_in_the_table() -> None:
+    rooms = {room_of(path) for path in python_files("src/hadal")} - {"__init__", "__main__"}
+    assert rooms <= MAY_IMPORT.keys(), f"rooms without a row: {rooms - MAY_IMPORT.keys()}"
+
+
+def test_imports_point_one_way() -> None:
+    offenders = []
+    for path in python_files("src/hadal"):
+        room = room_of(path)
+        allowed = {room} | MAY_IMPORT.get(room, set())
+        for line, module in imports(parse(path)):
+            parts = module.split(".")
+            if parts[0] in {"bench", "tests", "train"}:
+                offenders.append(f"{name(path)}:{line}: the package imports {module}")
+            if parts[0] == "hadal" and len(parts) > 1 and parts[1] not in allowed and not parts[1].startswith("__"):
+                offenders.append(f"{name(path)}:{line}: {room} imports {module}")
+    fail_on(offenders)
+
+
+def test_deciding_code_touches_no_clock_no_io_and_no_torch() -> None:
+    fail_on([
+        f"{name(path)}:{line}: imports {module}"
+        for path in python_files("src/hadal") if room_of(path) in DECIDE
+        for line, module in imports(parse(path)) if module.split(".")[0] in NOT_IN_DECIDE
+    ])  # fmt: skip
+
+
+def test_imports_stand_at_the_top() -> None:
+    offenders = []
+    for path in python_files("src/hadal"):
+        allowed = LAZY.get(room_of(path), set())
+        for function in functions(parse(path)):
+            for line, module in imports(function):
+                if module.split(".")[0] not in allowed:
+                    offenders.append(f"{name(path)}:{line}: {function.name} imports {module}")
+    fail_on(offenders)
+
+
+def test_files_are_short() -> None:
+    counts = [(path, len(path.read_text(encoding="utf-8").splitlines())) for path in python_files(*CODE)]
+    fail_on([f"{name(path)}: {count} lines" for path, count in counts if count > MAX_FILE_LINES])
+
+
+def test_functions_are_short() -> None:
+    fail_on([
+        f"{name(path)}:{function.lineno}: {function.name} has {num_lines(function)} lines"
+        for path in python_files(*CODE)
+        for function in functions(parse(path)) if num_lines(function) > MAX_FUNCTION_LINES
+    ])  # fmt: skip
+
+
+def test_folders_are_one_deep() -> None:
+    too_deep = {path.parent for path in python_files("src/hadal") if len(path.relative_to(SRC).parts) > 2}
+    fail_on([name(folder) for folder in too_deep if folder != SRC / "kernels" / "cpu"])
+
+
+def test_every_module_says_what_it_is() -> None:
+    files = [path for path in python_files(*CODE) if path.read_text(encoding="utf-8").strip()]
+    fail_on([name(path) for path in files if not ast.get_docstring(parse(path))])
+
+
+def test_public_things_say_what_they_are() -> None:
+    """Classes and functions too long to be read at a glance. Enums are apart: their members speak."""
+    offenders = []
+    for path in python_files("src/hadal"):
+        for node in parse(path).body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            is_enum = isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases)
+            is_short = num_lines(node) <= MAX_UNDOCUMENTED_LINES
+            if not (node.name.startswith("_") or is_enum or is_short or ast.get_docstring(node)):
+                offenders.append(f"{name(path)}:{node.lineno}: {node.name} has no docstring")
+    fail_on(offenders)
+
+
+def test_errors_are_not_swallowed() -> None:
+    offenders = []
+    for path in python_files(*CODE):
+        for node in ast.walk(parse(path)):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            catches_all = node.type is None or ast.unparse(node.type) in {"Exception", "BaseException"}
+            if catches_all and all(isinstance(statement, ast.Pass | ast.Continue) for statement in node.body):
+                offenders.append(f"{name(path)}:{node.lineno}: catches everything and says nothing")
+    fail_on(offenders)
+
+
+def tracked_files() -> list[Path]:
+    """What a commit would hold. Outside a git checkout there is nothing to look at."""
+    found = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, timeout=60, check=False
+    )
+    if found.returncode != 0:
+        pytest.skip("not a git checkout")
+    files = [ROOT / entry for entry in found.stdout.decode().split("\0") if entry]
+    return [path for path in files if path.is_file() and path.stat().st_size <= MAX_TEXT_BYTES]
+
+
+def test_no_path_of_a_machine_and_no_registry() -> None:
+    offenders = []
+    for path in tracked_files():
+        content = path.read_bytes()
+        if b"\0" in content:
+            continue  # Not text.
+        for number, line in enumerate(content.decode("utf-8", errors="replace").splitlines(), 1):
+            offenders += [f"{name(path)}:{number}: {pattern}" for pattern in NOT_IN_TEXT if pattern in line]
+    fail_on(offenders)
+
+
+def test_unit_tests_mirror_the_source() -> None:
+    folders = {path.parent for path in python_files("tests/unit")} - {ROOT / "tests" / "unit"}
+    strangers = [folder for folder in folders if not (SRC / folder.name).is_dir()]
+    fail_on([f"{name(folder)}: no such room" for folder in strangers])
+
+
+def test_deciding_code_loads_no_torch() -> None:
+    """Not even through something it imports: a simulation runs where torch is not installed."""
+    modules = [
+        ".".join(path.relative_to(SRC.parent).with_suffix("").parts)
+        for path in python_files("src/hadal") if room_of(path) in DECIDE and path.name != "__init__.py"
+    ]  # fmt: skip
+    code = f"import sys\nfor name in {modules}: __import__(name)\nassert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

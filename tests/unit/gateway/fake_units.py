@@ -1,0 +1,146 @@
+"""A prefill and a decode unit in this process: they speak the messages of real ones and compute nothing.
+
+What a reply consists of is a function of the prompt and the output so far, so a retry goes on where the stream stopped.
+They are also the wire: the front's host sends to them and receives from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hadal.core.messages import (
+    AnyMessage,
+    Cancel,
+    Decode,
+    FrontUp,
+    Generation,
+    KvLease,
+    Load,
+    Prefill,
+    PrefillDone,
+    Pulled,
+    Release,
+    Token,
+    Tokens,
+    UnitUp,
+)  # fmt: skip
+
+NUM_BLOCKS = 1000
+MAX_REQUESTS = 64
+
+Script = Callable[[Generation, int], int]
+"""(generation, index in the output) -> token."""
+
+
+@dataclass
+class Running:
+    generation: Generation
+    output: list[int]
+
+
+class FakeUnits:
+    """`step_s` is the time between two tokens. Nothing moves while `go` is cleared."""
+
+    def __init__(self, script: Script, step_s: float = 0.0) -> None:
+        self.script = script
+        self.step_s = step_s
+        self.prefilling: dict[tuple[str, int], Generation] = {}
+        self.leased: set[tuple[str, int]] = set()
+        self.decoding: dict[tuple[str, int], Running] = {}
+        self.submitted: list[Generation] = []
+        self.cancelled: list[str] = []
+        self.go = asyncio.Event()
+        self.go.set()
+        self._inbox: list[AnyMessage] = []
+        self._ready = asyncio.Event()
+
+    @property
+    def num_held(self) -> int:
+        """Requests that hold something in either unit."""
+        return len(self.prefilling) + len(self.leased) + len(self.decoding)
+
+    # ---- the wire, as the host sees it ----
+    def send(self, to: str, message: AnyMessage) -> None:
+        if isinstance(message, FrontUp):
+            self._say(UnitUp(to, to.partition("-")[0], f"{to}-epoch", NUM_BLOCKS, MAX_REQUESTS))
+        elif isinstance(message, Prefill):
+            self.submitted.append(message.generation)
+            self.prefilling[_key(message.generation)] = message.generation
+        elif isinstance(message, Decode):
+            generation = message.generation
+            self.decoding[_key(generation)] = Running(generation, list(generation.output))
+            self._say(Pulled(to, generation.request_id, generation.attempt))
+        elif isinstance(message, Release):
+            self.leased.discard((message.request_id, message.attempt))
+        elif isinstance(message, Cancel):
+            self.cancelled.append(message.request_id)
+            key = (message.request_id, message.attempt)
+            self.prefilling.pop(key, None)
+            self.leased.discard(key)
+            self.decoding.pop(key, None)
+
+    async def receive_async(self) -> list[AnyMessage]:
+        await self._ready.wait()
+        self._ready.clear()
+        messages, self._inbox = self._inbox, []
+        return messages
+
+    def tell(self, message: AnyMessage) -> None:
+        """Say something to the front in somebody's name."""
+        self._say(message)
+
+    def _say(self, message: AnyMessage) -> None:
+        self._inbox.append(message)
+        self._ready.set()
+
+    # ---- the units at work ----
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self.step_s)
+            await self.go.wait()
+            self._prefill()
+            self._decode()
+
+    def _prefill(self) -> None:
+        for key, generation in list(self.prefilling.items()):
+            del self.prefilling[key]
+            token = self._token(generation, len(generation.output))
+            lease = None
+            if token.finish is None:
+                self.leased.add(key)
+                num_tokens = len(generation.prompt) + len(generation.output)
+                lease = KvLease("pool", (1,), (0,), num_tokens, 30.0)
+            self._say(PrefillDone("prefill-0", token, lease))
+
+    def _decode(self) -> None:
+        tokens = []
+        for key, running in list(self.decoding.items()):
+            token = self._token(running.generation, len(running.output))
+            running.output.append(token.token)
+            tokens.append(token)
+            if token.finish is not None:
+                del self.decoding[key]
+        if tokens:
+            self._say(Tokens("decode-0", tuple(tokens)))
+            self._say(
+                Load("decode-0", "decode", "decode-0-epoch", NUM_BLOCKS, 3, len(self.decoding), MAX_REQUESTS, 0, 1, 2.5, 0.25)
+            )
+
+    def _token(self, generation: Generation, index: int) -> Token:
+        value = self.script(generation, index)
+        finish = None
+        if value in generation.stop_ids and index + 1 > generation.min_tokens:
+            finish = "stop"
+        elif index + 1 >= generation.max_tokens:
+            finish = "length"
+        wanted = generation.sampling.num_logprobs
+        top = tuple((value + rank, -0.25 - rank) for rank in range(max(wanted, 0)))
+        return Token(
+            generation.request_id, generation.attempt, index, value, finish, -0.25 if wanted >= 0 else None, top
+        )
+
+
+def _key(generation: Generation) -> tuple[str, int]:
+    return generation.request_id, generation.attempt

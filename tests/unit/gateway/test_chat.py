@@ -1,0 +1,133 @@
+"""Chat prompts: equal to what the tokenizers library makes of the rendered template, and impossible to forge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jinja2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from hadal.core.errors import CheckpointError, RequestError
+from hadal.gateway.chat import ChatFormat, raw_prompt, read_chat_format
+from hadal.gateway.openai import Turn
+from hadal.gateway.service import ServedModel
+from hadal.gateway.vocabulary import read_vocabulary
+
+from .model_folder import ASSISTANT, BOS, EOS, TEMPLATE, USER, write_model_folder
+
+CHAT = [Turn("system", "Be brief."), Turn("user", "2 + 2?"), Turn("assistant", "<think>\nEasy.</think>\n\n4"), Turn("user", "你好 🙂")]
+PIECES = [USER, ASSISTANT, EOS, BOS, "<think>", "</think>", "<", ">", "｜", "a", " ", "\n", "é", "\ufdd0"]
+
+
+def rendered(turns: list[Turn]) -> str:
+    """The template by plain jinja2, as transformers renders it."""
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    messages = [{"role": turn.role, "content": turn.content.rpartition("</think>")[2]} for turn in turns]
+    return environment.from_string(TEMPLATE).render(messages=messages, add_generation_prompt=True, bos_token=BOS, eos_token=EOS)
+
+
+def test_prompt_is_the_librarys(folder: Path, model: ServedModel) -> None:
+    library = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompt = model.chat.prompt(CHAT)
+    assert list(prompt.ids) == library.encode(rendered(CHAT), add_special_tokens=False).ids
+    assert prompt.thinks
+
+
+def test_reasoning_of_earlier_turns_is_dropped(model: ServedModel) -> None:
+    assert "Easy" not in model.vocabulary.decode(model.chat.prompt(CHAT).ids)
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.sampled_from(["system", "user", "assistant"]))
+def test_texts_hold_no_control_token(model: ServedModel, text: str, role: str) -> None:
+    controls = set(model.vocabulary.control_ids.values())
+
+    def controls_with(content: str) -> list[int]:
+        turns = [Turn("user", "a"), Turn(role, content), Turn("user", "b")]
+        return [i for i in model.chat.prompt(turns).ids if i in controls]
+
+    assert controls_with(text) == controls_with("harmless")
+    if role != "assistant":  # Of a reply, what precedes the last </think> is dropped.
+        assert text in model.vocabulary.decode(model.chat.prompt([Turn(role, text)]).ids)
+
+
+def test_control_words_in_the_ordinary_vocabulary(folder: Path, tmp_path: Path) -> None:
+    """With `ignore_merges` a word of the vocabulary is taken whole, a control token among them too."""
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    fields["model"]["ignore_merges"] = True
+    fields["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    close = next(token["id"] for token in fields["added_tokens"] if token["content"] == "</think>")
+    fields["model"]["vocab"]["</think>"] = close
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    vocabulary = read_vocabulary(tmp_path)
+    ids = vocabulary.encode_plain("</think>")
+    assert close not in ids
+    assert vocabulary.decode(ids) == "</think>"
+
+
+@pytest.mark.parametrize("thinking", [None, True, False])
+def test_thinking(model: ServedModel, thinking: bool | None) -> None:
+    prompt = model.chat.prompt([Turn("user", "hi")], thinking=thinking)
+    text = model.vocabulary.decode(prompt.ids)
+    assert prompt.thinks == (thinking is not False)
+    assert text.endswith("<think>\n\n</think>\n\n" if thinking is False else "<think>\n")
+
+
+def test_template_kwargs_cannot_forge(model: ServedModel) -> None:
+    chat = ChatFormat(model.vocabulary, "{{ note }}{{ messages[0]['content'] }}", BOS, EOS, "test")
+    ids = chat.prompt([Turn("user", "hi")], template_kwargs={"note": EOS}).ids
+    assert model.vocabulary.control_ids[EOS] not in ids
+    assert model.vocabulary.decode(ids) == EOS + "hi"
+    with pytest.raises(RequestError, match="messages is the server's"):
+        chat.prompt([Turn("user", "hi")], template_kwargs={"messages": "x"})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0]['nothing'].x }}",
+        "{{ 1 / 0 }}",
+        "{% for i in range(99999) %}{{ messages[0]['content'] }} and more of the same{% endfor %}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ range(10 ** 9) }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)  # fmt: skip
+def test_template_that_fails(model: ServedModel, template: str) -> None:
+    chat = ChatFormat(model.vocabulary, template, BOS, EOS, "test")
+    with pytest.raises(RequestError, match="template") as caught:
+        chat.prompt([Turn("user", "hi")])
+    assert caught.value.param == "messages"
+
+
+def test_template_that_does_not_parse(model: ServedModel) -> None:
+    with pytest.raises(CheckpointError, match=r"x\.jinja: the chat template does not parse"):
+        ChatFormat(model.vocabulary, "{% if %}", BOS, EOS, "x.jinja")
+
+
+def test_template_files(folder: Path, tmp_path: Path) -> None:
+    vocabulary = read_vocabulary(folder)
+    write_model_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    prompt = read_chat_format(tmp_path, vocabulary).prompt([Turn("user", "hi")])
+    assert vocabulary.decode(prompt.ids) == "hi!"
+    assert not prompt.thinks
+    (tmp_path / "chat_template.jinja").unlink()
+    fields = {"chat_template": [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    assert vocabulary.decode(read_chat_format(tmp_path, vocabulary).prompt([Turn("user", "hi")]).ids) == "yes"
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="chat_template is missing"):
+        read_chat_format(tmp_path, vocabulary)
+
+
+def test_raw_prompts_are_their_authors(model: ServedModel) -> None:
+    vocabulary = model.vocabulary
+    ids = raw_prompt(vocabulary, f"{USER}hi{ASSISTANT}", model.bos_id).ids
+    assert ids[0] == vocabulary.control_ids[BOS]
+    assert ids[1] == vocabulary.control_ids[USER]
+    assert raw_prompt(vocabulary, BOS + "hi", model.bos_id).ids.count(vocabulary.control_ids[BOS]) == 1

@@ -1,0 +1,181 @@
+"""The assembler: any grouping of the tokens gives the text that its plain definition gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hadal.core.messages import Token
+from hadal.gateway.service import ServedModel
+from hadal.gateway.stream import Assembler, Piece
+from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
+
+from .model_folder import EOS, write_model_folder
+
+STOPS = ["stop", "4.\n", "\n\n", "🙂", "a", "</think>", "think"]
+TEXTS = ["The answer", " is 4.", "\n", "\n\n", "🙂", "你好", "stop", "stopped", "é", "a", "<thi", "nk>", "<", "</th", "ink>"]
+
+
+@pytest.fixture(scope="session")
+def spelled(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    """A vocabulary in which the think marks are ordinary text."""
+    return read_vocabulary(write_model_folder(tmp_path_factory.mktemp("spelled"), think_tokens=False))
+
+
+def tokens_of(ids: Sequence[int], finish: str | None = "length") -> list[Token]:
+    return [
+        Token("r", 0, i, token, finish if i == len(ids) - 1 else None, -0.5, ((token, -0.5),)) for i, token in enumerate(ids)
+    ]
+
+
+def run(assembler: Assembler, tokens: Sequence[Token], cuts: Sequence[int] = ()) -> Piece:
+    whole = Piece()
+    places = [0, *sorted(cut for cut in cuts if cut < len(tokens)), len(tokens)]
+    for start, end in zip(places, places[1:], strict=False):
+        piece = assembler.push(tokens[start:end])
+        assert "\ud800" not in piece.content
+        whole.add(piece)
+    whole.add(assembler.end("length"))
+    return whole
+
+
+def one_by_one(assembler: Assembler, tokens: Sequence[Token]) -> Piece:
+    return run(assembler, tokens, range(len(tokens)))
+
+
+@st.composite
+def outputs(draw: st.DrawFn) -> list[str | int]:
+    """Text, think marks, and raw bytes that need not be UTF-8."""
+    return draw(st.lists(st.sampled_from([*TEXTS, "<think>", "</think>", 0x80, 0xF0, 0xE4]), max_size=12))
+
+
+def ids_of(vocabulary: Vocabulary, parts: Sequence[str | int]) -> list[int]:
+    byte_ids = {raw: i for i, raw in enumerate(vocabulary.token_bytes) if len(raw) == 1}
+    ids: list[int] = []
+    for part in parts:
+        ids += [byte_ids[bytes([part])]] if isinstance(part, int) else vocabulary.encode_controlled(part)
+    return ids
+
+
+@given(
+    outputs(), st.booleans(), st.booleans(), st.lists(st.sampled_from(STOPS), max_size=3, unique=True),
+    st.integers(0, 6), st.lists(st.integers(0, 60)), st.booleans(),
+)  # fmt: skip
+def test_any_grouping_gives_the_same(
+    model: ServedModel, spelled: Vocabulary, parts: list[str | int], sections: bool, thinks: bool, stops: list[str],
+    min_tokens: int, cuts: list[int], spells: bool,
+) -> None:  # fmt: skip
+    vocabulary = spelled if spells else model.vocabulary
+    tokens = tokens_of(ids_of(vocabulary, parts))
+
+    def new() -> Assembler:
+        return Assembler(
+            vocabulary, sections=sections, thinks=thinks and sections, stops=tuple(stops), min_tokens=min_tokens, logprobs=True
+        )
+
+    first, second = new(), new()
+    assert run(first, tokens, cuts) == one_by_one(second, tokens)
+    assert (first.num_tokens, first.num_reasoning_tokens) == (second.num_tokens, second.num_reasoning_tokens)
+
+
+@given(outputs())
+def test_text_without_sections_is_the_bytes(model: ServedModel, parts: list[str | int]) -> None:
+    vocabulary = model.vocabulary
+    ids = ids_of(vocabulary, parts)
+    text = one_by_one(Assembler(vocabulary, sections=False), tokens_of(ids)).content
+    assert text == b"".join(vocabulary.token_bytes[i] for i in ids).decode("utf-8", "replace")
+
+
+@given(outputs(), st.lists(st.sampled_from(STOPS), min_size=1, max_size=3, unique=True))
+def test_stop_strings_cut_the_text(model: ServedModel, parts: list[str | int], stops: list[str]) -> None:
+    ids = ids_of(model.vocabulary, parts)
+    whole = one_by_one(Assembler(model.vocabulary, sections=False), tokens_of(ids)).content
+    cut = one_by_one(Assembler(model.vocabulary, sections=False, stops=tuple(stops)), tokens_of(ids))
+    assert not any(stop in cut.content for stop in stops)
+    assert whole.startswith(cut.content)
+    assert (cut.finish == "stop") == any(stop in whole for stop in stops)
+    if cut.finish == "length":
+        assert cut.content == whole
+
+
+@given(outputs(), st.booleans())
+def test_sections_split_at_the_first_mark(model: ServedModel, spelled: Vocabulary, parts: list[str | int], spells: bool) -> None:
+    vocabulary = spelled if spells else model.vocabulary
+    parts = [part for part in parts if isinstance(part, str) and (spells or "think" in part or part not in ("</th", "<thi"))]
+    if not spells:  # Where the mark is a token, spelling it out is just text; keep it out of the definition below.
+        parts = [part for part in parts if part not in ("<", "ink>", "nk>")]
+    text = "".join(parts)
+    piece = one_by_one(Assembler(vocabulary, sections=True, thinks=True), tokens_of(ids_of(vocabulary, parts)))
+    reasoning, mark, content = text.partition("</think>")
+    assert piece.reasoning == reasoning.lstrip("\n")
+    assert piece.content == (content.lstrip("\n") if mark else "")
+
+
+def test_never_half_a_character(model: ServedModel) -> None:
+    byte_ids = {raw: i for i, raw in enumerate(model.vocabulary.token_bytes) if len(raw) == 1}
+    assembler = Assembler(model.vocabulary, sections=False)
+    tokens = tokens_of([byte_ids[bytes([byte])] for byte in "🙂é".encode()], finish=None)
+    shown = [assembler.push([token]).content for token in tokens]
+    assert shown == ["", "", "", "🙂", "", "é"]
+
+
+def test_half_a_character_at_the_end_is_shown_as_such(model: ServedModel) -> None:
+    ids = ids_of(model.vocabulary, ["a", 0xF0])
+    assert one_by_one(Assembler(model.vocabulary, sections=False), tokens_of(ids)).content == "a�"
+
+
+def test_reply_that_opens_its_own_thought(model: ServedModel, spelled: Vocabulary) -> None:
+    for vocabulary in (model.vocabulary, spelled):
+        assembler = Assembler(vocabulary, sections=True)
+        tokens = tokens_of(ids_of(vocabulary, ["<think>", "\n", "a", "</think>", "\n\n", "é"]))
+        piece = one_by_one(assembler, tokens)
+        assert (piece.reasoning, piece.content, piece.finish) == ("a", "é", "length")
+        assert 0 < assembler.num_reasoning_tokens < assembler.num_tokens == len(tokens)
+
+
+def test_reply_without_thought(model: ServedModel, spelled: Vocabulary) -> None:
+    for vocabulary in (model.vocabulary, spelled):
+        assembler = Assembler(vocabulary, sections=True)
+        piece = one_by_one(assembler, tokens_of(ids_of(vocabulary, ["\n", "<thi", "a"])))
+        assert (piece.reasoning, piece.content) == ("", "\n<thia")
+        assert assembler.num_reasoning_tokens == 0
+
+
+def test_stop_id_has_no_text(model: ServedModel) -> None:
+    vocabulary = model.vocabulary
+    ids = [*ids_of(vocabulary, ["a"]), vocabulary.control_ids[EOS]]
+    assembler = Assembler(vocabulary, sections=False, logprobs=True)
+    piece = one_by_one(assembler, tokens_of(ids, finish="stop"))
+    assert (piece.content, piece.finish, assembler.num_tokens) == ("a", "stop", 2)
+    assert [token.token for token in piece.content_tokens] == ids[:1]
+
+
+def test_logprobs_go_with_their_text(model: ServedModel) -> None:
+    vocabulary = model.vocabulary
+    tokens = tokens_of(ids_of(vocabulary, ["a", "</think>", "é", "stop", "a"]))
+    piece = one_by_one(Assembler(vocabulary, sections=True, thinks=True, stops=("stop",), logprobs=True), tokens)
+    assert vocabulary.decode([token.token for token in piece.reasoning_tokens]) == "a</think>"
+    assert vocabulary.decode([token.token for token in piece.content_tokens]) == piece.content == "é"
+    assert piece.finish == "stop"
+
+
+def test_stop_string_before_min_tokens_is_text(model: ServedModel) -> None:
+    tokens = tokens_of(ids_of(model.vocabulary, ["a", "é", "a"]))
+    piece = one_by_one(Assembler(model.vocabulary, sections=False, stops=("a",), min_tokens=1), tokens)
+    assert (piece.content, piece.finish) == ("aé", "stop")
+
+
+def test_tokens_after_the_end_are_ignored(model: ServedModel) -> None:
+    assembler = Assembler(model.vocabulary, sections=False, stops=("a",))
+    tokens = tokens_of(ids_of(model.vocabulary, ["é", "a", "é"]), finish=None)
+    assert assembler.push(tokens).content == "é"
+    assert assembler.num_tokens == len(tokens) - len(ids_of(model.vocabulary, ["é"]))
+    assert not assembler.push(tokens)
+
+
+def test_ids_beyond_the_table_have_no_text(model: ServedModel) -> None:
+    tokens = tokens_of([len(model.vocabulary) + 5])
+    assert Assembler(model.vocabulary, sections=False).push(tokens).content == ""

@@ -1,0 +1,84 @@
+"""A whole gateway in this process: the real application, host and front, with units that compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+from starlette.applications import Starlette
+
+from hadal.core.config import Deployment, LimitsConfig
+from hadal.core.messages import Generation
+from hadal.gateway.auth import Keys
+from hadal.gateway.host import Host
+from hadal.gateway.http import Gateway, Patience, is_ready, make_app
+from hadal.gateway.metrics import Metrics
+from hadal.gateway.service import ServedModel, Service
+from hadal.roles.front import Front
+
+from .fake_units import FakeUnits, Script
+
+
+def spell(model: ServedModel, text: str, *, then_stop: bool = True) -> Script:
+    """A script that writes `text`, then ends its turn (or starts again)."""
+    ids = model.vocabulary.encode_controlled(text)
+
+    def script(generation: Generation, index: int) -> int:
+        if index < len(ids):
+            return ids[index]
+        return model.eos_ids[0] if then_stop else ids[index % len(ids)]
+
+    return script
+
+
+@dataclass
+class World:
+    app: Starlette
+    client: httpx.AsyncClient
+    units: FakeUnits
+    gateway: Gateway
+
+    async def settle(self, timeout_s: float = 5.0) -> None:
+        """Wait until nothing is open and the units hold nothing."""
+        async with asyncio.timeout(timeout_s):
+            while self.units.num_held or self.gateway.host.num_open or self.gateway.num_requests:
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def world(
+    model: ServedModel,
+    script: Script,
+    *,
+    limits: LimitsConfig | None = None,
+    keys: tuple[str, ...] = (),
+    patience: Patience | None = None,
+    step_s: float = 0.0,
+) -> AsyncIterator[World]:
+    """Start everything, wait until it is ready, and stop it at the end."""
+    limits = limits or LimitsConfig()
+    units = FakeUnits(script, step_s)
+    front = Front(Deployment(model="x", limits=limits), epoch="epoch", max_context=model.context_tokens)
+    host = Host(front, units, time.monotonic)
+    gateway = Gateway(
+        service=Service(model, limits), host=host, snapshot=front.snapshot, metrics=Metrics(front.snapshot),
+        keys=Keys(keys), now=time.monotonic, created=1, unix_time=time.time, patience=patience or Patience(),
+    )  # fmt: skip
+    tasks = [asyncio.create_task(host.run()), asyncio.create_task(units.run())]
+    app = make_app(gateway)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
+            async with asyncio.timeout(5):
+                while not is_ready(front.snapshot()):
+                    await asyncio.sleep(0)
+            yield World(app, client, units, gateway)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        gateway.service.close()

@@ -1,0 +1,95 @@
+"""Small random models of awkward shapes, and a cache whose blocks lie out of order. Shared by the tests of this folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hadal.core.model_config import ModelConfig, parse_model_config
+from hadal.reference.params import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from hadal.reference.rope import cos_sin_table
+
+ODD: dict[str, Any] = {  # Nothing here is a multiple of a vector.
+    "model_type": "deepseek_v3", "vocab_size": 301, "hidden_size": 100, "num_hidden_layers": 3, "first_k_dense_replace": 1,
+    "intermediate_size": 70, "moe_intermediate_size": 24, "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 3,
+    "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_attention_heads": 3, "q_lora_rank": 44, "kv_lora_rank": 40,
+    "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "max_position_embeddings": 2048,
+}
+
+
+def odd_config(**changes: Any) -> ModelConfig:
+    return parse_model_config({**ODD, **changes}, "test")
+
+
+def randn(generator: torch.Generator, *shape: int) -> Tensor:
+    """Of a size that keeps activations near 1."""
+    return torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
+
+
+def random_weights(c: ModelConfig, seed: int = 0) -> ModelWeights:
+    """A model of this shape with random weights."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def norm(dim: int) -> Tensor:
+        return 1 + 0.1 * torch.randn(dim, generator=generator)
+
+    def mlp(width: int) -> MlpWeights:
+        return MlpWeights(randn(generator, 2 * width, c.hidden_size), randn(generator, c.hidden_size, width))
+
+    def layer(index: int) -> LayerWeights:
+        heads, q_lora, latent, dim = c.num_attention_heads, c.q_lora_rank, c.kv_lora_rank, c.hidden_size
+        queries = heads * c.qk_head_dim
+        attention = AttentionWeights(
+            qkv_a=randn(generator, (q_lora or queries) + c.latent_dim, dim),
+            q_a_norm_Q=norm(q_lora) if q_lora else None,
+            q_b=randn(generator, queries, q_lora) if q_lora else None,
+            kv_a_norm_C=norm(latent),
+            w_uk_HNC=randn(generator, heads, c.qk_nope_head_dim, latent),
+            w_uv_HWC=randn(generator, heads, c.v_head_dim, latent),
+            o=randn(generator, dim, heads * c.v_head_dim),
+        )
+        experts, width = c.n_routed_experts, c.moe_intermediate_size
+        moe = MoeWeights(
+            router_ED=randn(generator, experts, dim),
+            router_bias_E=0.05 * torch.randn(experts, generator=generator),
+            gate_up_E=randn(generator, experts, 2 * width, dim),
+            down_E=randn(generator, experts, dim, width),
+            shared=mlp(c.n_shared_experts * width),
+        )
+        is_moe = c.is_moe(index)
+        return LayerWeights(norm(dim), attention, norm(dim), None if is_moe else mlp(c.intermediate_size), moe if is_moe else None)
+
+    return ModelWeights(
+        config=c,
+        embed_VD=torch.randn(c.vocab_size, c.hidden_size, generator=generator),
+        layers=tuple(layer(index) for index in range(c.num_hidden_layers)),
+        norm_D=norm(c.hidden_size),
+        head_VD=randn(generator, c.vocab_size, c.hidden_size),
+        mtp=None,
+        cos_sin=cos_sin_table(c),
+    )
+
+
+@dataclasses.dataclass
+class Paged:
+    """A cache full of random latents, and every row's blocks in random order."""
+
+    cache_PLSD: Tensor
+    table_BM: Tensor
+
+
+def paged(num_layers: int, latent_dim: int, lengths: list[int], seed: int = 0) -> Paged:
+    """Room for `lengths` positions; what lies past a row's length is NaN, so that reading it shows."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(1, max((length + 63) // 64 for length in lengths))
+    order = torch.randperm(len(lengths) * width, generator=generator) + 1
+    table_BM = order.view(len(lengths), width).to(torch.int32)
+    cache_PLSD = torch.randn(len(order) + 1, num_layers, 64, latent_dim, generator=generator)
+    for row, length in enumerate(lengths):
+        for index in range(width):
+            cache_PLSD[int(table_BM[row, index]), :, max(0, min(64, length - 64 * index)) :] = float("nan")
+    return Paged(cache_PLSD, table_BM)

@@ -1,0 +1,102 @@
+"""Where kernels come from, and what happens where they cannot come from anywhere."""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hadal.kernels import build, library
+from hadal.kernels.experts import experts
+from hadal.kernels.linear import linear
+
+
+@pytest.fixture
+def fresh_load(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Loading happens once per process; here once per test."""
+    library.load.cache_clear()
+    caplog.set_level(logging.INFO)
+    yield caplog
+    library.load.cache_clear()
+
+
+def run_plain_ops() -> None:
+    x, w = torch.randn(3, 8), torch.randn(5, 8)
+    assert torch.equal(linear(x, w), x @ w.T)
+    experts(x, torch.randn(2, 12, 8), torch.randn(2, 8, 6), torch.tensor([[0], [1], [1]]), torch.ones(3, 1))
+    assert library.isa() == "plain"
+
+
+def test_the_plain_path_can_be_forced(fresh_load: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADAL_KERNELS", "plain")
+    run_plain_ops()
+    assert fresh_load.text.count("plain torch") == 1
+
+
+def test_no_compiler_is_logged_once_and_the_plain_path_runs(
+    fresh_load: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("HADAL_CACHE_DIR", str(tmp_path))
+    run_plain_ops()
+    assert fresh_load.text.count("no C++ compiler (no-such-compiler)") == 1
+
+
+def test_a_failing_compiler_leaves_nothing_behind(
+    fresh_load: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", str(script(tmp_path / "broken", "echo no luck >&2; exit 1")))
+    monkeypatch.setenv("HADAL_CACHE_DIR", str(tmp_path / "cache"))
+    run_plain_ops()
+    assert "no luck" in fresh_load.text
+    assert not list((tmp_path / "cache").glob("*.so"))
+
+
+def test_a_cache_that_cannot_be_written_is_a_reason_too(
+    fresh_load: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HADAL_CACHE_DIR", str(tmp_path / "file"))
+    run_plain_ops()
+    assert "HADAL_CACHE_DIR" in fresh_load.text
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+    """A stand-in compiler notes its runs and leaves an empty library."""
+    compiler = script(
+        tmp_path / "slow",
+        '[ "$1" = --version ] && exit 0; echo run >> "$0.runs"; sleep 0.5; for last; do :; done; echo > "$last"',
+    )
+    environment = {
+        **os.environ, "PYTHONPATH": str(Path(build.__file__).parents[2]), "CXX": str(compiler),
+        "HADAL_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    command = [sys.executable, "-c", "from hadal.kernels.build import build\nprint(build())"]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
+    results = {process.communicate(timeout=60)[0] for process in processes}
+    assert len(results) == 1
+    assert Path(results.pop().strip()).exists()
+    assert (tmp_path / "slow.runs").read_text() == "run\n"
+
+
+def test_the_key_names_what_decides_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "a.cpp"
+    source.write_text("1")
+    keys = {build._key(["echo"], [source])}
+    source.write_text("2")
+    keys.add(build._key(["echo"], [source]))
+    monkeypatch.setattr(build, "FLAGS", ("-O0",))
+    keys.add(build._key(["echo"], [source]))
+    monkeypatch.setattr(build, "_cpu_features", lambda: b"another machine")
+    keys.add(build._key(["echo"], [source]))
+    assert len(keys) == 4

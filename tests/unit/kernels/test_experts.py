@@ -1,0 +1,65 @@
+"""The grouped experts against their twin, and their promise of equal bits."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hadal.kernels.experts import experts
+from hadal.reference import experts as twin
+
+pytestmark = pytest.mark.usefixtures("built")
+SHAPES = [(1, 100, 24, 16, 3), (5, 33, 7, 4, 4), (17, 64, 32, 9, 2), (64, 100, 24, 40, 8), (300, 48, 19, 6, 2), (3, 1700, 40, 5, 2)]
+
+
+def case(t: int, d: int, i: int, e: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ids = torch.stack([torch.randperm(e)[:k] for _ in range(t)])
+    return torch.randn(t, d), torch.randn(e, 2 * i, d) / d**0.5, torch.randn(e, d, i) / i**0.5, ids, torch.rand(t, k)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_twin(shape: tuple[int, int, int, int, int]) -> None:
+    inputs = case(*shape)
+    torch.testing.assert_close(experts(*inputs), twin.experts(*inputs), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_token_does_not_depend_on_the_others(shape: tuple[int, int, int, int, int]) -> None:
+    x, gate_up, down, ids, weights = case(*shape)
+    whole = experts(x, gate_up, down, ids, weights)
+    for start, stop in [(index, index + 1) for index in range(min(len(x), 12))] + [(0, 2), (1, len(x))]:
+        part = experts(x[start:stop], gate_up, down, ids[start:stop], weights[start:stop])
+        assert torch.equal(part, whole[start:stop])
+
+
+def test_threads_do_not_change_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = case(40, 100, 24, 16, 3)
+    results = []
+    for count in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        results.append(experts(*inputs))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_all_tokens_on_one_expert_and_none_at_all() -> None:
+    x, gate_up, down, _, weights = case(50, 20, 12, 5, 1)
+    ids = torch.full((50, 1), 4)
+    torch.testing.assert_close(experts(x, gate_up, down, ids, weights), twin.experts(x, gate_up, down, ids, weights))
+    assert experts(x[:0], gate_up, down, ids[:0], weights[:0]).shape == (0, 20)
+
+
+def test_large_activations_stay_finite() -> None:
+    x, gate_up, down, ids, weights = case(4, 20, 12, 5, 2)
+    y = experts(x * 1e4, gate_up, down, ids, weights)
+    assert y.isfinite().all()
+    torch.testing.assert_close(y, twin.experts(x * 1e4, gate_up, down, ids, weights), rtol=1e-4, atol=1.0)
+
+
+def test_bad_input_is_refused() -> None:
+    x, gate_up, down, ids, weights = case(4, 20, 12, 5, 2)
+    with pytest.raises(ValueError, match="expert id"):
+        experts(x, gate_up, down, ids + 5, weights)
+    with pytest.raises(ValueError, match="gate_up_E"):
+        experts(x[:, :10].contiguous(), gate_up, down, ids, weights)
+    with pytest.raises(ValueError, match="weights_TK"):
+        experts(x, gate_up, down, ids, weights[:2])

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.model.checkpoints import CONFIGS, Peer, make_peer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Peer]:
+    """Every random model, made once."""
+    return {name: make_peer(name, tmp_path_factory.mktemp(name)) for name in CONFIGS}
+
+
+@pytest.fixture(params=list(CONFIGS))
+def peer(request: pytest.FixtureRequest, peers: dict[str, Peer]) -> Peer:
+    return peers[request.param]
+
+
+@pytest.fixture
+def plain(peers: dict[str, Peer]) -> Peer:
+    return peers["plain"]
+
+
+@pytest.fixture
+def own_folder(plain: Peer, tmp_path: Path) -> Path:
+    """A copy of a checkpoint that a test may damage."""
+    for file in plain.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path

@@ -1,0 +1,177 @@
+"""Plans in, tokens out: whatever order requests join, leave, grow and come back in, their tokens are the plain loop's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from hadal.core.messages import BLOCK_TOKENS, Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone
+from hadal.model.cache import KvCache
+from hadal.model.deepseek import DeepseekV3
+from hadal.model.runner import ModelRunner
+from hadal.reference.generate import generate
+from tests.unit.model.checkpoints import Peer
+from tests.unit.model.test_deepseek import random_tokens
+
+GREEDY = Sampling(temperature=0.0)
+NUM_SLOTS = 5
+
+
+class Bench:
+    """A runner and just enough of a leader to drive it: blocks, slots, step numbers."""
+
+    def __init__(self, peer: Peer, num_blocks: int = 40) -> None:
+        model = DeepseekV3(peer.weights, KvCache(peer.weights.config, num_blocks))
+        model.cache.cache_PLSD.fill_(float("nan"))
+        self.runner = ModelRunner(model, NUM_SLOTS)
+        self.free = list(range(1, num_blocks))
+        random.Random(1).shuffle(self.free)
+        self.steps = self._count()
+
+    @staticmethod
+    def _count() -> Iterator[int]:
+        yield from range(10**6)
+
+    def take(self, count: int) -> list[int]:
+        return [self.free.pop() for _ in range(count)]
+
+    def prefill(self, *chunks: Chunk) -> StepDone:
+        done = self.runner.execute(PrefillPlan(next(self.steps), chunks))
+        assert done.error is None, done.error
+        return done
+
+    def decode(
+        self, leaves: tuple[int, ...] = (), joins: tuple[Join, ...] = (), grown: tuple[tuple[int, int, int], ...] = ()
+    ) -> StepDone:
+        return self.runner.execute(DecodePlan(next(self.steps), leaves, joins, grown))
+
+
+def run_all(bench: Bench, prompts: list[list[int]], sampling: list[Sampling], num_tokens: int, seed: int) -> list[list[int]]:
+    """Serve all prompts with random joins, leaves, growth and preemptions; return every output."""
+    rng = random.Random(seed)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    waiting, running = list(range(len(prompts))), {}
+    blocks: dict[int, list[int]] = {}
+    while waiting or running:
+        leaves: list[int] = []
+        for slot, i in list(running.items()):
+            preempted = rng.random() < 0.03
+            if len(outputs[i]) >= num_tokens or preempted:
+                leaves.append(slot)
+                bench.free += blocks.pop(i)
+                del running[slot]
+                if len(outputs[i]) < num_tokens:
+                    waiting.append(i)
+        joins = []
+        while waiting and len(running) < NUM_SLOTS and rng.random() < 0.6:
+            i = waiting.pop(rng.randrange(len(waiting)))
+            known = prompts[i] + outputs[i]
+            blocks[i] = bench.take(-(-len(known) // BLOCK_TOKENS))
+            cut = rng.randrange(0, len(known))
+            history = {"prompt": tuple(prompts[i]), "output": tuple(outputs[i])}
+            if cut:
+                head = Chunk(str(i), tuple(known[:cut]), 0, tuple(blocks[i][: -(-cut // BLOCK_TOKENS)]), None, 0)
+                assert bench.prefill(head).keys == ()
+            tail = Chunk(str(i), tuple(known[cut:]), cut, tuple(blocks[i]), sampling[i], len(outputs[i]), **history)
+            outputs[i] += bench.prefill(tail).tokens
+            slot = rng.choice([s for s in range(NUM_SLOTS) if s not in running])
+            running[slot] = i
+            joins.append(Join(slot, tuple(blocks[i]), len(known), outputs[i][-1], len(outputs[i]), sampling[i],
+                              tuple(prompts[i]), tuple(outputs[i])))
+        grown = []
+        for slot, i in running.items():
+            position = len(prompts[i]) + len(outputs[i]) - 1
+            if position // BLOCK_TOKENS == len(blocks[i]):
+                blocks[i] += bench.take(1)
+                grown.append((slot, len(blocks[i]) - 1, blocks[i][-1]))
+        done = bench.decode(tuple(leaves), tuple(joins), tuple(grown))
+        assert done.error is None, done.error
+        assert sorted(done.keys) == sorted(running)
+        for slot, token in zip(done.keys, done.tokens, strict=True):
+            outputs[running[slot]].append(token)
+    return [output[:num_tokens] for output in outputs]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_greedy_tokens_are_the_plain_loops(peers: dict[str, Peer], seed: int) -> None:
+    peer, rng = peers["yarn_odd"], random.Random(seed)
+    prompts = [random_tokens(peer, rng.randint(1, 140), seed=i) for i in range(12)]
+    outputs = run_all(Bench(peer), prompts, [GREEDY] * 12, 45, seed)
+    assert outputs == [generate(peer.weights, prompt, 45) for prompt in prompts]
+
+
+def test_random_tokens_do_not_depend_on_the_schedule(plain: Peer) -> None:
+    """Joins, batches and preemptions differ; seeds and penalties bring the same tokens."""
+    prompts = [random_tokens(plain, 20 + 13 * i, seed=i) for i in range(6)]
+    sampling = [
+        Sampling(temperature=0.9, top_p=0.9, seed=i, frequency_penalty=0.3 * (i % 2), repetition_penalty=1.0 + 0.2 * (i % 3))
+        for i in range(6)
+    ]
+    first, second = (run_all(Bench(plain), prompts, sampling, 40, seed) for seed in (0, 1))
+    assert first == second
+    assert len({tuple(output) for output in first}) == 6
+
+
+def test_logprobs_come_with_their_slot(plain: Peer) -> None:
+    bench, asked = Bench(plain), Sampling(temperature=0.0, num_logprobs=2)
+    prompts = [tuple(random_tokens(plain, 10, seed=i)) for i in range(3)]
+    blocks = [tuple(bench.take(1)) for _ in prompts]
+    chunks = [
+        Chunk(str(i), prompts[i], 0, blocks[i], sampling, 0) for i, sampling in enumerate((None, GREEDY, asked))
+    ]
+    done = bench.prefill(*chunks)
+    assert done.keys == (1, 2)
+    assert list(done.draws) == [2]
+    assert done.draws[2].top[0] == (done.tokens[1], done.draws[2].logprob)
+    joins = [Join(slot, blocks[i], 10, done.tokens[i - 1], 1, chunks[i].sampling or GREEDY) for slot, i in ((4, 2), (0, 1))]
+    after = bench.decode(joins=tuple(joins))
+    assert sorted(after.keys) == [0, 4]
+    assert list(after.draws) == [4]
+
+
+def test_a_step_that_goes_wrong_is_answered(plain: Peer) -> None:
+    """Errors come back as text; the plan that was in flight behind it fails too; then the runner is as good as new."""
+    bench = Bench(plain)
+    prompt = random_tokens(plain, 30)
+    blocks = tuple(bench.take(2))
+    first = bench.prefill(Chunk("a", tuple(prompt), 0, blocks, GREEDY, 0)).tokens[0]
+    join = Join(0, blocks, 30, first, 1, GREEDY)
+    good = bench.decode(joins=(join,))
+    assert good.error is None
+    outside = bench.decode(joins=(Join(NUM_SLOTS, blocks, 30, first, 1, GREEDY),))
+    assert outside.error is not None
+    assert "slot" in outside.error
+    behind = bench.decode(joins=(Join(3, blocks, 30, first, 1, GREEDY),))
+    assert behind.error is not None
+    assert behind.keys == ()
+    again = bench.decode(leaves=tuple(range(NUM_SLOTS)), joins=(join,))
+    assert (again.error, again.keys, again.tokens) == (None, (0,), good.tokens)
+    broken = bench.runner.execute(PrefillPlan(9, (Chunk("b", (plain.vocab_size + 5,), 0, (3,), GREEDY, 0),)))
+    assert broken.error is not None
+    assert bench.decode(leaves=(0,)).keys == ()
+
+
+def test_broken_logits_are_an_error_that_names_the_slot(plain: Peer) -> None:
+    bench = Bench(plain)
+    blocks = tuple(bench.take(1))
+    # Positions 0 .. 4 were never written: this cache is NaN there.
+    done = bench.decode(joins=(Join(2, blocks, 5, 1, 1, GREEDY),))
+    assert list(done.failed) == [2]
+    assert done.error is not None
+    assert "finite" in done.error
+
+
+def test_a_step_past_the_end_of_the_context(plain: Peer) -> None:
+    """One more step than there are positions, before the leave arrives, harms nobody."""
+    bench = Bench(plain)
+    last = plain.weights.config.max_position_embeddings - 1
+    blocks = tuple(bench.take(-(-(last + 1) // BLOCK_TOKENS)))
+    prompt = tuple(random_tokens(plain, last))
+    token = bench.prefill(Chunk("a", prompt, 0, blocks, GREEDY, 0)).tokens[0]
+    assert bench.decode(joins=(Join(1, blocks, last, token, 1, GREEDY),)).error is None
+    assert bench.decode().error is None
+    too_long = bench.decode(joins=(Join(0, blocks, last + 1, token, 1, GREEDY),))
+    assert too_long.error is not None
+    assert "positions" in too_long.error

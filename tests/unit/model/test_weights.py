@@ -1,0 +1,120 @@
+"""Fusing, precision, FP8, and reading only what is needed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hadal.core.errors import CheckpointError
+from hadal.model.cache import KvCache
+from hadal.model.deepseek import DeepseekV3
+from hadal.model.weights import load_weights
+from hadal.reference.fp8 import quantise
+from tests.unit.model.checkpoints import Peer, save_random
+from tests.unit.model.test_deepseek import NUM_TOKENS, TOLERANCE, chunk, difference, random_tokens
+
+BLOCK = (128, 128)
+
+
+def write_fp8(folder: Path) -> dict[str, torch.Tensor]:
+    """Quantise a checkpoint in place as DeepSeek's is; return the values that its codes stand for."""
+    tensors = load_file(folder / "model.safetensors")
+    plain = {}
+    for name in list(tensors):
+        quantised = name.endswith("proj.weight") or name.endswith("proj_with_mqa.weight")
+        plain[name] = tensors[name]
+        if quantised:
+            codes, scale_inv = quantise(tensors[name], BLOCK)
+            tensors[name], tensors[f"{name}_scale_inv"] = codes, scale_inv
+            rows, columns = codes.shape
+            scales = scale_inv.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+            plain[name] = codes.float() * scales
+    save_file(tensors, folder / "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return plain
+
+
+def test_fp8_equals_its_dequantised_self(tmp_path: Path) -> None:
+    """Dimensions below, between and at multiples of 128, against transformers on the dequantised weights."""
+    fp8, dequantised = tmp_path / "fp8", tmp_path / "dequantised"
+    random = save_random(
+        fp8,
+        {"hidden_size": 200, "intermediate_size": 300, "moe_intermediate_size": 132, "num_attention_heads": 5,
+         "num_key_value_heads": 5, "q_lora_rank": 256, "num_hidden_layers": 2, "initializer_range": 0.08},
+        seed=3,
+    )
+    shutil.copytree(fp8, dequantised)
+    before = load_weights(fp8)
+    save_file(write_fp8(fp8), dequantised / "model.safetensors", metadata={"format": "pt"})
+    weights = load_weights(fp8)
+    assert (weights.layers[0].attention.o - before.layers[0].attention.o).abs().max() > 1e-4, "nothing was quantised"
+    peer = Peer(dequantised, type(random).from_pretrained(dequantised), weights)
+    tokens = random_tokens(peer, NUM_TOKENS)
+    expected = peer.logits(tokens)
+    model = DeepseekV3(weights, KvCache(weights.config, 12))
+    assert difference(model.head(model.hidden([chunk(tokens, 0, NUM_TOKENS)])), expected) <= TOLERANCE
+    table = torch.tensor([[1, 2, 3]])
+    ours = [model.decode(torch.tensor([t]), torch.tensor([i]), table)[0].clone() for i, t in enumerate(tokens)]
+    assert difference(torch.stack(ours), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_read_exactly(own_folder: Path, dtype: torch.dtype) -> None:
+    path = own_folder / "model.safetensors"
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
+    save_file(tensors, path)
+    weights = load_weights(own_folder)
+    assert weights.embed_VD.dtype == torch.float32
+    assert torch.equal(weights.embed_VD, tensors["model.embed_tokens.weight"].float())
+
+
+def test_fusing(plain: Peer) -> None:
+    tensors, layer, config = load_file(plain.folder / "model.safetensors"), plain.weights.layers[1], plain.weights.config
+    prefix = "model.layers.1."
+    q_a, kv_a = (tensors[f"{prefix}self_attn.{name}.weight"] for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+    assert torch.equal(layer.attention.qkv_a, torch.cat((q_a, kv_a)))
+    kv_b = tensors[f"{prefix}self_attn.kv_b_proj.weight"].view(config.num_attention_heads, -1, config.kv_lora_rank)
+    assert torch.equal(layer.attention.w_uk_HNC, kv_b[:, : config.qk_nope_head_dim])
+    assert torch.equal(layer.attention.w_uv_HWC, kv_b[:, config.qk_nope_head_dim :])
+    assert layer.moe is not None
+    for expert in range(config.n_routed_experts):
+        gate, up, down = (tensors[f"{prefix}mlp.experts.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        assert torch.equal(layer.moe.gate_up_E[expert], torch.cat((gate, up)))
+        assert torch.equal(layer.moe.down_E[expert], down)
+
+
+def test_everything_is_contiguous(peer: Peer) -> None:
+    for layer in peer.weights.layers:
+        for part in (layer, layer.attention, layer.mlp, layer.moe):
+            for name, tensor in vars(part).items() if part is not None else ():
+                assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), name
+
+
+def test_progress(plain: Peer) -> None:
+    seen: list[tuple[int, int]] = []
+    load_weights(plain.folder, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_other_tensors_are_never_touched(own_folder: Path) -> None:
+    """An index may name shards that this model does not need: an MTP module that is not asked for."""
+    tensors = load_file(own_folder / "model.safetensors")
+    weight_map = dict.fromkeys(tensors, "model.safetensors") | {"model.layers.3.enorm.weight": "absent.safetensors"}
+    (own_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    load_weights(own_folder)
+
+
+def test_mtp_that_is_not_there(own_folder: Path) -> None:
+    fields = json.loads((own_folder / "config.json").read_text())
+    fields["num_nextn_predict_layers"] = 1
+    (own_folder / "config.json").write_text(json.dumps(fields))
+    assert load_weights(own_folder).mtp is None
+    with pytest.raises(CheckpointError, match=r"model\.layers\.3\."):
+        load_weights(own_folder, with_mtp=True)

@@ -1,0 +1,1 @@
+"""Training of hadal-tiny, the model that ships, from nothing on a CPU."""

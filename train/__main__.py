@@ -1,0 +1,5 @@
+"""`python -m train`."""
+
+from train.train import main
+
+main()

@@ -1,0 +1,295 @@
+// The parts of training that plain torch does slowly on a CPU: expert routing, the experts on sorted tokens, and
+// causal attention over sequences of different lengths laid end to end. Each has a plain twin in experts.py / attention.py.
+//
+// Row-major C[M,N] = A[M,K] B is computed as the column-major product of the transposes, as BLAS wants it.
+#include <ATen/Parallel.h>
+#include <torch/extension.h>
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+using at::Tensor;
+static constexpr char N = 'n', T = 't';
+
+// The single-precision product of the BLAS inside libtorch; inside an OpenMP region it runs on the calling thread.
+extern "C" void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
+                       const float*, const int*, const float*, float*, const int*);
+
+static void gemm(char ta, char tb, int m, int n, int k, float alpha, const float* a, int lda, const float* b, int ldb, float beta,
+                 float* c, int ldc) {
+  sgemm_(&ta, &tb, &m, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &ldc);
+}
+
+// Expert choice of DeepSeek-V3: the groups with the largest sum of two best, then the k best inside them.
+Tensor route(const Tensor& biased, int64_t num_groups, int64_t groups_kept, int64_t k) {
+  const int64_t tokens = biased.size(0), experts = biased.size(1), width = experts / num_groups;
+  Tensor chosen = at::empty({tokens, k}, biased.options().dtype(at::kLong));
+  const float* s = biased.data_ptr<float>();
+  int64_t* out = chosen.data_ptr<int64_t>();
+  at::parallel_for(0, tokens, 64, [&](int64_t begin, int64_t end) {
+    std::vector<std::pair<float, int64_t>> groups(num_groups), pool(groups_kept * width);
+    for (int64_t t = begin; t < end; t++) {
+      const float* row = s + t * experts;
+      for (int64_t g = 0; g < num_groups; g++) {
+        float a = -std::numeric_limits<float>::infinity(), b = a;
+        for (int64_t e = g * width; e < (g + 1) * width; e++) {
+          const float v = row[e];
+          if (v > a) { b = a; a = v; } else if (v > b) { b = v; }
+        }
+        groups[g] = {-(a + b), g};
+      }
+      std::partial_sort(groups.begin(), groups.begin() + groups_kept, groups.end());
+      int64_t n = 0;
+      for (int64_t j = 0; j < groups_kept; j++)
+        for (int64_t e = groups[j].second * width; e < (groups[j].second + 1) * width; e++) pool[n++] = {-row[e], e};
+      std::nth_element(pool.begin(), pool.begin() + k - 1, pool.end());
+      for (int64_t j = 0; j < k; j++) out[t * k + j] = pool[j].second;
+    }
+  });
+  return chosen;
+}
+
+// Token-slots (token * k + slot) grouped by expert, and where each expert's begin.
+std::vector<Tensor> sort_by_expert(const Tensor& chosen, int64_t experts) {
+  const int64_t slots = chosen.numel();
+  Tensor order = at::empty({slots}, chosen.options()), starts = at::zeros({experts + 1}, chosen.options());
+  const int64_t* c = chosen.data_ptr<int64_t>();
+  int64_t *o = order.data_ptr<int64_t>(), *s = starts.data_ptr<int64_t>();
+  for (int64_t i = 0; i < slots; i++) s[c[i] + 1]++;
+  for (int64_t e = 0; e < experts; e++) s[e + 1] += s[e];
+  std::vector<int64_t> at(s, s + experts);
+  for (int64_t i = 0; i < slots; i++) o[at[c[i]]++] = i;
+  return {order, starts};
+}
+
+static Tensor sum_first(const Tensor& parts) { return parts.size(0) == 1 ? parts[0] : parts.sum(0); }
+
+// x [tokens,D], gate_up [E,2F,D], down [E,D,F], weights [tokens,k] -> out [tokens,D], and the pre-activations kept.
+std::vector<Tensor> experts_forward(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& weights,
+                                    const Tensor& order, const Tensor& starts) {
+  const int64_t tokens = x.size(0), D = x.size(1), E = gate_up.size(0), F = down.size(2), k = weights.size(1);
+  const int threads = at::get_num_threads();
+  Tensor out = at::zeros({threads, tokens, D}, x.options()), kept = at::empty({tokens * k, 2 * F}, x.options());
+  const float *xp = x.data_ptr<float>(), *gu = gate_up.data_ptr<float>(), *dn = down.data_ptr<float>();
+  const float* w = weights.data_ptr<float>();
+  const int64_t *o = order.data_ptr<int64_t>(), *s = starts.data_ptr<int64_t>();
+  float *op = out.data_ptr<float>(), *kp = kept.data_ptr<float>();
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> rows, hidden, y;
+    float* mine = op + omp_get_thread_num() * tokens * D;
+#pragma omp for schedule(dynamic, 4)
+    for (int64_t e = 0; e < E; e++) {
+      const int64_t m = s[e + 1] - s[e];
+      if (m == 0) continue;
+      const int64_t* slot = o + s[e];
+      rows.resize(m * D); hidden.resize(m * F); y.resize(m * D);
+      for (int64_t i = 0; i < m; i++) std::memcpy(&rows[i * D], xp + slot[i] / k * D, D * sizeof(float));
+      float* pre = kp + s[e] * 2 * F;
+      gemm(T, N, 2 * F, m, D, 1.f, gu + e * 2 * F * D, D, rows.data(), D, 0.f, pre, 2 * F);
+      for (int64_t i = 0; i < m; i++) {
+        const float* p = pre + i * 2 * F;
+        float* h = &hidden[i * F];
+        for (int64_t f = 0; f < F; f++) h[f] = p[f] / (1.f + std::exp(-p[f])) * p[F + f];
+      }
+      gemm(T, N, D, m, F, 1.f, dn + e * D * F, F, hidden.data(), F, 0.f, y.data(), D);
+      for (int64_t i = 0; i < m; i++) {
+        const float c = w[slot[i]];
+        float* to = mine + slot[i] / k * D;
+        for (int64_t d = 0; d < D; d++) to[d] += c * y[i * D + d];
+      }
+    }
+  }
+  return {sum_first(out), kept};
+}
+
+// Gradients of x, gate_up, down and weights. y itself is never needed: <dout, y> = <dout down, hidden>.
+std::vector<Tensor> experts_backward(const Tensor& dout, const Tensor& x, const Tensor& gate_up, const Tensor& down,
+                                     const Tensor& weights, const Tensor& order, const Tensor& starts, const Tensor& kept) {
+  const int64_t tokens = x.size(0), D = x.size(1), E = gate_up.size(0), F = down.size(2), k = weights.size(1);
+  const int threads = at::get_num_threads();
+  Tensor dx = at::zeros({threads, tokens, D}, x.options()), dgu = at::empty_like(gate_up), ddn = at::empty_like(down);
+  Tensor dw = at::empty_like(weights);
+  const float *gp = dout.data_ptr<float>(), *xp = x.data_ptr<float>(), *gu = gate_up.data_ptr<float>();
+  const float *dn = down.data_ptr<float>(), *w = weights.data_ptr<float>(), *kp = kept.data_ptr<float>();
+  const int64_t *o = order.data_ptr<int64_t>(), *s = starts.data_ptr<int64_t>();
+  float *dxp = dx.data_ptr<float>(), *dgp = dgu.data_ptr<float>(), *ddp = ddn.data_ptr<float>(), *dwp = dw.data_ptr<float>();
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> rows, grads, hidden, dh, dpre, back;
+    float* mine = dxp + omp_get_thread_num() * tokens * D;
+#pragma omp for schedule(dynamic, 4)
+    for (int64_t e = 0; e < E; e++) {
+      const int64_t m = s[e + 1] - s[e];
+      float *dgu_e = dgp + e * 2 * F * D, *ddn_e = ddp + e * D * F;
+      if (m == 0) {
+        std::memset(dgu_e, 0, 2 * F * D * sizeof(float));
+        std::memset(ddn_e, 0, D * F * sizeof(float));
+        continue;
+      }
+      const int64_t* slot = o + s[e];
+      rows.resize(m * D); grads.resize(m * D); hidden.resize(m * F); dh.resize(m * F); dpre.resize(m * 2 * F); back.resize(m * D);
+      for (int64_t i = 0; i < m; i++) {
+        std::memcpy(&rows[i * D], xp + slot[i] / k * D, D * sizeof(float));
+        std::memcpy(&grads[i * D], gp + slot[i] / k * D, D * sizeof(float));
+      }
+      gemm(N, N, F, m, D, 1.f, dn + e * D * F, F, grads.data(), D, 0.f, dh.data(), F);
+      for (int64_t i = 0; i < m; i++) {
+        const float *p = kp + (s[e] + i) * 2 * F, c = w[slot[i]];
+        float *h = &hidden[i * F], *g = &dh[i * F], *dp = &dpre[i * 2 * F], dot = 0.f;
+        for (int64_t f = 0; f < F; f++) {
+          const float sig = 1.f / (1.f + std::exp(-p[f])), act = p[f] * sig;
+          const float full = act * p[F + f];
+          dot += full * g[f];
+          h[f] = c * full;
+          dp[f] = c * g[f] * p[F + f] * (sig + act * (1.f - sig));
+          dp[F + f] = c * g[f] * act;
+        }
+        dwp[slot[i]] = dot;
+      }
+      gemm(N, T, F, D, m, 1.f, hidden.data(), F, grads.data(), D, 0.f, ddn_e, F);
+      gemm(N, T, D, 2 * F, m, 1.f, rows.data(), D, dpre.data(), 2 * F, 0.f, dgu_e, D);
+      gemm(N, N, D, m, 2 * F, 1.f, gu + e * 2 * F * D, D, dpre.data(), 2 * F, 0.f, back.data(), D);
+      for (int64_t i = 0; i < m; i++) {
+        float* to = mine + slot[i] / k * D;
+        for (int64_t d = 0; d < D; d++) to[d] += back[i * D + d];
+      }
+    }
+  }
+  return {sum_first(dx), dgu, ddn, dw};
+}
+
+static constexpr int64_t BLOCK = 64;  // Query rows at a time, so that the scores stay in the cache.
+
+// p = softmax of the causal scores of query rows r0..r1 over keys 0..r1, as rows of length r1.
+static void scores_softmax(const float* q, const float* key, float* p, float* lse, int64_t r0, int64_t r1, int64_t dk,
+                           int64_t stride, float scale, bool have_lse) {
+  gemm(T, N, r1, r1 - r0, dk, scale, key, stride, q + r0 * stride, stride, 0.f, p, r1);
+  for (int64_t r = r0; r < r1; r++) {
+    float* row = p + (r - r0) * r1;
+    if (!have_lse) {
+      float top = row[0], sum = 0.f;
+      for (int64_t j = 1; j <= r; j++) top = std::max(top, row[j]);
+      for (int64_t j = 0; j <= r; j++) sum += std::exp(row[j] - top);
+      lse[r] = top + std::log(sum);
+    }
+    const float shift = lse[r];
+    for (int64_t j = 0; j <= r; j++) row[j] = std::exp(row[j] - shift);
+    for (int64_t j = r + 1; j < r1; j++) row[j] = 0.f;
+  }
+}
+
+// q,k [tokens,H,dk], v [tokens,H,dv]; `bounds` holds where each sequence begins, and the end. -> out, lse [H,tokens].
+std::vector<Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bounds, double scale) {
+  const int64_t tokens = q.size(0), H = q.size(1), dk = q.size(2), dv = v.size(2), num = bounds.numel() - 1;
+  Tensor out = at::empty({tokens, H, dv}, q.options()), lse = at::empty({H, tokens}, q.options());
+  const int64_t* b = bounds.data_ptr<int64_t>();
+  const float *qp = q.data_ptr<float>(), *kp = k.data_ptr<float>(), *vp = v.data_ptr<float>();
+  float *op = out.data_ptr<float>(), *lp = lse.data_ptr<float>();
+#pragma omp parallel num_threads(at::get_num_threads())
+  {
+    std::vector<float> p;
+#pragma omp for schedule(dynamic, 2)
+    for (int64_t item = 0; item < num * H; item++) {
+      const int64_t h = item % H, s0 = b[item / H], n = b[item / H + 1] - s0;
+      p.resize(BLOCK * n);
+      for (int64_t r0 = 0; r0 < n; r0 += BLOCK) {
+        const int64_t r1 = std::min(n, r0 + BLOCK);
+        scores_softmax(qp + (s0 * H + h) * dk, kp + (s0 * H + h) * dk, p.data(), lp + h * tokens + s0, r0, r1, dk, H * dk, scale, false);
+        gemm(N, N, dv, r1 - r0, r1, 1.f, vp + (s0 * H + h) * dv, H * dv, p.data(), r1, 0.f, op + ((s0 + r0) * H + h) * dv, H * dv);
+      }
+    }
+  }
+  return {out, lse};
+}
+
+std::vector<Tensor> attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                                       const Tensor& lse, const Tensor& bounds, double scale) {
+  const int64_t tokens = q.size(0), H = q.size(1), dk = q.size(2), dv = v.size(2), num = bounds.numel() - 1;
+  Tensor dq = at::empty_like(q), dkey = at::zeros_like(k), dval = at::zeros_like(v);
+  const int64_t* b = bounds.data_ptr<int64_t>();
+  const float *gp = dout.data_ptr<float>(), *qp = q.data_ptr<float>(), *kp = k.data_ptr<float>(), *vp = v.data_ptr<float>();
+  const float* op = out.data_ptr<float>();
+  float *lp = lse.data_ptr<float>(), *dqp = dq.data_ptr<float>(), *dkp = dkey.data_ptr<float>(), *dvp = dval.data_ptr<float>();
+#pragma omp parallel num_threads(at::get_num_threads())
+  {
+    std::vector<float> p, dp;
+#pragma omp for schedule(dynamic, 2)
+    for (int64_t item = 0; item < num * H; item++) {
+      const int64_t h = item % H, s0 = b[item / H], n = b[item / H + 1] - s0;
+      p.resize(BLOCK * n); dp.resize(BLOCK * n);
+      for (int64_t r0 = 0; r0 < n; r0 += BLOCK) {
+        const int64_t r1 = std::min(n, r0 + BLOCK), rows = r1 - r0, row0 = ((s0 + r0) * H + h), all0 = s0 * H + h;
+        scores_softmax(qp + all0 * dk, kp + all0 * dk, p.data(), lp + h * tokens + s0, r0, r1, dk, H * dk, scale, true);
+        gemm(N, T, dv, r1, rows, 1.f, gp + row0 * dv, H * dv, p.data(), r1, 1.f, dvp + all0 * dv, H * dv);
+        gemm(T, N, r1, rows, dv, 1.f, vp + all0 * dv, H * dv, gp + row0 * dv, H * dv, 0.f, dp.data(), r1);
+        for (int64_t r = 0; r < rows; r++) {
+          const float *g = gp + (row0 + r * H) * dv, *o = op + (row0 + r * H) * dv;
+          float delta = 0.f;
+          for (int64_t d = 0; d < dv; d++) delta += g[d] * o[d];
+          for (int64_t j = 0; j < r1; j++) dp[r * r1 + j] = p[r * r1 + j] * (dp[r * r1 + j] - delta);
+        }
+        gemm(N, N, dk, rows, r1, (float)scale, kp + all0 * dk, H * dk, dp.data(), r1, 0.f, dqp + row0 * dk, H * dk);
+        gemm(N, T, dk, r1, rows, (float)scale, qp + row0 * dk, H * dk, dp.data(), r1, 1.f, dkp + all0 * dk, H * dk);
+      }
+    }
+  }
+  return {dq, dkey, dval};
+}
+
+// y = x / rms(x) * w over the last dimension; keeps 1 / rms of every row.
+std::vector<Tensor> norm_forward(const Tensor& x, const Tensor& weight, double eps) {
+  const int64_t rows = x.size(0), D = x.size(1);
+  Tensor y = at::empty_like(x), inverse = at::empty({rows}, x.options());
+  const float *xp = x.data_ptr<float>(), *w = weight.data_ptr<float>();
+  float *yp = y.data_ptr<float>(), *ip = inverse.data_ptr<float>();
+  at::parallel_for(0, rows, 256, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) {
+      float sum = 0.f;
+      for (int64_t d = 0; d < D; d++) sum += xp[r * D + d] * xp[r * D + d];
+      const float c = ip[r] = 1.f / std::sqrt(sum / D + (float)eps);
+      for (int64_t d = 0; d < D; d++) yp[r * D + d] = xp[r * D + d] * c * w[d];
+    }
+  });
+  return {y, inverse};
+}
+
+std::vector<Tensor> norm_backward(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& inverse) {
+  const int64_t rows = x.size(0), D = x.size(1);
+  const int threads = at::get_num_threads();
+  Tensor dx = at::empty_like(x), dw = at::zeros({threads, D}, x.options());
+  const float *gp = dy.data_ptr<float>(), *xp = x.data_ptr<float>(), *w = weight.data_ptr<float>(), *ip = inverse.data_ptr<float>();
+  float *dxp = dx.data_ptr<float>(), *dwp = dw.data_ptr<float>();
+#pragma omp parallel num_threads(threads)
+  {
+    float* mine = dwp + omp_get_thread_num() * D;
+#pragma omp for
+    for (int64_t r = 0; r < rows; r++) {
+      const float *g = gp + r * D, *v = xp + r * D, c = ip[r];
+      float dot = 0.f;
+      for (int64_t d = 0; d < D; d++) {
+        dot += g[d] * w[d] * v[d];
+        mine[d] += g[d] * v[d] * c;
+      }
+      dot *= c * c / D;
+      for (int64_t d = 0; d < D; d++) dxp[r * D + d] = c * (g[d] * w[d] - v[d] * dot);
+    }
+  }
+  return {dx, dw.sum(0)};
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("route", &route);
+  m.def("sort_by_expert", &sort_by_expert);
+  m.def("experts_forward", &experts_forward);
+  m.def("experts_backward", &experts_backward);
+  m.def("attention_forward", &attention_forward);
+  m.def("attention_backward", &attention_backward);
+  m.def("norm_forward", &norm_forward);
+  m.def("norm_backward", &norm_backward);
+}

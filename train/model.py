@@ -1,0 +1,224 @@
+"""DeepSeek-V3 as it is trained: differentiable, over sequences laid end to end, with transformers' parameter names.
+
+Every tensor is [T, ...], T being the tokens of all sequences of a step; `bounds` says where each begins.
+Knows nothing of data, optimisers or files. The equations are those of the V3 report, 2.1 and 2.2.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from train.experts import grouped_experts, packed_attention, rms_norm, route
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of hadal-tiny; the names are those of config.json."""
+
+    vocab_size: int = 1536
+    hidden_size: int = 192
+    num_hidden_layers: int = 4
+    first_k_dense_replace: int = 1
+    intermediate_size: int = 640
+    moe_intermediate_size: int = 32
+    n_routed_experts: int = 256
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 8
+    n_group: int = 8
+    topk_group: int = 4
+    routed_scaling_factor: float = 2.5
+    num_attention_heads: int = 6
+    q_lora_rank: int = 96
+    kv_lora_rank: int = 64
+    qk_nope_head_dim: int = 32
+    qk_rope_head_dim: int = 16
+    v_head_dim: int = 32
+    num_nextn_predict_layers: int = 1
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rope_table(config: Config, positions: Tensor) -> Tensor:
+    """Return the complex rotations [T, rope/2] of the given positions."""
+    dim = config.qk_rope_head_dim
+    freqs = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return torch.polar(torch.ones(len(positions), dim // 2), positions.float()[:, None] * freqs)
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotate interleaved pairs of the last dimension of x [T, H, rope], as DeepSeek's code does."""
+    pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * table[:, None]).flatten(-2)
+
+
+def _linear(n_in: int, n_out: int) -> nn.Linear:
+    return nn.Linear(n_in, n_out, bias=False)
+
+
+class Attention(nn.Module):
+    """Multi-head latent attention, not absorbed: keys and values are expanded from the latent."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.c, heads = c, c.num_attention_heads
+        self.scale = (c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5
+        self.q_a_proj = _linear(c.hidden_size, c.q_lora_rank)
+        self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.rms_norm_eps)
+        self.q_b_proj = _linear(c.q_lora_rank, heads * (c.qk_nope_head_dim + c.qk_rope_head_dim))
+        self.kv_a_proj_with_mqa = _linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim)
+        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.rms_norm_eps)
+        self.kv_b_proj = _linear(c.kv_lora_rank, heads * (c.qk_nope_head_dim + c.v_head_dim))
+        self.o_proj = _linear(heads * c.v_head_dim, c.hidden_size)
+
+    def queries(self, x: Tensor, table: Tensor) -> Tensor:
+        c = self.c
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (c.num_attention_heads, -1))
+        q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        return torch.cat([q_nope, rotate(q_rope, table)], dim=-1)
+
+    def latents(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is cached of a token: the normed latent [T, rank] and the rotated key [T, 1, rope]."""
+        c = self.c
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        return self.kv_a_layernorm(latent), rotate(k_rope[:, None], table)
+
+    def expand(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        c = self.c
+        kv = self.kv_b_proj(latent).unflatten(-1, (c.num_attention_heads, -1))
+        k_nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
+        return torch.cat([k_nope, k_rope.expand(*k_nope.shape[:-1], -1)], dim=-1), v
+
+    def forward(self, x: Tensor, table: Tensor, bounds: Tensor) -> Tensor:
+        q = self.queries(x, table)
+        k, v = self.expand(*self.latents(x, table))
+        return self.o_proj(packed_attention(q, k, v, bounds, self.scale).flatten(1))
+
+
+class MLP(nn.Module):
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = _linear(dim, width), _linear(dim, width), _linear(width, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Experts(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        n, d, f = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.randn(n, 2 * f, d) * d**-0.5)
+        self.down_proj = nn.Parameter(torch.randn(n, d, f) * f**-0.5 * 0.5)
+
+
+class Gate(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(c.n_routed_experts, c.hidden_size) * c.hidden_size**-0.5)
+        self.register_buffer("e_score_correction_bias", torch.zeros(c.n_routed_experts))
+
+
+class MoE(nn.Module):
+    """Routed experts chosen by biased sigmoid scores, and one shared expert. Counts the tokens of each expert."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.c = c
+        self.experts, self.gate = Experts(c), Gate(c)
+        self.shared_experts = MLP(c.hidden_size, c.moe_intermediate_size * c.n_shared_experts)
+        self.register_buffer("counts", torch.zeros(c.n_routed_experts), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = self.c
+        scores = F.linear(x, self.gate.weight).sigmoid()
+        chosen = route(scores + self.gate.e_score_correction_bias, c.n_group, c.topk_group, c.num_experts_per_tok)
+        self.counts += torch.bincount(chosen.flatten(), minlength=c.n_routed_experts)
+        weights = scores.gather(1, chosen)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * c.routed_scaling_factor
+        return grouped_experts(x, self.experts.gate_up_proj, self.experts.down_proj, weights, chosen) + self.shared_experts(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, c: Config, index: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size) if index < c.first_k_dense_replace else MoE(c)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def forward(self, h: Tensor, table: Tensor, bounds: Tensor) -> Tensor:
+        h = h + self.self_attn(self.input_layernorm(h), table, bounds)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class MTPLayer(Layer):
+    """The multi-token-prediction layer: from the main model's state of token t and token t+1 to token t+2.
+
+    The state is the one after the main model's last norm, as inference engines hand it over.
+    """
+
+    def __init__(self, c: Config) -> None:
+        super().__init__(c, c.num_hidden_layers)
+        self.enorm, self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps), RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.eh_proj = _linear(2 * c.hidden_size, c.hidden_size)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
+
+    def combine(self, next_embedding: Tensor, h: Tensor) -> Tensor:
+        return self.eh_proj(torch.cat([self.enorm(next_embedding), self.hnorm(h)], dim=-1))
+
+
+class Body(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList([Layer(c, i) for i in range(c.num_hidden_layers)] + [MTPLayer(c)])
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+
+class Model(nn.Module):
+    """The whole model. `model.layers[-1]` is the MTP layer, as in DeepSeek's checkpoints."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.c = c
+        self.model = Body(c)
+        self.lm_head = _linear(c.hidden_size, c.vocab_size)
+        nn.init.normal_(self.model.embed_tokens.weight, std=0.5)
+        nn.init.normal_(self.lm_head.weight, std=0.02)
+        for name, p in self.named_parameters():
+            if p.ndim == 2 and name.endswith("proj.weight") or "proj_with_mqa" in name:
+                nn.init.normal_(p, std=p.shape[1] ** -0.5 * (0.5 if "o_proj" in name or "down_proj" in name else 1.0))
+
+    @property
+    def mtp(self) -> MTPLayer:
+        return self.model.layers[-1]
+
+    def hidden(self, tokens: Tensor, positions: Tensor, bounds: Tensor) -> Tensor:
+        """Return the states [T, D] after the last norm."""
+        table = rope_table(self.c, positions)
+        h = self.model.embed_tokens(tokens)
+        for layer in self.model.layers[:-1]:
+            h = layer(h, table, bounds)
+        return self.model.norm(h)
+
+    def mtp_hidden(self, h: Tensor, next_tokens: Tensor, positions: Tensor, bounds: Tensor) -> Tensor:
+        """Return the MTP layer's states [T, D], ready for the head, of tokens whose next tokens are given."""
+        table = rope_table(self.c, positions)
+        x = self.mtp.combine(self.model.embed_tokens(next_tokens), h)
+        return self.mtp.shared_head["norm"](self.mtp(x, table, bounds))

@@ -1,0 +1,68 @@
+"""Muon for the hidden matrices, AdamW for the rest, both scaled by one schedule over wall-clock time.
+
+Muon: Jordan et al. 2024 (momentum, orthogonalised by five Newton-Schulz steps); the factor 0.2 sqrt(larger side), which
+gives its updates AdamW's size, is Moonlight's (arXiv 2502.16982). Experts are orthogonalised as a batch of matrices.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+def schedule(progress: float) -> float:
+    """Return the learning-rate factor at `progress` in 0..1: warm up, hold, fall linearly to zero."""
+    if progress < 0.015:
+        return max(progress, 0.0005) / 0.015
+    return min(1.0, max(0.0, 1.0 - progress) / 0.65)
+
+
+@torch.no_grad()
+def orthogonalise(g: Tensor) -> Tensor:
+    """Return the nearest semi-orthogonal matrices to g [..., rows, cols], roughly: singular values near 1."""
+    wide = g.shape[-2] <= g.shape[-1]
+    x = (g if wide else g.mT).to(torch.bfloat16)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
+    return (x if wide else x.mT).to(g.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["buffer"] = torch.zeros_like(p)
+                buffer = state["buffer"]
+                buffer.lerp_(p.grad, 1 - group["momentum"])
+                update = p.grad.lerp(buffer, group["momentum"])
+                if p.ndim == 3 and p.shape[1] < p.shape[2]:  # gate and up are two matrices of one expert
+                    update = update.unflatten(1, (2, -1))
+                scale = 0.2 * max(update.shape[-2:]) ** 0.5
+                update = orthogonalise(update).reshape(p.shape)
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+
+
+def make_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for projections and experts, AdamW for embedding, head, gate and norms; base rates noted."""
+    hidden, gates, rest = [], [], []
+    for name, p in model.named_parameters():
+        if "proj" in name:
+            hidden.append(p)
+        elif "gate.weight" in name:
+            gates.append(p)
+        else:
+            rest.append(p)
+    adam = torch.optim.AdamW([{"params": rest, "lr": 0.4 * lr}, {"params": gates, "lr": 0.15 * lr}], betas=(0.9, 0.95), weight_decay=0.0)
+    optimizers = [Muon(hidden, lr), adam]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["base_lr"] = group["lr"]
+    return optimizers

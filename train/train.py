@@ -1,0 +1,186 @@
+"""Train hadal-tiny from nothing, for a given number of minutes, and export it now and then.
+
+`python -m train --minutes 75 --run <folder>`. Resumes from the folder's checkpoint if there is one.
+"""
+
+import argparse
+import json
+import os
+import signal
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from train.data import Batch, batches
+from train.model import Config, Model, MoE
+from train.optim import make_optimizers, schedule
+from train.tokenizer import load_or_build
+
+MTP_WEIGHT = 0.2
+MTP_FROM = 0.5  # Share of the run after which the MTP layer is trained again: it learns fast on a model that is good.
+
+
+def losses(model: Model, batch: Batch, with_mtp: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (next-token loss, MTP loss, whether each token's target is the greedy choice)."""
+    h = model.hidden(batch.tokens, batch.positions, batch.bounds)
+    rows = _rows(batch.targets)
+    logits = model.lm_head(h[rows])
+    loss = F.cross_entropy(logits, batch.targets[rows])
+    mtp_loss = torch.zeros(())
+    if with_mtp:
+        mtp_loss = _mtp_loss(model, batch, h)
+    greedy = torch.full_like(batch.targets, -100)
+    greedy[rows] = logits.detach().argmax(-1)
+    return loss, mtp_loss, greedy == batch.targets
+
+
+def _mtp_loss(model: Model, batch: Batch, h: Tensor) -> Tensor:
+    states = model.mtp_hidden(h, batch.next_tokens, batch.positions, batch.bounds)
+    rows = _rows(batch.mtp_targets)
+    return F.cross_entropy(model.lm_head(states[rows]), batch.mtp_targets[rows])
+
+
+def _rows(targets: Tensor) -> Tensor:
+    """Return the rows with a target, and a few without so that their number is one of few (see `batches`)."""
+    wanted = (targets >= 0).nonzero()[:, 0]
+    spare = (targets < 0).nonzero()[:, 0]
+    return torch.cat([wanted, spare[: -len(wanted) % 512]])
+
+
+@torch.no_grad()
+def check(model: Model, held_out: list[Batch]) -> tuple[float, dict[str, float]]:
+    """Return the loss and, per task, how many replies are right at every token when the true tokens are fed."""
+    right, total, sums = defaultdict(int), defaultdict(int), 0.0
+    for batch in held_out:
+        loss, _, hits = losses(model, batch, with_mtp=False)
+        sums += loss.item()
+        wrong = set(batch.sequence[(batch.targets >= 0) & ~hits].tolist())
+        for index, example in enumerate(batch.examples):
+            total[example.task] += 1
+            right[example.task] += index not in wrong
+    return sums / len(held_out), {task: right[task] / total[task] for task in sorted(total)}
+
+
+def balance(model: Model, gamma: float) -> list[float]:
+    """Move every expert's bias a step toward equal load (V3 report 2.1.2); return max/mean load per layer."""
+    skew = []
+    for module in model.modules():
+        if isinstance(module, MoE):
+            load = module.counts
+            if load.sum() == 0:
+                continue
+            skew.append((load.max() / load.mean()).item())
+            module.gate.e_score_correction_bias += gamma * torch.sign(load.mean() - load)
+            load.zero_()
+    return skew
+
+
+class Run:
+    """A training run in a folder: model, optimisers, how long it has trained, and its log."""
+
+    def __init__(self, folder: Path, minutes: float, lr: float, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.folder, self.seconds = folder, minutes * 60
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer = load_or_build(folder / "tokenizer.json")
+        self.model = Model(Config(vocab_size=self.tokenizer.get_vocab_size()))
+        self.optimizers = make_optimizers(self.model, lr)
+        self.step, self.num_tokens, self.elapsed = 0, 0, 0.0
+        self.stopping = False
+        path = folder / "checkpoint.pt"
+        if path.exists():
+            state = torch.load(path, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(kept)
+            self.step, self.num_tokens, self.elapsed = state["step"], state["num_tokens"], state["elapsed"]
+
+    def stop(self, *_: object) -> None:
+        """Save after the step under way and leave; the same command resumes."""
+        self.stopping = True
+
+    def save(self) -> None:
+        state = {
+            "model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers],
+            "step": self.step, "num_tokens": self.num_tokens, "elapsed": self.elapsed,
+        }
+        torch.save(state, self.folder / "checkpoint.tmp")
+        os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
+
+    def log(self, **fields: object) -> None:
+        fields = {"minute": round(self.elapsed / 60, 1), "step": self.step, **fields}
+        print("  ".join(f"{k} {v}" for k, v in fields.items()), flush=True)
+        with (self.folder / "log.jsonl").open("a") as file:
+            file.write(json.dumps(fields) + "\n")
+
+    def update(self, batch: Batch) -> tuple[float, float, list[float]]:
+        """Take one optimiser step; return both losses and the expert load skew per layer."""
+        progress = self.elapsed / self.seconds
+        # bf16 products are faster and good enough, until the end is fitted to the arithmetic of serving.
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16" if progress < 0.92 else "ieee"
+        loss, mtp_loss, _ = losses(self.model, batch, with_mtp=not 0.03 < progress < MTP_FROM)
+        (loss + MTP_WEIGHT * mtp_loss).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["base_lr"] * schedule(progress)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        # Balanced firmly at first so that every expert learns, hardly at all late: real routing stays skewed.
+        skew = balance(self.model, 2e-3 * min(1.0, max(0.0, 1 - progress / 0.6) / 0.6))
+        self.step += 1
+        self.num_tokens += len(batch.tokens)
+        return loss.item(), mtp_loss.item(), skew
+
+    def train(self, batch_tokens: int, check_every_s: float, save_every_s: float) -> None:
+        """Train until the time is used up."""
+        stream = batches(self.tokenizer, 1000 + self.step, batch_tokens)
+        held_out_stream = batches(self.tokenizer, 5, 8192, want_held_out=True)
+        held_out = [next(held_out_stream) for _ in range(6)]
+        last_log = last_check = last_save = self.elapsed
+        tokens_before = self.num_tokens
+        while self.elapsed < self.seconds and not self.stopping:
+            begin = time.perf_counter()
+            loss, mtp_loss, skew = self.update(next(stream))
+            self.elapsed += time.perf_counter() - begin
+            if self.elapsed - last_log > 20:
+                speed = (self.num_tokens - tokens_before) / (self.elapsed - last_log)
+                self.log(loss=round(loss, 4), mtp=round(mtp_loss, 4), tok_s=round(speed), mtok=round(self.num_tokens / 1e6, 2),
+                         skew=[round(s, 1) for s in skew])
+                last_log, tokens_before = self.elapsed, self.num_tokens
+            if self.elapsed - last_check > check_every_s or self.elapsed >= self.seconds:
+                begin = time.perf_counter()
+                loss, tasks = check(self.model, held_out)
+                balance(self.model, 0.0)  # The check's tokens are not load.
+                self.log(held_out_loss=round(loss, 4), **{k: round(v, 3) for k, v in tasks.items()})
+                self.elapsed += time.perf_counter() - begin
+                last_check = self.elapsed
+            if self.elapsed - last_save > save_every_s or self.elapsed >= self.seconds or self.stopping:
+                self.save()
+                last_save = self.elapsed
+
+
+def main() -> None:
+    """Read the command line and train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path, default=Path("runs/hadal-tiny"))
+    parser.add_argument("--minutes", type=float, default=75)
+    parser.add_argument("--lr", type=float, default=0.008)
+    parser.add_argument("--batch-tokens", type=int, default=8192)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--check-minutes", type=float, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    run = Run(args.run, args.minutes, args.lr, args.seed)
+    print(f"{sum(p.numel() for p in run.model.parameters()):,} parameters", flush=True)
+    signal.signal(signal.SIGTERM, run.stop)
+    run.train(args.batch_tokens, args.check_minutes * 60, 240)
+
+
+if __name__ == "__main__":
+    main()
