@@ -1,7 +1,7 @@
 """The models that are measured: a generated one of middle size, and the shipped one in the FP32 form every peer reads.
 
-Both are Hugging Face folders with DeepSeek's own tensor names, kept under .peers/models/. Weights of the generated one are
-random, so it says nothing sensible; its shapes, its routing and its cost are those of a real checkpoint.
+Both are Hugging Face folders with DeepSeek's own tensor names, kept under .peers/models/. Weights of the generated one
+are random, so it says nothing sensible; its shapes, its routing and its cost are those of a real checkpoint.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def mid_model() -> Path:
 
 
 def shipped_model_fp32() -> Path | None:
-    """Return an FP32 copy of hadal-tiny for engines that do not read block-scaled FP8; None if it is not trained yet."""
+    """Return an FP32 copy of hadal-tiny for engines that do not read block-scaled FP8; None if there is none yet."""
     if not (SHIPPED / "config.json").exists():
         return None
     fields = json.loads((SHIPPED / "config.json").read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ CHUNK_TOKENS = Deployment().chunk_tokens
 
 
 class HadalSubject:
-    """Prompts go through in the chunks a prefill leader would cut, decoding in the differences a decode leader sends."""
+    """Prompts go through in the chunks a prefill leader cuts, decoding in the differences a decode leader sends."""
 
     def __init__(self, folder: str, threads: int) -> None:
         torch.set_num_threads(threads)

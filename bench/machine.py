@@ -82,7 +82,7 @@ def describe() -> dict[str, str | int | float]:
 
 
 class CpuWatch:
-    """How many cores others kept busy between `start` and `stop`: all busy ticks less those of the processes watched."""
+    """How many cores others kept busy between `start` and `stop`: all busy time less that of the processes watched."""
 
     def __init__(self) -> None:
         self._watched: tuple[int, ...] = ()

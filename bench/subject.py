@@ -38,7 +38,7 @@ def prompts(batch: int, num_tokens: int, vocab_size: int, seed: int) -> list[lis
 
 
 def answer(make: Any) -> None:
-    """Serve `make()`'s Subject over stdin and stdout until stdin closes. What libraries print goes to stderr instead."""
+    """Serve `make()`'s Subject over stdin and stdout until stdin closes. What libraries print goes to stderr."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

@@ -17,8 +17,8 @@ from train.tokenizer import BOS, CHAT_TEMPLATE, EOS, THINK_END
 
 _TEMPLATE = jinja2.Template(CHAT_TEMPLATE)
 PAD_ID = 2
-# Harder tasks get more examples.
-WEIGHTS = {"arithmetic": 5, "sort": 4, "reverse": 3, "letters": 3, "dates": 3, "reading": 4, "talk": 1, "followup": 4}
+# Harder tasks get more examples, and so do those whose replies are short.
+WEIGHTS = {"arithmetic": 4, "sort": 4, "reverse": 4, "letters": 5, "dates": 5, "reading": 5, "talk": 1.5, "followup": 4}
 
 
 @dataclass(frozen=True)

@@ -283,6 +283,43 @@ std::vector<Tensor> norm_backward(const Tensor& dy, const Tensor& x, const Tenso
   return {dx, dw.sum(0)};
 }
 
+// One Muon step of `n` separate matrices [rows, cols] laid one behind the other; each is worked on inside the cache.
+void muon_step(const Tensor& param, const Tensor& grad, const Tensor& buffer, int64_t rows, int64_t cols, double lr, double momentum,
+               double weight_decay) {
+  const int64_t size = rows * cols, n = param.numel() / size, side = std::min(rows, cols);
+  float *pp = param.data_ptr<float>(), *bp = buffer.data_ptr<float>();
+  const float *gp = grad.data_ptr<float>(), mu = momentum, keep = 1.0 - lr * weight_decay;
+  const float move = lr * 0.2 * std::sqrt((double)std::max(rows, cols));
+#pragma omp parallel num_threads(at::get_num_threads())
+  {
+    std::vector<float> x(size), y(size), a(side * side), b(side * side);
+#pragma omp for schedule(dynamic, 16)
+    for (int64_t i = 0; i < n; i++) {
+      const float* g = gp + i * size;
+      float *m = bp + i * size, *p = pp + i * size, sum = 0.f;
+      for (int64_t j = 0; j < size; j++) {
+        m[j] += (1.f - mu) * (g[j] - m[j]);
+        x[j] = g[j] + mu * (m[j] - g[j]);
+        sum += x[j] * x[j];
+      }
+      const float inverse = 1.f / (std::sqrt(sum) + 1e-12f);
+      for (int64_t j = 0; j < size; j++) x[j] *= inverse;
+      for (int step = 0; step < 5; step++) {
+        // a is the symmetric product over the long side, so row or column order does not matter.
+        if (rows <= cols) gemm(T, N, side, side, cols, 1.f, x.data(), cols, x.data(), cols, 0.f, a.data(), side);
+        else gemm(N, T, side, side, rows, 1.f, x.data(), cols, x.data(), cols, 0.f, a.data(), side);
+        gemm(N, N, side, side, side, 2.0315f, a.data(), side, a.data(), side, 0.f, b.data(), side);
+        for (int64_t j = 0; j < side * side; j++) b[j] -= 4.7750f * a[j];
+        for (int64_t j = 0; j < size; j++) y[j] = 3.4445f * x[j];
+        if (rows <= cols) gemm(N, N, cols, rows, rows, 1.f, x.data(), cols, b.data(), side, 1.f, y.data(), cols);
+        else gemm(N, N, cols, rows, cols, 1.f, b.data(), side, x.data(), cols, 1.f, y.data(), cols);
+        std::swap(x, y);
+      }
+      for (int64_t j = 0; j < size; j++) p[j] = keep * p[j] - move * x[j];
+    }
+  }
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("route", &route);
   m.def("sort_by_expert", &sort_by_expert);
@@ -290,6 +327,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("experts_backward", &experts_backward);
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);
+  m.def("muon_step", &muon_step);
   m.def("norm_forward", &norm_forward);
   m.def("norm_backward", &norm_backward);
 }

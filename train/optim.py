@@ -7,6 +7,8 @@ gives its updates AdamW's size, is Moonlight's (arXiv 2502.16982). Experts are o
 import torch
 from torch import Tensor, nn
 
+from train.experts import kernels
+
 
 def schedule(progress: float) -> float:
     """Return the learning-rate factor at `progress` in 0..1: warm up, hold, fall linearly to zero."""
@@ -41,6 +43,10 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["buffer"] = torch.zeros_like(p)
                 buffer = state["buffer"]
+                if p.ndim == 3 and kernels() is not None:
+                    rows = p.shape[1] // 2 if p.shape[1] < p.shape[2] else p.shape[1]  # gate and up are two matrices
+                    kernels().muon_step(p, p.grad.contiguous(), buffer, rows, p.shape[2], group["lr"], group["momentum"], group["weight_decay"])
+                    continue
                 buffer.lerp_(p.grad, 1 - group["momentum"])
                 update = p.grad.lerp(buffer, group["momentum"])
                 if p.ndim == 3 and p.shape[1] < p.shape[2]:  # gate and up are two matrices of one expert

@@ -21,7 +21,7 @@ from train.optim import make_optimizers, schedule
 from train.tokenizer import load_or_build
 
 MTP_WEIGHT = 0.2
-MTP_FROM = 0.5  # Share of the run after which the MTP layer is trained again: it learns fast on a model that is good.
+MTP_FROM = 0.72  # Share of the run after which the MTP layer is trained again: it learns fast on a model that is good.
 
 
 def losses(model: Model, batch: Batch, with_mtp: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,7 +32,8 @@ def losses(model: Model, batch: Batch, with_mtp: bool = True) -> tuple[Tensor, T
     loss = F.cross_entropy(logits, batch.targets[rows])
     mtp_loss = torch.zeros(())
     if with_mtp:
-        mtp_loss = _mtp_loss(model, batch, h)
+        # Late, the MTP layer follows the model and does not pull at it.
+        mtp_loss = _mtp_loss(model, batch, h.detach())
     greedy = torch.full_like(batch.targets, -100)
     greedy[rows] = logits.detach().argmax(-1)
     return loss, mtp_loss, greedy == batch.targets
@@ -124,7 +125,7 @@ class Run:
         torch.backends.mkldnn.matmul.fp32_precision = "bf16" if progress < 0.92 else "ieee"
         loss, mtp_loss, _ = losses(self.model, batch, with_mtp=not 0.03 < progress < MTP_FROM)
         (loss + MTP_WEIGHT * mtp_loss).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_([p for g in self.optimizers[1].param_groups for p in g["params"]], 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * schedule(progress)

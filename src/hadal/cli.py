@@ -91,6 +91,59 @@ def serve(
     sys.exit(code)
 
 
+@app.command(
+    epilog=(
+        "[bold]Examples[/bold]\n\n"
+        "hadal chat                                 with the server on this machine\n\n"
+        "hadal chat --url http://other:8000         with another one\n\n"
+        "echo 'What is 12 + 30?' | hadal chat       one question, then leave"
+    )
+)
+def chat(
+    url: Annotated[str, typer.Option(help="Where the server is, with or without /v1.")] = URL,
+    model: Annotated[str, typer.Option(help="Name of the model. [dim]the first the server lists[/dim]")] = "",
+    api_key: Annotated[str, typer.Option(help="Key for the server.", envvar="HADAL_API_KEY")] = "",
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [dim]the model's own[/dim]")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, thinking included.")] = None,
+) -> None:
+    """Chat in the terminal with a running server: thinking dimmed, tokens per second after each answer."""
+    from hadal.gateway.terminal_chat import chat as talk
+
+    sys.exit(
+        talk(url, model=model, api_key=api_key, system=system, temperature=temperature, max_tokens=max_tokens)
+    )
+
+
+@app.command(name="eval")
+def evaluate(
+    url: Annotated[str, typer.Option(help="Where the server is.")] = URL,
+    num_per_task: Annotated[int, typer.Option(help="Prompts per task.", min=1)] = 30,
+    task: Annotated[list[str] | None, typer.Option(help="Only this task; may be given again.")] = None,
+    seed: Annotated[int, typer.Option(help="Which held-out prompts are drawn.")] = 0,
+    model: Annotated[str, typer.Option(help="Name of the model. [dim]the first the server lists[/dim]")] = "",
+    api_key: Annotated[str, typer.Option(help="Key for the server.", envvar="HADAL_API_KEY")] = "",
+    concurrency: Annotated[int, typer.Option(help="Prompts asked at once.", min=1)] = 16,
+    show_wrong: Annotated[int, typer.Option(help="Wrong answers to show.", min=0)] = 3,
+    at_least: Annotated[float, typer.Option(help="Leave with 1 if fewer are exact (0 to 1).")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
+) -> None:
+    """Ask a running server held-out prompts of the tasks hadal-tiny was taught; print how many answers are exact."""
+    from httpx import HTTPError
+
+    from hadal.evals.run import run
+
+    try:
+        exact = run(
+            url.rstrip("/").removesuffix("/v1"), num_per_task=num_per_task, seed=seed, tasks=tuple(task or ()),
+            model=model, api_key=api_key, concurrency=concurrency, as_json=as_json, show_wrong=show_wrong,
+        )  # fmt: skip
+    except (ValueError, HTTPError) as error:
+        typer.echo(f"hadal eval: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+    sys.exit(0 if exact >= at_least else 1)
+
+
 def _deployment(config: Path | None, overrides: dict[str, Any]) -> Deployment:
     if config is not None:
         return read_deployment(config, **overrides)

@@ -1,8 +1,8 @@
 """An engine without a model: KV cells that hold what was written, and tokens that depend on every one of them.
 
-A cell is a hash of its token and position; the next token is a hash of all cells read through the block list, the output
-index, the seed and, where asked for, the penalties' history. So a block freed too early, a stale copy, a wrong position or
-a lost history shows as a wrong token. What a request must produce is computed here without blocks, plans or steps.
+A cell is a hash of its token and position; the next token is a hash of all cells read through the block list, the
+output index, the seed and, where asked for, the penalties' history. So a block freed too early, a stale copy, a wrong
+position or a lost history shows as a wrong token. What a request must produce is computed here without blocks or steps.
 """
 
 from __future__ import annotations
@@ -152,10 +152,15 @@ class DecodeEngine:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._rows: dict[int, _Row] = {}
+        self._num_failures = 0
 
     def execute(self, plan: DecodePlan, elapsed_s: float, error: str | None) -> StepDone:
-        for slot in plan.leaves:
-            self._rows.pop(slot, None)
+        strangers = [slot for slot in plan.leaves if self._rows.pop(slot, None) is None]
+        if strangers:
+            # After a failed step the leader empties every slot, once; otherwise it knows who is in the table.
+            assert self._num_failures > 0, f"slots {strangers} leave and are not there"
+            self._num_failures -= 1
+        self._num_failures += error is not None
         for join in plan.joins:
             assert join.slot not in self._rows, f"slot {join.slot} is joined twice"
             self._rows[join.slot] = _Row(

@@ -26,12 +26,14 @@ class Host:
         self, name: str, role: Role, check: Callable[[], list[str]], clock: SimClock, random: Random,
         send: Callable[[str, AnyMessage], None], *, deliver: Callable[[Deliver], None] | None = None,
         pools: dict[str, Pool] | None = None, pool_name: str = "", engine: PrefillEngine | DecodeEngine | None = None,
-        step_s: float = 0.01, fault_rate: float = 0.0,
+        step_s: float = 0.01, pull_s: float = 0.02, fault_rate: float = 0.0,
     ) -> None:  # fmt: skip
         self.name = name
         self.role = role
         self.is_alive = True
         self.is_stuck = False
+        """It lives and does nothing."""
+        self.life = 0
         self._check = check
         self._clock = clock
         self._random = random
@@ -41,6 +43,7 @@ class Host:
         self._pool_name = pool_name
         self._engine = engine
         self._step_s = step_s
+        self._pull_s = pull_s
         self._fault_rate = fault_rate
         self._plans: deque[StepPlan] = deque()
         self._wake_number = 0
@@ -67,7 +70,7 @@ class Host:
                         self._run_step()
                     assert len(self._plans) <= 2, "more than two plans are in flight"
                 case Pull():
-                    self._clock.after(self._random.uniform(0, 2 * self._step_s), lambda e=effect: self._pulled(e))
+                    self._clock.after(self._random.uniform(0, self._pull_s), lambda e=effect: self._pulled(e))
                 case Freed(block_ids):
                     self._pools[self._pool_name].freed(block_ids)
                 case WakeAt(time_s):

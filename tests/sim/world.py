@@ -9,15 +9,17 @@ that took it are checked; clients check every token.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
 from hadal.core.config import Deployment
-from hadal.core.messages import AnyMessage, Cancel, Drain, Generation, Submit, UnitDown
+from hadal.core.messages import AnyMessage, Cancel, Drain, Generation, Returned, Submit, Tokens, UnitDown
 from hadal.core.seams import Deliver
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.front import Front
 from hadal.roles.prefill import PrefillLeader
+from hadal.roles.reasons import kind_of
 from tests.sim.clock import SimClock
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, expected_output
 from tests.sim.host import Host
@@ -78,7 +80,7 @@ class World:
 
     def __init__(
         self, seed: int, config: Deployment, *, max_context: int, pool_blocks: tuple[int, int], faults: Faults,
-        step_s: float = 0.01, wire_s: float = 0.002,
+        step_s: float = 0.01, pull_s: float = 0.02, wire_s: float = 0.002,
     ) -> None:  # fmt: skip
         self.random = Random(seed)
         self.clock = SimClock()
@@ -91,10 +93,20 @@ class World:
         self.pools: dict[str, Pool] = {}
         self.fronts: list[Front] = []
         self.num_deaths = 0
+        self.num_returned: Counter[str] = Counter()
+        """Reasons for which units gave attempts back."""
+        self.quiet_from_s = max(faults.until_s, 0.2)
+        """Nobody comes, and nothing goes wrong, after this."""
         self._step_s = step_s
+        self._pull_s = pull_s
         self._wire_s = wire_s
         self._num_lives = 0
         self._last_arrival_s: dict[tuple[int, str], float] = {}
+        self._mail: dict[str, list[AnyMessage]] = {}
+        """What sockets keep for a process that is dead."""
+        self._next_index: dict[tuple[int, str, int], int] = {}
+        self._cut_lives: set[int] = set()
+        """Lives whose last words were lost with them."""
         for role, units in (("prefill", config.prefill.units), ("decode", config.decode.units)):
             for index in range(units):
                 self.clock.after(self.random.uniform(0, 0.1), lambda n=f"{role}-{index}": self.start_unit(n))
@@ -112,6 +124,8 @@ class World:
     def start_front(self) -> None:
         """Start the front, or a new one in the old one's place: the streams it held are gone."""
         self._kill("front")
+        for name in [name for name, host in self.hosts.items() if host.is_stuck]:
+            self.kill_unit(name)  # A new front never heard of it: a unit that does not come up is the supervisor's.
         for client in self.clients.values():
             client.is_lost = client.is_lost or client.final is None
         front = Front(self.config, epoch=self._new_epoch(), max_context=self.max_context)
@@ -144,12 +158,16 @@ class World:
             engine = DecodeEngine(pool)
         self._start(name, Host(
             name, leader, leader.audit, self.clock, self.random, self._sender(name), pools=self.pools,
-            pool_name=pool_name, engine=engine, step_s=self._step_s, fault_rate=self.faults.engine_rate,
+            pool_name=pool_name, engine=engine, step_s=self._step_s, pull_s=self._pull_s,
+            fault_rate=self.faults.engine_rate,
         ))  # fmt: skip
 
     def _start(self, name: str, host: Host) -> None:
+        host.life = self._num_lives
         self.hosts[name] = host
         host.start()
+        for message in self._mail.pop(name, []):
+            self.clock.after(0.0, lambda m=message: self._arrive(name, m, 0))
 
     def _new_epoch(self) -> str:
         self._num_lives += 1
@@ -159,6 +177,8 @@ class World:
         host = self.hosts.get(name)
         if host is not None and host.is_alive:
             host.is_alive = False
+            if self.random.random() < 0.5:
+                self._cut_lives.add(host.life)
             if name != "front" and self.random.random() < 0.5:
                 self.pools.pop(next(p for p in reversed(self.pools) if p.startswith(f"{name}.")))
 
@@ -169,8 +189,12 @@ class World:
         self._kill(name)
         self.num_deaths += 1
         notice_s = self.random.uniform(0, 0.2)
-        self.clock.after(notice_s, lambda: self.hosts["front"].handle(UnitDown(name, "the process ended")))
+        self.clock.after(notice_s, lambda: self._tell_front(UnitDown(name, "the process ended")))
         self.clock.after(notice_s + self.random.uniform(0, 0.5), lambda: self.start_unit(name))
+
+    def _tell_front(self, message: UnitDown) -> None:
+        if "front" in self.hosts:
+            self.hosts["front"].handle(message)
 
     def _strike(self) -> None:
         if self.clock.now() > self.faults.until_s:
@@ -192,25 +216,42 @@ class World:
                 assert isinstance(message, UnitDown)
                 self.clock.after(0.0, lambda: self.kill_unit(message.unit))
                 return
+            self._watch(life, message)
             copies = 2 if self.random.random() < self.faults.duplicate_rate else 1
             for _ in range(copies):
                 wire = (life, to)
                 arrival_s = self.clock.now() + self.random.uniform(0, self._wire_s)
                 arrival_s = max(arrival_s, self._last_arrival_s.get(wire, 0.0))
                 self._last_arrival_s[wire] = arrival_s
-                self.clock.at(arrival_s, lambda: self._arrive(to, message))
+                self.clock.at(arrival_s, lambda: self._arrive(to, message, life))
 
         return send
 
-    def _arrive(self, to: str, message: AnyMessage) -> None:
+    def _watch(self, life: int, message: AnyMessage) -> None:
+        """Every life sends the tokens of an attempt in order, and none after the last."""
+        for token in message.tokens if isinstance(message, Tokens) else ():
+            key = (life, token.request_id, token.attempt)
+            expected = self._next_index.get(key, token.index)
+            assert token.index == expected, f"{key}: sent token {token.index}, {expected} was next"
+            self._next_index[key] = token.index + 1 if token.finish is None else -1
+
+    def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
         """Hand over to whoever has the name now: maybe a later life than the one it was sent to."""
         host = self.hosts.get(to)
+        if life in self._cut_lives:
+            return
         if host is not None and host.is_alive:
+            if isinstance(message, Returned):
+                self.num_returned[kind_of(message.reason)] += 1
             host.handle(message)
-        elif self.random.random() < 0.5:  # The socket keeps it until somebody is there again.
-            self.clock.after(self.random.uniform(0.1, 0.5), lambda: self._arrive(to, message))
+        elif self.random.random() < 0.5:
+            self._mail.setdefault(to, []).append(message)
 
     # ---- clients ----
+    def submit_at(self, at_s: float, generation: Generation, longest: int) -> None:
+        self.quiet_from_s = max(self.quiet_from_s, at_s)
+        self.clock.at(at_s, lambda: self.submit(generation, longest))
+
     def submit(self, generation: Generation, longest: int) -> None:
         if "front" not in self.hosts:
             return
@@ -244,7 +285,7 @@ class World:
 
     def is_over(self) -> bool:
         """Nothing is held anywhere and nothing goes wrong any more."""
-        if self.clock.now() < self.faults.until_s or not self.front.idle:
+        if self.clock.now() < self.quiet_from_s or not self.front.idle:
             return False
         leaders = [host.role for host in self.hosts.values() if isinstance(host.role, PrefillLeader | DecodeLeader)]
         return not any(leader.num_requests or leader.blocks.num_used for leader in leaders)

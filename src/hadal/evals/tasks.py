@@ -47,7 +47,7 @@ class Example:
 
 
 def sample(rng: random.Random, task: str) -> Example:
-    """Return a random example of a task; about one in five has earlier, unrelated turns.
+    """Return a random example of a task; one in ten has earlier, unrelated turns.
 
     Raises ValueError if the task is not one of TASKS.
     """
@@ -58,13 +58,13 @@ def sample(rng: random.Random, task: str) -> Example:
         turns = [_SINGLE[task](rng)]
     else:
         raise ValueError(f"no task {task!r}; choose one of {', '.join(TASKS)}")
-    if rng.random() < 0.18:
+    if rng.random() < 0.1:
         num_before = rng.choice((1, 1, 1, 2, 2, 3)) if rng.random() < 0.88 else rng.randint(4, 14)
-        if rng.random() < 0.02:
+        if rng.random() < 0.01:
             num_before = rng.randint(15, 40)
         turns = [_any_turn(rng) for _ in range(num_before)] + turns
     messages: list[dict[str, str]] = []
-    if rng.random() < 0.1:
+    if rng.random() < 0.06:
         messages.append({"role": "system", "content": rng.choice(_SYSTEMS)})
     for turn in turns[:-1]:
         messages.append({"role": "user", "content": turn.question})

@@ -130,8 +130,8 @@ def arithmetic(rng: random.Random) -> Turn:
     op = rng.choices("+-*", (4, 4, 3))[0]
     story = rng.random() < 0.15
     if op == "*":
-        if rng.random() < 0.25:
-            a, b = rng.randint(10, 99), rng.randint(10, 99)
+        if rng.random() < 0.2:
+            a, b = rng.randint(10, 99), rng.randint(10, 20)
         else:
             a, b = number(rng, 3), rng.randint(0, 9)
             if rng.random() < 0.4:

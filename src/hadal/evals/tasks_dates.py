@@ -144,7 +144,7 @@ def dates(rng: random.Random) -> Turn:
         question = _lower(rng, vary(rng, question.replace("1 days", "1 day") if days == 1 else question))
         return Turn(question, reasoning, answer, question.lower(), "weekday", (answer,))
     month = rng.randrange(12)
-    day, days = rng.randint(1, MONTH_DAYS[month]), rng.randint(1, 40)
+    day, days = rng.randint(1, MONTH_DAYS[month]), rng.randint(1, 30)
     if rng.random() < 0.1:
         return _tomorrow(rng, month, day)
     template = rng.choice(_AFTER if kind == "after" else _BEFORE)

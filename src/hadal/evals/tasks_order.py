@@ -68,8 +68,8 @@ def reason_reverse(items: list[str]) -> str:
 
 
 def _numbers(rng: random.Random) -> list[str]:
-    size = rng.randint(2, 6)
     top = rng.choice((9, 99, 99, 99, 999))
+    size = rng.randint(2, 4 if top == 999 else 5)
     picked = [rng.randint(0, top) for _ in range(size)]
     if rng.random() < 0.9:
         picked = rng.sample(range(top + 1), size)
@@ -80,7 +80,7 @@ def sort(rng: random.Random) -> Turn:
     """Return a list to sort, or to find the largest or the smallest of."""
     down = rng.random() < 0.4
     if rng.random() < 0.4:
-        words = rng.sample(ALL_LOWER if rng.random() < 0.85 else NAMES, rng.randint(2, 5))
+        words = rng.sample(ALL_LOWER if rng.random() < 0.85 else NAMES, rng.randint(2, 4))
         ordered = sorted(words, key=str.lower, reverse=down)
         template = rng.choice(_WORDS_DOWN if down else _WORDS_UP)
         return _sorted_turn(rng, template, words, ordered, down)
@@ -103,7 +103,7 @@ def _sorted_turn(rng: random.Random, template: str, items: list[str], ordered: l
 
 def reverse_list(rng: random.Random) -> Turn:
     """Return a list or a row of words to turn round."""
-    size = rng.randint(2, 7)
+    size = rng.randint(2, 6)
     style = rng.random()
     if style < 0.35:
         items = [str(rng.randint(0, 99)) for _ in range(size)]

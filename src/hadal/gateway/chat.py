@@ -60,10 +60,14 @@ class ChatFormat:
         self,
         turns: Sequence[Turn],
         *,
+        max_tokens: int,
         thinking: bool | None = None,
         template_kwargs: dict[str, bool | int | float | str | None] | None = None,
     ) -> Prompt:
-        """Render and tokenise. `thinking` False closes the reasoning before it starts. Raises RequestError."""
+        """Render and tokenise. `thinking` False closes the reasoning before it starts.
+
+        Raises RequestError, also for what is sure to exceed `max_tokens`, which it then does not tokenise.
+        """
         kwargs = template_kwargs or {}
         for name in sorted(_RESERVED & kwargs.keys()):
             raise RequestError(f"chat_template_kwargs: {name} is the server's; leave it out.", "chat_template_kwargs")
@@ -81,6 +85,7 @@ class ChatFormat:
         if thinks and thinking is False:
             text += f"\n{THINK_CLOSE}\n\n"
             thinks = False
+        check_length(self._vocabulary.fewest_tokens(text.replace(shield, "")), max_tokens, "messages")
         return Prompt(tuple(self._encode(text, shield)), thinks)
 
     def _shielded(self, text: str, shield: str) -> str:
@@ -136,8 +141,12 @@ def read_chat_format(folder: Path, vocabulary: Vocabulary) -> ChatFormat:
     return ChatFormat(vocabulary, template, bos, eos, str(path))
 
 
-def raw_prompt(vocabulary: Vocabulary, text: str, bos_id: int | None) -> Prompt:
-    """A prompt of /completions: whoever writes it writes the template too, so control tokens in it count."""
+def raw_prompt(vocabulary: Vocabulary, text: str, bos_id: int | None, *, max_tokens: int) -> Prompt:
+    """A prompt of /completions: whoever writes it writes the template too, so control tokens in it count.
+
+    Raises RequestError for what is sure to exceed `max_tokens`.
+    """
+    check_length(max(1, vocabulary.fewest_tokens(text)), max_tokens, "prompt")
     ids = vocabulary.encode_controlled(text)
     if bos_id is not None and ids[:1] != [bos_id]:
         ids.insert(0, bos_id)
@@ -150,6 +159,17 @@ def read_bos_id(folder: Path, vocabulary: Vocabulary) -> int | None:
     if not fields.get("add_bos_token"):
         return None
     return vocabulary.control_ids.get(_token_text(fields.get("bos_token")))
+
+
+def check_length(num_tokens: int, max_tokens: int, field: str) -> None:
+    """Raise RequestError for a prompt of `num_tokens` or more."""
+    if not num_tokens:
+        raise RequestError(f"{field} holds no token; send some text.", field)
+    if num_tokens > max_tokens:
+        raise RequestError(
+            f"The prompt has {num_tokens} tokens or more; at most {max_tokens} are allowed. Shorten {field}.",
+            field, "context_length_exceeded",
+        )
 
 
 def _answer_of(turn: Turn) -> str:

@@ -47,7 +47,8 @@ class Host:
         self._draining = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._failed: BaseException | None = None
+        self._failed: Exception | None = None
+        self._task: asyncio.Task[None] | None = None
 
     @property
     def draining(self) -> bool:
@@ -60,7 +61,16 @@ class Host:
         return len(self._mailboxes)
 
     async def run(self) -> None:
-        """Start the front, then serve messages until cancelled."""
+        """Start the front, then serve messages until cancelled. Raises what the front raised, wherever it did."""
+        self._task = asyncio.current_task()
+        try:
+            await self._serve()
+        except asyncio.CancelledError:
+            if self._failed is not None:
+                raise self._failed from None
+            raise
+
+    async def _serve(self) -> None:
         for effect in self._front.start(self._now()):
             self._apply(effect)
         while True:
@@ -69,8 +79,6 @@ class Host:
                 if isinstance(message, Drain):
                     self._draining.set()
             self._handle(messages)
-            if self._failed is not None:  # A timer's or a request's failure ends the process as a message's would.
-                raise self._failed
 
     def open(self, generations: Iterable[Generation]) -> Mailbox:
         """Submit the choices of one request; their deliveries come to the mailbox that is returned."""
@@ -120,8 +128,11 @@ class Host:
                 for effect in self._front.handle(self._now(), event):
                     self._apply(effect)
         except Exception as error:
+            # A timer's or a request's failure ends the host as a message's would: the front cannot be trusted now.
             log.exception("the front failed")
             self._failed = error
+            if self._task is not None:
+                self._task.cancel()
             raise
 
     def _apply(self, effect: Effect) -> None:

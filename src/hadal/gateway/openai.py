@@ -69,8 +69,9 @@ class CompletionAsk:
 def parse_chat(body: bytes) -> ChatAsk:
     """Read a body of /chat/completions. Raises RequestError."""
     request = decode(body, ChatRequest)
-    if request.tools or request.functions:
-        raise RequestError("tools are not supported; leave them out.", "tools" if request.tools else "functions")
+    for name, given in (("tools", request.tools), ("functions", request.functions)):
+        if given:
+            raise RequestError(f"{name} are not supported; leave them out.", name)
     if request.response_format is not None and request.response_format.type != "text":
         raise RequestError(
             f"response_format.type is {_short(request.response_format.type)}; only 'text' is supported.",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -17,10 +18,12 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+import uvloop
 
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.gateway.auth import Keys
+from hadal.gateway.connection import GatewayProtocol
 from hadal.gateway.host import Host
 from hadal.gateway.http import Gateway, Patience, make_app
 from hadal.gateway.metrics import Metrics
@@ -85,13 +88,20 @@ def listener_of(deployment: Deployment, environment: dict[str, str]) -> socket.s
     return socket.socket(fileno=int(given))
 
 
+def server_config(gateway: Gateway) -> uvicorn.Config:
+    """How uvicorn serves the gateway."""
+    # Its own log tells of every start and of every client that speaks no HTTP; neither is news.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    return uvicorn.Config(
+        make_app(gateway), http=GatewayProtocol, log_config=None, access_log=False, lifespan="off", ws="none",
+        server_header=False, timeout_keep_alive=75, timeout_graceful_shutdown=_SHUTDOWN_S,
+    )
+
+
 async def serve(deployment: Deployment, gateway: Gateway, listening: socket.socket) -> int:
     """Serve until drained or failed; returns the exit code."""
     loop = asyncio.get_running_loop()
-    config = uvicorn.Config(
-        make_app(gateway), log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
-        timeout_keep_alive=75, timeout_graceful_shutdown=_SHUTDOWN_S,
-    )
+    config = server_config(gateway)
 
     def drain() -> None:
         loop.call_soon_threadsafe(gateway.host.drain)
@@ -122,32 +132,28 @@ async def _drained(host: Host, timeout_s: float) -> None:
 
 
 def main() -> int:
+    """Run until drained or failed; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
     arguments = parser.parse_args()
     run = enter_child(arguments.folder)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    # One text at a time is tokenised; threads of the tokenizers library would only take cores from the ranks.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     environment = dict(os.environ)
     wire = ZmqWire("front", arguments.folder)
     try:
         gateway = make_gateway(run.deployment, wire, environment)
         listening = listener_of(run.deployment, environment)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        gc.collect()
+        gc.freeze()  # What is there now stays: no collection need look at it again.
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(run.deployment, gateway, listening))
     except ConfigError as error:
         log.critical("%s", error)
         return EXIT_CONFIG
     finally:
         wire.close()
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop  # Where it is installed: a third less time per event.
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 if __name__ == "__main__":

@@ -75,6 +75,8 @@ class Common(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(Common, kw_only=True):
+    """A body of /chat/completions."""
+
     messages: list[ChatMessage]
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
@@ -87,6 +89,8 @@ class ChatRequest(Common, kw_only=True):
 
 
 class CompletionRequest(Common, kw_only=True):
+    """A body of /completions."""
+
     prompt: str | list[str | int | list[_TokenId]]
     echo: bool | None = None
     suffix: str | None = None

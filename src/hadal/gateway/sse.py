@@ -28,7 +28,9 @@ _STREAM_HEADERS = [
 _WAIT_S = 60.0
 _GRACE_S = 5.0
 """The front ends a request that is late; this is how much later it is ended without the front."""
-_CODES = {400: "context_length_exceeded", 429: "overloaded", 500: "engine_error", 503: "overloaded", 504: "request_timeout"}
+_CODES = {
+    400: "context_length_exceeded", 429: "overloaded", 500: "engine_error", 503: "overloaded", 504: "request_timeout",
+}
 
 
 @dataclass

@@ -39,8 +39,14 @@ class Vocabulary:
         longest_first = sorted(self.control_ids, key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
+        self._longest = max(map(len, self.token_bytes), default=1)
+
     def __len__(self) -> int:
         return len(self.token_bytes)
+
+    def fewest_tokens(self, text: str) -> int:
+        """No encoding of the text is shorter: a bound that costs nothing, to refuse what is far too long."""
+        return -(-len(text) // self._longest)
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of a text in which nothing is a control token."""

@@ -1,7 +1,8 @@
 """Compile the C++ kernels once per machine and keep the shared library in the user's cache.
 
-Knows compilers, files and locks; knows nothing of what the library holds. The library's name is a hash of everything that
-decides its content (sources, flags, compiler, the CPU's features), so a wrong one is never loaded and none is ever rebuilt in place.
+Knows compilers, files and locks; knows nothing of what the library holds. The library's name is a hash of everything
+that decides its content (sources, flags, compiler, the CPU's features), so a wrong one is never loaded and none is ever
+rebuilt in place.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ FLAGS = (
     "-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden",
     # A fused multiply-add wherever one is written; errno and traps would keep sqrt and selects out of vector code.
     "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
-    # Not -ffast-math: it reorders sums (a token's result would depend on the tile it falls in) and assumes that there is no
-    # infinity or NaN (softmax's first maximum is -inf, and a NaN must reach the caller, not vanish).
+    # Not -ffast-math: it reorders sums (a token's result would depend on the tile it falls in) and assumes that there
+    # is no infinity or NaN (softmax's first maximum is -inf, and a NaN must reach the caller, not vanish).
 )
 COMPILE_TIMEOUT_S = 300
 
@@ -48,8 +49,8 @@ def build() -> Path:
         with _only_one(folder / f"kernels-{key}.lock"):
             if not library.exists():  # Another process may have built it while this one waited.
                 _compile(compiler, library)
-    except OSError as error:
-        raise BuildError(f"the kernels cannot be built: {error}. HADAL_CACHE_DIR names a folder to build in.") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"no kernels: {error}. HADAL_CACHE_DIR may name another folder to build in.") from error
     return library
 
 
@@ -73,9 +74,10 @@ def _compiler() -> list[str]:
 
 
 def _key(compiler: list[str], sources: list[Path]) -> str:
-    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False).stdout
-    parts = [*(path.name.encode() + b"\0" + path.read_bytes() for path in sources), " ".join((*compiler, *FLAGS)).encode(), version]
-    return hashlib.sha256(b"\0\0".join([*parts, _cpu_features()])).hexdigest()[:20]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    texts = [path.name.encode() + b"\0" + path.read_bytes() for path in sources]
+    parts = [*texts, " ".join((*compiler, *FLAGS)).encode(), version.stdout, _cpu_features()]
+    return hashlib.sha256(b"\0\0".join(parts)).hexdigest()[:20]
 
 
 def _cpu_features() -> bytes:

@@ -1,8 +1,8 @@
 """A whole decode step outside Python: from token ids to logits in one call that holds no GIL and allocates nothing.
 
 Knows a model's weights and a rank's cache; knows nothing of requests. Weights are used where they lie, none is copied.
-Rows of a batch may be several consecutive positions of one sequence: every row's latent is cached before any row attends.
-Shapes: B rows, V vocabulary, D hidden, P blocks, L layers, S = 64 block tokens, M blocks of a row. Twin:
+Rows of a batch may be several consecutive positions of one sequence: every row's latent is cached before any row
+attends. Shapes: B rows, V vocabulary, D hidden, P blocks, L layers, S = 64 block tokens, M blocks of a row. Twin:
 `hadal.reference.decode_step`.
 """
 
@@ -19,9 +19,10 @@ from hadal.kernels.mla_decode import BLOCK_TOKENS
 from hadal.reference.params import LATENT_NORM_EPS, LayerWeights, ModelWeights
 
 _INTS = (
-    "vocab", "D", "num_layers", "Q", "H", "N", "R", "C", "W", "F", "S", "E", "I", "K", "num_groups", "topk_group", "is_normed",
-    "max_batch", "max_position", "num_blocks", "cache_layers",
+    "vocab", "D", "num_layers", "Q", "H", "N", "R", "C", "W", "F", "S", "E", "I", "K", "num_groups", "topk_group",
+    "is_normed", "max_batch", "max_position", "num_blocks", "cache_layers",
 )
+_TensorShape = tuple[int, ...] | None
 _FLOATS = ("eps", "latent_eps", "routed_scale", "softmax_scale")
 
 
@@ -42,10 +43,12 @@ def available(weights: ModelWeights) -> bool:
 class DecodeStep:
     """The step of one model over one cache, for up to `max_batch` rows. One call at a time."""
 
-    def __init__(self, weights: ModelWeights, cache_PLSD: Tensor, max_batch: int, num_threads: int | None = None) -> None:
+    def __init__(
+        self, weights: ModelWeights, cache_PLSD: Tensor, max_batch: int, num_threads: int | None = None
+    ) -> None:
         """Raises ValueError if the step is not `available` for these weights or the cache is not theirs."""
         if not available(weights):
-            raise ValueError("the fused step needs built kernels and contiguous FP32 weights on the CPU; ask available() first.")
+            raise ValueError("the fused step needs built kernels and contiguous FP32 weights on the CPU; ask available().")
         config = weights.config
         num_blocks, cache_layers = cache_PLSD.shape[:2]
         library.check_shape("cache_PLSD", cache_PLSD, (num_blocks, cache_layers, BLOCK_TOKENS, config.latent_dim))
@@ -78,8 +81,8 @@ class DecodeStep:
     def __call__(self, tokens_B: Tensor, positions_B: Tensor, block_table_BM: Tensor) -> Tensor:
         """Write each token's latents at its position, return the logits [B, V] for the next.
 
-        The result is a view of a buffer that the next call overwrites. Raises ValueError if a shape, token, position or block
-        is out of range; nothing has been written then.
+        The result is a view of a buffer that the next call overwrites. Raises ValueError if a shape, token, position or
+        block is out of range; nothing has been written then.
         """
         batch = len(tokens_B)
         if not 0 <= batch <= self.max_batch:
@@ -94,14 +97,16 @@ class DecodeStep:
         table_BM = library.as_int(block_table_BM, torch.int32)
         library.check_status(
             self._run(
-                self._handle, self._team, ctypes.addressof(self._shape), batch, tokens_B.data_ptr(), positions_B.data_ptr(),
-                table_BM.data_ptr(), table_BM.shape[1], self._normed_BD.data_ptr(), logits_BV.data_ptr(),
+                self._handle, self._team, ctypes.addressof(self._shape), batch, tokens_B.data_ptr(),
+                positions_B.data_ptr(), table_BM.data_ptr(), table_BM.shape[1], self._normed_BD.data_ptr(),
+                logits_BV.data_ptr(),
             )
         )
         return logits_BV
 
     def hidden(self, batch: int) -> Tensor:
-        """The last call's hidden states [B, D] after the last norm: what the head took and an MTP module wants. A view, too."""
+        """The last call's hidden states [B, D] after the last norm: what the head took and an MTP module wants. A view,
+        too."""
         return self._normed_BD[:batch]
 
 
@@ -124,12 +129,14 @@ def _tensors(layer: LayerWeights) -> tuple[Tensor | None, ...]:
 def _shape(weights: ModelWeights, cache_PLSD: Tensor, max_batch: int) -> _Shape:
     c = weights.config
     return _Shape(
-        vocab=c.vocab_size, D=c.hidden_size, num_layers=len(weights.layers), Q=c.q_lora_rank or 0, H=c.num_attention_heads,
-        N=c.qk_nope_head_dim, R=c.qk_rope_head_dim, C=c.kv_lora_rank, W=c.v_head_dim, F=c.intermediate_size,
-        S=c.n_shared_experts * c.moe_intermediate_size, E=c.n_routed_experts, I=c.moe_intermediate_size, K=c.num_experts_per_tok,
+        vocab=c.vocab_size, D=c.hidden_size, num_layers=len(weights.layers), Q=c.q_lora_rank or 0,
+        H=c.num_attention_heads, N=c.qk_nope_head_dim, R=c.qk_rope_head_dim, C=c.kv_lora_rank, W=c.v_head_dim, F=c.intermediate_size,
+        S=c.n_shared_experts * c.moe_intermediate_size, E=c.n_routed_experts, I=c.moe_intermediate_size,
+        K=c.num_experts_per_tok,
         num_groups=c.n_group, topk_group=c.topk_group, is_normed=c.norm_topk_prob, max_batch=max_batch,
         max_position=weights.cos_sin.shape[0], num_blocks=cache_PLSD.shape[0], cache_layers=cache_PLSD.shape[1],
-        eps=c.rms_norm_eps, latent_eps=LATENT_NORM_EPS, routed_scale=c.routed_scaling_factor, softmax_scale=c.softmax_scale,
+        eps=c.rms_norm_eps, latent_eps=LATENT_NORM_EPS, routed_scale=c.routed_scaling_factor,
+        softmax_scale=c.softmax_scale,
     )
 
 
@@ -139,14 +146,14 @@ def _check_weights(weights: ModelWeights) -> None:
     dim, heads, latent = c.hidden_size, c.num_attention_heads, c.latent_dim
     queries = heads * c.qk_head_dim
     shared, width = c.n_shared_experts * c.moe_intermediate_size, c.moe_intermediate_size
-    attention: list[tuple[int, ...] | None] = [
+    attention: list[_TensorShape] = [
         (dim,), ((c.q_lora_rank or queries) + latent, dim),
         (c.q_lora_rank,) if c.q_lora_rank else None, (queries, c.q_lora_rank) if c.q_lora_rank else None,
         (c.kv_lora_rank,), (heads, c.qk_nope_head_dim, c.kv_lora_rank), (heads, c.v_head_dim, c.kv_lora_rank),
         (dim, heads * c.v_head_dim), (dim,),
     ]
-    dense: list[tuple[int, ...] | None] = [(2 * c.intermediate_size, dim), (dim, c.intermediate_size), None, None, None, None]
-    sparse: list[tuple[int, ...] | None] = [
+    dense: list[_TensorShape] = [(2 * c.intermediate_size, dim), (dim, c.intermediate_size), None, None, None, None]
+    sparse: list[_TensorShape] = [
         (2 * shared, dim), (dim, shared), (c.n_routed_experts, dim), (c.n_routed_experts,),
         (c.n_routed_experts, 2 * width, dim), (c.n_routed_experts, dim, width),
     ]

@@ -1,8 +1,8 @@
 """The compiled kernels as Python sees them: loading, thread teams, checks, errors.
 
-Knows the C ABI of cpu/api.cpp and nothing of models. Where there is no library (no compiler, `HADAL_KERNELS=plain`), the reason
-is logged once and every op runs its plain torch twin. Calls release the GIL. A team's threads do not survive a fork:
-processes that use the kernels must be spawned.
+Knows the C ABI of cpu/api.cpp and nothing of models. Where there is no library (no compiler, `HADAL_KERNELS=plain`),
+the reason is logged once and every op runs its plain torch twin. Calls release the GIL. A team's threads do not survive
+a fork: processes that use the kernels must be spawned.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def linear(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     if lib is None or not library.fits(x_MK, w_NK):
         return F.linear(x_MK, w_NK)
     if x_MK.dim() != 2 or w_NK.dim() != 2 or x_MK.shape[1] != w_NK.shape[1]:
-        raise ValueError(f"x {list(x_MK.shape)} and w {list(w_NK.shape)} do not multiply; [M, K] and [N, K] are needed.")
+        raise ValueError(f"x {list(x_MK.shape)} and w {list(w_NK.shape)} do not multiply; [M, K] and [N, K] do.")
     (m, k), n = x_MK.shape, w_NK.shape[0]
     y_MN = torch.empty((m, n))
     library.check_status(lib.hadal_linear(library.team(), x_MK.data_ptr(), m, k, w_NK.data_ptr(), n, y_MN.data_ptr()))

@@ -1,9 +1,9 @@
 """MLA's core in absorbed form over the paged latent cache. Knows nothing of projections.
 
-All heads share each latent row, so one load of it serves a group of heads. A sequence is cut into ranges of positions by its
-length alone: bit-equal whatever the batch and the number of threads.
-Shapes: B requests, H heads, C latent, R rotated, P blocks, L layers, S = 64 block tokens, M blocks of a request, D = C + R.
-Twin: `hadal.reference.mla_decode`.
+All heads share each latent row, so one load of it serves a group of heads. A sequence is cut into ranges of positions
+by its length alone: bit-equal whatever the batch and the number of threads.
+Shapes: B requests, H heads, C latent, R rotated, P blocks, L layers, S = 64 block tokens, M blocks of a request, D = C
++ R. Twin: `hadal.reference.mla_decode`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def mla_decode(
         return o_BHC
     library.check_status(
         lib.hadal_mla_decode(
-            library.team(), q_latent_BHC.data_ptr(), q_rope_BHR.data_ptr(), batch, heads, c, r, cache_PLSD.data_ptr(), num_blocks,
-            num_layers, layer_index, table_BM.data_ptr(), table_BM.shape[1], lengths_B.data_ptr(), scale, o_BHC.data_ptr(),
+            library.team(), q_latent_BHC.data_ptr(), q_rope_BHR.data_ptr(), batch, heads, c, r, cache_PLSD.data_ptr(),
+            num_blocks, num_layers, layer_index, table_BM.data_ptr(), table_BM.shape[1], lengths_B.data_ptr(), scale,
+            o_BHC.data_ptr(),
         )
     )
     return o_BHC

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_NUM_CANDIDATES = 1024
-"""Most nuclei are smaller than this; only if one is not are whole rows sorted."""
+_NUM_CANDIDATES = 16
+"""Likeliest tokens looked at first; more only if a nucleus reaches beyond them."""
 
 
 def uniform(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
@@ -44,41 +44,50 @@ def penalise_counts(logits_BV: Tensor, counts_BV: Tensor, frequency_B: Tensor, p
     return logits_BV - frequency_B[:, None] * counts_BV - presence_B[:, None] * (counts_BV > 0)
 
 
-def truncate(p_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
-    """Set to 0 what top-k, then top-p of the rest, then min-p leave out. 0, 1 and 0 leave out nothing.
+def draw(p_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor, uniform_B: Tensor) -> Tensor:
+    """Draw a token [B] of what top-k, then top-p of the rest, then min-p leave; 0, 1 and 0 leave out nothing.
 
-    `p_BV` are probabilities up to a factor per row.
+    `p_BV` are probabilities up to a factor per row. Whole rows are walked only where neither top-k nor top-p is set.
     """
-    threshold_B = min_p_B.to(p_BV.dtype) * p_BV.amax(-1)
-    if bool(((top_k_B > 0) | (top_p_B < 1)).any()):
-        threshold_B = torch.maximum(threshold_B, _rank_threshold(p_BV, top_k_B, top_p_B))
-    return p_BV.where(p_BV >= threshold_B[:, None], 0.0)
+    is_ranked_B = (top_k_B > 0) | (top_p_B < 1)
+    if bool(is_ranked_B.all()):
+        ids_BW, kept_BW = nucleus(p_BV, top_k_B, top_p_B, min_p_B)
+        return ids_BW.gather(-1, pick(kept_BW, uniform_B)[:, None])[:, 0]
+    if not bool(is_ranked_B.any()):
+        return pick(p_BV.where(p_BV >= (min_p_B * p_BV.amax(-1))[:, None], 0.0), uniform_B)
+    tokens_B = torch.empty(len(p_BV), dtype=torch.int64, device=p_BV.device)
+    for part_B in (is_ranked_B, ~is_ranked_B):
+        tokens_B[part_B] = draw(*(x[part_B] for x in (p_BV, top_k_B, top_p_B, min_p_B, uniform_B)))
+    return tokens_B
 
 
-def _rank_threshold(p_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
-    """The smallest probability that top-k and top-p keep."""
+def nucleus(p_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (ids [B, W] ascending, their probabilities [B, W] or 0): all tokens that stay are among the W.
+
+    Ascending, so that a draw is the same as over the whole row, whatever W is. Every row has top-k or top-p set.
+    """
     vocabulary = p_BV.shape[-1]
-    width = min(vocabulary, max(_NUM_CANDIDATES, int(top_k_B.max())))
     limit_B = torch.where(top_k_B > 0, top_k_B.clamp(max=vocabulary), vocabulary)
+    total_B = p_BV.sum(-1, dtype=torch.float64)
+    width = min(vocabulary, max(_NUM_CANDIDATES, int(top_k_B.max()) + 1))
     while True:
-        # The few largest do, unless a nucleus reaches beyond them.
-        largest_BW = p_BV.topk(width, dim=-1).values
-        rank_W = torch.arange(width, device=p_BV.device)
-        kept_BW = largest_BW.where(rank_W < limit_B[:, None], 0.0)
-        sums_BW = kept_BW.cumsum(-1, dtype=torch.float64)
-        total_B = torch.where(limit_B < vocabulary, sums_BW[:, -1], p_BV.sum(-1, dtype=torch.float64))
-        wanted_B = top_p_B * total_B
-        is_cut_B = (limit_B > width) & (top_p_B < 1) & (sums_BW[:, -1] < wanted_B)
-        if width == vocabulary or not bool(is_cut_B.any()):
+        largest_BW, ids_BW = p_BV.topk(width, dim=-1)
+        is_within_BW = torch.arange(width, device=p_BV.device) < limit_B[:, None]
+        sums_BW = largest_BW.where(is_within_BW, 0.0).cumsum(-1, dtype=torch.float64)
+        wanted_B = top_p_B * torch.where(top_k_B > 0, sums_BW[:, -1], total_B)
+        # A token is in the nucleus if those before it do not reach the wanted mass; the first always is.
+        is_inside_BW = is_within_BW & ((sums_BW - largest_BW < wanted_B[:, None]) | (top_p_B >= 1)[:, None])
+        last_B = is_inside_BW.sum(-1).clamp(min=1) - 1
+        threshold_B = largest_BW.gather(-1, last_B[:, None])[:, 0]
+        # The last one kept may have equals beyond the candidates, or not be reached yet; 0 is nobody's equal.
+        is_open_B = (threshold_B <= largest_BW[:, -1]) & (threshold_B > 0)
+        if width == vocabulary or not bool(is_open_B.any()):
             break
-        width = vocabulary
-    # A token is in the nucleus if those before it do not reach the wanted mass; the first always is.
-    before_BW = sums_BW - kept_BW
-    inside_BW = (before_BW < wanted_B[:, None]) | (rank_W == 0)
-    inside_BW |= (top_p_B >= 1)[:, None]
-    last_B = (inside_BW & (rank_W < limit_B[:, None])).sum(-1) - 1
-    threshold_B = largest_BW.gather(-1, last_B[:, None])[:, 0]
-    return torch.where((top_k_B > 0) | (top_p_B < 1), threshold_B, 0.0)
+        width = min(vocabulary, width * 8)
+    threshold_B = torch.maximum(threshold_B, min_p_B * largest_BW[:, 0])
+    kept_BW = largest_BW.where(largest_BW >= threshold_B[:, None], 0.0)
+    ids_BW, order_BW = ids_BW.sort(-1)
+    return ids_BW, kept_BW.gather(-1, order_BW)
 
 
 def pick(p_BV: Tensor, uniform_B: Tensor) -> Tensor:

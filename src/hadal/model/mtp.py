@@ -1,7 +1,7 @@
 """The multi-token-prediction module: drafts the token after the next from what the model already computed.
 
-It has a KV cache of its own, of one layer, in the same blocks' order. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2,
-eq. 21-23. Shapes: T packed tokens, D hidden, V vocabulary.
+It has a KV cache of its own, of one layer, addressed by the same blocks. Source: DeepSeek-V3 (arXiv 2412.19437),
+section 2.2, eq. 21-23. Shapes: T packed tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class MtpModule:
     def draft(self, chunks: Sequence[Chunk], hidden_TD: Tensor) -> Tensor:
         """Return logits [T, V] for token t+2 of every position t of the chunks.
 
-        A chunk's `tokens` are the next ones: tokens[i] is the token at position start+i+1. `hidden_TD` are the model's states
-        after the last norm at positions start .. start+len-1, packed alike.
+        A chunk's `tokens` are the next ones: tokens[i] is the token at position start+i+1. `hidden_TD` are the
+        model's states after the last norm at positions start .. start+len-1, packed alike.
         """
         weights, module, eps = self._weights, self._module, self._weights.config.rms_norm_eps
         batch = prefill_batch(chunks, (), self._cache.cache_PLSD, weights.cos_sin)

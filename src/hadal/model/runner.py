@@ -45,13 +45,13 @@ class ModelRunner:
             _log.exception("step %d failed", plan.step_id)
             elapsed_s = time.perf_counter() - start_s
             return StepDone(plan.step_id, (), (), {}, elapsed_s, f"{type(error).__name__}: {error}")
-        error = None
+        problems = None
         if drawn.failed:
-            error = "; ".join(f"key {key}: {reason}" for key, reason in drawn.failed.items())
-            _log.error("step %d: %s", plan.step_id, error)
+            problems = "; ".join(f"key {key}: {reason}" for key, reason in drawn.failed.items())
+            _log.error("step %d: %s", plan.step_id, problems)
         elapsed_s = time.perf_counter() - start_s
         return StepDone(
-            plan.step_id, tuple(keys), tuple(drawn.tokens.tolist()), drawn.draws, elapsed_s, error, drawn.failed
+            plan.step_id, tuple(keys), tuple(drawn.tokens.tolist()), drawn.draws, elapsed_s, problems, drawn.failed
         )
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class ModelRunner:
 
     def _decode(self, plan: DecodePlan) -> tuple[list[int], Drawn]:
         table = self._table
-        joining = {join.slot for join in plan.joins}
+        joining = {join.slot for join in plan.joins if join.slot < self._max_slots}
         # A plan made before the leader heard of the failure relies on rows that may not be there.
         self._lost_slots -= joining | set(plan.leaves)
         if self._lost_slots:

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from hadal.core.messages import Draw, Sampling
-from hadal.model.distribution import penalise_counts, penalise_repetition, pick, truncate, uniform
+from hadal.model.distribution import draw as draw_token
+from hadal.model.distribution import penalise_counts, penalise_repetition, uniform
 
 _GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: dividing by it would overflow."""
+_CACHED_VALUES = 2**19
+"""On a CPU, rows are drawn in groups of this many values: 2 MiB stay in its cache (twice as fast at V3's size)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Sampler:
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
+        is_cpu = self._device.type == "cpu"
+        self._rows_at_once = max(1, _CACHED_VALUES // vocab_size) if is_cpu else num_slots
         self._temperature = np.zeros(num_slots, np.float32)
         self._top_k = np.zeros(num_slots, np.int64)
         self._top_p = np.ones(num_slots, np.float64)
@@ -100,12 +105,14 @@ class Sampler:
         best_B, tokens_B = logits_BV.max(-1)
         special_B = ~self._is_plain[slots_B]
         if special_B.any():
-            rows = np.flatnonzero(special_B)
-            row_index = torch.from_numpy(rows).to(logits_BV.device)
-            # An infinite or NaN maximum shows in the raw row, so it is checked below on `best_B` for every row alike.
-            picked, usable = self._draw_special(logits_BV[row_index], slots_B[rows])
-            tokens_B[row_index] = picked
-            best_B[row_index] = torch.where(usable, best_B[row_index], float("nan"))
+            special = np.flatnonzero(special_B)
+            for first in range(0, len(special), self._rows_at_once):
+                rows = special[first : first + self._rows_at_once]
+                row_index = torch.from_numpy(rows).to(logits_BV.device)
+                picked, usable = self._draw_special(logits_BV[row_index], slots_B[rows])
+                tokens_B[row_index] = picked
+                # A raw maximum that is not finite stays in `best_B`; one that adjusting made so is put there.
+                best_B[row_index] = torch.where(usable, best_B[row_index], float("nan"))
         tokens: np.ndarray = tokens_B.cpu().numpy()
         finite_B = torch.isfinite(best_B).cpu().numpy()
         if not finite_B.all():
@@ -124,12 +131,11 @@ class Sampler:
         if len(random):
             rows, slots = torch.from_numpy(random).to(logits_BV.device), slots_B[random]
             scaled = (logits_BV[rows] - best_B[rows, None]) / self._floats(self._temperature[slots])[:, None]
-            p = truncate(
-                scaled.exp(), self._ids(self._top_k[slots]), torch.from_numpy(self._top_p[slots]).to(self._device),
-                self._floats(self._min_p[slots]),
-            )
             u = uniform(self._seed[slots], self._output_index[slots].astype(np.uint64))
-            tokens_B[rows] = pick(p, torch.from_numpy(u).to(self._device))
+            tokens_B[rows] = draw_token(
+                scaled.exp(), self._ids(self._top_k[slots]), torch.from_numpy(self._top_p[slots]).to(self._device),
+                self._floats(self._min_p[slots]), torch.from_numpy(u).to(self._device),
+            )
         return tokens_B, torch.isfinite(best_B)
 
     def _adjust(self, logits_BV: Tensor, slots_B: np.ndarray) -> Tensor:

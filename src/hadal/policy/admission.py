@@ -1,6 +1,6 @@
 """Let a request in, make it wait, or refuse it; and when to let one go on to the next unit.
 
-Three doors. `admit`: the front's queue, whose overflow is a reply with a time to come back. `may_prefill`: prefill
+Doors. `admit`: the front's queue, whose overflow is a reply with a time to come back. `may_prefill`: prefill
 starts only what decode can take soon, as prefilled KV that waits under a lease is memory that works for nobody.
 `fits_decode`: a decode unit takes a request only if a block is left for the others to grow.
 """
@@ -36,6 +36,17 @@ def admit(view: AdmissionView) -> Refusal | None:
         429, f"the server is overloaded: {view.num_queued} requests wait already",
         retry_after_s(view.num_queued, view.finished_per_s),
     )  # fmt: skip
+
+
+def refuse_lengths(num_prompt: int, num_output: int, max_tokens: int, max_context: int) -> str | None:
+    """Why a request of these lengths can never be served; None if it can."""
+    if num_prompt == 0:
+        return "the prompt is empty."
+    if max_tokens <= num_output:
+        return f"max_tokens is {max_tokens}; nothing is left to generate."
+    if num_prompt >= max_context:
+        return f"the prompt has {num_prompt} tokens; the model's context is {max_context}."
+    return None
 
 
 def retry_after_s(num_queued: int, finished_per_s: float) -> float:

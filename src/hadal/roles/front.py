@@ -1,8 +1,8 @@
 """The front: holds every request from Submit to its last Deliver, and sends it through prefill and decode.
 
 It owns all that a stream needs to go on elsewhere, the prompt and every token so far, so a lost unit costs a request
-only time: RETRYING -> QUEUED, at its old place in the queue, prefilled again with what was already streamed. Whatever comes
-from an older attempt is answered so that its sender frees it. Knows no tokenizer, no HTTP and no process.
+only time: RETRYING -> QUEUED, at its old place in the queue, prefilled again with what was already streamed. Whatever
+comes from an older attempt is answered so that its sender frees it. Knows no tokenizer, no HTTP and no process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hadal.core.messages import (
 from hadal.core.request import State, Step
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.kv.blocks import blocks_for
-from hadal.policy.admission import admit, may_prefill
+from hadal.policy.admission import admit, may_prefill, refuse_lengths
 from hadal.policy.routing import choose_decode_unit, choose_prefill_unit
 from hadal.policy.views import AdmissionView
 from hadal.roles.front_requests import Record, RequestBook
@@ -127,14 +127,15 @@ class Front:
         if request_id in self.requests.by_id:
             raise InvariantError(f"the request id {request_id} is in use.")
         self.totals.submitted += 1
-        error = self._cannot_serve(generation)
+        error = refuse_lengths(
+            len(generation.prompt), len(generation.output), generation.max_tokens, self._max_context
+        )  # fmt: skip
         if error is not None:
             self.totals.refused += 1
             self._out.append(Deliver(request_id, (), True, error, 400))
             return
-        is_placeable = self.requests.num_queued == 0 and self._prefill_unit_for(
-            len(generation.prompt) + len(generation.output)
-        ) is not None  # fmt: skip
+        num_tokens = len(generation.prompt) + len(generation.output)
+        is_placeable = self.requests.num_queued == 0 and self._prefill_unit_for(num_tokens) is not None
         refusal = admit(AdmissionView(
             self.is_draining, is_placeable, self.requests.num_queued, self._config.limits.max_queued,
             self._finished.per_s(now_s),
@@ -146,15 +147,6 @@ class Front:
             return
         self.totals.tokens_in += len(generation.prompt)
         self.requests.add(generation, now_s + self._config.limits.request_timeout_s)
-
-    def _cannot_serve(self, generation: Generation) -> str | None:
-        if not generation.prompt:
-            return "the prompt is empty."
-        if generation.max_tokens <= len(generation.output):
-            return f"max_tokens is {generation.max_tokens}; nothing is left to generate."
-        if len(generation.prompt) >= self._max_context:
-            return f"the prompt has {len(generation.prompt)} tokens; the model's context is {self._max_context}."
-        return None
 
     def _fit(self, record: Record) -> bool:
         """Cap the output by the context and by what one request can hold in the units. False ends the request."""

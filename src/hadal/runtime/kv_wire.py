@@ -21,7 +21,6 @@ import fcntl
 import mmap
 import os
 import struct
-import time
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +37,6 @@ _MAGIC = b"HADALKV1"
 _HEADER = struct.Struct("<8sQQ16s4Q")
 """magic, offset of the cache, bytes of a block, dtype, shape"""
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_YOUNG_S = 10.0
-"""A segment younger than this may not be locked yet by whoever is making it."""
 
 
 class KvPool:
@@ -49,7 +46,12 @@ class KvPool:
         self.name = name
         self._fd = fd
         self._is_owner = is_owner
-        self._map = mmap.mmap(fd, 0)
+        if is_owner:
+            # Page tables filled in now: a first touch costs a microsecond a page, in the middle of a step.
+            populate = getattr(mmap, "MAP_POPULATE", 0)
+            self._map = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | populate)
+        else:
+            self._map = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         _, offset, self.block_bytes, dtype, *shape = _HEADER.unpack_from(self._map)
         self.dtype = dtype.rstrip(b"\0").decode("ascii")
         self.num_blocks, num_layers, block_tokens, latent = shape
@@ -71,16 +73,16 @@ class KvPool:
         block_bytes = shape[1] * shape[2] * shape[3] * _DTYPES[dtype]
         offset = mmap.PAGESIZE * (1 + -(-shape[0] * 8 // mmap.PAGESIZE))
         size = offset + shape[0] * block_bytes
-        path = SHM / name
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        # Nameless until it is whole and locked: nobody sees half a pool, and a crash in here leaves nothing.
+        fd = os.open(SHM, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)
             # Without the reservation a full /dev/shm would be a SIGBUS in the middle of a step.
             os.posix_fallocate(fd, 0, size)
             os.pwrite(fd, _HEADER.pack(_MAGIC, offset, block_bytes, dtype.encode(), *shape), 0)
+            _name_it(fd, name)
         except OSError as error:
             os.close(fd)
-            path.unlink(missing_ok=True)
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise ConfigError(no_room(size)) from error
             raise
@@ -88,11 +90,11 @@ class KvPool:
 
     @classmethod
     def open(cls, name: str) -> KvPool:
-        """Map another process's segment. Raises PoolError if it is not there or not a pool."""
+        """Map another process's segment, to be read. Raises PoolError if it is not there or not a pool."""
         if "/" in name or not name.startswith(PREFIX):
             raise PoolError(f"{name!r} is not the name of a KV pool")
         try:
-            fd = os.open(SHM / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(SHM / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise PoolError(f"KV pool {name} cannot be opened ({error.strerror})") from error
         try:
@@ -182,9 +184,8 @@ def remove_segments(run_id: str, unit: str | None = None) -> list[str]:
     return names
 
 
-def remove_stale_segments(now_s: float | None = None) -> list[str]:
-    """Unlink the segments of any run whose owner no longer lives: nobody holds their lock. `now_s`: wall clock."""
-    now_s = time.time() if now_s is None else now_s
+def remove_stale_segments() -> list[str]:
+    """Unlink the segments of any run whose owner no longer lives: nobody holds their lock."""
     removed = []
     for name in _segments():
         try:
@@ -192,8 +193,6 @@ def remove_stale_segments(now_s: float | None = None) -> list[str]:
         except OSError:
             continue  # Gone, or another user's.
         try:
-            if now_s - os.fstat(fd).st_ctime < _YOUNG_S:
-                continue
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (SHM / name).unlink(missing_ok=True)
             removed.append(name)
@@ -212,6 +211,15 @@ def no_room(size: int) -> str:
         f"/dev/shm has {free_mb} MiB free, a KV pool needs {size >> 20} MiB. Give the container more (--shm-size), "
         "or lower kv_memory_mb under [prefill] and [decode] in the deployment file."
     )
+
+
+def _name_it(fd: int, name: str) -> None:
+    folder = os.open(SHM, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # With a folder given, Python follows the link in /proc to the file itself (linkat(2), AT_SYMLINK_FOLLOW).
+        os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 def _segments() -> list[str]:

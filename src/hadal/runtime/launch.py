@@ -133,6 +133,7 @@ class Supervisor:
                 child.wait(_STOP_S)
         self._wire.close()
         remove_segments(self._run_id)
+        self._write_status()
 
     def status(self) -> Status:
         """Who runs, under which pid, since when."""
@@ -141,11 +142,14 @@ class Supervisor:
             url=self._url,
             run_id=self._run_id,
             supervisor_pid=os.getpid(),
-            ready=self._was_ready,
+            ready=self._is_ready(),
             draining=self._drain_until_s is not None,
             elapsed_s=now_s - self._started_s,
             processes={child.name: child.status() for child in self._children.values()},
         )
+
+    def _is_ready(self) -> bool:
+        return all(child.phase is Phase.READY for child in self._children.values())
 
     def _start_due(self) -> None:
         now_s = time.monotonic()
@@ -167,8 +171,7 @@ class Supervisor:
             return
         child.is_ready(time.monotonic())
         log.info("%s is ready after %.1f s", name, child.ready_s - child.started_s)
-        all_ready = all(other.phase is Phase.READY for other in self._children.values())
-        if all_ready and not self._was_ready:
+        if self._is_ready() and not self._was_ready:
             self._was_ready = True
             self._announce(self.status())
         self._write_status()
@@ -181,6 +184,7 @@ class Supervisor:
                 continue
             reason = _how(code)
             if child.name == GATEWAY and self._drain_until_s is not None:
+                log.log(logging.INFO if code == 0 else logging.WARNING, "the gateway has ended: %s", reason)
                 child.phase = Phase.ENDED
                 self._exit_code = 0
                 continue
@@ -299,8 +303,10 @@ def _run_folder(asked: Path | None) -> Iterator[Path]:
     """Make the folder of sockets and status files, for this user alone."""
     if asked is not None:
         asked.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if (asked / f"{SUPERVISOR}.sock").exists():
-            raise ConfigError(f"{asked}: another `hadal serve` runs, or was killed, here. Remove it or take another.")
+        if _is_heard(asked / f"{SUPERVISOR}.sock"):
+            raise ConfigError(f"{asked}: another `hadal serve` uses this run folder. Take another.")
+        for left in asked.glob("*.sock"):
+            left.unlink()
         yield asked.absolute()
         return
     folder = Path(tempfile.mkdtemp(prefix="hadal-"))
@@ -310,6 +316,16 @@ def _run_folder(asked: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _is_heard(path: Path) -> bool:
+    """Whether somebody listens on a Unix socket; a killed process leaves its file behind."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
 @contextmanager
 def _signals() -> Iterator[int]:
     """Turn signals into bytes on a descriptor, so that one sleep waits for everything."""
@@ -317,7 +333,9 @@ def _signals() -> Iterator[int]:
     receiver.setblocking(False)
     sender.setblocking(False)
     old_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    old = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+    # What is ignored stays so: `nohup` and a shell's background mean it.
+    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGCHLD]
+    old = {number: signal.signal(number, lambda *_: None) for number in heard}
     try:
         yield receiver.fileno()
     finally:

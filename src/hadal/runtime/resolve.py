@@ -19,6 +19,7 @@ from hadal.runtime.memory import MemoryPlan, checkpoint_precision, plan_memory, 
 MODEL_VARIABLE = "HADAL_MODEL"
 _SHIPPED = Path(__file__).resolve().parents[3] / "models" / "hadal-tiny"
 """Beside src/ in a checkout."""
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,13 @@ def model_folder(model: str) -> Path:
 
 
 def num_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Cores this process may use: its affinity, or fewer where a container's share of time is less (cgroup v2)."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _CPU_MAX.read_text(encoding="ascii").split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # No such file, or "max".
+        return cores
 
 
 def available_bytes() -> int | None:

@@ -22,7 +22,7 @@ class ProcessStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """One run. `ready`: every process has been ready at once."""
+    """One run. `ready`: every process is."""
 
     url: str
     run_id: str

@@ -125,7 +125,19 @@ class FakeUnits:
         if tokens:
             self._say(Tokens("decode-0", tuple(tokens)))
             self._say(
-                Load("decode-0", "decode", "decode-0-epoch", NUM_BLOCKS, 3, len(self.decoding), MAX_REQUESTS, 0, 1, 2.5, 0.25)
+                Load(
+                    "decode-0",
+                    "decode",
+                    "decode-0-epoch",
+                    NUM_BLOCKS,
+                    3,
+                    len(self.decoding),
+                    MAX_REQUESTS,
+                    0,
+                    1,
+                    2.5,
+                    0.25,
+                )
             )
 
     def _token(self, generation: Generation, index: int) -> Token:

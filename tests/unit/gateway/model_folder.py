@@ -1,4 +1,4 @@
-"""A small model folder without weights: what the gateway reads of a model. Its tokenizer is trained here, on the spot."""
+"""A small model folder without weights: what the gateway reads of a model. Its tokenizer is trained on the spot."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def tokenizer_fields(*, think_tokens: bool = True) -> dict:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[BOS, EOS], show_progress=False
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[BOS, EOS],
+        show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS * 4, trainer)
     ordinary = [USER, ASSISTANT, *(["<think>", "</think>"] if think_tokens else [])]
@@ -57,8 +60,15 @@ def write_model_folder(folder: Path, *, think_tokens: bool = True, template: str
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_fields(think_tokens=think_tokens)))
-    (folder / "tokenizer_config.json").write_text(json.dumps({
-        "bos_token": {"content": BOS}, "eos_token": EOS, "add_bos_token": True, "chat_template": template,
-    }))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "bos_token": {"content": BOS},
+                "eos_token": EOS,
+                "add_bos_token": True,
+                "chat_template": template,
+            }
+        )
+    )
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.95}))
     return folder

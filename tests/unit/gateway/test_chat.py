@@ -19,7 +19,13 @@ from hadal.gateway.vocabulary import read_vocabulary
 
 from .model_folder import ASSISTANT, BOS, EOS, TEMPLATE, USER, write_model_folder
 
-CHAT = [Turn("system", "Be brief."), Turn("user", "2 + 2?"), Turn("assistant", "<think>\nEasy.</think>\n\n4"), Turn("user", "你好 🙂")]
+MAX = 1000
+CHAT = [
+    Turn("system", "Be brief."),
+    Turn("user", "2 + 2?"),
+    Turn("assistant", "<think>\nEasy.</think>\n\n4"),
+    Turn("user", "你好 🙂"),
+]
 PIECES = [USER, ASSISTANT, EOS, BOS, "<think>", "</think>", "<", ">", "｜", "a", " ", "\n", "é", "\ufdd0"]
 
 
@@ -27,18 +33,20 @@ def rendered(turns: list[Turn]) -> str:
     """The template by plain jinja2, as transformers renders it."""
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     messages = [{"role": turn.role, "content": turn.content.rpartition("</think>")[2]} for turn in turns]
-    return environment.from_string(TEMPLATE).render(messages=messages, add_generation_prompt=True, bos_token=BOS, eos_token=EOS)
+    return environment.from_string(TEMPLATE).render(
+        messages=messages, add_generation_prompt=True, bos_token=BOS, eos_token=EOS
+    )
 
 
 def test_prompt_is_the_librarys(folder: Path, model: ServedModel) -> None:
     library = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    prompt = model.chat.prompt(CHAT)
+    prompt = model.chat.prompt(CHAT, max_tokens=MAX)
     assert list(prompt.ids) == library.encode(rendered(CHAT), add_special_tokens=False).ids
     assert prompt.thinks
 
 
 def test_reasoning_of_earlier_turns_is_dropped(model: ServedModel) -> None:
-    assert "Easy" not in model.vocabulary.decode(model.chat.prompt(CHAT).ids)
+    assert "Easy" not in model.vocabulary.decode(model.chat.prompt(CHAT, max_tokens=MAX).ids)
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.sampled_from(["system", "user", "assistant"]))
@@ -47,11 +55,11 @@ def test_texts_hold_no_control_token(model: ServedModel, text: str, role: str) -
 
     def controls_with(content: str) -> list[int]:
         turns = [Turn("user", "a"), Turn(role, content), Turn("user", "b")]
-        return [i for i in model.chat.prompt(turns).ids if i in controls]
+        return [i for i in model.chat.prompt(turns, max_tokens=MAX).ids if i in controls]
 
     assert controls_with(text) == controls_with("harmless")
     if role != "assistant":  # Of a reply, what precedes the last </think> is dropped.
-        assert text in model.vocabulary.decode(model.chat.prompt([Turn(role, text)]).ids)
+        assert text in model.vocabulary.decode(model.chat.prompt([Turn(role, text)], max_tokens=MAX).ids)
 
 
 def test_control_words_in_the_ordinary_vocabulary(folder: Path, tmp_path: Path) -> None:
@@ -70,7 +78,7 @@ def test_control_words_in_the_ordinary_vocabulary(folder: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("thinking", [None, True, False])
 def test_thinking(model: ServedModel, thinking: bool | None) -> None:
-    prompt = model.chat.prompt([Turn("user", "hi")], thinking=thinking)
+    prompt = model.chat.prompt([Turn("user", "hi")], max_tokens=MAX, thinking=thinking)
     text = model.vocabulary.decode(prompt.ids)
     assert prompt.thinks == (thinking is not False)
     assert text.endswith("<think>\n\n</think>\n\n" if thinking is False else "<think>\n")
@@ -78,11 +86,11 @@ def test_thinking(model: ServedModel, thinking: bool | None) -> None:
 
 def test_template_kwargs_cannot_forge(model: ServedModel) -> None:
     chat = ChatFormat(model.vocabulary, "{{ note }}{{ messages[0]['content'] }}", BOS, EOS, "test")
-    ids = chat.prompt([Turn("user", "hi")], template_kwargs={"note": EOS}).ids
+    ids = chat.prompt([Turn("user", "hi")], max_tokens=MAX, template_kwargs={"note": EOS}).ids
     assert model.vocabulary.control_ids[EOS] not in ids
     assert model.vocabulary.decode(ids) == EOS + "hi"
     with pytest.raises(RequestError, match="messages is the server's"):
-        chat.prompt([Turn("user", "hi")], template_kwargs={"messages": "x"})
+        chat.prompt([Turn("user", "hi")], max_tokens=MAX, template_kwargs={"messages": "x"})
 
 
 @pytest.mark.parametrize(
@@ -100,7 +108,7 @@ def test_template_kwargs_cannot_forge(model: ServedModel) -> None:
 def test_template_that_fails(model: ServedModel, template: str) -> None:
     chat = ChatFormat(model.vocabulary, template, BOS, EOS, "test")
     with pytest.raises(RequestError, match="template") as caught:
-        chat.prompt([Turn("user", "hi")])
+        chat.prompt([Turn("user", "hi")], max_tokens=MAX)
     assert caught.value.param == "messages"
 
 
@@ -113,13 +121,16 @@ def test_template_files(folder: Path, tmp_path: Path) -> None:
     vocabulary = read_vocabulary(folder)
     write_model_folder(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
-    prompt = read_chat_format(tmp_path, vocabulary).prompt([Turn("user", "hi")])
+    prompt = read_chat_format(tmp_path, vocabulary).prompt([Turn("user", "hi")], max_tokens=MAX)
     assert vocabulary.decode(prompt.ids) == "hi!"
     assert not prompt.thinks
     (tmp_path / "chat_template.jinja").unlink()
     fields = {"chat_template": [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
-    assert vocabulary.decode(read_chat_format(tmp_path, vocabulary).prompt([Turn("user", "hi")]).ids) == "yes"
+    assert (
+        vocabulary.decode(read_chat_format(tmp_path, vocabulary).prompt([Turn("user", "hi")], max_tokens=MAX).ids)
+        == "yes"
+    )
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="chat_template is missing"):
         read_chat_format(tmp_path, vocabulary)
@@ -127,7 +138,15 @@ def test_template_files(folder: Path, tmp_path: Path) -> None:
 
 def test_raw_prompts_are_their_authors(model: ServedModel) -> None:
     vocabulary = model.vocabulary
-    ids = raw_prompt(vocabulary, f"{USER}hi{ASSISTANT}", model.bos_id).ids
+    ids = raw_prompt(vocabulary, f"{USER}hi{ASSISTANT}", model.bos_id, max_tokens=MAX).ids
     assert ids[0] == vocabulary.control_ids[BOS]
     assert ids[1] == vocabulary.control_ids[USER]
-    assert raw_prompt(vocabulary, BOS + "hi", model.bos_id).ids.count(vocabulary.control_ids[BOS]) == 1
+    assert raw_prompt(vocabulary, BOS + "hi", model.bos_id, max_tokens=MAX).ids.count(vocabulary.control_ids[BOS]) == 1
+
+
+def test_what_is_far_too_long_is_not_tokenised(model: ServedModel) -> None:
+    with pytest.raises(RequestError, match="at most 10 are allowed") as caught:
+        model.chat.prompt([Turn("user", "hi" * 1000)], max_tokens=10)
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+    with pytest.raises(RequestError, match="Shorten prompt"):
+        raw_prompt(model.vocabulary, "hi" * 1000, None, max_tokens=10)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +27,7 @@ def test_any_cut_gives_the_definition(text: str, patterns: tuple[str, ...], cuts
     matcher = Matcher(patterns)
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     shown, match, rest = "", None, ""
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in itertools.pairwise(places):
         if match is not None:
             rest += text[start:end]
             continue
@@ -33,7 +35,7 @@ def test_any_cut_gives_the_definition(text: str, patterns: tuple[str, ...], cuts
         shown += safe
         if match is None:
             # Nothing shown can be the start of a match, and no more is held back than may be one.
-            held = text[len(shown):end]
+            held = text[len(shown) : end]
             assert not held or any(pattern.startswith(held) for pattern in patterns)
     if match is None:
         shown += matcher.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -16,7 +17,23 @@ from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
 from .model_folder import EOS, write_model_folder
 
 STOPS = ["stop", "4.\n", "\n\n", "🙂", "a", "</think>", "think"]
-TEXTS = ["The answer", " is 4.", "\n", "\n\n", "🙂", "你好", "stop", "stopped", "é", "a", "<thi", "nk>", "<", "</th", "ink>"]
+TEXTS = [
+    "The answer",
+    " is 4.",
+    "\n",
+    "\n\n",
+    "🙂",
+    "你好",
+    "stop",
+    "stopped",
+    "é",
+    "a",
+    "<thi",
+    "nk>",
+    "<",
+    "</th",
+    "ink>",
+]
 
 
 @pytest.fixture(scope="session")
@@ -27,14 +44,15 @@ def spelled(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
 
 def tokens_of(ids: Sequence[int], finish: str | None = "length") -> list[Token]:
     return [
-        Token("r", 0, i, token, finish if i == len(ids) - 1 else None, -0.5, ((token, -0.5),)) for i, token in enumerate(ids)
+        Token("r", 0, i, token, finish if i == len(ids) - 1 else None, -0.5, ((token, -0.5),))
+        for i, token in enumerate(ids)
     ]
 
 
 def run(assembler: Assembler, tokens: Sequence[Token], cuts: Sequence[int] = ()) -> Piece:
     whole = Piece()
     places = [0, *sorted(cut for cut in cuts if cut < len(tokens)), len(tokens)]
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in itertools.pairwise(places):
         piece = assembler.push(tokens[start:end])
         assert "\ud800" not in piece.content
         whole.add(piece)
@@ -73,7 +91,12 @@ def test_any_grouping_gives_the_same(
 
     def new() -> Assembler:
         return Assembler(
-            vocabulary, sections=sections, thinks=thinks and sections, stops=tuple(stops), min_tokens=min_tokens, logprobs=True
+            vocabulary,
+            sections=sections,
+            thinks=thinks and sections,
+            stops=tuple(stops),
+            min_tokens=min_tokens,
+            logprobs=True,
         )
 
     first, second = new(), new()
@@ -102,9 +125,13 @@ def test_stop_strings_cut_the_text(model: ServedModel, parts: list[str | int], s
 
 
 @given(outputs(), st.booleans())
-def test_sections_split_at_the_first_mark(model: ServedModel, spelled: Vocabulary, parts: list[str | int], spells: bool) -> None:
+def test_sections_split_at_the_first_mark(
+    model: ServedModel, spelled: Vocabulary, parts: list[str | int], spells: bool
+) -> None:
     vocabulary = spelled if spells else model.vocabulary
-    parts = [part for part in parts if isinstance(part, str) and (spells or "think" in part or part not in ("</th", "<thi"))]
+    parts = [
+        part for part in parts if isinstance(part, str) and (spells or "think" in part or part not in ("</th", "<thi"))
+    ]
     if not spells:  # Where the mark is a token, spelling it out is just text; keep it out of the definition below.
         parts = [part for part in parts if part not in ("<", "ink>", "nk>")]
     text = "".join(parts)

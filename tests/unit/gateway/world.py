@@ -49,6 +49,30 @@ class World:
                 await asyncio.sleep(0.005)
 
 
+def gateway_of(
+    model: ServedModel,
+    units: FakeUnits,
+    *,
+    limits: LimitsConfig | None = None,
+    keys: tuple[str, ...] = (),
+    patience: Patience | None = None,
+) -> Gateway:
+    """The parts of a gateway, put together as its process does, with `units` for a wire."""
+    limits = limits or LimitsConfig()
+    front = Front(Deployment(model="x", limits=limits), epoch="epoch", max_context=model.context_tokens)
+    return Gateway(
+        service=Service(model, limits),
+        host=Host(front, units, time.monotonic),
+        snapshot=front.snapshot,
+        metrics=Metrics(front.snapshot),
+        keys=Keys(keys),
+        now=time.monotonic,
+        created=1,
+        unix_time=time.time,
+        patience=patience or Patience(),
+    )
+
+
 @asynccontextmanager
 async def world(
     model: ServedModel,
@@ -60,21 +84,15 @@ async def world(
     step_s: float = 0.0,
 ) -> AsyncIterator[World]:
     """Start everything, wait until it is ready, and stop it at the end."""
-    limits = limits or LimitsConfig()
     units = FakeUnits(script, step_s)
-    front = Front(Deployment(model="x", limits=limits), epoch="epoch", max_context=model.context_tokens)
-    host = Host(front, units, time.monotonic)
-    gateway = Gateway(
-        service=Service(model, limits), host=host, snapshot=front.snapshot, metrics=Metrics(front.snapshot),
-        keys=Keys(keys), now=time.monotonic, created=1, unix_time=time.time, patience=patience or Patience(),
-    )  # fmt: skip
-    tasks = [asyncio.create_task(host.run()), asyncio.create_task(units.run())]
+    gateway = gateway_of(model, units, limits=limits, keys=keys, patience=patience)
+    tasks = [asyncio.create_task(gateway.host.run()), asyncio.create_task(units.run())]
     app = make_app(gateway)
     transport = httpx.ASGITransport(app, raise_app_exceptions=True)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
             async with asyncio.timeout(5):
-                while not is_ready(front.snapshot()):
+                while not is_ready(gateway.snapshot()):
                     await asyncio.sleep(0)
             yield World(app, client, units, gateway)
     finally:

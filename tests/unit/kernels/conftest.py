@@ -1,4 +1,5 @@
-"""Most tests here need the built kernels; where no compiler is, they are skipped and the fallback's own tests still run."""
+"""Most tests here need the built kernels; where no compiler is, they are skipped and the fallback's own tests still
+run."""
 
 import pytest
 

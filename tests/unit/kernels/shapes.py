@@ -1,4 +1,5 @@
-"""Small random models of awkward shapes, and a cache whose blocks lie out of order. Shared by the tests of this folder."""
+"""Small random models of awkward shapes, and a cache whose blocks lie out of order. Shared by the tests of this
+folder."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from hadal.reference.params import AttentionWeights, LayerWeights, MlpWeights, M
 from hadal.reference.rope import cos_sin_table
 
 ODD: dict[str, Any] = {  # Nothing here is a multiple of a vector.
-    "model_type": "deepseek_v3", "vocab_size": 301, "hidden_size": 100, "num_hidden_layers": 3, "first_k_dense_replace": 1,
-    "intermediate_size": 70, "moe_intermediate_size": 24, "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 3,
-    "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_attention_heads": 3, "q_lora_rank": 44, "kv_lora_rank": 40,
-    "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "max_position_embeddings": 2048,
+    "model_type": "deepseek_v3", "vocab_size": 301, "hidden_size": 100, "num_hidden_layers": 3,
+    "first_k_dense_replace": 1, "intermediate_size": 70, "moe_intermediate_size": 24, "n_routed_experts": 16,
+    "n_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+    "num_attention_heads": 3, "q_lora_rank": 44, "kv_lora_rank": 40, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6,
+    "v_head_dim": 14, "max_position_embeddings": 2048,
 }
 
 
@@ -60,8 +62,8 @@ def random_weights(c: ModelConfig, seed: int = 0) -> ModelWeights:
             down_E=randn(generator, experts, dim, width),
             shared=mlp(c.n_shared_experts * width),
         )
-        is_moe = c.is_moe(index)
-        return LayerWeights(norm(dim), attention, norm(dim), None if is_moe else mlp(c.intermediate_size), moe if is_moe else None)
+        dense = None if c.is_moe(index) else mlp(c.intermediate_size)
+        return LayerWeights(norm(dim), attention, norm(dim), dense, moe if c.is_moe(index) else None)
 
     return ModelWeights(
         config=c,

@@ -19,7 +19,7 @@ YARN = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 32, 
 CHANGES: list[dict[str, Any]] = [
     {},
     {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
-    {"hidden_size": 192, "num_attention_heads": 6, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+    {"hidden_size": 192, "num_attention_heads": 6, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32},
     {"n_shared_experts": 2, "topk_group": 4, "rope_scaling": YARN, "first_k_dense_replace": 2},
     {"first_k_dense_replace": 0, "hidden_size": 1601, "num_hidden_layers": 1},
 ]

@@ -8,7 +8,10 @@ from hadal.kernels.experts import experts
 from hadal.reference import experts as twin
 
 pytestmark = pytest.mark.usefixtures("built")
-SHAPES = [(1, 100, 24, 16, 3), (5, 33, 7, 4, 4), (17, 64, 32, 9, 2), (64, 100, 24, 40, 8), (300, 48, 19, 6, 2), (3, 1700, 40, 5, 2)]
+SHAPES = [
+    (1, 100, 24, 16, 3), (5, 33, 7, 4, 4), (17, 64, 32, 9, 2), (64, 100, 24, 40, 8), (300, 48, 19, 6, 2),
+    (3, 1700, 40, 5, 2),
+]
 
 
 def case(t: int, d: int, i: int, e: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -8,7 +8,10 @@ from hadal.kernels import library
 from hadal.kernels.linear import linear
 
 pytestmark = pytest.mark.usefixtures("built")
-SHAPES = [(1, 1, 1), (2, 3, 5), (7, 100, 33), (13, 16, 64), (31, 257, 130), (6, 2500, 21), (64, 1600, 9), (65, 48, 301), (200, 96, 37)]
+SHAPES = [
+    (1, 1, 1), (2, 3, 5), (7, 100, 33), (13, 16, 64), (31, 257, 130), (6, 2500, 21), (64, 1600, 9), (65, 48, 301),
+    (200, 96, 37),
+]
 
 
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)

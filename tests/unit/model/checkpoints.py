@@ -29,14 +29,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "no_q_lora": {"q_lora_rank": None, "num_attention_heads": 5, "num_key_value_heads": 5},
     "yarn": {"rope_parameters": _YARN, "qk_rope_head_dim": 16},
     "yarn_odd": {
-        "hidden_size": 100, "num_attention_heads": 3, "num_key_value_heads": 3, "qk_nope_head_dim": 20, "qk_rope_head_dim": 12,
-        "v_head_dim": 28, "q_lora_rank": 40, "kv_lora_rank": 24, "moe_intermediate_size": 36, "intermediate_size": 130,
+        "hidden_size": 100, "num_attention_heads": 3, "num_key_value_heads": 3, "qk_nope_head_dim": 20,
+        "qk_rope_head_dim": 12, "v_head_dim": 28, "q_lora_rank": 40, "kv_lora_rank": 24,
+        "moe_intermediate_size": 36, "intermediate_size": 130,
         "n_shared_experts": 2, "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9, "factor": 8.0},
     },
-    "one_group": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "norm_topk_prob": False, "routed_scaling_factor": 1.7},
-    "all_moe": {"first_k_dense_replace": 0, "n_routed_experts": 32, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4},
+    "one_group": {
+        "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "norm_topk_prob": False, "routed_scaling_factor": 1.7,
+    },
+    "all_moe": {
+        "first_k_dense_replace": 0, "n_routed_experts": 32, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    },
     "all_dense": {"first_k_dense_replace": 3, "v_head_dim": 48, "q_lora_rank": None},
-    "deep": {"num_hidden_layers": 5, "first_k_dense_replace": 3, "v_head_dim": 8, "kv_lora_rank": 48, "hidden_size": 72},
+    "deep": {
+        "num_hidden_layers": 5, "first_k_dense_replace": 3, "v_head_dim": 8, "kv_lora_rank": 48, "hidden_size": 72,
+    },
 }
 
 

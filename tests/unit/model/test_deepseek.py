@@ -1,4 +1,4 @@
-"""Parity with transformers' DeepSeek-V3: every form of the forward pass, on random models of different shapes, in FP32."""
+"""Parity with transformers' DeepSeek-V3: every form of the forward pass, on random models of many shapes, in FP32."""
 
 from __future__ import annotations
 

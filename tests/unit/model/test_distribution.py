@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hadal.model import distribution
-from hadal.model.distribution import penalise_counts, penalise_repetition, pick, truncate, uniform
+from hadal.model.distribution import draw, nucleus, penalise_counts, penalise_repetition, pick, uniform
 
 
 def test_uniform_repeats_and_is_uniform() -> None:
@@ -59,25 +59,36 @@ def expected_kept(p: list[float], top_k: int, top_p: float, min_p: float) -> set
         min_size=1, max_size=6,
     ),
 )
-def test_truncate(
+def test_what_stays_and_what_is_drawn(
     seed: int, vocabulary: int, candidates: int, rows: list[tuple[int, float, float]]
 ) -> None:
-    p = torch.randn(len(rows), vocabulary, generator=torch.Generator().manual_seed(seed)).mul(2).exp()
+    """However few candidates are looked at first: the nucleus is the definition's, and a draw is the whole row's."""
+    generator = torch.Generator().manual_seed(seed)
+    p = torch.randn(len(rows), vocabulary, generator=generator).mul(2).exp()
+    u = torch.rand(len(rows), generator=generator, dtype=torch.float64)
     top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
-    with pytest.MonkeyPatch.context() as patch:
-        # Few candidates: the second pass over whole rows must give the same.
-        patch.setattr(distribution, "_NUM_CANDIDATES", candidates)
-        kept = truncate(p, top_k, top_p.double(), min_p.float())
+    top_p, min_p = top_p.double(), min_p.float()
+    expected = torch.zeros_like(p)
     for row, (k, mass, least) in enumerate(rows):
-        ours = set(kept[row].nonzero()[:, 0].tolist())
-        assert ours == expected_kept(p[row].tolist(), k, mass, float(np.float32(least))), (k, mass, least)
-        assert torch.equal(kept[row][kept[row] > 0], p[row][kept[row] > 0])
+        stays = sorted(expected_kept(p[row].tolist(), k, mass, float(np.float32(least))))
+        expected[row, stays] = p[row, stays]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distribution, "_NUM_CANDIDATES", candidates)
+        ranked = (top_k > 0) | (top_p < 1)
+        if ranked.any():
+            ids, kept = nucleus(p[ranked], top_k[ranked], top_p[ranked], min_p[ranked])
+            assert torch.equal(torch.zeros_like(p[ranked]).scatter(1, ids, kept), expected[ranked])
+        assert torch.equal(draw(p, top_k, top_p, min_p, u), pick(expected, u))
 
 
-def test_ties_at_the_edge_all_stay() -> None:
-    p = torch.tensor([[0.4, 0.2, 0.2, 0.2]])
-    kept = truncate(p, torch.tensor([2]), torch.tensor([1.0], dtype=torch.float64), torch.tensor([0.0]))
-    assert torch.equal(kept, p)
+@pytest.mark.parametrize("candidates", [1, 2, 3, 16])
+def test_ties_at_the_edge_all_stay(candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distribution, "_NUM_CANDIDATES", candidates)
+    p = torch.tensor([[0.1, 0.2, 0.2, 0.3, 0.2, 0.0]])
+    one, none = torch.ones(1, dtype=torch.float64), torch.zeros(1)
+    for top_k, top_p in ((2, one), (0, 0.4 * one)):
+        ids, kept = nucleus(p, torch.tensor([top_k]), top_p, none)
+        assert sorted(ids[kept > 0].tolist()) == [1, 2, 3, 4]
 
 
 def test_pick_inverts_the_distribution() -> None:

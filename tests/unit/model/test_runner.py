@@ -1,4 +1,4 @@
-"""Plans in, tokens out: whatever order requests join, leave, grow and come back in, their tokens are the plain loop's."""
+"""Plans in, tokens out: in whatever order requests join, leave, grow and return, tokens are the plain loop's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class Bench:
         return self.runner.execute(DecodePlan(next(self.steps), leaves, joins, grown))
 
 
-def run_all(bench: Bench, prompts: list[list[int]], sampling: list[Sampling], num_tokens: int, seed: int) -> list[list[int]]:
+def run_all(
+    bench: Bench, prompts: list[list[int]], sampling: list[Sampling], num_tokens: int, seed: int
+) -> list[list[int]]:
     """Serve all prompts with random joins, leaves, growth and preemptions; return every output."""
     rng = random.Random(seed)
     outputs: list[list[int]] = [[] for _ in prompts]
@@ -106,7 +108,9 @@ def test_random_tokens_do_not_depend_on_the_schedule(plain: Peer) -> None:
     """Joins, batches and preemptions differ; seeds and penalties bring the same tokens."""
     prompts = [random_tokens(plain, 20 + 13 * i, seed=i) for i in range(6)]
     sampling = [
-        Sampling(temperature=0.9, top_p=0.9, seed=i, frequency_penalty=0.3 * (i % 2), repetition_penalty=1.0 + 0.2 * (i % 3))
+        Sampling(
+            temperature=0.9, top_p=0.9, seed=i, frequency_penalty=0.3 * (i % 2), repetition_penalty=1.0 + 0.2 * (i % 3)
+        )
         for i in range(6)
     ]
     first, second = (run_all(Bench(plain), prompts, sampling, 40, seed) for seed in (0, 1))
@@ -125,7 +129,9 @@ def test_logprobs_come_with_their_slot(plain: Peer) -> None:
     assert done.keys == (1, 2)
     assert list(done.draws) == [2]
     assert done.draws[2].top[0] == (done.tokens[1], done.draws[2].logprob)
-    joins = [Join(slot, blocks[i], 10, done.tokens[i - 1], 1, chunks[i].sampling or GREEDY) for slot, i in ((4, 2), (0, 1))]
+    joins = [
+        Join(slot, blocks[i], 10, done.tokens[i - 1], 1, chunks[i].sampling or GREEDY) for slot, i in ((4, 2), (0, 1))
+    ]
     after = bench.decode(joins=tuple(joins))
     assert sorted(after.keys) == [0, 4]
     assert list(after.draws) == [4]

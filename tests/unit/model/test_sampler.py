@@ -76,8 +76,10 @@ def test_a_draw_depends_on_seed_and_index_alone() -> None:
         slots = rng.permutation(64)
         sampler = Sampler(64, V)
         for slot in range(64):
-            other = Sampling(temperature=float(rng.random() * 2), top_k=int(rng.integers(0, 9)), seed=int(rng.integers(99)),
-                             top_p=float(rng.choice([0.3, 1.0])), presence_penalty=float(rng.choice([0, 1])))
+            other = Sampling(
+                temperature=float(rng.random() * 2), top_k=int(rng.integers(0, 9)), seed=int(rng.integers(99)),
+                top_p=float(rng.choice([0.3, 1.0])), presence_penalty=float(rng.choice([0, 1])),
+            )
             sampler.join(slot, other, int(rng.integers(0, 50)))
         sampler.join(int(slots[3]), sampling, index)
         assert sampler.draw(logits, slots).tokens[3] == alone[index]

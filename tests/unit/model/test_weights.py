@@ -76,7 +76,8 @@ def test_half_precision_is_read_exactly(own_folder: Path, dtype: torch.dtype) ->
 
 
 def test_fusing(plain: Peer) -> None:
-    tensors, layer, config = load_file(plain.folder / "model.safetensors"), plain.weights.layers[1], plain.weights.config
+    tensors, config = load_file(plain.folder / "model.safetensors"), plain.weights.config
+    layer = plain.weights.layers[1]
     prefix = "model.layers.1."
     q_a, kv_a = (tensors[f"{prefix}self_attn.{name}.weight"] for name in ("q_a_proj", "kv_a_proj_with_mqa"))
     assert torch.equal(layer.attention.qkv_a, torch.cat((q_a, kv_a)))
@@ -85,7 +86,8 @@ def test_fusing(plain: Peer) -> None:
     assert torch.equal(layer.attention.w_uv_HWC, kv_b[:, config.qk_nope_head_dim :])
     assert layer.moe is not None
     for expert in range(config.n_routed_experts):
-        gate, up, down = (tensors[f"{prefix}mlp.experts.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        names = (f"{prefix}mlp.experts.{expert}.{part}_proj.weight" for part in ("gate", "up", "down"))
+        gate, up, down = (tensors[name] for name in names)
         assert torch.equal(layer.moe.gate_up_E[expert], torch.cat((gate, up)))
         assert torch.equal(layer.moe.down_E[expert], down)
 

@@ -11,7 +11,16 @@ import pytest
 import hadal.runtime.kv_wire as kv_wire
 from hadal.core.errors import ConfigError
 from hadal.core.messages import KvLease
-from hadal.runtime.kv_wire import SHM, KvPool, KvWire, PoolError, Shape, pool_name, remove_segments, remove_stale_segments
+from hadal.runtime.kv_wire import (
+    SHM,
+    KvPool,
+    KvWire,
+    PoolError,
+    Shape,
+    pool_name,
+    remove_segments,
+    remove_stale_segments,
+)  # fmt: skip
 
 RUN = f"test{os.getpid()}"
 SHAPE: Shape = (9, 2, 64, 10)
@@ -100,7 +109,7 @@ def test_a_lease_cannot_name_anything_but_a_pool(name: str) -> None:
         KvPool.open(name)
 
 
-@pytest.mark.parametrize(("at", "value"), [(0, b"NOTAPOOL"), (16, b"\xff" * 8), (24, b"float64\0"), (40, b"\xff\xff\xff")])
+@pytest.mark.parametrize(("at", "value"), [(0, b"NOTAPOOL"), (16, b"\xff" * 8), (24, b"float64\0"), (40, b"\xff" * 3)])
 def test_a_damaged_header_fails_the_pull(at: int, value: bytes) -> None:
     source, own = make("prefill-0"), make("decode-0")
     promised = lease(source, 1)
@@ -116,7 +125,9 @@ def test_a_cut_off_segment_fails_the_pull() -> None:
     assert "too short" in (KvWire(own).pull(KvLease(name, (1,), (0,), 64, 1.0), (1,)) or "")
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((9, 3, 64, 10), "float32"), ((9, 2, 64, 12), "float32"), (SHAPE, "float16")])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((9, 3, 64, 10), "float32"), ((9, 2, 64, 9), "float32"), (SHAPE, "float16")]
+)
 def test_pools_of_other_models_do_not_mix(shape: Shape, dtype: str) -> None:
     source, own = make("prefill-0", shape=shape, dtype=dtype), make("decode-0")
     assert "holds blocks of" in (KvWire(own).pull(lease(source, 1), (1,)) or "")
@@ -124,9 +135,14 @@ def test_pools_of_other_models_do_not_mix(shape: Shape, dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("ids", "generations", "into"),
-    [((1, 2), (0, 0), (1,)), ((1,), (0, 0), (1,)), ((9,), (0,), (1,)), ((-1,), (0,), (1,)), ((1,), (0,), (9,)), ((1,), (0,), (-1,))],
+    [
+        ((1, 2), (0, 0), (1,)), ((1,), (0, 0), (1,)), ((9,), (0,), (1,)), ((-1,), (0,), (1,)), ((1,), (0,), (9,)),
+        ((1,), (0,), (-1,)),
+    ],
 )  # fmt: skip
-def test_a_lease_that_does_not_fit_is_refused(ids: tuple[int, ...], generations: tuple[int, ...], into: tuple[int, ...]) -> None:
+def test_a_lease_that_does_not_fit_is_refused(
+    ids: tuple[int, ...], generations: tuple[int, ...], into: tuple[int, ...]
+) -> None:
     source, own = make("prefill-0"), make("decode-0")
     before = bytes(own.cache)
     assert KvWire(own).pull(KvLease(source.name, ids, generations, 64, 1.0), into) is not None
@@ -159,13 +175,14 @@ def test_no_room_says_what_to_do() -> None:
 
 def test_what_dead_owners_left_is_removed_and_what_lives_is_not() -> None:
     living = make("prefill-0")
-    code = f"import os; from hadal.runtime.kv_wire import *; KvPool.create(pool_name({RUN!r}, 'dead', '1'), {SHAPE}); os._exit(9)"
+    code = (
+        "import os; from hadal.runtime.kv_wire import *\n"
+        f"KvPool.create(pool_name({RUN!r}, 'dead', '1'), {SHAPE}); os._exit(9)"
+    )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=False, env=_environment())
     dead = pool_name(RUN, "dead", "1")
-    now_s = (SHM / dead).stat().st_ctime
-    assert dead not in remove_stale_segments(now_s + 1), "it may be about to be locked"
     assert (SHM / dead).exists()
-    removed = remove_stale_segments(now_s + 60)
+    removed = remove_stale_segments()
     assert dead in removed
     assert living.name not in removed
     assert not (SHM / dead).exists()

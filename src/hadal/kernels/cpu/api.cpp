@@ -1,6 +1,6 @@
-// The C ABI that Python loads with ctypes. Pointers, counts and contiguity were checked by the Python wrapper; values that index
-// memory (ids, positions, blocks) are checked here, because reading them in Python would cost more than the step.
-// A team runs one call at a time; calls from several threads take turns.
+// The C ABI that Python loads with ctypes. Pointers, counts and contiguity were checked by the Python wrapper; values
+// that index memory (ids, positions, blocks) are checked here, because reading them in Python would cost more than the
+// step. A team runs one call at a time; calls from several threads take turns.
 #include "step.h"
 
 using namespace hadal;
@@ -15,7 +15,8 @@ bool good_blocks(const int32_t* table, long max_blocks, int64_t length, int num_
     return true;
 }
 
-constexpr long kExpertScratchBytes = 64l << 20;  // prompts are multiplied in pieces, so that a long one takes no more memory
+constexpr long kExpertScratchBytes =
+    64l << 20;  // prompts are multiplied in pieces, so that a long one takes no more memory
 
 }  // namespace
 
@@ -47,8 +48,8 @@ int hadal_linear(void* team_, const float* x, int M, int K, const float* w, int 
 }
 
 // x [T, D], gate_up [E, 2I, D], down [E, D, I], ids [T, K], weights [T, K], y [T, D].
-int hadal_experts(void* team_, const float* x, int T, int D, const float* gate_up, const float* down, int E, int I, const int64_t* ids,
-                  const float* weights, int K, float* y) {
+int hadal_experts(void* team_, const float* x, int T, int D, const float* gate_up, const float* down, int E, int I,
+                  const int64_t* ids, const float* weights, int K, float* y) {
     for (long i = 0; i < long(T) * K; i++)
         if (ids[i] < 0 || ids[i] >= E) return kBadExpert;
     Team& team = *static_cast<Team*>(team_);
@@ -63,7 +64,8 @@ int hadal_experts(void* team_, const float* x, int T, int D, const float* gate_u
         slot_ids = c.take<int>(slots);
         gate = c.take<float>(slots * size_t(I));
         up = c.take<float>(slots * size_t(I));
-        for (Sorted& s : sorted) s = Sorted{c.take<int>(size_t(E) + 1), c.take<int>(slots), c.take<Job>(size_t(E) + 1), 0};
+        for (Sorted& s : sorted)
+            s = Sorted{c.take<int>(size_t(E) + 1), c.take<int>(slots), c.take<Job>(size_t(E) + 1), 0};
     };
     try {
         Carver size;
@@ -81,20 +83,21 @@ int hadal_experts(void* team_, const float* x, int T, int D, const float* gate_u
             s.num_jobs = 0;
             sort_slots(slot_ids, n * K, E, s);
             add_routed_jobs(s, gate_up, down, E, I, D, gate, up);
-            run_up_share(me, s.jobs, s.num_jobs, x + long(t0) * D, D, K);
+            run_up_share(me, s.jobs, s.num_jobs, x + long(t0) * D, D, K, nullptr);
             int d0, d1;
             me.share(D, 4, d0, d1);
             for (int t = t0; t < t0 + n; t++) std::memset(y + long(t) * D + d0, 0, size_t(d1 - d0) * sizeof(float));
             me.barrier();
-            run_down_share(me, s.jobs, s.num_jobs, D, K, weights + long(t0) * K, y + long(t0) * D);
+            run_down_share(me, s.jobs, s.num_jobs, D, K, weights + long(t0) * K, y + long(t0) * D, nullptr);
         });
     }
     return kOk;
 }
 
 // q_latent [B, H, C], q_rope [B, H, R], cache [num_blocks, num_layers, 64, C + R], table [B, max_blocks], o [B, H, C].
-int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, int B, int H, int C, int R, const float* cache, int num_blocks,
-                     int num_layers, int layer, const int32_t* table, long max_blocks, const int64_t* lengths, float scale, float* o) {
+int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, int B, int H, int C, int R,
+                     const float* cache, int num_blocks, int num_layers, int layer, const int32_t* table,
+                     long max_blocks, const int64_t* lengths, float scale, float* o) {
     for (int b = 0; b < B; b++) {
         if (lengths[b] < 0) return kBadPosition;
         if (!good_blocks(table + b * max_blocks, max_blocks, lengths[b], num_blocks)) return kBadBlock;
@@ -130,7 +133,7 @@ int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, in
         attention.run(q, o, parts, scratch + Attention::scratch_floats(H) * size_t(me.index), layer);
         if (!attention.is_split) return;
         me.barrier();
-        attention.merge(me, lengths, parts, o);
+        attention.merge_share(me, parts, o);
     });
     return kOk;
 }
@@ -145,8 +148,8 @@ void* hadal_step_new(void* team, const StepShape* shape, const StepPointers* at,
 
 void hadal_step_free(void* step) { delete static_cast<Step*>(step); }
 
-int hadal_step_run(void* step_, void* team_, const StepShape* shape, int B, const int64_t* tokens, const int64_t* positions, const int32_t* table,
-                   long max_blocks, float* normed, float* logits) {
+int hadal_step_run(void* step_, void* team_, const StepShape* shape, int B, const int64_t* tokens,
+                   const int64_t* positions, const int32_t* table, long max_blocks, float* normed, float* logits) {
     for (int b = 0; b < B; b++) {
         if (tokens[b] < 0 || tokens[b] >= shape->vocab) return kBadToken;
         if (positions[b] < 0 || positions[b] >= shape->max_position) return kBadPosition;

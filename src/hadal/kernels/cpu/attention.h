@@ -1,12 +1,14 @@
-// Absorbed MLA attention over the paged latent cache (arXiv 2412.19437 eq. 1-11; absorbed as in DeepSeek's `absorb` mode):
-// all heads share one key row [c_kv (C); k_rope (R)] and one value row, its first C values. So for one sequence scores are a small
-// GEMM, heads by positions, and each latent row is loaded once for a group of heads.
+// Absorbed MLA attention over the paged latent cache (arXiv 2412.19437 eq. 1-11; absorbed as in DeepSeek's `absorb`
+// mode): all heads share one key row [c_kv (C); k_rope (R)] and one value row, its first C values. So for one sequence
+// scores are a small GEMM, heads by positions, and each latent row is loaded once for a group of heads.
 //
-// A sequence is cut into at most kMaxSplits ranges of positions by its length alone, each range is one online softmax over
-// 64-position blocks, and ranges are merged in order: the result depends neither on the batch nor on the number of threads.
+// A sequence is cut into at most kMaxSplits ranges of positions by its length alone, each range is one online softmax
+// over 64-position blocks, and ranges are merged in order: the result depends neither on the batch nor on the number of
+// threads.
 // Shapes: B sequences, H heads, L = C + R. Block table [B, max_blocks]; cache [num_blocks, num_layers, 64, L].
 #pragma once
 #include <limits>
+#include <utility>
 
 #include "gemm.h"
 #include "team.h"
@@ -17,7 +19,9 @@ constexpr int kBlock = 64;
 constexpr int kMinSplit = 128;
 constexpr int kMaxSplits = 16;
 
-struct Span { int sequence, begin, end, part; };  // part: index of its partial result, -1 where it is the whole sequence
+struct Span {
+    int sequence, begin, end, part;
+};  // part: index of its partial result, -1 where it is the whole sequence
 
 struct Attention {
     int B, H, C, R, num_layers;
@@ -27,6 +31,7 @@ struct Attention {
     const int32_t* block_table;
     // Work, the same for every layer of a step:
     std::vector<Span> spans;
+    std::vector<std::pair<int, int>> part_range;  // per sequence: its first part and how many
     int num_head_groups, num_parts;
     bool is_split;
     std::atomic<int> next{0};
@@ -40,16 +45,20 @@ struct Attention {
     // lengths[b]: positions to attend to. Allocates only while the work list grows.
     void plan(const int64_t* lengths, int num_threads) {
         spans.clear();
+        part_range.clear();
         num_parts = 0;
         for (int b = 0; b < B; b++) {
             const int length = int(lengths[b]);
             int step;
             const int n = num_splits(length, step);
-            for (int s = 0; s < n; s++) spans.push_back({b, s * step, min_int(length, (s + 1) * step), n == 1 ? -1 : num_parts + s});
-            if (n > 1) num_parts += n;
+            for (int s = 0; s < n; s++)
+                spans.push_back({b, s * step, min_int(length, (s + 1) * step), n == 1 ? -1 : num_parts + s});
+            part_range.push_back({num_parts, n > 1 ? n : 0});
+            num_parts += n > 1 ? n : 0;
         }
         is_split = num_parts > 0;
-        // Heads are independent, so cutting them changes nothing but balance; under four heads the loads of a row pay too little.
+        // Heads are independent, so cutting them changes nothing but balance; under four heads the loads of a row pay
+        // too little.
         const int wanted = (3 * num_threads + int(spans.size()) - 1) / int(spans.size());
         num_head_groups = max_int(1, min_int(wanted, H / 4));
     }
@@ -59,18 +68,30 @@ struct Attention {
     // Per part: o [H, C], max [H], sum [H].
     size_t part_floats() const { return size_t(H) * (C + 2); }
 
+    // All sequences, heads [h0, h1): for short ones, where the next phases go by head, too, and a barrier costs more
+    // than balance.
+    void run_heads(int h0, int h1, const float* q, float* o, float* parts, float* scratch, int layer) const {
+        for (const Span& span : spans) run_span(span, h0, h1, q, o, parts, scratch, layer);
+        if (is_split)
+            for (int b = 0; b < B; b++)
+                for (int h = h0; h < h1; h++) merge(b, h, parts, o);
+    }
+
     // q [B, H, L] (latent query, rotated query); o [B, H, C]. Members take items as they come free.
     void run(const float* q, float* o, float* parts, float* scratch, int layer) {
         const int num_items = int(spans.size()) * num_head_groups;
         for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) {
             const int group = i % num_head_groups;
-            run_span(spans[size_t(i / num_head_groups)], H * group / num_head_groups, H * (group + 1) / num_head_groups, q, o, parts, scratch, layer);
+            run_span(spans[size_t(i / num_head_groups)], H * group / num_head_groups, H * (group + 1) / num_head_groups,
+                     q, o, parts, scratch, layer);
         }
     }
 
-    void run_span(const Span& span, int h0, int h1, const float* q, float* o, float* parts, float* scratch, int layer) const {
+    void run_span(const Span& span, int h0, int h1, const float* q, float* o, float* parts, float* scratch,
+                  int layer) const {
         const int L = C + R, heads = h1 - h0;
-        float *scores = scratch, *max_H = scores + size_t(heads) * kBlock, *sum_H = max_H + heads, *fade_H = sum_H + heads;
+        float *scores = scratch, *max_H = scores + size_t(heads) * kBlock, *sum_H = max_H + heads,
+              *fade_H = sum_H + heads;
         const float* q_at = q + (long(span.sequence) * H + h0) * L;
         float* part = span.part < 0 ? nullptr : parts + size_t(span.part) * part_floats();
         float* out = part ? part + long(h0) * C : o + (long(span.sequence) * H + h0) * C;
@@ -84,9 +105,12 @@ struct Attention {
             const int n = min_int(kBlock, span.end - p);
             gemm(RowAt{q_at, L}, heads, latent, L, L, 0, n, Store<false>{scores, kBlock});
             const bool is_first = p == span.begin;
-            for (int h = 0; h < heads; h++) softmax_block(scores + h * kBlock, n, is_first, max_H[h], sum_H[h], fade_H[h]);
-            if (is_first) outer<false>(scores, kBlock, heads, n, latent, L, 0, C, nullptr, out, C);
-            else outer<true>(scores, kBlock, heads, n, latent, L, 0, C, fade_H, out, C);
+            for (int h = 0; h < heads; h++)
+                softmax_block(scores + h * kBlock, n, is_first, max_H[h], sum_H[h], fade_H[h]);
+            if (is_first)
+                outer<false>(scores, kBlock, heads, n, latent, L, 0, C, nullptr, out, C);
+            else
+                outer<true>(scores, kBlock, heads, n, latent, L, 0, C, fade_H, out, C);
         }
         for (int h = 0; h < heads; h++) {
             if (part) {
@@ -98,7 +122,8 @@ struct Attention {
         }
     }
 
-    // scores -> exp(scale * (score - max)); keeps the running max and sum, fade is what earlier blocks are multiplied by.
+    // scores -> exp(scale * (score - max)); keeps the running max and sum, fade is what earlier blocks are multiplied
+    // by.
     void softmax_block(float* s, int n, bool is_first, float& max, float& sum, float& fade) const {
         V top = v_set(-std::numeric_limits<float>::infinity());
         int i = 0;
@@ -125,35 +150,31 @@ struct Attention {
         for (int c = 0; c < C; c += W) v_store_tail(row + c, v_load_tail(row + c, C - c) * v_set(factor), C - c);
     }
 
-    // o[b][h] = sum over parts of e^(max_i - max) o_i / sum of e^(max_i - max) sum_i, for this member's rows of B * H.
-    void merge(const Member& me, const int64_t* lengths, const float* parts, float* o) const {
-        int begin, end, first = 0, b = 0;
-        me.share(B * H, 1, begin, end);
-        for (int at = begin; at < end; at++) {
-            for (; b < at / H; b++) first += parts_of(int(lengths[b]));
-            const int n = parts_of(int(lengths[b])), h = at % H;
-            if (n == 0) continue;
-            const float* base = parts + size_t(first) * part_floats();
-            float max = base[long(H) * C + h], sum = 0.0f;
-            for (int i = 1; i < n; i++) max = std::fmax(max, base[i * part_floats() + long(H) * C + h]);
-            float* out = o + long(at) * C;
-            for (int i = 0; i < n; i++) {
-                const float* part = base + i * part_floats();
-                const float weight = exp1((part[long(H) * C + h] - max) * scale);
-                sum = std::fma(weight, part[long(H) * (C + 1) + h], sum);
-                for (int c = 0; c < C; c += W) {
-                    const V old = i == 0 ? v_zero() : v_load_tail(out + c, C - c);
-                    v_store_tail(out + c, v_fma(v_set(weight), v_load_tail(part + long(h) * C + c, C - c), old), C - c);
-                }
+    // o[b][h] = sum over parts of e^(max_i - max) o_i / sum of e^(max_i - max) sum_i. Nothing to do where b is one
+    // part.
+    void merge(int b, int h, const float* parts, float* o) const {
+        const auto [first, n] = part_range[size_t(b)];
+        if (n == 0) return;
+        const float* base = parts + size_t(first) * part_floats();
+        float max = base[long(H) * C + h], sum = 0.0f;
+        for (int i = 1; i < n; i++) max = std::fmax(max, base[i * part_floats() + long(H) * C + h]);
+        float* out = o + (long(b) * H + h) * C;
+        for (int i = 0; i < n; i++) {
+            const float* part = base + i * part_floats();
+            const float weight = exp1((part[long(H) * C + h] - max) * scale);
+            sum = std::fma(weight, part[long(H) * (C + 1) + h], sum);
+            for (int c = 0; c < C; c += W) {
+                const V old = i == 0 ? v_zero() : v_load_tail(out + c, C - c);
+                v_store_tail(out + c, v_fma(v_set(weight), v_load_tail(part + long(h) * C + c, C - c), old), C - c);
             }
-            scale_row(out, 1.0f / sum);
         }
+        scale_row(out, 1.0f / sum);
     }
 
-    static int parts_of(int length) {
-        int step;
-        const int n = num_splits(length, step);
-        return n == 1 ? 0 : n;
+    void merge_share(const Member& me, const float* parts, float* o) const {
+        int begin, end;
+        me.share(B * H, 1, begin, end);
+        for (int at = begin; at < end; at++) merge(at / H, at % H, parts, o);
     }
 };
 

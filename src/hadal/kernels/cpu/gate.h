@@ -26,13 +26,13 @@ inline void insert_top(float value, int index, int n, int& kept, float* top_valu
     top_index[at] = index;
 }
 
-// logits_E is overwritten with the sigmoids. scratch: 2 * max(E, K, groups) floats and as many ints.
-inline void choose_experts(const GateShape& g, float* logits_E, const float* bias_E, float* scratch, int* int_scratch, int* ids_K, float* weights_K) {
+// scratch: E + max(K, groups) floats; int_scratch: groups.
+inline void choose_experts(const GateShape& g, const float* logits_E, const float* bias_E, float* scratch,
+                           int* int_scratch, int* ids_K, float* weights_K) {
     float* choice_E = scratch;
     float* top = scratch + g.E;
     for (int i = 0; i < g.E; i += W) {
         const V s = v_sigmoid(v_load_tail(logits_E + i, g.E - i));
-        v_store_tail(logits_E + i, s, g.E - i);
         v_store_tail(choice_E + i, s + v_load_tail(bias_E + i, g.E - i), g.E - i);
     }
     const int group_size = g.E / g.num_groups;
@@ -42,7 +42,10 @@ inline void choose_experts(const GateShape& g, float* logits_E, const float* bia
         for (int i = 0; i < g.num_groups; i++) {
             const float* at = choice_E + i * group_size;
             float best = at[0], second = at[1];
-            if (second > best) { best = at[1]; second = at[0]; }
+            if (second > best) {
+                best = at[1];
+                second = at[0];
+            }
             for (int j = 2; j < group_size; j++) {
                 const float low = at[j] < best ? at[j] : best;
                 best = at[j] > best ? at[j] : best;
@@ -57,11 +60,12 @@ inline void choose_experts(const GateShape& g, float* logits_E, const float* bia
     }
     int taken = 0;
     for (int i = 0; i < num_kept; i++)
-        for (int e = groups[i] * group_size; e < (groups[i] + 1) * group_size; e++) insert_top(choice_E[e], e, g.K, taken, top, ids_K);
+        for (int e = groups[i] * group_size; e < (groups[i] + 1) * group_size; e++)
+            insert_top(choice_E[e], e, g.K, taken, top, ids_K);
     float sum = 0.0f;
-    for (int k = 0; k < g.K; k++) sum += logits_E[ids_K[k]];
+    for (int k = 0; k < g.K; k++) sum += weights_K[k] = sigmoid1(logits_E[ids_K[k]]);
     const float factor = g.is_normed ? g.scale / (sum + 1e-20f) : g.scale;  // 1e-20: as the released gate
-    for (int k = 0; k < g.K; k++) weights_K[k] = logits_E[ids_K[k]] * factor;
+    for (int k = 0; k < g.K; k++) weights_K[k] *= factor;
 }
 
 }  // namespace hadal

@@ -1,28 +1,29 @@
-// y[m][n] = sum_k x[m][k] * w[n][k] with both operands K-contiguous, as nn.Linear stores them: nothing is packed or copied.
+// y[m][n] = sum_k x[m][k] * w[n][k] with both operands K-contiguous, as nn.Linear stores them: nothing is packed or
+// copied.
 //
-// The tile. MT tokens by 4 weight rows of accumulators, each a vector of partial sums along K; a step loads MT + 4 vectors and
-// does 4 * MT fused multiply-adds (6 x 4: 24 for 10 loads, so the arithmetic units and not the load ports are the limit).
-// At the end of K the lanes are summed, four rows at once (simd.h, v_sum4: 13 instructions for 4 results).
-// Why not the usual packed outer product: packing costs a pass over W that a decode step (1-64 tokens) never earns back, and
-// MT only says how many tokens share the loads: the order of additions of one result is fixed by K alone (lanes, then K blocks).
-// So a token's result is bit-equal whatever the batch, the tile and the thread that computed it.
+// The tile. MT tokens by 4 weight rows of accumulators, each a vector of partial sums along K; a step loads MT + 4
+// vectors and does 4 * MT fused multiply-adds (6 x 4: 24 for 10 loads, so the arithmetic units and not the load ports
+// are the limit). At the end of K the lanes are summed, four rows at once (simd.h, v_sum4: 13 instructions for four).
+// Why not the usual packed outer product: packing costs a pass over W that a decode step (1-64 tokens) never earns
+// back, and MT only says how many tokens share the loads: the order of additions of one result is fixed by K alone
+// (lanes, then K blocks). So a token's result is bit-equal whatever the batch, the tile and the thread that computed
+// it.
 #pragma once
-#include <type_traits>
-
 #include "simd.h"
 
 namespace hadal {
 
 constexpr int kTokenTile = W == 16 ? 6 : 3;  // 24 accumulators of 32 registers, or 12 of 16
+constexpr int kWideTile = 8;                 // with 16 accumulators: two W rows at a time
 constexpr int kDepthBlock = 1024;            // a 6-token tile of x is 24 KiB and stays in L1
-constexpr int kRowBlockBytes = 64 << 10;     // a block of W rows that stays in L2 over all token tiles ...
-constexpr int kPrefetchBytes = 12 << 10;     // how far ahead of a first pass over W: rows are short, hardware streams restart
+constexpr int kRowBlockBytes = 64 << 10;     // a block of W rows that stays in L2 over all token tiles (gemm)
+constexpr int kPrefetchBytes = 12 << 10;     // how far ahead of a first pass: rows are short, hardware streams restart
 
 HADAL_INLINE int min_int(int a, int b) { return a < b ? a : b; }
 HADAL_INLINE int max_int(int a, int b) { return a > b ? a : b; }
 
-// Keeps a value in a register: without it GCC folds a load into each FMA that uses it (28 loads a step, not 10), and the load
-// ports become the limit: 214 GFLOP/s became 257 on one Zen 5 core, 180 became 260 for 4 tokens.
+// Keeps a value in a register: without it GCC folds a load into each FMA that uses it (28 loads a step, not 10), and
+// the load ports become the limit: 214 GFLOP/s became 257 on one Zen 5 core, 180 became 260 for 4 tokens.
 #if defined(__x86_64__)
 #define HADAL_PIN(value) asm("" : "+v"(value))
 #else
@@ -31,7 +32,8 @@ HADAL_INLINE int max_int(int a, int b) { return a > b ? a : b; }
 
 // One step along K: acc[m][r] += x[m] * w[r] for a vector (or, at the end of K, a part of one) of the K axis.
 template <int MT, int NR, class Load>
-HADAL_INLINE void dot_step(V (&acc)[MT][NR], const float* const* x, long k, const float* w, long ldw, const Load& load) {
+HADAL_INLINE void dot_step(V (&acc)[MT][NR], const float* const* x, long k, const float* w, long ldw,
+                           const Load& load) {
     V xv[MT];
 #pragma GCC unroll 8
     for (int m = 0; m < MT; m++) {
@@ -47,17 +49,21 @@ HADAL_INLINE void dot_step(V (&acc)[MT][NR], const float* const* x, long k, cons
     }
 }
 
-// Where the lines to prefetch lie: on each step PF of them, `lane` floats apart, then `advance` further on; row quad q starts at
-// first + q * quad.
+// Where the lines to prefetch lie: on each step PF of them, `lane` floats apart, then `advance` further on; row quad q
+// starts at first + q * quad; what would lie at or past `end` lies `jump` floats further (the weights needed after
+// these).
 struct Ahead {
     const float* first;
     long lane, advance, quad;
+    const float* end = nullptr;
+    long jump = 0;
 };
 
-// Sums over K of MT tokens by NR rows. PF: lines to prefetch on each step; into L1 where all four of the step are fetched (they
-// are needed next), into L2 where the token tiles of a block share the work.
+// Sums over K of MT tokens by NR rows. PF: lines to prefetch on each step; into L1 where all four of the step are
+// fetched (they are needed next), into L2 where the token tiles of a block share the work.
 template <int MT, int NR, int PF>
-HADAL_INLINE void dot_tile(const float* const* x_at, const float* w, long ldw, int K, const float* fetch, long lane, long advance, Quad* out) {
+HADAL_INLINE void dot_tile(const float* const* x_at, const float* w, long ldw, int K, const float* fetch, long lane,
+                           long advance, Quad* out) {
     V acc[MT][NR];
     const float* x[MT];
 #pragma GCC unroll 8
@@ -69,7 +75,7 @@ HADAL_INLINE void dot_tile(const float* const* x_at, const float* w, long ldw, i
     long k = 0;
     for (; k + W <= K; k += W, w += W) {
 #pragma GCC unroll 4
-        for (int i = 0; i < PF; i++) __builtin_prefetch(fetch + i * lane, 0, PF == 4 ? 3 : 2);
+        for (int i = 0; i < PF; i++) __builtin_prefetch(fetch + i * lane, 0, PF == NR ? 3 : 2);
         if (PF) fetch += advance;
         dot_step<MT, NR>(acc, x, k, w, ldw, [](const float* p) { return v_load(p); });
     }
@@ -78,20 +84,35 @@ HADAL_INLINE void dot_tile(const float* const* x_at, const float* w, long ldw, i
     constexpr int r1 = NR > 1 ? 1 : 0, r2 = NR > 2 ? 2 : 0, r3 = NR > 3 ? 3 : 0;
 #pragma GCC unroll 8
     for (int m = 0; m < MT; m++)
-        out[m] = v_sum4(acc[m][0], NR > 1 ? acc[m][r1] : v_zero(), NR > 2 ? acc[m][r2] : v_zero(), NR > 3 ? acc[m][r3] : v_zero());
+        out[m] = v_sum4(acc[m][0], NR > 1 ? acc[m][r1] : v_zero(), NR > 2 ? acc[m][r2] : v_zero(),
+                        NR > 3 ? acc[m][r3] : v_zero());
+}
+
+// W rows that a tile of MT tokens takes at a time.
+constexpr int tile_rows(int MT) { return MT > kTokenTile ? 2 : 4; }
+
+// 7, 8 or 14-16 tokens go in tiles of 7 and 8: one pass over W less (8 tokens ran at 60 % of the memory's rate in two
+// tiles).
+inline int count_tiles(int M) {
+    if (W == 16 && (M == 7 || M == 8)) return 1;
+    if (W == 16 && M >= 14 && M <= 16) return 2;
+    return (M + kTokenTile - 1) / kTokenTile;
 }
 
 // One token tile against rows [n0, n1) of W, one K block. emit(token, row, sums, num_rows, is_first_block).
 template <int MT, int PF, class Row, class Emit>
-inline void token_tile(const Row& row, int m0, const float* w, long ldw, int k0, int K, int n0, int n1, const Ahead& ahead, const Emit& emit) {
+inline void token_tile(const Row& row, int m0, const float* w, long ldw, int k0, int K, int n0, int n1,
+                       const Ahead& ahead, const Emit& emit) {
+    constexpr int rows = tile_rows(MT);
     const float* x[MT];
     for (int m = 0; m < MT; m++) x[m] = row(m0 + m) + k0;
     Quad out[MT];
     int n = n0;
     const float* fetch = ahead.first;
-    for (; n + 4 <= n1; n += 4, fetch += ahead.quad) {
-        dot_tile<MT, 4, PF>(x, w + n * ldw + k0, ldw, K, fetch, ahead.lane, ahead.advance, out);
-        for (int m = 0; m < MT; m++) emit(m0 + m, n, out[m], 4, k0 == 0);
+    for (; n + rows <= n1; n += rows, fetch += ahead.quad) {
+        const float* from = ahead.end && fetch >= ahead.end ? fetch + ahead.jump : fetch;
+        dot_tile<MT, rows, PF>(x, w + n * ldw + k0, ldw, K, from, ahead.lane, ahead.advance, out);
+        for (int m = 0; m < MT; m++) emit(m0 + m, n, out[m], rows, k0 == 0);
     }
     for (; n < n1; n++) {
         dot_tile<MT, 1, 0>(x, w + n * ldw + k0, ldw, K, nullptr, 0, 0, out);
@@ -99,32 +120,54 @@ inline void token_tile(const Row& row, int m0, const float* w, long ldw, int k0,
     }
 }
 
-template <int PF, class Row, class Emit>
-inline void any_token_tile(int mt, const Row& row, int m0, const float* w, long ldw, int k0, int K, int n0, int n1, const Ahead& ahead, const Emit& emit) {
-    switch (mt) {
-        case 1: return token_tile<1, PF>(row, m0, w, ldw, k0, K, n0, n1, ahead, emit);
-        case 2: return token_tile<2, PF>(row, m0, w, ldw, k0, K, n0, n1, ahead, emit);
-        case 3: return token_tile<3, PF>(row, m0, w, ldw, k0, K, n0, n1, ahead, emit);
-        case 4: if constexpr (kTokenTile >= 4) return token_tile<4, PF>(row, m0, w, ldw, k0, K, n0, n1, ahead, emit); break;
-        case 5: if constexpr (kTokenTile >= 5) return token_tile<5, PF>(row, m0, w, ldw, k0, K, n0, n1, ahead, emit); break;
-        case 6: if constexpr (kTokenTile >= 6) return token_tile<6, PF>(row, m0, w, ldw, k0, K, n0, n1, ahead, emit); break;
+template <int MT, class Row, class Emit>
+inline void token_tile(int pf, const Row& row, int m0, const float* w, long ldw, int k0, int K, int n0, int n1,
+                       const Ahead& ahead, const Emit& emit) {
+    if constexpr (MT <= kTokenTile || W == 16) {
+        switch (pf) {
+            case 0: return token_tile<MT, 0>(row, m0, w, ldw, k0, K, n0, n1, ahead, emit);
+            case 1: return token_tile<MT, 1>(row, m0, w, ldw, k0, K, n0, n1, ahead, emit);
+            case 2: return token_tile<MT, 2>(row, m0, w, ldw, k0, K, n0, n1, ahead, emit);
+            default: return token_tile<MT, 4>(row, m0, w, ldw, k0, K, n0, n1, ahead, emit);
+        }
     }
 }
 
-// Rows [n0, n1) of W for M tokens. `row(m)` is the m-th token's vector, so tokens may be gathered; every sum reaches `emit`
-// once per K block, first block first.
-//
-// W goes by in blocks that stay in L2 over all token tiles. While a block is multiplied the next is prefetched, its lines spread
-// evenly over the tiles' steps (a burst between tiles would fill the miss buffers and stall) and in the order of their addresses.
-// The first block has nobody before it, so its first tile fetches for itself, kPrefetchBytes ahead.
 template <class Row, class Emit>
-inline void gemm(const Row& row, int M, const float* w, long ldw, int K, int n0, int n1, const Emit& emit) {
+inline void any_token_tile(int mt, int pf, const Row& row, int m0, const float* w, long ldw, int k0, int K, int n0,
+                           int n1, const Ahead& ahead, const Emit& emit) {
+    switch (mt) {
+        case 1: return token_tile<1>(pf, row, m0, w, ldw, k0, K, n0, n1, ahead, emit);
+        case 2: return token_tile<2>(pf, row, m0, w, ldw, k0, K, n0, n1, ahead, emit);
+        case 3: return token_tile<3>(pf, row, m0, w, ldw, k0, K, n0, n1, ahead, emit);
+        case 4: return token_tile<4>(pf, row, m0, w, ldw, k0, K, n0, n1, ahead, emit);
+        case 5: return token_tile<5>(pf, row, m0, w, ldw, k0, K, n0, n1, ahead, emit);
+        case 6: return token_tile<6>(pf, row, m0, w, ldw, k0, K, n0, n1, ahead, emit);
+        case 7: return token_tile<7>(pf, row, m0, w, ldw, k0, K, n0, n1, ahead, emit);
+        case 8: return token_tile<8>(pf, row, m0, w, ldw, k0, K, n0, n1, ahead, emit);
+    }
+}
+
+// Rows [n0, n1) of W for M tokens. `row(m)` is the m-th token's vector, so tokens may be gathered; every sum reaches
+// `emit` once per K block, first block first.
+//
+// W goes by in blocks that stay in L2 over all token tiles. While a block is multiplied the next is prefetched, its
+// lines spread evenly over the tiles' steps (a burst between tiles would fill the miss buffers and stall) and in the
+// order of their addresses. The first block has nobody before it, so its first tile fetches for itself, kPrefetchBytes
+// ahead. `after`: the weights that this thread multiplies next; with them a tiny expert (12-48 KB of weights) does not
+// start cold.
+template <class Row, class Emit>
+inline void gemm(const Row& row, int M, const float* w, long ldw, int K, int n0, int n1, const Emit& emit,
+                 const float* after = nullptr) {
     if (M <= 0 || n1 <= n0) return;
-    const int num_tiles = (M + kTokenTile - 1) / kTokenTile;
+    const float* end = w + n1 * ldw;
+    if (!after) after = end;
+    const int num_tiles = count_tiles(M), lines = tile_rows((M + num_tiles - 1) / num_tiles);  // of W per step
     const int depth = K <= kDepthBlock + kDepthBlock / 2 ? K : kDepthBlock;
-    const int block_bytes = M <= 64 ? kRowBlockBytes : 4 * kRowBlockBytes;  // ... larger where x itself no longer stays there
-    const int rows = num_tiles == 1 && depth == K ? 1 << 30 : max_int(4, block_bytes / int(sizeof(float)) / depth / 4 * 4);
-    const bool is_run = ldw == depth;  // a block of rows is one run of memory
+    // ... larger where x itself no longer stays there.
+    const int block_bytes = M <= 64 ? kRowBlockBytes : 4 * kRowBlockBytes;
+    const int rows =
+        num_tiles == 1 && depth == K ? 1 << 30 : max_int(4, block_bytes / int(sizeof(float)) / depth / 4 * 4);
     bool is_warm = false;
     for (int r0 = n0; r0 < n1; r0 = r0 + min_int(rows, n1 - r0)) {
         const int r1 = r0 + min_int(rows, n1 - r0);
@@ -132,30 +175,22 @@ inline void gemm(const Row& row, int M, const float* w, long ldw, int K, int n0,
             const int kb = min_int(depth, K - k0);
             const float* block = w + r0 * ldw + k0;
             const bool is_last_depth = k0 + kb >= K;
-            const float* next = is_last_depth ? w + r1 * ldw : block + kb;
-            int lines_left = is_last_depth && r1 == n1 ? 0 : 4;  // of the next block, per step
+            const float* next = !is_last_depth ? block + kb : r1 < n1 ? w + r1 * ldw : after;
+            int lines_left = lines;  // of the next block, per step
             for (int tile = 0, m0 = 0; tile < num_tiles; tile++) {
                 const int mt = (M - m0) / (num_tiles - tile);  // sizes differ by one at most
-                const auto go = [&](auto pf, const Ahead& ahead) {
-                    any_token_tile<decltype(pf)::value>(mt, row, m0, w, ldw, k0, kb, r0, r1, ahead, emit);
-                };
-                const auto share = [&](auto pf) {
-                    constexpr int count = decltype(pf)::value;
-                    const long done = 4 - lines_left;
-                    go(pf, is_run ? Ahead{next + done * (r1 - r0) * (kb / 4), 16, 16 * count, long(count) * kb}
-                                  : Ahead{next + done * ldw, ldw, 16, 4 * ldw});
-                    lines_left -= count;
-                };
                 if (tile == 0 && !is_warm) {
                     const long near = kPrefetchBytes / int(sizeof(float));
-                    go(std::integral_constant<int, 4>{}, is_run ? Ahead{block + near, 16, 64, 4 * ldw}
-                                                                : Ahead{block + max_int(1, int(near / (4 * kb))) * 4 * ldw, ldw, 16, 4 * ldw});
-                } else if (lines_left == 0) {
-                    go(std::integral_constant<int, 0>{}, Ahead{});
-                } else if (lines_left > num_tiles - tile) {
-                    share(std::integral_constant<int, 2>{});
+                    // Rows that follow each other in memory are fetched in the order of addresses, others row by row.
+                    const Ahead ahead = ldw == kb ? Ahead{block + near, 16, 16 * lines, lines * ldw, end, after - end}
+                                                  : Ahead{block + max_int(1, int(near / (lines * kb))) * lines * ldw,
+                                                          ldw, 16, lines * ldw};
+                    any_token_tile(mt, lines, row, m0, w, ldw, k0, kb, r0, r1, ahead, emit);
                 } else {
-                    share(std::integral_constant<int, 1>{});
+                    const int share = lines_left > num_tiles - tile ? 2 : lines_left > 0 ? 1 : 0;
+                    const Ahead ahead{next + (lines - lines_left) * ldw, ldw, 16, lines * ldw};
+                    any_token_tile(mt, share, row, m0, w, ldw, k0, kb, r0, r1, ahead, emit);
+                    lines_left -= share;
                 }
                 m0 += mt;
             }
@@ -178,27 +213,33 @@ struct Store {
     long ld;
     HADAL_INLINE void operator()(int m, int n, const Quad& q, int count, bool is_first) const {
         float* out = y + m * ld + n;
-        if (ADD || !is_first) for (int i = 0; i < count; i++) out[i] += q.at[i];
-        else for (int i = 0; i < count; i++) out[i] = q.at[i];
+        if (ADD || !is_first)
+            for (int i = 0; i < count; i++) out[i] += q.at[i];
+        else
+            for (int i = 0; i < count; i++) out[i] = q.at[i];
     }
 };
 
-inline void linear(const float* x, long ldx, int M, const float* w, int K, int n0, int n1, float* y, long ldy) {
-    gemm(RowAt{x, ldx}, M, w, K, K, n0, n1, Store<false>{y, ldy});
+inline void linear(const float* x, long ldx, int M, const float* w, int K, int n0, int n1, float* y, long ldy,
+                   const float* after = nullptr) {
+    gemm(RowAt{x, ldx}, M, w, K, K, n0, n1, Store<false>{y, ldy}, after);
 }
 
-// y[m][c] = sum_n a[m][n] * b[n][c], columns [c0, c1): b is streamed once for up to kTokenTile rows of a. With ADD, y[m][c] is
-// first multiplied by scale[m] (online softmax). Additions run over n in order, for every tile shape alike.
+// y[m][c] = sum_n a[m][n] * b[n][c], columns [c0, c1): b is streamed once for up to kTokenTile rows of a. With ADD,
+// y[m][c] is first multiplied by scale[m] (online softmax). Additions run over n in order, for every tile shape alike.
 template <int MT, int CV, bool ADD>
-HADAL_INLINE void outer_tile(const float* a, long lda, int N, const float* b, long ldb, int c0, int tail, const float* scale, float* y, long ldy) {
+HADAL_INLINE void outer_tile(const float* a, long lda, int N, const float* b, long ldb, int c0, int tail,
+                             const float* scale, float* y, long ldy) {
     V acc[MT][CV];
 #pragma GCC unroll 8
     for (int m = 0; m < MT; m++)
 #pragma GCC unroll 4
         for (int v = 0; v < CV; v++) {
             const float* at = y + m * ldy + c0 + v * W;
-            if (ADD) acc[m][v] = v_set(scale[m]) * (v == CV - 1 ? v_load_tail(at, tail) : v_load(at));
-            else acc[m][v] = v_zero();
+            if (ADD)
+                acc[m][v] = v_set(scale[m]) * (v == CV - 1 ? v_load_tail(at, tail) : v_load(at));
+            else
+                acc[m][v] = v_zero();
         }
     for (int n = 0; n < N; n++) {
         const float* bn = b + n * ldb + c0;
@@ -217,13 +258,16 @@ HADAL_INLINE void outer_tile(const float* a, long lda, int N, const float* b, lo
 #pragma GCC unroll 4
         for (int v = 0; v < CV; v++) {
             float* at = y + m * ldy + c0 + v * W;
-            if (v == CV - 1) v_store_tail(at, acc[m][v], tail);
-            else v_store(at, acc[m][v]);
+            if (v == CV - 1)
+                v_store_tail(at, acc[m][v], tail);
+            else
+                v_store(at, acc[m][v]);
         }
 }
 
 template <int MT, bool ADD>
-inline void outer_columns(const float* a, long lda, int N, const float* b, long ldb, int c0, int c1, const float* scale, float* y, long ldy) {
+inline void outer_columns(const float* a, long lda, int N, const float* b, long ldb, int c0, int c1, const float* scale,
+                          float* y, long ldy) {
     for (int c = c0; c < c1; c += 4 * W) {
         const int left = min_int(c1 - c, 4 * W), vectors = (left + W - 1) / W, tail = left - (vectors - 1) * W;
         switch (vectors) {
@@ -236,7 +280,8 @@ inline void outer_columns(const float* a, long lda, int N, const float* b, long 
 }
 
 template <bool ADD>
-inline void outer(const float* a, long lda, int M, int N, const float* b, long ldb, int c0, int c1, const float* scale, float* y, long ldy) {
+inline void outer(const float* a, long lda, int M, int N, const float* b, long ldb, int c0, int c1, const float* scale,
+                  float* y, long ldy) {
     const int num_tiles = (M + kTokenTile - 1) / kTokenTile;
     for (int tile = 0, m0 = 0; tile < num_tiles; tile++) {
         const int mt = (M - m0) / (num_tiles - tile);
@@ -246,9 +291,15 @@ inline void outer(const float* a, long lda, int M, int N, const float* b, long l
             case 1: outer_columns<1, ADD>(am, lda, N, b, ldb, c0, c1, sm, ym, ldy); break;
             case 2: outer_columns<2, ADD>(am, lda, N, b, ldb, c0, c1, sm, ym, ldy); break;
             case 3: outer_columns<3, ADD>(am, lda, N, b, ldb, c0, c1, sm, ym, ldy); break;
-            case 4: if constexpr (kTokenTile >= 4) outer_columns<4, ADD>(am, lda, N, b, ldb, c0, c1, sm, ym, ldy); break;
-            case 5: if constexpr (kTokenTile >= 5) outer_columns<5, ADD>(am, lda, N, b, ldb, c0, c1, sm, ym, ldy); break;
-            case 6: if constexpr (kTokenTile >= 6) outer_columns<6, ADD>(am, lda, N, b, ldb, c0, c1, sm, ym, ldy); break;
+            case 4:
+                if constexpr (kTokenTile >= 4) outer_columns<4, ADD>(am, lda, N, b, ldb, c0, c1, sm, ym, ldy);
+                break;
+            case 5:
+                if constexpr (kTokenTile >= 5) outer_columns<5, ADD>(am, lda, N, b, ldb, c0, c1, sm, ym, ldy);
+                break;
+            case 6:
+                if constexpr (kTokenTile >= 6) outer_columns<6, ADD>(am, lda, N, b, ldb, c0, c1, sm, ym, ldy);
+                break;
         }
         m0 += mt;
     }

@@ -1,8 +1,9 @@
-// One float vector type V of W lanes, the same code for AVX-512 (16 lanes), AVX2+FMA (8) and anything else (8, by GCC vector
-// extensions). Knows nothing of matrices.
+// One float vector type V of W lanes, the same code for AVX-512 (16 lanes), AVX2+FMA (8) and anything else (8, by GCC
+// vector extensions). Knows nothing of matrices.
 //
-// Why not -ffast-math: every sum below is written in the order it is to be done, because a token's result must not depend on
-// which tile or thread computed it (batch invariance). Reassociation would break that; infinities must survive, too (softmax).
+// Why not -ffast-math: every sum below is written in the order it is to be done, because a token's result must not
+// depend on which tile or thread computed it (batch invariance). Reassociation would break that; infinities must
+// survive, too (softmax).
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -51,7 +52,8 @@ HADAL_INLINE V v_fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 HADAL_INLINE V v_max(V a, V b) { return _mm256_max_ps(a, b); }
 HADAL_INLINE V v_min(V a, V b) { return _mm256_min_ps(a, b); }
 HADAL_INLINE V v_scale2(V a, V n) {  // n in [-126, 127]: built in the exponent field
-    return a * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+    return a *
+           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
 HADAL_INLINE V v_round(V a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
@@ -63,26 +65,52 @@ typedef float V __attribute__((vector_size(32)));
 typedef int32_t VI __attribute__((vector_size(32)));
 HADAL_INLINE V v_zero() { return V{}; }
 HADAL_INLINE V v_set(float a) { return V{a, a, a, a, a, a, a, a}; }
-HADAL_INLINE V v_load(const float* p) { V a; std::memcpy(&a, p, sizeof a); return a; }
+HADAL_INLINE V v_load(const float* p) {
+    V a;
+    std::memcpy(&a, p, sizeof a);
+    return a;
+}
 HADAL_INLINE void v_store(float* p, V a) { std::memcpy(p, &a, sizeof a); }
-HADAL_INLINE V v_load_part(const float* p, int n) { V a{}; for (int i = 0; i < n; i++) a[i] = p[i]; return a; }
-HADAL_INLINE void v_store_part(float* p, V a, int n) { for (int i = 0; i < n; i++) p[i] = a[i]; }
+HADAL_INLINE V v_load_part(const float* p, int n) {
+    V a{};
+    for (int i = 0; i < n; i++) a[i] = p[i];
+    return a;
+}
+HADAL_INLINE void v_store_part(float* p, V a, int n) {
+    for (int i = 0; i < n; i++) p[i] = a[i];
+}
 HADAL_INLINE V v_fma(V a, V b, V c) { return a * b + c; }
 HADAL_INLINE V v_max(V a, V b) { return a > b ? a : b; }
 HADAL_INLINE V v_min(V a, V b) { return a < b ? a : b; }
-HADAL_INLINE V v_scale2(V a, V n) { VI i = (__builtin_convertvector(n, VI) + 127) << 23; V s; std::memcpy(&s, &i, sizeof s); return a * s; }
-HADAL_INLINE V v_round(V a) { for (int i = 0; i < W; i++) a[i] = std::nearbyint(a[i]); return a; }
+HADAL_INLINE V v_scale2(V a, V n) {
+    VI i = (__builtin_convertvector(n, VI) + 127) << 23;
+    V s;
+    std::memcpy(&s, &i, sizeof s);
+    return a * s;
+}
+HADAL_INLINE V v_round(V a) {
+    for (int i = 0; i < W; i++) a[i] = std::nearbyint(a[i]);
+    return a;
+}
 
 #endif
 
 // Up to W values at p, the rest zero; n may be larger than W.
 HADAL_INLINE V v_load_tail(const float* p, int n) { return n >= W ? v_load(p) : v_load_part(p, n); }
-HADAL_INLINE void v_store_tail(float* p, V a, int n) { if (n >= W) v_store(p, a); else v_store_part(p, a, n); }
+HADAL_INLINE void v_store_tail(float* p, V a, int n) {
+    if (n >= W)
+        v_store(p, a);
+    else
+        v_store_part(p, a, n);
+}
 
 // Four lanes: the sums of four accumulators, one per weight row.
-struct Quad { float at[4]; };
+struct Quad {
+    float at[4];
+};
 
-// The lane sums of a, b, c, d. The tree is the same for each of the four, so a row's sum does not depend on its neighbours.
+// The lane sums of a, b, c, d. The tree is the same for each of the four, so a row's sum does not depend on its
+// neighbours.
 HADAL_INLINE Quad v_sum4(V a, V b, V c, V d) {
     Quad q;
 #if defined(__AVX2__) && defined(__FMA__)
@@ -117,9 +145,9 @@ HADAL_INLINE float v_max_lane(V a) {
     return m;
 }
 
-// e^x. Cody-Waite reduction by ln 2 in two parts, then the degree-5 polynomial of Cephes' expf (about 1 ulp on [-ln2/2, ln2/2]).
-// Below -87 the result is at most 1.6e-38, taken as that of -87: -inf gives a value that no sum in FP32 notices, never a NaN.
-// The upper clamp keeps 2^n finite. A NaN stays one on AVX (max/min return the second operand).
+// e^x. Cody-Waite reduction by ln 2 in two parts, then the degree-5 polynomial of Cephes' expf (about 1 ulp on [-ln2/2,
+// ln2/2]). Below -87 the result is at most 1.6e-38, taken as that of -87: -inf gives a value that no sum in FP32
+// notices, never a NaN. The upper clamp keeps 2^n finite. A NaN stays one on AVX (max/min return the second operand).
 HADAL_INLINE V v_exp(V x) {
     x = v_min(v_set(88.0f), v_max(v_set(-87.0f), x));
     const V n = v_round(x * v_set(1.44269504088896341f));
@@ -138,5 +166,7 @@ HADAL_INLINE V v_exp(V x) {
 inline float exp1(float x) { return v_sum(v_exp(v_set(x))) / float(W); }
 
 HADAL_INLINE V v_sigmoid(V x) { return v_set(1.0f) / (v_set(1.0f) + v_exp(v_zero() - x)); }
+
+inline float sigmoid1(float x) { return v_sum(v_sigmoid(v_set(x))) / float(W); }
 
 }  // namespace hadal

@@ -1,10 +1,11 @@
 // A whole decode step, from token ids to logits, as one job of a team: B rows, each one token of one sequence.
 //
-// Rows may belong to the same sequence (same block table, consecutive positions: a speculative check or the tail of a prompt),
-// because every row's latent is in the cache before any row attends. Weights are used where they lie; nothing is repacked.
-// Phases are separated by barriers; members split weight rows, so each row of W is read by one core once per step.
-// Shapes: B rows, D model, Q q_lora (0: none), H heads, N nope, R rope, C kv_lora, W v_head, L = C + R, V vocab, F dense width,
-// E experts, I expert width, S shared width, K experts per token. qk = N + R.
+// Rows may belong to the same sequence (same block table, consecutive positions: a speculative check or the tail of a
+// prompt), because every row's latent is in the cache before any row attends. Weights are used where they lie; nothing
+// is repacked. Phases are separated by barriers; members split weight rows, so each row of W is read by one core once
+// per step.
+// Shapes: B rows, D model, Q q_lora (0: none), H heads, N nope, R rope, C kv_lora, W v_head, L = C + R, V vocab, F
+// dense width, E experts, I expert width, S shared width, K experts per token. qk = N + R.
 #pragma once
 #include "attention.h"
 #include "experts.h"
@@ -13,8 +14,8 @@
 namespace hadal {
 
 struct StepShape {  // filled by Python, field for field
-    int32_t vocab, D, num_layers, Q, H, N, R, C, W, F, S, E, I, K, num_groups, topk_group, is_normed, max_batch, max_position, num_blocks,
-        cache_layers;
+    int32_t vocab, D, num_layers, Q, H, N, R, C, W, F, S, E, I, K, num_groups, topk_group, is_normed, max_batch,
+        max_position, num_blocks, cache_layers;
     float eps, latent_eps, routed_scale, softmax_scale;
 };
 
@@ -29,6 +30,9 @@ struct StepPointers {
     float* cache;
 };
 
+constexpr int kChunk = 4 * W;            // columns of W_UK that one tile of `outer` takes
+constexpr long kShortBytes = 512 << 10;  // of latents per layer that every member may as well read
+
 class Step {
   public:
     Step(Team* team, const StepShape& shape, const StepPointers& at, const LayerPointers* layers)
@@ -42,16 +46,20 @@ class Step {
         carve(carver);
     }
 
-    // The caller has checked ids, positions and blocks. normed_BD receives what the head takes: the hidden states after the last norm.
-    void run(int B, const int64_t* tokens_B, const int64_t* positions_B, const int32_t* block_table, long max_blocks, float* normed_BD,
-             float* logits_BV) {
+    // The caller has checked ids, positions and blocks. normed_BD receives what the head takes: the hidden states after
+    // the last norm.
+    void run(int B, const int64_t* tokens_B, const int64_t* positions_B, const int32_t* block_table, long max_blocks,
+             float* normed_BD, float* logits_BV) {
         B_ = B;
         tokens_ = tokens_B;
         positions_ = positions_B;
         normed_ = normed_BD;
         logits_ = logits_BV;
-        for (int b = 0; b < B; b++) lengths_[b] = positions_B[b] + 1;
-        attention_.B = B, attention_.H = s_.H, attention_.C = s_.C, attention_.R = s_.R, attention_.num_layers = s_.cache_layers;
+        long cached = 0;
+        for (int b = 0; b < B; b++) cached += lengths_[b] = positions_B[b] + 1;
+        is_short_ = cached * latent() * long(sizeof(float)) <= kShortBytes;
+        attention_.B = B, attention_.H = s_.H, attention_.C = s_.C, attention_.R = s_.R,
+        attention_.num_layers = s_.cache_layers;
         attention_.scale = s_.softmax_scale, attention_.cache = at_.cache;
         attention_.block_table = block_table, attention_.max_blocks = max_blocks;
         attention_.plan(lengths_, team_->count());
@@ -61,11 +69,13 @@ class Step {
     }
 
   private:
-    struct Own {  // one member's private memory
+    struct Own {         // one member's private memory
         float* normed;   // [max_batch, max(D, Q)]
         float* scratch;  // attention scores, gate
         int* ints;
         Sorted sorted;
+        int *few_ids, *ids;  // this step's choice: own (a few rows) or shared
+        float *few_weights, *weights;
     };
 
     void carve(Carver& c) {
@@ -90,6 +100,8 @@ class Step {
             own.normed = c.take<float>(B * wide);
             own.scratch = c.take<float>(Attention::scratch_floats(s_.H) + 2 * size_t(max_int(s_.E, s_.K)));
             own.ints = c.take<int>(size_t(max_int(s_.E, s_.K)));
+            own.few_ids = c.take<int>(4 * size_t(s_.K));
+            own.few_weights = c.take<float>(4 * size_t(s_.K));
             own.sorted = Sorted{c.take<int>(size_t(s_.E) + 1), c.take<int>(slots), c.take<Job>(size_t(s_.E) + 1), 0};
         }
     }
@@ -102,15 +114,19 @@ class Step {
         Own& own = own_[size_t(me.index)];
         int begin, end;
         me.share(B_, 1, begin, end);
-        for (int b = begin; b < end; b++) std::memcpy(hidden_ + long(b) * s_.D, at_.embed_VD + tokens_[b] * s_.D, size_t(s_.D) * sizeof(float));
+        for (int b = begin; b < end; b++)
+            std::memcpy(hidden_ + long(b) * s_.D, at_.embed_VD + tokens_[b] * s_.D, size_t(s_.D) * sizeof(float));
         me.barrier();
         for (int i = 0; i < s_.num_layers; i++) {
             attend(me, own, layers_[size_t(i)], i);
-            feed_forward(me, own, layers_[size_t(i)]);
+            const float* next = i + 1 < s_.num_layers ? share_of(me, layers_[size_t(i) + 1].qkv_a, qkv_width(), s_.D)
+                                                      : share_of(me, at_.head_VD, s_.vocab, s_.D);
+            feed_forward(me, own, layers_[size_t(i)], next);
         }
         const float* x = norm_all(me, own, hidden_, s_.D, at_.norm_D, s_.D, s_.eps);
-        std::memcpy(normed_ + long(begin) * s_.D, x + long(begin) * s_.D, size_t(end - begin) * size_t(s_.D) * sizeof(float));
-        multiply(me, x, s_.D, at_.head_VD, s_.D, s_.vocab, logits_, s_.vocab);
+        std::memcpy(normed_ + long(begin) * s_.D, x + long(begin) * s_.D,
+                    size_t(end - begin) * size_t(s_.D) * sizeof(float));
+        multiply(me, x, s_.D, at_.head_VD, s_.D, s_.vocab, logits_, s_.vocab, nullptr);
     }
 
     // RMS norm of all rows. Few members repeat it in private (no barrier); many share it through member 0's memory.
@@ -125,44 +141,63 @@ class Step {
     }
 
     // This member's rows of y[b][n] = x[b] . w[n].
-    void multiply(const Member& me, const float* x, long ldx, const float* w, int K, int rows, float* y, long ldy) {
+    void multiply(const Member& me, const float* x, long ldx, const float* w, int K, int rows, float* y, long ldy,
+                  const float* after) {
         int begin, end;
         me.share(rows, 4, begin, end);
-        linear(x, ldx, B_, w, K, begin, end, y, ldy);
+        linear(x, ldx, B_, w, K, begin, end, y, ldy, after);
     }
 
     void attend(const Member& me, Own& own, const LayerPointers& w, int layer) {
         const int width = qkv_width(), heads_qk = s_.H * qk();
         const float* x = norm_all(me, own, hidden_, s_.D, w.attn_norm_D, s_.D, s_.eps);
-        multiply(me, x, s_.D, w.qkv_a, s_.D, width, qkv_, width);
+        multiply(me, x, s_.D, w.qkv_a, s_.D, width, qkv_, width, s_.Q ? share_of(me, w.q_b, heads_qk, s_.Q) : nullptr);
         if (me.index == 0) attention_.next.store(0, std::memory_order_relaxed);
         me.barrier();
 
+        // Where heads divide evenly and contexts are short, each member keeps its heads through all phases, three
+        // barriers less.
+        const bool by_heads = is_short_ && s_.H % me.count == 0;
+        const int h0 = s_.H * me.index / me.count, h1 = s_.H * (me.index + 1) / me.count;
         write_cache(me, w, layer);
         const float* q = qkv_;
         long ldq = width;
         if (s_.Q) {
             const float* c_q = norm_all(me, own, qkv_, width, w.q_a_norm_Q, s_.Q, s_.latent_eps);
-            multiply(me, c_q, s_.Q, w.q_b, s_.Q, heads_qk, q_, heads_qk);
-            me.barrier();
+            if (by_heads) {
+                linear(c_q, s_.Q, B_, w.q_b, s_.Q, h0 * qk(), h1 * qk(), q_, heads_qk,
+                       w.w_uk_HNC + long(h0) * s_.N * s_.C);
+            } else {
+                multiply(me, c_q, s_.Q, w.q_b, s_.Q, heads_qk, q_, heads_qk, w.w_uk_HNC);
+                me.barrier();
+            }
             q = q_, ldq = heads_qk;
         }
-        absorb(me, w, q, ldq);
+        const int chunks = (s_.C + kChunk - 1) / kChunk;
+        int begin = h0 * chunks, end = h1 * chunks;
+        if (!by_heads) me.share(s_.H * chunks, 1, begin, end);
+        absorb(w, q, ldq, begin, end);
         me.barrier();
 
-        attention_.run(q_latent_, o_latent_, parts_, own.scratch, layer);
-        me.barrier();
-        if (attention_.is_split) {
-            attention_.merge(me, lengths_, parts_, o_latent_);
+        begin = h0 * s_.W, end = h1 * s_.W;
+        if (by_heads) {
+            attention_.run_heads(h0, h1, q_latent_, o_latent_, parts_, own.scratch, layer);
+        } else {
+            attention_.run(q_latent_, o_latent_, parts_, own.scratch, layer);
             me.barrier();
+            if (attention_.is_split) {
+                attention_.merge_share(me, parts_, o_latent_);
+                me.barrier();
+            }
+            me.share(s_.H * s_.W, 4, begin, end);
         }
-        lift_values(me, w);
+        lift_values(w, begin, end, share_of(me, w.o, s_.D, s_.H * s_.W));
         me.barrier();
 
-        int begin, end;
         me.share(s_.D, 4, begin, end);
         const int K = s_.H * s_.W;
-        gemm(RowAt{value_, K}, B_, w.o, K, K, begin, end, Store<true>{hidden_, s_.D});
+        gemm(RowAt{value_, K}, B_, w.o, K, K, begin, end, Store<true>{hidden_, s_.D},
+             w.router_ED ? share_of(me, w.router_ED, s_.E, s_.D) : share_of(me, w.gate_up, s_.F, s_.D));
         me.barrier();
     }
 
@@ -181,60 +216,72 @@ class Step {
         }
     }
 
-    // q_latent[b][h] = [W_UK(h)^T q_nope; rope(q_rope)]: heads by chunks of columns are the units.
-    void absorb(const Member& me, const LayerPointers& w, const float* q, long ldq) {
-        const int chunk = 4 * hadal::W, chunks = (s_.C + chunk - 1) / chunk;
+    // q_latent[b][h] = [W_UK(h)^T q_nope; rope(q_rope)], for units [begin, end): heads by chunks of columns.
+    void absorb(const LayerPointers& w, const float* q, long ldq, int begin, int end) {
+        const int chunks = (s_.C + kChunk - 1) / kChunk;
         const long ld = long(s_.H) * latent();
-        int begin, end;
-        me.share(s_.H * chunks, 1, begin, end);
         for (int unit = begin; unit < end; unit++) {
-            const int h = unit / chunks, c0 = unit % chunks * chunk;
+            const int h = unit / chunks, c0 = unit % chunks * kChunk;
             const float* q_h = q + long(h) * qk();
+            const float* w_uk = w.w_uk_HNC + long(h) * s_.N * s_.C;
             float* out = q_latent_ + long(h) * latent();
-            outer<false>(q_h, ldq, B_, s_.N, w.w_uk_HNC + long(h) * s_.N * s_.C, s_.C, c0, min_int(s_.C, c0 + chunk), nullptr, out, ld);
+            outer<false>(q_h, ldq, B_, s_.N, w_uk, s_.C, c0, min_int(s_.C, c0 + kChunk), nullptr, out, ld);
             if (c0 == 0)
-                for (int b = 0; b < B_; b++) rope(q_h + b * ldq + s_.N, at_.cos_sin + positions_[b] * s_.R, s_.R, out + b * ld + s_.C);
+                for (int b = 0; b < B_; b++)
+                    rope(q_h + b * ldq + s_.N, at_.cos_sin + positions_[b] * s_.R, s_.R, out + b * ld + s_.C);
         }
     }
 
-    // value[b][h] = W_UV(h) o_latent[b][h]: rows of all heads in one range.
-    void lift_values(const Member& me, const LayerPointers& w) {
-        int begin, end;
-        me.share(s_.H * s_.W, 4, begin, end);
+    // value[b][h] = W_UV(h) o_latent[b][h], rows [begin, end) of all heads' in one range.
+    void lift_values(const LayerPointers& w, int begin, int end, const float* after) {
+        const long ldx = long(s_.H) * s_.C, ldy = long(s_.H) * s_.W;
         for (int at = begin; at < end;) {
             const int h = at / s_.W, row = at % s_.W, stop = min_int(s_.W, row + end - at);
-            linear(o_latent_ + long(h) * s_.C, long(s_.H) * s_.C, B_, w.w_uv_HWC + long(h) * s_.W * s_.C, s_.C, row, stop,
-                   value_ + long(h) * s_.W, long(s_.H) * s_.W);
             at += stop - row;
+            linear(o_latent_ + long(h) * s_.C, ldx, B_, w.w_uv_HWC + long(h) * s_.W * s_.C, s_.C, row, stop,
+                   value_ + long(h) * s_.W, ldy, at < end ? nullptr : after);
         }
     }
 
-    void feed_forward(const Member& me, Own& own, const LayerPointers& w) {
+    void feed_forward(const Member& me, Own& own, const LayerPointers& w, const float* next) {
         const float* x = norm_all(me, own, hidden_, s_.D, w.ffn_norm_D, s_.D, s_.eps);
         const bool is_moe = w.router_ED != nullptr;
         Sorted& sorted = own.sorted;
         sorted.jobs[0] = Job{w.gate_up, w.down, is_moe ? s_.S : s_.F, B_, nullptr, dense_gate_, dense_up_};
         sorted.num_jobs = 1;
-        if (is_moe) multiply(me, x, s_.D, w.router_ED, s_.D, s_.E, router_, s_.E);
-        run_up_share(me, sorted.jobs, 1, x, s_.D, s_.K);
+        if (is_moe) multiply(me, x, s_.D, w.router_ED, s_.D, s_.E, router_, s_.E, share_of(me, w.gate_up, s_.S, s_.D));
+        const float* down = share_of(me, w.down, s_.D, sorted.jobs[0].I);
+        run_up_share(me, sorted.jobs, 1, x, s_.D, s_.K, down);
         me.barrier();
         if (is_moe) {
-            int begin, end;
-            me.share(B_, 1, begin, end);
-            const GateShape shape{s_.E, s_.K, s_.num_groups, s_.topk_group, s_.is_normed, s_.routed_scale};
-            for (int b = begin; b < end; b++)
-                choose_experts(shape, router_ + long(b) * s_.E, w.router_bias_E, own.scratch, own.ints, ids_ + b * s_.K, weights_ + b * s_.K);
-            me.barrier();
-            sort_slots(ids_, B_ * s_.K, s_.E, sorted);
+            choose(me, own, w);
+            sort_slots(own.ids, B_ * s_.K, s_.E, sorted);
             add_routed_jobs(sorted, w.gate_up_E, w.down_E, s_.E, s_.I, s_.D, gate_, up_);
-            run_up_share(me, sorted.jobs + 1, sorted.num_jobs - 1, x, s_.D, s_.K);
+            run_up_share(me, sorted.jobs + 1, sorted.num_jobs - 1, x, s_.D, s_.K, down);
             me.barrier();
         }
-        run_down_share(me, sorted.jobs, sorted.num_jobs, s_.D, s_.K, weights_, hidden_);
+        run_down_share(me, sorted.jobs, sorted.num_jobs, s_.D, s_.K, own.weights, hidden_, next);
         me.barrier();
     }
 
-    struct Free { void operator()(char* p) const { std::free(p); } };
+    // The gate. For few rows every member does all of them in private; else they share the rows and read each other's
+    // choice.
+    void choose(const Member& me, Own& own, const LayerPointers& w) {
+        const GateShape shape{s_.E, s_.K, s_.num_groups, s_.topk_group, s_.is_normed, s_.routed_scale};
+        const bool is_repeated = B_ < 4;
+        int begin = 0, end = B_;
+        if (!is_repeated) me.share(B_, 1, begin, end);
+        own.ids = is_repeated ? own.few_ids : ids_;
+        own.weights = is_repeated ? own.few_weights : weights_;
+        for (int b = begin; b < end; b++)
+            choose_experts(shape, router_ + long(b) * s_.E, w.router_bias_E, own.scratch, own.ints, own.ids + b * s_.K,
+                           own.weights + b * s_.K);
+        if (!is_repeated) me.barrier();
+    }
+
+    struct Free {
+        void operator()(char* p) const { std::free(p); }
+    };
 
     Team* team_;
     const StepShape s_;
@@ -245,11 +292,13 @@ class Step {
     Attention attention_{};
     // This step's rows:
     int B_ = 0;
+    bool is_short_ = false;
     const int64_t *tokens_ = nullptr, *positions_ = nullptr;
     float *normed_ = nullptr, *logits_ = nullptr, *parts_ = nullptr;
     // Shared between members, [B, ...]:
     int64_t* lengths_;
-    float *hidden_, *qkv_, *q_, *q_latent_, *o_latent_, *value_, *dense_gate_, *dense_up_, *gate_, *up_, *router_, *weights_;
+    float *hidden_, *qkv_, *q_, *q_latent_, *o_latent_, *value_, *dense_gate_, *dense_up_, *gate_, *up_, *router_,
+        *weights_;
     int* ids_;
 };
 

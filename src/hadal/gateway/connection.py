@@ -1,0 +1,89 @@
+"""One TCP connection: uvicorn's protocol, with limits on headers and on clients that stand still.
+
+uvicorn waits for ever for the end of the headers and takes any number of them. A client that does not read is cut off
+by the kernel; the reply's own deadline has ended its generation before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http
+import socket
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from hadal.gateway.errors import ApiError
+
+HEADERS_S = 15.0
+"""From a connection's or a request's first byte to the end of its headers."""
+MAX_HEADER_BYTES = 64 * 1024
+UNREAD_S = 60.0
+"""Data that the client has not taken for so long ends the connection."""
+
+
+class GatewayProtocol(HttpToolsProtocol):
+    """Created by uvicorn for every connection."""
+
+    _header_timer: asyncio.TimerHandle | None = None
+    _num_header_bytes = 0
+    _in_headers = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        connection = transport.get_extra_info("socket")
+        if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            with contextlib.suppress(OSError):  # A Unix socket has none.
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
+        self._begin_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_headers()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_headers:
+            self._num_header_bytes += len(data)
+        super().data_received(data)
+        if self._in_headers and self._num_header_bytes > MAX_HEADER_BYTES:
+            self._refuse(431, f"The headers are longer than {MAX_HEADER_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begin_headers()
+
+    def on_headers_complete(self) -> None:
+        self._end_headers()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is not HTTP gets a refusal in the same shape as any other."""
+        self._refuse(400, msg)
+
+    def _begin_headers(self) -> None:
+        self._in_headers = True
+        self._num_header_bytes = 0
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADERS_S, self._headers_late)
+
+    def _end_headers(self) -> None:
+        self._in_headers = False
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _headers_late(self) -> None:
+        self._header_timer = None
+        if self._in_headers:
+            self._refuse(408, f"The headers were not complete after {HEADERS_S:g} s.")
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._end_headers()
+        if self.transport.is_closing():
+            return
+        body = ApiError(status, message).body
+        head: list[Any] = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}", "Content-Type: application/json"]
+        head += [f"Content-Length: {len(body)}", "Connection: close", "", ""]
+        self.transport.write("\r\n".join(head).encode() + body)
+        self.transport.close()

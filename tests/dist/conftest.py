@@ -1,0 +1,57 @@
+"""Running servers for tests: one of their own, or one for a whole module."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.serving import STOP_TIMEOUT_S, Server, StartServer, finish, launch, wait_until
+
+__all__ = ["Server", "StartServer", "wait_until"]
+
+
+@pytest.fixture
+def start_server() -> Iterator[StartServer]:
+    """`start_server("--api-key", "k", environment={}, decode={"kv_blocks": 9}, lease_s=5.0)`: a server that is ready.
+
+    Positional: options of `hadal serve`. Keywords: fields of the deployment. `wait=False`: do not wait for it.
+    """
+    servers: list[Server] = []
+    folders: list[Path] = []
+
+    def start(
+        *arguments: str, wait: bool = True, environment: dict[str, str] | None = None, **overrides: Any
+    ) -> Server:
+        folders.append(Path(tempfile.mkdtemp(prefix="hadal-t-")))  # Sockets need a short path; tmp_path is a long one.
+        server = launch(folders[-1], arguments, environment or {}, **overrides)
+        servers.append(server)
+        if wait:
+            server.wait_ready()
+        return server
+
+    yield start
+    try:
+        for server in servers:
+            finish(server)
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """One server for a whole module, for tests that leave it as they found it."""
+    folder = Path(tempfile.mkdtemp(prefix="hadal-t-"))
+    running = launch(folder, (), {})
+    try:
+        running.wait_ready()
+        yield running
+        finish(running)
+    finally:
+        if running.process.poll() is None:
+            running.process.kill()
+            running.process.wait(STOP_TIMEOUT_S)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,172 @@
+"""`hadal serve` as its users start it: a tree of processes, looked at from outside, and gone without a trace."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from hadal.runtime.kv_wire import PREFIX, SHM
+from hadal.runtime.resolve import model_folder
+from hadal.runtime.status import Status, read_status
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+
+SMALL: dict[str, Any] = {
+    "prefill": {"threads": 1, "kv_memory_mb": 64},
+    "decode": {"threads": 1, "kv_memory_mb": 64},
+}
+"""What every server of the tests has unless a test says otherwise."""
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """Return the first true value of `condition`. Fails the test after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > deadline_s:
+            pytest.fail(f"after {timeout_s:.0f} s still not: {what}")
+        time.sleep(0.01)
+    return value
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@dataclass
+class Server:
+    """One running `hadal serve`."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    log_path: Path
+    seen_pids: set[int] = field(default_factory=set)
+
+    def status(self) -> Status:
+        """What its supervisor says of it now."""
+        status = read_status(self.folder)
+        assert status is not None
+        self.seen_pids |= {p.pid for p in status.processes.values() if p.pid}
+        return status
+
+    @property
+    def url(self) -> str:
+        """Without /v1."""
+        return self.status().url
+
+    @property
+    def model(self) -> str:
+        """Name of the model in the API."""
+        return str(httpx.get(f"{self.url}/v1/models", timeout=10).json()["data"][0]["id"])
+
+    def pids(self) -> dict[str, int]:
+        """Of "gateway", "prefill-0", "decode-0" ...; 0 while it does not run."""
+        return {name: process.pid for name, process in self.status().processes.items()}
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> int:
+        """Send a signal to one of its processes; returns the pid it had."""
+        pid = self.pids()[name]
+        os.kill(pid, number)
+        return pid
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until /health says that requests can be answered."""
+        wait_until(self._healthy, timeout_s, "the server is ready")
+
+    def wait_restarted(self, name: str, old_pid: int, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until the process runs again under another pid, and the server is ready."""
+
+        def restarted() -> bool:
+            process = self.status().processes[name]
+            return process.phase == "ready" and process.pid not in (0, old_pid)
+
+        wait_until(restarted, timeout_s, f"{name} runs again")
+        self.wait_ready(timeout_s)
+
+    def segments(self) -> list[str]:
+        """Names of its KV pools in shared memory."""
+        return [name for name in os.listdir(SHM) if name.startswith(f"{PREFIX}{self.status().run_id}.")]
+
+    def log(self) -> str:
+        """What it and its processes have printed."""
+        return self.log_path.read_text(errors="replace")
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """SIGTERM, then wait for the end; returns the exit code."""
+        self.status()
+        self.process.terminate()
+        return self.process.wait(timeout_s)
+
+    def _healthy(self) -> bool:
+        assert self.process.poll() is None, f"hadal serve ended with {self.process.returncode}:\n{self.log()}"
+        status = read_status(self.folder)
+        if status is None:
+            return False
+        try:
+            return httpx.get(f"{status.url}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+def to_toml(fields: dict[str, Any]) -> str:
+    """Top-level values first, then one table per nested dict."""
+    plain = [f"{name} = {_value(value)}" for name, value in fields.items() if not isinstance(value, dict)]
+    tables = [
+        "\n".join([f"[{name}]", *(f"{key} = {_value(value)}" for key, value in table.items())])
+        for name, table in fields.items() if isinstance(table, dict)
+    ]  # fmt: skip
+    return "\n".join([*plain, *tables]) + "\n"
+
+
+def _value(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def launch(folder: Path, arguments: tuple[str, ...], environment: dict[str, str], **overrides: Any) -> Server:
+    """Start `hadal serve` in `folder` with fields of the deployment overridden; does not wait for it."""
+    fields: dict[str, Any] = {"port": 0, "model": str(model_folder("")), **overrides}
+    for kind in ("prefill", "decode"):
+        fields[kind] = {**SMALL[kind], **overrides.get(kind, {})}
+    config = folder / "deployment.toml"
+    config.write_text(to_toml(fields))
+    run_folder, log_path = folder / "run", folder / "server.log"
+    command = ["-m", "hadal.cli", "serve", "--config", str(config), "--run-folder", str(run_folder), *arguments]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(SOURCE), **environment},
+        )  # fmt: skip
+    return Server(process, run_folder, log_path)
+
+
+def finish(server: Server) -> None:
+    """Stop the server if it runs, and see that no process and no segment outlive it."""
+    status = read_status(server.folder)
+    pids = server.seen_pids | ({p.pid for p in status.processes.values() if p.pid} if status else set())
+    if server.process.poll() is None:
+        try:
+            server.stop()
+        except subprocess.TimeoutExpired:
+            server.process.kill()
+            server.process.wait(STOP_TIMEOUT_S)
+            pytest.fail(f"hadal serve did not end:\n{server.log()}")
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), 5.0, "all processes of the server are gone")
+    if status is not None:
+        left = [name for name in os.listdir(SHM) if name.startswith(f"{PREFIX}{status.run_id}.")]
+        assert left == [], "segments are left in shared memory"
+
+
+StartServer = Callable[..., Server]

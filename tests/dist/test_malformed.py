@@ -1,0 +1,116 @@
+"""Malformed bodies against a running server: never a 500, never a hang, and it still answers afterwards."""
+
+from __future__ import annotations
+
+import socket
+import time
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.dist.serving import Server
+from tests.unit.gateway.malformed import CHAT_FIELDS, COMPLETION_FIELDS, bodies
+
+TEXT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+DEADLINE_S = 30
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=DEADLINE_S) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(server: Server) -> str:
+    return server.model
+
+
+def throw(client: httpx.Client, path: str, body: bytes) -> None:
+    reply = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code in (200, 400, 404), (reply.status_code, reply.text, body)
+    if reply.status_code != 200:
+        assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+any_data = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+@any_data
+@given(st.data())
+def test_chat(client: httpx.Client, model: str, data: st.DataObject) -> None:
+    throw(client, "/v1/chat/completions", data.draw(bodies({"model": model, **TEXT}, CHAT_FIELDS)))
+
+
+@any_data
+@given(st.data())
+def test_completion(client: httpx.Client, model: str, data: st.DataObject) -> None:
+    valid = {"model": model, "prompt": "hi", "max_tokens": 2}
+    throw(client, "/v1/completions", data.draw(bodies(valid, COMPLETION_FIELDS)))
+
+
+def exchange(server: Server, data: bytes, *, then_s: float = 0.0, rest: bytes = b"") -> bytes:
+    """Send raw bytes, read until the server closes or falls silent."""
+    url = urllib.parse.urlsplit(server.url)
+    with socket.create_connection((url.hostname or "", url.port or 0), timeout=DEADLINE_S) as connection:
+        connection.sendall(data)
+        if rest:
+            time.sleep(then_s)
+            connection.sendall(rest)
+        received = b""
+        while b"\r\n\r\n" not in received and (chunk := connection.recv(65536)):
+            received += chunk
+        return received
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (HEAD + b"Content-Length: -5\r\n\r\n", 400),
+        (HEAD + b"Content-Length: 0\r\n\r\n", 400),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+        (b"GET /v1/nothing HTTP/1.1\r\nHost: a\r\n\r\n", 404),
+        (b"DELETE /v1/models HTTP/1.1\r\nHost: a\r\n\r\n", 405),
+        (b"GET /%ff%fe HTTP/1.1\r\nHost: a\r\n\r\n", 404),
+        (HEAD.replace(b"application/json", b"\xff\xfe") + b"Content-Length: 2\r\n\r\n{}", 415),
+    ],
+    ids=range(9),
+)
+def test_raw_bytes(server: Server, data: bytes, status: int) -> None:
+    assert exchange(server, data).split(b" ", 2)[1] == str(status).encode()
+
+
+def test_endless_body_without_length(server: Server) -> None:
+    chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    assert exchange(server, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 70).startswith(b"HTTP/1.1 413")
+
+
+def test_body_that_is_cut_off(server: Server, client: httpx.Client) -> None:
+    """The client leaves in the middle of its body: nobody to answer, and nothing is left of it."""
+    url = urllib.parse.urlsplit(server.url)
+    for _ in range(20):
+        with socket.create_connection((url.hostname or "", url.port or 0), timeout=DEADLINE_S) as connection:
+            connection.sendall(HEAD + b"Content-Length: 1000\r\n\r\n{")
+    assert client.get("/health").status_code == 200
+
+
+def test_it_still_answers(client: httpx.Client, model: str) -> None:
+    reply = client.post("/v1/chat/completions", json={"model": model, **TEXT})
+    assert reply.status_code == 200
+    assert "500" not in {
+        line.partition('status="')[2][:3]
+        for line in client.get("/metrics").text.splitlines()
+        if "hadal_requests_total" in line
+    }

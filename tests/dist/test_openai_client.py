@@ -1,0 +1,316 @@
+"""The official client drives every endpoint and every error of a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from tests.dist.serving import Server, StartServer, wait_until
+
+MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]
+LONG = {"ignore_eos": True}
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[OpenAI]:
+    with client_of(server) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(server: Server) -> str:
+    return server.model
+
+
+def client_of(server: Server, **options: object) -> OpenAI:
+    return OpenAI(**{"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options})
+
+
+def metric(server: Server, name: str) -> float:
+    """The sum of a metric over its labels."""
+    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    found = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    assert found, f"{name} is not in\n{text}"
+    return sum(map(float, found))
+
+
+def is_empty(server: Server) -> bool:
+    """No generation in the front, no block in use in any unit."""
+    states = [
+        f'hadal_generations_now{{state="{state}"}}' for state in ("queued", "prefilling", "transferring", "decoding")
+    ]
+    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    return all(f"{state} 0.0" in text for state in states) and metric(server, "hadal_kv_blocks_used") == 0
+
+
+def test_models(client: OpenAI, model: str) -> None:
+    assert [entry.id for entry in client.models.list()] == [model]
+    assert client.models.retrieve(model).owned_by == "hadal"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("other")
+    assert caught.value.code == "model_not_found"
+
+
+def test_chat(client: OpenAI, model: str) -> None:
+    reply = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=20, extra_body=LONG)
+    choice = reply.choices[0]
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "length"
+    assert choice.message.content or choice.message.reasoning_content  # type: ignore[attr-defined]
+    usage = reply.usage
+    assert usage is not None
+    assert usage.completion_tokens == 20
+    assert usage.total_tokens == usage.prompt_tokens + 20
+    assert usage.prompt_cache_miss_tokens + usage.prompt_cache_hit_tokens == usage.prompt_tokens  # type: ignore[attr-defined]
+
+
+def test_chat_stream_is_the_whole_reply(client: OpenAI, model: str) -> None:
+    asked = {"model": model, "messages": MESSAGES, "max_tokens": 40, "temperature": 0, "extra_body": LONG}
+    whole = client.chat.completions.create(**asked)
+    reasoning, content, finish, usage = "", "", None, None
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+            content += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+    message = whole.choices[0].message
+    assert (reasoning, content) == (getattr(message, "reasoning_content", ""), message.content)
+    assert finish == whole.choices[0].finish_reason
+    assert usage == whole.usage
+
+
+def test_base_url_without_v1(server: Server, model: str) -> None:
+    with client_of(server, base_url=server.url) as client:
+        reply = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=2)
+        assert reply.usage is not None
+        assert reply.usage.completion_tokens <= 2
+
+
+def test_seed_and_choices(client: OpenAI, model: str) -> None:
+    def texts(seed: int | None, n: int) -> list[str]:
+        reply = client.completions.create(
+            model=model, prompt="once", max_tokens=24, temperature=1.5, seed=seed, n=n, extra_body=LONG
+        )
+        assert [choice.index for choice in reply.choices] == list(range(n))
+        return [choice.text for choice in reply.choices]
+
+    first = texts(7, 3)
+    assert texts(7, 3) == first
+    assert texts(8, 2) == first[1:]  # Choice i is drawn with seed + i.
+    assert len(set(first)) == 3
+    assert texts(None, 2) != texts(None, 2)
+
+
+def test_choices_in_a_stream(client: OpenAI, model: str) -> None:
+    finishes: dict[int, str] = {}
+    for chunk in client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=10, n=3, stream=True):
+        for choice in chunk.choices:
+            if choice.finish_reason:
+                finishes[choice.index] = choice.finish_reason
+    assert sorted(finishes) == [0, 1, 2]
+
+
+def test_stop(client: OpenAI, model: str) -> None:
+    asked = {"model": model, "prompt": "once", "max_tokens": 60, "temperature": 0, "extra_body": LONG}
+    whole = client.completions.create(**asked).choices[0].text
+    stop = whole[len(whole) // 2 :][:3]
+    reply = client.completions.create(**asked, stop=[stop])
+    assert reply.choices[0].text == whole[: whole.index(stop)]
+    assert reply.choices[0].finish_reason == "stop"
+    streamed = "".join(
+        chunk.choices[0].text for chunk in client.completions.create(**asked, stop=stop, stream=True) if chunk.choices
+    )
+    assert streamed == reply.choices[0].text
+
+
+def test_chat_logprobs(client: OpenAI, model: str) -> None:
+    reply = client.chat.completions.create(
+        model=model, messages=MESSAGES, max_tokens=12, temperature=0, logprobs=True, top_logprobs=4, extra_body=LONG
+    )
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    entries = [entry.model_dump() for entry in logprobs.content or ()] + list(
+        getattr(logprobs, "reasoning_content", None) or ()
+    )
+    assert len(entries) == 12
+    for entry in entries:
+        best = [other["logprob"] for other in entry["top_logprobs"]]
+        assert len(best) == 4
+        assert best == sorted(best, reverse=True)
+        assert entry["logprob"] == pytest.approx(best[0])  # Greedy.
+
+
+def test_completion_logprobs_and_echo(client: OpenAI, model: str) -> None:
+    reply = client.completions.create(
+        model=model, prompt="once", max_tokens=6, logprobs=2, temperature=0, extra_body=LONG
+    )
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    assert len(logprobs.tokens or ()) == len(logprobs.token_logprobs or ()) == len(logprobs.text_offset or ()) == 6
+    assert all(len(top) >= 2 for top in logprobs.top_logprobs or ())
+    echoed = client.completions.create(model=model, prompt=["once", "twice"], max_tokens=3, temperature=0, echo=True)
+    assert [choice.text[:4] for choice in echoed.choices] == ["once", "twic"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"messages": []}, "messages"),
+        ({"n": 1000}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "word " * 30_000}]}, "messages"),
+    ],
+)  # fmt: skip
+def test_bad_requests(client: OpenAI, model: str, fields: dict[str, object], param: str) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**{"model": model, "messages": MESSAGES, "stream": stream, **fields})
+        assert caught.value.param == param
+        assert param in str(caught.value)
+
+
+def test_not_found(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="other", messages=MESSAGES)
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="other", input="hi")
+
+
+def test_too_large(server: Server, client: OpenAI, model: str) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": "a" * 5_000_000}])
+    assert caught.value.status_code == 413
+
+
+def test_metrics(server: Server, client: OpenAI, model: str) -> None:
+    before = metric(server, "hadal_output_tokens_total")
+    client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=9, extra_body=LONG)
+    assert metric(server, "hadal_output_tokens_total") == before + 9
+    assert metric(server, "hadal_units_up") == 2
+    assert metric(server, "hadal_kv_blocks") > 0
+
+
+def test_many_at_once(server: Server, model: str) -> None:
+    """The asynchronous client: streams and whole replies side by side, each as if it were alone."""
+
+    async def run() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+
+            async def ask(number: int) -> str:
+                asked = {
+                    "model": model, "prompt": f"once {number % 4}", "max_tokens": 20 + number % 4, "temperature": 0,
+                    "extra_body": LONG,
+                }  # fmt: skip
+                if number % 2:
+                    return (await client.completions.create(**asked)).choices[0].text
+                return "".join(
+                    [chunk.choices[0].text async for chunk in await client.completions.create(**asked, stream=True)]
+                )
+
+            return list(await asyncio.gather(*(ask(number) for number in range(24))))
+
+    texts = asyncio.run(run())
+    with client_of(server) as client:
+        for number in range(4):
+            alone = client.completions.create(
+                model=model, prompt=f"once {number}", max_tokens=20 + number, temperature=0, extra_body=LONG
+            )
+            assert {texts[i] for i in range(number, 24, 4)} == {alone.choices[0].text}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_leaves_frees_its_blocks(server: Server, model: str, stream: bool) -> None:
+    """Of three choices that would go on to the end of the context, nothing is left within a second."""
+    wait_until(lambda: is_empty(server), 5, "the server is idle")
+
+    async def leave() -> None:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            asking = asyncio.create_task(
+                client.chat.completions.create(
+                    model=model, messages=MESSAGES, max_tokens=4000, n=3, stream=stream, extra_body=LONG
+                )
+            )
+            while not await asyncio.to_thread(metric, server, "hadal_kv_blocks_used"):
+                await asyncio.sleep(0.01)
+            if stream:
+                chunks = await asking
+                await anext(aiter(chunks))
+                await chunks.close()
+            else:
+                asking.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asking
+
+    asyncio.run(leave())
+    wait_until(lambda: is_empty(server), 1.0, "the blocks of the request are free")
+
+
+def test_keys(start_server: StartServer) -> None:
+    server = start_server("--api-key", "one", "--api-key", "two")
+    model = "hadal-tiny"
+    for key in ("one", "two"):
+        with client_of(server, api_key=key) as client:
+            model = client.models.list().data[0].id
+            client.completions.create(model=model, prompt="a", max_tokens=1)
+    with client_of(server, api_key="three") as client:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            client.completions.create(model=model, prompt="a")
+        assert caught.value.code == "invalid_api_key"
+        assert caught.value.response.headers["www-authenticate"].startswith("Bearer")
+    assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+
+
+def test_overload_keep_alive_and_drain(start_server: StartServer) -> None:
+    """One request runs, one waits with keep-alives, the third is refused; SIGTERM lets the first two finish."""
+    server = start_server(limits={"max_running": 1, "max_queued": 1}, keep_alive_s=0.1)
+    model, url = server.model, f"{server.url}/v1/chat/completions"
+    body = {"model": model, "messages": MESSAGES, "stream": True, "max_tokens": 3000, **LONG}
+    texts: list[str] = []
+
+    def read(body: dict[str, object]) -> None:
+        with httpx.stream("POST", url, json=body, timeout=60) as reply:
+            texts.append(reply.read().decode())
+
+    first = threading.Thread(target=read, args=(body,))
+    first.start()
+    wait_until(lambda: metric(server, "hadal_generations_total") >= 0 and not is_empty(server), 10, "the first runs")
+    second = threading.Thread(target=read, args=({**body, "max_tokens": 3},))
+    second.start()
+    queued = 'hadal_generations_now{state="queued"} 1.0'
+    wait_until(lambda: queued in httpx.get(f"{server.url}/metrics").text, 5, "the second waits")
+    with client_of(server) as client:
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.chat.completions.create(model=model, messages=MESSAGES)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503, 5, "it drains")
+        with pytest.raises(openai.InternalServerError) as refused:
+            client.chat.completions.create(model=model, messages=MESSAGES)
+        assert refused.value.status_code == 503
+        assert "retry-after" in refused.value.response.headers
+    for thread in (first, second):
+        thread.join(60)
+    assert server.process.wait(30) == 0
+    assert len(texts) == 2
+    waited = min(texts, key=len)
+    assert waited.startswith(": keep-alive\n\n")
+    for text in texts:
+        events = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"

@@ -1,0 +1,210 @@
+"""What `hadal serve` does when its processes die, hang, or are asked to end: no request lost, nothing left behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from hadal.runtime.kv_wire import remove_stale_segments
+from hadal.runtime.resolve import model_folder
+from tests.dist.serving import STOP_TIMEOUT_S, Server, StartServer, is_alive, wait_until
+
+PROMPT = list(range(10, 130))
+"""Token ids: two blocks of KV, whatever the tokenizer."""
+
+
+def body(num_tokens: int, **fields: Any) -> dict[str, Any]:
+    return {"prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0, **fields}
+
+
+def complete(server: Server, num_tokens: int) -> str:
+    """A greedy completion in one piece."""
+    reply = httpx.post(f"{server.url}/v1/completions", json=body(num_tokens, model=server.model), timeout=60)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["usage"]["completion_tokens"] == num_tokens
+    return str(reply.json()["choices"][0]["text"])
+
+
+def stream(server: Server, num_tokens: int, model: str) -> Iterator[str]:
+    """The same, piece by piece."""
+    fields = body(num_tokens, model=model, stream=True)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=fields, timeout=60) as reply:
+        assert reply.status_code == 200
+        for line in reply.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    yield choice["text"]
+
+
+def act_midway(server: Server, num_tokens: int, act: Callable[[], object]) -> None:
+    """Stream a completion, and do something after a few pieces."""
+    for index, _ in enumerate(stream(server, num_tokens, server.model)):
+        if index == 5:
+            act()
+
+
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+def test_a_stream_goes_on_where_it_stopped_when_a_unit_is_killed(server: Server, victim: str) -> None:
+    undisturbed = complete(server, 600)
+    pieces: list[str] = []
+    old_pid = 0
+    for piece in stream(server, 600, server.model):
+        pieces.append(piece)
+        if len(pieces) == 20:
+            old_pid = server.kill(victim)
+            killed_s = time.monotonic()
+            wait_until(lambda gone=old_pid: server.pids()[victim] != gone, 2.0, "its end was noticed")
+            assert time.monotonic() - killed_s < 1.0
+    assert "".join(pieces) == undisturbed
+    server.wait_restarted(victim, old_pid)
+    assert len(server.segments()) == 2
+    assert complete(server, 600) == undisturbed
+
+
+def test_requests_survive_the_prefill_unit_they_wait_for(server: Server) -> None:
+    undisturbed = complete(server, 8)
+    old_pid = server.kill("prefill-0", signal.SIGSTOP)
+    answers: list[str] = []
+    threads = [threading.Thread(target=lambda: answers.append(complete(server, 8))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)  # They are in its queue; if not all are, the test is only easier.
+    assert answers == []
+    os.kill(old_pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join(60)
+    assert answers == [undisturbed] * 4
+    server.wait_restarted("prefill-0", old_pid)
+
+
+def test_a_killed_gateway_comes_back_and_connections_wait_for_it(server: Server) -> None:
+    undisturbed = complete(server, 300)
+    address = httpx.URL(server.url)
+    old_pid = server.pids()["gateway"]
+    with pytest.raises(httpx.TransportError):
+        act_midway(server, 3000, lambda: server.kill("gateway"))
+    # Nobody is refused meanwhile.
+    with socket.create_connection((address.host, address.port), timeout=5):
+        server.wait_restarted("gateway", old_pid)
+    assert complete(server, 300) == undisturbed
+    # What the units held for streams that are gone is freed.
+    wait_until(lambda: _blocks_used(server) == [0.0, 0.0], 5.0, "all blocks are free")
+
+
+def test_a_silent_unit_is_killed_and_its_requests_go_on(start_server: StartServer) -> None:
+    server = start_server(unit_timeout_s=2.5, heartbeat_s=0.2)
+    undisturbed = complete(server, 400)
+    # It must have lived longer than the timeout to be taken for silent.
+    time.sleep(3.0)
+    pieces: list[str] = []
+    for piece in stream(server, 400, server.model):
+        pieces.append(piece)
+        if len(pieces) == 5:
+            old_pid = server.kill("decode-0", signal.SIGSTOP)
+    assert "".join(pieces) == undisturbed
+    server.wait_restarted("decode-0", old_pid)
+    assert not is_alive(old_pid)
+
+
+def test_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> None:
+    server = start_server()
+    pids = list(server.pids().values())
+    segments = server.segments()
+    assert len(segments) == 2
+    server.process.kill()
+    server.process.wait(5)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), 2.0, "every child is gone")
+    # The memory it could not give back goes at the next start.
+    assert set(segments) <= set(remove_stale_segments())
+    assert server.segments() == []
+
+
+def test_sigterm_lets_streams_finish_and_takes_nothing_new(start_server: StartServer) -> None:
+    server = start_server()
+    undisturbed = complete(server, 3000)
+    model, url = server.model, server.url
+    pieces: list[str] = []
+    refused: list[httpx.Response] = []
+    with httpx.Client(timeout=10) as client:
+        client.get(f"{url}/health")  # A connection that is open already.
+        for piece in stream(server, 3000, model):
+            pieces.append(piece)
+            if len(pieces) == 5:
+                server.process.terminate()
+                wait_until(lambda: server.status().draining, 5.0, "it drains")
+            if len(pieces) == 100:
+                refused.append(client.post(f"{url}/v1/completions", json=body(5, model=model)))
+    assert "".join(pieces) == undisturbed
+    assert [reply.status_code for reply in refused] == [503]
+    assert "Retry-After" in refused[0].headers
+    assert server.process.wait(STOP_TIMEOUT_S) == 0
+
+
+def test_a_second_signal_ends_at_once(start_server: StartServer) -> None:
+    server = start_server()
+    pids = list(server.pids().values())
+
+    def end_twice() -> None:
+        server.process.terminate()
+        wait_until(lambda: server.status().draining, 5.0, "it drains")
+        server.process.terminate()
+
+    with pytest.raises(httpx.TransportError):
+        act_midway(server, 3900, end_twice)
+    assert server.process.wait(3) == 128 + signal.SIGTERM
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_damaged_checkpoint_ends_it_with_the_files_name(start_server: StartServer, tmp_path: Path) -> None:
+    model = model_folder("")
+    for path in model.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    damaged = sorted(tmp_path.glob("*.safetensors"))[-1]
+    content = damaged.read_bytes()
+    damaged.unlink()
+    damaged.write_bytes(content[: len(content) // 2])
+    server = start_server(wait=False, model=str(tmp_path))
+    assert server.process.wait(60) == 2
+    assert damaged.name in server.log()
+    assert "Traceback" not in server.log()
+
+
+def test_two_servers_do_not_mix(server: Server, start_server: StartServer) -> None:
+    first, second = server, start_server(environment={"HADAL_API_KEYS": "secret"})
+    assert first.url != second.url
+    assert not set(first.segments()) & set(second.segments())
+    assert httpx.get(f"{first.url}/v1/models").status_code == 200
+    assert httpx.get(f"{second.url}/v1/models").status_code == 401
+    taken = subprocess.run(
+        [*_command(first), "--port", str(httpx.URL(first.url).port)], capture_output=True, text=True, timeout=30,
+        check=False, env={**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "") + os.pathsep + _source()},
+    )  # fmt: skip
+    assert taken.returncode == 2
+    assert "is in use" in taken.stderr
+    assert len(taken.stderr.splitlines()) == 1
+
+
+def _command(server: Server) -> list[str]:
+    command = server.process.args
+    assert isinstance(command, list)
+    return [str(part) for part in command[: command.index("serve") + 1]]
+
+
+def _source() -> str:
+    return str(Path(__file__).resolve().parents[2] / "src")
+
+
+def _blocks_used(server: Server) -> list[float]:
+    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    return [float(line.split()[-1]) for line in text.splitlines() if line.startswith("hadal_kv_blocks_used{")]

@@ -1,0 +1,62 @@
+"""Bodies that no client should send, as hypothesis strategies."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import strategies as st
+
+CHAT_FIELDS = [
+    "model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p",
+    "top_k", "min_p", "n", "stop", "stop_token_ids", "seed", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "logprobs", "top_logprobs", "min_tokens", "ignore_eos", "user",
+    "response_format", "tools", "thinking", "chat_template_kwargs", "unknown",
+]  # fmt: skip
+COMPLETION_FIELDS = ["prompt", "echo", "suffix", "best_of", *CHAT_FIELDS]
+_NUMBERS = [
+    0, -1, 1, 2**31, 2**63, 2**64, 10**40, -(10**40), 0.5, 1e308, -1e308, 5e-324,
+    float("nan"), float("inf"), -float("inf"),
+]  # fmt: skip
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.sampled_from(_NUMBERS), st.text(max_size=8),
+    st.sampled_from(["", "\ud800", "\x00", "</think>", "<｜User｜>", "user", "system", "text", "enabled"]),
+)  # fmt: skip
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "include_usage", "0", "1", ""]), inner, max_size=4
+        ),
+    ),
+    max_leaves=12,
+)
+
+
+@st.composite
+def bodies(draw: st.DrawFn, valid: dict[str, Any], fields: list[str]) -> bytes:
+    """Start from a valid body; put wrong values in, leave fields out, or break the bytes themselves."""
+    body = dict(valid)
+    for name in draw(st.lists(st.sampled_from(fields), max_size=4, unique=True)):
+        if draw(st.integers(0, 5)) == 0:
+            body.pop(name, None)
+        else:
+            body[name] = draw(values)
+    data = json.dumps(body).encode("utf-8", "surrogatepass")
+    kind = draw(st.integers(0, 9))
+    if kind == 0:  # Cut off.
+        return data[: draw(st.integers(0, len(data)))]
+    if kind == 1:  # A few bytes that are no UTF-8 and perhaps no JSON.
+        at = draw(st.integers(0, len(data)))
+        return data[:at] + draw(st.binary(min_size=1, max_size=4)) + data[at:]
+    if kind == 2:  # Nested deeply.
+        depth = draw(st.sampled_from([100, 1000, 50_000]))
+        opening, closing = draw(st.sampled_from([(b"[", b"]"), (b'{"messages":', b"}")]))
+        return opening * depth + b"1" + closing * depth
+    if kind == 3:
+        return draw(st.binary(max_size=40))
+    if kind == 4:
+        return data.replace(b'"max_tokens": 2', b'"max_tokens": 1e400')
+    return data

@@ -1,0 +1,50 @@
+"""A scene: what a test does to a whole gateway, and how its replies are read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+
+from hadal.gateway.service import ServedModel
+
+from .world import World, spell, world
+
+TEXT = "Easy.</think>\n\nThe answer is 4. 🙂"
+CHAT = {"model": "small", "messages": [{"role": "user", "content": "2 + 2?"}]}
+
+
+def play(model: ServedModel, scene: Callable[[World], Awaitable[None]], text: str = TEXT, **options: Any) -> None:
+    """Run a scene in a fresh world, and leave it empty."""
+    then_stop = options.pop("then_stop", True)
+
+    async def run() -> None:
+        async with world(model, spell(model, text, then_stop=then_stop), **options) as it:
+            await scene(it)
+            await it.settle()
+
+    asyncio.run(run())
+
+
+def events(reply: httpx.Response) -> list[Any]:
+    """The JSON of a stream's events; the last must be [DONE]."""
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in reply.text.split("\n\n") if line and not line.startswith(":")]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def error_of(reply: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:
+    assert reply.status_code == status, reply.text
+    fields = reply.json()
+    assert set(fields) == {"error"}
+    error = fields["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    if code is not None:
+        assert error["code"] == code
+    return error

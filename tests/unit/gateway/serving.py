@@ -1,0 +1,66 @@
+"""The gateway of `world` behind a real port, in a thread: for clients that need sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from hadal.gateway.process import server_config
+from hadal.gateway.service import ServedModel
+
+from .fake_units import Script
+from .world import World, world
+
+
+@dataclass
+class Serving:
+    url: str
+    world: World
+    address: tuple[str, int]
+
+
+@contextmanager
+def serving(model: ServedModel, script: Script, **options: Any) -> Iterator[Serving]:
+    """Serve until the block ends; then everything must have ended by itself."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    ready = threading.Event()
+    shared: dict[str, Any] = {}
+
+    async def run() -> None:
+        async with world(model, script, **options) as it:
+            server = uvicorn.Server(server_config(it.gateway))
+            shared.update(world=it, server=server)
+            task = asyncio.create_task(server.serve([listener]))
+            while not server.started:
+                await asyncio.sleep(0.001)
+            ready.set()
+            await task
+            await it.settle()
+
+    thread = threading.Thread(target=lambda: shared.update(error=_error_of(run)), daemon=True)
+    thread.start()
+    assert ready.wait(10), shared.get("error")
+    try:
+        yield Serving(f"http://127.0.0.1:{address[1]}", shared["world"], address)
+    finally:
+        shared["server"].should_exit = True
+        thread.join(20)
+        listener.close()
+    assert not thread.is_alive()
+    assert shared["error"] is None
+
+
+def _error_of(run: Any) -> BaseException | None:
+    try:
+        asyncio.run(run())
+    except BaseException as error:
+        return error
+    return None

@@ -1,0 +1,113 @@
+"""Real sockets: clients that stand still, send too much, do not read, or leave."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from hadal.gateway import connection
+from hadal.gateway.http import Patience
+from hadal.gateway.service import ServedModel
+
+from .serving import Serving, serving
+from .world import spell
+
+CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def wait_until(condition: Any, timeout_s: float = 5.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def connect(it: Serving, data: bytes) -> socket.socket:
+    made = socket.create_connection(it.address, timeout=10)
+    made.sendall(data)
+    return made
+
+
+def read_all(made: socket.socket) -> bytes:
+    data = b""
+    while chunk := made.recv(65536):
+        data += chunk
+    return data
+
+
+def post(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    return head + b"Content-Length: %d\r\n\r\n" % len(data) + data
+
+
+@pytest.mark.parametrize("data", [b"", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET /h"])
+def test_headers_that_do_not_end(model: ServedModel, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(connection, "HEADERS_S", 0.1)
+    with serving(model, spell(model, "a")) as it, connect(it, data) as made:
+        assert b" 408 Request Timeout\r\n" in read_all(made)
+
+
+def test_headers_without_end(model: ServedModel) -> None:
+    with serving(model, spell(model, "a")) as it:
+        made = connect(it, b"GET /health HTTP/1.1\r\nX: " + b"a" * 300_000)
+        with made:
+            try:
+                assert b" 431 " in read_all(made)
+            except ConnectionResetError:
+                return  # Closed before all was sent: the refusal is lost on the way.
+
+
+def test_no_http(model: ServedModel) -> None:
+    with serving(model, spell(model, "a")) as it, connect(it, b"\x16\x03\x01nonsense\r\n\r\n") as made:
+        head, _, body = read_all(made).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_requests_one_after_the_other(model: ServedModel) -> None:
+    with serving(model, spell(model, "a")) as it, httpx.Client(base_url=it.url, timeout=10) as client:
+        for _ in range(5):
+            assert client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 3}).status_code == 200
+            assert client.post("/v1/chat/completions", content=b"{").status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_leaves(model: ServedModel, stream: bool) -> None:
+    with serving(model, spell(model, "a", then_stop=False), step_s=0.005) as it:
+        made = connect(it, post({**CHAT, "stream": stream, "max_tokens": 4000, "n": 2}))
+        wait_until(lambda: len(it.world.units.decoding) == 2)
+        made.close()
+        wait_until(lambda: not it.world.units.num_held, 1.0)
+        assert len(set(it.world.units.cancelled)) == 2
+
+
+def test_client_that_does_not_read(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers fill up; then the request is cancelled and the kernel ends the connection."""
+    monkeypatch.setattr(connection, "UNREAD_S", 0.3)
+    body = {**CHAT, "stream": True, "max_tokens": 4000, "logprobs": True, "top_logprobs": 20, "n": 8}
+    with serving(model, spell(model, "abc", then_stop=False), patience=Patience(send_s=0.2)) as it:
+        made = socket.socket()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        made.settimeout(10)
+        made.connect(it.address)
+        with made:
+            made.sendall(post(body))
+            wait_until(lambda: it.world.units.cancelled, 10)
+            wait_until(lambda: not it.world.gateway.num_requests)
+
+
+def test_port_without_a_reader_is_not_missed_by_others(model: ServedModel) -> None:
+    """A stream that nobody reads holds up no other."""
+    slow = {**CHAT, "stream": True, "max_tokens": 4000, "logprobs": True, "top_logprobs": 20, "n": 4}
+    script = spell(model, "abc", then_stop=False)
+    with serving(model, script, patience=Patience(send_s=1.0)) as it, connect(it, post(slow)):
+        wait_until(lambda: it.world.units.decoding)
+        for _ in range(3):
+            reply = httpx.post(f"{it.url}/v1/chat/completions", json={**CHAT, "max_tokens": 20}, timeout=10)
+            assert reply.json()["usage"]["completion_tokens"] == 20

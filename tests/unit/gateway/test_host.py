@@ -1,0 +1,143 @@
+"""The host between a real front and units that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from hadal.core.config import LimitsConfig
+from hadal.core.messages import Drain, Generation, Load, PrefillPlan, Sampling, UnitDown, UnitUp
+from hadal.core.seams import Effect, Event, Execute
+from hadal.gateway.host import Host
+from hadal.gateway.service import ServedModel
+
+from .fake_units import MAX_REQUESTS, NUM_BLOCKS
+from .world import World, spell, world
+
+TEXT = "The answer is four. To add two numbers, write them below each other."
+COMPLETION = {"model": "small", "prompt": "2 + 2?", "stream": True}
+
+
+def text_of(stream: str) -> str:
+    lines = [line.removeprefix("data: ") for line in stream.split("\n\n") if line.startswith("data: {")]
+    return "".join(choice["text"] for line in lines for choice in json.loads(line)["choices"])
+
+
+@pytest.mark.parametrize("unit", ["prefill-0", "decode-0"])
+def test_lost_unit_is_not_seen_in_the_stream(model: ServedModel, unit: str) -> None:
+    """A unit dies in the middle; a new one starts. The stream goes on where it stopped, every token once."""
+
+    async def lose_it(it: World) -> None:
+        while not (it.units.decoding and next(iter(it.units.decoding.values())).output[5:]):
+            await asyncio.sleep(0.001)
+        it.units.prefilling.clear()
+        if unit == "decode-0":
+            it.units.decoding.clear()
+        it.units.tell(UnitDown(unit, "killed"))
+        await asyncio.sleep(0.02)
+        it.units.tell(UnitUp(unit, unit.partition("-")[0], "second", NUM_BLOCKS, MAX_REQUESTS))
+
+    async def run() -> None:
+        async with world(model, spell(model, TEXT), step_s=0.002) as it:
+            losing = asyncio.create_task(lose_it(it))
+            reply = await it.client.post("/v1/completions", json=COMPLETION)
+            await losing
+            assert text_of(reply.text) == TEXT
+            await it.settle()
+            if unit == "decode-0":
+                # While no decode unit is up it may be prefilled more than once.
+                assert [generation.attempt for generation in it.units.submitted][:2] == [0, 1]
+                assert it.units.submitted[1].output
+
+    asyncio.run(run())
+
+
+def test_unit_that_never_comes_back(model: ServedModel) -> None:
+    async def run() -> None:
+        limits = LimitsConfig(request_timeout_s=0.3)
+        async with world(model, spell(model, "a", then_stop=False), step_s=0.01, limits=limits) as it:
+            asking = asyncio.create_task(it.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 4000}))
+            while not it.units.decoding:
+                await asyncio.sleep(0.001)
+            it.units.decoding.clear()
+            it.units.tell(UnitDown("decode-0", "killed"))
+            reply = await asking
+            # The stream has begun: its end is an event, and nothing comes after it.
+            last = reply.text.rstrip().rpartition("\n\n")[2]
+            assert json.loads(last.removeprefix("data: "))["error"]["type"] == "overloaded_error"
+            await it.settle()
+
+    asyncio.run(run())
+
+
+def test_drain_message(model: ServedModel) -> None:
+    async def run() -> None:
+        async with world(model, spell(model, "a")) as it:
+            it.units.tell(Drain())
+            async with asyncio.timeout(2):
+                await it.gateway.host.wait_draining()
+            assert (await it.client.post("/v1/completions", json=COMPLETION)).status_code == 503
+
+    asyncio.run(run())
+
+
+class _Broken:
+    """A front that fails at the first message, or asks for what no front may."""
+
+    def __init__(self, effects: list[Effect] | None) -> None:
+        self.effects = effects
+
+    def start(self, now_s: float) -> list[Effect]:
+        return []
+
+    def handle(self, now_s: float, event: Event) -> list[Effect]:
+        if self.effects is None:
+            raise RuntimeError("a bug")
+        return self.effects
+
+
+class _OneMessage:
+    """A wire on which one message comes, then nothing."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = [Load("decode-0", "decode", "e", 1, 0, 0, 1, 0)]
+
+    def send(self, to: str, message: Any) -> None:
+        raise AssertionError("nothing is sent here")
+
+    async def receive_async(self) -> list[Any]:
+        if not self.messages:
+            await asyncio.sleep(3600)
+        messages, self.messages = self.messages, []
+        return messages
+
+
+@pytest.mark.parametrize(("effects", "error"), [(None, RuntimeError), ([Execute(PrefillPlan(0, ()))], TypeError)])
+def test_bug_of_the_front_ends_the_host(effects: list[Effect] | None, error: type[Exception]) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(5):
+            await Host(_Broken(effects), _OneMessage(), lambda: 0.0).run()
+
+    with pytest.raises(error):
+        asyncio.run(run())
+
+
+def test_bug_at_a_request_ends_the_host_too() -> None:
+    """Not at the next message: at once, though no message ever comes."""
+
+    async def run() -> None:
+        wire = _OneMessage()
+        wire.messages = []
+        host = Host(_Broken(None), wire, lambda: 0.0)
+        running = asyncio.create_task(host.run())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError):
+            host.open([Generation("r", (1,), (), 1, (), 0, Sampling(), 0)])
+        async with asyncio.timeout(2):
+            await running
+
+    with pytest.raises(RuntimeError):
+        asyncio.run(run())

@@ -1,0 +1,42 @@
+"""Deliveries of several choices, taken together."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hadal.core.seams import Deliver
+from hadal.gateway.mailbox import Mailbox
+
+
+def mailbox() -> Mailbox:
+    made = Mailbox(asyncio.get_running_loop())
+    made.open_ids.update({"a": 0, "b": 1})
+    return made
+
+
+def test_all_that_came_is_taken_at_once() -> None:
+    async def run() -> None:
+        box = mailbox()
+        first, second, last = Deliver("b", ()), Deliver("a", ()), Deliver("b", (), True)
+        waiting = asyncio.create_task(box.take(5))
+        await asyncio.sleep(0)
+        for deliver in (first, second, last, Deliver("b", ()), Deliver("other", ())):
+            box.put(deliver)  # After the last of a choice, and for somebody else, nothing counts.
+        assert await waiting == [(1, first), (0, second), (1, last)]
+        assert box.open_ids == {"a": 0}
+
+    asyncio.run(run())
+
+
+def test_waiting_ends() -> None:
+    async def run() -> None:
+        box = mailbox()
+        assert await box.take(0.01) == []
+        waiting = asyncio.create_task(box.take(5))
+        await asyncio.sleep(0)
+        box.leave()
+        assert await waiting == []
+        assert box.gone
+        assert await box.take(5) == []
+
+    asyncio.run(run())

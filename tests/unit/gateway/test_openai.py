@@ -1,0 +1,175 @@
+"""Bodies of requests: what is taken, and how each mistake is named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hadal.core.errors import RequestError
+from hadal.gateway.openai import Turn, check_ids, parse_chat, parse_completion, with_defaults
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> Any:
+    return parse_chat(json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode())
+
+
+def completion(**fields: Any) -> Any:
+    return parse_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"content": "hi"}]}, "messages[0]"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0]"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": MESSAGES * 5000}, "messages"),
+        ({"model": None}, "model"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "a" * 257}, "stop"),
+        ({"stop": [1]}, "stop[0]"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": list(range(65))}, "stop_token_ids"),
+        ({"seed": 2**64}, "seed"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{}]}, "tools"),
+        ({"functions": [{}]}, "functions"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        ({"chat_template_kwargs": {"a": []}}, "chat_template_kwargs[...]"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ],
+)
+def test_chat_mistakes(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+    assert param.partition("[")[0].partition(".")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [[1, -1]]}, "prompt[0][1]"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"prompt": {}}, "prompt"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 1, "echo": True}, "echo"),
+    ],
+)
+def test_completion_mistakes(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        completion(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"[]", b"null", b"1", b'"x"', b"{", b'{"model": "m", "messages": NaN}', b'{"temperature": Infinity}',
+        b'{"model": "\xff"}', b'{"x": "\xff"}', b'{"model": "\\ud800"}', b'{"model": "m", "temperature": 1e400}',
+        b'{"max_tokens": 99999999999999999999999999999999}', b'{"x":' + b"[" * 100_000, b'{"x":' * 100_000,
+        b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"\xef\xbb\xbf{}", b"\x00", b'{"a":1}{"b":2}',
+    ],
+    ids=range(19),
+)  # fmt: skip
+def test_bodies_that_are_no_request(body: bytes) -> None:
+    for parse in (parse_chat, parse_completion):
+        with pytest.raises(RequestError):
+            parse(body)
+
+
+def test_nulls_and_extras_are_taken() -> None:
+    parsed = chat(
+        temperature=None, top_p=None, n=None, stop=None, seed=None, stream=None, logprobs=None, tools=None, user="u",
+        tool_choice="none", parallel_tool_calls=True, metadata={"a": [1]}, store=False,
+    )  # fmt: skip
+    assert parsed.ask.n == 1
+    assert parsed.ask.temperature is None
+    assert not parsed.ask.stream
+
+
+def test_messages() -> None:
+    parsed = chat(messages=[
+        {"role": "developer", "content": "d"}, {"role": "user", "content": [{"type": "text", "text": "a"}] * 2},
+        {"role": "assistant", "content": None, "reasoning_content": "old"},
+        {"role": "user", "content": "b", "name": "x"},
+    ])  # fmt: skip
+    assert parsed.turns == (Turn("system", "d"), Turn("user", "aa"), Turn("assistant", ""), Turn("user", "b"))
+
+
+def test_thinking() -> None:
+    assert chat().thinking is None
+    assert chat(thinking=True).thinking is True
+    assert chat(thinking={"type": "disabled"}).thinking is False
+    assert chat(chat_template_kwargs={"enable_thinking": False}).thinking is False
+    assert chat(thinking={"type": "enabled"}, chat_template_kwargs={"thinking": False}).thinking is True
+
+
+def test_sampling() -> None:
+    ask = chat(temperature=0, top_k=-1, logit_bias={"5": 2.5}, logprobs=True, seed=-1, stop=["a", "a", "b"]).ask
+    sampling = with_defaults(ask, temperature=0.6, top_p=0.95, seed=-1, index=1)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.num_logprobs) == (0, 0.95, 0, 0)
+    assert (sampling.logit_bias, sampling.seed, ask.stops) == (((5, 2.5),), 0, ("a", "b"))
+    assert with_defaults(ask, 1, 1, seed=-1, index=0).seed == 2**63 - 1
+
+
+def test_max_tokens() -> None:
+    assert chat(max_tokens=5).ask.max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=7).ask.max_tokens == 7
+
+
+def test_prompts() -> None:
+    assert completion(prompt="a").prompts == ("a",)
+    assert completion(prompt=["a", "b"]).prompts == ("a", "b")
+    assert completion(prompt=[1, 2]).prompts == ((1, 2),)
+    assert completion(prompt=[[1], [2]]).prompts == ((1,), (2,))
+
+
+def test_ids_beyond_the_vocabulary() -> None:
+    for fields, param in (({"stop_token_ids": [100]}, "stop_token_ids"), ({"logit_bias": {"100": 1}}, "logit_bias")):
+        with pytest.raises(RequestError, match="the vocabulary has 100") as caught:
+            check_ids(chat(**fields).ask, 100)
+        assert caught.value.param == param
+        check_ids(chat(**fields).ask, 101)

@@ -1,0 +1,89 @@
+"""The gateway's process without its supervisor: how it starts, drains and fails."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hadal.core.config import Deployment
+from hadal.core.messages import Drain
+from hadal.gateway.process import listener_of, serve
+from hadal.gateway.service import ServedModel
+from hadal.runtime.process import EXIT_FATAL, LISTEN_FD
+
+from .fake_units import FakeUnits
+from .world import gateway_of, spell
+
+
+def test_no_torch_and_a_quick_start() -> None:
+    code = "import sys, hadal.gateway.process; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_listener_is_the_supervisors() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as given,
+        listener_of(Deployment(), {LISTEN_FD: str(socket.dup(given.fileno()))}) as taken,
+    ):
+        assert taken.getsockname() == given.getsockname()
+    with listener_of(Deployment(port=0), {}) as own:
+        assert own.getsockname()[1] > 0
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_drain_lets_streams_finish(model: ServedModel, in_time: bool) -> None:
+    """A drain message while a stream runs: it ends by itself or when its time is up, and then the process ends."""
+
+    async def run() -> None:
+        units = FakeUnits(spell(model, "abc", then_stop=False), step_s=0.002)
+        gateway = gateway_of(model, units)
+        deployment = Deployment(model="x", drain_timeout_s=30.0 if in_time else 0.1)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            serving = asyncio.create_task(serve(deployment, gateway, listening))
+            working = asyncio.create_task(units.run())
+            async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+                while (await client.get("/health")).status_code != 200:
+                    await asyncio.sleep(0.01)
+                body = {"model": "small", "prompt": "hi", "stream": True, "max_tokens": 100 if in_time else 4000}
+                async with client.stream("POST", "/v1/completions", json=body) as reply:
+                    units.tell(Drain())
+                    await asyncio.sleep(0.02)
+                    assert (await client.post("/v1/completions", json=body)).status_code == 503
+                    if in_time:
+                        assert (await reply.aread()).rstrip().endswith(b"data: [DONE]")
+                    else:
+                        with pytest.raises(httpx.RemoteProtocolError):
+                            await reply.aread()
+            async with asyncio.timeout(10):
+                assert await serving == 0
+            working.cancel()
+
+    asyncio.run(run())
+
+
+def test_failed_front_ends_the_process(model: ServedModel) -> None:
+    async def run() -> None:
+        units = FakeUnits(spell(model, "abc"))
+        gateway = gateway_of(model, units)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            serving = asyncio.create_task(serve(Deployment(model="x"), gateway, listening))
+            await asyncio.sleep(0.05)
+            units.tell(object())  # type: ignore[arg-type]  # No message at all: the front raises.
+            async with asyncio.timeout(10):
+                assert await serving == EXIT_FATAL
+
+    asyncio.run(run())
+
+
+def test_module_needs_its_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hadal.gateway.process", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)})
+    assert done.returncode != 0
+    assert "run folder" in done.stderr

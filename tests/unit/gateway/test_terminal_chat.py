@@ -1,0 +1,102 @@
+"""The terminal chat against a gateway behind a real port."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from hadal.gateway.service import ServedModel
+from hadal.gateway.terminal_chat import Chat, ChatError, chat, parse_events
+
+from .serving import serving
+from .world import spell
+
+TEXT = "Easy.</think>\n\nFour [bold]is[/bold] it."
+
+
+def talk(url: str, lines: str, **options: Any) -> tuple[int, str]:
+    shown = io.StringIO()
+    console = Console(file=shown, width=200, color_system=None)
+    code = chat(url, console=console, lines=io.StringIO(lines), **options)
+    return code, shown.getvalue()
+
+
+def test_turns_and_commands(model: ServedModel) -> None:
+    script = "/system Be brief.\n/temp 0.5\n/temp x\n2 + 2?\n\nAnd more?\n/clear\n/help\n/nothing\nAgain?\n/quit\nno\n"
+    with serving(model, spell(model, TEXT)) as it:
+        code, shown = talk(it.url, script)
+        asked = [model.vocabulary.decode(generation.prompt) for generation in it.world.units.submitted]
+        temperatures = {generation.sampling.temperature for generation in it.world.units.submitted}
+    assert code == 0
+    assert shown.count("Easy.") == shown.count("Four [bold]is[/bold] it.") == 3
+    assert shown.count("tokens/s") == 3
+    for said in (
+        "temperature 0.5",
+        "a number from 0 to 2 is needed",
+        "forgotten",
+        "/clear ",
+        "/nothing: no such command",
+    ):
+        assert said in shown
+    assert len(asked) == 3
+    assert all("Be brief." in prompt for prompt in asked)
+    assert "Four" in asked[1]
+    assert "Easy" not in asked[1]  # Thinking is not said again.
+    assert "Four" not in asked[2]
+    assert temperatures == {0.5}
+
+
+def test_refusals(model: ServedModel) -> None:
+    with serving(model, spell(model, TEXT), keys=("k",)) as it:
+        assert talk(it.url, "hi\n") == (1, "hadal chat: 401: An API key is needed: send 'Authorization: Bearer KEY'.\n")
+        assert talk(f"{it.url}/v1/", "hi\n", api_key="k")[0] == 0
+        code, shown = talk(it.url, "hi\n", api_key="k", model="other")
+        assert code == 1
+        assert "error: 404: The model 'other' does not exist" in shown
+        url = it.url
+    code, shown = talk(url, "hi\n")
+    assert code == 1
+    assert "Start one with `hadal serve`" in shown
+
+
+def test_ctrl_c_stops_the_answer_only(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(model, spell(model, "</think>abc ", then_stop=False), step_s=0.002) as it:
+        shown = io.StringIO()
+        with httpx.Client(base_url=f"{it.url}/v1", timeout=10) as client:
+            talking = Chat(client, Console(file=shown, width=200), "small", max_tokens=4000)
+            show = Chat._show
+            num_shown = 0
+
+            def interrupt(self: Chat, delta: dict[str, Any], turn: Any) -> None:
+                nonlocal num_shown
+                show(self, delta, turn)
+                num_shown += 1
+                if num_shown == 20:
+                    raise KeyboardInterrupt
+
+            monkeypatch.setattr(Chat, "_show", interrupt)
+            turn = talking.turn("hi")
+            assert turn.stopped
+            assert talking.history[-1] == {"role": "assistant", "content": turn.content}
+            assert "stopped" in shown.getvalue()
+        # Serving's end checks that the server has let go of it.
+
+
+def test_errors_in_the_stream() -> None:
+    lines = [": keep-alive", "", 'data: {"choices": []}', "", "data: [DONE]", "data: {}"]
+    assert list(parse_events(lines)) == [{"choices": []}]
+    error = {"error": {"message": "it broke", "type": "server_error"}}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, text=f"data: {json.dumps(error)}\n\n")
+
+    with httpx.Client(transport=httpx.MockTransport(answer), base_url="http://x") as client:
+        talking = Chat(client, Console(file=io.StringIO()), "m")
+        with pytest.raises(ChatError, match="it broke"):
+            talking.turn("hi")
+        assert talking.history == []

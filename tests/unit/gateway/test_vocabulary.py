@@ -1,0 +1,66 @@
+"""The byte table and both ways to encode, against the tokenizers library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from hadal.core.errors import CheckpointError
+from hadal.gateway.service import ServedModel
+from hadal.gateway.vocabulary import read_vocabulary
+
+from .model_folder import BOS, EOS, USER, tokenizer_fields
+
+
+@given(st.text())
+def test_plain_text_comes_back(model: ServedModel, text: str) -> None:
+    ids = model.vocabulary.encode_plain(text)
+    assert model.vocabulary.decode(ids) == text
+    assert model.vocabulary.fewest_tokens(text) <= len(ids)
+
+
+@given(st.lists(st.sampled_from([BOS, EOS, USER, "<think>", "a", " b", "🙂", "<", "\n"])).map("".join))
+def test_controlled_text_is_the_librarys(model: ServedModel, folder: Path, text: str) -> None:
+    library = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert model.vocabulary.encode_controlled(text) == library.encode(text, add_special_tokens=False).ids
+
+
+def test_every_byte_has_a_token(model: ServedModel) -> None:
+    assert {raw for raw in model.vocabulary.token_bytes if len(raw) == 1} >= {bytes([byte]) for byte in range(256)}
+
+
+def test_only_special_tokens_are_hidden(model: ServedModel) -> None:
+    controls = model.vocabulary.control_ids
+    assert model.vocabulary.hidden_ids == {controls[BOS], controls[EOS]}
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"decoder": {"type": "Fuse"}}, "decoder is not ByteLevel"),
+        ({"decoder": None}, "decoder is not ByteLevel"),
+        ({"model": {"type": "Nothing"}}, "is not a usable tokenizer"),
+        ({"model": {}}, "is not a usable tokenizer"),
+        ({"added_tokens": [{"id": 1}]}, "is not a usable tokenizer"),
+    ],
+)  # fmt: skip
+def test_damaged_files(tmp_path: Path, change: dict[str, Any], error: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**tokenizer_fields(), **change}))
+    with pytest.raises(CheckpointError, match=error) as caught:
+        read_vocabulary(tmp_path)
+    assert str(tmp_path / "tokenizer.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
+def test_files_that_are_no_json_object(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(CheckpointError, match="not found"):
+        read_vocabulary(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        read_vocabulary(tmp_path)

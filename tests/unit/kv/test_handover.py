@@ -1,0 +1,60 @@
+"""LeaseBook: released once, expired in order, no block under two leases."""
+
+from __future__ import annotations
+
+import pytest
+
+from hadal.kv.handover import HeldLease, LeaseBook
+
+
+def lease(name: str, deadline_s: float, *block_ids: int) -> HeldLease:
+    return HeldLease(name, 0, block_ids, deadline_s)
+
+
+def test_release_gives_the_lease_once() -> None:
+    book = LeaseBook()
+    book.open(lease("a", 5.0, 1, 2))
+    assert ("a", 0) in book
+    assert book.release("a", 1) is None  # Another attempt.
+    assert book.release("a", 0) == lease("a", 5.0, 1, 2)
+    assert book.release("a", 0) is None
+    assert len(book) == 0
+
+
+def test_leases_expire_at_their_deadline_oldest_first() -> None:
+    book = LeaseBook()
+    for name, deadline_s in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
+        book.open(lease(name, deadline_s))
+    assert book.next_deadline_s == 1.0
+    assert book.expired(0.9) == []
+    assert [ended.request_id for ended in book.expired(2.0)] == ["a", "b"]
+    assert book.next_deadline_s == 3.0
+
+
+def test_an_attempt_has_one_lease() -> None:
+    book = LeaseBook()
+    book.open(lease("a", 1.0))
+    with pytest.raises(ValueError, match="has a lease already"):
+        book.open(lease("a", 2.0))
+
+
+def test_deadlines_are_opened_in_order() -> None:
+    book = LeaseBook()
+    book.open(lease("a", 2.0))
+    with pytest.raises(ValueError, match="order"):
+        book.open(lease("b", 1.0))
+
+
+def test_clear_ends_all() -> None:
+    book = LeaseBook()
+    book.open(lease("a", 1.0, 3))
+    assert [ended.request_id for ended in book.clear()] == ["a"]
+    assert book.next_deadline_s is None
+
+
+def test_check_sees_a_block_under_two_leases() -> None:
+    book = LeaseBook()
+    book.open(lease("a", 1.0, 3))
+    assert book.check() == []
+    book.open(lease("b", 1.0, 3))
+    assert book.check() == ["a block is under two leases"]

@@ -1,0 +1,84 @@
+"""Doors: who is let in, who waits, who is refused, and when to come back."""
+
+from __future__ import annotations
+
+import pytest
+
+from hadal.policy.admission import (
+    RETRY_AFTER_MAX_S,
+    RETRY_AFTER_MIN_S,
+    admit,
+    fits_decode,
+    may_prefill,
+    refuse_lengths,
+    retry_after_s,
+)
+from hadal.policy.views import AdmissionView, DownstreamView
+
+
+def view(queued: int, *, draining: bool = False, placeable: bool = False, rate: float = 0.0) -> AdmissionView:
+    return AdmissionView(draining, placeable, queued, 10, rate)
+
+
+def test_the_queue_has_a_limit() -> None:
+    assert admit(view(9)) is None
+    refusal = admit(view(10, rate=1.0))
+    assert refusal is not None
+    assert (refusal.status, refusal.retry_after_s) == (429, 5.0)
+
+
+def test_a_request_that_need_not_wait_passes_a_full_queue() -> None:
+    assert admit(AdmissionView(False, True, 0, 0, 0.0)) is None
+
+
+def test_draining_refuses_everybody() -> None:
+    refusal = admit(view(0, draining=True, placeable=True))
+    assert refusal is not None
+    assert refusal.status == 503
+
+
+def test_retry_after_follows_the_measured_rate_within_bounds() -> None:
+    assert retry_after_s(100, 10.0) == 5.0
+    assert retry_after_s(1, 1000.0) == RETRY_AFTER_MIN_S
+    assert retry_after_s(10**6, 0.1) == RETRY_AFTER_MAX_S
+    assert RETRY_AFTER_MIN_S <= retry_after_s(5, 0.0) <= RETRY_AFTER_MAX_S
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [((0, 0, 5, 100), "empty"), ((100, 0, 5, 100), "context"), ((5, 3, 3, 100), "is left"), ((99, 0, 5, 100), None)],
+)
+def test_lengths(lengths: tuple[int, int, int, int], said: str | None) -> None:
+    error = refuse_lengths(*lengths)
+    assert (error is None) if said is None else (error is not None and said in error)
+
+
+def downstream(requests: int = 0, used: int = 0, transferring: int = 0, slots: int = 16) -> DownstreamView:
+    return DownstreamView(slots, 100, requests, used, transferring)
+
+
+def test_prefill_runs_a_little_ahead_of_the_slots() -> None:
+    assert may_prefill(downstream(17), 1)
+    assert not may_prefill(downstream(18), 1)
+
+
+def test_prefill_waits_for_blocks_unless_nothing_runs() -> None:
+    assert may_prefill(downstream(1, 90), 10)
+    assert not may_prefill(downstream(1, 90), 11)
+    assert may_prefill(downstream(0, 0), 1000)
+
+
+def test_prefill_waits_while_many_transfer() -> None:
+    assert may_prefill(downstream(8, 0, 4), 1)
+    assert not may_prefill(downstream(8, 0, 5), 1)
+
+
+def test_no_decode_unit_no_prefill() -> None:
+    assert not may_prefill(downstream(slots=0), 1)
+
+
+def test_decode_keeps_headroom_for_those_that_run() -> None:
+    assert fits_decode(5, 5, 0)
+    assert not fits_decode(5, 5, 1)
+    assert fits_decode(6, 5, 7)
+    assert not fits_decode(6, 5, 8)

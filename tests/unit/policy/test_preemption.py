@@ -1,0 +1,35 @@
+"""choose_victims: the latest arrived, no more than needed, never everybody."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hadal.policy.preemption import choose_victims
+from hadal.policy.views import HolderView
+
+
+def test_the_latest_goes_first() -> None:
+    holders = [HolderView(0, 5, 2), HolderView(1, 9, 2), HolderView(2, 7, 2)]
+    assert choose_victims(holders, 1) == [1]
+    assert choose_victims(holders, 3) == [1, 2]
+
+
+def test_the_oldest_stays_whatever_is_missing() -> None:
+    assert choose_victims([HolderView(0, 1, 1), HolderView(1, 2, 1)], 100) == [1]
+    assert choose_victims([HolderView(0, 1, 1)], 1) == []
+    assert choose_victims([], 1) == []
+
+
+def test_nothing_missing_nobody_goes() -> None:
+    assert choose_victims([HolderView(0, 1, 1), HolderView(1, 2, 1)], 0) == []
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=10), st.integers(-3, 30))
+def test_no_victim_is_in_vain(sizes: list[int], missing: int) -> None:
+    holders = [HolderView(slot, slot, size) for slot, size in enumerate(sizes)]
+    victims = choose_victims(holders, missing)
+    assert victims == sorted(victims, reverse=True)
+    assert 0 not in victims
+    assert not victims or sum(sizes[slot] for slot in victims[:-1]) < missing
+    assert sum(sizes[slot] for slot in victims) >= missing or len(victims) == len(sizes) - 1

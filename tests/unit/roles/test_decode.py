@@ -1,0 +1,315 @@
+"""DecodeLeader by hand: the pipeline of two plans, ends by count and by stop id, growth, preemption, failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hadal.core.errors import InvariantError
+from hadal.core.messages import (
+    Audit,
+    AuditRequest,
+    Cancel,
+    DecodePlan,
+    Draw,
+    FrontUp,
+    KvPulled,
+    Prefill,
+    Pulled,
+    Returned,
+    Sampling,
+    StepDone,
+    Tokens,
+    UnitUp,
+)
+from hadal.core.seams import Effect, Freed, Pull
+from hadal.roles.decode import DecodeLeader
+from tests.unit.roles.driving import decode, decode_plans, done, generation, of, sent
+
+
+def leader(**options: Any) -> DecodeLeader:
+    fields: dict[str, Any] = {"num_slots": 4, "num_waiting_max": 4, "max_context": 1000, "heartbeat_s": 0.5}
+    num_blocks = options.pop("num_blocks", 17)
+    return DecodeLeader("decode-0", "e1", num_blocks, **(fields | options))
+
+
+def seat(unit: DecodeLeader, name: str, **options: Any) -> list[DecodePlan]:
+    """Let a request in and pull its KV; the plans that came of it."""
+    effects = unit.handle(0.0, decode(name, **options))
+    assert len(of(effects, Pull)) == 1
+    return decode_plans(unit.handle(0.0, KvPulled(name, options.get("attempt", 0), None)))
+
+
+def drawn(effects: list[Effect]) -> list[tuple[str, int, int, str | None]]:
+    return [(t.request_id, t.index, t.token, t.finish) for message in sent(effects, Tokens) for t in message.tokens]
+
+
+def test_start_says_that_it_is_up() -> None:
+    assert sent(leader().start(0.0), UnitUp) == [UnitUp("decode-0", "decode", "e1", 16, 4)]
+
+
+def test_kv_is_pulled_then_two_plans_go_out() -> None:
+    unit = leader()
+    (pull,) = of(unit.handle(0.0, decode(prompt=64)), Pull)
+    assert len(pull.into) == 1
+    effects = unit.handle(0.1, KvPulled("a", 0, None))
+    assert sent(effects, Pulled) == [Pulled("decode-0", "a", 0)]
+    first, second = decode_plans(effects)
+    (join,) = first.joins
+    assert (join.num_tokens, join.last_token, join.output_index, len(join.block_ids)) == (64, 0, 1, 2)
+    assert (second.leaves, second.joins, second.grown) == ((), (), ())
+
+
+def test_tokens_of_a_step_go_to_the_front_in_one_message() -> None:
+    unit = leader()
+    seat(unit, "a")
+    unit.handle(0.0, decode("b"))
+    unit.handle(0.0, KvPulled("b", 0, None))
+    assert drawn(unit.handle(0.1, done(0, {0: 5}))) == [("a", 1, 5, None)]
+    unit.handle(0.2, done(1, {0: 6}))
+    effects = unit.handle(0.3, done(2, {1: 8, 0: 7}))  # In any order.
+    assert sorted(drawn(effects)) == [("a", 3, 7, None), ("b", 1, 8, None)]
+    assert len(sent(effects, Tokens)) == 1
+
+
+def test_logprobs_are_passed_on() -> None:
+    unit = leader()
+    seat(unit, "a")
+    (message,) = sent(unit.handle(0.1, StepDone(0, (0,), (5,), {0: Draw(-1.5, ((5, -1.5),))}, 0.01)), Tokens)
+    assert (message.tokens[0].logprob, message.tokens[0].top) == (-1.5, ((5, -1.5),))
+
+
+def test_an_end_by_count_is_left_out_in_time() -> None:
+    unit = leader()
+    first, second = seat(unit, "a", max_tokens=3)  # Index 0 came from prefill: two steps.
+    assert drawn(unit.handle(0.1, done(first.step_id, {0: 5}))) == [("a", 1, 5, None)]
+    effects = unit.handle(0.2, done(second.step_id, {0: 6}))
+    assert drawn(effects) == [("a", 2, 6, "length")]
+    assert decode_plans(effects) == []
+    assert len(of(effects, Freed)) == 1
+    assert (unit.num_requests, unit.blocks.num_used) == (0, 0)
+
+
+def test_after_a_stop_id_one_token_is_dropped_and_blocks_wait_for_the_plan_in_flight() -> None:
+    unit = leader()
+    seat(unit, "a", stop_ids=(9,), max_tokens=50)
+    effects = unit.handle(0.1, done(0, {0: 9}))
+    assert drawn(effects) == [("a", 1, 9, "stop")]
+    assert of(effects, Freed) == []
+    effects = unit.handle(0.2, done(1, {0: 4}))
+    assert drawn(effects) == []
+    assert len(of(effects, Freed)) == 1
+    # The Runner still lists the slot; the next plan says so, and the slot is used again in it.
+    (plan, _) = seat(unit, "b")
+    assert (plan.leaves, plan.joins[0].slot) == ((0,), 0)
+
+
+def test_a_stop_id_counts_from_min_tokens_on() -> None:
+    unit = leader()
+    seat(unit, "a", stop_ids=(9,), min_tokens=2, max_tokens=50)
+    assert drawn(unit.handle(0.1, done(0, {0: 9}))) == [("a", 1, 9, None)]
+    assert drawn(unit.handle(0.2, done(1, {0: 9}))) == [("a", 2, 9, "stop")]
+
+
+def test_slots_keep_their_own_stop_ids() -> None:
+    unit = leader()
+    seat(unit, "a", stop_ids=(1,), max_tokens=50)
+    unit.handle(0.0, decode("b", stop_ids=(2, 3), max_tokens=50))
+    unit.handle(0.0, KvPulled("b", 0, None))
+    unit.handle(0.1, done(0, {0: 2}))
+    unit.handle(0.2, done(1, {0: 3}))
+    assert drawn(unit.handle(0.3, done(2, {0: 2, 1: 3}))) == [("a", 3, 2, None), ("b", 1, 3, "stop")]
+
+
+def test_a_block_is_added_when_the_position_needs_it() -> None:
+    unit = leader()
+    first, second = seat(unit, "a", prompt=62, max_tokens=50)  # Writes position 62, then 63.
+    assert (first.grown, second.grown) == ((), ())
+    (third,) = decode_plans(unit.handle(0.1, done(0, {0: 1})))
+    ((slot, position, block),) = third.grown
+    assert (slot, position) == (0, 1)
+    assert unit.table.blocks_of(0)[1] == block
+
+
+def test_history_goes_with_the_join_if_a_penalty_is_on() -> None:
+    unit = leader()
+    (plan, _) = seat(unit, "a", sampling=Sampling(frequency_penalty=1.0))
+    assert (plan.joins[0].prompt, plan.joins[0].output) == (generation("a").prompt, (0,))
+
+
+def test_slots_and_headroom_limit_who_is_seated() -> None:
+    unit = leader(num_slots=2)
+    assert [len(of(unit.handle(0.0, decode(name)), Pull)) for name in "abc"] == [1, 1, 0]
+    unit = leader(num_blocks=4)  # Three blocks: the second leaves one, the third would leave none.
+    assert [len(of(unit.handle(0.0, decode(name)), Pull)) for name in "abc"] == [1, 1, 0]
+
+
+def test_a_full_queue_gives_back() -> None:
+    unit = leader(num_slots=1, num_waiting_max=1)
+    replies = [sent(unit.handle(0.0, decode(name)), Returned) for name in "abc"]
+    assert replies == [[], [], [Returned("decode-0", "c", 0, "queue full")]]
+
+
+def test_a_pull_that_failed_gives_back_and_frees() -> None:
+    unit = leader()
+    unit.handle(0.0, decode())
+    effects = unit.handle(0.1, KvPulled("a", 0, "void"))
+    assert sent(effects, Returned) == [Returned("decode-0", "a", 0, "pull failed: void")]
+    assert unit.blocks.num_used == 0
+
+
+def test_what_can_never_fit_is_given_back() -> None:
+    (returned,) = sent(leader(num_blocks=2).handle(0.0, decode(prompt=60, max_tokens=10)), Returned)
+    assert returned.reason.startswith("too long")
+
+
+def test_a_lease_that_does_not_match_is_given_back() -> None:
+    wrong = decode(prompt=10)
+    (returned,) = sent(leader().handle(0.0, type(wrong)(generation("a", 12, output=1), wrong.lease, "p")), Returned)
+    assert returned.reason.startswith("pull failed: a lease on 10 tokens")
+
+
+def test_cancel_while_pulling_waits_for_the_copy() -> None:
+    unit = leader()
+    unit.handle(0.0, decode())
+    assert of(unit.handle(0.0, Cancel("a", 0)), Freed) == []
+    effects = unit.handle(0.1, KvPulled("a", 0, None))
+    assert len(of(effects, Freed)) == 1
+    assert sent(effects, Pulled) == sent(effects, Returned) == []
+
+
+def test_cancel_while_computed_waits_for_both_plans() -> None:
+    unit = leader()
+    seat(unit, "a", max_tokens=50)
+    assert of(unit.handle(0.0, Cancel("a", 0)), Freed) == []
+    assert of(unit.handle(0.1, done(0, {0: 1})), Freed) == []
+    effects = unit.handle(0.2, done(1, {0: 1}))
+    assert len(of(effects, Freed)) == 1
+    assert drawn(effects) == []
+
+
+def test_cancel_of_one_that_waits_or_is_unknown() -> None:
+    unit = leader(num_slots=1)
+    for name in "ab":
+        unit.handle(0.0, decode(name))
+    unit.handle(0.0, Cancel("b", 0))
+    unit.handle(0.0, Cancel("b", 1))
+    unit.handle(0.0, Cancel("z", 0))
+    assert unit.num_requests == 1
+
+
+def starved() -> tuple[DecodeLeader, list[Effect]]:
+    """Four blocks: a took the last one, now b needs one, and c, the latest, has to go while a plan computes it."""
+    unit = leader(num_blocks=5)
+    seat(unit, "a", prompt=62, max_tokens=70)
+    for name, prompt in (("b", 63), ("c", 10)):
+        unit.handle(0.0, decode(name, prompt=prompt, max_tokens=70))
+        unit.handle(0.0, KvPulled(name, 0, None))
+    (plan,) = decode_plans(unit.handle(0.1, done(0, {0: 1})))
+    assert (len(plan.joins), len(plan.grown), unit.blocks.num_free) == (2, 1, 0)
+    return unit, unit.handle(0.2, done(1, {0: 1}))
+
+
+def test_preemption_delivers_what_is_in_flight_then_gives_back_the_latest() -> None:
+    unit, effects = starved()
+    assert decode_plans(effects) == []  # It waits for c's block.
+    effects = unit.handle(0.3, done(2, {0: 1, 1: 8, 2: 9}))
+    assert drawn(effects) == [("a", 3, 1, None), ("b", 1, 8, None), ("c", 1, 9, None)]
+    assert sent(effects, Returned) == [Returned("decode-0", "c", 0, "preempted")]
+    plan = decode_plans(effects)[0]
+    assert (plan.leaves, plan.grown[0][0]) == ((2,), 1)
+    assert unit.audit() == []
+
+
+def test_nobody_is_seated_while_a_plan_waits_for_blocks() -> None:
+    unit, _ = starved()
+    unit.handle(0.2, Cancel("a", 0))  # Its blocks come later: the plan in flight computes it.
+    assert of(unit.handle(0.2, decode("d", prompt=1)), Pull) == []
+    assert len(of(unit.handle(0.3, done(2, {0: 1, 1: 8, 2: 9})), Pull)) == 1
+
+
+def test_one_preempted_while_its_kv_is_copied_goes_when_the_copy_is_done() -> None:
+    unit = leader(num_blocks=6)
+    seat(unit, "a", prompt=62, max_tokens=70)
+    for name, prompt in (("b", 63), ("c", 63)):
+        unit.handle(0.0, decode(name, prompt=prompt, max_tokens=70))
+        unit.handle(0.0, KvPulled(name, 0, None))
+    assert len(of(unit.handle(0.0, decode("d", prompt=3)), Pull)) == 1
+    unit.handle(0.1, done(0, {0: 1}))
+    effects = unit.handle(0.2, done(1, {0: 1}))  # a has the last block; b and c need one each.
+    assert (decode_plans(effects), of(effects, Freed)) == ([], [])
+    effects = unit.handle(0.2, KvPulled("d", 0, None))
+    assert sent(effects, Returned) == [Returned("decode-0", "d", 0, "preempted")]
+    assert sent(effects, Pulled) == []
+    assert unit.audit() == []
+
+
+def test_one_that_needs_a_block_and_is_the_latest_goes_without_a_pause() -> None:
+    unit = leader(num_blocks=4)
+    seat(unit, "a", prompt=62, max_tokens=70)
+    unit.handle(0.0, decode("b", prompt=63, max_tokens=70))
+    unit.handle(0.0, KvPulled("b", 0, None))
+    unit.handle(0.1, done(0, {0: 1}))
+    (plan,) = decode_plans(unit.handle(0.2, done(1, {0: 1})))
+    assert plan.leaves == (1,)
+
+
+def test_a_failed_step_gives_everybody_back_and_empties_the_runner() -> None:
+    unit = leader()
+    seat(unit, "a", max_tokens=50)
+    effects = unit.handle(0.1, done(0, error="a rank failed"))
+    assert sent(effects, Returned) == [Returned("decode-0", "a", 0, "step failed: a rank failed")]
+    assert drawn(unit.handle(0.2, done(1, {0: 3}))) == []
+    assert unit.blocks.num_used == 0
+    (plan, _) = seat(unit, "b")
+    assert plan.leaves == (0, 1, 2, 3)
+    assert unit.audit() == []
+
+
+def test_a_new_front_finds_nothing_left() -> None:
+    unit = leader(num_slots=2)
+    unit.handle(0.0, FrontUp("f1"))
+    seat(unit, "a", max_tokens=50)  # Computed.
+    unit.handle(0.0, decode("b"))  # Pulling.
+    unit.handle(0.0, decode("c"))  # Waiting.
+    assert len(sent(unit.handle(0.0, FrontUp("f2")), UnitUp)) == 1
+    unit.handle(0.1, KvPulled("b", 0, None))
+    unit.handle(0.1, done(0, {0: 1}))
+    assert drawn(unit.handle(0.2, done(1, {0: 1}))) == []
+    assert (unit.num_requests, unit.blocks.num_used) == (0, 0)
+
+
+def test_the_same_message_twice_is_one_request() -> None:
+    unit = leader()
+    unit.handle(0.0, decode())
+    assert of(unit.handle(0.0, decode()), Pull) == []
+
+
+def test_two_attempts_of_a_request_live_side_by_side() -> None:
+    unit = leader()
+    seat(unit, "a", max_tokens=50)
+    unit.handle(0.0, Cancel("a", 0))
+    assert len(of(unit.handle(0.0, decode("a", attempt=1)), Pull)) == 1
+    assert unit.audit() == []
+
+
+def test_audit_answers_and_sees_a_leak() -> None:
+    unit = leader()
+    unit.handle(0.0, decode())
+    assert sent(unit.handle(0.0, AuditRequest(3)), Audit) == [Audit("decode-0", 3, 1, 1, ())]
+    unit.blocks.allocate(1, "nobody")
+    assert unit.audit()
+
+
+def test_wrong_results_are_a_bug() -> None:
+    unit = leader()
+    seat(unit, "a")
+    with pytest.raises(InvariantError, match="not the one that runs"):
+        unit.handle(0.1, done(4))
+    with pytest.raises(InvariantError, match="not its plan's slots"):
+        unit.handle(0.1, done(0, {1: 5}))
+    with pytest.raises(InvariantError, match="nobody asked"):
+        unit.handle(0.1, KvPulled("z", 0, None))
+    with pytest.raises(InvariantError, match="cannot take Prefill"):
+        unit.handle(0.1, Prefill(generation()))

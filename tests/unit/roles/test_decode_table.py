@@ -1,0 +1,87 @@
+"""DecodeTable: rows, growth, ends by count, and what `check` sees."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hadal.roles.decode_table import DecodeTable, SlotState
+from tests.unit.roles.driving import decode
+
+
+def table_with(prompt: int = 10, *block_ids: int, max_tokens: int = 5, stop_ids: tuple[int, ...] = ()) -> DecodeTable:
+    table = DecodeTable(4, 8)
+    request = decode(prompt=prompt, max_tokens=max_tokens, stop_ids=stop_ids)
+    assert table.reserve(request, 0, block_ids or (7,)) == 0
+    return table
+
+
+def test_reserve_takes_the_first_free_slot() -> None:
+    table = table_with()
+    assert table.reserve(decode("b"), 1, (3,)) == 1
+    table.vacate(0)
+    assert table.reserve(decode("c"), 2, (4,)) == 0
+    assert table.check() == []
+
+
+def test_a_slot_needs_a_block_at_the_first_position_beyond_its_own() -> None:
+    table = table_with(63)
+    table.state[0] = SlotState.ACTIVE
+    table.is_in_runner[0] = True
+    assert table.needing_block().size == 0
+    table.advance(0)
+    assert table.needing_block().tolist() == [0]
+    assert table.grow(0, 9) == 1
+    assert table.blocks_of(0) == (7, 9)
+    assert table.needing_block().size == 0
+
+
+def test_one_that_is_still_pulling_needs_nothing() -> None:
+    assert table_with(64, 1).needing_block().size == 0
+
+
+def test_an_end_by_count_is_known_before_its_result() -> None:
+    table = table_with(max_tokens=3)  # Output 0 is there; two are to be drawn.
+    table.state[0] = SlotState.ACTIVE
+    assert table.advance(0).tolist() == [True, False, False, False]
+    assert table.at_max_tokens().size == 0
+    table.advance(1)
+    assert table.at_max_tokens().tolist() == [0]
+
+
+def test_longer_stop_lists_widen_the_array_and_leave_no_trace() -> None:
+    table = table_with(stop_ids=(1, 2, 3))
+    assert table.stop_ids.shape == (4, 3)
+    table.vacate(0)
+    table.reserve(decode("b", stop_ids=(9,)), 1, (3,))
+    assert table.stop_ids[0].tolist() == [9, -1, -1]
+
+
+def test_a_closing_slot_is_released_with_its_last_plan() -> None:
+    table = table_with()
+    table.state[0] = SlotState.ACTIVE
+    table.advance(5)
+    table.state[0] = SlotState.CLOSING
+    assert table.releasable(4).size == 0
+    assert table.releasable(5).tolist() == [0]
+
+
+def test_slots_in_several_states() -> None:
+    table = table_with()
+    table.reserve(decode("b"), 1, (3,))
+    table.state[1] = SlotState.READY
+    assert table.slots_in(SlotState.PULLING).tolist() == [0]
+    assert table.slots_in(SlotState.PULLING, SlotState.READY).tolist() == [0, 1]
+
+
+def test_check_sees_what_does_not_agree() -> None:
+    for spoil in (
+        lambda table: table.seats.__setitem__(0, None),
+        lambda table: table.length.__setitem__(0, 65),
+        lambda table: table.output_index.__setitem__(0, 3),
+        lambda table: table.state.__setitem__(0, SlotState.ACTIVE),
+    ):
+        table = table_with()
+        assert table.check() == []
+        spoil(table)
+        assert table.check()
+    assert np.count_nonzero(table.state) == 1

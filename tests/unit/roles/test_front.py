@@ -1,0 +1,323 @@
+"""Front by hand: a request's way through, limits, retries, stale answers, units that come and go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hadal.core.config import Deployment, LimitsConfig
+from hadal.core.errors import InvariantError
+from hadal.core.messages import (
+    Cancel,
+    Decode,
+    Drain,
+    FrontUp,
+    Generation,
+    KvLease,
+    Load,
+    Prefill,
+    PrefillDone,
+    Pulled,
+    Release,
+    Returned,
+    Submit,
+    Token,
+    Tokens,
+    UnitDown,
+    UnitUp,
+)
+from hadal.core.seams import Deliver, Effect, Send, Tick, WakeAt
+from hadal.roles.front import Front
+from tests.unit.roles.driving import finals, generation, of, sent
+
+LEASE = KvLease("pool", (1,), (0,), 10, 30.0)
+
+
+def front(*, units: bool = True, max_context: int = 1000, **limits: Any) -> Front:
+    made = Front(
+        Deployment(limits=LimitsConfig(**limits), unit_timeout_s=5.0), epoch="f1", max_context=max_context
+    )
+    if units:
+        made.handle(0.0, UnitUp("prefill-0", "prefill", "p1", 20, 4))
+        made.handle(0.0, UnitUp("decode-0", "decode", "d1", 20, 4))
+    return made
+
+
+def first_token(name: str = "a", *, attempt: int = 0, index: int = 0, finish: str | None = None) -> PrefillDone:
+    return PrefillDone("prefill-0", Token(name, attempt, index, 50, finish), None if finish else LEASE)
+
+
+def tokens(name: str, index: int, *, attempt: int = 0, finish: str | None = None) -> Tokens:
+    return Tokens("decode-0", (Token(name, attempt, index, 60 + index, finish),))
+
+
+def decoding(made: Front, name: str = "a", **options: Any) -> Front:
+    made.handle(0.0, Submit(generation(name, **options)))
+    made.handle(0.1, first_token(name))
+    made.handle(0.2, Pulled("decode-0", name, 0))
+    assert made.requests.by_id[name].state == "decoding"
+    return made
+
+
+def ok(made: Front) -> None:
+    assert made.check() == []
+
+
+def test_start_tells_every_unit_of_the_deployment() -> None:
+    effects = front(units=False).start(0.0)
+    assert of(effects, Send) == [Send("prefill-0", FrontUp("f1")), Send("decode-0", FrontUp("f1"))]
+    assert len(of(effects, WakeAt)) == 1
+
+
+def test_a_request_goes_all_the_way() -> None:
+    made = front()
+    (prefill,) = sent(made.handle(0.0, Submit(generation(max_tokens=3))), Prefill)
+    assert prefill.generation.output == ()
+    effects = made.handle(0.1, first_token())
+    assert [(d.tokens[0].index, d.final) for d in of(effects, Deliver)] == [(0, False)]
+    (decode,) = sent(effects, Decode)
+    assert (decode.generation.output, decode.lease, decode.prefill_unit) == ((50,), LEASE, "prefill-0")
+    assert of(made.handle(0.2, Pulled("decode-0", "a", 0)), Send) == [Send("prefill-0", Release("a", 0))]
+    made.handle(0.3, tokens("a", 1))
+    ok(made)
+    effects = made.handle(0.4, tokens("a", 2, finish="length"))
+    assert [(d.tokens[0].index, d.final, d.error) for d in of(effects, Deliver)] == [(2, True, None)]
+    assert made.idle
+    assert (made.totals.finished, made.totals.tokens_in, made.totals.tokens_out) == (1, 10, 3)
+    ok(made)
+
+
+def test_a_first_token_may_be_the_last() -> None:
+    made = front()
+    made.handle(0.0, Submit(generation(max_tokens=1)))
+    effects = made.handle(0.1, first_token(finish="length"))
+    assert finals(effects) == [("a", None)]
+    assert sent(effects, Decode) == []
+    ok(made)
+
+
+@pytest.mark.parametrize(
+    "impossible", [generation(prompt=0), generation(prompt=1000), generation(max_tokens=0)]
+)
+def test_what_can_never_be_served_is_refused(impossible: Generation) -> None:
+    made = front()
+    assert finals(made.handle(0.0, Submit(impossible))) == [("a", 400)]
+    assert made.idle
+
+
+def test_a_prompt_larger_than_the_pools_is_refused_and_others_are_capped() -> None:
+    made = front(max_context=10_000)
+    assert finals(made.handle(0.0, Submit(generation(prompt=20 * 64 + 1)))) == [("a", 400)]
+    (prefill,) = sent(made.handle(0.0, Submit(generation("b", 20 * 64 - 3, max_tokens=100))), Prefill)
+    assert prefill.generation.max_tokens == 4
+    (prefill,) = sent(front(max_context=50).handle(0.0, Submit(generation("c", 40, max_tokens=100))), Prefill)
+    assert prefill.generation.max_tokens == 10
+
+
+def test_an_id_in_use_is_a_bug() -> None:
+    made = front()
+    made.handle(0.0, Submit(generation()))
+    with pytest.raises(InvariantError, match="in use"):
+        made.handle(0.0, Submit(generation()))
+
+
+def test_running_and_queue_are_bounded_and_the_queue_keeps_its_order() -> None:
+    made = front(max_running=1, max_queued=2)
+    replies = [made.handle(0.0, Submit(generation(name, max_tokens=1))) for name in "abcd"]
+    assert [len(sent(reply, Prefill)) for reply in replies] == [1, 0, 0, 0]
+    (refusal,) = of(replies[3], Deliver)
+    assert (refusal.final, refusal.error_status) == (True, 429)
+    assert refusal.retry_after_s is not None
+    assert refusal.retry_after_s >= 1
+    (prefill,) = sent(made.handle(0.1, first_token("a", finish="length")), Prefill)
+    assert prefill.generation.request_id == "b"
+    ok(made)
+
+
+def test_requests_wait_for_units() -> None:
+    made = front(units=False)
+    assert sent(made.handle(0.0, Submit(generation())), Prefill) == []
+    assert sent(made.handle(0.1, UnitUp("prefill-0", "prefill", "p1", 20, 4)), Prefill) == []
+    assert len(sent(made.handle(0.2, UnitUp("decode-0", "decode", "d1", 20, 4)), Prefill)) == 1
+
+
+def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+    made = front(units=False, request_timeout_s=10.0)
+    made.handle(0.0, Submit(generation()))
+    assert finals(made.handle(9.9, Tick())) == []
+    assert finals(made.handle(10.0, Tick())) == [("a", 503)]
+    made = decoding(front(request_timeout_s=4.0))
+    effects = made.handle(4.0, Tick())
+    assert finals(effects) == [("a", 504)]
+    assert Send("decode-0", Cancel("a", 0)) in effects
+    assert made.idle
+
+
+def test_cancel_tells_the_units_that_hold_it() -> None:
+    made = front()
+    made.handle(0.0, Submit(generation()))
+    effects = made.handle(0.0, Cancel("a", 0))
+    assert of(effects, Send) == [Send("prefill-0", Release("a", 0))]
+    assert finals(effects) == [("a", 499)]
+    made.handle(0.0, Submit(generation("b")))
+    made.handle(0.1, first_token("b"))
+    effects = made.handle(0.2, Cancel("b", 0))
+    assert of(effects, Send) == [Send("prefill-0", Release("b", 0)), Send("decode-0", Cancel("b", 0))]
+    assert made.handle(0.2, Cancel("b", 0)) == []
+    ok(made)
+
+
+def test_a_lost_decode_unit_costs_only_time() -> None:
+    made = decoding(front(), max_tokens=9)
+    made.handle(0.3, tokens("a", 1))
+    assert finals(made.handle(0.4, UnitDown("decode-0", "killed"))) == []
+    (prefill,) = sent(made.handle(0.5, UnitUp("decode-0", "decode", "d2", 20, 4)), Prefill)
+    assert (prefill.generation.attempt, prefill.generation.output) == (1, (50, 61))
+    (answer,) = of(made.handle(0.6, first_token(attempt=1, index=2)), Deliver)
+    assert answer.tokens[0].index == 2
+    ok(made)
+
+
+def test_a_lost_prefill_unit_takes_the_transfer_with_it() -> None:
+    made = front()
+    made.handle(0.0, Submit(generation()))
+    made.handle(0.1, first_token())
+    effects = made.handle(0.2, UnitDown("prefill-0", "killed"))
+    assert of(effects, Send) == [Send("decode-0", Cancel("a", 0))]
+    assert made.requests.by_id["a"].state == "queued"
+    ok(made)
+
+
+def test_a_new_epoch_means_the_old_one_is_gone() -> None:
+    made = front()
+    made.handle(0.0, Submit(generation()))
+    (prefill,) = sent(made.handle(0.1, UnitUp("prefill-0", "prefill", "p2", 20, 4)), Prefill)
+    assert prefill.generation.attempt == 1
+    assert sent(made.handle(0.1, UnitUp("prefill-0", "prefill", "p2", 20, 4)), Prefill) == []
+
+
+def test_a_load_of_an_unknown_life_is_asked_who_it_is() -> None:
+    made = front()
+    load = Load("decode-0", "decode", "d9", 20, 0, 0, 4, 0)
+    assert of(made.handle(0.1, load), Send) == [Send("decode-0", FrontUp("f1"))]
+    assert made.units.by_name["decode-0"].epoch == "d1"
+
+
+def test_a_silent_unit_is_given_up() -> None:
+    made = decoding(front())
+    made.handle(3.0, Load("prefill-0", "prefill", "p1", 20, 0, 0, 4, 0))
+    effects = made.handle(5.5, Tick())
+    (down,) = sent(effects, UnitDown)
+    assert down.unit == "decode-0"
+    assert [e.to for e in of(effects, Send)] == ["supervisor"]
+    assert made.requests.by_id["a"].state == "queued"
+    ok(made)
+
+
+def test_retries_keep_their_place_in_the_queue() -> None:
+    made = front(max_running=1)
+    for name in "ab":
+        made.handle(0.0, Submit(generation(name)))
+    (prefill,) = sent(made.handle(0.1, Returned("prefill-0", "a", 0, "preempted")), Prefill)
+    assert (prefill.generation.request_id, prefill.generation.attempt) == ("a", 1)
+
+
+def test_preemption_does_not_count_and_other_returns_back_off_and_do() -> None:
+    made = front(max_retries=1)
+    made.handle(0.0, Submit(generation()))
+    for attempt in range(3):
+        made.handle(0.1, Returned("prefill-0", "a", attempt, "preempted"))
+    assert made.totals.preemptions == 3
+    effects = made.handle(0.2, Returned("prefill-0", "a", 3, "step failed: x"))
+    assert sent(effects, Prefill) == []
+    assert of(effects, WakeAt) == [WakeAt(pytest.approx(0.25))]
+    assert len(sent(made.handle(0.26, Tick()), Prefill)) == 1
+    effects = made.handle(0.3, Returned("prefill-0", "a", 4, "step failed: y"))
+    assert finals(effects) == [("a", 503)]
+    assert "step failed: y" in (of(effects, Deliver)[0].error or "")
+    ok(made)
+
+
+def test_queue_full_waits_without_counting() -> None:
+    made = front(max_retries=0)
+    made.handle(0.0, Submit(generation()))
+    made.handle(0.1, Returned("prefill-0", "a", 0, "queue full"))
+    assert made.requests.by_id["a"].state == "queued"
+    assert len(sent(made.handle(0.3, Tick()), Prefill)) == 1
+
+
+def test_too_long_for_a_unit_is_an_error() -> None:
+    made = front()
+    made.handle(0.0, Submit(generation()))
+    assert finals(made.handle(0.1, Returned("prefill-0", "a", 0, "too long: 99 tokens"))) == [("a", 400)]
+
+
+def test_an_expired_lease_cancels_the_pull() -> None:
+    made = front()
+    made.handle(0.0, Submit(generation()))
+    made.handle(0.1, first_token())
+    effects = made.handle(0.2, Returned("prefill-0", "a", 0, "lease expired"))
+    assert of(effects, Send)[0] == Send("decode-0", Cancel("a", 0))
+    ok(made)
+
+
+def test_stale_answers_are_dropped_and_their_senders_told() -> None:
+    made = decoding(front())
+    assert of(made.handle(0.3, tokens("a", 1, attempt=7)), Send) == [Send("decode-0", Cancel("a", 7))]
+    assert of(made.handle(0.3, Pulled("decode-0", "z", 0)), Send) == [Send("decode-0", Cancel("z", 0))]
+    assert of(made.handle(0.3, first_token("z")), Send) == [Send("prefill-0", Release("z", 0))]
+    assert made.handle(0.3, Returned("decode-0", "a", 7, "preempted")) == []
+    assert of(made.handle(0.3, tokens("z", 4)), Deliver) == []
+    ok(made)
+
+
+def test_duplicates_are_dropped_and_a_gap_is_a_retry() -> None:
+    made = decoding(front(), max_tokens=9)
+    made.handle(0.3, tokens("a", 1))
+    assert made.handle(0.3, tokens("a", 1)) == []
+    effects = made.handle(0.4, tokens("a", 3))
+    assert Send("decode-0", Cancel("a", 0)) in effects
+    assert of(effects, Deliver) == []
+    assert sent(effects, Prefill)[0].generation.output == (50, 61)
+    ok(made)
+
+
+def test_draining_takes_nothing_new_and_finishes_the_rest() -> None:
+    made = decoding(front(), max_tokens=2)
+    made.handle(0.3, Drain())
+    (refusal,) = of(made.handle(0.3, Submit(generation("b"))), Deliver)
+    assert (refusal.error_status, refusal.final) == (503, True)
+    assert refusal.retry_after_s is not None
+    assert not made.idle
+    made.handle(0.4, tokens("a", 1, finish="length"))
+    assert made.idle
+
+
+def test_decode_load_is_spread() -> None:
+    made = front()
+    made.handle(0.0, UnitUp("decode-1", "decode", "d1", 20, 4))
+    chosen = []
+    for name in "abcd":
+        made.handle(0.0, Submit(generation(name)))
+        effects: list[Effect] = made.handle(0.1, first_token(name))
+        chosen += [effect.to for effect in of(effects, Send) if isinstance(effect.message, Decode)]
+        made.handle(0.1, Pulled(chosen[-1], name, 0))
+    assert sorted(chosen) == ["decode-0", "decode-0", "decode-1", "decode-1"]
+    ok(made)
+
+
+def test_snapshot_says_what_is_held() -> None:
+    made = decoding(front())
+    made.handle(0.3, Load("decode-0", "decode", "d1", 20, 3, 1, 4, 0))
+    shot = made.snapshot()
+    assert (shot.state_to_count["decoding"], shot.num_queued, shot.role_to_units) == (1, 0, {"prefill": 1, "decode": 1})
+    assert shot.unit_to_load["decode-0"].num_blocks_used == 3
+    made.handle(0.4, tokens("a", 1))
+    assert (shot.totals.tokens_out, made.totals.tokens_out) == (1, 2)
+
+
+def test_check_sees_a_wrong_count() -> None:
+    made = decoding(front())
+    made.units.by_name["decode-0"].num_requests += 1
+    assert made.check()

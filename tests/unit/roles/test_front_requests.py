@@ -1,0 +1,76 @@
+"""RequestBook: the queue's order, sums, deadlines, and what `check` sees."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hadal.core.errors import InvariantError
+from hadal.core.request import State, Step
+from hadal.roles.front_requests import RequestBook
+from tests.unit.roles.driving import generation
+
+
+def book_of(*names: str) -> RequestBook:
+    book = RequestBook()
+    for number, name in enumerate(names):
+        book.add(generation(name, 63), 100.0 + number)
+    return book
+
+
+def test_one_that_comes_back_is_ahead_of_those_that_came_after_it() -> None:
+    book = book_of("a", "b", "c")
+    first = book.by_id["a"]
+    book.move(first, Step.PLACE)
+    assert book.next_queued(0.0) is book.by_id["b"]
+    book.move(first, Step.LOSE)
+    book.move(first, Step.REQUEUE)
+    assert book.next_queued(0.0) is first
+    assert book.num_queued == 3
+
+
+def test_one_that_backs_off_is_passed_over_until_then() -> None:
+    book = book_of("a", "b")
+    book.by_id["a"].not_before_s = 5.0
+    assert book.next_queued(4.9) is book.by_id["b"]
+    assert book.next_queued(5.0) is book.by_id["a"]
+    assert (book.next_retry_s(1.0), book.next_retry_s(5.0)) == (5.0, math.inf)
+
+
+def test_blocks_are_counted_while_placed_and_grow() -> None:
+    book = book_of("a")
+    record = book.by_id["a"]
+    book.move(record, Step.PLACE)
+    record.prefill_unit = "prefill-0"
+    assert (record.num_blocks, book.num_blocks_placed, book.num_placed) == (1, 1, 1)
+    assert (book.grow(record, 1), book.grow(record, 2)) == (1, 0)
+    assert book.num_blocks_placed == 2
+    assert book.check() == []
+    book.move(record, Step.CANCEL)
+    assert (book.num_blocks_placed, book.by_id, sum(book.counts.values())) == (0, {}, 0)
+
+
+def test_a_step_that_cannot_happen_is_a_bug() -> None:
+    book = book_of("a")
+    with pytest.raises(InvariantError, match="cannot"):
+        book.move(book.by_id["a"], Step.PULLED)
+
+
+def test_overdue_are_the_oldest() -> None:
+    book = book_of("a", "b", "c")
+    assert [record.request_id for record in book.overdue(101.0)] == ["a", "b"]
+
+
+def test_check_sees_owners_that_do_not_fit_the_state() -> None:
+    book = book_of("a")
+    book.by_id["a"].decode_unit = "decode-0"
+    assert any("owns" in problem for problem in book.check())
+
+
+def test_check_sees_a_wrong_sum_and_a_lost_place_in_the_queue() -> None:
+    book = book_of("a", "b")
+    book.num_blocks_placed = 1
+    book._queue.pop()
+    book.counts[State.QUEUED] = 7
+    assert len(book.check()) == 3

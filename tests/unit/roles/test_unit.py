@@ -1,0 +1,36 @@
+"""UnitReporter: Load when something changed or a beat is due, and no wake-up too late or twice."""
+
+from __future__ import annotations
+
+from hadal.core.messages import FrontUp, Load
+from hadal.core.seams import WakeAt
+from hadal.kv.blocks import BlockAllocator
+from hadal.roles.unit import UnitReporter
+from tests.unit.roles.driving import of, sent
+
+
+def reporter() -> UnitReporter:
+    return UnitReporter("decode-0", "decode", "e", BlockAllocator(5), 4, 0.5)
+
+
+def test_load_is_sent_when_it_changed_and_as_a_beat() -> None:
+    unit = reporter()
+    assert len(sent(unit.beat(0.0, 0, 0, None), Load)) == 1
+    assert unit.beat(0.1, 0, 0, None) == []
+    assert sent(unit.beat(0.2, 1, 9, None), Load)[0].num_tokens_waiting == 9
+    assert sent(unit.beat(0.6, 1, 9, None), Load) == []
+    assert len(sent(unit.beat(0.7, 1, 9, None), Load)) == 1
+
+
+def test_it_is_woken_for_whatever_comes_first() -> None:
+    unit = reporter()
+    assert of(unit.beat(0.0, 0, 0, 0.3), WakeAt) == [WakeAt(0.3)]
+    assert of(unit.beat(0.1, 0, 0, 0.3), WakeAt) == []
+    assert of(unit.beat(0.1, 0, 0, 0.2), WakeAt) == [WakeAt(0.2)]
+    assert of(unit.beat(0.2, 0, 0, None), WakeAt) == [WakeAt(0.5)]
+
+
+def test_a_front_is_new_once() -> None:
+    unit = reporter()
+    answers = [unit.is_new_front(FrontUp(epoch)) for epoch in ("f1", "f1", "f2")]
+    assert answers == [True, False, True]

@@ -1,0 +1,108 @@
+"""A child as its supervisor sees it: started, heard, reaped, put off, and given up in the end."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hadal.runtime.child import EXITS_MAX, FAILED_STARTS_MAX, Child, Phase
+
+
+def make(tmp_path: Path, code: str) -> Child:
+    (tmp_path / "childcode.py").write_text(code)
+    return Child("decode-0", "decode", ["childcode"], tmp_path / "log")
+
+
+def start(child: Child, tmp_path: Path, now_s: float = 0.0) -> None:
+    child.start(now_s, {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONUNBUFFERED": "1"})
+
+
+def reap(child: Child, now_s: float = 0.0) -> int:
+    deadline_s = time.monotonic() + 20
+    while (code := child.poll(now_s)) is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    return code
+
+
+def test_its_output_is_kept_and_logged(tmp_path: Path) -> None:
+    child = make(tmp_path, "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)")
+    start(child, tmp_path)
+    assert child.phase is Phase.STARTING
+    assert child.status().pid == child.pid > 0
+    assert reap(child) == 3
+    deadline_s = time.monotonic() + 5
+    while len(child.last_lines) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert list(child.last_lines) == ["one", "two"]
+    assert (tmp_path / "log").read_text() == "one\ntwo\n"
+    assert child.phase is Phase.WAITING
+    assert child.pid == 0
+
+
+def test_a_signal_is_told_from_an_exit(tmp_path: Path) -> None:
+    child = make(tmp_path, "import time; time.sleep(60)")
+    start(child, tmp_path)
+    assert child.poll(0.0) is None
+    child.signal(signal.SIGKILL)
+    assert reap(child) == -signal.SIGKILL
+    child.signal(signal.SIGKILL)  # There is nobody to hear it.
+
+
+def test_the_first_crash_is_started_again_at_once_and_later_ones_are_put_off(tmp_path: Path) -> None:
+    child = make(tmp_path, "")
+    delays = []
+    for now_s in range(100, 140, 5):
+        start(child, tmp_path, float(now_s))
+        child.is_ready(float(now_s))
+        reap(child, float(now_s))
+        delays.append(round(child.start_at_s - now_s, 3))
+    assert delays == [0.0, 0.2, 0.5, 1.0, 2.0, 5.0, 5.0, 5.0]
+    # After a steady life it begins anew.
+    start(child, tmp_path, 1000.0)
+    child.is_ready(1000.0)
+    reap(child, 1020.0)
+    assert child.start_at_s == 1020.0
+
+
+def test_a_child_that_never_gets_ready_is_given_up(tmp_path: Path) -> None:
+    child = make(tmp_path, "")
+    for index in range(FAILED_STARTS_MAX):
+        assert child.why_give_up(0.0) is None
+        start(child, tmp_path, float(index))
+        reap(child, float(index))
+    assert "before it was ready" in (child.why_give_up(10.0) or "")
+
+
+def test_a_child_that_was_ready_once_has_not_failed_to_start(tmp_path: Path) -> None:
+    child = make(tmp_path, "")
+    for index in range(FAILED_STARTS_MAX + 1):
+        start(child, tmp_path, float(index))
+        if index == 1:
+            child.is_ready(1.0)
+        reap(child, float(index))
+    assert child.why_give_up(10.0) is None
+
+
+def test_a_child_that_crashes_all_the_time_is_given_up(tmp_path: Path) -> None:
+    child = make(tmp_path, "")
+    for index in range(EXITS_MAX + 1):
+        assert child.why_give_up(float(index)) is None
+        start(child, tmp_path, float(index))
+        child.is_ready(float(index))
+        reap(child, float(index))
+    assert f"{EXITS_MAX + 1} times in" in (child.why_give_up(float(EXITS_MAX)) or "")
+    assert child.why_give_up(1000.0) is None, "long ago"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_waiting_for_its_end(tmp_path: Path, number: signal.Signals) -> None:
+    child = make(tmp_path, "import time; time.sleep(60)")
+    assert child.wait(0.0), "it was never started"
+    start(child, tmp_path)
+    assert not child.wait(0.05)
+    child.signal(number)
+    assert child.wait(10)
+    assert child.phase is Phase.ENDED

@@ -1,0 +1,249 @@
+"""The host: every kind of effect reaches its seam and comes back as an event; errors end it, signals stop it."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from hadal.core.messages import (
+    Audit,
+    AuditRequest,
+    Cancel,
+    KvLease,
+    KvPulled,
+    Load,
+    PrefillPlan,
+    Shutdown,
+    StepDone,
+    StepPlan,
+)
+from hadal.core.seams import Deliver, Effect, Event, Execute, Freed, Pull, Send, Tick, WakeAt
+from hadal.runtime.clock import LiveClock
+from hadal.runtime.host import UnitHost
+from hadal.runtime.kv_wire import KvPool, pool_name, remove_segments
+from hadal.runtime.process import EXIT_STUCK
+from hadal.runtime.wire import ZmqWire
+
+RUN = f"testhost{os.getpid()}"
+SHAPE = (20, 4, 64, 1024)
+"""One MiB a block, so that both ways of copying are taken."""
+
+
+@dataclass
+class Script:
+    """A leader that notes its events and answers each with what a test wants."""
+
+    answer: Callable[[float, Event], list[Effect]] = lambda now_s, event: []
+    events: list[Event] = field(default_factory=list)
+
+    def handle(self, now_s: float, event: Event) -> list[Effect]:
+        self.events.append(event)
+        return self.answer(now_s, event)
+
+
+class Runner:
+    """A step takes no time and draws its own number."""
+
+    def execute(self, plan: StepPlan) -> StepDone:
+        return StepDone(plan.step_id, (0,), (plan.step_id,), {}, 0.0)
+
+    def close(self) -> None:
+        return None
+
+
+@dataclass
+class World:
+    """A hosted leader, and its front."""
+
+    script: Script
+    host: UnitHost
+    front: ZmqWire
+    pool: KvPool
+    source: KvPool
+    failure: BaseException | None = None
+
+    def run(self, *first: Effect) -> None:
+        """Host the leader in a thread until a test sends Shutdown."""
+
+        def run() -> None:
+            try:
+                self.host.run(first)
+            except Exception as error:
+                self.failure = error
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def join(self) -> None:
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with tempfile.TemporaryDirectory(prefix="hadal-w-") as name:
+        script = Script()
+        pool = KvPool.create(pool_name(RUN, "decode-0", "1"), SHAPE)
+        source = KvPool.create(pool_name(RUN, "prefill-0", "1"), SHAPE)
+        wire, front = ZmqWire("decode-0", Path(name)), ZmqWire("front", Path(name))
+        host = UnitHost(script, Runner(), wire, pool, LiveClock(), step_deadline_s=60)
+        made = World(script, host, front, pool, source)
+        yield made
+        host.stop()
+        host.close()
+        front.close()
+        remove_segments(RUN)
+
+
+def test_steps_come_back_and_the_next_follows(world: World) -> None:
+    def answer(now_s: float, event: Event) -> list[Effect]:
+        if isinstance(event, StepDone) and event.step_id < 200:
+            return [Execute(PrefillPlan(event.step_id + 2, ()))]
+        return [Send("front", Cancel("done", 0))] if isinstance(event, StepDone) and event.step_id == 201 else []
+
+    world.script.answer = answer
+    world.run(Execute(PrefillPlan(0, ())), Execute(PrefillPlan(1, ())))
+    assert world.front.receive(10) == [Cancel("done", 0)]
+    assert [event.step_id for event in world.script.events if isinstance(event, StepDone)] == list(range(202))
+    world.front.send("decode-0", Shutdown())
+    world.join()
+    assert world.failure is None
+
+
+def test_messages_reach_the_leader_and_its_answers_the_front(world: World) -> None:
+    world.script.answer = lambda now_s, event: (
+        [Send("front", Audit("decode-0", event.reply_id, 0, 0, ()))] if isinstance(event, AuditRequest) else []
+    )
+    world.run()
+    for number in range(20):
+        world.front.send("decode-0", AuditRequest(number))
+        assert world.front.receive(5) == [Audit("decode-0", number, 0, 0, ())]
+    world.front.send("decode-0", Shutdown())
+    world.join()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 10])
+def test_a_pull_fills_the_blocks_and_says_so(world: World, num_blocks: int) -> None:
+    world.source.cache[:] = bytes([7]) * len(world.source.cache)
+    lease = KvLease(world.source.name, tuple(range(1, 1 + num_blocks)), (0,) * num_blocks, 64 * num_blocks, 30.0)
+    void = KvLease(world.source.name, (1,), (5,), 64, 30.0)
+    into = tuple(range(4, 4 + num_blocks))
+    outcomes: list[KvPulled] = []
+
+    def answer(now_s: float, event: Event) -> list[Effect]:
+        if isinstance(event, KvPulled):
+            outcomes.append(event)
+            if len(outcomes) == 2:
+                return [Send("front", Cancel("both", 0))]
+        return []
+
+    world.script.answer = answer
+    world.run(Pull("good", 3, lease, into), Pull("void", 4, void, (18,)))
+    assert world.front.receive(5) == [Cancel("both", 0)]
+    assert [(o.request_id, o.attempt, o.error is None) for o in outcomes] == [("good", 3, True), ("void", 4, False)]
+    size = world.pool.block_bytes
+    assert bytes(world.pool.cache[4 * size : (4 + num_blocks) * size]) == bytes([7]) * (num_blocks * size)
+    assert bytes(world.pool.cache[18 * size : 19 * size]) == bytes(size)
+    world.front.send("decode-0", Shutdown())
+    world.join()
+
+
+def test_freed_blocks_get_a_new_generation(world: World) -> None:
+    world.run(Freed((3, 5)), Freed((5,)), Send("front", Cancel("freed", 0)))
+    assert world.front.receive(5)
+    assert world.pool.generations.tolist()[:7] == [0, 0, 0, 1, 0, 2, 0]
+    world.front.send("decode-0", Shutdown())
+    world.join()
+
+
+def test_it_wakes_when_asked_and_a_later_wish_replaces_an_earlier(world: World) -> None:
+    clock = LiveClock()
+    ticks: list[float] = []
+
+    def answer(now_s: float, event: Event) -> list[Effect]:
+        if isinstance(event, Tick):
+            ticks.append(now_s)
+            return [WakeAt(now_s + 0.05)] if len(ticks) < 3 else [Send("front", Cancel("third", 0))]
+        return []
+
+    world.script.answer = answer
+    wished_s = clock.now() + 0.1
+    world.run(WakeAt(clock.now() + 60), WakeAt(wished_s))
+    assert world.front.receive(5) == [Cancel("third", 0)]
+    assert wished_s <= ticks[0] < wished_s + 0.5
+    assert ticks[1] - ticks[0] >= 0.05
+    world.front.send("decode-0", Shutdown())
+    world.join()
+
+
+def test_the_load_carries_the_measured_overhead(world: World) -> None:
+    def answer(now_s: float, event: Event) -> list[Effect]:
+        if isinstance(event, StepDone) and event.step_id < 50:
+            time.sleep(0.002)  # A leader this slow keeps its runner waiting.
+            return [Execute(PrefillPlan(event.step_id + 1, ()))]
+        return [Send("front", Load("decode-0", "decode", "1", 9, 0, 0, 8, 0, 51, 1.0, 77.0))]
+
+    world.script.answer = answer
+    world.run(Execute(PrefillPlan(0, ())))
+    (load,) = world.front.receive(10)
+    assert isinstance(load, Load)
+    assert 1.5 < load.overhead_ms < 77
+    assert load.step_ms == 1.0
+    world.front.send("decode-0", Shutdown())
+    world.join()
+
+
+def test_what_a_leader_raises_ends_the_host(world: World) -> None:
+    def answer(now_s: float, event: Event) -> list[Effect]:
+        raise RuntimeError("a bug")
+
+    world.script.answer = answer
+    world.run()
+    world.front.send("decode-0", AuditRequest(1))
+    world.join()
+    assert isinstance(world.failure, RuntimeError)
+
+
+def test_an_effect_that_is_not_a_leaders_ends_the_host(world: World) -> None:
+    world.run(Deliver("r", ()))
+    world.join()
+    assert isinstance(world.failure, TypeError)
+
+
+def test_a_stuck_step_ends_the_process() -> None:
+    code = f"""
+import tempfile, time
+from pathlib import Path
+from hadal.core.messages import PrefillPlan
+from hadal.core.seams import Execute
+from hadal.runtime.clock import LiveClock
+from hadal.runtime.host import UnitHost
+from hadal.runtime.kv_wire import KvPool, pool_name
+from hadal.runtime.wire import ZmqWire
+
+class Stuck:
+    def execute(self, plan):
+        time.sleep(60)
+
+class Silent:
+    def handle(self, now_s, event):
+        return []
+
+with tempfile.TemporaryDirectory(prefix="hadal-w-") as folder:
+    pool = KvPool.create(pool_name({RUN!r}, "stuck-0", "1"), (2, 1, 64, 4))
+    host = UnitHost(Silent(), Stuck(), ZmqWire("stuck-0", Path(folder)), pool, LiveClock(), step_deadline_s=0.2)
+    host.run([Execute(PrefillPlan(0, ()))])
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=False, env=environment)
+    remove_segments(RUN)
+    assert done.returncode == EXIT_STUCK
+    assert b"its deadline is" in done.stderr
+    assert b"in execute" in done.stderr, "it shows where"

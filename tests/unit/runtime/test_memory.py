@@ -1,0 +1,113 @@
+"""The memory plan: parameters counted as the loader makes them, pools sized as the file asks, mistakes named."""
+
+import dataclasses
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hadal.core.config import Deployment, UnitsConfig
+from hadal.core.errors import CheckpointError, ConfigError
+from hadal.core.model_config import ModelConfig, parse_model_config, read_model_config
+from hadal.model.cache import block_bytes
+from hadal.model.weights import load_weights
+from hadal.runtime.memory import checkpoint_precision, count_parameters, plan_memory, with_blocks
+from hadal.runtime.resolve import model_folder
+
+V3: dict[str, Any] = {
+    "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61,
+    "first_k_dense_replace": 3, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "num_attention_heads": 128,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+}  # fmt: skip
+
+
+@pytest.fixture
+def v3() -> ModelConfig:
+    return parse_model_config(V3, "config.json")
+
+
+def test_deepseek_v3_has_671_billion_parameters_of_which_37_for_a_token(v3: ModelConfig) -> None:
+    """As its technical report says (arXiv 2412.19437, abstract)."""
+    total, active = count_parameters(v3)
+    assert round(total / 1e9) == 671
+    assert 37 <= active / 1e9 < 38
+
+
+def test_every_tensor_of_the_shipped_model_is_counted() -> None:
+    folder = model_folder("")
+    weights = load_weights(folder)
+
+    def elements(value: object) -> int:
+        if isinstance(value, torch.Tensor):
+            return value.numel()
+        if isinstance(value, tuple):
+            return sum(map(elements, value))
+        if dataclasses.is_dataclass(value) and not isinstance(value, ModelConfig):
+            return sum(elements(getattr(value, f.name)) for f in dataclasses.fields(value))
+        return 0
+
+    assert count_parameters(weights.config)[0] == elements(weights) - weights.cos_sin.numel()
+
+
+def test_pools_are_what_the_memory_holds() -> None:
+    config = read_model_config(model_folder(""))
+    plan = plan_memory(Deployment(prefill=UnitsConfig(kv_memory_mb=100), decode=UnitsConfig(units=2)), config)
+    assert plan.block_bytes == block_bytes(config)
+    assert plan.prefill_blocks == 100 * 2**20 // plan.block_bytes
+    assert plan.decode_blocks == 256 * 2**20 // plan.block_bytes
+    assert plan.kv_bytes == plan.block_bytes * (plan.prefill_blocks + 2 * plan.decode_blocks)
+    assert plan.warnings == ()
+
+
+def test_one_whole_context_always_fits(v3: ModelConfig) -> None:
+    plan = plan_memory(Deployment(), v3)
+    assert plan.decode_blocks == plan.prefill_blocks == 163840 // 64 + 1
+
+
+def test_fewer_blocks_are_taken_as_asked_with_a_warning() -> None:
+    config = read_model_config(model_folder(""))
+    deployment = Deployment(decode=UnitsConfig(kv_blocks=5))
+    plan = plan_memory(deployment, config)
+    assert plan.decode_blocks == 5
+    assert "decode.kv_blocks = 5 holds 256 tokens" in plan.warnings[0]
+    assert with_blocks(deployment, plan).decode.kv_blocks == 5
+    assert with_blocks(deployment, plan).prefill.kv_blocks == plan.prefill_blocks
+
+
+def test_a_pool_of_only_the_scratch_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"decode\.kv_blocks is 1"):
+        plan_memory(Deployment(decode=UnitsConfig(kv_blocks=1)), read_model_config(model_folder("")))
+
+
+def write(path: Path, header: dict[str, Any]) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def test_the_precision_is_that_of_most_bytes(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", {
+        "__metadata__": {"format": "pt"},
+        "big": {"dtype": "F8_E4M3", "shape": [100], "data_offsets": [0, 100]},
+        "small": {"dtype": "F32", "shape": [4], "data_offsets": [100, 116]},
+    })  # fmt: skip
+    assert checkpoint_precision(tmp_path) == "F8_E4M3"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"123", struct.pack("<Q", 2**60), struct.pack("<Q", 4) + b"nope", struct.pack("<Q", 9) + b'{"a": [1]}'],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        checkpoint_precision(tmp_path)
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="safetensors"):
+        checkpoint_precision(tmp_path)

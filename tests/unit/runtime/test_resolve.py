@@ -1,0 +1,122 @@
+"""From what was asked to what will run: defaults found, early mistakes named."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+import hadal.runtime.resolve as resolve_module
+from hadal.core.config import Deployment, UnitsConfig
+from hadal.core.errors import CheckpointError, ConfigError
+from hadal.runtime.banner import Banner
+from hadal.runtime.listen import open_listener, url_of
+from hadal.runtime.process import Run, read_run, write_run
+from hadal.runtime.resolve import model_folder, num_cores, resolve
+from hadal.runtime.status import ProcessStatus, Status, read_status, write_status
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    for path in model_folder("").iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    return tmp_path
+
+
+def test_everything_derived_is_filled_in() -> None:
+    resolved = resolve(Deployment(decode=UnitsConfig(threads=1)))
+    deployment = resolved.deployment
+    assert Path(deployment.model).is_absolute()
+    assert deployment.model_name == "hadal-tiny"
+    assert (deployment.prefill.threads, deployment.decode.threads) == (num_cores(), 1)
+    assert deployment.prefill.kv_blocks > 1 < deployment.decode.kv_blocks
+    assert resolve(deployment).deployment == deployment
+
+
+def test_the_variable_names_a_model_and_an_option_goes_before_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADAL_MODEL", str(model))
+    assert model_folder("") == model
+    assert model_folder(str(model.parent)) == model.parent
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("150000 100000", 1), ("50000 100000", 1), ("9900000 100000", 0), ("max 100000", 0)]
+)
+def test_a_containers_share_of_time_bounds_the_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cores: int
+) -> None:
+    """`cores` 0: as many as there are."""
+    (tmp_path / "cpu.max").write_text(text)
+    monkeypatch.setattr(resolve_module, "_CPU_MAX", tmp_path / "cpu.max")
+    assert num_cores() == (cores or len(os.sched_getaffinity(0)))
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no/such"):
+        resolve(Deployment(model=str(tmp_path / "no/such")))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-00001-of-00003.safetensors"])
+def test_a_missing_file_is_named(model: Path, name: str) -> None:
+    for path in model.glob("*.safetensors") if name.endswith("safetensors") else [model / name]:
+        path.unlink()
+    with pytest.raises(CheckpointError, match=name.partition("-")[0].replace("model", "safetensors")):
+        resolve(Deployment(model=str(model)))
+
+
+def test_too_little_shared_memory_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="kv_memory_mb"):
+        resolve(Deployment(prefill=UnitsConfig(kv_memory_mb=1 << 30)))
+
+
+def test_too_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve_module, "available_bytes", lambda: 1 << 20)
+    assert "want of memory" in resolve(Deployment()).memory.warnings[-1]
+
+
+def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    run = Run("r1", 12, resolve(Deployment()).deployment, "debug")
+    write_run(tmp_path, run)
+    assert read_run(tmp_path) == run
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"run\.json"):
+        read_run(tmp_path)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with open_listener("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        assert url_of(listener, "127.0.0.1") == f"http://127.0.0.1:{port}"
+        assert url_of(listener, "0.0.0.0") == f"http://127.0.0.1:{port}"
+        with pytest.raises(ConfigError, match=f"port {port} .* in use"):
+            open_listener("127.0.0.1", port)
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+
+
+def test_a_host_that_is_not_ours_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.1"):
+        open_listener("203.0.113.1", 0)
+    with pytest.raises(ConfigError, match="no address"):
+        open_listener("no such host", 0)
+
+
+def make_status() -> Status:
+    processes = {"decode-0": ProcessStatus("decode", "starting", 77, 1)}
+    return Status("http://127.0.0.1:1", "r", 1, False, False, 0.5, processes)
+
+
+def test_a_status_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    assert read_status(tmp_path) is None
+    write_status(tmp_path, make_status())
+    assert read_status(tmp_path) == make_status()
+
+
+def test_the_banner_tells_what_runs() -> None:
+    banner = Banner(resolve(Deployment(decode=UnitsConfig(threads=1, max_requests=17))), needs_key=True)
+    rows = "\n".join(f"{name}: {text}" for name, text in banner.rows(make_status()))
+    assert "decode-0: pid 77, 1 thread, up to 17 requests" in rows
+    assert "256 experts of which 8" in rows
+    assert "needs an API key" in rows
+    curl = banner.curl("http://127.0.0.1:1")
+    assert "http://127.0.0.1:1/v1/chat/completions" in curl
+    assert "Bearer YOUR_KEY" in curl

@@ -1,0 +1,78 @@
+"""The commands: help that teaches, errors of one line, options that override the file."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hadal import __version__
+from hadal.cli import _api_keys, _deployment, app
+from hadal.core.config import Deployment, read_deployment
+from hadal.core.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"hadal {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "eval"])
+def test_every_command_explains_itself(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"], terminal_width=200)
+    assert result.exit_code == 0
+    assert f"{command} [OPTIONS]" in result.output
+
+
+def test_help_loads_neither_torch_nor_the_server() -> None:
+    code = (
+        "import sys\nfrom hadal.cli import app\n"
+        "try: app(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'zmq', 'uvicorn', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "src", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "/no/such/folder"], "/no/such/folder: no such folder"),
+        (["--config", "/no/such.toml"], "no such deployment file"),
+        (["--port", "99999"], "port is 99999"),
+        (["--log-level", "loud"], "--log-level is 'loud'"),
+        (["--api-key", "a,b"], "comma"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:
+    started_s = time.monotonic()
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert time.monotonic() - started_s < 10
+
+
+def test_options_go_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "d.toml"
+    file.write_text('port = 9000\nhost = "0.0.0.0"\n[decode]\nmax_requests = 3\n')
+    deployment = _deployment(file, {"port": 9001, "host": None})
+    assert (deployment.port, deployment.host, deployment.decode.max_requests) == (9001, "0.0.0.0", 3)
+    assert _deployment(None, {"port": 9001, "host": None}) == Deployment(port=9001)
+
+
+def test_the_laptops_file_shows_the_defaults() -> None:
+    assert read_deployment(ROOT / "configs" / "laptop.toml") == Deployment()
+
+
+def test_keys_come_from_options_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADAL_API_KEYS", "b, c,,a")
+    assert _api_keys(["a"]) == ("a", "b", "c")
+    with pytest.raises(ConfigError):
+        _api_keys(["a,b"])
