@@ -31,15 +31,16 @@ CHUNK_TOKENS = Deployment().chunk_tokens
 class HadalSubject:
     """Prompts go through in the chunks a prefill leader cuts, decoding in the differences a decode leader sends."""
 
-    def __init__(self, folder: str, threads: int) -> None:
+    def __init__(self, folder: str, threads: int, sampling: Sampling = GREEDY) -> None:
         torch.set_num_threads(threads)
         self._config = read_model_config(Path(folder))
         self._max_tokens = min(MAX_TOKENS, self._config.max_position_embeddings)
         self._blocks_each = -(-self._max_tokens // BLOCK_TOKENS)
         num_blocks = 1 + MAX_BATCH * self._blocks_each  # Block 0 is scratch.
         weights = load_weights(Path(folder))
-        self._runner = ModelRunner(DeepseekV3(weights, KvCache(self._config, num_blocks)), MAX_BATCH)
+        self.runner = ModelRunner(DeepseekV3(weights, KvCache(self._config, num_blocks)), MAX_BATCH)
         self._step_ids = count()
+        self._sampling = sampling
         self._seed = 0
         self.note = f"FP32, {isa()} kernels, chunks of {CHUNK_TOKENS}"
 
@@ -54,7 +55,7 @@ class HadalSubject:
         """Everybody joins in an untimed step, then the same requests go on for `steps`."""
         firsts = [self._prefill(slot, prompt) for slot, prompt in enumerate(self._prompts(batch, context))]
         joins = tuple(
-            Join(slot, self._blocks(slot), context, token, 1, GREEDY) for slot, token in enumerate(firsts)
+            Join(slot, self._blocks(slot), context, token, 1, self._sampling) for slot, token in enumerate(firsts)
         )  # fmt: skip
         self._execute(DecodePlan(next(self._step_ids), (), joins, ()))
         start = time.perf_counter()
@@ -72,14 +73,14 @@ class HadalSubject:
             end = start + len(tokens)
             blocks = self._blocks(slot)[: -(-end // BLOCK_TOKENS)]
             is_last = end == len(prompt)
-            chunk = Chunk(f"r{slot}", tokens, start, blocks, GREEDY if is_last else None, 0)
+            chunk = Chunk(f"r{slot}", tokens, start, blocks, self._sampling if is_last else None, 0)
             done = self._execute(PrefillPlan(next(self._step_ids), (chunk,)))
             if is_last:
                 token = done.tokens[0]
         return token
 
     def _execute(self, plan: StepPlan) -> StepDone:
-        done = self._runner.execute(plan)
+        done = self.runner.execute(plan)
         if done.error is not None:
             raise RuntimeError(done.error)
         return done

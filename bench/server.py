@@ -91,7 +91,8 @@ def launched(deployment: str = "", environment: Mapping[str, str] | None = None)
         env = {**os.environ, "PYTHONPATH": python_path, **(environment or {})}
         started_s = time.monotonic()
         with log.open("wb") as out:
-            process = subprocess.Popen([sys.executable, "-m", "hadal.cli", *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
+            command = [sys.executable, "-m", "hadal.cli", *arguments]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
         running = Running(process, folder / "r", log, started_s)
         try:
             yield running

@@ -212,12 +212,13 @@ def test_unit_tests_mirror_the_source() -> None:
     fail_on([f"{name(folder)}: no such room" for folder in strangers])
 
 
-def test_deciding_code_loads_no_torch() -> None:
-    """Not even through something it imports: a simulation runs where torch is not installed."""
+def test_deciding_and_connecting_code_loads_no_torch() -> None:
+    """Not even through something it imports: a simulation runs without torch, and a gateway starts without waiting."""
     modules = [
         ".".join(path.relative_to(SRC.parent).with_suffix("").parts)
         for path in python_files("src/hadal") if room_of(path) in DECIDE and path.name != "__init__.py"
     ]  # fmt: skip
+    modules += ["hadal.cli", "hadal.gateway.process", "hadal.runtime.launch", "hadal.runtime.resolve"]
     code = f"import sys\nfor name in {modules}: __import__(name)\nassert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True, timeout=120, check=False)

@@ -131,8 +131,9 @@ class Run:
                 group["lr"] = group["base_lr"] * schedule(progress)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        # Balanced firmly at first so that every expert learns, hardly at all late: real routing stays skewed.
-        skew = balance(self.model, 2e-3 * min(1.0, max(0.0, 1 - progress / 0.6) / 0.6))
+        # Balanced firmly at first so that every expert learns, hardly late, at last not at all: real routing stays skewed.
+        gamma = max(5e-4, 2e-3 * min(1.0, (1 - progress / 0.6) / 0.6)) if progress < 0.9 else 0.0
+        skew = balance(self.model, gamma)
         self.step += 1
         self.num_tokens += len(batch.tokens)
         return loss.item(), mtp_loss.item(), skew

@@ -61,7 +61,8 @@ def _long_past(rng: random.Random, examples: list[Example], num_turns: int) -> l
 
 
 async def complete_all(
-    url: str, model: str, cases: list[Case], *, concurrency: int = 32, while_running: Callable[[], Awaitable[None]] | None = None
+    url: str, model: str, cases: list[Case], *, concurrency: int = 32,
+    while_running: Callable[[], Awaitable[None]] | None = None,
 ) -> list[tuple[int, ...]]:
     """Greedy tokens of every case through HTTP, `concurrency` in flight; `while_running` runs beside them."""
     gate = asyncio.Semaphore(concurrency)

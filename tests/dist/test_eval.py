@@ -6,7 +6,7 @@ import asyncio
 
 from hadal.evals.run import ask_all, held_out_examples
 from hadal.evals.tasks import TASKS
-from tests.dist.conftest import Server
+from tests.dist.serving import Server
 
 NUM_PROMPTS = 200
 MIN_EXACT = 0.90

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.dist.conftest import Server, StartServer
+from tests.dist.serving import Server, StartServer
 from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
 
 NUM_CASES = 200 if FULL else 24

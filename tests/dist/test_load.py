@@ -11,7 +11,7 @@ import pytest
 
 from hadal.evals.run import held_out_examples
 from hadal.evals.tasks import Example
-from tests.dist.conftest import Server, wait_until
+from tests.dist.serving import Server, wait_until
 
 NUM_REQUESTS = 500
 CONCURRENCY = 64

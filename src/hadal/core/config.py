@@ -89,7 +89,9 @@ def read_deployment(path: Path, **overrides: Any) -> Deployment:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: not a TOML file ({error}).") from error
     fields.update({name: value for name, value in overrides.items() if value is not None})
-    return _build(Deployment, fields, str(path))
+    deployment = _build(Deployment, fields, str(path))
+    assert isinstance(deployment, Deployment)
+    return deployment
 
 
 def _build(kind: Any, fields: dict[str, Any], where: str) -> Any:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from hadal.core.messages import AnyMessage, Cancel, Drain, Generation, Submit
+from hadal.core.messages import AnyMessage, Audit, AuditRequest, Cancel, Drain, Generation, Submit
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.gateway.mailbox import Mailbox
 
@@ -22,6 +22,8 @@ class FrontRole(Protocol):
     """The part of roles/front that a host needs."""
 
     def start(self, now_s: float) -> list[Effect]: ...
+
+    def check(self) -> list[str]: ...
 
     def handle(self, now_s: float, event: Event) -> list[Effect]: ...
 
@@ -49,6 +51,8 @@ class Host:
         self._idle.set()
         self._failed: Exception | None = None
         self._task: asyncio.Task[None] | None = None
+        self._num_audits = 0
+        self._audits: dict[tuple[int, str], asyncio.Future[Audit]] = {}
 
     @property
     def draining(self) -> bool:
@@ -78,6 +82,10 @@ class Host:
             for message in messages:
                 if isinstance(message, Drain):
                     self._draining.set()
+                elif isinstance(message, Audit):
+                    waiting = self._audits.get((message.reply_id, message.unit))
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(message)
             self._handle(messages)
 
     def open(self, generations: Iterable[Generation]) -> Mailbox:
@@ -108,6 +116,26 @@ class Host:
         if not self.draining:
             self._draining.set()
             self._handle([Drain()])
+
+    async def audit(self, units: Iterable[str], timeout_s: float) -> tuple[list[str], list[Audit]]:
+        """Have the front and every unit check their ledgers. Returns (problems, the units' answers)."""
+        self._num_audits += 1
+        loop = asyncio.get_running_loop()
+        waiting = {(self._num_audits, unit): loop.create_future() for unit in units}
+        self._audits |= waiting
+        for reply_id, unit in waiting:
+            self._wire.send(unit, AuditRequest(reply_id))
+        try:
+            if waiting:
+                await asyncio.wait(waiting.values(), timeout=timeout_s)
+        finally:
+            for key in waiting:
+                del self._audits[key]
+        problems = [f"front: {problem}" for problem in self._front.check()]
+        problems += [f"{unit}: no answer" for (_, unit), future in waiting.items() if not future.done()]
+        audits = [future.result() for future in waiting.values() if future.done()]
+        problems += [f"{audit.unit}: {problem}" for audit in audits for problem in audit.problems]
+        return problems, audits
 
     async def wait_draining(self) -> None:
         """Wait until a drain is asked for; the caller bounds it by the life of the process."""

@@ -37,6 +37,8 @@ from hadal.roles.front_snapshot import FrontSnapshot
 
 log = logging.getLogger("hadal.gateway")
 
+AUDIT_TIMEOUT_S = 5.0
+
 _FINGERPRINT = f"hadal-{__version__}"
 
 
@@ -64,6 +66,8 @@ class Gateway:
     """Unix time at start."""
     unix_time: Callable[[], float]
     patience: Patience = Patience()
+    was_ready: bool = False
+    """Units that were up once come back: until then requests wait at the front."""
     num_requests: int = 0
     """HTTP requests for a generation that are being worked on."""
 
@@ -72,8 +76,9 @@ class Gateway:
         retry_after_s = self.patience.retry_after_s
         if self.host.draining:
             raise overloaded(503, "The server is shutting down; try again later.", retry_after_s, "draining")
-        if not is_ready(self.snapshot()):
-            raise overloaded(503, "The server is starting or lost its units; try again.", retry_after_s, "no_units")
+        self.was_ready = self.was_ready or is_ready(self.snapshot())
+        if not self.was_ready:
+            raise overloaded(503, "The server is starting; try again.", retry_after_s, "no_units")
 
     @contextmanager
     def slot(self) -> Iterator[None]:
@@ -206,7 +211,16 @@ def make_app(gateway: Gateway) -> Starlette:
     async def metrics(request: Request) -> Response:
         return Response(gateway.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    routes = [Route("/health", health), Route("/metrics", metrics)]
+    async def audit(request: Request) -> Response:
+        gateway.keys.check(request.headers.get("authorization"))
+        problems, audits = await gateway.host.audit(gateway.snapshot().unit_to_load, AUDIT_TIMEOUT_S)
+        units = {
+            audit.unit: {"num_blocks_used": audit.num_blocks_used, "num_requests": audit.num_requests}
+            for audit in audits
+        }
+        return _json({"problems": problems, "units": units}, status=500 if problems else 200)
+
+    routes = [Route("/health", health), Route("/metrics", metrics), Route("/audit", audit)]
     for prefix in ("/v1", ""):
         routes += [
             Route(f"{prefix}/chat/completions", chat, methods=["POST"]),

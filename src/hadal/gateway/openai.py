@@ -48,6 +48,7 @@ class Ask:
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
+    return_token_ids: bool
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ def _ask(request: ChatRequest | CompletionRequest, max_tokens: int | None, max_n
     min_tokens = request.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise RequestError(f"min_tokens {min_tokens} exceeds {max_name} {max_tokens}.", "min_tokens")
+    if request.return_token_ids and request.stream:
+        raise RequestError("return_token_ids: a stream does not carry them; ask without stream.", "return_token_ids")
     if len(request.stop_token_ids or ()) > MAX_STOP_IDS:
         raise RequestError(f"stop_token_ids has more than {MAX_STOP_IDS} ids.", "stop_token_ids")
     return Ask(
@@ -148,6 +151,7 @@ def _ask(request: ChatRequest | CompletionRequest, max_tokens: int | None, max_n
         stops=_stops(request.stop),
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
         ignore_eos=bool(request.ignore_eos),
+        return_token_ids=bool(request.return_token_ids),
     )
 
 

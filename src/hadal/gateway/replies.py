@@ -158,7 +158,8 @@ class ChatFormatter:
             logprobs = {"content": [self._logprob(token) for token in piece.content_tokens]}
             if outcome.reasoned:
                 logprobs["reasoning_content"] = [self._logprob(token) for token in piece.reasoning_tokens]
-        return {"index": outcome.index, "message": message, "logprobs": logprobs, "finish_reason": piece.finish}
+        choice = {"index": outcome.index, "message": message, "logprobs": logprobs, "finish_reason": piece.finish}
+        return choice | _token_ids(piece)
 
     def _logprob(self, token: Token) -> dict[str, Any]:
         entry = self._scored(token.token, token.logprob)
@@ -210,7 +211,7 @@ class CompletionFormatter:
                 "index": outcome.index, "text": outcome.prefix + piece.content,
                 "logprobs": self._logprobs(outcome.index, piece.content_tokens) if piece.content_tokens else None,
                 "finish_reason": piece.finish,
-            })
+            } | _token_ids(piece))
         return _encode({
             "id": head.id, "object": "text_completion", "created": head.created, "model": head.model,
             "system_fingerprint": head.fingerprint, "choices": choices, "usage": usage.fields(),
@@ -234,6 +235,10 @@ class CompletionFormatter:
 
     def _text_of(self, token: int) -> str:
         return _bytes_of(self._vocabulary, token).decode("utf-8", "replace")
+
+
+def _token_ids(piece: Piece) -> dict[str, Any]:
+    return {"token_ids": piece.token_ids} if piece.token_ids else {}
 
 
 def _bytes_of(vocabulary: Vocabulary, token: int) -> bytes:

@@ -72,6 +72,8 @@ class Common(msgspec.Struct, kw_only=True):
     stop_token_ids: list[_TokenId] | None = None
     ignore_eos: bool | None = None
     user: str | None = None
+    return_token_ids: bool | None = None
+    """Also give the tokens of a reply as ids; only where it is not streamed."""
 
 
 class ChatRequest(Common, kw_only=True):

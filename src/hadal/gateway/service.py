@@ -24,7 +24,7 @@ from hadal.gateway.stream import Assembler
 from hadal.gateway.vocabulary import Vocabulary, read_json, read_vocabulary
 
 OFF_LOOP_BYTES = 1024
-"""Longer bodies are parsed and tokenised in a thread: a tokenizer takes 1 to 2 ms for so many bytes, and streams wait."""
+"""Longer bodies are parsed and tokenised in a thread: a tokenizer takes 1 to 2 ms for so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def read_served_model(folder: Path, name: str) -> ServedModel:
         vocab_size=config.vocab_size,
         eos_ids=tuple(dict.fromkeys((*config.eos_token_ids, *eos_ids))),
         bos_id=read_bos_id(folder, vocabulary),
-        temperature=_default(defaults, "temperature", path, 2.0),
+        # `do_sample` false says that the model is meant to be greedy, whatever else the file holds.
+        temperature=0.0 if defaults.get("do_sample") is False else _default(defaults, "temperature", path, 2.0),
         top_p=_default(defaults, "top_p", path, 1.0),
     )
 
@@ -180,6 +181,7 @@ class Service:
                 assembler = Assembler(
                     self.model.vocabulary, sections=sections, thinks=prompt.thinks, stops=ask.stops,
                     min_tokens=ask.min_tokens, logprobs=ask.sampling.num_logprobs >= 0,
+                    token_ids=ask.return_token_ids,
                 )
                 choices.append(Choice(generation, assembler, prefix))
         return Work(ask, tuple(choices), sum(len(prompt.ids) for prompt, _ in prompts))

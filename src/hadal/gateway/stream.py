@@ -43,6 +43,8 @@ class Piece:
     content_tokens: list[Token] = field(default_factory=list)
     finish: str | None = None
     """Set on the last piece: "stop" or "length"."""
+    token_ids: list[int] = field(default_factory=list)
+    """Every token taken in, the stop id too; only where they were asked for."""
 
     def add(self, other: Piece) -> None:
         """Append what came next."""
@@ -50,6 +52,7 @@ class Piece:
         self.content += other.content
         self.reasoning_tokens += other.reasoning_tokens
         self.content_tokens += other.content_tokens
+        self.token_ids += other.token_ids
         self.finish = self.finish or other.finish
 
     def __bool__(self) -> bool:
@@ -68,6 +71,7 @@ class Assembler:
         stops: tuple[str, ...] = (),
         min_tokens: int = 0,
         logprobs: bool = False,
+        token_ids: bool = False,
     ) -> None:
         """`sections`: set reasoning apart (chat). `thinks`: the prompt ends inside the reasoning.
 
@@ -92,6 +96,7 @@ class Assembler:
         self._trim = sections and thinks
         """Newlines that follow a think mark are dropped until something else comes."""
         self._logprobs = logprobs
+        self._token_ids = token_ids
         self._num_chars = 0
         self._num_shown = 0
         """Characters of this section that reached the stop strings, and that passed them."""
@@ -115,6 +120,8 @@ class Assembler:
 
     def _take(self, token: Token, piece: Piece) -> None:
         self.num_tokens += 1
+        if self._token_ids:
+            piece.token_ids.append(token.token)
         if self._section is Section.REASONING:
             self.num_reasoning_tokens += 1
         if token.finish == "stop":  # A stop id: it has no text.

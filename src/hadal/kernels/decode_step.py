@@ -48,7 +48,7 @@ class DecodeStep:
     ) -> None:
         """Raises ValueError if the step is not `available` for these weights or the cache is not theirs."""
         if not available(weights):
-            raise ValueError("the fused step needs built kernels and contiguous FP32 weights on the CPU; ask available().")
+            raise ValueError("the step needs built kernels and contiguous FP32 weights on the CPU; ask available().")
         config = weights.config
         num_blocks, cache_layers = cache_PLSD.shape[:2]
         library.check_shape("cache_PLSD", cache_PLSD, (num_blocks, cache_layers, BLOCK_TOKENS, config.latent_dim))
@@ -130,9 +130,9 @@ def _shape(weights: ModelWeights, cache_PLSD: Tensor, max_batch: int) -> _Shape:
     c = weights.config
     return _Shape(
         vocab=c.vocab_size, D=c.hidden_size, num_layers=len(weights.layers), Q=c.q_lora_rank or 0,
-        H=c.num_attention_heads, N=c.qk_nope_head_dim, R=c.qk_rope_head_dim, C=c.kv_lora_rank, W=c.v_head_dim, F=c.intermediate_size,
-        S=c.n_shared_experts * c.moe_intermediate_size, E=c.n_routed_experts, I=c.moe_intermediate_size,
-        K=c.num_experts_per_tok,
+        H=c.num_attention_heads, N=c.qk_nope_head_dim, R=c.qk_rope_head_dim, C=c.kv_lora_rank, W=c.v_head_dim,
+        F=c.intermediate_size, S=c.n_shared_experts * c.moe_intermediate_size, E=c.n_routed_experts,
+        I=c.moe_intermediate_size, K=c.num_experts_per_tok,
         num_groups=c.n_group, topk_group=c.topk_group, is_normed=c.norm_topk_prob, max_batch=max_batch,
         max_position=weights.cos_sin.shape[0], num_blocks=cache_PLSD.shape[0], cache_layers=cache_PLSD.shape[1],
         eps=c.rms_norm_eps, latent_eps=LATENT_NORM_EPS, routed_scale=c.routed_scaling_factor,

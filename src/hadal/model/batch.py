@@ -111,6 +111,7 @@ def prefill_batch(
 def decode_batch(
     tokens_B: Tensor, positions_B: Tensor, block_table_BM: Tensor, cache_PLSD: Tensor, cos_sin: Tensor
 ) -> DecodeBatch:
+    """Find where each token's latent goes and what it sees. A table is as wide as its longest row needs, or wider."""
     positions_B = positions_B.long()
     block_B = block_table_BM.gather(1, (positions_B // BLOCK_TOKENS)[:, None])[:, 0].long()
     return DecodeBatch(

@@ -334,7 +334,7 @@ def _signals() -> Iterator[int]:
     sender.setblocking(False)
     old_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     # What is ignored stays so: `nohup` and a shell's background mean it.
-    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGCHLD]
+    heard = [n for n in _SIGNALS if n == signal.SIGCHLD or signal.getsignal(n) is not signal.SIG_IGN]
     old = {number: signal.signal(number, lambda *_: None) for number in heard}
     try:
         yield receiver.fileno()

@@ -41,6 +41,7 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 def main() -> int:
+    """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--unit", required=True, help="name on the wire, such as decode-0")
     parser.add_argument("--role", required=True, choices=("prefill", "decode"))

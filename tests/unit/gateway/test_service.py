@@ -50,6 +50,12 @@ def test_folder_without_generation_config(tmp_path: Path) -> None:
     assert (model.temperature, model.top_p, model.eos_ids, model.context_tokens) == (1.0, 1.0, (1,), CONTEXT)
 
 
+def test_greedy_model(tmp_path: Path) -> None:
+    write_model_folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.6}))
+    assert read_served_model(tmp_path, "m").temperature == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "limits", "max_tokens"),
     [

@@ -1,3 +1,5 @@
+"""The random models of this folder's tests, made once a session."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""One thread: the tests run beside others."""
+
 from __future__ import annotations
 
 import pytest

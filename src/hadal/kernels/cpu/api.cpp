@@ -130,7 +130,8 @@ int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, in
             std::memcpy(q + i * (C + R) + C, q_rope + i * R, size_t(R) * sizeof(float));
         }
         me.barrier();
-        attention.run(q, o, parts, scratch + Attention::scratch_floats(H) * size_t(me.index), layer);
+        attention.run(q, o, parts, scratch + Attention::scratch_floats(H) * size_t(me.index), layer,
+                      me.count);
         if (!attention.is_split) return;
         me.barrier();
         attention.merge_share(me, parts, o);

@@ -16,7 +16,7 @@
 namespace hadal {
 
 constexpr int kBlock = 64;
-constexpr int kMinSplit = 128;
+constexpr int kMinSplit = 256;
 constexpr int kMaxSplits = 16;
 
 struct Span {
@@ -68,27 +68,40 @@ struct Attention {
     // Per part: o [H, C], max [H], sum [H].
     size_t part_floats() const { return size_t(H) * (C + 2); }
 
+    const float* block_at(int sequence, int position, int layer) const {
+        const long block = block_table[sequence * max_blocks + position / kBlock];
+        return cache + (block * num_layers + layer) * kBlock * (C + R);
+    }
+
+    // The first latents of a work item, to fetch ahead; null past the last.
+    const float* start_of(size_t span, int layer) const {
+        if (span >= spans.size() || spans[span].begin >= spans[span].end) return nullptr;
+        return block_at(spans[span].sequence, spans[span].begin, layer);
+    }
+
     // All sequences, heads [h0, h1): for short ones, where the next phases go by head, too, and a barrier costs more
     // than balance.
     void run_heads(int h0, int h1, const float* q, float* o, float* parts, float* scratch, int layer) const {
-        for (const Span& span : spans) run_span(span, h0, h1, q, o, parts, scratch, layer);
+        for (size_t i = 0; i < spans.size(); i++)
+            run_span(spans[i], h0, h1, q, o, parts, scratch, layer, start_of(i + 1, layer));
         if (is_split)
             for (int b = 0; b < B; b++)
                 for (int h = h0; h < h1; h++) merge(b, h, parts, o);
     }
 
     // q [B, H, L] (latent query, rotated query); o [B, H, C]. Members take items as they come free.
-    void run(const float* q, float* o, float* parts, float* scratch, int layer) {
+    void run(const float* q, float* o, float* parts, float* scratch, int layer, int num_members) {
         const int num_items = int(spans.size()) * num_head_groups;
         for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) {
-            const int group = i % num_head_groups;
-            run_span(spans[size_t(i / num_head_groups)], H * group / num_head_groups, H * (group + 1) / num_head_groups,
-                     q, o, parts, scratch, layer);
+            const int group = i % num_head_groups, h0 = H * group / num_head_groups;
+            const int h1 = H * (group + 1) / num_head_groups;
+            const float* then = start_of(size_t((i + num_members) / num_head_groups), layer);  // likely, not certain
+            run_span(spans[size_t(i / num_head_groups)], h0, h1, q, o, parts, scratch, layer, then);
         }
     }
 
     void run_span(const Span& span, int h0, int h1, const float* q, float* o, float* parts, float* scratch,
-                  int layer) const {
+                  int layer, const float* then) const {
         const int L = C + R, heads = h1 - h0;
         float *scores = scratch, *max_H = scores + size_t(heads) * kBlock, *sum_H = max_H + heads,
               *fade_H = sum_H + heads;
@@ -100,10 +113,10 @@ struct Attention {
             return;
         }
         for (int p = span.begin; p < span.end; p += kBlock) {
-            const long block = block_table[span.sequence * max_blocks + p / kBlock];
-            const float* latent = cache + (block * num_layers + layer) * kBlock * L;
+            const float* latent = block_at(span.sequence, p, layer);
             const int n = min_int(kBlock, span.end - p);
-            gemm(RowAt{q_at, L}, heads, latent, L, L, 0, n, Store<false>{scores, kBlock});
+            const float* after = p + kBlock < span.end ? block_at(span.sequence, p + kBlock, layer) : then;
+            gemm(RowAt{q_at, L}, heads, latent, L, L, 0, n, Store<false>{scores, kBlock}, after);
             const bool is_first = p == span.begin;
             for (int h = 0; h < heads; h++)
                 softmax_block(scores + h * kBlock, n, is_first, max_H[h], sum_H[h], fade_H[h]);

@@ -88,7 +88,7 @@ struct AddWeighted {
     HADAL_INLINE void operator()(int m, int n, const Quad& q, int count, bool) const {
         const float weight = slots ? weights[slots[m]] : 1.0f;
         float* out = y + (slots ? slots[m] / K : m) * ld + n;
-        for (int i = 0; i < count; i++) out[i] = std::fma(weight, q.at[i], out[i]);
+        add_quad(out, q, count, weight);
     }
 };
 

@@ -206,6 +206,20 @@ struct RowAt {
     HADAL_INLINE const float* operator()(int m) const { return x + m * ld; }
 };
 
+// out += weight * q, four at once where four are there. (x * 1 is x, so a plain addition goes this way, too.)
+HADAL_INLINE void add_quad(float* out, const Quad& q, int count, float weight) {
+    typedef float Four __attribute__((vector_size(16)));
+    if (count == 4) {
+        Four a, b;
+        std::memcpy(&a, out, sizeof a);
+        std::memcpy(&b, q.at, sizeof b);
+        a = a + b * weight;
+        std::memcpy(out, &a, sizeof a);
+    } else {
+        for (int i = 0; i < count; i++) out[i] = out[i] + q.at[i] * weight;
+    }
+}
+
 // y[m][n] (= or +=) sums; later K blocks always add.
 template <bool ADD>
 struct Store {
@@ -213,10 +227,9 @@ struct Store {
     long ld;
     HADAL_INLINE void operator()(int m, int n, const Quad& q, int count, bool is_first) const {
         float* out = y + m * ld + n;
-        if (ADD || !is_first)
-            for (int i = 0; i < count; i++) out[i] += q.at[i];
-        else
-            for (int i = 0; i < count; i++) out[i] = q.at[i];
+        if (ADD || !is_first) add_quad(out, q, count, 1.0f);
+        else if (count == 4) std::memcpy(out, q.at, sizeof q.at);
+        else std::memcpy(out, q.at, size_t(count) * sizeof(float));
     }
 };
 

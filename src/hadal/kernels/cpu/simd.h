@@ -138,11 +138,13 @@ HADAL_INLINE Quad v_sum4(V a, V b, V c, V d) {
 HADAL_INLINE float v_sum(V a) { return v_sum4(a, v_zero(), v_zero(), v_zero()).at[0]; }
 
 HADAL_INLINE float v_max_lane(V a) {
-    alignas(64) float lane[W];
-    v_store(lane, a);
-    float m = lane[0];
-    for (int i = 1; i < W; i++) m = lane[i] > m ? lane[i] : m;
+#if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+    return _mm512_reduce_max_ps(a);
+#else
+    float m = a[0];
+    for (int i = 1; i < W; i++) m = a[i] > m ? a[i] : m;
     return m;
+#endif
 }
 
 // e^x. Cody-Waite reduction by ln 2 in two parts, then the degree-5 polynomial of Cephes' expf (about 1 ulp on [-ln2/2,

@@ -183,7 +183,7 @@ class Step {
         if (by_heads) {
             attention_.run_heads(h0, h1, q_latent_, o_latent_, parts_, own.scratch, layer);
         } else {
-            attention_.run(q_latent_, o_latent_, parts_, own.scratch, layer);
+            attention_.run(q_latent_, o_latent_, parts_, own.scratch, layer, me.count);
             me.barrier();
             if (attention_.is_split) {
                 attention_.merge_share(me, parts_, o_latent_);

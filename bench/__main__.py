@@ -1,0 +1,52 @@
+"""`make bench`: every benchmark, one after the other. `python -m bench [--quick] [engine|step|startup|load|kernels]`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+
+from bench import engine, load, startup, step_breakdown
+from bench.checkpoints import ROOT
+
+
+def _kernels(arguments: Sequence[str]) -> None:
+    """In a process of its own: it sets torch's threads for good."""
+    subprocess.run([sys.executable, "-m", "bench.kernels"], cwd=ROOT, check=True, timeout=3600)
+
+
+BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
+    "startup": startup.main,
+    "engine": engine.main,
+    "step": step_breakdown.main,
+    "load": load.main,
+    "kernels": _kernels,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few minutes in all, rough figures")
+    parser.add_argument("names", nargs="*", help=f"{', '.join(BENCHMARKS)}; default: all")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}. Known: {', '.join(BENCHMARKS)}.")
+    console = Console()
+    load_1min = os.getloadavg()[0]
+    if load_1min > 0.5 * (os.cpu_count() or 1):
+        console.print(f"[yellow]the machine is busy (load {load_1min:.1f}); figures will be low and uneven[/yellow]")
+    start = time.monotonic()
+    for name in options.names or BENCHMARKS:
+        console.rule(name)
+        BENCHMARKS[name](["--quick"] if options.quick else [])
+    console.print(f"[dim]all benchmarks: {(time.monotonic() - start) / 60:.0f} min[/dim]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Each CPU kernel beside its limits: torch's GEMM rate, the memory's read rate, and plain torch doing the same.
+
+`python -m bench.kernels [threads]`. Every figure is the best of many calls; limits are measured in the same run, because a
+shared machine is not the same twice. Knows nothing of requests or servers.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from bench.machine import Limits, describe, measure_limits
+from hadal.kernels import library
+from hadal.kernels.experts import experts
+from hadal.kernels.linear import linear
+from hadal.kernels.mla_decode import mla_decode
+from hadal.reference import experts as experts_twin
+from hadal.reference import mla_decode as mla_twin
+
+SECONDS = 0.5
+EXPERT_SHAPES = {  # hidden, width, experts, chosen
+    "tiny": (192, 32, 256, 8),
+    "mid": (512, 256, 64, 8),
+}
+
+
+def best(work: Callable[[], object], seconds: float = SECONDS) -> float:
+    """The fastest of the calls that fit into `seconds`, at least three."""
+    work()
+    fastest, end, calls = float("inf"), time.perf_counter() + seconds, 0
+    while time.perf_counter() < end or calls < 3:
+        start = time.perf_counter()
+        work()
+        fastest = min(fastest, time.perf_counter() - start)
+        calls += 1
+    return fastest
+
+
+def show(name: str, seconds: float, plain_s: float, num_bytes: float, flops: float, limits: Limits) -> None:
+    """One line: rates, the bound that applies, and how much of it is reached."""
+    bound = max(num_bytes / limits.read_bytes_per_s, flops / limits.gemm_flops_per_s)
+    print(
+        f"{name:34s} {seconds * 1e6:9.0f} us {num_bytes / seconds / 1e9:7.1f} GB/s {flops / seconds / 1e9:7.0f} GFLOP/s"
+        f" {bound / seconds:6.0%} of the bound   plain torch {plain_s / seconds:5.1f}x"
+    )
+
+
+def bench_linear(limits: Limits) -> None:
+    """256 MiB of weights, more than any cache, then 4 MiB, which stay in it."""
+    for rows, k in ((65536, 1024), (2048, 512)):
+        w_NK = torch.randn(rows, k)
+        for m in (1, 2, 4, 8, 16, 32, 64, 512):
+            if rows * m > 1 << 23:
+                continue
+            x_MK = torch.randn(m, k)
+            ours, plain = best(lambda: linear(x_MK, w_NK)), best(lambda: F.linear(x_MK, w_NK))  # noqa: B023
+            show(f"linear {m} x {k} x {rows}", ours, plain, 4 * rows * k, 2 * m * rows * k, limits)
+
+
+def bench_experts(limits: Limits) -> None:
+    """Random routing; bytes are those of the experts that were hit."""
+    for name, (dim, width, num_experts, top_k) in EXPERT_SHAPES.items():
+        gate_up_E, down_E = torch.randn(num_experts, 2 * width, dim), torch.randn(num_experts, dim, width)
+        for num_tokens in (1, 8, 32, 128, 512, 2048):
+            x_TD, weights_TK = torch.randn(num_tokens, dim), torch.rand(num_tokens, top_k)
+            ids_TK = torch.rand(num_tokens, num_experts).topk(top_k).indices
+            inputs = (x_TD, gate_up_E, down_E, ids_TK, weights_TK)
+            ours = best(lambda: experts(*inputs))  # noqa: B023
+            plain = best(lambda: experts_twin.experts(*inputs))  # noqa: B023
+            num_bytes = 4 * len(ids_TK.unique()) * 3 * dim * width
+            show(f"experts {name}, {num_tokens} tokens", ours, plain, num_bytes, 6 * num_tokens * top_k * dim * width, limits)
+
+
+def bench_mla_decode(limits: Limits) -> None:
+    """Heads and latents of the mid model and of DeepSeek-V3."""
+    for heads, c, r in ((8, 128, 32), (128, 512, 64)):
+        for batch, length in ((1, 512), (1, 8192), (16, 1024)):
+            num_blocks = length // 64
+            cache_PLSD = torch.randn(batch * num_blocks, 2, 64, c + r)
+            table_BM = torch.randperm(batch * num_blocks).view(batch, num_blocks).int()
+            lengths_B = torch.full((batch,), length)
+            q = torch.randn(batch, heads, c), torch.randn(batch, heads, r)
+            ours = best(lambda: mla_decode(*q, cache_PLSD, 1, table_BM, lengths_B, 0.1))  # noqa: B023
+            plain = best(lambda: mla_twin.mla_decode(*q, cache_PLSD, 1, table_BM, lengths_B, 0.1))  # noqa: B023
+            flops = 2 * batch * heads * length * (2 * c + r)
+            show(f"mla {heads} heads, {batch} x {length}", ours, plain, 4 * batch * length * (c + r), flops, limits)
+
+
+def main() -> None:
+    """Print everything for the number of threads asked for (torch's own if none)."""
+    if len(sys.argv) > 1:
+        torch.set_num_threads(int(sys.argv[1]))
+    threads = torch.get_num_threads()
+    limits = measure_limits(threads)
+    print(describe())
+    print(
+        f"kernels {library.isa()}, {threads} threads; limits: read {limits.read_bytes_per_s / 1e9:.1f} GB/s,"
+        f" torch GEMM {limits.gemm_flops_per_s / 1e9:.0f} GFLOP/s (a bound above 100 % is a cache or a faster kernel)"
+    )
+    bench_linear(limits)
+    bench_experts(limits)
+    bench_mla_decode(limits)
+
+
+if __name__ == "__main__":
+    main()
