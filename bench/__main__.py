@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark, one after the other. `python -m bench [--quick] [engine|step|startup|load|kernels]`."""
+"""`make bench`: every benchmark in turn. `python -m bench [--quick] [engine|step|startup|load|kernels ...]`."""
 
 from __future__ import annotations
 

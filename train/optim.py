@@ -11,10 +11,10 @@ from train.experts import kernels
 
 
 def schedule(progress: float) -> float:
-    """Return the learning-rate factor at `progress` in 0..1: warm up, hold, fall linearly to zero."""
+    """Return the learning-rate factor at `progress` in 0..1: warm up, hold, fall as 1 - sqrt (arXiv 2405.18392)."""
     if progress < 0.015:
         return max(progress, 0.0005) / 0.015
-    return min(1.0, max(0.0, 1.0 - progress) / 0.65)
+    return 1.0 - (min(1.0, max(0.0, progress - 0.35) / 0.65)) ** 0.5
 
 
 @torch.no_grad()

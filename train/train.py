@@ -21,7 +21,7 @@ from train.optim import make_optimizers, schedule
 from train.tokenizer import load_or_build
 
 MTP_WEIGHT = 0.2
-MTP_FROM = 0.72  # Share of the run after which the MTP layer is trained again: it learns fast on a model that is good.
+MTP_FROM = 0.72  # Share of the run after which the MTP layer is trained again: it learns fast on a good model.
 
 
 def losses(model: Model, batch: Batch, with_mtp: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,7 +123,8 @@ class Run:
         progress = self.elapsed / self.seconds
         # bf16 products are faster and good enough, until the end is fitted to the arithmetic of serving.
         torch.backends.mkldnn.matmul.fp32_precision = "bf16" if progress < 0.92 else "ieee"
-        loss, mtp_loss, _ = losses(self.model, batch, with_mtp=not 0.03 < progress < MTP_FROM)
+        with_mtp = progress < 0.03 or (progress >= MTP_FROM and self.step % 2 == 0)
+        loss, mtp_loss, _ = losses(self.model, batch, with_mtp)
         (loss + MTP_WEIGHT * mtp_loss).backward()
         torch.nn.utils.clip_grad_norm_([p for g in self.optimizers[1].param_groups for p in g["params"]], 1.0)
         for optimizer in self.optimizers:
