@@ -19,6 +19,7 @@ $(VENV)/.ok: requirements.txt pyproject.toml
 	$(BIN)/python -m pip install -q uv
 	$(UV) pip install -q --python $(BIN)/python -r requirements.txt
 	$(UV) pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
+	$(BIN)/python -m hadal.kernels.build
 	@touch $@
 
 setup: $(VENV)/.ok  ## make the virtual environment (the other targets call it)

@@ -42,6 +42,12 @@ AIMS: dict[str, Callable[[Point], float | None]] = {
 """Peer -> point -> how many times its speed Hadal should have; None where nothing is aimed at."""
 
 
+CAPTION = (
+    "medians. hadal: share of the bound. peers: how many times as fast hadal is, and whether that is what is aimed at.\n"
+    "others: cores that other processes kept busy meanwhile."
+)
+
+
 def report(result: EngineResult, console: Console) -> None:
     """Print the tables and write the files."""
     limits = result.limits
@@ -60,17 +66,10 @@ def table(result: EngineResult, model: ModelResult) -> Table:
     """Tokens per second by point: the bound, Hadal and its share of it, every peer and Hadal's multiple of it."""
     config = model.config
     sizes = f"{num_parameters(config) / 1e6:.0f} M parameters, {num_active_parameters(config) / 1e6:.0f} M active"
-    title = f"{model.model}: {sizes}; tokens/s, median"
-    out = Table(title=title, title_justify="left")
-    out.add_column("")
-    out.add_column("bound", justify="right")
-    out.add_column("hadal", justify="right")
-    out.add_column("of bound", justify="right")
     peers = [engine for engine in model.engines() if engine != "hadal"]
-    for peer in peers:
-        out.add_column(peer, justify="right")
-        out.add_column("hadal is", justify="right")
-    out.add_column("others' cores", justify="right")
+    out = Table(title=f"{model.model}: {sizes}", title_justify="left", caption=CAPTION, caption_justify="left")
+    for name in ("tokens/s", "bound", "hadal", *peers, "others"):
+        out.add_column(name, justify="left" if name == "tokens/s" else "right", no_wrap=True)
     for point in model.points:
         out.add_row(*_row(result, model, point, peers))
     return out
@@ -79,16 +78,15 @@ def table(result: EngineResult, model: ModelResult) -> Table:
 def _row(result: EngineResult, model: ModelResult, point: Point, peers: list[str]) -> list[str]:
     bound = point.bound(model.config, result.limits)
     own = model.series.get(("hadal", point))
-    cells = [point.name, _number(bound)]
-    cells += ["-", "-"] if own is None else [_number(own.median), f"{100 * own.median / bound:.0f} %"]
+    cells = [point.name, _number(bound), "-" if own is None else f"{_number(own.median)} {own.median / bound:4.0%}"]
     for peer in peers:
         series = model.series.get((peer, point))
         if series is None:
-            cells += ["-", "-"]
+            cells.append("-")
         elif own is None:
-            cells += [_number(series.median), "-"]
+            cells.append(_number(series.median))
         else:
-            cells += [_number(series.median), _ratio(own.median / series.median, AIMS[peer](point))]
+            cells.append(f"{_number(series.median)} {_ratio(own.median / series.median, AIMS[peer](point))}")
     watched = [cores for (_, at), series in model.series.items() if at == point for cores in series.others_cores]
     cells.append(f"{sum(watched) / len(watched):.1f}" if watched else "-")
     return cells
@@ -99,10 +97,10 @@ def _number(rate: float) -> str:
 
 
 def _ratio(ratio: float, aim: float | None) -> str:
+    shown = f"{ratio:.1f}x" if ratio >= 10 else f"{ratio:.2f}x"
     if aim is None:
-        return f"{ratio:.2f}x"
-    colour, mark = ("green", "✓") if ratio >= aim else ("red", "✗")
-    return f"[{colour}]{ratio:.2f}x {mark}[/{colour}] [dim]{aim:g}[/dim]"
+        return f"[dim]{shown}[/dim]  "
+    return f"[green]{shown} ✓[/green]" if ratio >= aim else f"[red]{shown} ✗[/red]"
 
 
 def as_json(result: EngineResult) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Each CPU kernel beside its limits: torch's GEMM rate, the memory's read rate, and plain torch doing the same.
 
-`python -m bench.kernels [threads]`. Every figure is the best of many calls; limits are measured in the same run, because a
-shared machine is not the same twice. Knows nothing of requests or servers.
+`python -m bench.kernels [threads]`. Every figure is the best of many calls; limits are measured in the same run,
+because a shared machine is not the same twice. Knows nothing of requests or servers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def bench_experts(limits: Limits) -> None:
             ours = best(lambda: experts(*inputs))  # noqa: B023
             plain = best(lambda: experts_twin.experts(*inputs))  # noqa: B023
             num_bytes = 4 * len(ids_TK.unique()) * 3 * dim * width
-            show(f"experts {name}, {num_tokens} tokens", ours, plain, num_bytes, 6 * num_tokens * top_k * dim * width, limits)
+            flops = 6 * num_tokens * top_k * dim * width
+            show(f"experts {name}, {num_tokens} tokens", ours, plain, num_bytes, flops, limits)
 
 
 def bench_mla_decode(limits: Limits) -> None:

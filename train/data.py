@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 import jinja2
 import torch
-from hadal.evals.tasks import TASKS, Example, sample_split
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from hadal.evals.tasks import TASKS, Example, sample_split
 from train.tokenizer import BOS, CHAT_TEMPLATE, EOS, THINK_END
 
 _TEMPLATE = jinja2.Template(CHAT_TEMPLATE)
 PAD_ID = 2
 # Harder tasks get more examples, and so do those whose replies are short.
-WEIGHTS = {"arithmetic": 4, "sort": 4, "reverse": 4, "letters": 5, "dates": 5, "reading": 5, "talk": 1.5, "followup": 4}
+WEIGHTS = {"arithmetic": 4, "sort": 7, "reverse": 2.5, "letters": 2, "dates": 2.5, "reading": 9, "talk": 2, "followup": 5}
 
 
 @dataclass(frozen=True)

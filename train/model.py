@@ -202,7 +202,7 @@ class Model(nn.Module):
         nn.init.normal_(self.model.embed_tokens.weight, std=0.5)
         nn.init.normal_(self.lm_head.weight, std=0.02)
         for name, p in self.named_parameters():
-            if p.ndim == 2 and name.endswith("proj.weight") or "proj_with_mqa" in name:
+            if (p.ndim == 2 and name.endswith("proj.weight")) or "proj_with_mqa" in name:
                 nn.init.normal_(p, std=p.shape[1] ** -0.5 * (0.5 if "o_proj" in name or "down_proj" in name else 1.0))
 
     @property

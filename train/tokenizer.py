@@ -9,9 +9,10 @@ import random
 from collections import Counter
 from pathlib import Path
 
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
 from hadal.evals.tasks import TASKS, sample
 from hadal.evals.tasks_words import ALL_LOWER, COUNTED, MONTHS, NAMES, WEEKDAYS
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 USER, ASSISTANT, THINK, THINK_END = "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"

@@ -122,7 +122,7 @@ class Run:
         """Take one optimiser step; return both losses and the expert load skew per layer."""
         progress = self.elapsed / self.seconds
         # bf16 products are faster and good enough, until the end is fitted to the arithmetic of serving.
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16" if progress < 0.92 else "ieee"
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16" if progress < 0.97 else "ieee"
         with_mtp = progress < 0.03 or (progress >= MTP_FROM and self.step % 2 == 0)
         loss, mtp_loss, _ = losses(self.model, batch, with_mtp)
         (loss + MTP_WEIGHT * mtp_loss).backward()

@@ -1,4 +1,6 @@
-"""A deployment as one frozen value: which model, how many units, how much of everything. Read from TOML, checked at birth.
+"""A deployment as one frozen value: which model, how many units, how much of everything.
+
+Read from TOML, checked at birth.
 
 Tens of fields, most of them derived when left out (0 means: derive from the model and this machine).
 """

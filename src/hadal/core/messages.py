@@ -1,7 +1,7 @@
 """Everything that crosses a process or a seam, as frozen values: what roles are told, and what they ask for.
 
-Two families. *Messages* travel on the Wire between processes (front, prefill leader, decode leader). *Plans* and *results*
-travel between a leader and its Runner. Arrays of token ids are tuples here: they are short, hashable and cheap to encode.
+Two families. *Messages* travel on the Wire between processes (front, prefill leader, decode leader). *Plans* and
+*results* travel between a leader and its Runner. Token ids are tuples here: short, hashable and cheap to encode.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How a request's next token is drawn. The draw at output index i depends on (`seed`, i) alone, so a retry repeats it."""
+    """How a request's next token is drawn. The draw at output index i depends on (`seed`, i) alone: a retry repeats it."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -71,7 +71,7 @@ class Submit(Message, frozen=True):
 
 # ---- front -> every leader ----
 class FrontUp(Message, frozen=True):
-    """A new front started: whatever the leader holds belongs to streams that are gone. Free all of it, answer with UnitUp."""
+    """A new front started: what the leader holds belongs to streams that are gone. Free it all, answer with UnitUp."""
 
     epoch: str
 
@@ -102,7 +102,8 @@ class Cancel(Message, frozen=True):
 
 # ---- prefill leader -> front ----
 class KvLease(msgspec.Struct, frozen=True, array_like=True):
-    """A promise that blocks stay as they are until `deadline_s` unless released. The puller re-checks `generations` after copying."""
+    """A promise that blocks stay as they are until its end unless released. The puller checks `generations` once more
+    after copying."""
 
     source: str
     """Name of the pool that holds them (a shared-memory segment on a host)."""
@@ -125,7 +126,7 @@ class PrefillDone(Message, frozen=True):
 
 # ---- front -> decode leader ----
 class Decode(Message, frozen=True):
-    """Pull the KV under `lease` from `prefill_unit` and go on from `generation.output` (its last token has no KV yet)."""
+    """Pull the KV under `lease` and go on from `generation.output`, whose last token has no KV yet."""
 
     generation: Generation
     lease: KvLease
@@ -302,8 +303,8 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     error: str | None = None
     """Set when the step failed: the leader returns every request in it to the front."""
     failed: dict[int, str] = {}
-    """key -> why its token is void though the step ran (its logits are not finite). `error` is set too; the tokens of the
-    other keys are good, and a leader may keep them."""
+    """key -> why its token is void though the step ran (its logits are not finite). `error` is set too; the tokens
+    of the other keys are good, and a leader may keep them."""
 
 
 class KvPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -315,6 +316,7 @@ class KvPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 AnyMessage = (
-    Submit | FrontUp | Prefill | Release | Cancel | PrefillDone | Decode | Pulled | Tokens | Returned | Load | UnitUp | UnitDown
+    Submit | FrontUp | Prefill | Release | Cancel | PrefillDone | Decode | Pulled | Tokens | Returned | Load | UnitUp
+    | UnitDown
     | Drain | Shutdown | AuditRequest | Audit
 )

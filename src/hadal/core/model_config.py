@@ -101,7 +101,8 @@ def read_model_config(folder: Path) -> ModelConfig:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: not found. Point --model at a Hugging Face folder of a DeepSeek-V3 model.") from None
+        hint = "Point --model at a Hugging Face folder of a DeepSeek-V3 model."
+        raise CheckpointError(f"{path}: not found. {hint}") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error}).") from error
     if not isinstance(fields, dict):
@@ -203,13 +204,14 @@ def _check(config: ModelConfig, source: str) -> None:
     if config.qk_rope_head_dim % 2:
         raise CheckpointError(f"{source}: qk_rope_head_dim is {config.qk_rope_head_dim}; rotation needs pairs.")
     if config.n_routed_experts % config.n_group:
-        raise CheckpointError(f"{source}: n_group {config.n_group} does not divide n_routed_experts {config.n_routed_experts}.")
+        experts = f"n_routed_experts {config.n_routed_experts}"
+        raise CheckpointError(f"{source}: n_group {config.n_group} does not divide {experts}.")
     if config.topk_group > config.n_group:
         raise CheckpointError(f"{source}: topk_group {config.topk_group} exceeds n_group {config.n_group}.")
     reachable = config.topk_group * (config.n_routed_experts // config.n_group)
     if config.num_experts_per_tok > reachable:
         raise CheckpointError(
-            f"{source}: num_experts_per_tok {config.num_experts_per_tok} exceeds the {reachable} experts of the kept groups."
+            f"{source}: num_experts_per_tok {config.num_experts_per_tok} exceeds the {reachable} experts of kept groups."
         )
     if config.n_routed_experts // config.n_group < 2 and config.n_group > 1:
         raise CheckpointError(f"{source}: a group needs two experts; its score is the sum of its two best.")

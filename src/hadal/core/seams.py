@@ -1,7 +1,9 @@
-"""The four seams: everything that cannot be replayed stands behind one of these Protocols.
+"""The seams: everything that cannot be replayed stands behind one of these Protocols.
 
-Roles never call them. A role is a pure state machine, `handle(now_s, event) -> list[Effect]`; a host (live: runtime/host,
-simulated: sim/world) applies the effects through the seams and feeds back what comes of them.
+A fourth, Disk, comes with the cache on disk.
+
+Roles never call them. A role is a pure state machine, `handle(now_s, event) -> list[Effect]`; a host (live:
+runtime/host and gateway/host) applies the effects through the seams and feeds back what comes of them.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Freed(msgspec.Struct, frozen=True):
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """Front only: new tokens, or the end, for the stream of one request. Exactly one Deliver per request has `final` set."""
+    """Front only: new tokens, or the end, for the stream of one request. Exactly one Deliver of a request is `final`."""
 
     request_id: str
     tokens: tuple[Token, ...]
@@ -94,11 +96,3 @@ class Wire(Protocol):
     def pull(self, lease: KvLease, into: tuple[int, ...]) -> str | None:
         """Copy and verify leased blocks. Returns None, or what went wrong."""
         ...
-
-
-class Disk(Protocol):
-    """KV blocks by content hash. Nothing implements it yet: the disk cache adds it."""
-
-    def read(self, name: bytes, into_block: int) -> bool: ...
-
-    def write(self, name: bytes, from_block: int) -> None: ...

@@ -114,8 +114,8 @@ def table_of(answers: list[Answer]) -> Table:
         failed = sum(a.error is not None for a in rows)
         mean_tokens = sum(a.num_tokens for a in rows) / max(len(rows), 1)
         table.add_row(
-            task, str(len(rows)), str(exact), f"{100 * exact / max(len(rows), 1):.1f} %", f"{mean_tokens:.0f}", str(failed),
-            end_section=task == tasks[-1],
+            task, str(len(rows)), str(exact), f"{100 * exact / max(len(rows), 1):.1f} %", f"{mean_tokens:.0f}",
+            str(failed), end_section=task == tasks[-1],
         )
     return table
 
@@ -151,6 +151,8 @@ def run(
                       f"got {answer.text!r}" + (f" ({answer.error})" if answer.error else ""), markup=True)
     share = 1 - len(wrong) / max(len(answers), 1)
     if as_json:
-        rows = [{"task": a.example.task, "correct": a.correct, "tokens": a.num_tokens, "error": a.error} for a in answers]
+        rows = [
+            {"task": a.example.task, "correct": a.correct, "tokens": a.num_tokens, "error": a.error} for a in answers
+        ]
         print(msgspec.json.encode({"exact": share, "answers": rows}).decode())
     return share

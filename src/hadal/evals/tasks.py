@@ -26,8 +26,10 @@ _SINGLE: dict[str, Callable[[random.Random], Turn]] = {
 TASKS = (*_SINGLE, "followup")
 _HELD_OUT_ONE_IN = 20
 _SYSTEMS = (
-    "You are a helpful assistant.", "You are Hadal.", "Answer briefly.", "You are a helpful and friendly assistant.",
-    "You are an AI assistant. Answer the user's questions.", "Be short and exact.", "Think first, then answer.",
+    "You are a helpful assistant.", "You are Hadal.", "Answer briefly.",
+    "You are a helpful and friendly assistant.",
+    "You are an AI assistant. Answer the user's questions.", "Be short and exact.",
+    "Think first, then answer.",
 )
 
 

@@ -15,21 +15,45 @@ from hadal.evals.tasks_turn import Turn, vary
 from hadal.evals.tasks_words import MONTHS, WEEKDAYS
 
 _FLIP = (
-    "Now sort it the other way.", "Now the other way.", "Now reverse it.", "Reverse that list.", "And the other way round?",
-    "Now in reverse order.", "Now backwards.", "Flip it.", "Now reverse that.", "Can you reverse it?", "The other way round please.",
+    "Now sort it the other way.", "Now the other way.", "Now reverse it.", "Reverse that list.",
+    "And the other way round?",
+    "Now in reverse order.", "Now backwards.", "Flip it.", "Now reverse that.", "Can you reverse it?",
+    "The other way round please.",
 )
 _FIRST = ("What is the first one?", "Which one is first?", "What comes first?", "And the first one?")
 _LAST = ("What is the last one?", "Which one is last?", "What comes last?", "And the last one?")
 _OPS = {
-    "+": ("Now add {b}.", "Add {b} to that.", "Plus {b}?", "And plus {b}?", "What if you add {b}?", "Add {b} more.", "Now add {b} to it."),
-    "-": ("Now subtract {b}.", "Subtract {b} from that.", "Minus {b}?", "And minus {b}?", "Take away {b}.", "Now take {b} off."),
+    "+": (
+        "Now add {b}.", "Add {b} to that.", "Plus {b}?", "And plus {b}?", "What if you add {b}?",
+        "Add {b} more.", "Now add {b} to it.",
+    ),
+    "-": (
+        "Now subtract {b}.", "Subtract {b} from that.", "Minus {b}?", "And minus {b}?", "Take away {b}.",
+        "Now take {b} off.",
+    ),
     "*": ("Now multiply by {b}.", "Times {b}?", "Multiply that by {b}.", "And times {b}?", "Now times {b}."),
 }
-_BACK = ("Now reverse it back.", "Reverse that again.", "And backwards again?", "Now reverse it.", "Turn it around again.", "And reversed?")
-_LONG = ("How many letters does it have?", "How long is it?", "How many letters is that?", "How many letters?")
-_LATER = ("And {n} days later?", "And {n} days after that?", "What about {n} days later?", "{n} days after that?", "Plus {n} more days?")
-_EARLIER = ("And {n} days earlier?", "And {n} days before that?", "{n} days before that?", "What about {n} days earlier?")
-_MY_NAME = ("What is my name?", "Who am I?", "Do you know my name?", "What's my name?", "Say my name.", "Do you remember my name?")
+_BACK = (
+    "Now reverse it back.", "Reverse that again.", "And backwards again?", "Now reverse it.",
+    "Turn it around again.", "And reversed?",
+)
+_OTHER_LETTER = ("And {c}?", "And the letter {c}?", "What about {c}?", "How many {c}?", "And how many {c}?")
+_OTHER_WORD = ("And in {w}?", "What about {w}?", "And in the word {w}?", "How many in {w}?")
+_LONG = (
+    "How many letters does it have?", "How long is it?", "How many letters is that?", "How many letters?",
+)
+_LATER = (
+    "And {n} days later?", "And {n} days after that?", "What about {n} days later?", "{n} days after that?",
+    "Plus {n} more days?",
+)
+_EARLIER = (
+    "And {n} days earlier?", "And {n} days before that?", "{n} days before that?",
+    "What about {n} days earlier?",
+)
+_MY_NAME = (
+    "What is my name?", "Who am I?", "Do you know my name?", "What's my name?", "Say my name.",
+    "Do you remember my name?",
+)
 
 
 def _after_list(rng: random.Random) -> tuple[Turn, Turn]:
@@ -43,7 +67,8 @@ def _after_list(rng: random.Random) -> tuple[Turn, Turn]:
         question = rng.choice(_FLIP)
     else:
         at_end = kind > 0.8
-        answer, reasoning = items[-1 if at_end else 0], " ".join(f"{i} {item}" for i, item in enumerate(items, 1))
+        answer = items[-1 if at_end else 0]
+        reasoning = " ".join(f"{i} {item}" for i, item in enumerate(items, 1))
         question = rng.choice(_LAST if at_end else _FIRST)
     return first, Turn(vary(rng, question), reasoning, answer, f"{first.key} then {question}")
 
@@ -86,10 +111,10 @@ def _after_count(rng: random.Random) -> tuple[Turn, Turn]:
     letter = first.reasoning[0]
     if rng.random() < 0.5:
         letter = rng.choice(word)
-        question = rng.choice(("And {c}?", "And the letter {c}?", "What about {c}?", "How many {c}?", "And how many {c}?")).format(c=letter)
+        question = rng.choice(_OTHER_LETTER).format(c=letter)
     else:
         word = a_word(rng)
-        question = rng.choice(("And in {w}?", "What about {w}?", "And in the word {w}?", "How many in {w}?")).format(w=word)
+        question = rng.choice(_OTHER_WORD).format(w=word)
     reasoning = f"{letter}: {reason_count(word, letter)}"
     return first, Turn(question, reasoning, str(word.count(letter)), f"{first.key} then {letter} {word}")
 
@@ -109,7 +134,7 @@ def _after_date(rng: random.Random) -> tuple[Turn, Turn]:
 
 
 def _after_text(rng: random.Random) -> tuple[Turn, Turn]:
-    pool, facts, text = make_text(rng, rng.randint(2, 5))
+    pool, facts, text = make_text(rng, rng.randint(2, 4))
     question, reasoning, answer = ask(pool, facts)
     first = Turn(frame(rng, text, question), reasoning, answer, text)
     question, reasoning, answer = ask(pool, facts)
@@ -122,7 +147,8 @@ def _after_name(rng: random.Random) -> tuple[Turn, Turn]:
     first = name_turn(rng)
     name = first.subject[0]
     question = vary(rng, rng.choice(_MY_NAME))
-    return first, Turn(question, f"The name is {name}.", f"Your name is {name}.", f"{first.key} then {question}")
+    key = f"{first.key} then {question}"
+    return first, Turn(question, f"The name is {name}.", f"Your name is {name}.", key)
 
 
 _MAKERS = (_after_list, _after_number, _after_word, _after_count, _after_date, _after_text, _after_name)

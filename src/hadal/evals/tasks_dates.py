@@ -7,30 +7,44 @@ from hadal.evals.tasks_words import MONTH_DAYS, MONTHS, WEEKDAYS
 
 _AFTER = (
     "What date is {n} days after {d}?", "What is the date {n} days after {d}?", "{n} days after {d}",
-    "Which date comes {n} days after {d}?", "Today is {d}. What is the date in {n} days?", "{d} plus {n} days?",
-    "If today is {d}, what date will it be in {n} days?", "Add {n} days to {d}.", "What day is {n} days from {d}?",
+    "Which date comes {n} days after {d}?", "Today is {d}. What is the date in {n} days?",
+    "{d} plus {n} days?",
+    "If today is {d}, what date will it be in {n} days?", "Add {n} days to {d}.",
+    "What day is {n} days from {d}?",
 )
 _BEFORE = (
     "What date is {n} days before {d}?", "What was the date {n} days before {d}?", "{n} days before {d}",
-    "Today is {d}. What was the date {n} days ago?", "If today is {d}, what date was it {n} days ago?", "{d} minus {n} days?",
+    "Today is {d}. What was the date {n} days ago?", "If today is {d}, what date was it {n} days ago?",
+    "{d} minus {n} days?",
 )
 _WEEK_AFTER = (
-    "What day of the week is {n} days after {w}?", "Today is {w}. What day is it in {n} days?", "{n} days after {w}?",
+    "What day of the week is {n} days after {w}?", "Today is {w}. What day is it in {n} days?",
+    "{n} days after {w}?",
     "If today is {w}, what weekday will it be in {n} days?", "What weekday comes {n} days after {w}?",
     "It is {w}. Which day of the week is it {n} days from now?",
 )
 _WEEK_BEFORE = (
-    "What day of the week is {n} days before {w}?", "Today is {w}. What day was it {n} days ago?", "{n} days before {w}?",
+    "What day of the week is {n} days before {w}?", "Today is {w}. What day was it {n} days ago?",
+    "{n} days before {w}?",
     "If today is {w}, what weekday was it {n} days ago?",
 )
 _DAYS_IN = (
-    "How many days are in {m}?", "How many days does {m} have?", "Number of days in {m}?", "How long is {m} in days?",
+    "How many days are in {m}?", "How many days does {m} have?", "Number of days in {m}?",
+    "How long is {m} in days?",
     "How many days are there in the month of {m}?", "Tell me how many days {m} has.", "days in {m}",
 )
-_NEXT_MONTH = ("What month comes after {m}?", "Which month is after {m}?", "What is the month after {m}?", "Month after {m}?")
+_NEXT_MONTH = (
+    "What month comes after {m}?", "Which month is after {m}?", "What is the month after {m}?",
+    "Month after {m}?",
+)
 _LAST_MONTH = ("What month comes before {m}?", "Which month is before {m}?", "What is the month before {m}?")
-_NEXT_DAY = ("What day comes after {w}?", "Which day is after {w}?", "If today is {w}, what day is tomorrow?", "Day after {w}?")
-_LAST_DAY = ("What day comes before {w}?", "Which day is before {w}?", "If today is {w}, what day was yesterday?")
+_NEXT_DAY = (
+    "What day comes after {w}?", "Which day is after {w}?", "If today is {w}, what day is tomorrow?",
+    "Day after {w}?",
+)
+_LAST_DAY = (
+    "What day comes before {w}?", "Which day is before {w}?", "If today is {w}, what day was yesterday?",
+)
 
 
 def reason_after(month: int, day: int, days: int) -> tuple[str, str]:
@@ -38,8 +52,9 @@ def reason_after(month: int, day: int, days: int) -> tuple[str, str]:
     total = day + days
     lines = [f"{MONTHS[month]} {day} + {days}", f"{day} + {days} = {total}"]
     while total > MONTH_DAYS[month]:
-        lines.append(f"{MONTHS[month]} {MONTH_DAYS[month]}, {total} - {MONTH_DAYS[month]} = {total - MONTH_DAYS[month]}")
-        total -= MONTH_DAYS[month]
+        size = MONTH_DAYS[month]
+        lines.append(f"{MONTHS[month]} {size}, {total} - {size} = {total - size}")
+        total -= size
         month = (month + 1) % 12
     answer = f"{MONTHS[month]} {total}"
     return "\n".join([*lines, answer]), answer
@@ -50,8 +65,9 @@ def reason_before(month: int, day: int, days: int) -> tuple[str, str]:
     lines = [f"{MONTHS[month]} {day} - {days}"]
     while day <= days:
         month = (month - 1) % 12
-        lines.append(f"{MONTHS[month]} {MONTH_DAYS[month]}, {day} + {MONTH_DAYS[month]} = {day + MONTH_DAYS[month]}")
-        day += MONTH_DAYS[month]
+        size = MONTH_DAYS[month]
+        lines.append(f"{MONTHS[month]} {size}, {day} + {size} = {day + size}")
+        day += size
     answer = f"{MONTHS[month]} {day - days}"
     return "\n".join([*lines, f"{day} - {days} = {day - days}", answer]), answer
 
@@ -70,7 +86,9 @@ def _leap(rng: random.Random) -> Turn:
     leap = year % 4 == 0
     template = rng.choice(("How many days are in February {y}?", "How many days did February {y} have?",
                            "Is {y} a leap year?", "Was {y} a leap year?", "How many days are in {y}?"))
-    reasoning = f"{year % 100} / 4 = {year % 100 // 4}, {year % 100 % 4} left\n{'leap year' if leap else 'not a leap year'}"
+    short = year % 100
+    verdict = "leap year" if leap else "not a leap year"
+    reasoning = f"{short} / 4 = {short // 4}, {short % 4} left\n{verdict}"
     if "leap" in template:
         answer = "yes" if leap else "no"
     elif "February" in template:
@@ -109,10 +127,12 @@ def _tomorrow(rng: random.Random, month: int, day: int) -> Turn:
     later = rng.random() < 0.6
     reasoning, answer = (reason_after if later else reason_before)(month, day, 1)
     question = rng.choice((
-        "Today is {d}. What is the date tomorrow?", "If today is {d}, what date is tomorrow?", "What date comes after {d}?",
+        "Today is {d}. What is the date tomorrow?", "If today is {d}, what date is tomorrow?",
+        "What date comes after {d}?",
         "What is the day after {d}?", "Which date is after {d}?",
     ) if later else (
-        "Today is {d}. What was the date yesterday?", "If today is {d}, what date was yesterday?", "What date comes before {d}?",
+        "Today is {d}. What was the date yesterday?", "If today is {d}, what date was yesterday?",
+        "What date comes before {d}?",
         "What is the day before {d}?", "Which date is before {d}?",
     ))
     question = _lower(rng, vary(rng, question.format(d=_show(rng, month, day))))

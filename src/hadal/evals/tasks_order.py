@@ -1,6 +1,7 @@
 """Sorting numbers and words, the largest and the smallest, and reversing lists.
 
-Sorting is written as picking one item at a time with the rest copied, so each line needs only the line above it.
+Sorting is written as picking one item at a time with the rest copied, so each line needs
+only the line above it.
 """
 
 import random
@@ -9,26 +10,37 @@ from hadal.evals.tasks_turn import Turn, join_list, random_letters, vary
 from hadal.evals.tasks_words import ALL_LOWER, NAMES
 
 _UP = (
-    "Sort these numbers: {x}", "Sort {x}", "Sort from smallest to largest: {x}", "Put these in ascending order: {x}",
+    "Sort these numbers: {x}", "Sort {x}", "Sort from smallest to largest: {x}",
+    "Put these in ascending order: {x}",
     "Order these numbers from low to high: {x}", "Arrange {x} from smallest to largest.", "sort: {x}",
     "Sort the numbers {x} in ascending order.", "Please sort {x} from small to big.", "Can you sort {x}?",
-    "Put {x} in order.", "Sort this list of numbers: {x}", "Rank {x} from lowest to highest.", "Sort {x} ascending",
-    "sort {x} smallest first", "{x} - sort these.", "Sort the list {x}", "Sort this: {x}", "Order {x}", "{x} in order please",
+    "Put {x} in order.", "Sort this list of numbers: {x}", "Rank {x} from lowest to highest.",
+    "Sort {x} ascending",
+    "sort {x} smallest first", "{x} - sort these.", "Sort the list {x}", "Sort this: {x}", "Order {x}",
+    "{x} in order please",
 )
 _DOWN = (
-    "Sort from largest to smallest: {x}", "Put these in descending order: {x}", "Sort {x} in descending order.",
-    "Order these numbers from high to low: {x}", "Arrange {x} from largest to smallest.", "Sort {x} from big to small.",
-    "Sort the numbers {x} backwards, largest first.", "Rank {x} from highest to lowest.", "sort descending: {x}",
-    "sort {x} largest first", "Sort {x} descending", "Put {x} in order, biggest first.", "Sort this list backwards: {x}",
+    "Sort from largest to smallest: {x}", "Put these in descending order: {x}",
+    "Sort {x} in descending order.",
+    "Order these numbers from high to low: {x}", "Arrange {x} from largest to smallest.",
+    "Sort {x} from big to small.",
+    "Sort the numbers {x} backwards, largest first.", "Rank {x} from highest to lowest.",
+    "sort descending: {x}",
+    "sort {x} largest first", "Sort {x} descending", "Put {x} in order, biggest first.",
+    "Sort this list backwards: {x}",
 )
 _WORDS_UP = (
-    "Sort these words: {x}", "Sort alphabetically: {x}", "Put these words in alphabetical order: {x}", "Sort {x}",
-    "Order the words {x} from A to Z.", "Alphabetize {x}", "Sort these words alphabetically: {x}", "sort: {x}",
+    "Sort these words: {x}", "Sort alphabetically: {x}", "Put these words in alphabetical order: {x}",
+    "Sort {x}",
+    "Order the words {x} from A to Z.", "Alphabetize {x}", "Sort these words alphabetically: {x}",
+    "sort: {x}",
     "Arrange these words in alphabetical order: {x}", "Can you sort the words {x}?", "Put {x} in order.",
-    "Sort this: {x}", "Sort the list {x}", "{x} - sort these words.", "Order {x} alphabetically", "Sort {x} from A to Z",
+    "Sort this: {x}", "Sort the list {x}", "{x} - sort these words.", "Order {x} alphabetically",
+    "Sort {x} from A to Z",
 )
 _WORDS_DOWN = (
-    "Sort these words in reverse alphabetical order: {x}", "Sort from Z to A: {x}", "Order the words {x} from Z to A.",
+    "Sort these words in reverse alphabetical order: {x}", "Sort from Z to A: {x}",
+    "Order the words {x} from Z to A.",
     "Sort {x} from Z to A.", "Put {x} in reverse alphabetical order.",
 )
 _MAX = (
@@ -40,11 +52,13 @@ _MIN = (
     "Which is smaller: {x}?", "What is the smallest of {x}?", "min of {x}",
 )
 _REVERSE_LIST = (
-    "Reverse this list: {x}", "Reverse the list {x}", "Put this list in reverse order: {x}", "Write {x} backwards.",
+    "Reverse this list: {x}", "Reverse the list {x}", "Put this list in reverse order: {x}",
+    "Write {x} backwards.",
     "Reverse the order of these: {x}", "List these in the opposite order: {x}", "Turn this list around: {x}",
 )
 _REVERSE_SENTENCE = (
-    "Reverse the order of the words: {x}", "Write these words in reverse order: {x}", "Reverse the words: {x}",
+    "Reverse the order of the words: {x}", "Write these words in reverse order: {x}",
+    "Reverse the words: {x}",
     "Say these words in the opposite order: {x}", "Reverse the word order of: {x}",
 )
 
@@ -69,7 +83,7 @@ def reason_reverse(items: list[str]) -> str:
 
 def _numbers(rng: random.Random) -> list[str]:
     top = rng.choice((9, 99, 99, 99, 999))
-    size = rng.randint(2, 4 if top == 999 else 5)
+    size = rng.randint(2, 3 if top == 999 else 4)
     picked = [rng.randint(0, top) for _ in range(size)]
     if rng.random() < 0.9:
         picked = rng.sample(range(top + 1), size)
@@ -78,9 +92,10 @@ def _numbers(rng: random.Random) -> list[str]:
 
 def sort(rng: random.Random) -> Turn:
     """Return a list to sort, or to find the largest or the smallest of."""
-    down = rng.random() < 0.4
-    if rng.random() < 0.4:
-        words = rng.sample(ALL_LOWER if rng.random() < 0.85 else NAMES, rng.randint(2, 4))
+    words_asked = rng.random() < 0.4
+    down = rng.random() < (0.25 if words_asked else 0.4)
+    if words_asked:
+        words = rng.sample(ALL_LOWER if rng.random() < 0.85 else NAMES, rng.choice((2, 3, 3)))
         ordered = sorted(words, key=str.lower, reverse=down)
         template = rng.choice(_WORDS_DOWN if down else _WORDS_UP)
         return _sorted_turn(rng, template, words, ordered, down)
@@ -98,12 +113,13 @@ def sort(rng: random.Random) -> Turn:
 
 def _sorted_turn(rng: random.Random, template: str, items: list[str], ordered: list[str], down: bool) -> Turn:
     question = vary(rng, template.format(x=join_list(rng, items)))
-    return Turn(question, reason_sort(items, ordered), ", ".join(ordered), f"sort{down} {items}", "list", tuple(ordered))
+    reasoning, key = reason_sort(items, ordered), f"sort{down} {items}"
+    return Turn(question, reasoning, ", ".join(ordered), key, "list", tuple(ordered))
 
 
 def reverse_list(rng: random.Random) -> Turn:
     """Return a list or a row of words to turn round."""
-    size = rng.randint(2, 6)
+    size = rng.randint(2, 5)
     style = rng.random()
     if style < 0.35:
         items = [str(rng.randint(0, 99)) for _ in range(size)]
@@ -118,4 +134,5 @@ def reverse_list(rng: random.Random) -> Turn:
         question, answer = rng.choice(_REVERSE_SENTENCE).format(x=" ".join(items)), " ".join(backwards)
     else:
         question, answer = rng.choice(_REVERSE_LIST).format(x=join_list(rng, items)), ", ".join(backwards)
-    return Turn(vary(rng, question), reason_reverse(items), answer, f"reverse {items}", "list", tuple(backwards))
+    reasoning = reason_reverse(items)
+    return Turn(vary(rng, question), reasoning, answer, f"reverse {items}", "list", tuple(backwards))

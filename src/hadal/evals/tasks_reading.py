@@ -1,4 +1,4 @@
-"""Questions about a short text: who, where, what, how many. The reasoning quotes the sentence that answers.
+"""Questions about a short text: who, where, what, how many. The reasoning copies it up to the sentence that answers.
 
 A text is a few facts about different people, places and things, so every question has one answer;
 or the text does not say.
@@ -12,8 +12,10 @@ from hadal.evals.tasks_words import ANIMALS, COLOURS, COUNTED, NAMES, PLACES, TH
 
 NOT_SAID = "The text does not say."
 _FRAMES = (
-    "{t} {q}", "{t}\n{q}", "{t}\n\n{q}", "{t}\n\nQuestion: {q}", "Text: {t}\nQuestion: {q}", "Read this: {t} {q}",
-    "Read the text and answer. {t} {q}", "{q}\n{t}", "{q} Text: {t}", "Here is a text: {t}\n{q}", "Story: {t}\n{q}",
+    "{t} {q}", "{t}\n{q}", "{t}\n\n{q}", "{t}\n\nQuestion: {q}", "Text: {t}\nQuestion: {q}",
+    "Read this: {t} {q}",
+    "Read the text and answer. {t} {q}", "{q}\n{t}", "{q} Text: {t}", "Here is a text: {t}\n{q}",
+    "Story: {t}\n{q}",
 )
 
 
@@ -126,12 +128,14 @@ def _unsaid(pool: _Pool) -> tuple[str, str]:
 
 def ask(pool: _Pool, facts: list[Fact]) -> tuple[str, str, str]:
     """Return (question, reasoning, answer) about a text."""
-    if pool.rng.random() < 0.1:
+    if pool.rng.random() < 0.08:
         question, name = _unsaid(pool)
-        return question, f"{name} is not in the text.", NOT_SAID
-    fact = pool.rng.choice(facts)
-    question, answer = pool.rng.choice(fact.asks)
-    return question, fact.sentence, answer
+        lines = [f"{fact.sentence} no" for fact in facts]
+        return question, "\n".join([*lines, f"{name} is not in the text."]), NOT_SAID
+    index = pool.rng.randrange(len(facts))
+    question, answer = pool.rng.choice(facts[index].asks)
+    lines = [f"{fact.sentence} no" for fact in facts[:index]]
+    return question, "\n".join([*lines, f"{facts[index].sentence} yes"]), answer
 
 
 def make_text(rng: random.Random, num_facts: int) -> tuple[_Pool, list[Fact], str]:
@@ -152,6 +156,6 @@ def frame(rng: random.Random, text: str, question: str) -> str:
 
 def reading(rng: random.Random) -> Turn:
     """Return a text with a question about it."""
-    pool, facts, text = make_text(rng, rng.choice((1, 2, 2, 3, 3, 4, 5, 6)))
+    pool, facts, text = make_text(rng, rng.choice((1, 2, 2, 3, 3, 4)))
     question, reasoning, answer = ask(pool, facts)
     return Turn(frame(rng, text, question), reasoning, answer, text, "reading", (text,))

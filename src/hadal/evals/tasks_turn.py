@@ -6,7 +6,9 @@ Knows nothing of any particular task.
 import random
 from dataclasses import dataclass
 
-_OPENERS = ("Please ", "please ", "Hey, ", "Hi! ", "Can you help? ", "OK, ", "Now ", "Quick question: ", "So, ")
+_OPENERS = (
+    "Please ", "please ", "Hey, ", "Hi! ", "Can you help? ", "OK, ", "Now ", "Quick question: ", "So, ",
+)
 _CLOSERS = (" Please.", " Thanks.", " please", " Thank you!", " Can you do that?")
 
 

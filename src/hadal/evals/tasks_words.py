@@ -4,35 +4,40 @@ Every word here becomes one token of the model that ships, so its spelling is le
 read letter by letter. Lists only; knows nothing of tasks.
 """
 
-NAMES = (
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+NAMES = _words(
     "Anna Ben Clara David Emma Felix Grace Henry Ida Jack Kate Leo Maria Noah Olga Paul Rosa Sam Tom Vera "
     "Will Zoe Adam Bella Carl Dora Eric Fiona George Hana Ivan Julia Karl Lucy Max Nina Oscar Petra Ruth Simon "
     "Tina Victor Wanda Yuki Alice Bob Mary John Peter Lisa Mark Sara Ali Chen Diego Eva Omar Priya Mia Liam"
-).split()
+)
 
-PLACES = (
+PLACES = _words(
     "kitchen garden park school library office garage market station museum bedroom bathroom cafe hotel "
     "airport bank beach forest church theatre hospital bakery cellar attic harbour stable zoo gym castle shop"
-).split()
+)
 
-THINGS = (
+THINGS = _words(
     "ball book key lamp coin cup hat bag box pen ring clock phone map knife spoon plate chair mirror ticket "
     "letter candle kite drum camera basket bottle brush pillow shirt rope stone flute violin umbrella ladder"
-).split()
+)
 
-COUNTED = (
+COUNTED = _words(
     "apples pears plums lemons eggs nuts coins books pens cards stamps shells marbles stickers cookies "
     "candles flowers balloons buttons tickets oranges carrots potatoes peaches cherries pencils"
-).split()
+)
 
-COLOURS = "red blue green yellow black white brown pink orange purple grey".split()
+COLOURS = _words("red blue green yellow black white brown pink orange purple grey")
 
-ANIMALS = (
+ANIMALS = _words(
     "cat dog horse cow goat sheep mouse rabbit fox bear wolf lion tiger monkey duck goose eagle owl frog snake "
     "whale shark camel zebra donkey turtle parrot pigeon hamster elephant giraffe penguin dolphin octopus"
-).split()
+)
 
-PLAIN = (
+PLAIN = _words(
     "apple banana cherry grape lemon mango melon orange peach pear plum strawberry raspberry blueberry tomato "
     "potato carrot onion pepper garlic bread butter cheese honey sugar salt rice soup cake cookie chocolate "
     "coffee tea water milk juice table window door house roof wall floor street bridge river lake mountain "
@@ -51,12 +56,12 @@ PLAIN = (
     "library language mathematics science history geography university knowledge elephant butterfly dragonfly "
     "umbrella telephone television newspaper calendar holiday birthday present surprise adventure treasure "
     "diamond emerald crystal pyramid volcano hurricane thunder lightning rainbow sunset horizon shadow candle"
-).split()
+)
 
 ALL_LOWER = tuple(sorted(set(PLAIN) | set(ANIMALS) | set(THINGS) | set(COLOURS) | set(PLACES)))
 
-MONTHS = (
+MONTHS = _words(
     "January February March April May June July August September October November December"
-).split()
+)
 MONTH_DAYS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
-WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+WEEKDAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")

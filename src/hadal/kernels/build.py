@@ -111,3 +111,15 @@ def _compile(compiler: list[str], library: Path) -> None:
         raise BuildError(f"the compiler did not finish within {COMPILE_TIMEOUT_S} s.") from None
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def main() -> None:
+    """`python -m hadal.kernels.build`: compile now, so that the first start need not. Without a compiler say so, once."""
+    try:
+        print(f"kernels: {build().name}")
+    except BuildError as error:
+        print(f"kernels: {error} Hadal runs without them, slower.")
+
+
+if __name__ == "__main__":
+    main()

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
 from hadal.kernels.experts import experts as routed_experts
+from hadal.kernels.linear import linear
+from hadal.kernels.swiglu import swiglu
 from hadal.model import mla
 from hadal.model.batch import DecodeBatch, PrefillBatch
 from hadal.reference.gate import gate as choose_experts
 from hadal.reference.params import LayerWeights
-from hadal.reference.swiglu import swiglu
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ def attn_core(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
         )
     else:
         o = mla.decode_core(q_nope, q_rope, layer.attention, state.config, state.batch, layer_index)
-    state.hidden_TD = state.hidden_TD + F.linear(o, layer.attention.o)
+    state.hidden_TD = state.hidden_TD + linear(o, layer.attention.o)
     state.x_TD = _norm(state.hidden_TD, layer.ffn_norm_D, state.config)
     state.q_nope_THN = state.q_rope_THR = state.latents_TD = None
 

@@ -18,6 +18,7 @@ from hadal.core.messages import Chunk
 from hadal.core.model_config import ModelConfig
 from hadal.kernels import decode_step
 from hadal.kernels.decode_step import DecodeStep
+from hadal.kernels.linear import linear
 from hadal.model.batch import decode_batch, prefill_batch
 from hadal.model.block import SEQUENTIAL, MicroBatch
 from hadal.model.cache import KvCache
@@ -83,7 +84,7 @@ class DeepseekV3:
 
     def head(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, V] of hidden states after the last norm."""
-        return F.linear(hidden_TD, self.weights.head_VD)
+        return linear(hidden_TD, self.weights.head_VD)
 
     def _all_layers(self, state: MicroBatch) -> Tensor:
         for index, layer in enumerate(self.weights.layers):

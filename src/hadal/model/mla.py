@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
+from hadal.kernels.linear import linear
 from hadal.kernels.mla_decode import mla_decode
 from hadal.model.batch import DecodeBatch, PrefillBatch
 from hadal.model.rope import rotate
@@ -22,7 +23,7 @@ from hadal.reference.params import LATENT_NORM_EPS, AttentionWeights
 
 def latents(x_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor) -> Tensor:
     """Return [T, C+R], what the cache holds of each token (eq. 1-5): normed c_kv, rotated key."""
-    ck_TD = F.linear(x_TD, weights.qkv_a[-config.latent_dim :])
+    ck_TD = linear(x_TD, weights.qkv_a[-config.latent_dim :])
     return _latents(ck_TD, weights, config, cos_sin_TR)
 
 
@@ -31,7 +32,7 @@ def queries_and_latents(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (q_nope [T, H, N], q_rope [T, H, R] rotated, latents [T, C+R]) (eq. 1-9)."""
     num_query = weights.qkv_a.shape[0] - config.latent_dim
-    q, ck_TD = torch.split(F.linear(x_TD, weights.qkv_a), [num_query, config.latent_dim], -1)
+    q, ck_TD = torch.split(linear(x_TD, weights.qkv_a), [num_query, config.latent_dim], -1)
     q_nope, q_rope = _split_heads(q, weights, config)
     return q_nope, rotate(q_rope, cos_sin_TR), _latents(ck_TD, weights, config, cos_sin_TR)
 
@@ -40,13 +41,13 @@ def queries(
     x_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The queries alone, where a token's latents are computed elsewhere."""
-    q_nope, q_rope = _split_heads(F.linear(x_TD, weights.qkv_a[: -config.latent_dim]), weights, config)
+    q_nope, q_rope = _split_heads(linear(x_TD, weights.qkv_a[: -config.latent_dim]), weights, config)
     return q_nope, rotate(q_rope, cos_sin_TR)
 
 
 def _split_heads(q: Tensor, weights: AttentionWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
     if weights.q_b is not None:
-        q = F.linear(F.rms_norm(q, q.shape[-1:], weights.q_a_norm_Q, LATENT_NORM_EPS), weights.q_b)
+        q = linear(F.rms_norm(q.contiguous(), q.shape[-1:], weights.q_a_norm_Q, LATENT_NORM_EPS), weights.q_b)
     q_THK = q.view(-1, config.num_attention_heads, config.qk_head_dim)
     q_nope, q_rope = torch.split(q_THK, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
     return q_nope, q_rope
@@ -85,8 +86,9 @@ def _expand(latents_SD: Tensor, weights: AttentionWeights, config: ModelConfig) 
     """Keys [S, H, N+R] and values [S, H, W] of every head (eq. 3, 5)."""
     heads = config.num_attention_heads
     c_SC, k_rope_SR = torch.split(latents_SD, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
-    k_nope_SHN = F.linear(c_SC, weights.w_uk_HNC.flatten(0, 1)).view(len(c_SC), heads, -1)
-    value_SHW = F.linear(c_SC, weights.w_uv_HWC.flatten(0, 1)).view(len(c_SC), heads, -1)
+    c_SC = c_SC.contiguous()
+    k_nope_SHN = linear(c_SC, weights.w_uk_HNC.flatten(0, 1)).view(len(c_SC), heads, -1)
+    value_SHW = linear(c_SC, weights.w_uv_HWC.flatten(0, 1)).view(len(c_SC), heads, -1)
     return torch.cat((k_nope_SHN, k_rope_SR[:, None].expand(-1, heads, -1)), dim=-1), value_SHW
 
 

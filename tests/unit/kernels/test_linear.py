@@ -48,6 +48,12 @@ def test_infinities_and_nans_pass_through() -> None:
     assert y[2].isnan().all()
 
 
+def test_leading_dimensions_are_kept() -> None:
+    x, w = torch.randn(2, 3, 7), torch.randn(5, 7)
+    torch.testing.assert_close(linear(x, w), F.linear(x, w))
+    assert linear(x[:, 0, :].contiguous()[:0], w).shape == (0, 5)
+
+
 def test_shapes_are_checked() -> None:
     with pytest.raises(ValueError, match="do not multiply"):
         linear(torch.randn(2, 3), torch.randn(4, 5))

@@ -78,13 +78,12 @@ int hadal_experts(void* team_, const float* x, int T, int D, const float* gate_u
     for (int t0 = 0; t0 < T; t0 += piece) {
         const int n = std::min(piece, T - t0);
         for (long i = 0; i < long(n) * K; i++) slot_ids[i] = int(ids[long(t0) * K + i]);
-        std::atomic<int> next_piece{0};
         team.run([&](const Member& me) {
             Sorted& s = sorted[size_t(me.index)];
             s.num_jobs = 0;
             sort_slots(slot_ids, n * K, E, s);
             add_routed_jobs(s, gate_up, down, E, I, D, gate, up);
-            run_up_share(me, s.jobs, s.num_jobs, x + long(t0) * D, D, K, next_piece, nullptr);
+            run_up_share(me, s.jobs, s.num_jobs, x + long(t0) * D, D, K, nullptr);
             int d0, d1;
             me.share(D, 4, d0, d1);
             for (int t = t0; t < t0 + n; t++) std::memset(y + long(t) * D + d0, 0, size_t(d1 - d0) * sizeof(float));

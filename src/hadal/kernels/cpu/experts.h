@@ -8,14 +8,10 @@
 //         token's experts are added in the order of their ids whatever the batch and the number of threads.
 // Shapes: T tokens, D model, E experts, I expert width, K experts per token.
 #pragma once
-#include <algorithm>
-
 #include "norm.h"
 #include "team.h"
 
 namespace hadal {
-
-constexpr long kPieceBytes = 128 << 10;  // a smaller piece of weights would mostly start cold
 
 struct Job {
     const float* gate_up;  // [2I, D]
@@ -107,12 +103,15 @@ inline void run_down(const Job& job, int D, int K, const float* weights_TK, int 
 // tokens.
 HADAL_INLINE long job_cost(const Job& job) { return job.num_tokens + 8; }
 
-// The part [from, to) of all jobs' I axes laid end to end, in units of cost; borders inside a job on multiples of 16 so
-// that activations are whole vectors. `after`: what this member multiplies when they are done.
-inline void run_up_range(const Job* jobs, int num_jobs, const float* x, int D, int K, long from, long to,
+// The member's share of all jobs' I axes, equal in cost; borders on multiples of 16 so that activations are whole
+// vectors. `after`: what this member multiplies when the jobs are done.
+inline void run_up_share(const Member& me, const Job* jobs, int num_jobs, const float* x, int D, int K,
                          const float* after) {
+    long total = 0;
+    for (int j = 0; j < num_jobs; j++) total += job_cost(jobs[j]) * jobs[j].I;
+    const long from = total * me.index / me.count, to = total * (me.index + 1) / me.count;
     long start = 0;
-    for (int j = 0; j < num_jobs && start < to; j++) {
+    for (int j = 0; j < num_jobs; j++) {
         const Job& job = jobs[j];
         const long cost = job_cost(job), length = cost * job.I;
         const auto border = [&](long at) {
@@ -125,23 +124,6 @@ inline void run_up_range(const Job* jobs, int num_jobs, const float* x, int D, i
         if (i0 < i1) run_up(job, x, D, K, i0, i1, is_last ? after : jobs[j + 1].gate_up);
         start += length;
     }
-}
-
-// All jobs' up phase. Each member has a fixed share of equal cost; where there is much to do, that is three quarters of
-// the work and the rest goes in small pieces to whoever is free, because cost is an estimate and cores are shared.
-inline void run_up_share(const Member& me, const Job* jobs, int num_jobs, const float* x, int D, int K,
-                         std::atomic<int>& next_piece, const float* after) {
-    long total = 0, num_bytes = 0;
-    for (int j = 0; j < num_jobs; j++) {
-        total += job_cost(jobs[j]) * jobs[j].I;
-        num_bytes += long(jobs[j].I) * D * 2 * long(sizeof(float));
-    }
-    const int num_pieces = me.count == 1 ? 0 : int(std::min(8l * me.count, num_bytes / 4 / kPieceBytes));
-    const long fixed = num_pieces ? total / 4 * 3 : total;
-    run_up_range(jobs, num_jobs, x, D, K, fixed * me.index / me.count, fixed * (me.index + 1) / me.count, after);
-    for (int i; num_pieces && (i = next_piece.fetch_add(1, std::memory_order_relaxed)) < num_pieces;)
-        run_up_range(jobs, num_jobs, x, D, K, fixed + (total - fixed) * i / num_pieces,
-                     fixed + (total - fixed) * (i + 1) / num_pieces, after);
 }
 
 inline void run_down_share(const Member& me, const Job* jobs, int num_jobs, int D, int K, const float* weights_TK,

@@ -152,11 +152,7 @@ class Step {
         const int width = qkv_width(), heads_qk = s_.H * qk();
         const float* x = norm_all(me, own, hidden_, s_.D, w.attn_norm_D, s_.D, s_.eps);
         multiply(me, x, s_.D, w.qkv_a, s_.D, width, qkv_, width, s_.Q ? share_of(me, w.q_b, heads_qk, s_.Q) : nullptr);
-        if (me.index == 0) {  // counters of later phases: nobody uses them between these barriers
-            attention_.next.store(0, std::memory_order_relaxed);
-            next_dense_.store(0, std::memory_order_relaxed);
-            next_routed_.store(0, std::memory_order_relaxed);
-        }
+        if (me.index == 0) attention_.next.store(0, std::memory_order_relaxed);
         me.barrier();
 
         // Where heads divide evenly and contexts are short, each member keeps its heads through all phases, three
@@ -255,13 +251,13 @@ class Step {
         sorted.num_jobs = 1;
         if (is_moe) multiply(me, x, s_.D, w.router_ED, s_.D, s_.E, router_, s_.E, share_of(me, w.gate_up, s_.S, s_.D));
         const float* down = share_of(me, w.down, s_.D, sorted.jobs[0].I);
-        run_up_share(me, sorted.jobs, 1, x, s_.D, s_.K, next_dense_, down);
+        run_up_share(me, sorted.jobs, 1, x, s_.D, s_.K, down);
         me.barrier();
         if (is_moe) {
             choose(me, own, w);
             sort_slots(own.ids, B_ * s_.K, s_.E, sorted);
             add_routed_jobs(sorted, w.gate_up_E, w.down_E, s_.E, s_.I, s_.D, gate_, up_);
-            run_up_share(me, sorted.jobs + 1, sorted.num_jobs - 1, x, s_.D, s_.K, next_routed_, down);
+            run_up_share(me, sorted.jobs + 1, sorted.num_jobs - 1, x, s_.D, s_.K, down);
             me.barrier();
         }
         run_down_share(me, sorted.jobs, sorted.num_jobs, s_.D, s_.K, own.weights, hidden_, next);
@@ -294,7 +290,6 @@ class Step {
     std::unique_ptr<char, Free> memory_;
     std::vector<Own> own_;
     Attention attention_{};
-    std::atomic<int> next_dense_{0}, next_routed_{0};
     // This step's rows:
     int B_ = 0;
     bool is_short_ = false;
