@@ -43,7 +43,7 @@ AIMS: dict[str, Callable[[Point], float | None]] = {
 
 
 CAPTION = (
-    "medians. hadal: share of the bound. peers: how many times as fast hadal is, and whether that is what is aimed at.\n"
+    "medians. hadal: share of the bound. peers: how many times as fast hadal is, and whether that is aimed at.\n"
     "others: cores that other processes kept busy meanwhile."
 )
 

@@ -18,7 +18,9 @@ from train.tokenizer import BOS, CHAT_TEMPLATE, EOS, THINK_END
 _TEMPLATE = jinja2.Template(CHAT_TEMPLATE)
 PAD_ID = 2
 # Harder tasks get more examples, and so do those whose replies are short.
-WEIGHTS = {"arithmetic": 4, "sort": 7, "reverse": 2.5, "letters": 2, "dates": 2.5, "reading": 9, "talk": 2, "followup": 5}
+WEIGHTS = {
+    "arithmetic": 5, "sort": 7, "reverse": 4, "letters": 3, "dates": 3.5, "reading": 8, "talk": 2, "followup": 5,
+}
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,9 @@ def pack(encoded: list[tuple[list[int], list[int]]], examples: list[Example], nu
         marked = [-100] * len(prompt) + reply
         rows["tokens"] += ids
         rows["positions"] += range(size)
-        rows["targets"] += marked[1:] + [-100]
-        rows["next_tokens"] += ids[1:] + [0]
-        rows["mtp_targets"] += marked[2:] + [-100, -100]
+        rows["targets"] += [*marked[1:], -100]
+        rows["next_tokens"] += [*ids[1:], 0]
+        rows["mtp_targets"] += [*marked[2:], -100, -100]
         rows["sequence"] += [index] * size
         bounds.append(bounds[-1] + size)
     return Batch(bounds=torch.tensor(bounds), examples=tuple(examples), **{k: torch.tensor(v) for k, v in rows.items()})

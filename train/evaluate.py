@@ -85,7 +85,9 @@ def generate(model: Model, prompts: list[list[int]], num_new: int = 320) -> list
 
 
 @torch.no_grad()
-def acceptance_and_load(model: Model, prompts: list[list[int]], replies: list[list[int]]) -> tuple[float, list[float], list[float]]:
+def acceptance_and_load(
+    model: Model, prompts: list[list[int]], replies: list[list[int]]
+) -> tuple[float, list[float], list[float]]:
     """Return how often the MTP layer names the model's own greedy next-but-one token over the generated text,
     and per mixture layer the largest expert load over the mean and the share of experts with no token."""
     batch = pack(list(zip(prompts, replies, strict=True)), [])
@@ -101,7 +103,9 @@ def acceptance_and_load(model: Model, prompts: list[list[int]], replies: list[li
     return agree, [(c.max() / c.mean()).item() for c in counts], [(c == 0).float().mean().item() for c in counts]
 
 
-def ask(model: Model, tokenizer: Tokenizer, examples: list[Example], batch_size: int = 64) -> tuple[list[str], list, list]:
+def ask(
+    model: Model, tokenizer: Tokenizer, examples: list[Example], batch_size: int = 64
+) -> tuple[list[str], list[list[int]], list[list[int]]]:
     """Return (reply texts, prompts, reply tokens) for examples, the like-sized together."""
     prompts = [encode(tokenizer, example)[0] for example in examples]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -133,14 +137,20 @@ def main() -> None:
         right[task] = args.count - len(wrong)
         print(f"{task:12s} {right[task] / args.count:7.1%}", flush=True)
         for example, text in wrong[: args.show]:
-            print(f"   {render_prompt(example)[-300:]!r}\n   should {example.reasoning!r} {example.answer!r}\n   said   {text!r}")
+            print(f"   {render_prompt(example)[-300:]!r}\n   should {example.reasoning!r} {example.answer!r}")
+            print(f"   said   {text!r}")
         all_prompts += prompts
         all_replies += replies
     agree, skew, idle = acceptance_and_load(model, all_prompts, all_replies)
+    by_task = {}
+    for index, task in enumerate(TASKS):
+        part = slice(index * args.count, (index + 1) * args.count)
+        by_task[task] = [round(s, 1) for s in acceptance_and_load(model, all_prompts[part], all_replies[part])[1]]
     print(json.dumps({
         "overall": round(sum(right.values()) / (args.count * len(TASKS)), 4), "questions": args.count * len(TASKS),
         **{task: right[task] / args.count for task in TASKS}, "mtp_acceptance": round(agree, 4),
-        "load_max_over_mean": [round(s, 2) for s in skew], "idle_experts": [round(s, 3) for s in idle],
+        "load_max_over_mean": [round(s, 2) for s in skew], "of_one_task": by_task,
+        "idle_experts": [round(s, 3) for s in idle],
         "tokens_generated": sum(map(len, all_replies)), "seconds": round(time.perf_counter() - begin, 1),
     }))
 

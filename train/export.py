@@ -22,6 +22,9 @@ from train.tokenizer import config as tokenizer_config
 BLOCK = 128
 FP8_MAX = 448.0
 NUM_SHARDS = 3
+GENERATION = {
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "do_sample": True, "temperature": 0.3, "top_p": 0.95,
+}
 
 
 def quantise(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,10 +114,12 @@ def export(model: Model, tokenizer: Tokenizer, out: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     _write_shards(aside, tensors(model))
-    generation = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "do_sample": True, "temperature": 0.3, "top_p": 0.95}
-    for name, value in {
-        "config.json": model_config(model.c), "generation_config.json": generation, "tokenizer_config.json": tokenizer_config(),
-    }.items():
+    files = {
+        "config.json": model_config(model.c),
+        "generation_config.json": GENERATION,
+        "tokenizer_config.json": tokenizer_config(),
+    }
+    for name, value in files.items():
         (aside / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     tokenizer.save(str(aside / "tokenizer.json"))
     out.mkdir(parents=True, exist_ok=True)
@@ -140,8 +145,8 @@ def load(folder: Path) -> tuple[Model, Tokenizer]:
     for name, tensor in model.state_dict().items():
         prefix = name.rsplit(".", 1)[0]
         if name.endswith("gate_up_proj"):
-            parts = (torch.cat([read(f"{prefix}.{e}.{p}_proj.weight") for p in ("gate", "up")]) for e in range(len(tensor)))
-            state[name] = torch.stack(list(parts))
+            pairs = [[read(f"{prefix}.{e}.{p}_proj.weight") for p in ("gate", "up")] for e in range(len(tensor))]
+            state[name] = torch.stack([torch.cat(pair) for pair in pairs])
         elif name.endswith("experts.down_proj"):
             state[name] = torch.stack([read(f"{prefix}.{e}.down_proj.weight") for e in range(len(tensor))])
         else:
@@ -153,7 +158,7 @@ def load(folder: Path) -> tuple[Model, Tokenizer]:
 def main() -> None:
     """Read the command line and export a checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", type=Path, default=Path("runs/hadal-tiny"))
+    parser.add_argument("--run", type=Path, default=Path("train/runs/hadal-tiny"))
     parser.add_argument("--out", type=Path, default=Path("models/hadal-tiny"))
     args = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(args.run / "tokenizer.json"))

@@ -1,5 +1,6 @@
-// The parts of training that plain torch does slowly on a CPU: expert routing, the experts on sorted tokens, and
-// causal attention over sequences of different lengths laid end to end. Each has a plain twin in experts.py / attention.py.
+// The parts of training that plain torch does slowly on a CPU: expert routing, the experts on sorted tokens, causal
+// attention over sequences of different lengths laid end to end, norms, and Muon's step. Each has a plain twin in
+// experts.py or optim.py.
 //
 // Row-major C[M,N] = A[M,K] B is computed as the column-major product of the transposes, as BLAS wants it.
 #include <ATen/Parallel.h>
@@ -17,10 +18,12 @@ using at::Tensor;
 static constexpr char N = 'n', T = 't';
 
 // The single-precision product of the BLAS inside libtorch; inside an OpenMP region it runs on the calling thread.
-extern "C" void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
+extern "C" void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*,
+      const int*,
                        const float*, const int*, const float*, float*, const int*);
 
-static void gemm(char ta, char tb, int m, int n, int k, float alpha, const float* a, int lda, const float* b, int ldb, float beta,
+static void gemm(char ta, char tb, int m, int n, int k, float alpha, const float* a, int lda, const float* b,
+      int ldb, float beta,
                  float* c, int ldc) {
   sgemm_(&ta, &tb, &m, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &ldc);
 }
@@ -110,7 +113,8 @@ std::vector<Tensor> experts_forward(const Tensor& x, const Tensor& gate_up, cons
 
 // Gradients of x, gate_up, down and weights. y itself is never needed: <dout, y> = <dout down, hidden>.
 std::vector<Tensor> experts_backward(const Tensor& dout, const Tensor& x, const Tensor& gate_up, const Tensor& down,
-                                     const Tensor& weights, const Tensor& order, const Tensor& starts, const Tensor& kept) {
+                                     const Tensor& weights, const Tensor& order, const Tensor& starts,
+                                           const Tensor& kept) {
   const int64_t tokens = x.size(0), D = x.size(1), E = gate_up.size(0), F = down.size(2), k = weights.size(1);
   const int threads = at::get_num_threads();
   Tensor dx = at::zeros({threads, tokens, D}, x.options()), dgu = at::empty_like(gate_up), ddn = at::empty_like(down);
@@ -118,7 +122,8 @@ std::vector<Tensor> experts_backward(const Tensor& dout, const Tensor& x, const 
   const float *gp = dout.data_ptr<float>(), *xp = x.data_ptr<float>(), *gu = gate_up.data_ptr<float>();
   const float *dn = down.data_ptr<float>(), *w = weights.data_ptr<float>(), *kp = kept.data_ptr<float>();
   const int64_t *o = order.data_ptr<int64_t>(), *s = starts.data_ptr<int64_t>();
-  float *dxp = dx.data_ptr<float>(), *dgp = dgu.data_ptr<float>(), *ddp = ddn.data_ptr<float>(), *dwp = dw.data_ptr<float>();
+  float *dxp = dx.data_ptr<float>(), *dgp = dgu.data_ptr<float>(), *ddp = ddn.data_ptr<float>(),
+        *dwp = dw.data_ptr<float>();
 #pragma omp parallel num_threads(threads)
   {
     std::vector<float> rows, grads, hidden, dh, dpre, back;
@@ -133,7 +138,8 @@ std::vector<Tensor> experts_backward(const Tensor& dout, const Tensor& x, const 
         continue;
       }
       const int64_t* slot = o + s[e];
-      rows.resize(m * D); grads.resize(m * D); hidden.resize(m * F); dh.resize(m * F); dpre.resize(m * 2 * F); back.resize(m * D);
+      rows.resize(m * D); grads.resize(m * D); hidden.resize(m * F); dh.resize(m * F); dpre.resize(m * 2 * F);
+      back.resize(m * D);
       for (int64_t i = 0; i < m; i++) {
         std::memcpy(&rows[i * D], xp + slot[i] / k * D, D * sizeof(float));
         std::memcpy(&grads[i * D], gp + slot[i] / k * D, D * sizeof(float));
@@ -185,7 +191,8 @@ static void scores_softmax(const float* q, const float* key, float* p, float* ls
 }
 
 // q,k [tokens,H,dk], v [tokens,H,dv]; `bounds` holds where each sequence begins, and the end. -> out, lse [H,tokens].
-std::vector<Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bounds, double scale) {
+std::vector<Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bounds,
+      double scale) {
   const int64_t tokens = q.size(0), H = q.size(1), dk = q.size(2), dv = v.size(2), num = bounds.numel() - 1;
   Tensor out = at::empty({tokens, H, dv}, q.options()), lse = at::empty({H, tokens}, q.options());
   const int64_t* b = bounds.data_ptr<int64_t>();
@@ -200,22 +207,27 @@ std::vector<Tensor> attention_forward(const Tensor& q, const Tensor& k, const Te
       p.resize(BLOCK * n);
       for (int64_t r0 = 0; r0 < n; r0 += BLOCK) {
         const int64_t r1 = std::min(n, r0 + BLOCK);
-        scores_softmax(qp + (s0 * H + h) * dk, kp + (s0 * H + h) * dk, p.data(), lp + h * tokens + s0, r0, r1, dk, H * dk, scale, false);
-        gemm(N, N, dv, r1 - r0, r1, 1.f, vp + (s0 * H + h) * dv, H * dv, p.data(), r1, 0.f, op + ((s0 + r0) * H + h) * dv, H * dv);
+        scores_softmax(qp + (s0 * H + h) * dk, kp + (s0 * H + h) * dk, p.data(), lp + h * tokens + s0, r0, r1, dk,
+              H * dk, scale, false);
+        gemm(N, N, dv, r1 - r0, r1, 1.f, vp + (s0 * H + h) * dv, H * dv, p.data(), r1, 0.f,
+              op + ((s0 + r0) * H + h) * dv, H * dv);
       }
     }
   }
   return {out, lse};
 }
 
-std::vector<Tensor> attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+std::vector<Tensor> attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+      const Tensor& out,
                                        const Tensor& lse, const Tensor& bounds, double scale) {
   const int64_t tokens = q.size(0), H = q.size(1), dk = q.size(2), dv = v.size(2), num = bounds.numel() - 1;
   Tensor dq = at::empty_like(q), dkey = at::zeros_like(k), dval = at::zeros_like(v);
   const int64_t* b = bounds.data_ptr<int64_t>();
-  const float *gp = dout.data_ptr<float>(), *qp = q.data_ptr<float>(), *kp = k.data_ptr<float>(), *vp = v.data_ptr<float>();
+  const float *gp = dout.data_ptr<float>(), *qp = q.data_ptr<float>(), *kp = k.data_ptr<float>(),
+        *vp = v.data_ptr<float>();
   const float* op = out.data_ptr<float>();
-  float *lp = lse.data_ptr<float>(), *dqp = dq.data_ptr<float>(), *dkp = dkey.data_ptr<float>(), *dvp = dval.data_ptr<float>();
+  float *lp = lse.data_ptr<float>(), *dqp = dq.data_ptr<float>(), *dkp = dkey.data_ptr<float>(),
+        *dvp = dval.data_ptr<float>();
 #pragma omp parallel num_threads(at::get_num_threads())
   {
     std::vector<float> p, dp;
@@ -225,7 +237,8 @@ std::vector<Tensor> attention_backward(const Tensor& dout, const Tensor& q, cons
       p.resize(BLOCK * n); dp.resize(BLOCK * n);
       for (int64_t r0 = 0; r0 < n; r0 += BLOCK) {
         const int64_t r1 = std::min(n, r0 + BLOCK), rows = r1 - r0, row0 = ((s0 + r0) * H + h), all0 = s0 * H + h;
-        scores_softmax(qp + all0 * dk, kp + all0 * dk, p.data(), lp + h * tokens + s0, r0, r1, dk, H * dk, scale, true);
+        scores_softmax(qp + all0 * dk, kp + all0 * dk, p.data(), lp + h * tokens + s0, r0, r1, dk, H * dk, scale,
+              true);
         gemm(N, T, dv, r1, rows, 1.f, gp + row0 * dv, H * dv, p.data(), r1, 1.f, dvp + all0 * dv, H * dv);
         gemm(T, N, r1, rows, dv, 1.f, vp + all0 * dv, H * dv, gp + row0 * dv, H * dv, 0.f, dp.data(), r1);
         for (int64_t r = 0; r < rows; r++) {
@@ -263,7 +276,8 @@ std::vector<Tensor> norm_backward(const Tensor& dy, const Tensor& x, const Tenso
   const int64_t rows = x.size(0), D = x.size(1);
   const int threads = at::get_num_threads();
   Tensor dx = at::empty_like(x), dw = at::zeros({threads, D}, x.options());
-  const float *gp = dy.data_ptr<float>(), *xp = x.data_ptr<float>(), *w = weight.data_ptr<float>(), *ip = inverse.data_ptr<float>();
+  const float *gp = dy.data_ptr<float>(), *xp = x.data_ptr<float>(), *w = weight.data_ptr<float>(),
+        *ip = inverse.data_ptr<float>();
   float *dxp = dx.data_ptr<float>(), *dwp = dw.data_ptr<float>();
 #pragma omp parallel num_threads(threads)
   {
@@ -284,7 +298,8 @@ std::vector<Tensor> norm_backward(const Tensor& dy, const Tensor& x, const Tenso
 }
 
 // One Muon step of `n` separate matrices [rows, cols] laid one behind the other; each is worked on inside the cache.
-void muon_step(const Tensor& param, const Tensor& grad, const Tensor& buffer, int64_t rows, int64_t cols, double lr, double momentum,
+void muon_step(const Tensor& param, const Tensor& grad, const Tensor& buffer, int64_t rows, int64_t cols,
+      double lr, double momentum,
                double weight_decay) {
   const int64_t size = rows * cols, n = param.numel() / size, side = std::min(rows, cols);
   float *pp = param.data_ptr<float>(), *bp = buffer.data_ptr<float>();

@@ -151,7 +151,8 @@ class MoE(nn.Module):
         self.counts += torch.bincount(chosen.flatten(), minlength=c.n_routed_experts)
         weights = scores.gather(1, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * c.routed_scaling_factor
-        return grouped_experts(x, self.experts.gate_up_proj, self.experts.down_proj, weights, chosen) + self.shared_experts(x)
+        routed = grouped_experts(x, self.experts.gate_up_proj, self.experts.down_proj, weights, chosen)
+        return routed + self.shared_experts(x)
 
 
 class Layer(nn.Module):

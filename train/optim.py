@@ -30,8 +30,10 @@ def orthogonalise(g: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    """Momentum, orthogonalised: one step turns and moves a matrix by the same amount in every direction."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": 0.1})
 
     @torch.no_grad()
     def step(self) -> None:
@@ -44,8 +46,10 @@ class Muon(torch.optim.Optimizer):
                     state["buffer"] = torch.zeros_like(p)
                 buffer = state["buffer"]
                 if p.ndim == 3 and kernels() is not None:
-                    rows = p.shape[1] // 2 if p.shape[1] < p.shape[2] else p.shape[1]  # gate and up are two matrices
-                    kernels().muon_step(p, p.grad.contiguous(), buffer, rows, p.shape[2], group["lr"], group["momentum"], group["weight_decay"])
+                    # Gate and up of an expert are two matrices, one above the other.
+                    rows = p.shape[1] // 2 if p.shape[1] < p.shape[2] else p.shape[1]
+                    rates = group["lr"], group["momentum"], group["weight_decay"]
+                    kernels().muon_step(p, p.grad.contiguous(), buffer, rows, p.shape[2], *rates)
                     continue
                 buffer.lerp_(p.grad, 1 - group["momentum"])
                 update = p.grad.lerp(buffer, group["momentum"])
@@ -66,7 +70,8 @@ def make_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
             gates.append(p)
         else:
             rest.append(p)
-    adam = torch.optim.AdamW([{"params": rest, "lr": 0.4 * lr}, {"params": gates, "lr": 0.15 * lr}], betas=(0.9, 0.95), weight_decay=0.0)
+    groups = [{"params": rest, "lr": 0.4 * lr}, {"params": gates, "lr": 0.15 * lr}]
+    adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
     optimizers = [Muon(hidden, lr), adam]
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -1,6 +1,6 @@
-"""Train hadal-tiny from nothing, for a given number of minutes, and export it now and then.
+"""Train hadal-tiny from nothing, for a given number of minutes, and export it into the run's folder at the end.
 
-`python -m train --minutes 75 --run <folder>`. Resumes from the folder's checkpoint if there is one.
+`python -m train --minutes 90 --run <folder>`. Resumes from the folder's checkpoint if there is one.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from train.data import Batch, batches
+from train.export import export
 from train.model import Config, Model, MoE
 from train.optim import make_optimizers, schedule
 from train.tokenizer import load_or_build
@@ -132,8 +133,8 @@ class Run:
                 group["lr"] = group["base_lr"] * schedule(progress)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        # Balanced firmly at first so that every expert learns, hardly late, at last not at all: real routing stays skewed.
-        gamma = max(5e-4, 2e-3 * min(1.0, (1 - progress / 0.6) / 0.6)) if progress < 0.9 else 0.0
+        # Balanced firmly at first so that every expert learns, hardly at all late: real routing stays skewed.
+        gamma = max(5e-4, 2e-3 * min(1.0, (1 - progress / 0.6) / 0.6)) if progress < 0.85 else 0.0
         skew = balance(self.model, gamma)
         self.step += 1
         self.num_tokens += len(batch.tokens)
@@ -152,8 +153,10 @@ class Run:
             self.elapsed += time.perf_counter() - begin
             if self.elapsed - last_log > 20:
                 speed = (self.num_tokens - tokens_before) / (self.elapsed - last_log)
-                self.log(loss=round(loss, 4), mtp=round(mtp_loss, 4), tok_s=round(speed), mtok=round(self.num_tokens / 1e6, 2),
-                         skew=[round(s, 1) for s in skew])
+                self.log(
+                    loss=round(loss, 4), mtp=round(mtp_loss, 4), tok_s=round(speed),
+                    mtok=round(self.num_tokens / 1e6, 2), skew=[round(s, 1) for s in skew],
+                )
                 last_log, tokens_before = self.elapsed, self.num_tokens
             if self.elapsed - last_check > check_every_s or self.elapsed >= self.seconds:
                 begin = time.perf_counter()
@@ -170,10 +173,10 @@ class Run:
 def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", type=Path, default=Path("runs/hadal-tiny"))
-    parser.add_argument("--minutes", type=float, default=75)
+    parser.add_argument("--run", type=Path, default=Path("train/runs/hadal-tiny"))
+    parser.add_argument("--minutes", type=float, default=90)
     parser.add_argument("--lr", type=float, default=0.008)
-    parser.add_argument("--batch-tokens", type=int, default=8192)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--check-minutes", type=float, default=4)
     parser.add_argument("--seed", type=int, default=0)
@@ -183,6 +186,9 @@ def main() -> None:
     print(f"{sum(p.numel() for p in run.model.parameters()):,} parameters", flush=True)
     signal.signal(signal.SIGTERM, run.stop)
     run.train(args.batch_tokens, args.check_minutes * 60, 240)
+    if not run.stopping:
+        export(run.model, run.tokenizer, args.run / "model")
+        print(f"published folder: {args.run / 'model'}")
 
 
 if __name__ == "__main__":

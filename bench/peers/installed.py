@@ -31,7 +31,8 @@ class Engine:
 def hadal(folder: Path, threads: int) -> Engine:
     """Hadal itself, from this checkout."""
     command = [sys.executable, "-m", "bench.hadal_engine", str(folder), str(threads)]
-    return Engine("hadal", command, {"OMP_NUM_THREADS": str(threads)})
+    # Passive waiting is how the server starts its units.
+    return Engine("hadal", command, {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"})
 
 
 def installed_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:

@@ -83,7 +83,7 @@ def reason_reverse(items: list[str]) -> str:
 
 def _numbers(rng: random.Random) -> list[str]:
     top = rng.choice((9, 99, 99, 99, 999))
-    size = rng.randint(2, 3 if top == 999 else 4)
+    size = rng.choice((2, 3) if top == 999 else (2, 3, 3, 4))
     picked = [rng.randint(0, top) for _ in range(size)]
     if rng.random() < 0.9:
         picked = rng.sample(range(top + 1), size)
@@ -93,9 +93,9 @@ def _numbers(rng: random.Random) -> list[str]:
 def sort(rng: random.Random) -> Turn:
     """Return a list to sort, or to find the largest or the smallest of."""
     words_asked = rng.random() < 0.4
-    down = rng.random() < (0.25 if words_asked else 0.4)
+    down = rng.random() < (0.1 if words_asked else 0.35)
     if words_asked:
-        words = rng.sample(ALL_LOWER if rng.random() < 0.85 else NAMES, rng.choice((2, 3, 3)))
+        words = rng.sample(ALL_LOWER if rng.random() < 0.85 else NAMES, rng.choice((2, 2, 3)))
         ordered = sorted(words, key=str.lower, reverse=down)
         template = rng.choice(_WORDS_DOWN if down else _WORDS_UP)
         return _sorted_turn(rng, template, words, ordered, down)

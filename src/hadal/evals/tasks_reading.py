@@ -11,6 +11,10 @@ from hadal.evals.tasks_turn import Turn, random_letters
 from hadal.evals.tasks_words import ANIMALS, COLOURS, COUNTED, NAMES, PLACES, THINGS
 
 NOT_SAID = "The text does not say."
+_UNSAID_NAME = (
+    "Where is {n}?", "What does {n} have?", "How old is {n}?", "What does {n} like?", "Where did {n} go?",
+)
+_UNSAID_THING = ("Where is the {t}?", "Who has the {t}?", "Who bought the {t}?")
 _FRAMES = (
     "{t} {q}", "{t}\n{q}", "{t}\n\n{q}", "{t}\n\nQuestion: {q}", "Text: {t}\nQuestion: {q}",
     "Read this: {t} {q}",
@@ -50,7 +54,8 @@ def _a(word: str) -> str:
 
 def _where(pool: _Pool) -> Fact:
     n, p = pool.draw(NAMES), pool.draw(PLACES)
-    sentence = pool.rng.choice((f"{n} is in the {p}.", f"{n} went to the {p}.", f"{n} is at the {p}.", f"{n} works in the {p}."))
+    verb = pool.rng.choice(("is in", "went to", "is at", "works in"))
+    sentence = f"{n} {verb} the {p}."
     if "works" in sentence:
         return Fact(sentence, ((f"Where does {n} work?", f"the {p}"), (f"Who works in the {p}?", n)))
     who = (f"Who went to the {p}?", n) if "went" in sentence else (f"Who is in the {p}?", n)
@@ -110,7 +115,8 @@ def _likes(pool: _Pool) -> Fact:
     plural = a + ("es" if a in ("fox", "octopus") else "s")
     if a in ("sheep", "wolf", "mouse", "goose", "donkey", "monkey", "turkey"):
         plural = a
-    return Fact(f"{n} likes the {plural}.", ((f"What does {n} like?", f"the {plural}"), (f"Who likes the {plural}?", n)))
+    asks = ((f"What does {n} like?", f"the {plural}"), (f"Who likes the {plural}?", n))
+    return Fact(f"{n} likes the {plural}.", asks)
 
 
 _MAKERS = (_where, _where, _has, _has, _count, _gave, _age, _pet, _thing_at, _likes)
@@ -120,10 +126,9 @@ def _unsaid(pool: _Pool) -> tuple[str, str]:
     """A question about someone or something the text does not name, and the name."""
     if pool.rng.random() < 0.6:
         name = pool.draw(NAMES)
-        return pool.rng.choice((f"Where is {name}?", f"What does {name} have?", f"How old is {name}?",
-                                f"What does {name} like?", f"Where did {name} go?")), name
+        return pool.rng.choice(_UNSAID_NAME).format(n=name), name
     thing = pool.draw(THINGS)
-    return pool.rng.choice((f"Where is the {thing}?", f"Who has the {thing}?", f"Who bought the {thing}?")), f"The {thing}"
+    return pool.rng.choice(_UNSAID_THING).format(t=thing), f"The {thing}"
 
 
 def ask(pool: _Pool, facts: list[Fact]) -> tuple[str, str, str]:
