@@ -17,7 +17,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How a request's next token is drawn. The draw at output index i depends on (`seed`, i) alone: a retry repeats it."""
+    """How a request's next token is drawn. The draw at output index i depends on (`seed`, i) alone."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -211,7 +211,7 @@ def _check(config: ModelConfig, source: str) -> None:
     reachable = config.topk_group * (config.n_routed_experts // config.n_group)
     if config.num_experts_per_tok > reachable:
         raise CheckpointError(
-            f"{source}: num_experts_per_tok {config.num_experts_per_tok} exceeds the {reachable} experts of kept groups."
+            f"{source}: num_experts_per_tok {config.num_experts_per_tok} exceeds the {reachable} experts of its groups."
         )
     if config.n_routed_experts // config.n_group < 2 and config.n_group > 1:
         raise CheckpointError(f"{source}: a group needs two experts; its score is the sum of its two best.")

@@ -51,7 +51,7 @@ class Freed(msgspec.Struct, frozen=True):
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """Front only: new tokens, or the end, for the stream of one request. Exactly one Deliver of a request is `final`."""
+    """Front only: new tokens, or the end, for the stream of one request. Exactly one of a request is `final`."""
 
     request_id: str
     tokens: tuple[Token, ...]

@@ -114,7 +114,7 @@ def _compile(compiler: list[str], library: Path) -> None:
 
 
 def main() -> None:
-    """`python -m hadal.kernels.build`: compile now, so that the first start need not. Without a compiler say so, once."""
+    """`python -m hadal.kernels.build`: compile now, so that the first start need not. Without a compiler, say so."""
     try:
         print(f"kernels: {build().name}")
     except BuildError as error:
