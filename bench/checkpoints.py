@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / ".peers"
 MODELS = PEERS / "models"
 SHIPPED = ROOT / "models" / "hadal-tiny"
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 
 MID: dict[str, Any] = {
@@ -153,7 +154,8 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     )
     tokenizer.train_from_iterator(pydoc_data.topics.topics.values(), trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "add_bos_token": True}
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "add_bos_token": True,
+             "chat_template": TEMPLATE}  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(names, ensure_ascii=False, indent=1), encoding="utf-8")
 
 

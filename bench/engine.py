@@ -16,11 +16,11 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.checkpoints import PEERS, mid_model, shipped_model_fp32
-from bench.engine_report import report
+from bench.engine_report import report, wide_console
 from bench.machine import CpuWatch, Limits, describe, measure_limits
 from bench.peers.installed import Engine, hadal, installed_peers
 from bench.results import CONTEXT, POINTS, QUICK_POINTS, EngineResult, ModelResult, Point, Series
-from bench.subject import SubjectFailed, SubjectProcess
+from bench.subject import SubjectFailed, SubjectProcess, SubjectUnsupported
 from hadal.core.model_config import read_model_config
 
 
@@ -60,6 +60,8 @@ def measure(result: ModelResult, processes: list[SubjectProcess], repetitions: i
                 watch.start([process.pid])
                 try:
                     rate = ask(process, point)
+                except SubjectUnsupported:
+                    continue
                 except SubjectFailed as error:
                     result.notes[process.name] = f"failed at {point.name}: {error}"
                     console.print(f"  [red]{result.notes[process.name]}[/red]")
@@ -120,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=0, help="default: 5, or 1 with --quick")
     options = parser.parse_args(arguments)
-    console = Console()
+    console = wide_console()
     repetitions = options.repetitions or (1 if options.quick else 5)
     models = options.model or ["mid", "hadal-tiny"]
     result = run(models, options.threads, options.engine or [], repetitions, console, quick=options.quick)

@@ -42,10 +42,21 @@ AIMS: dict[str, Callable[[Point], float | None]] = {
 """Peer -> point -> how many times its speed Hadal should have; None where nothing is aimed at."""
 
 
+def _aim(peer: str, point: Point) -> float | None:
+    aim = AIMS.get(peer)
+    return None if aim is None else aim(point)
+
+
 CAPTION = (
     "medians. hadal: share of the bound. peers: how many times as fast hadal is, and whether that is aimed at.\n"
-    "others: cores that other processes kept busy meanwhile."
+    "over 100 %: some of the weights stay in the cache. others: cores that other processes kept busy meanwhile."
 )
+
+
+def wide_console() -> Console:
+    """Where nobody watches there is room: 120 columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
 
 
 def report(result: EngineResult, console: Console) -> None:
@@ -86,7 +97,7 @@ def _row(result: EngineResult, model: ModelResult, point: Point, peers: list[str
         elif own is None:
             cells.append(_number(series.median))
         else:
-            cells.append(f"{_number(series.median)} {_ratio(own.median / series.median, AIMS[peer](point))}")
+            cells.append(f"{_number(series.median)} {_ratio(own.median / series.median, _aim(peer, point))}")
     watched = [cores for (_, at), series in model.series.items() if at == point for cores in series.others_cores]
     cells.append(f"{sum(watched) / len(watched):.1f}" if watched else "-")
     return cells

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from hadal.kernels.linear import linear
+
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -48,12 +50,13 @@ def _best_seconds(work: Callable[[], object], rounds: int) -> float:
 
 
 def _read_bytes_per_s(rounds: int) -> float:
-    # 512 MiB: far beyond any cache. A matrix-vector product and a sum only read; the faster one is the limit.
+    # 512 MiB: far beyond any cache. All of these do little but read; the fastest is the limit.
     matrix = torch.ones(16384, 8192)
     vector = torch.ones(8192)
-    num_bytes = matrix.numel() * matrix.element_size()
-    seconds = min(_best_seconds(lambda: matrix @ vector, rounds), _best_seconds(lambda: matrix.sum(), rounds))
-    return num_bytes / seconds
+    readers: list[Callable[[], object]] = [
+        lambda: matrix @ vector, lambda: matrix.sum(), lambda: linear(vector[None], matrix),
+    ]  # fmt: skip
+    return matrix.numel() * matrix.element_size() / min(_best_seconds(read, rounds) for read in readers)
 
 
 def _gemm_flops_per_s(rounds: int) -> float:

@@ -9,9 +9,10 @@ bare engine is the same Runner at the same batch in a process alone. What the se
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.checkpoints import PEERS, ROOT, SHIPPED, mid_model
-from bench.client import Stream, stream
 from bench.machine import CLOCK_TICKS, CpuWatch
 from bench.server import Running, launched, wait_ready
 from bench.subject import prompts
@@ -91,41 +91,64 @@ def snapshot(running: Running) -> Snapshot:
     return Snapshot(time_s, num_tokens, cpu_s)
 
 
-async def run_streams(running: Running, model: Path, steps: int) -> tuple[Snapshot, Snapshot, float]:
+class Streams:
+    """Clients that look at their sockets ten times a second: they share the cores with what is measured."""
+
+    def __init__(self, running: Running, model: Path, num_tokens: int) -> None:
+        vocab_size = read_model_config(model).vocab_size
+        body = {
+            "model": model.name, "max_tokens": num_tokens, "temperature": 0.6, "top_p": 0.95, "ignore_eos": True,
+            "stream": True,
+        }  # fmt: skip
+        self._running = running
+        self._ended = b""
+        self._sockets = []
+        for index, prompt in enumerate(prompts(BATCH, CONTEXT, vocab_size, seed=3)):
+            content = json.dumps({**body, "prompt": prompt, "seed": index}).encode()
+            head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            client = socket.create_connection(running.address, timeout=TIMEOUT_S)
+            client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            client.setblocking(False)
+            self._sockets.append(client)
+
+    def wait_until(self, metric: str, value: float) -> None:
+        """Read what comes until a metric has reached a value. Scraping is rare: it costs the gateway time."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while self._running.metrics().get(metric, 0.0) < value:
+            self._read()
+            if self._ended:
+                raise RuntimeError(f"a stream ended before the measurement did: {self._ended[-300:]!r}")
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"{metric} did not reach {value:.0f} within {TIMEOUT_S:.0f} s")
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """Leave; the server cancels what still runs."""
+        for client in self._sockets:
+            client.close()
+
+    def _read(self) -> None:
+        for client in self._sockets:
+            with contextlib.suppress(BlockingIOError):
+                piece = client.recv(1 << 20)
+                if not piece or b"data: [DONE]" in piece:
+                    self._ended = piece or b"closed"
+
+
+def run_streams(running: Running, model: Path, steps: int) -> tuple[Snapshot, Snapshot, float]:
     """Decode BATCH streams; return counters after all had joined and `steps` later, and the cores others kept busy."""
-    vocab_size = read_model_config(model).vocab_size
-    num_tokens = 2 * steps + 64  # Nobody may end before the second snapshot, nor those that joined first.
-    body = {"model": model.name, "max_tokens": num_tokens, "temperature": 0.6, "top_p": 0.95, "ignore_eos": True}
-    tasks = [
-        asyncio.ensure_future(stream(running.address, "/v1/completions", {**body, "prompt": prompt, "seed": index}))
-        for index, prompt in enumerate(prompts(BATCH, CONTEXT, vocab_size, seed=3))
-    ]
+    # Nobody may end before the second snapshot, nor those that joined first.
+    streams = Streams(running, model, 2 * steps + 400)
     try:
-        await _until(running, tasks, 'hadal_generations_now{state="decoding"}', BATCH)
-        await asyncio.sleep(0.5)
+        streams.wait_until('hadal_generations_now{state="decoding"}', BATCH)
         watch = CpuWatch()
         watch.start(running.pids().values())
-        first = await asyncio.to_thread(snapshot, running)
-        await _until(running, tasks, "hadal_output_tokens_total", first.num_tokens + BATCH * steps)
-        last = await asyncio.to_thread(snapshot, running)
-        others = watch.stop()
+        first = snapshot(running)
+        streams.wait_until("hadal_output_tokens_total", first.num_tokens + BATCH * steps)
+        last = snapshot(running)
+        return first, last, watch.stop()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return first, last, others
-
-
-async def _until(running: Running, tasks: Sequence[asyncio.Task[Stream]], metric: str, value: float) -> None:
-    """Wait until a metric has reached a value. Scraped seldom: it costs the gateway what is being measured."""
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while (await asyncio.to_thread(running.metrics)).get(metric, 0.0) < value:
-        ended = [task.result() for task in tasks if task.done()]
-        if ended:
-            raise RuntimeError(f"a stream ended before the measurement did: {ended[0].error or ended[0].num_tokens}")
-        if time.monotonic() > deadline_s:
-            raise RuntimeError(f"{metric} did not reach {value:.0f} within {TIMEOUT_S:.0f} s")
-        await asyncio.sleep(0.2)
+        streams.close()
 
 
 def bare_engine(model: Path, threads: int, steps: int) -> dict[str, float]:
@@ -145,7 +168,7 @@ def measure(model: Path, threads: int, steps: int) -> Breakdown:
     deployment = f'model = "{model}"\n[prefill]\nthreads = {threads}\n[decode]\nthreads = {threads}\n'
     with launched(deployment) as running:
         wait_ready(running)
-        first, last, others = asyncio.run(run_streams(running, model, steps))
+        first, last, others = run_streams(running, model, steps)
         metrics = running.metrics()
     after = bare_engine(model, threads, steps)
     num_steps = (last.num_tokens - first.num_tokens) / BATCH
@@ -199,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.model or ["hadal-tiny", "mid"]:
         console.print(f"[bold]step breakdown, {name}[/bold]")
         folder = mid_model() if name == "mid" else SHIPPED
-        steps = (100 if options.quick else 600) if name == "hadal-tiny" else (30 if options.quick else 150)
+        steps = (300 if options.quick else 1000) if name == "hadal-tiny" else (30 if options.quick else 150)
         result = measure(folder, options.threads, steps)
         console.print(table(result))
         path = PEERS.parent / "bench" / "results" / time.strftime(f"step-{name}-%Y%m%d-%H%M%S.json")

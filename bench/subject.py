@@ -52,12 +52,18 @@ def answer(make: Any) -> None:
         call = json.loads(line)
         try:
             reply({"seconds": getattr(subject, call.pop("call"))(**call)})
-        except (RuntimeError, ValueError, NotImplementedError, subprocess.SubprocessError) as error:
+        except NotImplementedError as error:
+            reply({"unsupported": str(error)})
+        except (RuntimeError, ValueError, subprocess.SubprocessError) as error:
             reply({"error": f"{type(error).__name__}: {error}"})
 
 
 class SubjectFailed(RuntimeError):
     """The engine's process ended, said it cannot, or took too long."""
+
+
+class SubjectUnsupported(RuntimeError):
+    """The engine is not meant for this point."""
 
 
 class SubjectProcess:
@@ -81,7 +87,7 @@ class SubjectProcess:
         return self._process.pid
 
     def ask(self, call: str, timeout_s: float = 600.0, **arguments: int) -> float:
-        """Return the seconds one measurement took. Raises SubjectFailed."""
+        """Return the seconds one measurement took. Raises SubjectFailed or SubjectUnsupported."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
@@ -89,6 +95,8 @@ class SubjectProcess:
         except BrokenPipeError as error:
             raise SubjectFailed(f"{self.name} ended; see {self._log}") from error
         reply = self._reply(timeout_s)
+        if "unsupported" in reply:
+            raise SubjectUnsupported(reply["unsupported"])
         if "error" in reply:
             raise SubjectFailed(f"{self.name}: {reply['error']}")
         return float(reply["seconds"])

@@ -41,7 +41,10 @@ def installed_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
     number = str(threads)
     if find_spec("transformers"):
         command = [sys.executable, "-m", "bench.peers.transformers_engine", str(folder), number]
-        peers.append(Engine("transformers", command, {"OMP_NUM_THREADS": number, "HF_HUB_OFFLINE": "1"}))
+        env = {"OMP_NUM_THREADS": number, "HF_HUB_OFFLINE": "1"}
+        peers.append(Engine("transformers", command, env))
+        if not quick:
+            peers.append(Engine("hf compiled", [*command, "compiled"], env))
     if (VLLM_VENV / ".ok").exists():
         # Compiled is its faster mode and takes a minute to start; a quick look does without.
         command = [python_of(VLLM_VENV), "-m", "bench.peers.vllm_engine", str(folder), number]

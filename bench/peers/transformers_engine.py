@@ -1,6 +1,10 @@
 """transformers' DeepseekV3ForCausalLM as a Subject: greedy decoding with its own cache, the loop `generate` runs.
 
-    python -m bench.peers.transformers_engine MODEL_FOLDER THREADS
+    python -m bench.peers.transformers_engine MODEL_FOLDER THREADS [compiled]
+
+Of its choices grouped-GEMM experts and SDPA attention are the fastest on a CPU, at every batch but 1. There
+torch.compile over a static cache with gathered experts is faster (they do not compile grouped, and gathering costs more
+with every further row): that is `compiled`, a peer of its own, for that one point.
 """
 
 from __future__ import annotations
@@ -10,13 +14,13 @@ import time
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, StaticCache
 
 from bench.subject import answer, prompts
 
 
 class TransformersSubject:
-    """Grouped-GEMM experts and SDPA attention: the fastest of its options for this architecture on a CPU."""
+    """Eager, with a cache that grows."""
 
     def __init__(self, folder: str, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -52,5 +56,41 @@ class TransformersSubject:
         return torch.tensor(prompts(batch, num_tokens, self._vocab_size, self._seed))
 
 
+class CompiledSubject(TransformersSubject):
+    """Decoding at batch 1 with everything compiled (most of a minute, in the warm-up)."""
+
+    WARM_UP = 3
+
+    def __init__(self, folder: str, threads: int) -> None:
+        super().__init__(folder, threads)
+        self._model.set_experts_implementation("batched_mm")
+        self._step = torch.compile(self._model.forward)
+        self.note = "compiled, batched_mm, sdpa, static cache; batch 1 only"
+
+    def prefill(self, num_tokens: int) -> float:
+        raise NotImplementedError("decoding only")
+
+    @torch.inference_mode()
+    def decode(self, batch: int, context: int, steps: int) -> float:
+        if batch > 1:
+            raise NotImplementedError("batch 1 only")
+        cache = StaticCache(config=self._model.config, max_cache_len=context + 128)  # The same size each time.
+        out = self._model(self._prompts(1, context), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        token = out.logits[:, -1:].argmax(-1)
+        start = 0.0
+        for index in range(-self.WARM_UP, steps):
+            if index == 0:
+                start = time.perf_counter()
+            position = torch.tensor([context + self.WARM_UP + index])
+            out = self._step(
+                input_ids=token, past_key_values=cache, use_cache=True, position_ids=position[None],
+                cache_position=position,
+            )  # fmt: skip
+            token = out.logits[:, -1:].argmax(-1)
+            token.tolist()
+        return time.perf_counter() - start
+
+
 if __name__ == "__main__":
-    answer(lambda: TransformersSubject(sys.argv[1], int(sys.argv[2])))
+    kind = CompiledSubject if sys.argv[3:] == ["compiled"] else TransformersSubject
+    answer(lambda: kind(sys.argv[1], int(sys.argv[2])))

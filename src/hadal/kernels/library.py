@@ -35,6 +35,8 @@ _ABI = {
     "hadal_team_new": ("i", ctypes.c_void_p),
     "hadal_linear": ("ppiipip", ctypes.c_int),
     "hadal_experts": ("ppiippiippip", ctypes.c_int),
+    "hadal_rms_norm": ("ppiipfp", ctypes.c_int),
+    "hadal_gate": ("ppiipiiiifpp", ctypes.c_int),
     "hadal_mla_decode": ("pppiiiipiiiplpfp", ctypes.c_int),
     "hadal_step_new": ("pppp", ctypes.c_void_p),
     "hadal_step_free": ("p", None),

@@ -17,6 +17,11 @@ from hadal.reference import mla_decode as twin
 BLOCK_TOKENS = 64  # compiled in: cpu/attention.h, kBlock
 
 
+def available(cache_PLSD: Tensor) -> bool:
+    """Whether the fast path takes this cache; the twin does otherwise."""
+    return library.load() is not None and library.fits(cache_PLSD) and cache_PLSD.shape[2] == BLOCK_TOKENS
+
+
 def mla_decode(
     q_latent_BHC: Tensor,
     q_rope_BHR: Tensor,

@@ -43,6 +43,10 @@ class PrefillBatch:
     """Chunks whose last token's logits are wanted."""
     final_rows: Tensor
     """Those tokens' rows."""
+    block_table_TM: Tensor
+    """Every token's blocks, int32, and ..."""
+    lengths_T: Tensor
+    """... how many positions of them it sees, itself included: what the absorbed form takes."""
 
     def write(self, layer_index: int, latents_TD: Tensor) -> None:
         _write(self.cache_PLSD, self.rows_T, layer_index, latents_TD)
@@ -105,7 +109,18 @@ def prefill_batch(
         spans=tuple(spans),
         final_chunks=tuple(wanted),
         final_rows=torch.tensor(final_rows, dtype=torch.int64, device=device),
+        block_table_TM=torch.from_numpy(_block_table(chunks)).to(device),
+        lengths_T=torch.from_numpy(np.concatenate(positions) + 1).to(device),
     )
+
+
+def _block_table(chunks: Sequence[Chunk]) -> np.ndarray:
+    """[T, M] int32: the blocks of each token's chunk, padded with the scratch block."""
+    width = max(len(chunk.block_ids) for chunk in chunks)
+    table = np.zeros((len(chunks), width), dtype=np.int32)
+    for row, chunk in zip(table, chunks, strict=True):
+        row[: len(chunk.block_ids)] = chunk.block_ids
+    return table.repeat([len(chunk.tokens) for chunk in chunks], axis=0)
 
 
 def decode_batch(

@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
 from hadal.kernels.experts import experts as routed_experts
+from hadal.kernels.gate import gate as choose_experts
 from hadal.kernels.linear import linear
+from hadal.kernels.rms_norm import rms_norm
 from hadal.kernels.swiglu import swiglu
 from hadal.model import mla
 from hadal.model.batch import DecodeBatch, PrefillBatch
-from hadal.reference.gate import gate as choose_experts
 from hadal.reference.params import LayerWeights
 
 
@@ -131,4 +131,4 @@ SEQUENTIAL: tuple[Op, ...] = (attn_in, attn_core, gate, dispatch, shared, expert
 
 
 def _norm(x_TD: Tensor, weight_D: Tensor, config: ModelConfig) -> Tensor:
-    return F.rms_norm(x_TD, x_TD.shape[-1:], weight_D, config.rms_norm_eps)
+    return rms_norm(x_TD, weight_D, config.rms_norm_eps)

@@ -1,7 +1,8 @@
 """Multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, eq. 1-11), in both forms, over a paged latent cache.
 
-Prefill expands keys and values from the latents and runs as multi-head attention; decode multiplies W_UK into the query
-and attends to the latents themselves. Which tokens belong to which request is in the batch; nothing here decides it.
+Prefill expands keys and values from the latents and runs as multi-head attention; decode, and the prefill of small
+models, multiplies W_UK into the query and attends to the latents themselves. Which tokens belong to which request is
+in the batch; nothing here decides it.
 
 Shapes: T tokens, H heads, Q q_lora_rank, C latent, R rotated, N plain key dims, W value dims, D cached = C+R,
 S positions seen, B requests, M blocks of a request.
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
 from hadal.kernels.linear import linear
-from hadal.kernels.mla_decode import mla_decode
+from hadal.kernels.mla_decode import available, mla_decode
+from hadal.kernels.rms_norm import rms_norm
 from hadal.model.batch import DecodeBatch, PrefillBatch
 from hadal.model.rope import rotate
 from hadal.reference.params import LATENT_NORM_EPS, AttentionWeights
@@ -46,8 +48,8 @@ def queries(
 
 
 def _split_heads(q: Tensor, weights: AttentionWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    if weights.q_b is not None:
-        q = linear(F.rms_norm(q.contiguous(), q.shape[-1:], weights.q_a_norm_Q, LATENT_NORM_EPS), weights.q_b)
+    if weights.q_b is not None and weights.q_a_norm_Q is not None:
+        q = linear(rms_norm(q.contiguous(), weights.q_a_norm_Q, LATENT_NORM_EPS), weights.q_b)
     q_THK = q.view(-1, config.num_attention_heads, config.qk_head_dim)
     q_nope, q_rope = torch.split(q_THK, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
     return q_nope, q_rope
@@ -55,7 +57,7 @@ def _split_heads(q: Tensor, weights: AttentionWeights, config: ModelConfig) -> t
 
 def _latents(ck_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor) -> Tensor:
     c_TC, k_TR = torch.split(ck_TD, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
-    c_TC = F.rms_norm(c_TC, c_TC.shape[-1:], weights.kv_a_norm_C, LATENT_NORM_EPS)
+    c_TC = rms_norm(c_TC.contiguous(), weights.kv_a_norm_C, LATENT_NORM_EPS)
     return torch.cat((c_TC, rotate(k_TR, cos_sin_TR)), dim=-1)
 
 
@@ -63,7 +65,17 @@ def prefill_core(
     q_nope_THN: Tensor, q_rope_THR: Tensor, latents_TD: Tensor, weights: AttentionWeights, config: ModelConfig,
     batch: PrefillBatch, layer_index: int, *, final_only: bool,
 ) -> Tensor:
-    """Attend chunk by chunk, return o [T, H*W]. With `final_only` the queries are those of `batch.final_rows` alone."""
+    """Attend and return o [T, H*W]. With `final_only` the queries are those of `batch.final_rows` alone.
+
+    The tokens' own latents must be in the cache already.
+    """
+    if absorbs_prefill(config, batch.cache_PLSD):
+        table_TM, lengths_T = batch.block_table_TM, batch.lengths_T
+        if final_only:
+            table_TM, lengths_T = table_TM[batch.final_rows], lengths_T[batch.final_rows]
+        return _absorbed(
+            q_nope_THN, q_rope_THR, weights, config, batch.cache_PLSD, layer_index, table_TM, lengths_T
+        )
     query_THK = torch.cat((q_nope_THN, q_rope_THR), dim=-1)
     outputs = []
     row = 0
@@ -80,6 +92,18 @@ def prefill_core(
         outputs.append(_attend(query_THK[row : row + num_queries], key_SHK, value_SHW, config.softmax_scale))
         row += num_queries
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def absorbs_prefill(config: ModelConfig, cache_PLSD: Tensor) -> bool:
+    """Whether prefill, too, attends in absorbed form.
+
+    Per query, key and head it multiplies 2C+R values where the multi-head form multiplies N+R+W (DeepSeek-V3: 1,088
+    and 320), but expands nothing, pads nothing, and its kernel runs at more than twice the rate of torch's attention.
+    So small models take it and DeepSeek's own shape does not. Measured at 1.8 times the products: LOG.md.
+    """
+    absorbed = 2 * config.kv_lora_rank + config.qk_rope_head_dim
+    multi_head = config.qk_head_dim + config.v_head_dim
+    return absorbed <= 2 * multi_head and available(cache_PLSD)
 
 
 def _expand(latents_SD: Tensor, weights: AttentionWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -115,9 +139,18 @@ def decode_core(
     batch: DecodeBatch, layer_index: int,
 ) -> Tensor:
     """Absorbed attention of one token per request, o [B, H*W]. The token's own latents must be in the cache already."""
+    return _absorbed(
+        q_nope_BHN, q_rope_BHR, weights, config, batch.cache_PLSD, layer_index, batch.block_table_BM, batch.lengths_B
+    )
+
+
+def _absorbed(
+    q_nope_BHN: Tensor, q_rope_BHR: Tensor, weights: AttentionWeights, config: ModelConfig, cache_PLSD: Tensor,
+    layer_index: int, block_table_BM: Tensor, lengths_B: Tensor,
+) -> Tensor:
+    """W_UK goes into the query and W_UV behind the sum, so that all heads share the cached latents."""
     q_latent_BHC = torch.matmul(q_nope_BHN.transpose(0, 1), weights.w_uk_HNC).transpose(0, 1).contiguous()
     o_BHC = mla_decode(
-        q_latent_BHC, q_rope_BHR.contiguous(), batch.cache_PLSD, layer_index, batch.block_table_BM, batch.lengths_B,
-        config.softmax_scale,
+        q_latent_BHC, q_rope_BHR.contiguous(), cache_PLSD, layer_index, block_table_BM, lengths_B, config.softmax_scale
     )
     return torch.matmul(o_BHC.transpose(0, 1), weights.w_uv_HWC.transpose(1, 2)).transpose(0, 1).flatten(1)

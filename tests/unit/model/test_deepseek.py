@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hadal.core.messages import BLOCK_TOKENS, Chunk
+from hadal.model import mla
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
 from hadal.reference.generate import forward, generate, no_latents
@@ -18,6 +20,14 @@ from tests.unit.model.checkpoints import Peer
 TOLERANCE = 1e-4
 NUM_TOKENS = 150
 BLOCKS = (7, 3, 5)
+
+
+@pytest.fixture(autouse=True, scope="module", params=["multi-head", "absorbed"])
+def prefill_form(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test runs with both forms of prefill's attention, whatever the shape would choose."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mla, "absorbs_prefill", lambda config, cache_PLSD: request.param == "absorbed")
+        yield
 
 
 def make_model(peer: Peer, num_blocks: int = 12, *, fused: bool = True) -> DeepseekV3:

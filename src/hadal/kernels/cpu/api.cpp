@@ -94,6 +94,52 @@ int hadal_experts(void* team_, const float* x, int T, int D, const float* gate_u
     return kOk;
 }
 
+// x [T, D], weight [D], y [T, D].
+int hadal_rms_norm(void* team_, const float* x, int T, int D, const float* weight, float eps, float* y) {
+    Team& team = *static_cast<Team*>(team_);
+    std::lock_guard<std::mutex> lock(team.mutex());
+    team.run([&](const Member& me) {
+        int begin, end;
+        me.share(T, 1, begin, end);
+        for (long t = begin; t < end; t++) rms_norm(x + t * D, weight, D, eps, y + t * D);
+    });
+    return kOk;
+}
+
+// logits [T, E], bias [E], ids [T, K], weights [T, K].
+int hadal_gate(void* team_, const float* logits, int T, int E, const float* bias, int K, int num_groups,
+               int topk_group, int is_normed, float scale, int64_t* ids, float* weights) {
+    const GateShape shape{E, K, num_groups, topk_group, is_normed, scale};
+    Team& team = *static_cast<Team*>(team_);
+    std::lock_guard<std::mutex> lock(team.mutex());
+    const size_t floats = size_t(E) + size_t(std::max(K, num_groups)), ints = size_t(num_groups) + size_t(K);
+    float* scratch = nullptr;
+    int* chosen = nullptr;
+    const auto carve = [&](Carver& c) {
+        scratch = c.take<float>(floats * size_t(team.count()));
+        chosen = c.take<int>(ints * size_t(team.count()));
+    };
+    try {
+        Carver size;
+        carve(size);
+        Carver carver{static_cast<char*>(team.scratch(size.used)), 0};
+        carve(carver);
+    } catch (const std::bad_alloc&) {
+        return kNoMemory;
+    }
+    team.run([&](const Member& me) {
+        float* own = scratch + floats * size_t(me.index);
+        int* own_ids = chosen + ints * size_t(me.index);
+        int begin, end;
+        me.share(T, 1, begin, end);
+        for (long t = begin; t < end; t++) {
+            choose_experts(shape, logits + t * E, bias, own, own_ids + K, own_ids, weights + t * K);
+            for (int k = 0; k < K; k++) ids[t * K + k] = own_ids[k];
+        }
+    });
+    return kOk;
+}
+
 // q_latent [B, H, C], q_rope [B, H, R], cache [num_blocks, num_layers, 64, C + R], table [B, max_blocks], o [B, H, C].
 int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, int B, int H, int C, int R,
                      const float* cache, int num_blocks, int num_layers, int layer, const int32_t* table,
