@@ -46,7 +46,7 @@ check: setup  ## ruff and strict type checking
 bench: setup  ## speed beside the peers and the machine's limits, step breakdown, start-up
 	@$(BIN)/python -m bench $(ARGS)
 
-bench-quick: setup  ## the same in a minute or two, with rough figures
+bench-quick: setup  ## the same in a few minutes, with rough figures
 	@$(BIN)/python -m bench --quick $(ARGS)
 
 bench-peers: setup  ## install the engines `make bench` compares with into .peers/ (about 3 GB)

@@ -11,7 +11,7 @@ from hadal.core.model_config import ModelConfig
 
 CONTEXT = 128
 """Tokens in the cache of each request when decoding starts."""
-DECODE_STEPS = {1: 64, 8: 32, 32: 16, 64: 16}
+DECODE_STEPS = {1: 64, 8: 32, 32: 16, 64: 8}
 
 
 @dataclass(frozen=True)

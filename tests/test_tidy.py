@@ -39,7 +39,7 @@ NOT_IN_DECIDE = {"torch", "asyncio", "time", "random", "socket", "os", "threadin
 
 LAZY: dict[str, set[str]] = {
     # `hadal --help` must not wait for torch and the server.
-    "cli": {"hadal", "rich", "httpx", "uvicorn", "webbrowser"},
+    "cli": {"hadal", "httpx"},
 }
 """Room -> top-level modules that may be imported inside a function. Everywhere else imports stand at the top."""
 

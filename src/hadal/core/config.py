@@ -1,8 +1,7 @@
 """A deployment as one frozen value: which model, how many units, how much of everything.
 
-Read from TOML, checked at birth.
-
-Tens of fields, most of them derived when left out (0 means: derive from the model and this machine).
+Read from TOML, checked at birth. Every field has a default; where that is 0 or empty, its comment says from what the
+value is derived.
 """
 
 from __future__ import annotations
@@ -136,6 +135,9 @@ def check(deployment: Deployment) -> None:
             raise ConfigError(f"{kind}.ranks is {units.ranks}; units of one rank are supported so far.")
         if min(units.threads, units.kv_blocks, units.kv_memory_mb) < 0:
             raise ConfigError(f"{kind}: threads, kv_blocks and kv_memory_mb cannot be negative.")
+    for name in ("max_body_bytes", "default_output_tokens", "max_n", "max_running", "request_timeout_s"):
+        if getattr(deployment.limits, name) <= 0:
+            raise ConfigError(f"limits.{name} is {getattr(deployment.limits, name)}; it must be positive.")
     for limit in dataclasses.fields(deployment.limits):
         if getattr(deployment.limits, limit.name) < 0:
             raise ConfigError(f"limits.{limit.name} cannot be negative.")

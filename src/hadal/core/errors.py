@@ -22,13 +22,5 @@ class RequestError(HadalError, ValueError):
         self.code = code
 
 
-class Overloaded(HadalError):
-    """No room now: HTTP 429 or 503 with Retry-After."""
-
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
 class InvariantError(HadalError, AssertionError):
     """A ledger does not add up. A bug of ours, never the user's."""

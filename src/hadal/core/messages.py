@@ -10,6 +10,8 @@ import msgspec
 
 BLOCK_TOKENS = 64
 """Tokens of KV in one block (DeepSeek's storage unit and FlashMLA's page)."""
+SCRATCH_BLOCK = 0
+"""Padded rows of a batch write there, so nobody ever owns it."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -17,7 +19,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How a request's next token is drawn. The draw at output index i depends on (`seed`, i) alone."""
+    """How a request's next token is drawn. The draw at output index i depends on `seed`, i and the logits alone."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -84,7 +86,7 @@ class Prefill(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """The KV held for this attempt is no longer needed: pulled, cancelled or lost. To a prefill leader."""
+    """This attempt needs nothing of the prefill leader any more: its KV was pulled, or it was cancelled or lost."""
 
     request_id: str
     attempt: int
@@ -93,7 +95,7 @@ class Release(Message, frozen=True):
 class Cancel(Message, frozen=True):
     """Stop working on this attempt and free what it holds. Unknown ids are ignored.
 
-    From the gateway to the front (any attempt), from the front to either leader.
+    From the gateway to the front, which stops whatever attempt runs, and from the front to a decode leader.
     """
 
     request_id: str
@@ -160,7 +162,7 @@ class Returned(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """What a unit holds now. Sent by leaders after every step that changed it, and twice a second as a heartbeat."""
+    """What a unit holds now. Sent by leaders after every event that changed it, and as a heartbeat."""
 
     unit: str
     role: str
@@ -199,10 +201,6 @@ class UnitDown(Message, frozen=True):
 
 class Drain(Message, frozen=True):
     """Finish what runs, take nothing new (SIGTERM). To the front."""
-
-
-class Shutdown(Message, frozen=True):
-    """End the process now. To a leader."""
 
 
 class AuditRequest(Message, frozen=True):
@@ -301,10 +299,9 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     elapsed_s: float
     """Time inside the Runner."""
     error: str | None = None
-    """Set when the step failed: the leader returns every request in it to the front."""
+    """Set when the step failed as a whole: the leader gives every request in it back to the front."""
     failed: dict[int, str] = {}
-    """key -> why its token is void though the step ran (its logits are not finite). `error` is set too; the tokens
-    of the other keys are good, and a leader may keep them."""
+    """key -> why its token is void though the step ran (logits not finite): that request alone is given back."""
 
 
 class KvPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -317,6 +314,5 @@ class KvPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 AnyMessage = (
     Submit | FrontUp | Prefill | Release | Cancel | PrefillDone | Decode | Pulled | Tokens | Returned | Load | UnitUp
-    | UnitDown
-    | Drain | Shutdown | AuditRequest | Audit
+    | UnitDown | Drain | AuditRequest | Audit
 )

@@ -1,4 +1,4 @@
-"""A request's life as a table: (state, event) -> state, and which resources each state owns.
+"""A request's life as a table: (state, move) -> state, and which resources each state owns.
 
 The front walks it for every request; a pair that is not in the table is a bug and raises.
 """
@@ -20,7 +20,7 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Step(StrEnum):
+class Move(StrEnum):
     """What happens to a request."""
 
     PLACE = "place"
@@ -42,24 +42,24 @@ OWNS: dict[State, frozenset[str]] = {
     State.CANCELLED: frozenset(),
 }
 
-_NEXT: dict[tuple[State, Step], State] = {
-    (State.QUEUED, Step.PLACE): State.PREFILLING,
-    (State.PREFILLING, Step.FIRST_TOKEN): State.TRANSFERRING,
-    (State.PREFILLING, Step.FINISH): State.FINISHED,
-    (State.TRANSFERRING, Step.PULLED): State.DECODING,
-    (State.DECODING, Step.FINISH): State.FINISHED,
-    (State.RETRYING, Step.REQUEUE): State.QUEUED,
-    **{(state, Step.LOSE): State.RETRYING for state in (State.PREFILLING, State.TRANSFERRING, State.DECODING)},
+_NEXT: dict[tuple[State, Move], State] = {
+    (State.QUEUED, Move.PLACE): State.PREFILLING,
+    (State.PREFILLING, Move.FIRST_TOKEN): State.TRANSFERRING,
+    (State.PREFILLING, Move.FINISH): State.FINISHED,
+    (State.TRANSFERRING, Move.PULLED): State.DECODING,
+    (State.DECODING, Move.FINISH): State.FINISHED,
+    (State.RETRYING, Move.REQUEUE): State.QUEUED,
+    **{(state, Move.LOSE): State.RETRYING for state in (State.PREFILLING, State.TRANSFERRING, State.DECODING)},
     **{
-        (state, Step.CANCEL): State.CANCELLED
+        (state, Move.CANCEL): State.CANCELLED
         for state in (State.QUEUED, State.PREFILLING, State.TRANSFERRING, State.DECODING, State.RETRYING)
     },
 }
 
 
-def next_state(state: State, step: Step) -> State:
-    """Return the state after `step`. Raises InvariantError for a pair that cannot happen."""
+def next_state(state: State, move: Move) -> State:
+    """Return the state after `move`. Raises InvariantError for a pair that cannot happen."""
     try:
-        return _NEXT[state, step]
+        return _NEXT[state, move]
     except KeyError:
-        raise InvariantError(f"a request that is {state} cannot {step}") from None
+        raise InvariantError(f"a request that is {state} cannot {move}") from None

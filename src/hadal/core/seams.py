@@ -1,8 +1,9 @@
-"""The seams: everything that cannot be replayed stands behind one of these Protocols.
+"""The seams between what can be replayed and what cannot: the effects a role asks for, and the Protocols of Clock and
+Runner.
 
-A fourth, Disk, comes with the cache on disk.
+The Wire seam is the effects Send and Pull (live: runtime/wire and runtime/kv_wire). Disk comes with the cache on disk.
 
-Roles never call them. A role is a pure state machine, `handle(now_s, event) -> list[Effect]`; a host (live:
+Roles never call a seam. A role is a pure state machine, `handle(now_s, event) -> list[Effect]`; a host (live:
 runtime/host and gateway/host) applies the effects through the seams and feeds back what comes of them.
 """
 
@@ -14,6 +15,9 @@ import msgspec
 
 from hadal.core.messages import AnyMessage, KvLease, KvPulled, StepDone, StepPlan, Token
 
+MAX_STEPS_IN_FLIGHT = 2
+"""One runs, one waits behind it: the Runner never waits for a plan, and a plan is never long out of date."""
+
 
 # ---- effects: what a role asks its host to do ----
 class Send(msgspec.Struct, frozen=True):
@@ -24,7 +28,7 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Execute(msgspec.Struct, frozen=True):
-    """Give a plan to the Runner. A leader may have two in flight; they run in order."""
+    """Give a plan to the Runner. A leader may have MAX_STEPS_IN_FLIGHT of them there; they run in order."""
 
     plan: StepPlan
 
@@ -86,13 +90,3 @@ class Runner(Protocol):
     def execute(self, plan: StepPlan) -> StepDone: ...
 
     def close(self) -> None: ...
-
-
-class Wire(Protocol):
-    """Messages between processes, and KV bytes from another rank's pool."""
-
-    def send(self, to: str, message: AnyMessage) -> None: ...
-
-    def pull(self, lease: KvLease, into: tuple[int, ...]) -> str | None:
-        """Copy and verify leased blocks. Returns None, or what went wrong."""
-        ...

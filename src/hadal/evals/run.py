@@ -25,7 +25,6 @@ class Answer:
 
     example: Example
     text: str
-    reasoning: str
     num_tokens: int
     error: str | None = None
 
@@ -89,15 +88,14 @@ async def _ask(client: httpx.AsyncClient, model: str, example: Example) -> Answe
     try:
         reply = await client.post("/v1/chat/completions", json=body)
     except httpx.HTTPError as error:
-        return Answer(example, "", "", 0, f"{type(error).__name__}: {error}")
+        return Answer(example, "", 0, f"{type(error).__name__}: {error}")
     if reply.status_code != 200:
-        return Answer(example, "", "", 0, f"HTTP {reply.status_code}: {reply.text[:200]}")
+        return Answer(example, "", 0, f"HTTP {reply.status_code}: {reply.text[:200]}")
     data = reply.json()
     message = data["choices"][0]["message"]
     return Answer(
         example,
         message.get("content") or "",
-        message.get("reasoning_content") or "",
         data["usage"]["completion_tokens"],
     )
 

@@ -9,7 +9,7 @@ import math
 
 import msgspec
 
-from hadal.core.errors import HadalError, Overloaded, RequestError
+from hadal.core.errors import HadalError, RequestError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -72,6 +72,4 @@ def as_api_error(error: HadalError) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param, code=error.code)
-    if isinstance(error, Overloaded):
-        return overloaded(503, str(error), error.retry_after_s)
     return ApiError(500, "The server failed to handle this request; its log says why.", code="internal_error")

@@ -32,7 +32,6 @@ class Metrics:
     """Counters of the gateway, and at each scrape those of the front and the units."""
 
     def __init__(self, snapshot: Callable[[], FrontSnapshot]) -> None:
-        self._snapshot = snapshot
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "hadal_requests", "HTTP requests by endpoint and status.", ("endpoint", "status"), registry=self._registry
@@ -70,7 +69,9 @@ class _FrontCollector(Collector):
         totals = snapshot.totals
         yield CounterMetricFamily("hadal_prompt_tokens", "Prompt tokens of accepted requests.", totals.tokens_in)
         yield CounterMetricFamily("hadal_output_tokens", "Tokens generated.", totals.tokens_out)
-        yield CounterMetricFamily("hadal_retries", "Attempts repeated because a unit failed.", totals.retries)
+        yield CounterMetricFamily(
+            "hadal_retries", "Attempts that ended before their generation did, preemptions among them.", totals.retries,
+        )
         yield CounterMetricFamily("hadal_preemptions", "Attempts put back for want of KV blocks.", totals.preemptions)
         ended = CounterMetricFamily("hadal_generations", "Generations by how they ended.", labels=("end",))
         for end in ("finished", "cancelled", "failed", "refused"):

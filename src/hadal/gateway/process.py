@@ -31,13 +31,11 @@ from hadal.gateway.service import Service, read_served_model
 from hadal.roles.front import Front
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.listen import open_listener
-from hadal.runtime.process import EXIT_CONFIG, EXIT_FATAL, LISTEN_FD, enter_child
+from hadal.runtime.process import API_KEYS, EXIT_CONFIG, EXIT_FATAL, LISTEN_FD, enter_child
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.gateway")
 
-API_KEYS = "HADAL_API_KEYS"
-"""Environment variable: the keys that are let in, with commas between. Empty: everybody is."""
 _SHUTDOWN_S = 2
 """For connections that are still open when nothing runs any more."""
 _SWITCH_INTERVAL_S = 0.0005

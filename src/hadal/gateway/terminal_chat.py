@@ -31,7 +31,7 @@ HELP = """\
 
 
 @dataclass
-class Turn:
+class Answer:
     """One answer as it came in."""
 
     reasoning: str = ""
@@ -69,7 +69,7 @@ class Chat:
     max_tokens: int | None = None
     history: list[dict[str, str]] = field(default_factory=list)
 
-    def turn(self, text: str) -> Turn:
+    def turn(self, text: str) -> Answer:
         """Ask, print the answer as it comes, remember it. Raises ChatError; Ctrl-C ends the answer only."""
         messages = [*([{"role": "system", "content": self.system}] if self.system else []), *self.history]
         messages.append({"role": "user", "content": text})
@@ -80,23 +80,23 @@ class Chat:
             body["temperature"] = self.temperature
         if self.max_tokens is not None:
             body["max_tokens"] = self.max_tokens
-        turn = Turn()
+        answer = Answer()
         start_s = time.monotonic()
         try:
-            self._stream(body, turn)
+            self._stream(body, answer)
         except KeyboardInterrupt:
-            turn.stopped = True  # Leaving the stream closes the connection, and the server stops its work.
+            answer.stopped = True  # Leaving the stream closes the connection, and the server stops its work.
         except httpx.HTTPError as error:
             raise ChatError(f"the connection broke ({error or type(error).__name__})") from error
         finally:
-            if turn.first_s is not None:
+            if answer.first_s is not None:
                 self.console.print()
-        self.console.print(turn.speed(start_s), style="cyan dim", markup=False, highlight=False)
-        if turn.content:  # An answer that was stopped while thinking leaves no turn behind.
-            self.history += [{"role": "user", "content": text}, {"role": "assistant", "content": turn.content}]
-        return turn
+        self.console.print(answer.speed(start_s), style="cyan dim", markup=False, highlight=False)
+        if answer.content:  # An answer that was stopped while thinking leaves no turn behind.
+            self.history += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.content}]
+        return answer
 
-    def _stream(self, body: dict[str, Any], turn: Turn) -> None:
+    def _stream(self, body: dict[str, Any], answer: Answer) -> None:
         with self.client.stream("POST", "/chat/completions", json=body) as reply:
             if reply.status_code != 200:
                 reply.read()
@@ -106,24 +106,24 @@ class Chat:
                     raise ChatError(str(event["error"].get("message", event["error"])))
                 usage = event.get("usage")
                 if usage:
-                    turn.num_tokens = usage["completion_tokens"]
+                    answer.num_tokens = usage["completion_tokens"]
                 for choice in event.get("choices", ()):
-                    self._show(choice.get("delta", {}), turn)
+                    self._show(choice.get("delta", {}), answer)
 
-    def _show(self, delta: dict[str, Any], turn: Turn) -> None:
+    def _show(self, delta: dict[str, Any], answer: Answer) -> None:
         reasoning, content = delta.get("reasoning_content") or "", delta.get("content") or ""
         if not reasoning and not content:
             return
-        turn.last_s = time.monotonic()
-        if turn.first_s is None:
-            turn.first_s = turn.last_s
+        answer.last_s = time.monotonic()
+        if answer.first_s is None:
+            answer.first_s = answer.last_s
         if reasoning:
-            turn.reasoning += reasoning
+            answer.reasoning += reasoning
             self._print(reasoning, style="dim italic")
         if content:
-            if turn.reasoning and not turn.content:
-                self._print("\n\n" if not turn.reasoning.endswith("\n") else "\n")
-            turn.content += content
+            if answer.reasoning and not answer.content:
+                self._print("\n\n" if not answer.reasoning.endswith("\n") else "\n")
+            answer.content += content
             self._print(content)
 
     def _print(self, text: str, style: str | None = None) -> None:

@@ -36,7 +36,7 @@ def mla_decode(
     Raises ValueError if shapes do not match, a length is negative, or a table names a block that is not there.
     """
     lib = library.load()
-    if lib is None or not library.fits(q_latent_BHC, q_rope_BHR, cache_PLSD) or cache_PLSD.shape[2] != BLOCK_TOKENS:
+    if lib is None or not library.fits(q_latent_BHC, q_rope_BHR) or not available(cache_PLSD):
         return twin.mla_decode(q_latent_BHC, q_rope_BHR, cache_PLSD, layer_index, block_table_BM, lengths_B, scale)
     batch, heads, c = q_latent_BHC.shape
     r = q_rope_BHR.shape[-1]

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import BLOCK_TOKENS
-
-SCRATCH_BLOCK = 0
+from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
 
 
 def blocks_for(num_tokens: int) -> int:

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
 from hadal.core.model_config import ModelConfig
-
-SCRATCH_BLOCK = 0
 
 
 def block_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hadal.core.messages import Chunk, DecodePlan, PrefillPlan, StepDone, StepPlan
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.sampler import Drawn, Sampler
-from hadal.model.table import DecodeTable
+from hadal.model.table import RankTable
 
 _log = logging.getLogger(__name__)
 
@@ -31,13 +31,13 @@ class ModelRunner:
         self._is_prepared = False
         self._lost_slots: set[int] = set()
         """Slots whose rows a failed step took with it, until the leader makes them leave or joins them anew."""
-        self._table = DecodeTable(max_slots, config.max_position_embeddings)
+        self._table = RankTable(max_slots, config.max_position_embeddings)
         # Two, because a slot number means something else in each kind of plan.
         self._prefill_sampler = Sampler(max_slots, config.vocab_size, self._device)
         self._decode_sampler = Sampler(max_slots, config.vocab_size, self._device)
 
     def execute(self, plan: StepPlan) -> StepDone:
-        """Run one step. After an error the leader gives every request of the step back."""
+        """Run one step. After an error the leader gives every request of the step back, else those that failed."""
         start_s = time.perf_counter()
         try:
             keys, drawn = self._prefill(plan) if isinstance(plan, PrefillPlan) else self._decode(plan)
@@ -45,13 +45,11 @@ class ModelRunner:
             _log.exception("step %d failed", plan.step_id)
             elapsed_s = time.perf_counter() - start_s
             return StepDone(plan.step_id, (), (), {}, elapsed_s, f"{type(error).__name__}: {error}")
-        problems = None
-        if drawn.failed:
-            problems = "; ".join(f"key {key}: {reason}" for key, reason in drawn.failed.items())
-            _log.error("step %d: %s", plan.step_id, problems)
+        for key, reason in drawn.failed.items():
+            _log.error("step %d, key %d: %s", plan.step_id, key, reason)
         elapsed_s = time.perf_counter() - start_s
         return StepDone(
-            plan.step_id, tuple(keys), tuple(drawn.tokens.tolist()), drawn.draws, elapsed_s, problems, drawn.failed
+            plan.step_id, tuple(keys), tuple(drawn.tokens.tolist()), drawn.draws, elapsed_s, failed=drawn.failed
         )
 
     def close(self) -> None:

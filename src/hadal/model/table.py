@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hadal.core.messages import BLOCK_TOKENS, Join
-from hadal.model.cache import SCRATCH_BLOCK
+from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK, Join
 
 
-class DecodeTable:
+class RankTable:
     """Which slot decodes what, where, with which blocks."""
 
     def __init__(self, max_slots: int, max_positions: int) -> None:

@@ -6,7 +6,6 @@ H heads, Q q_lora_rank, C kv_lora_rank, R qk_rope, N qk_nope, W v_head, F FFN wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,9 +16,6 @@ from hadal.model.checkpoint import Checkpoint
 from hadal.reference.params import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights, MtpWeights
 from hadal.reference.rope import cos_sin_table
 
-Progress = Callable[[int, int], None]
-"""(layers read, layers in all)"""
-
 
 def load_weights(
     folder: Path,
@@ -27,49 +23,36 @@ def load_weights(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     with_mtp: bool = False,
-    progress: Progress | None = None,
 ) -> ModelWeights:
     """Read the model in `folder`. Only tensors it needs are touched. Raises CheckpointError naming file and tensor."""
     config = read_model_config(folder)
     with Checkpoint(folder, config.weight_block_size) as checkpoint:
-        return _Loader(checkpoint, config, dtype, torch.device(device), progress).model(with_mtp)
+        return _Loader(checkpoint, config, dtype, torch.device(device)).model(with_mtp)
 
 
 class _Loader:
     """Reads tensors into newly made, already fused destinations."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device,
-        progress: Progress | None,
+        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._dtype = dtype
         self._device = device
-        self._progress = progress
 
     def model(self, with_mtp: bool) -> ModelWeights:
         config = self._config
         with_mtp = with_mtp and config.num_nextn_predict_layers > 0
-        num_layers = config.num_hidden_layers + with_mtp
-        embed_VD = self._one("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        layers = []
-        for index in range(config.num_hidden_layers):
-            layers.append(self._layer(index))
-            if self._progress is not None:
-                self._progress(index + 1, num_layers)
-        weights = ModelWeights(
+        return ModelWeights(
             config=config,
-            embed_VD=embed_VD,
-            layers=tuple(layers),
+            embed_VD=self._one("model.embed_tokens.weight", config.vocab_size, config.hidden_size),
+            layers=tuple(self._layer(index) for index in range(config.num_hidden_layers)),
             norm_D=self._one("model.norm.weight", config.hidden_size),
             head_VD=self._one("lm_head.weight", config.vocab_size, config.hidden_size),
             mtp=self._mtp() if with_mtp else None,
             cos_sin=cos_sin_table(config).to(self._device),
         )
-        if with_mtp and self._progress is not None:
-            self._progress(num_layers, num_layers)
-        return weights
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix = self._config, f"model.layers.{index}."

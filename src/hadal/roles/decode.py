@@ -25,19 +25,16 @@ from hadal.core.messages import (
     Cancel,
     Decode,
     DecodePlan,
-    Drain,
     FrontUp,
     Join,
     KvPulled,
     Pulled,
-    Release,
     Returned,
-    Shutdown,
     StepDone,
     Token,
     Tokens,
 )
-from hadal.core.seams import Effect, Event, Execute, Freed, Pull, Send, Tick
+from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Freed, Pull, Send, Tick
 from hadal.kv.blocks import BlockAllocator, blocks_for
 from hadal.policy.admission import fits_decode
 from hadal.policy.preemption import choose_victims
@@ -45,7 +42,7 @@ from hadal.policy.views import HolderView
 from hadal.roles.decode_table import Bools, DecodeTable, SlotState
 from hadal.roles.ending import LENGTH, STOP, history_of
 from hadal.roles.reasons import PREEMPTED, PULL_FAILED, QUEUE_FULL, STEP_FAILED, TOO_LONG
-from hadal.roles.unit import MAX_STEPS_IN_FLIGHT, UnitReporter
+from hadal.roles.unit import UnitReporter
 
 Key = tuple[str, int]
 
@@ -56,7 +53,6 @@ class _InFlight:
     computed: Bools
     """By slot: whether the plan computes it."""
     num_computed: int
-    emitted_s: float
 
 
 class DecodeLeader:
@@ -90,12 +86,12 @@ class DecodeLeader:
         self._out, self._freed = [], []
         match event:
             case StepDone():
-                self._step_done(now_s, event)
+                self._step_done(event)
             case Decode():
                 self._accept(event)
             case KvPulled():
                 self._pulled(event)
-            case Cancel(request_id, attempt) | Release(request_id, attempt):
+            case Cancel(request_id, attempt):
                 self._cancel((request_id, attempt))
             case FrontUp():
                 if self._reporter.is_new_front(event):
@@ -107,11 +103,11 @@ class DecodeLeader:
                 problems = tuple(self.audit())
                 answer = Audit(self._unit, reply_id, self.blocks.num_used, self.num_requests, problems)
                 self._out.append(Send("front", answer))
-            case Tick() | Drain() | Shutdown():
-                pass  # Draining is the front's to do: it sends nothing new. The host ends the process.
+            case Tick():
+                pass  # What is due by now is seen to below, as after any event.
             case _:
                 raise InvariantError(f"{self._unit}: a decode leader cannot take {type(event).__name__}")
-        self._plan(now_s)
+        self._plan()
         if self._waiting and not self._is_starved:
             self._seat_waiting()
         if self._freed:
@@ -201,11 +197,11 @@ class DecodeLeader:
         del self._key_to_slot[key]
 
     # ---- what comes back from the Runner ----
-    def _step_done(self, now_s: float, done: StepDone) -> None:
+    def _step_done(self, done: StepDone) -> None:
         if not self._in_flight or self._in_flight[0].step_id != done.step_id:
             raise InvariantError(f"{self._unit}: step {done.step_id} is done, but it is not the one that runs.")
         step = self._in_flight.popleft()
-        self._reporter.meter.done(now_s, step.emitted_s, done.elapsed_s)
+        self._reporter.meter.done(done.elapsed_s)
         if done.error is None:
             self._take_tokens(step, done)
         else:
@@ -219,6 +215,8 @@ class DecodeLeader:
         slots, values = np.array(done.keys, np.int64), np.array(done.tokens, np.int64)
         if len(slots) != step.num_computed or len(values) != len(slots) or not step.computed[slots].all():
             raise InvariantError(f"{self._unit}: step {step.step_id} drew for {done.keys}, not its plan's slots.")
+        for slot, reason in done.failed.items():
+            self._give_up(slot, reason)
         wanted = ~table.is_muted[slots]
         slots, values = slots[wanted], values[wanted]
         # The arrays count up to the last emitted plan; the plans since this one have moved them on.
@@ -246,15 +244,19 @@ class DecodeLeader:
     def _fail(self, error: str) -> None:
         """A step failed: unknown are what its requests' KV holds and what became of its joins and leaves."""
         for slot in self.table.slots_in(SlotState.ACTIVE, SlotState.CLOSING).tolist():
-            if not self.table.is_muted[slot]:
-                self._give_back(self.table.seat(slot).key, f"{STEP_FAILED}: {error}")
-                self.table.is_muted[slot] = True
-            self.table.state[slot] = SlotState.CLOSING
+            self._give_up(slot, error)
         # Let the next plan empty every slot, wherever the Runner stopped. Leaving an empty slot does nothing.
         self.table.is_in_runner[:] = True
 
+    def _give_up(self, slot: int, error: str) -> None:
+        """A computed slot's token is void: give its request back, and close it."""
+        if not self.table.is_muted[slot]:
+            self._give_back(self.table.seat(slot).key, f"{STEP_FAILED}: {error}")
+            self.table.is_muted[slot] = True
+        self.table.state[slot] = SlotState.CLOSING
+
     # ---- what goes to the Runner ----
-    def _plan(self, now_s: float) -> None:
+    def _plan(self) -> None:
         while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
             table = self.table
             table.state[table.at_max_tokens()] = SlotState.CLOSING
@@ -269,7 +271,7 @@ class DecodeLeader:
             joins = tuple(self._join(slot) for slot in table.slots_in(SlotState.READY).tolist())
             plan = DecodePlan(self._num_plans, tuple(leaves.tolist()), joins, grown)
             computed = table.advance(plan.step_id)
-            self._in_flight.append(_InFlight(plan.step_id, computed, int(np.count_nonzero(computed)), now_s))
+            self._in_flight.append(_InFlight(plan.step_id, computed, int(np.count_nonzero(computed))))
             self._num_plans += 1
             self._out.append(Execute(plan))
 

@@ -34,7 +34,7 @@ from hadal.core.messages import (
     UnitDown,
     UnitUp,
 )
-from hadal.core.request import State, Step
+from hadal.core.request import Move, State
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.kv.blocks import blocks_for
 from hadal.policy.admission import admit, may_prefill, refuse_lengths
@@ -184,7 +184,7 @@ class Front:
             unit = self._prefill_unit_for(record.num_tokens)
             if unit is None:
                 return  # Those behind it wait too: nobody is overtaken.
-            self.requests.move(record, Step.PLACE)
+            self.requests.move(record, Move.PLACE)
             record.prefill_unit = unit
             self.units.sent_to_prefill(unit, record.num_tokens)
             self._send(unit, Prefill(self._current(record)))
@@ -213,7 +213,7 @@ class Front:
             self._finish(now_s, record, (token,))
             return
         self._out.append(Deliver(record.request_id, (token,)))
-        self.requests.move(record, Step.FIRST_TOKEN)
+        self.requests.move(record, Move.FIRST_TOKEN)
         num_blocks_max = blocks_for(len(record.generation.prompt) + record.generation.max_tokens - 1)
         unit = choose_decode_unit(self.units.decode_views(), record.num_blocks, num_blocks_max)
         if unit is None:
@@ -232,7 +232,7 @@ class Front:
             assert record.prefill_unit is not None
             self._send(record.prefill_unit, Release(request_id, attempt))
             record.prefill_unit = None
-            self.requests.move(record, Step.PULLED)
+            self.requests.move(record, Move.PULLED)
 
     def _tokens(self, now_s: float, unit: str, tokens: Iterable[Token]) -> None:
         for token in tokens:
@@ -261,7 +261,7 @@ class Front:
                 self._out.append(Deliver(token.request_id, (token,)))
 
     def _finish(self, now_s: float, record: Record, tokens: tuple[Token, ...]) -> None:
-        self.requests.move(record, Step.FINISH)
+        self.requests.move(record, Move.FINISH)
         self.totals.finished += 1
         self._finished.count(now_s)
         self._out.append(Deliver(record.request_id, tokens, True))
@@ -307,17 +307,17 @@ class Front:
         if record.num_retries > self._config.limits.max_retries:
             self._fail(record, f"given up after {self._config.limits.max_retries} retries; the last: {reason}.", 503)
             return
-        self.requests.move(record, Step.LOSE)
+        self.requests.move(record, Move.LOSE)
         record.attempt += 1
         if delay_s:
             record.not_before_s = now_s + delay_s
             self._retry_s = min(self._retry_s, record.not_before_s)
-        self.requests.move(record, Step.REQUEUE)
+        self.requests.move(record, Move.REQUEUE)
 
     def _fail(self, record: Record, error: str, status: int) -> None:
         """End a request without finishing it."""
         self._let_go(record)
-        self.requests.move(record, Step.CANCEL)
+        self.requests.move(record, Move.CANCEL)
         if status == CLOSED_STATUS:
             self.totals.cancelled += 1
         else:
@@ -388,7 +388,7 @@ class Front:
         """What /metrics and /health show."""
         units = self.units.by_name.values()
         return FrontSnapshot(
-            self.is_draining, self.requests.num_queued,
+            self.is_draining,
             {state.value: count for state, count in self.requests.counts.items()},
             {unit.name: unit.load for unit in units if unit.load is not None},
             {role: len(self.units.of_role(role)) for role in ("prefill", "decode")},

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hadal.core.messages import Generation
-from hadal.core.request import OWNS, State, Step, next_state
+from hadal.core.request import OWNS, Move, State, next_state
 from hadal.kv.blocks import blocks_for
 
 PLACED = (State.PREFILLING, State.TRANSFERRING, State.DECODING)
@@ -74,9 +74,9 @@ class RequestBook:
         insort(self._queue, (record.number, record.request_id))
         return record
 
-    def move(self, record: Record, step: Step) -> None:
-        """Walk the life's table; raises InvariantError for a step that cannot happen. An ended request is forgotten."""
-        before, after = record.state, next_state(record.state, step)
+    def move(self, record: Record, move: Move) -> None:
+        """Walk the life's table; raises InvariantError for a move that cannot happen. An ended request is forgotten."""
+        before, after = record.state, next_state(record.state, move)
         record.state = after
         self.counts[before] -= 1
         self.counts[after] += 1

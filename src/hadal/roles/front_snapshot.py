@@ -27,7 +27,6 @@ class FrontSnapshot(msgspec.Struct, frozen=True):
     """Cheap to make: no request is looked at."""
 
     is_draining: bool
-    num_queued: int
     state_to_count: dict[str, int]
     unit_to_load: dict[str, Load]
     """Units that are up and have reported."""

@@ -1,4 +1,4 @@
-"""Smoothed measurements that roles report, computed from the times of their events. No clock of their own."""
+"""Smoothed measurements that roles report, computed from what their events say. No clock of their own."""
 
 from __future__ import annotations
 
@@ -6,27 +6,18 @@ import math
 
 
 class StepMeter:
-    """Duration of a step, and how long the Runner stood idle before it though the plan was there.
-
-    A step can begin when its plan was handed over and the step before it was done; what passes from then to its
-    completion beyond the Runner's own time is overhead: messages, thread switches, delivery.
-    """
+    """Steps so far, and the smoothed time of one in the Runner."""
 
     def __init__(self, smoothing: float = 0.1) -> None:
         self._smoothing = smoothing
-        self._done_s = -math.inf
         self.num_steps = 0
         self.step_ms = 0.0
-        self.overhead_ms = 0.0
 
-    def done(self, now_s: float, emitted_s: float, elapsed_s: float) -> None:
-        """A step that was emitted at `emitted_s` and took `elapsed_s` in the Runner was reported at `now_s`."""
-        overhead_ms = max(0.0, now_s - max(emitted_s, self._done_s) - elapsed_s) * 1e3
+    def done(self, elapsed_s: float) -> None:
+        """A step took `elapsed_s` in the Runner."""
         weight = self._smoothing if self.num_steps else 1.0
         self.step_ms += weight * (elapsed_s * 1e3 - self.step_ms)
-        self.overhead_ms += weight * (overhead_ms - self.overhead_ms)
         self.num_steps += 1
-        self._done_s = now_s
 
 
 class RateMeter:

@@ -17,9 +17,7 @@ from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     Audit,
     AuditRequest,
-    Cancel,
     Chunk,
-    Drain,
     FrontUp,
     Generation,
     KvLease,
@@ -28,18 +26,17 @@ from hadal.core.messages import (
     PrefillPlan,
     Release,
     Returned,
-    Shutdown,
     StepDone,
     Token,
 )  # fmt: skip
-from hadal.core.seams import Effect, Event, Execute, Freed, Send, Tick
+from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Freed, Send, Tick
 from hadal.kv.blocks import BlockAllocator, blocks_for
 from hadal.kv.handover import HeldLease, LeaseBook
 from hadal.policy.batching import pack_chunks
 from hadal.policy.views import PromptView
 from hadal.roles.ending import finish_of, history_of
 from hadal.roles.reasons import LEASE_EXPIRED, QUEUE_FULL, STEP_FAILED, TOO_LONG
-from hadal.roles.unit import MAX_STEPS_IN_FLIGHT, UnitReporter
+from hadal.roles.unit import UnitReporter
 
 Key = tuple[str, int]
 
@@ -71,7 +68,6 @@ class _InFlight:
     plan: PrefillPlan
     prompts: tuple[_Prompt, ...]
     """Of the plan's chunks, in the same order."""
-    emitted_s: float
 
 
 @dataclass(slots=True)
@@ -117,7 +113,7 @@ class PrefillLeader:
                 self._accept(generation, out)
             case StepDone():
                 self._step_done(now_s, event, out)
-            case Release(request_id, attempt) | Cancel(request_id, attempt):
+            case Release(request_id, attempt):
                 self._drop((request_id, attempt), out)
             case FrontUp():
                 if self._reporter.is_new_front(event):
@@ -125,8 +121,8 @@ class PrefillLeader:
                 out.effects.append(self._reporter.up())
             case AuditRequest(reply_id):
                 out.effects.append(Send("front", self._answer(reply_id)))
-            case Tick() | Drain() | Shutdown():
-                pass  # Draining is the front's to do: it sends nothing new. The host ends the process.
+            case Tick():
+                pass  # What is due by now is seen to below, as after any event.
             case _:
                 raise InvariantError(f"{self._unit}: a prefill leader cannot take {type(event).__name__}")
         for lease in self.leases.expired(now_s):
@@ -135,7 +131,7 @@ class PrefillLeader:
             self._give_back((lease.request_id, lease.attempt), LEASE_EXPIRED, out)
         if out.freed:
             out.effects.append(Freed(tuple(out.freed)))
-        self._plan(now_s, out)
+        self._plan(out)
         out.effects += self._beat(now_s)
         return out.effects
 
@@ -183,22 +179,27 @@ class PrefillLeader:
         if not self._in_flight or self._in_flight[0].plan.step_id != done.step_id:
             raise InvariantError(f"{self._unit}: step {done.step_id} is done, but it is not the one that runs.")
         step = self._in_flight.popleft()
-        self._reporter.meter.done(now_s, step.emitted_s, done.elapsed_s)
+        self._reporter.meter.done(done.elapsed_s)
         if done.error is not None:
             for prompt in step.prompts:
-                if not prompt.is_dropped:
-                    self._give_back(prompt.key, f"{STEP_FAILED}: {done.error}", out)
-                    prompt.is_dropped = True
+                self._give_up(prompt, done.error, out)
         else:
             expected = {i for i, chunk in enumerate(step.plan.chunks) if chunk.sampling is not None}
             if len(done.keys) != len(expected) or set(done.keys) != expected or len(done.tokens) != len(done.keys):
                 raise InvariantError(f"{self._unit}: step {done.step_id} drew for chunks {done.keys}, not {expected}.")
             for key, token in zip(done.keys, done.tokens, strict=True):
-                if not step.prompts[key].is_dropped:
+                if key in done.failed:
+                    self._give_up(step.prompts[key], done.failed[key], out)
+                elif not step.prompts[key].is_dropped:
                     self._first_token(now_s, step.prompts[key], token, done, key, out)
         for prompt in step.prompts:
             if prompt.key in self._started:
                 self._free_if_done(prompt, out)
+
+    def _give_up(self, prompt: _Prompt, error: str, out: _Out) -> None:
+        if not prompt.is_dropped:
+            self._give_back(prompt.key, f"{STEP_FAILED}: {error}", out)
+            prompt.is_dropped = True
 
     def _first_token(self, now_s: float, prompt: _Prompt, value: int, done: StepDone, key: int, out: _Out) -> None:
         generation, index = prompt.generation, len(prompt.generation.output)
@@ -220,7 +221,7 @@ class PrefillLeader:
         out.effects.append(Send("front", PrefillDone(self._unit, token, lease)))
 
     # ---- what goes to the Runner ----
-    def _plan(self, now_s: float, out: _Out) -> None:
+    def _plan(self, out: _Out) -> None:
         while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
             # Every prompt takes a token at least, so more candidates than tokens are never packed.
             candidates = list(islice(self._candidates(), self._chunk_tokens))
@@ -236,7 +237,7 @@ class PrefillLeader:
             chunks = tuple(self._chunk(prompt, size) for prompt, size in zip(chosen, sizes, strict=True))
             plan = PrefillPlan(self._num_plans, chunks)
             self._num_plans += 1
-            self._in_flight.append(_InFlight(plan, tuple(chosen), now_s))
+            self._in_flight.append(_InFlight(plan, tuple(chosen)))
             out.effects.append(Execute(plan))
 
     def _candidates(self) -> Iterator[_Prompt]:

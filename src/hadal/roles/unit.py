@@ -12,9 +12,6 @@ from hadal.core.seams import Effect, Send, WakeAt
 from hadal.kv.blocks import BlockAllocator
 from hadal.roles.meters import StepMeter
 
-MAX_STEPS_IN_FLIGHT = 2
-"""One runs, one waits behind it: the Runner never waits for a plan, and a plan is never long out of date."""
-
 
 class UnitReporter:
     """The unit's name and voice towards the front."""
@@ -62,8 +59,7 @@ class UnitReporter:
 
     def _load(self) -> Load:
         num_blocks_used, num_requests, num_tokens_waiting = self._said
-        meter = self.meter
         return Load(
             self.unit, self.role, self.epoch, self._blocks.num_usable, num_blocks_used, num_requests,
-            self._num_requests_max, num_tokens_waiting, meter.num_steps, meter.step_ms, meter.overhead_ms,
+            self._num_requests_max, num_tokens_waiting, self.meter.num_steps, self.meter.step_ms,
         )  # fmt: skip

@@ -16,10 +16,8 @@ from collections.abc import Callable
 
 from hadal.core.errors import InvariantError
 from hadal.core.messages import StepDone, StepPlan
-from hadal.core.seams import Runner
+from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Runner
 
-MAX_IN_FLIGHT = 2
-"""Plans a leader may have given and not got back: one computed, one ready."""
 _SMOOTHING = 0.1
 _WAIT_S = 1.0
 
@@ -31,7 +29,6 @@ class Compute:
         """`wake` is called, from the computing thread, whenever a result is ready to be taken."""
         self.overhead_ms = 0.0
         """Smoothed time per step that the runner stood idle though work was there."""
-        self.num_steps = 0
         self._runner = runner
         self._wake = wake
         self._plans: queue.SimpleQueue[tuple[StepPlan, bool] | None] = queue.SimpleQueue()
@@ -48,8 +45,8 @@ class Compute:
 
     def submit(self, plan: StepPlan, *, follows: bool) -> None:
         """Queue a plan. `follows`: it answers a finished step, so the time since that step's end is overhead."""
-        if self._num_in_flight >= MAX_IN_FLIGHT:
-            raise InvariantError(f"step {plan.step_id}: {MAX_IN_FLIGHT} plans are in flight already")
+        if self._num_in_flight >= MAX_STEPS_IN_FLIGHT:
+            raise InvariantError(f"step {plan.step_id}: {MAX_STEPS_IN_FLIGHT} plans are in flight already")
         follows = follows or self._num_in_flight > 0
         self._num_in_flight += 1
         self._plans.put((plan, follows))
@@ -98,6 +95,5 @@ class Compute:
                 result = error  # A runner answers with its errors; one that raises is broken, and the host ends.
             ended_s = time.monotonic()
             self._busy_since_s = None
-            self.num_steps += 1
             self._results.append(result)
             self._wake()

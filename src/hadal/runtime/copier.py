@@ -34,11 +34,11 @@ class Copier:
 
     def submit(self, pull: Pull) -> None:
         """Begin a pull; its outcome is among `take`'s. A pull never overtakes an earlier one."""
-        if self._num_pending or len(pull.into) * self._block_bytes > INLINE_BYTES:
-            self._num_pending += 1
+        is_inline = self._num_pending == 0 and len(pull.into) * self._block_bytes <= INLINE_BYTES
+        self._num_pending += 1
+        if not is_inline:
             self._pulls.put(pull)
         else:
-            self._num_pending += 1
             self._results.append(self._pulled(pull))
 
     def take(self) -> list[KvPulled]:

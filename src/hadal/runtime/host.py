@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from hadal.core.messages import Load, Shutdown
+from hadal.core.messages import Load
 from hadal.core.seams import Clock, Effect, Event, Execute, Freed, Pull, Runner, Send, Tick, WakeAt
 from hadal.runtime.compute import Compute
 from hadal.runtime.copier import Copier
@@ -67,7 +67,7 @@ class UnitHost:
         self.wake()
 
     def run(self, first: Sequence[Effect] = ()) -> None:
-        """Apply `first`, then serve until `stop` or Shutdown. Whatever a leader, runner or effect raises is raised."""
+        """Apply `first`, then serve until `stop`. Whatever a leader, runner or effect raises is raised."""
         self._apply(first)
         while not self._stopping:
             messages = self._wire.receive(self._wait_s())
@@ -76,9 +76,6 @@ class UnitHost:
             self._step_ended = bool(results)
             # Results first: they free slots and blocks that the messages may want.
             for event in (*results, *self._copier.take(), *messages):
-                if isinstance(event, Shutdown):
-                    self._stopping = True
-                    break
                 self._apply(self._leader.handle(self._clock.now(), event))
             self._tick_if_due()
             self._end_if_stuck()

@@ -30,7 +30,7 @@ from hadal.runtime.child import START_TIMEOUT_S, Child, Phase
 from hadal.runtime.kv_wire import remove_segments, remove_stale_segments
 from hadal.runtime.listen import open_listener, url_of
 from hadal.runtime.probe import Probe
-from hadal.runtime.process import EXIT_CONFIG, LISTEN_FD, Run, write_run
+from hadal.runtime.process import API_KEYS, EXIT_CONFIG, LISTEN_FD, Run, write_run
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.status import Status, write_status
 from hadal.runtime.wire import ZmqWire, socket_path
@@ -66,7 +66,8 @@ def serve(resolved: Resolved, options: Options, announce: Announce) -> int:
     """Run until told to stop. Returns the exit code. Raises ConfigError if it cannot even start."""
     for name in remove_stale_segments():
         log.info("removed %s, left by a run that is gone", name)
-    with _listener(resolved) as listener, _run_folder(options.run_folder) as folder, _signals() as signals_fd:
+    host, port = resolved.deployment.host, resolved.deployment.port
+    with open_listener(host, port) as listener, _run_folder(options.run_folder) as folder, _signals() as signals_fd:
         supervisor = Supervisor(resolved, options, folder, listener, announce)
         try:
             return supervisor.run(signals_fd)
@@ -279,7 +280,7 @@ def _environment(options: Options) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         # Units share the cores: a thread that spins for work takes them from the unit that has some.
         "OMP_WAIT_POLICY": "PASSIVE",
-        "HADAL_API_KEYS": ",".join(options.api_keys),
+        API_KEYS: ",".join(options.api_keys),
     }
 
 
@@ -290,12 +291,6 @@ def _how(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
-
-
-@contextmanager
-def _listener(resolved: Resolved) -> Iterator[socket.socket]:
-    with open_listener(resolved.deployment.host, resolved.deployment.port) as listener:
-        yield listener
 
 
 @contextmanager

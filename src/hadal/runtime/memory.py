@@ -17,10 +17,10 @@ from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
 
-CACHE_BYTES = 4
-"""FP32 on CPU: BF16 arithmetic is several times slower there."""
+VALUE_BYTES = 4
+"""Of a weight and of a cached value. FP32 on CPU: BF16 arithmetic is several times slower there."""
 NUM_SCRATCH_BLOCKS = 1
-"""Block 0 takes the writes of padding (model/cache)."""
+"""SCRATCH_BLOCK takes the writes of padding."""
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit (safetensors)."""
 
@@ -48,7 +48,7 @@ class MemoryPlan:
 
 def plan_memory(deployment: Deployment, config: ModelConfig) -> MemoryPlan:
     """Choose the blocks of each pool. Raises ConfigError if a pool could not hold a single token's block."""
-    block_bytes = config.num_hidden_layers * BLOCK_TOKENS * config.latent_dim * CACHE_BYTES
+    block_bytes = config.num_hidden_layers * BLOCK_TOKENS * config.latent_dim * VALUE_BYTES
     context_blocks = NUM_SCRATCH_BLOCKS + -(-config.max_position_embeddings // BLOCK_TOKENS)
     warnings = []
     for kind in ("prefill", "decode"):
@@ -66,7 +66,7 @@ def plan_memory(deployment: Deployment, config: ModelConfig) -> MemoryPlan:
     return MemoryPlan(
         num_parameters=total,
         num_parameters_active=active,
-        weight_bytes=total * CACHE_BYTES,
+        weight_bytes=total * VALUE_BYTES,
         block_bytes=block_bytes,
         prefill_blocks=prefill_blocks,
         decode_blocks=decode_blocks,

@@ -30,6 +30,8 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 _RUN_FILE = "run.json"
 LISTEN_FD = "HADAL_LISTEN_FD"
 """Environment variable: the gateway's listening socket, opened by the supervisor so that it outlives the gateway."""
+API_KEYS = "HADAL_API_KEYS"
+"""Environment variable: the keys that the gateway lets in, with commas between. Empty: everybody is let in."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hadal.core.errors import HadalError, InvariantError, Overloaded, RequestError
+from hadal.core.errors import HadalError, InvariantError, RequestError
 from hadal.gateway.errors import ApiError, as_api_error, overloaded
 
 
@@ -14,7 +14,7 @@ from hadal.gateway.errors import ApiError, as_api_error, overloaded
     ("error", "status", "kind"),
     [
         (RequestError("bad", "n", "c"), 400, "invalid_request_error"),
-        (Overloaded("full", 1.5), 503, "overloaded_error"),
+        (overloaded(503, "full", 1.5), 503, "overloaded_error"),
         (InvariantError("secret"), 500, "server_error"),
         (HadalError("secret"), 500, "server_error"),
         (overloaded(429, "full", 0.1), 429, "rate_limit_error"),
@@ -34,5 +34,5 @@ def test_fields_and_headers() -> None:
     assert json.loads(made.body) == {
         "error": {"message": "bad", "type": "invalid_request_error", "param": "n", "code": "c"}
     }
-    assert as_api_error(Overloaded("full", 1.5)).headers == {"Retry-After": "2"}
+    assert overloaded(503, "full", 1.5).headers == {"Retry-After": "2"}
     assert overloaded(503, "full", None).headers == {}

@@ -15,7 +15,7 @@ def test_every_number_of_the_front_and_the_units() -> None:
         submitted=9, finished=5, cancelled=1, failed=2, refused=1, tokens_in=50, tokens_out=60, retries=4, preemptions=3
     )
     snapshot = FrontSnapshot(
-        True, 6, {"queued": 6, "decoding": 3}, {"decode-0": load}, {"prefill": 2, "decode": 1}, totals
+        True, {"queued": 6, "decoding": 3}, {"decode-0": load}, {"prefill": 2, "decode": 1}, totals
     )
     metrics = Metrics(lambda: snapshot)
     metrics.requests.labels("chat", "200").inc(2)

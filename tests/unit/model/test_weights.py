@@ -99,12 +99,6 @@ def test_everything_is_contiguous(peer: Peer) -> None:
                 assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), name
 
 
-def test_progress(plain: Peer) -> None:
-    seen: list[tuple[int, int]] = []
-    load_weights(plain.folder, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 3), (2, 3), (3, 3)]
-
-
 def test_other_tensors_are_never_touched(own_folder: Path) -> None:
     """An index may name shards that this model does not need: an MTP module that is not asked for."""
     tensors = load_file(own_folder / "model.safetensors")

@@ -65,9 +65,11 @@ def decode(
     return Decode(request, KvLease("pool", blocks, (0,) * len(blocks), num_tokens, 30.0), "prefill-0")
 
 
-def done(step_id: int, tokens: dict[int, int] | None = None, error: str | None = None) -> StepDone:
+def done(
+    step_id: int, tokens: dict[int, int] | None = None, error: str | None = None, failed: dict[int, str] | None = None
+) -> StepDone:
     tokens = tokens or {}
-    return StepDone(step_id, tuple(tokens), tuple(tokens.values()), {}, 0.01, error)
+    return StepDone(step_id, tuple(tokens), tuple(tokens.values()), {}, 0.01, error, failed or {})
 
 
 def finals(effects: Iterable[Effect]) -> list[tuple[str, int | None]]:

@@ -267,6 +267,23 @@ def test_a_failed_step_gives_everybody_back_and_empties_the_runner() -> None:
     assert unit.audit() == []
 
 
+def test_one_void_token_gives_back_its_request_alone() -> None:
+    unit = leader()
+    seat(unit, "a", max_tokens=50)
+    unit.handle(0.1, done(0, {0: 3}))
+    seat(unit, "b", max_tokens=50)
+    effects = unit.handle(0.2, done(1, {0: 3}))
+    assert decode_plans(effects)[0].step_id == 3  # The first that computes b.
+    unit.handle(0.3, done(2, {0: 4}))
+    effects = unit.handle(0.4, done(3, {0: 5, 1: 6}, failed={1: "not finite"}))
+    assert sent(effects, Returned) == [Returned("decode-0", "b", 0, "step failed: not finite")]
+    assert drawn(effects) == [("a", 4, 5, None)]
+    assert decode_plans(effects)[0].leaves == (1,)
+    assert drawn(unit.handle(0.5, done(4, {0: 7, 1: 8}))) == [("a", 5, 7, None)]
+    assert unit.num_requests == 1
+    assert unit.audit() == []
+
+
 def test_a_new_front_finds_nothing_left() -> None:
     unit = leader(num_slots=2)
     unit.handle(0.0, FrontUp("f1"))

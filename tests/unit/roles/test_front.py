@@ -311,7 +311,7 @@ def test_snapshot_says_what_is_held() -> None:
     made = decoding(front())
     made.handle(0.3, Load("decode-0", "decode", "d1", 20, 3, 1, 4, 0))
     shot = made.snapshot()
-    assert (shot.state_to_count["decoding"], shot.num_queued, shot.role_to_units) == (1, 0, {"prefill": 1, "decode": 1})
+    assert (shot.state_to_count["decoding"], shot.role_to_units) == (1, {"prefill": 1, "decode": 1})
     assert shot.unit_to_load["decode-0"].num_blocks_used == 3
     made.handle(0.4, tokens("a", 1))
     assert (shot.totals.tokens_out, made.totals.tokens_out) == (1, 2)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.request import State, Step
+from hadal.core.request import Move, State
 from hadal.roles.front_requests import RequestBook
 from tests.unit.roles.driving import generation
 
@@ -22,10 +22,10 @@ def book_of(*names: str) -> RequestBook:
 def test_one_that_comes_back_is_ahead_of_those_that_came_after_it() -> None:
     book = book_of("a", "b", "c")
     first = book.by_id["a"]
-    book.move(first, Step.PLACE)
+    book.move(first, Move.PLACE)
     assert book.next_queued(0.0) is book.by_id["b"]
-    book.move(first, Step.LOSE)
-    book.move(first, Step.REQUEUE)
+    book.move(first, Move.LOSE)
+    book.move(first, Move.REQUEUE)
     assert book.next_queued(0.0) is first
     assert book.num_queued == 3
 
@@ -41,20 +41,20 @@ def test_one_that_backs_off_is_passed_over_until_then() -> None:
 def test_blocks_are_counted_while_placed_and_grow() -> None:
     book = book_of("a")
     record = book.by_id["a"]
-    book.move(record, Step.PLACE)
+    book.move(record, Move.PLACE)
     record.prefill_unit = "prefill-0"
     assert (record.num_blocks, book.num_blocks_placed, book.num_placed) == (1, 1, 1)
     assert (book.grow(record, 1), book.grow(record, 2)) == (1, 0)
     assert book.num_blocks_placed == 2
     assert book.check() == []
-    book.move(record, Step.CANCEL)
+    book.move(record, Move.CANCEL)
     assert (book.num_blocks_placed, book.by_id, sum(book.counts.values())) == (0, {}, 0)
 
 
 def test_a_step_that_cannot_happen_is_a_bug() -> None:
     book = book_of("a")
     with pytest.raises(InvariantError, match="cannot"):
-        book.move(book.by_id["a"], Step.PULLED)
+        book.move(book.by_id["a"], Move.PULLED)
 
 
 def test_overdue_are_the_oldest() -> None:

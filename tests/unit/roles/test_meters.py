@@ -1,4 +1,4 @@
-"""Meters: idle time of the Runner, and a rate that fades."""
+"""Meters: a step's duration, and a rate that fades."""
 
 from __future__ import annotations
 
@@ -7,26 +7,12 @@ import pytest
 from hadal.roles.meters import RateMeter, StepMeter
 
 
-def test_a_full_pipeline_has_no_overhead() -> None:
+def test_the_first_step_counts_whole_and_the_others_smoothed() -> None:
     meter = StepMeter()
-    for step in range(1, 4):
-        meter.done(step * 0.010, max(0, step - 2) * 0.010, 0.010)
-    assert meter.num_steps == 3
-    assert meter.step_ms == pytest.approx(10.0)
-    assert meter.overhead_ms == pytest.approx(0.0, abs=1e-9)
-
-
-def test_time_between_hand_over_and_done_beyond_the_runners_own_is_overhead() -> None:
-    meter = StepMeter()
-    meter.done(1.012, 1.0, 0.010)
-    assert meter.overhead_ms == pytest.approx(2.0)
-
-
-def test_waiting_for_work_is_not_overhead() -> None:
-    meter = StepMeter()
-    meter.done(1.010, 1.0, 0.010)
-    meter.done(9.010, 9.0, 0.010)
-    assert meter.overhead_ms == pytest.approx(0.0, abs=1e-9)
+    meter.done(0.010)
+    assert (meter.num_steps, meter.step_ms) == (1, pytest.approx(10.0))
+    meter.done(0.020)
+    assert (meter.num_steps, meter.step_ms) == (2, pytest.approx(11.0))
 
 
 def test_rate_settles_and_fades() -> None:

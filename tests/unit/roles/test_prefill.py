@@ -10,7 +10,6 @@ from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     Audit,
     AuditRequest,
-    Cancel,
     FrontUp,
     Load,
     Prefill,
@@ -119,7 +118,7 @@ def test_release_frees_and_says_so() -> None:
 def test_blocks_of_a_cancelled_prompt_are_freed_after_the_last_plan_that_writes_them() -> None:
     unit = leader()
     unit.handle(0.0, prefill(prompt=100))  # Two plans in flight.
-    assert of(unit.handle(0.0, Cancel("a", 0)), Freed) == []
+    assert of(unit.handle(0.0, Release("a", 0)), Freed) == []
     assert of(unit.handle(0.1, done(0)), Freed) == []
     effects = unit.handle(0.2, done(1, {0: 3}))
     assert len(of(effects, Freed)[0].block_ids) == 2
@@ -130,7 +129,7 @@ def test_a_cancelled_prompt_that_waits_just_goes() -> None:
     unit = leader()
     for name in "abc":
         unit.handle(0.0, prefill(name))
-    unit.handle(0.0, Cancel("c", 0))
+    unit.handle(0.0, Release("c", 0))
     assert prefill_plans(unit.handle(0.1, done(0, {0: 1}))) == []
 
 
@@ -174,6 +173,17 @@ def test_a_failed_step_gives_its_prompts_back_and_the_next_plan_frees_them() -> 
     assert sent(effects, Returned) == [Returned("prefill-0", "a", 0, "step failed: out of memory")]
     assert of(effects, Freed) == []
     assert len(of(unit.handle(0.2, done(1, {0: 5})), Freed)) == 1
+    assert unit.audit() == []
+
+
+def test_one_void_token_gives_back_its_prompt_alone() -> None:
+    unit = leader()
+    unit.handle(0.0, prefill("a"))
+    unit.handle(0.0, prefill("b"))
+    effects = unit.handle(0.1, done(0, {0: 5}, failed={0: "not finite"}))
+    assert sent(effects, Returned) == [Returned("prefill-0", "a", 0, "step failed: not finite")]
+    assert len(of(effects, Freed)) == 1
+    assert [answer.token.request_id for answer in sent(unit.handle(0.2, done(1, {0: 6})), PrefillDone)] == ["b"]
     assert unit.audit() == []
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from hadal.core.errors import InvariantError
 from hadal.core.messages import PrefillPlan, StepDone, StepPlan
-from hadal.runtime.compute import MAX_IN_FLIGHT, Compute
+from hadal.core.seams import MAX_STEPS_IN_FLIGHT
+from hadal.runtime.compute import Compute
 
 
 class SlowRunner:
@@ -48,19 +49,18 @@ def test_results_come_in_the_order_of_the_plans() -> None:
     done: list[int] = []
     submitted = 0
     while len(done) < 50:
-        while submitted < 50 and harness.compute.num_in_flight < MAX_IN_FLIGHT:
+        while submitted < 50 and harness.compute.num_in_flight < MAX_STEPS_IN_FLIGHT:
             harness.compute.submit(plan(submitted), follows=False)
             submitted += 1
         done += [result.step_id for result in harness.result()]
     assert done == list(range(50))
     assert harness.compute.num_in_flight == 0
-    assert harness.compute.num_steps == 50
     assert harness.compute.stop(5)
 
 
 def test_a_third_plan_is_a_bug_of_the_leader() -> None:
     harness = Harness(SlowRunner(0.05))
-    for step_id in range(MAX_IN_FLIGHT):
+    for step_id in range(MAX_STEPS_IN_FLIGHT):
         harness.compute.submit(plan(step_id), follows=False)
     with pytest.raises(InvariantError):
         harness.compute.submit(plan(9), follows=False)

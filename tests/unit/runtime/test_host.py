@@ -20,7 +20,6 @@ from hadal.core.messages import (
     KvPulled,
     Load,
     PrefillPlan,
-    Shutdown,
     StepDone,
     StepPlan,
 )
@@ -70,7 +69,7 @@ class World:
     failure: BaseException | None = None
 
     def run(self, *first: Effect) -> None:
-        """Host the leader in a thread until a test sends Shutdown."""
+        """Host the leader in a thread until a test stops it."""
 
         def run() -> None:
             try:
@@ -112,7 +111,7 @@ def test_steps_come_back_and_the_next_follows(world: World) -> None:
     world.run(Execute(PrefillPlan(0, ())), Execute(PrefillPlan(1, ())))
     assert world.front.receive(10) == [Cancel("done", 0)]
     assert [event.step_id for event in world.script.events if isinstance(event, StepDone)] == list(range(202))
-    world.front.send("decode-0", Shutdown())
+    world.host.stop()
     world.join()
     assert world.failure is None
 
@@ -125,7 +124,7 @@ def test_messages_reach_the_leader_and_its_answers_the_front(world: World) -> No
     for number in range(20):
         world.front.send("decode-0", AuditRequest(number))
         assert world.front.receive(5) == [Audit("decode-0", number, 0, 0, ())]
-    world.front.send("decode-0", Shutdown())
+    world.host.stop()
     world.join()
 
 
@@ -151,7 +150,7 @@ def test_a_pull_fills_the_blocks_and_says_so(world: World, num_blocks: int) -> N
     size = world.pool.block_bytes
     assert bytes(world.pool.cache[4 * size : (4 + num_blocks) * size]) == bytes([7]) * (num_blocks * size)
     assert bytes(world.pool.cache[18 * size : 19 * size]) == bytes(size)
-    world.front.send("decode-0", Shutdown())
+    world.host.stop()
     world.join()
 
 
@@ -159,7 +158,7 @@ def test_freed_blocks_get_a_new_generation(world: World) -> None:
     world.run(Freed((3, 5)), Freed((5,)), Send("front", Cancel("freed", 0)))
     assert world.front.receive(5)
     assert world.pool.generations.tolist()[:7] == [0, 0, 0, 1, 0, 2, 0]
-    world.front.send("decode-0", Shutdown())
+    world.host.stop()
     world.join()
 
 
@@ -179,7 +178,7 @@ def test_it_wakes_when_asked_and_a_later_wish_replaces_an_earlier(world: World) 
     assert world.front.receive(5) == [Cancel("third", 0)]
     assert wished_s <= ticks[0] < wished_s + 0.5
     assert ticks[1] - ticks[0] >= 0.05
-    world.front.send("decode-0", Shutdown())
+    world.host.stop()
     world.join()
 
 
@@ -196,7 +195,7 @@ def test_the_load_carries_the_measured_overhead(world: World) -> None:
     assert isinstance(load, Load)
     assert 1.5 < load.overhead_ms < 77
     assert load.step_ms == 1.0
-    world.front.send("decode-0", Shutdown())
+    world.host.stop()
     world.join()
 
 
