@@ -16,6 +16,8 @@ from bench.subject import ROOT, answer
 
 BIN = ROOT / ".peers" / "llama-build" / "bin"
 TIMEOUT_S = 600
+ATTEMPTS = 10
+"""It prints through a thread that it does not wait for: a short run now and then ends before its result is out."""
 
 
 class LlamaSubject:
@@ -41,12 +43,13 @@ class LlamaSubject:
             "-b", "2048", "-ub", "512", "-ctk", "f32", "-ctv", "f32", "-npp", str(context), "-ntg", str(steps),
             "-npl", str(batch), "--output-format", "jsonl",
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-        for line in done.stdout.splitlines():
-            if line.startswith("{"):
-                row: dict[str, float] = json.loads(line)
-                return row
-        raise RuntimeError(f"no result from {command[0]}: {done.stderr[-300:]}")
+        for _ in range(ATTEMPTS):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+            for line in done.stdout.splitlines():
+                if line.startswith("{"):
+                    row: dict[str, float] = json.loads(line)
+                    return row
+        raise RuntimeError(f"no result from {Path(command[0]).name}: {done.stderr[-300:]}")
 
 
 if __name__ == "__main__":

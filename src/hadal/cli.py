@@ -125,7 +125,7 @@ def evaluate(
     api_key: Annotated[str, typer.Option(help="Key for the server.", envvar="HADAL_API_KEY")] = "",
     concurrency: Annotated[int, typer.Option(help="Prompts asked at once.", min=1)] = 16,
     show_wrong: Annotated[int, typer.Option(help="Wrong answers to show.", min=0)] = 3,
-    at_least: Annotated[float, typer.Option(help="Leave with 1 if fewer are exact (0 to 1).")] = 0.0,
+    at_least: Annotated[float, typer.Option(help="Leave with 1 if fewer are exact.", min=0, max=1)] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
 ) -> None:
     """Ask a running server held-out prompts of the tasks hadal-tiny was taught; print how many answers are exact."""
@@ -139,7 +139,8 @@ def evaluate(
             model=model, api_key=api_key, concurrency=concurrency, as_json=as_json, show_wrong=show_wrong,
         )  # fmt: skip
     except (ValueError, HTTPError) as error:
-        typer.echo(f"hadal eval: {error}", err=True)
+        hint = "Is there a server? Start one with `hadal serve`." if isinstance(error, HTTPError) else ""
+        typer.echo(f"hadal eval: {url}: {error}. {hint}" if hint else f"hadal eval: {error}", err=True)
         sys.exit(EXIT_CONFIG)
     sys.exit(0 if exact >= at_least else 1)
 
@@ -151,6 +152,8 @@ def _deployment(config: Path | None, overrides: dict[str, Any]) -> Deployment:
 
 
 def _api_keys(given: list[str]) -> tuple[str, ...]:
+    if any(not key.strip() for key in given):
+        raise ConfigError("--api-key is empty; give a key, or leave the option out to serve without keys.")
     keys = [*given, *os.environ.get("HADAL_API_KEYS", "").split(",")]
     if any("," in key for key in given):
         raise ConfigError("--api-key: a key cannot hold a comma.")

@@ -76,3 +76,5 @@ def test_keys_come_from_options_and_the_environment(monkeypatch: pytest.MonkeyPa
     assert _api_keys(["a"]) == ("a", "b", "c")
     with pytest.raises(ConfigError):
         _api_keys(["a,b"])
+    with pytest.raises(ConfigError, match="empty"):
+        _api_keys([" "])

@@ -124,7 +124,7 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
 async def _drained(host: Host, timeout_s: float) -> None:
     """Return once a drain was asked for and everything that ran has ended."""
     await host.wait_draining()
-    log.info("draining: %d generations are running", host.num_open)
+    log.info("draining: generations that still run: %d", host.num_open)
     if not await host.wait_idle(timeout_s):
         log.warning("%d generations did not end within %g s", host.num_open, timeout_s)
 

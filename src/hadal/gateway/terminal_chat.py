@@ -6,6 +6,7 @@ Knows the API and a terminal, nothing of the engine. With standard input from a 
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -175,6 +176,8 @@ def chat(
 ) -> int:
     """Talk until the user leaves; returns the exit code. `base_url` with or without /v1; `lines` instead of stdin."""
     console = console or Console()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # Whatever is piped in can be sent.
     source = lines or sys.stdin
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     base_url = base_url.rstrip("/").removesuffix("/v1") + "/v1"

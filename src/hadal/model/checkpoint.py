@@ -7,6 +7,7 @@ dequantised straight into where they belong, so a model is never in memory twice
 from __future__ import annotations
 
 import json
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,17 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of_name
+
+    def check_layers(self, num_hidden_layers: int) -> None:
+        """Raise CheckpointError if there are layers that the config does not know: it is another model."""
+        for name in self._file_of_name:
+            match = re.match(r"model\.layers\.(\d+)\.", name)
+            if match is None or int(match[1]) < num_hidden_layers:
+                continue
+            if f"{match[0]}eh_proj.weight" not in self._file_of_name:  # MTP modules stand behind the last layer.
+                raise CheckpointError(
+                    f"{self._path(name)}: holds {name}, but num_hidden_layers in config.json is {num_hidden_layers}."
+                )
 
     def read(self, name: str, into: Tensor) -> None:
         """Fill `into` with the tensor, converted. Raises CheckpointError: absent, damaged or of another shape."""

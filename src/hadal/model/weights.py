@@ -27,6 +27,7 @@ def load_weights(
     """Read the model in `folder`. Only tensors it needs are touched. Raises CheckpointError naming file and tensor."""
     config = read_model_config(folder)
     with Checkpoint(folder, config.weight_block_size) as checkpoint:
+        checkpoint.check_layers(config.num_hidden_layers)
         return _Loader(checkpoint, config, dtype, torch.device(device)).model(with_mtp)
 
 

@@ -114,3 +114,11 @@ def test_mtp_that_is_not_there(own_folder: Path) -> None:
     assert load_weights(own_folder).mtp is None
     with pytest.raises(CheckpointError, match=r"model\.layers\.3\."):
         load_weights(own_folder, with_mtp=True)
+
+
+def test_a_layer_the_config_does_not_know(own_folder: Path) -> None:
+    fields = json.loads((own_folder / "config.json").read_text())
+    fields["num_hidden_layers"] -= 1
+    (own_folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="num_hidden_layers in config.json is"):
+        load_weights(own_folder)
