@@ -49,10 +49,10 @@ class Checkpoint:
     def check_layers(self, num_hidden_layers: int) -> None:
         """Raise CheckpointError if there are layers that the config does not know: it is another model."""
         for name in self._file_of_name:
-            match = re.match(r"model\.layers\.(\d+)\.", name)
-            if match is None or int(match[1]) < num_hidden_layers:
+            match = re.fullmatch(r"(model\.layers\.(\d+)\.)input_layernorm\.weight", name)
+            if match is None or int(match[2]) < num_hidden_layers:
                 continue
-            if f"{match[0]}eh_proj.weight" not in self._file_of_name:  # MTP modules stand behind the last layer.
+            if f"{match[1]}eh_proj.weight" not in self._file_of_name:  # MTP modules stand behind the last layer.
                 raise CheckpointError(
                     f"{self._path(name)}: holds {name}, but num_hidden_layers in config.json is {num_hidden_layers}."
                 )
