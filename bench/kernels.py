@@ -1,4 +1,4 @@
-"""Each CPU kernel beside its limits: torch's GEMM rate, the memory's read rate, and plain torch doing the same.
+"""Each CPU kernel beside its limits: the GEMM rate, the memory's read rate, and plain torch doing the same.
 
 `python -m bench.kernels [threads]`. Every figure is the best of many calls; limits are measured in the same run,
 because a shared machine is not the same twice. Knows nothing of requests or servers.
@@ -100,7 +100,7 @@ def main() -> None:
     print(describe())
     print(
         f"kernels {library.isa()}, {threads} threads; limits: read {limits.read_bytes_per_s / 1e9:.1f} GB/s,"
-        f" torch GEMM {limits.gemm_flops_per_s / 1e9:.0f} GFLOP/s (a bound above 100 % is a cache or a faster kernel)"
+        f" GEMM {limits.gemm_flops_per_s / 1e9:.0f} GFLOP/s (a bound above 100 % is a cache or a faster kernel)"
     )
     bench_linear(limits)
     bench_experts(limits)
