@@ -223,3 +223,11 @@ def test_deciding_and_connecting_code_loads_no_torch() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
+    """pytest's own list of folders to leave out has `dist` in it, which is one of ours."""
+    skipped = set(pytestconfig.getini("norecursedirs"))
+    folders = {path.name for path in (ROOT / "tests").rglob("*") if path.is_dir() and path.name[0].isalpha()}
+    assert "dist" in folders
+    assert skipped.isdisjoint(folders)
