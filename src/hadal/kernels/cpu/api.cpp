@@ -15,6 +15,20 @@ bool good_blocks(const int32_t* table, long max_blocks, int64_t length, int num_
     return true;
 }
 
+// Run `carve` twice over the team's scratch memory: once to learn its size, once to hand out the pointers.
+template <class Carve>
+bool lay_out(Team& team, const Carve& carve) {
+    try {
+        Carver size;
+        carve(size);
+        Carver carver{static_cast<char*>(team.scratch(size.used)), 0};
+        carve(carver);
+        return true;
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+}
+
 constexpr long kExpertScratchBytes =
     64l << 20;  // prompts are multiplied in pieces, so that a long one takes no more memory
 
@@ -67,14 +81,7 @@ int hadal_experts(void* team_, const float* x, int T, int D, const float* gate_u
         for (Sorted& s : sorted)
             s = Sorted{c.take<int>(size_t(E) + 1), c.take<int>(slots), c.take<Job>(size_t(E) + 1), 0};
     };
-    try {
-        Carver size;
-        carve(size);
-        Carver carver{static_cast<char*>(team.scratch(size.used)), 0};
-        carve(carver);
-    } catch (const std::bad_alloc&) {
-        return kNoMemory;
-    }
+    if (!lay_out(team, carve)) return kNoMemory;
     for (int t0 = 0; t0 < T; t0 += piece) {
         const int n = std::min(piece, T - t0);
         for (long i = 0; i < long(n) * K; i++) slot_ids[i] = int(ids[long(t0) * K + i]);
@@ -119,14 +126,7 @@ int hadal_gate(void* team_, const float* logits, int T, int E, const float* bias
         scratch = c.take<float>(floats * size_t(team.count()));
         chosen = c.take<int>(ints * size_t(team.count()));
     };
-    try {
-        Carver size;
-        carve(size);
-        Carver carver{static_cast<char*>(team.scratch(size.used)), 0};
-        carve(carver);
-    } catch (const std::bad_alloc&) {
-        return kNoMemory;
-    }
+    if (!lay_out(team, carve)) return kNoMemory;
     team.run([&](const Member& me) {
         float* own = scratch + floats * size_t(me.index);
         int* own_ids = chosen + ints * size_t(me.index);
@@ -154,20 +154,17 @@ int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, in
     Attention attention{};
     attention.B = B, attention.H = H, attention.C = C, attention.R = R, attention.num_layers = num_layers;
     attention.max_blocks = max_blocks, attention.scale = scale, attention.cache = cache, attention.block_table = table;
+    const auto carve = [&](Carver& c) {
+        q = c.take<float>(size_t(B) * size_t(H) * size_t(C + R));
+        parts = c.take<float>(attention.part_floats() * size_t(attention.num_parts));
+        scratch = c.take<float>(Attention::scratch_floats(H) * size_t(team.count()));
+    };
     try {
         attention.plan(lengths, team.count());
-        const auto carve = [&](Carver& c) {
-            q = c.take<float>(size_t(B) * size_t(H) * size_t(C + R));
-            parts = c.take<float>(attention.part_floats() * size_t(attention.num_parts));
-            scratch = c.take<float>(Attention::scratch_floats(H) * size_t(team.count()));
-        };
-        Carver size;
-        carve(size);
-        Carver carver{static_cast<char*>(team.scratch(size.used)), 0};
-        carve(carver);
     } catch (const std::bad_alloc&) {
         return kNoMemory;
     }
+    if (!lay_out(team, carve)) return kNoMemory;
     team.run([&](const Member& me) {
         int begin, end;
         me.share(B * H, 1, begin, end);
