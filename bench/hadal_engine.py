@@ -14,8 +14,9 @@ import torch
 
 from bench.subject import answer, prompts
 from hadal.core.config import Deployment
-from hadal.core.messages import BLOCK_TOKENS, Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone, StepPlan
+from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import read_model_config
+from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone, StepPlan
 from hadal.kernels.library import isa
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3

@@ -17,18 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.hadal_engine import HadalSubject
-from hadal.core.messages import (
-    BLOCK_TOKENS,
-    Decode,
-    DecodePlan,
-    Generation,
-    KvLease,
-    KvPulled,
-    Sampling,
-    StepDone,
-    Token,
-    Tokens,
-)
+from hadal.core.messages import BLOCK_TOKENS, Decode, Generation, KvLease, Token, Tokens
+from hadal.core.plans import DecodePlan, KvPulled, Sampling, StepDone
 from hadal.core.seams import Execute, Pull
 from hadal.roles.decode import DecodeLeader
 from hadal.runtime.wire import ZmqWire

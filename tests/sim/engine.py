@@ -13,17 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.messages import (
-    BLOCK_TOKENS,
-    DecodePlan,
-    Draw,
-    Generation,
-    Join,
-    KvLease,
-    PrefillPlan,
-    Sampling,
-    StepDone,
-)
+from hadal.core.messages import BLOCK_TOKENS, Generation, KvLease
+from hadal.core.plans import DecodePlan, Draw, Join, PrefillPlan, Sampling, StepDone
 from hadal.roles.ending import has_penalty
 
 VOCAB = 48

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
-from hadal.core.messages import AnyMessage, KvPulled, StepPlan
+from hadal.core.messages import AnyMessage
+from hadal.core.plans import KvPulled, StepPlan
 from hadal.core.seams import Deliver, Effect, Event, Execute, Freed, Pull, Send, Tick, WakeAt
 from tests.sim.clock import SimClock
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, pull
@@ -64,7 +65,7 @@ class Host:
             match effect:
                 case Send(to, message):
                     self._send(to, message)
-                case Execute(plan):
+                case Execute((plan,)):
                     self._plans.append(plan)
                     if len(self._plans) == 1:
                         self._run_step()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from random import Random
 
 from hadal.core.config import Deployment, LimitsConfig, UnitsConfig
-from hadal.core.messages import BLOCK_TOKENS, Generation, Sampling
+from hadal.core.messages import BLOCK_TOKENS, Generation
+from hadal.core.plans import Sampling
 from tests.sim.engine import VOCAB
 from tests.sim.world import Faults, World
 

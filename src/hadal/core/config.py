@@ -21,7 +21,17 @@ class UnitsConfig:
 
     units: int = 1
     ranks: int = 1
-    """Ranks of a unit."""
+    """Ranks of a unit: processes (GPUs) that step together, over which its experts are spread."""
+    ranks_per_node: int = 8
+    redundant_experts: int = 0
+    """Replicas beyond one of each expert, in every layer."""
+    overlap: str = "auto"
+    """"sequential", "prefill_dual" or "decode_five"; "auto": whichever is cheapest for the step, by price."""
+    min_split_tokens: int = 32
+    """A step with fewer tokens on its busiest rank is not split into two micro-batches."""
+    mode: str = ""
+    """How tokens travel to experts: "normal" (one copy per rank, counts first) or "low_latency" (fixed buffers). Empty:
+    normal in prefill, low-latency in decode."""
     threads: int = 0
     """CPU threads of a rank. 0: all cores."""
     kv_blocks: int = 0
@@ -64,10 +74,21 @@ class Deployment:
     host: str = "127.0.0.1"
     port: int = 8000
     chunk_tokens: int = 512
-    """Token budget of a prefill step."""
+    """Token budget of a rank in a prefill step."""
+    wire: str = "fp32"
+    """What tokens are on their way to experts: "fp32" both ways, or "fp8" / "fp8_pow2": FP8 E4M3 out with a scale per
+    128 channels (any FP32 / a power of two), BF16 back."""
+    transport: str = "auto"
+    """Between the ranks of a unit: "tcp", "gloo", "nccl" or "deepep"; "auto": tcp on CPUs, nccl on GPUs."""
+    device: str = "auto"
+    """"cpu", "cuda"; "auto": cuda where there is one."""
     lease_s: float = 30.0
     """How long prefilled KV is held for the decode side."""
     heartbeat_s: float = 0.5
+    rank_timeout_s: float = 1.5
+    """A rank silent for this long, or stuck in one op, is dropped from its unit and started again."""
+    collective_timeout_s: float = 10.0
+    """Deadline of one exchange between ranks."""
     unit_timeout_s: float = 30.0
     """A unit silent for this long is given up and restarted."""
     drain_timeout_s: float = 120.0

@@ -1,12 +1,14 @@
-"""Everything that crosses a process or a seam, as frozen values: what roles are told, and what they ask for.
+"""Everything that crosses a process as frozen values.
 
-Two families. *Messages* travel on the Wire between processes (front, prefill leader, decode leader). *Plans* and
-*results* travel between a leader and its Runner. Token ids are tuples here: short, hashable and cheap to encode.
+They travel on the Wire between processes: front, leaders, ranks. A step's plans and results are in core/plans.
+Token ids are tuples here: short, hashable and cheap to encode.
 """
 
 from __future__ import annotations
 
 import msgspec
+
+from hadal.core.plans import Formed, FormPlan, KvPulled, Sampling, StepDone, StepPlan
 
 BLOCK_TOKENS = 64
 """Tokens of KV in one block (DeepSeek's storage unit and FlashMLA's page)."""
@@ -16,23 +18,6 @@ SCRATCH_BLOCK = 0
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of everything on the wire; the tag is the class's name."""
-
-
-class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How a request's next token is drawn. The draw at output index i depends on `seed`, i and the logits alone."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0: all tokens."""
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    num_logprobs: int = -1
-    """-1: none; 0: the chosen token's; n: also the n best alternatives."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 class Generation(msgspec.Struct, frozen=True, array_like=True):
@@ -162,7 +147,10 @@ class Returned(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """What a unit holds now. Sent by leaders after every event that changed it, and as a heartbeat."""
+    """What a unit holds now. Sent by leaders after every event that changed it, and as a heartbeat.
+
+    `num_blocks` and `num_requests_max` are those of the living ranks: they shrink while a rank is lost.
+    """
 
     unit: str
     role: str
@@ -178,6 +166,12 @@ class Load(Message, frozen=True):
     """Smoothed duration of a step in the Runner."""
     overhead_ms: float = 0.0
     """Smoothed time per step that the Runner stood idle though work was there: scheduling and messages."""
+    num_ranks: int = 1
+    """Living ranks."""
+    generation: int = 0
+    """Raised whenever the unit formed anew."""
+    num_blocks_request: int = 0
+    """Usable blocks of its largest living rank: what one request can hold at most."""
 
 
 # ---- supervisor / units -> front ----
@@ -189,11 +183,18 @@ class UnitUp(Message, frozen=True):
     """"prefill" or "decode"."""
     epoch: str
     num_blocks: int
+    """Usable blocks of all living ranks together."""
     num_requests_max: int
+    num_blocks_request: int = 0
+    """Usable blocks of one rank: what one request can hold at most. 0: `num_blocks`."""
 
 
 class UnitDown(Message, frozen=True):
-    """A unit's process ended or was given up. Sent by the supervisor; everything it held is lost."""
+    """A unit's process ended or was given up. Sent by the supervisor; everything it held is lost.
+
+    To the front about a unit, to a leader about one of its ranks ("decode-0.2"), and from a leader to the supervisor
+    about a rank that is silent or stuck and has to be killed.
+    """
 
     unit: str
     reason: str
@@ -219,100 +220,81 @@ class Audit(Message, frozen=True):
     problems: tuple[str, ...]
 
 
-# ---- leader -> Runner: plans ----
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Some consecutive tokens of one prompt. `sampling` is set on the last chunk: a token is drawn after it."""
+# ---- rank -> leader, where they are apart ----
+class RankUp(Message, frozen=True):
+    """A rank's process is ready to be a member. Repeated until a FormPlan names it."""
 
-    request_id: str
-    tokens: tuple[int, ...]
-    start: int
-    """Position of tokens[0]; everything before it is already in the blocks."""
-    block_ids: tuple[int, ...]
-    """Blocks of positions 0 .. start+len(tokens)-1, in order."""
-    sampling: Sampling | None
-    output_index: int
-    """Index in the output of the token drawn after the last chunk (0 unless it is a retry)."""
-    prompt: tuple[int, ...] = ()
-    output: tuple[int, ...] = ()
-    """History for the penalties; set on the last chunk only, and only if a penalty is on."""
-    stop_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
+    unit: str
+    rank: int
+    epoch: str
+    host: str
+    port: int
+    pool: str
+    """Name of its KV pool: the source of its leases."""
+    num_blocks: int
+    """Of the pool, the scratch block included."""
 
 
-class PrefillPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One step of a prefill unit: chunks of several prompts, computed together."""
+class RankDone(Message, frozen=True):
+    """The rank's part of a step."""
 
-    step_id: int
-    chunks: tuple[Chunk, ...]
-
-
-class Join(msgspec.Struct, frozen=True, array_like=True):
-    """A request enters a slot of a rank's table. From then on the rank advances it one token a step by itself."""
-
-    slot: int
-    block_ids: tuple[int, ...]
-    num_tokens: int
-    """Valid KV tokens; the next step writes position num_tokens with `last_token`."""
-    last_token: int
-    output_index: int
-    """Index in the output of the next token drawn."""
-    sampling: Sampling
-    prompt: tuple[int, ...] = ()
-    output: tuple[int, ...] = ()
-    """History for the penalties; set only if a penalty is on. `output` includes `last_token`."""
-    stop_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
+    rank: int
+    epoch: str
+    generation: int
+    done: StepDone
+    lost: tuple[int, ...] = ()
+    """Peers that the rank holds responsible for the error."""
 
 
-class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One step of a decode unit as a difference to the step before: who leaves, who joins, which blocks were added.
-
-    Leaves are applied first, then joins, then grown blocks; then every occupied slot makes one token.
-    """
-
-    step_id: int
-    leaves: tuple[int, ...]
-    joins: tuple[Join, ...]
-    grown: tuple[tuple[int, int, int], ...]
-    """(slot, position in its block list, block id)"""
+class RankFormed(Message, frozen=True):
+    rank: int
+    epoch: str
+    formed: Formed
 
 
-StepPlan = PrefillPlan | DecodePlan
+class RankPulled(Message, frozen=True):
+    rank: int
+    epoch: str
+    pulled: KvPulled
 
 
-# ---- Runner -> leader: results ----
-class Draw(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of one drawn token, where they were asked for."""
+class RankBeat(Message, frozen=True):
+    """Heartbeat of a rank's process, with the progress of its compute thread."""
 
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A step's tokens. Prefill: `keys[i]` is the index of the chunk that drew; decode: the slot."""
-
-    step_id: int
-    keys: tuple[int, ...]
-    tokens: tuple[int, ...]
-    draws: dict[int, Draw]
-    """key -> log-probabilities, only where asked for."""
-    elapsed_s: float
-    """Time inside the Runner."""
-    error: str | None = None
-    """Set when the step failed as a whole: the leader gives every request in it back to the front."""
-    failed: dict[int, str] = {}
-    """key -> why its token is void though the step ran (logits not finite): that request alone is given back."""
+    rank: int
+    epoch: str
+    generation: int
+    num_ops: int
+    """Ops begun since the process started: the thread moves as long as this does."""
+    is_computing: bool
+    """A step runs and does not wait for a peer: `num_ops` must move."""
+    lost: tuple[int, ...] = ()
+    """Peers of this generation whose connection broke."""
 
 
-class KvPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The outcome of a Pull effect. `error` None: the blocks are filled and verified."""
+# ---- leader -> rank ----
+class RankForm(Message, frozen=True):
+    plan: FormPlan
 
+
+class RankStep(Message, frozen=True):
+    generation: int
+    plan: StepPlan
+
+
+class RankPull(Message, frozen=True):
     request_id: str
     attempt: int
-    error: str | None
+    lease: KvLease
+    into: tuple[int, ...]
+
+
+class RankFreed(Message, frozen=True):
+    block_ids: tuple[int, ...]
 
 
 AnyMessage = (
     Submit | FrontUp | Prefill | Release | Cancel | PrefillDone | Decode | Pulled | Tokens | Returned | Load | UnitUp
-    | UnitDown | Drain | AuditRequest | Audit
+    | UnitDown | Drain | AuditRequest | Audit | RankUp | RankDone | RankFormed | RankPulled | RankBeat | RankForm
+    | RankStep | RankPull | RankFreed
 )

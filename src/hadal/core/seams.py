@@ -13,7 +13,8 @@ from typing import Protocol
 
 import msgspec
 
-from hadal.core.messages import AnyMessage, KvLease, KvPulled, StepDone, StepPlan, Token
+from hadal.core.messages import AnyMessage, KvLease, Token
+from hadal.core.plans import Formed, FormPlan, KvPulled, StepDone, StepPlan
 
 MAX_STEPS_IN_FLIGHT = 2
 """One runs, one waits behind it: the Runner never waits for a plan, and a plan is never long out of date."""
@@ -28,9 +29,18 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Execute(msgspec.Struct, frozen=True):
-    """Give a plan to the Runner. A leader may have MAX_STEPS_IN_FLIGHT of them there; they run in order."""
+    """Run a step: plans[r] on rank r. A leader may have MAX_STEPS_IN_FLIGHT of them under way; they run in order.
 
-    plan: StepPlan
+    A dead rank's plan is empty and is sent nowhere. In a rank's own process the tuple has the one plan of that rank.
+    """
+
+    plans: tuple[StepPlan, ...]
+
+
+class Form(msgspec.Struct, frozen=True):
+    """In a rank's process: break off whatever the Runner does, then let it execute the FormPlan."""
+
+    plan: FormPlan
 
 
 class Pull(msgspec.Struct, frozen=True):
@@ -40,6 +50,8 @@ class Pull(msgspec.Struct, frozen=True):
     attempt: int
     lease: KvLease
     into: tuple[int, ...]
+    rank: int = 0
+    """Whose blocks `into` are."""
 
 
 class WakeAt(msgspec.Struct, frozen=True):
@@ -49,9 +61,10 @@ class WakeAt(msgspec.Struct, frozen=True):
 
 
 class Freed(msgspec.Struct, frozen=True):
-    """These blocks of the own pool were freed: raise their generation before they are used again (see KvLease)."""
+    """These blocks of a rank's pool were freed: raise their generation before they are used again (see KvLease)."""
 
     block_ids: tuple[int, ...]
+    rank: int = 0
 
 
 class Deliver(msgspec.Struct, frozen=True):
@@ -67,7 +80,7 @@ class Deliver(msgspec.Struct, frozen=True):
     """With 429 and 503: when to try again."""
 
 
-Effect = Send | Execute | Pull | WakeAt | Freed | Deliver
+Effect = Send | Execute | Form | Pull | WakeAt | Freed | Deliver
 
 
 # ---- events that are not messages ----
@@ -75,7 +88,18 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed (answer to WakeAt)."""
 
 
-Event = AnyMessage | StepDone | KvPulled | Tick
+class RankReset(msgspec.Struct, frozen=True):
+    """To a leader, from the book of its ranks (roles/ranks): the unit formed anew; steps in flight will not be done.
+
+    Everything on `lost` ranks is gone; the living ones keep their KV and have empty tables. A rank in `fresh` has just
+    (re)joined with an empty pool.
+    """
+
+    lost: tuple[int, ...]
+    fresh: tuple[int, ...]
+
+
+Event = AnyMessage | StepDone | Formed | KvPulled | RankReset | Tick
 
 
 class Clock(Protocol):
@@ -85,8 +109,12 @@ class Clock(Protocol):
 
 
 class Runner(Protocol):
-    """Executes step plans in the order given, one at a time. Completion comes back as a StepDone event."""
+    """Executes one rank's plans in the order given, one at a time. Completion comes back as an event."""
 
-    def execute(self, plan: StepPlan) -> StepDone: ...
+    def execute(self, plan: StepPlan | FormPlan) -> StepDone | Formed: ...
+
+    def abort(self) -> None:
+        """Make the running step fail soon, if it waits for peers. From any thread."""
+        ...
 
     def close(self) -> None: ...

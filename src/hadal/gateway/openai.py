@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from hadal.core.errors import RequestError
-from hadal.core.messages import Sampling
+from hadal.core.plans import Sampling
 from hadal.gateway.schemas import INT64_MAX, ChatMessage, ChatRequest, CompletionRequest, Thinking, decode
 
 MAX_MESSAGES = 4096

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hadal.core.messages import BLOCK_TOKENS, Chunk
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.plans import Chunk
 
 
 @dataclass(frozen=True)

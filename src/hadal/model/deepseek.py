@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hadal.core.messages import Chunk
 from hadal.core.model_config import ModelConfig
+from hadal.core.plans import Chunk
 from hadal.kernels import decode_step
 from hadal.kernels.decode_step import DecodeStep
 from hadal.kernels.linear import linear

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hadal.core.messages import BLOCK_TOKENS, Chunk
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.plans import Chunk
 from hadal.model.batch import prefill_batch
 from hadal.model.block import SEQUENTIAL, MicroBatch
 from hadal.model.cache import KvCache

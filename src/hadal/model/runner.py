@@ -11,7 +11,7 @@ import time
 import numpy as np
 from torch import Tensor
 
-from hadal.core.messages import Chunk, DecodePlan, PrefillPlan, StepDone, StepPlan
+from hadal.core.plans import Chunk, DecodePlan, FormPlan, PrefillPlan, StepDone, StepPlan
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.sampler import Drawn, Sampler
 from hadal.model.table import RankTable
@@ -36,8 +36,9 @@ class ModelRunner:
         self._prefill_sampler = Sampler(max_slots, config.vocab_size, self._device)
         self._decode_sampler = Sampler(max_slots, config.vocab_size, self._device)
 
-    def execute(self, plan: StepPlan) -> StepDone:
+    def execute(self, plan: StepPlan | FormPlan) -> StepDone:
         """Run one step. After an error the leader gives every request of the step back, else those that failed."""
+        assert not isinstance(plan, FormPlan)
         start_s = time.perf_counter()
         try:
             keys, drawn = self._prefill(plan) if isinstance(plan, PrefillPlan) else self._decode(plan)
@@ -51,6 +52,9 @@ class ModelRunner:
         return StepDone(
             plan.step_id, tuple(keys), tuple(drawn.tokens.tolist()), drawn.draws, elapsed_s, failed=drawn.failed
         )
+
+    def abort(self) -> None:
+        """A rank by itself waits for nobody."""
 
     def close(self) -> None:
         """Nothing is held beyond memory."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hadal.core.messages import Draw, Sampling
+from hadal.core.plans import Draw, Sampling
 from hadal.model.distribution import draw as draw_token
 from hadal.model.distribution import penalise_counts, penalise_repetition, uniform
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK, Join
+from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
+from hadal.core.plans import Join
 
 
 class RankTable:

@@ -24,16 +24,13 @@ from hadal.core.messages import (
     AuditRequest,
     Cancel,
     Decode,
-    DecodePlan,
     FrontUp,
-    Join,
-    KvPulled,
     Pulled,
     Returned,
-    StepDone,
     Token,
     Tokens,
 )
+from hadal.core.plans import DecodePlan, Join, KvPulled, StepDone
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Freed, Pull, Send, Tick
 from hadal.kv.blocks import BlockAllocator, blocks_for
 from hadal.policy.admission import fits_decode
@@ -273,7 +270,7 @@ class DecodeLeader:
             computed = table.advance(plan.step_id)
             self._in_flight.append(_InFlight(plan.step_id, computed, int(np.count_nonzero(computed))))
             self._num_plans += 1
-            self._out.append(Execute(plan))
+            self._out.append(Execute((plan,)))
 
     def _join(self, slot: int) -> Join:
         table, seat = self.table, self.table.seat(slot)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hadal.core.messages import Generation, Sampling
+from hadal.core.messages import Generation
+from hadal.core.plans import Sampling
 
 STOP = "stop"
 LENGTH = "length"

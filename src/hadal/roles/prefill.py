@@ -17,18 +17,16 @@ from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     Audit,
     AuditRequest,
-    Chunk,
     FrontUp,
     Generation,
     KvLease,
     Prefill,
     PrefillDone,
-    PrefillPlan,
     Release,
     Returned,
-    StepDone,
     Token,
-)  # fmt: skip
+)
+from hadal.core.plans import Chunk, PrefillPlan, StepDone
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Freed, Send, Tick
 from hadal.kv.blocks import BlockAllocator, blocks_for
 from hadal.kv.handover import HeldLease, LeaseBook
@@ -238,7 +236,7 @@ class PrefillLeader:
             plan = PrefillPlan(self._num_plans, chunks)
             self._num_plans += 1
             self._in_flight.append(_InFlight(plan, tuple(chosen)))
-            out.effects.append(Execute(plan))
+            out.effects.append(Execute((plan,)))
 
     def _candidates(self) -> Iterator[_Prompt]:
         started = (prompt for prompt in self._started.values() if prompt.num_left and not prompt.is_dropped)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import StepDone, StepPlan
+from hadal.core.plans import Formed, StepDone, StepPlan
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Runner
 
 _SMOOTHING = 0.1
@@ -32,7 +32,7 @@ class Compute:
         self._runner = runner
         self._wake = wake
         self._plans: queue.SimpleQueue[tuple[StepPlan, bool] | None] = queue.SimpleQueue()
-        self._results: deque[StepDone | BaseException] = deque()
+        self._results: deque[StepDone | Formed | BaseException] = deque()
         self._num_in_flight = 0
         self._busy_since_s: float | None = None
         self._stopping = False
@@ -51,9 +51,9 @@ class Compute:
         self._num_in_flight += 1
         self._plans.put((plan, follows))
 
-    def take(self) -> list[StepDone]:
+    def take(self) -> list[StepDone | Formed]:
         """Return the results that are ready. Raises what the runner raised, if it did."""
-        done = []
+        done: list[StepDone | Formed] = []
         while self._results:
             result = self._results.popleft()
             if isinstance(result, BaseException):
@@ -90,7 +90,7 @@ class Compute:
                 self.overhead_ms += _SMOOTHING * (idle_ms - self.overhead_ms)
             self._busy_since_s = started_s
             try:
-                result: StepDone | BaseException = self._runner.execute(plan)
+                result: StepDone | Formed | BaseException = self._runner.execute(plan)
             except BaseException as error:
                 result = error  # A runner answers with its errors; one that raises is broken, and the host ends.
             ended_s = time.monotonic()

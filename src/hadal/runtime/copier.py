@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from hadal.core.messages import KvPulled
+from hadal.core.plans import KvPulled
 from hadal.core.seams import Pull
 from hadal.runtime.kv_wire import KvWire
 

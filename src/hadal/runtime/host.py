@@ -100,7 +100,7 @@ class UnitHost:
                     message = msgspec.structs.replace(message, overhead_ms=self._compute.overhead_ms)
                 self._wire.send(effect.to, message)
             elif isinstance(effect, Execute):
-                self._compute.submit(effect.plan, follows=self._step_ended)
+                self._compute.submit(effect.plans[0], follows=self._step_ended)
             elif isinstance(effect, Freed):
                 self._pool.free(effect.block_ids)
             elif isinstance(effect, Pull):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hadal.core.config import LimitsConfig
-from hadal.core.messages import Drain, Generation, Load, PrefillPlan, Sampling, UnitDown, UnitUp
+from hadal.core.messages import Drain, Generation, Load, UnitDown, UnitUp
+from hadal.core.plans import PrefillPlan, Sampling
 from hadal.core.seams import Effect, Event, Execute
 from hadal.gateway.host import Host
 from hadal.gateway.service import ServedModel
@@ -115,7 +116,7 @@ class _OneMessage:
         return messages
 
 
-@pytest.mark.parametrize(("effects", "error"), [(None, RuntimeError), ([Execute(PrefillPlan(0, ()))], TypeError)])
+@pytest.mark.parametrize(("effects", "error"), [(None, RuntimeError), ([Execute((PrefillPlan(0, ()),))], TypeError)])
 def test_bug_of_the_front_ends_the_host(effects: list[Effect] | None, error: type[Exception]) -> None:
     async def run() -> None:
         async with asyncio.timeout(5):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from hadal.core.messages import Chunk
+from hadal.core.plans import Chunk
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.mtp import MtpModule, acceptance

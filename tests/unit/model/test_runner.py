@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hadal.core.messages import BLOCK_TOKENS, Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner

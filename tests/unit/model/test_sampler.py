@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hadal.core.messages import Sampling
+from hadal.core.plans import Sampling
 from hadal.model.sampler import Drawn, Sampler
 
 V = 50

@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
-from hadal.core.messages import (
-    Decode,
-    DecodePlan,
-    Generation,
-    KvLease,
-    Prefill,
-    PrefillPlan,
-    Sampling,
-    StepDone,
-)
+from hadal.core.messages import Decode, Generation, KvLease, Prefill
+from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Deliver, Effect, Execute, Send
 from hadal.kv.blocks import blocks_for
 
@@ -41,11 +33,11 @@ def of(effects: Iterable[Effect], kind: type[T]) -> list[T]:
 
 
 def prefill_plans(effects: Iterable[Effect]) -> list[PrefillPlan]:
-    return [e.plan for e in effects if isinstance(e, Execute) and isinstance(e.plan, PrefillPlan)]
+    return [e.plans[0] for e in effects if isinstance(e, Execute) and isinstance(e.plans[0], PrefillPlan)]
 
 
 def decode_plans(effects: Iterable[Effect]) -> list[DecodePlan]:
-    return [e.plan for e in effects if isinstance(e, Execute) and isinstance(e.plan, DecodePlan)]
+    return [e.plans[0] for e in effects if isinstance(e, Execute) and isinstance(e.plans[0], DecodePlan)]
 
 
 def prefill(name: str = "a", prompt: int = 10, **options: int) -> Prefill:

@@ -7,22 +7,8 @@ from typing import Any
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    Audit,
-    AuditRequest,
-    Cancel,
-    DecodePlan,
-    Draw,
-    FrontUp,
-    KvPulled,
-    Prefill,
-    Pulled,
-    Returned,
-    Sampling,
-    StepDone,
-    Tokens,
-    UnitUp,
-)
+from hadal.core.messages import Audit, AuditRequest, Cancel, FrontUp, Prefill, Pulled, Returned, Tokens, UnitUp
+from hadal.core.plans import DecodePlan, Draw, KvPulled, Sampling, StepDone
 from hadal.core.seams import Effect, Freed, Pull
 from hadal.roles.decode import DecodeLeader
 from tests.unit.roles.driving import decode, decode_plans, done, generation, of, sent

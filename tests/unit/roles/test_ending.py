@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.core.messages import Generation, Sampling
+from hadal.core.messages import Generation
+from hadal.core.plans import Sampling
 from hadal.roles.ending import finish_of, history_of
 
 BASE = Generation("r", (1, 2), (3,), 5, (9,), 2, Sampling(), 0)

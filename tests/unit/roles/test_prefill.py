@@ -16,10 +16,10 @@ from hadal.core.messages import (
     PrefillDone,
     Release,
     Returned,
-    Sampling,
     Tokens,
     UnitUp,
 )
+from hadal.core.plans import Sampling
 from hadal.core.seams import Freed, Tick, WakeAt
 from hadal.roles.prefill import PrefillLeader
 from tests.unit.roles.driving import done, generation, of, prefill, prefill_plans, sent

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import PrefillPlan, StepDone, StepPlan
+from hadal.core.plans import PrefillPlan, StepDone, StepPlan
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT
 from hadal.runtime.compute import Compute
 

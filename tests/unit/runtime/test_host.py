@@ -12,17 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hadal.core.messages import (
-    Audit,
-    AuditRequest,
-    Cancel,
-    KvLease,
-    KvPulled,
-    Load,
-    PrefillPlan,
-    StepDone,
-    StepPlan,
-)
+from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, Load
+from hadal.core.plans import KvPulled, PrefillPlan, StepDone, StepPlan
 from hadal.core.seams import Deliver, Effect, Event, Execute, Freed, Pull, Send, Tick, WakeAt
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.host import UnitHost
@@ -104,11 +95,11 @@ def world() -> Iterator[World]:
 def test_steps_come_back_and_the_next_follows(world: World) -> None:
     def answer(now_s: float, event: Event) -> list[Effect]:
         if isinstance(event, StepDone) and event.step_id < 200:
-            return [Execute(PrefillPlan(event.step_id + 2, ()))]
+            return [Execute((PrefillPlan(event.step_id + 2, ()),))]
         return [Send("front", Cancel("done", 0))] if isinstance(event, StepDone) and event.step_id == 201 else []
 
     world.script.answer = answer
-    world.run(Execute(PrefillPlan(0, ())), Execute(PrefillPlan(1, ())))
+    world.run(Execute((PrefillPlan(0, ()),)), Execute((PrefillPlan(1, ()),)))
     assert world.front.receive(10) == [Cancel("done", 0)]
     assert [event.step_id for event in world.script.events if isinstance(event, StepDone)] == list(range(202))
     world.host.stop()
@@ -186,11 +177,11 @@ def test_the_load_carries_the_measured_overhead(world: World) -> None:
     def answer(now_s: float, event: Event) -> list[Effect]:
         if isinstance(event, StepDone) and event.step_id < 50:
             time.sleep(0.002)  # A leader this slow keeps its runner waiting.
-            return [Execute(PrefillPlan(event.step_id + 1, ()))]
+            return [Execute((PrefillPlan(event.step_id + 1, ()),))]
         return [Send("front", Load("decode-0", "decode", "1", 9, 0, 0, 8, 0, 51, 1.0, 77.0))]
 
     world.script.answer = answer
-    world.run(Execute(PrefillPlan(0, ())))
+    world.run(Execute((PrefillPlan(0, ()),)))
     (load,) = world.front.receive(10)
     assert isinstance(load, Load)
     assert 1.5 < load.overhead_ms < 77
@@ -220,7 +211,7 @@ def test_a_stuck_step_ends_the_process() -> None:
     code = f"""
 import tempfile, time
 from pathlib import Path
-from hadal.core.messages import PrefillPlan
+from hadal.core.plans import PrefillPlan
 from hadal.core.seams import Execute
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.host import UnitHost
@@ -238,7 +229,7 @@ class Silent:
 with tempfile.TemporaryDirectory(prefix="hadal-w-") as folder:
     pool = KvPool.create(pool_name({RUN!r}, "stuck-0", "1"), (2, 1, 64, 4))
     host = UnitHost(Silent(), Stuck(), ZmqWire("stuck-0", Path(folder)), pool, LiveClock(), step_deadline_s=0.2)
-    host.run([Execute(PrefillPlan(0, ()))])
+    host.run([Execute((PrefillPlan(0, ()),))])
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=False, env=environment)

@@ -1,0 +1,178 @@
+"""What travels between a leader and its Runner: plans, each one rank's part of a step, and what comes of them."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How a request's next token is drawn. The draw at output index i depends on `seed`, i and the logits alone."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    num_logprobs: int = -1
+    """-1: none; 0: the chosen token's; n: also the n best alternatives."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Some consecutive tokens of one prompt. `sampling` is set on the last chunk: a token is drawn after it."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    start: int
+    """Position of tokens[0]; everything before it is already in the blocks."""
+    block_ids: tuple[int, ...]
+    """Blocks of positions 0 .. start+len(tokens)-1, in order."""
+    sampling: Sampling | None
+    output_index: int
+    """Index in the output of the token drawn after the last chunk (0 unless it is a retry)."""
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+    """History for the penalties; set on the last chunk only, and only if a penalty is on."""
+    stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+
+
+class PrefillPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One rank's part of a prefill unit's step: chunks of several prompts, computed together.
+
+    Every rank of the unit gets a plan with the same `step_id` and `schedule`; one without work gets no chunks and joins
+    the exchanges with nothing.
+    """
+
+    step_id: int
+    chunks: tuple[Chunk, ...]
+    schedule: str = "sequential"
+    """Name of the overlap schedule (overlap/)."""
+    second: tuple[Chunk, ...] = ()
+    """The second micro-batch. A prompt may be split: its earlier tokens are among `chunks`, its later ones here."""
+    num_micro_batches: int = 1
+    """1 or 2, the same on every rank of the unit; with 2 each may be empty."""
+
+
+class Join(msgspec.Struct, frozen=True, array_like=True):
+    """A request enters a slot of a rank's table. From then on the rank advances it one token a step by itself."""
+
+    slot: int
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    """Valid KV tokens; the next step writes position num_tokens with `last_token`."""
+    last_token: int
+    output_index: int
+    """Index in the output of the next token drawn."""
+    sampling: Sampling
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+    """History for the penalties; set only if a penalty is on. `output` includes `last_token`."""
+    stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+
+
+class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One rank's part of a decode unit's step as a difference to the step before: who leaves, who joins, which blocks
+    were added. Slots are the rank's own.
+
+    Leaves are applied first, then joins, then grown blocks; then every occupied slot makes one token. Every rank of the
+    unit gets a plan with the same `step_id` and `schedule`, with or without slots.
+    """
+
+    step_id: int
+    leaves: tuple[int, ...]
+    joins: tuple[Join, ...]
+    grown: tuple[tuple[int, int, int], ...]
+    """(slot, position in its block list, block id)"""
+    schedule: str = "sequential"
+    second: tuple[int, ...] = ()
+    """Occupied slots that form the second micro-batch; all others are the first."""
+    num_micro_batches: int = 1
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A living rank of a unit and where its peers reach it."""
+
+    rank: int
+    epoch: str
+    host: str
+    port: int
+
+
+class FormPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A rank's part in forming its unit anew: who is in it from now on, and which experts it holds.
+
+    Everything of older generations is void: the rank empties its table, drops late frames, and connects to `members`.
+    """
+
+    generation: int
+    num_ranks: int
+    """Of the deployment; `members` may be fewer."""
+    members: tuple[Member, ...]
+    slot_to_expert: bytes
+    """The whole placement, int16 [L, R, S] (core/placement)."""
+    num_slots: int
+    """S"""
+
+
+StepPlan = PrefillPlan | DecodePlan
+
+
+# ---- what comes of them ----
+class Draw(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of one drawn token, where they were asked for."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class OpTime(msgspec.Struct, frozen=True, array_like=True):
+    """What one kind of op took in a step, summed over layers and micro-batches."""
+
+    op: str
+    """An op of overlap/plan; "dispatch" and "combine" are link time; "wait" is what of it compute stood still for."""
+    count: int
+    seconds: float
+
+
+class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A step's tokens. Prefill: `keys[i]` is the index of the chunk that drew; decode: the slot."""
+
+    step_id: int
+    keys: tuple[int, ...]
+    tokens: tuple[int, ...]
+    draws: dict[int, Draw]
+    """key -> log-probabilities, only where asked for."""
+    elapsed_s: float
+    """Time inside the Runner."""
+    error: str | None = None
+    """Set when the step failed as a whole: the leader gives every request in it back to the front."""
+    failed: dict[int, str] = {}
+    """key -> why its token is void though the step ran (logits not finite): that request alone is given back."""
+    op_times: tuple[OpTime, ...] = ()
+    """Where the step's time went, of this rank."""
+
+
+class Formed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The outcome of a FormPlan. `error` None: the rank is connected to all members and holds its experts."""
+
+    generation: int
+    error: str | None
+    lost: tuple[int, ...] = ()
+    """Members that could not be reached."""
+    elapsed_s: float = 0.0
+    num_loaded: int = 0
+    """Expert replicas read from the checkpoint for it."""
+
+
+class KvPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The outcome of a Pull effect. `error` None: the blocks are filled and verified."""
+
+    request_id: str
+    attempt: int
+    error: str | None

@@ -1,0 +1,102 @@
+"""A schedule of a layer's ops as one frozen value, checked when it is made: printed, priced and executed alike.
+
+    sequential          attn_in attn_core gate dispatch> >dispatch shared experts combine> >combine
+    prefill_dual   +0   attn_in attn_core gate dispatch> | >dispatch experts combine> | shared >combine
+    decode_five    +2   attn_in | attn_core gate | dispatch> shared | >dispatch experts combine> | >combine |
+
+`x>` starts a communication, `>x` finishes it, `|` ends a stage: there the other micro-batch may run. The offset says
+how many stages the second micro-batch trails. Knows no tensors and no times. Source of the stages: DeepSeek-V3/R1
+inference overview, the figures of prefill and decode overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+ATTN_IN, ATTN_CORE, GATE = "attn_in", "attn_core", "gate"
+DISPATCH_START, DISPATCH_FINISH = "dispatch>", ">dispatch"
+SHARED, EXPERTS = "shared", "experts"
+COMBINE_START, COMBINE_FINISH = "combine>", ">combine"
+
+NEEDS: dict[str, tuple[str, ...]] = {
+    ATTN_IN: (),
+    ATTN_CORE: (ATTN_IN,),
+    GATE: (ATTN_CORE,),
+    DISPATCH_START: (GATE,),
+    DISPATCH_FINISH: (DISPATCH_START,),
+    SHARED: (ATTN_CORE,),
+    EXPERTS: (DISPATCH_FINISH,),
+    COMBINE_START: (EXPERTS,),
+    COMBINE_FINISH: (COMBINE_START, SHARED),
+}
+"""Op -> the ops of the same layer and micro-batch that must have run before it. `>combine` ends the layer."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of a layer's ops, by stages. Raises ValueError at birth if it breaks a need or leaves out an op."""
+
+    name: str
+    stages: tuple[tuple[str, ...], ...]
+    offset: int | None = None
+    """Stages that the second micro-batch trails; None: it starts when the first has been through all layers."""
+
+    def __post_init__(self) -> None:
+        done: set[str] = set()
+        for op in self.ops:
+            if op not in NEEDS:
+                raise ValueError(f"{self.name}: {op!r} is not an op. Known: {', '.join(NEEDS)}.")
+            if op in done:
+                raise ValueError(f"{self.name}: {op} occurs twice.")
+            missing = [need for need in NEEDS[op] if need not in done]
+            if missing:
+                raise ValueError(f"{self.name}: {op} comes before {', '.join(missing)}.")
+            done.add(op)
+        if done != NEEDS.keys():
+            raise ValueError(f"{self.name}: {', '.join(sorted(NEEDS.keys() - done))} never runs.")
+        if self.offset is not None and not 0 <= self.offset < len(self.stages):
+            raise ValueError(f"{self.name}: offset {self.offset} is outside the layer's {len(self.stages)} stages.")
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return tuple(op for stage in self.stages for op in stage)
+
+    def __str__(self) -> str:
+        offset = "" if self.offset is None else f"+{self.offset} "
+        return f"{self.name} {offset}{' | '.join(' '.join(stage) for stage in self.stages)}"
+
+
+def parse(name: str, text: str, offset: int | None = None) -> Schedule:
+    """Make a schedule from one line of text. Raises ValueError saying which op is wrong and why."""
+    stages = tuple(tuple(part.split()) for part in text.strip().removesuffix("|").split("|"))
+    return Schedule(name, stages, offset)
+
+
+def order(schedule: Schedule, num_layers: int, num_micro_batches: int) -> Iterator[tuple[int, int, str]]:
+    """Yield (micro-batch, layer, op) in the order one rank's compute runs them: the only place that interleaves.
+
+    Micro-batches take turns, a stage each, the first one always ahead: so the later half of a split prompt finds
+    the earlier half's KV written.
+    """
+    steps = [(layer, stage) for layer in range(num_layers) for stage in schedule.stages]
+    if num_micro_batches == 1 or schedule.offset is None:
+        for micro_batch in range(num_micro_batches):
+            for layer, stage in steps:
+                yield from ((micro_batch, layer, op) for op in stage)
+        return
+    for turn in range(len(steps) + schedule.offset):
+        for micro_batch, at in ((0, turn), (1, turn - schedule.offset)):
+            if 0 <= at < len(steps):
+                layer, stage = steps[at]
+                yield from ((micro_batch, layer, op) for op in stage)
+
+
+SEQUENTIAL = parse("sequential", "attn_in attn_core gate dispatch> >dispatch shared experts combine> >combine")
+PREFILL_DUAL = parse(
+    "prefill_dual", "attn_in attn_core gate dispatch> | >dispatch experts combine> | shared >combine", 0
+)
+DECODE_FIVE = parse(
+    "decode_five", "attn_in | attn_core gate | dispatch> shared | >dispatch experts combine> | >combine |", 2
+)
+SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in (SEQUENTIAL, PREFILL_DUAL, DECODE_FIVE)}
