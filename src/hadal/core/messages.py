@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hadal.core.plans import Formed, FormPlan, KvPulled, Sampling, StepDone, StepPlan
+from hadal.core.plans import Formed, FormPlan, KvPulled, Sampling, StepDone, StepPlan, TraceEvent
 
 BLOCK_TOKENS = 64
 """Tokens of KV in one block (DeepSeek's storage unit and FlashMLA's page)."""
@@ -220,6 +220,29 @@ class Audit(Message, frozen=True):
     problems: tuple[str, ...]
 
 
+class TraceRequest(Message, frozen=True):
+    """Ask a leader to trace its next `num_steps` steps and answer with Trace."""
+
+    reply_id: int
+    num_steps: int
+
+
+class TracedStep(msgspec.Struct, frozen=True, array_like=True):
+    step_id: int
+    schedule: str
+    num_micro_batches: int
+    num_tokens: int
+    events: tuple[TraceEvent, ...]
+
+
+class Trace(Message, frozen=True):
+    """The traced steps."""
+
+    unit: str
+    reply_id: int
+    steps: tuple[TracedStep, ...]
+
+
 # ---- rank -> leader, where they are apart ----
 class RankUp(Message, frozen=True):
     """A rank's process is ready to be a member. Repeated until a FormPlan names it."""
@@ -296,5 +319,5 @@ class RankFreed(Message, frozen=True):
 AnyMessage = (
     Submit | FrontUp | Prefill | Release | Cancel | PrefillDone | Decode | Pulled | Tokens | Returned | Load | UnitUp
     | UnitDown | Drain | AuditRequest | Audit | RankUp | RankDone | RankFormed | RankPulled | RankBeat | RankForm
-    | RankStep | RankPull | RankFreed
+    | RankStep | RankPull | RankFreed | TraceRequest | Trace
 )

@@ -56,6 +56,8 @@ class PrefillPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The second micro-batch. A prompt may be split: its earlier tokens are among `chunks`, its later ones here."""
     num_micro_batches: int = 1
     """1 or 2, the same on every rank of the unit; with 2 each may be empty."""
+    is_traced: bool = False
+    """Record when every op ran: StepDone.events."""
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
@@ -93,6 +95,7 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     second: tuple[int, ...] = ()
     """Occupied slots that form the second micro-batch; all others are the first."""
     num_micro_batches: int = 1
+    is_traced: bool = False
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -140,6 +143,20 @@ class OpTime(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
 
 
+class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
+    """One stretch of a lane of a rank in a traced step."""
+
+    rank: int
+    lane: str
+    """"compute", "link" (bytes under way) or "wait" (compute stands still for the link: exposed)."""
+    op: str
+    micro_batch: int
+    layer: int
+    start_s: float
+    """On the host's monotonic clock (time.perf_counter), which all its processes share."""
+    end_s: float
+
+
 class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A step's tokens. Prefill: `keys[i]` is the index of the chunk that drew; decode: the slot."""
 
@@ -155,7 +172,9 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     failed: dict[int, str] = {}
     """key -> why its token is void though the step ran (logits not finite): that request alone is given back."""
     op_times: tuple[OpTime, ...] = ()
-    """Where the step's time went, of this rank."""
+    """Where the step's time went, of this rank (of several ranks together: the slowest one's, op by op)."""
+    events: tuple[TraceEvent, ...] = ()
+    """Of a traced plan."""
 
 
 class Formed(msgspec.Struct, frozen=True, array_like=True, tag=True):

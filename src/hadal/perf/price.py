@@ -1,0 +1,82 @@
+"""What a schedule costs: its makespan from op times, on one compute lane and one link.
+
+Walks the very order that executes (overlap/plan.order). The link carries one exchange at a time, in the order they were
+started; `>x` waits for its own. Knows nothing of where the times come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hadal.overlap.plan import (
+    ATTN_CORE,
+    ATTN_IN,
+    COMBINE_FINISH,
+    COMBINE_START,
+    DISPATCH_FINISH,
+    DISPATCH_START,
+    EXPERTS,
+    GATE,
+    SHARED,
+    Schedule,
+    order,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OpSeconds:
+    """Times of one micro-batch in one layer: of compute ops in the lane, of dispatch and combine on the link."""
+
+    attn_in: float
+    attn_core: float
+    gate: float
+    dispatch: float
+    shared: float
+    experts: float
+    combine: float
+    post: float = 0.0
+    """What starting or finishing a communication costs the compute lane, each time (codec, copies, system calls)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """A step of `num_layers` layers."""
+
+    total_s: float
+    exposed_s: float
+    """Compute stood still for the link."""
+    compute_s: float
+    link_s: float
+
+
+def price(schedule: Schedule, micro_batches: Sequence[OpSeconds], num_layers: int) -> Price:
+    """Return the makespan of one or two micro-batches."""
+    now_s = link_free_s = exposed_s = compute_s = link_s = 0.0
+    arrives_s: dict[tuple[int, str], float] = {}
+    compute = {
+        (i, op): seconds for i, times in enumerate(micro_batches)
+        for op, seconds in (
+            (ATTN_IN, times.attn_in), (ATTN_CORE, times.attn_core), (GATE, times.gate), (SHARED, times.shared),
+            (EXPERTS, times.experts),
+        )
+    }  # fmt: skip
+    for micro_batch, _, op in order(schedule, num_layers, len(micro_batches)):
+        times = micro_batches[micro_batch]
+        if op in (DISPATCH_START, COMBINE_START):
+            now_s += times.post
+            compute_s += times.post
+            seconds = times.dispatch if op == DISPATCH_START else times.combine
+            link_free_s = max(link_free_s, now_s) + seconds
+            link_s += seconds
+            arrives_s[micro_batch, op] = link_free_s
+        elif op in (DISPATCH_FINISH, COMBINE_FINISH):
+            started = DISPATCH_START if op == DISPATCH_FINISH else COMBINE_START
+            waits_s = max(0.0, arrives_s.pop((micro_batch, started)) - now_s)
+            now_s += waits_s + times.post
+            exposed_s += waits_s
+            compute_s += times.post
+        else:
+            now_s += compute[micro_batch, op]
+            compute_s += compute[micro_batch, op]
+    return Price(now_s, exposed_s, compute_s, link_s)
