@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark in turn. `python -m bench [--quick] [engine|step|startup|load|kernels ...]`."""
+"""`make bench`: every benchmark in turn. `python -m bench [--quick] [engine|step|overlap|wire ...]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from bench import engine, load, startup, step_breakdown
+from bench import engine, load, overlap, startup, step_breakdown, wire_bytes
 from bench.checkpoints import ROOT
 
 
@@ -26,6 +26,8 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "step": step_breakdown.main,
     "load": load.main,
     "kernels": _kernels,
+    "overlap": overlap.main,
+    "wire": wire_bytes.main,
 }
 
 

@@ -71,7 +71,8 @@ def planning(batch: int, context: int, steps: int) -> float:
         generation = Generation(f"r{index}", (5,) * context, (6,), 2 * steps, (1,), 0, SAMPLING, 0)
         lease = KvLease("pool", blocks, (0,) * len(blocks), context, 30.0)
         for effect in leader.handle(0.0, Decode(generation, lease, "prefill-0")):
-            plans += [effect.plan] if isinstance(effect, Execute) and isinstance(effect.plan, DecodePlan) else []
+            if isinstance(effect, Execute):
+                plans += [plan for plan in effect.plans if isinstance(plan, DecodePlan)]
             if isinstance(effect, Pull):
                 pulled = leader.handle(0.0, KvPulled(effect.request_id, effect.attempt, None))
                 plans += [e.plan for e in pulled if isinstance(e, Execute) and isinstance(e.plan, DecodePlan)]

@@ -45,6 +45,7 @@ def main(
         "hadal serve                                     the model that ships with Hadal, on port 8000\n\n"
         "hadal serve --model ~/models/my-v3 --port 9000  any DeepSeek-V3 checkpoint in a Hugging Face folder\n\n"
         "hadal serve --config configs/laptop.toml        everything that can be set, with what it means\n\n"
+        "hadal serve --config FILE --dry-run             what would run where, in how much memory; starts nothing\n\n"
         "HADAL_API_KEYS=one,two hadal serve --host 0.0.0.0   for others, who must send one of the keys\n\n"
         "Ctrl-C lets running streams finish; a second one ends them."
     )
@@ -64,8 +65,13 @@ def serve(
         Path | None, typer.Option(help="Folder for sockets and status.json. [dim]a temporary one[/dim]")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No banner, warnings only.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print topology, memory and expert map; start nothing. No weights needed.")
+    ] = False,
 ) -> None:
-    """Serve a model over the OpenAI API, by a gateway, a prefill unit and a decode unit, each a process of its own."""
+    """Serve a model over the OpenAI API: a gateway, prefill units and decode units, each of one process or of many."""
+    if dry_run:
+        sys.exit(_dry_run(config, {"model": model, "host": host, "port": port, "model_name": model_name}))
     from hadal.runtime.banner import Banner
     from hadal.runtime.launch import Options
     from hadal.runtime.launch import serve as run
@@ -143,6 +149,49 @@ def evaluate(
         typer.echo(f"hadal eval: {url}: {error}. {hint}" if hint else f"hadal eval: {error}", err=True)
         sys.exit(EXIT_CONFIG)
     sys.exit(0 if exact >= at_least else 1)
+
+
+@app.command(
+    epilog=(
+        "[bold]Examples[/bold]\n\n"
+        "hadal trace                                the next 3 steps of decode-0, into trace.json\n\n"
+        "hadal trace --unit prefill-0 --steps 1     one step of a prefill unit\n\n"
+        "Open the file at ui.perfetto.dev. The unit must be at work: send it requests meanwhile."
+    )
+)
+def trace(
+    url: Annotated[str, typer.Option(help="Where the server is.")] = URL,
+    unit: Annotated[str, typer.Option(help="Which unit.")] = "decode-0",
+    steps: Annotated[int, typer.Option(help="How many steps.", min=1, max=100)] = 3,
+    output: Annotated[Path, typer.Option(help="File for Perfetto or chrome://tracing.")] = Path("trace.json"),
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the steps.", min=0, max=300)] = 30.0,
+    api_key: Annotated[str, typer.Option(help="Key for the server.", envvar="HADAL_API_KEY")] = "",
+) -> None:
+    """Trace live steps of a running server's unit: what was computed, what travelled, how much of that was hidden."""
+    from hadal.gateway.trace import TraceError, describe, fetch, write
+
+    try:
+        reply = fetch(url, unit, steps, wait_s=wait, api_key=api_key)
+        write(reply, output)
+    except TraceError as error:
+        typer.echo(f"hadal trace: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+    typer.echo(describe(reply))
+    typer.echo(f"Written to {output}; open it at ui.perfetto.dev.")
+
+
+def _dry_run(config: Path | None, overrides: dict[str, Any]) -> int:
+    """0: the plan is sound, wherever it can run. EXIT_CONFIG: it can run nowhere."""
+    from hadal.runtime.dry_run import print_plan
+    from hadal.runtime.resolve import plan, why_not_run
+
+    try:
+        resolved = plan(_deployment(config, overrides))
+    except ConfigError as error:
+        typer.echo(f"hadal serve: {error}", err=True)
+        return EXIT_CONFIG
+    print_plan(resolved, why_not_run(resolved))
+    return 0
 
 
 def _deployment(config: Path | None, overrides: dict[str, Any]) -> Deployment:

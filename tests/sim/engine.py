@@ -113,7 +113,7 @@ class PrefillEngine:
         if error is not None:
             return StepDone(plan.step_id, (), (), {}, elapsed_s, error)
         keys, tokens, draws = [], [], {}
-        for key, chunk in enumerate(plan.chunks):
+        for key, chunk in enumerate(plan.chunks + plan.second):
             self._pool.write(chunk.block_ids, chunk.start, cells_of(chunk.tokens, chunk.start))
             if chunk.sampling is None:
                 continue
@@ -143,6 +143,11 @@ class DecodeEngine:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._rows: dict[int, _Row] = {}
+        self._num_failures = 0
+
+    def empty(self) -> None:
+        """The unit forms anew: nobody is in the table."""
+        self._rows.clear()
         self._num_failures = 0
 
     def execute(self, plan: DecodePlan, elapsed_s: float, error: str | None) -> StepDone:

@@ -41,7 +41,7 @@ class Host:
         self._send = send
         self._deliver = deliver
         self._pools = pools if pools is not None else {}
-        self._pool_name = pool_name
+        self.pool_name = pool_name
         self._engine = engine
         self._step_s = step_s
         self._pull_s = pull_s
@@ -73,7 +73,7 @@ class Host:
                 case Pull():
                     self._clock.after(self._random.uniform(0, self._pull_s), lambda e=effect: self._pulled(e))
                 case Freed(block_ids):
-                    self._pools[self._pool_name].freed(block_ids)
+                    self._pools[self.pool_name].freed(block_ids)
                 case WakeAt(time_s):
                     self._wake_number += 1
                     self._clock.at(time_s, lambda number=self._wake_number: self._wake(number))
@@ -105,6 +105,6 @@ class Host:
             return
         error: str | None = "the copy failed"
         if self._random.random() >= self._fault_rate:
-            own = self._pools[self._pool_name]
+            own = self._pools[self.pool_name]
             error = pull(self._pools.get(effect.lease.source), effect.lease, own, effect.into)
         self.handle(KvPulled(effect.request_id, effect.attempt, error))

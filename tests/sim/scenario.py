@@ -10,6 +10,8 @@ from hadal.core.plans import Sampling
 from tests.sim.engine import VOCAB
 from tests.sim.world import Faults, World
 
+RANK_TIMEOUT_S = 1.5
+
 
 def random_sampling(random: Random) -> Sampling:
     return Sampling(
@@ -41,7 +43,8 @@ def random_world(seed: int) -> World:
     lease_s = random.choice([0.3, 2.0, 30.0])
     max_waiting = random.choice([1, 4, 64])
     config = Deployment(
-        chunk_tokens=random.choice([7, 16, 64, 512]), lease_s=lease_s, heartbeat_s=0.1, unit_timeout_s=1.0,
+        chunk_tokens=random.choice([7, 16, 64, 512]), lease_s=lease_s, heartbeat_s=0.1,
+        unit_timeout_s=1.0 + RANK_TIMEOUT_S, rank_timeout_s=RANK_TIMEOUT_S,
         prefill=UnitsConfig(units=random.choice([1, 1, 2]), max_requests=random.randint(1, 8), max_waiting=max_waiting),
         decode=UnitsConfig(units=random.choice([1, 1, 2]), max_requests=random.randint(1, 8), max_waiting=max_waiting),
         limits=LimitsConfig(max_running=random.choice([2, 256]), max_retries=10_000, request_timeout_s=4000.0),
@@ -79,7 +82,8 @@ def pressured_world(seed: int) -> World:
     """Everybody fits when it comes and nobody when it grows: preemption after preemption, with pulls in between."""
     random = Random(f"pressure {seed}")
     config = Deployment(
-        chunk_tokens=64, heartbeat_s=0.1, unit_timeout_s=1.0,
+        chunk_tokens=64, heartbeat_s=0.1, unit_timeout_s=1.0 + RANK_TIMEOUT_S,
+        rank_timeout_s=RANK_TIMEOUT_S,
         prefill=UnitsConfig(max_requests=4), decode=UnitsConfig(max_requests=8),
         limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
     )  # fmt: skip
@@ -97,4 +101,38 @@ def pressured_world(seed: int) -> World:
         world.submit_at(random.uniform(0.1, 1.0), generation, longest_output(world, num_prompt))
         if random.random() < 0.2:
             world.clock.at(random.uniform(0.5, 4.0), lambda name=f"r{number}": world.cancel(name))
+    return world
+
+
+def ranked_world(seed: int) -> World:
+    """Units of several ranks, which die, stand still, hang, and lose each other, with few blocks and slots each."""
+    random = Random(f"ranks {seed}")
+
+    def units(ranks: int) -> UnitsConfig:
+        return UnitsConfig(
+            units=random.choice([1, 1, 2]), ranks=ranks, max_requests=random.randint(1, 5), max_waiting=64,
+            redundant_experts=random.choice([0, 12]) if ranks > 1 else 0, min_split_tokens=random.choice([2, 32]),
+            overlap=random.choice(["auto", "prefill_dual", "sequential"]),
+        )  # fmt: skip
+
+    config = Deployment(
+        chunk_tokens=random.choice([7, 16, 64]), lease_s=random.choice([2.0, 30.0]), heartbeat_s=0.1,
+        unit_timeout_s=2 * RANK_TIMEOUT_S, rank_timeout_s=RANK_TIMEOUT_S,
+        prefill=units(random.choice([1, 2, 3])), decode=units(random.choice([2, 3, 4])),
+        limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
+    )  # fmt: skip
+    faults = random.choice([
+        Faults(until_s=0.0),
+        Faults(engine_rate=0.01, until_s=0.0),
+        Faults(crash_every_s=0.4, until_s=5.0),
+        Faults(crash_every_s=0.5, stuck_share=0.5, until_s=8.0),
+        Faults(crash_every_s=1.0, stuck_share=0.3, duplicate_rate=0.05, engine_rate=0.005, until_s=6.0),
+        Faults(crash_every_s=1.5, stuck_share=0.3, front_restarts=2, until_s=6.0),
+    ])  # fmt: skip
+    blocks = random.randint(4, 8), random.randint(4, 8)
+    world = World(
+        seed, config, max_context=random.choice([200, 10_000]), pool_blocks=blocks, faults=faults,
+        wire_s=random.choice([0.0005, 0.002, 0.02]),
+    )  # fmt: skip
+    add_clients(world, random)
     return world

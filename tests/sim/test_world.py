@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.sim.scenario import pressured_world, random_world
+from tests.sim.scenario import pressured_world, random_world, ranked_world
 from tests.sim.world import World
 
 LIMIT_S = 3000.0
@@ -44,12 +44,18 @@ def test_fresh_seed(seed: int) -> None:
     run_seed(seed)
 
 
+@pytest.mark.parametrize("seed", [*range(24), *FRESH_SEEDS])
+def test_ranks_come_and_go(seed: int) -> None:
+    run_seed(seed, ranked_world)
+
+
 def test_preemption_loses_nothing() -> None:
     worlds = [run_seed(seed, pressured_world) for seed in [*range(6), *FRESH_SEEDS]]
     assert sum(world.num_returned["preempted"] for world in worlds) > len(worlds)
 
 
-def test_the_same_seed_is_the_same_run() -> None:
-    runs = [run_seed(4) for _ in range(2)]
+@pytest.mark.parametrize("make_world", [random_world, ranked_world])
+def test_the_same_seed_is_the_same_run(make_world: Callable[[int], World]) -> None:
+    runs = [run_seed(4, make_world) for _ in range(2)]
     assert runs[0].clock.now() == runs[1].clock.now()
     assert [f.totals for f in runs[0].fronts] == [f.totals for f in runs[1].fronts]

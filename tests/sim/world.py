@@ -13,16 +13,22 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
-from hadal.core.config import Deployment
+from hadal.core.config import Deployment, UnitsConfig
 from hadal.core.messages import AnyMessage, Cancel, Drain, Generation, Returned, Submit, Tokens, UnitDown
+from hadal.core.placement import spread
 from hadal.core.seams import Deliver
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.front import Front
 from hadal.roles.prefill import PrefillLeader
+from hadal.roles.rank import RankRole
+from hadal.roles.rank_book import RankBook
+from hadal.roles.rank_states import Phase
+from hadal.roles.ranks import RankedLeader
 from hadal.roles.reasons import kind_of
 from tests.sim.clock import SimClock
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, expected_output
 from tests.sim.host import Host
+from tests.sim.ranks import NUM_EXPERTS, Fabric, RankHost
 
 
 @dataclass(frozen=True)
@@ -107,9 +113,12 @@ class World:
         self._next_index: dict[tuple[int, str, int], int] = {}
         self._cut_lives: set[int] = set()
         """Lives whose last words were lost with them."""
-        for role, units in (("prefill", config.prefill.units), ("decode", config.decode.units)):
-            for index in range(units):
-                self.clock.after(self.random.uniform(0, 0.1), lambda n=f"{role}-{index}": self.start_unit(n))
+        self.fabrics: dict[str, Fabric] = {}
+        """The connections between the ranks of a unit that has more than one process."""
+        for name in process_names(config):
+            if "." in name:
+                self.fabrics[name.partition(".")[0]] = Fabric(self.clock, self.random)
+            self.clock.after(self.random.uniform(0, 0.1), lambda n=name: self.start_unit(n))
         self.clock.after(self.random.uniform(0, 0.1), self.start_front)
         if faults.crash_every_s:
             self.clock.after(self.random.expovariate(1 / faults.crash_every_s), self._strike)
@@ -135,32 +144,60 @@ class World:
         ))  # fmt: skip
 
     def start_unit(self, name: str) -> None:
+        """Start a unit of one process, the leader of a unit of many, or one of its ranks."""
         role = name.split("-")[0]
-        num_blocks, epoch = self.pool_blocks[role], self._new_epoch()
+        units = self.config.prefill if role == "prefill" else self.config.decode
+        epoch = self._new_epoch()
+        if "." in name:
+            self._start(name, self._rank_host(name, role, epoch))
+            return
         pool_name = f"{name}.{epoch}"
-        pool = self.pools[pool_name] = Pool(num_blocks)
-        config = self.config
-        leader: PrefillLeader | DecodeLeader
-        engine: PrefillEngine | DecodeEngine
-        if role == "prefill":
-            leader = PrefillLeader(
-                name, epoch, pool_name, num_blocks, chunk_tokens=config.chunk_tokens,
-                num_requests_max=config.prefill.max_requests, num_waiting_max=config.prefill.max_waiting,
-                lease_s=config.lease_s, heartbeat_s=config.heartbeat_s,
-            )  # fmt: skip
-            engine = PrefillEngine(pool)
-        else:
-            leader = DecodeLeader(
-                name, epoch, num_blocks, num_slots=config.decode.max_requests,
-                num_waiting_max=config.decode.max_waiting, max_context=self.max_context,
-                heartbeat_s=config.heartbeat_s,
-            )  # fmt: skip
-            engine = DecodeEngine(pool)
+        core = self._core(name, role, epoch, pool_name, units.ranks)
+        if units.ranks > 1:
+            leader = self._ranked(name, core, units)
+            self._start(name, Host(
+                name, leader, lambda: [*leader.check(), *core.audit()], self.clock, self.random, self._sender(name),
+            ))  # fmt: skip
+            return
+        pool = self.pools[pool_name] = Pool(self.pool_blocks[role])
+        engine = PrefillEngine(pool) if role == "prefill" else DecodeEngine(pool)
         self._start(name, Host(
-            name, leader, leader.audit, self.clock, self.random, self._sender(name), pools=self.pools,
+            name, core, core.audit, self.clock, self.random, self._sender(name), pools=self.pools,
             pool_name=pool_name, engine=engine, step_s=self._step_s, pull_s=self._pull_s,
             fault_rate=self.faults.engine_rate,
         ))  # fmt: skip
+
+    def _core(self, name: str, role: str, epoch: str, pool_name: str, num_ranks: int) -> PrefillLeader | DecodeLeader:
+        config, num_blocks = self.config, self.pool_blocks[role]
+        if role == "prefill":
+            return PrefillLeader(
+                name, epoch, pool_name, num_blocks, chunk_tokens=config.chunk_tokens,
+                num_requests_max=config.prefill.max_requests, num_waiting_max=config.prefill.max_waiting,
+                lease_s=config.lease_s, heartbeat_s=config.heartbeat_s, num_ranks=num_ranks,
+                overlap=config.prefill.overlap, min_split_tokens=config.prefill.min_split_tokens,
+            )  # fmt: skip
+        return DecodeLeader(
+            name, epoch, num_blocks, num_slots=config.decode.max_requests, num_waiting_max=config.decode.max_waiting,
+            max_context=self.max_context, heartbeat_s=config.heartbeat_s, num_ranks=num_ranks,
+            overlap=config.decode.overlap, min_split_tokens=config.decode.min_split_tokens,
+        )  # fmt: skip
+
+    def _ranked(self, name: str, core: PrefillLeader | DecodeLeader, units: UnitsConfig) -> RankedLeader:
+        placement = spread(2, NUM_EXPERTS, units.ranks, units.redundant_experts)
+        book = RankBook(name, units.ranks, placement, rank_timeout_s=self.config.rank_timeout_s, grace_s=2.0)
+        return RankedLeader(name, core, book, num_slots=units.max_requests)
+
+    def _rank_host(self, name: str, role: str, epoch: str) -> RankHost:
+        unit, _, rank = name.partition(".")
+        pool_name = f"{name}.{epoch}"
+        pool = self.pools[pool_name] = Pool(self.pool_blocks[role])
+        engine = PrefillEngine(pool) if role == "prefill" else DecodeEngine(pool)
+        rank_role = RankRole(unit, int(rank), epoch, "host", 1, pool_name, self.pool_blocks[role])
+        return RankHost(
+            name, rank_role, self.clock, self.random, self._sender(name), self.fabrics[unit], engine, epoch=epoch,
+            pools=self.pools, pool_name=pool_name, step_s=self._step_s, pull_s=self._pull_s,
+            fault_rate=self.faults.engine_rate,
+        )  # fmt: skip
 
     def _start(self, name: str, host: Host) -> None:
         host.life = self._num_lives
@@ -177,34 +214,57 @@ class World:
         host = self.hosts.get(name)
         if host is not None and host.is_alive:
             host.is_alive = False
+            if isinstance(host, RankHost):
+                host.end()
             if self.random.random() < 0.5:
                 self._cut_lives.add(host.life)
-            if name != "front" and self.random.random() < 0.5:
-                self.pools.pop(next(p for p in reversed(self.pools) if p.startswith(f"{name}.")))
+            if host.pool_name and self.random.random() < 0.5:
+                self.pools.pop(host.pool_name)
 
     def kill_unit(self, name: str) -> None:
-        """The supervisor notices a little later, says so, and starts the unit again."""
+        """The supervisor notices a little later, says so, and starts it again; a leader's ranks go with it."""
         if name not in self.hosts or not self.hosts[name].is_alive:
             return
         self._kill(name)
         self.num_deaths += 1
         notice_s = self.random.uniform(0, 0.2)
-        self.clock.after(notice_s, lambda: self._tell_front(UnitDown(name, "the process ended")))
+        told = name.partition(".")[0] if "." in name else "front"
+        self.clock.after(notice_s, lambda: self._tell(told, UnitDown(name, "the process ended")))
         self.clock.after(notice_s + self.random.uniform(0, 0.5), lambda: self.start_unit(name))
+        for rank in [other for other in self.hosts if other.startswith(f"{name}.")]:
+            self.kill_unit(rank)
 
-    def _tell_front(self, message: UnitDown) -> None:
-        if "front" in self.hosts:
-            self.hosts["front"].handle(message)
+    def _tell(self, name: str, message: UnitDown) -> None:
+        if name in self.hosts:
+            self.hosts[name].handle(message)
 
     def _strike(self) -> None:
         if self.clock.now() > self.faults.until_s:
             return
-        name = self.random.choice([name for name in self.hosts if name != "front"] or ["nobody"])
-        if self.random.random() < self.faults.stuck_share and name in self.hosts:
-            self.hosts[name].is_stuck = True  # The front will miss its heartbeat and tell the supervisor.
+        names = [name for name in self.hosts if name != "front"]
+        ranks = [name for name in names if "." in name]
+        if ranks and self.random.random() < 0.8:
+            names = ranks
+        name = self.random.choice(names or ["nobody"])
+        host = self.hosts.get(name)
+        if host is not None and self.random.random() < self.faults.stuck_share:
+            self._upset(host)
         else:
             self.kill_unit(name)
         self.clock.after(self.random.expovariate(1 / self.faults.crash_every_s), self._strike)
+
+    def _upset(self, host: Host) -> None:
+        """Let it live and do nothing: whoever listens for its heartbeat will tell the supervisor."""
+        if not isinstance(host, RankHost):
+            host.is_stuck = True
+            return
+        what = self.random.choice(["stop", "hang", "cut"])
+        if what == "stop":
+            host.stop()
+        elif what == "hang":
+            host.compute.is_hung = True
+        else:
+            host.fabric.cut()
 
     # ---- wires ----
     def _sender(self, name: str):  # type: ignore[no-untyped-def]
@@ -213,11 +273,13 @@ class World:
 
         def send(to: str, message: AnyMessage) -> None:
             if to == "supervisor":
-                assert isinstance(message, UnitDown)
+                if not isinstance(message, UnitDown):
+                    return
                 self.clock.after(0.0, lambda: self.kill_unit(message.unit))
                 return
             self._watch(life, message)
-            copies = 2 if self.random.random() < self.faults.duplicate_rate else 1
+            is_within_unit = "." in name or "." in to
+            copies = 2 if not is_within_unit and self.random.random() < self.faults.duplicate_rate else 1
             for _ in range(copies):
                 wire = (life, to)
                 arrival_s = self.clock.now() + self.random.uniform(0, self._wire_s)
@@ -279,13 +341,38 @@ class World:
         assert not open_streams, f"never ended: {open_streams}"
         assert self.front.idle, f"the front still holds {list(self.front.requests.by_id)}"
         for name, host in self.hosts.items():
-            if isinstance(host.role, PrefillLeader | DecodeLeader):
-                used, held = host.role.blocks.num_used, host.role.num_requests
+            core = core_of(host)
+            if core is not None:
+                used, held = core.blocks.num_used, core.num_requests
                 assert (used, held) == (0, 0), f"{name} leaks {used} blocks of {held} requests"
 
     def is_over(self) -> bool:
         """Nothing is held anywhere and nothing goes wrong any more."""
         if self.clock.now() < self.quiet_from_s or not self.front.idle:
             return False
-        leaders = [host.role for host in self.hosts.values() if isinstance(host.role, PrefillLeader | DecodeLeader)]
-        return not any(leader.num_requests or leader.blocks.num_used for leader in leaders)
+        if any(isinstance(host.role, RankedLeader) and not is_whole(host.role) for host in self.hosts.values()):
+            return False
+        cores = [core for host in self.hosts.values() if (core := core_of(host)) is not None]
+        return not any(core.num_requests or core.blocks.num_used for core in cores)
+
+
+def core_of(host: Host) -> PrefillLeader | DecodeLeader | None:
+    """What decides about requests in a leader's process."""
+    role = host.role.core if isinstance(host.role, RankedLeader) else host.role
+    return role if isinstance(role, PrefillLeader | DecodeLeader) else None
+
+
+def is_whole(leader: RankedLeader) -> bool:
+    """Whether every rank of the unit is in its generation, and that runs."""
+    return leader.book.phase is Phase.RUNNING and len(leader.book.members) == leader.book.num_ranks
+
+
+def process_names(config: Deployment) -> list[str]:
+    """All processes but the front."""
+    names = []
+    for role, units in (("prefill", config.prefill), ("decode", config.decode)):
+        for index in range(units.units):
+            names.append(f"{role}-{index}")
+            if units.ranks > 1:
+                names += [f"{role}-{index}.{rank}" for rank in range(units.ranks)]
+    return names

@@ -59,6 +59,32 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], words: str)
     assert time.monotonic() - started_s < 10
 
 
+def test_a_dry_run_prints_the_plan_and_starts_nothing() -> None:
+    result = CliRunner().invoke(app, ["serve", "--config", str(ROOT / "configs" / "laptop_ep.toml"), "--dry-run"])
+    assert result.exit_code == 0
+    assert "decode-0" in result.stdout
+    assert "this host can run it" in result.stdout
+    assert "\x1b[" not in result.stdout, "plain where it is not a terminal"
+
+
+def test_a_plan_for_many_nodes_is_sound_though_it_cannot_run_here() -> None:
+    config = str(ROOT / "configs" / "v3_ep32_ep144.toml")
+    result = CliRunner().invoke(app, ["serve", "--config", config, "--dry-run"])
+    assert result.exit_code == 0
+    assert "cannot run on this host: it needs 30 nodes" in result.stdout
+    served = CliRunner().invoke(app, ["serve", "--config", config])
+    assert served.exit_code == 2
+    assert "it needs 30 nodes" in served.stderr
+
+
+def test_a_plan_that_is_wrong_ends_a_dry_run_with_2(tmp_path: Path) -> None:
+    file = tmp_path / "d.toml"
+    file.write_text("[decode]\nranks = 3\n")
+    result = CliRunner().invoke(app, ["serve", "--config", str(file), "--dry-run"])
+    assert result.exit_code == 2
+    assert "decode.redundant_experts = 2 would" in result.stderr
+
+
 def test_options_go_before_the_file(tmp_path: Path) -> None:
     file = tmp_path / "d.toml"
     file.write_text('port = 9000\nhost = "0.0.0.0"\n[decode]\nmax_requests = 3\n')

@@ -14,6 +14,9 @@ from typing import Any
 
 from hadal.core.errors import ConfigError
 
+RANK_BEAT_S = 0.25
+"""Period of a rank's heartbeat to its leader."""
+
 
 @dataclass(frozen=True)
 class UnitsConfig:
@@ -33,7 +36,7 @@ class UnitsConfig:
     """How tokens travel to experts: "normal" (one copy per rank, counts first) or "low_latency" (fixed buffers). Empty:
     normal in prefill, low-latency in decode."""
     threads: int = 0
-    """CPU threads of a rank. 0: all cores."""
+    """CPU threads of a rank. 0: the cores divided by the unit's ranks."""
     kv_blocks: int = 0
     """KV blocks of a rank, 64 tokens each. 0: from `kv_memory_mb`."""
     kv_memory_mb: int = 256
@@ -81,7 +84,9 @@ class Deployment:
     transport: str = "auto"
     """Between the ranks of a unit: "tcp", "gloo", "nccl" or "deepep"; "auto": tcp on CPUs, nccl on GPUs."""
     device: str = "auto"
-    """"cpu", "cuda"; "auto": cuda where there is one."""
+    """"cpu", "cuda"; "auto": cpu, until KV can be handed over between GPUs."""
+    device_memory_gb: float = 0.0
+    """Memory of a GPU that weights, KV and buffers must fit in, 10^9 bytes. 0: what the GPUs of this machine have."""
     lease_s: float = 30.0
     """How long prefilled KV is held for the decode side."""
     heartbeat_s: float = 0.5
@@ -103,13 +108,19 @@ class Deployment:
 
 
 def read_deployment(path: Path, **overrides: Any) -> Deployment:
-    """Read a TOML deployment; `overrides` (None is ignored) replace top-level fields. Raises ConfigError."""
+    """Read a TOML deployment; `overrides` (None is ignored) replace top-level fields. Raises ConfigError.
+
+    A relative `model` in the file is looked for beside the file, then in the working folder.
+    """
     try:
         fields = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such deployment file.") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: not a TOML file ({error}).") from error
+    model = fields.get("model")
+    if isinstance(model, str) and model and (path.parent / model).is_dir():
+        fields["model"] = str(path.parent / model)
     fields.update({name: value for name, value in overrides.items() if value is not None})
     deployment = _build(Deployment, fields, str(path))
     assert isinstance(deployment, Deployment)
@@ -143,22 +154,82 @@ def check(deployment: Deployment) -> None:
     """Raise ConfigError naming the first field that cannot work."""
     if not 0 <= deployment.port <= 65535:
         raise ConfigError(f"port is {deployment.port}; 0 to 65535 is allowed (0 picks a free one).")
-    for name in ("chunk_tokens", "lease_s", "heartbeat_s", "unit_timeout_s", "drain_timeout_s", "keep_alive_s"):
+    for name in _POSITIVE:
         if getattr(deployment, name) <= 0:
             raise ConfigError(f"{name} is {getattr(deployment, name)}; it must be positive.")
-    if deployment.unit_timeout_s <= 2 * deployment.heartbeat_s:
-        raise ConfigError("unit_timeout_s must exceed two heartbeats (heartbeat_s).")
+    if deployment.device_memory_gb < 0:
+        raise ConfigError("device_memory_gb cannot be negative; 0 takes what the GPUs of this machine have.")
+    for name, known in _NAMES.items():
+        _check_name(name, getattr(deployment, name), known)
+    if deployment.device == "cpu" and deployment.transport in ("nccl", "deepep"):
+        raise ConfigError(f"transport {deployment.transport!r} needs GPUs, and device is 'cpu'. CPUs take tcp or gloo.")
+    _check_deadlines(deployment)
     for kind in ("prefill", "decode"):
-        units: UnitsConfig = getattr(deployment, kind)
-        if units.units < 1 or units.max_requests < 1 or units.max_waiting < 0:
-            raise ConfigError(f"{kind}: units and max_requests must be at least 1, max_waiting at least 0.")
-        if units.ranks != 1:
-            raise ConfigError(f"{kind}.ranks is {units.ranks}; units of one rank are supported so far.")
-        if min(units.threads, units.kv_blocks, units.kv_memory_mb) < 0:
-            raise ConfigError(f"{kind}: threads, kv_blocks and kv_memory_mb cannot be negative.")
+        _check_units(kind, getattr(deployment, kind))
     for name in ("max_body_bytes", "default_output_tokens", "max_n", "max_running", "request_timeout_s"):
         if getattr(deployment.limits, name) <= 0:
             raise ConfigError(f"limits.{name} is {getattr(deployment.limits, name)}; it must be positive.")
     for limit in dataclasses.fields(deployment.limits):
         if getattr(deployment.limits, limit.name) < 0:
             raise ConfigError(f"limits.{limit.name} cannot be negative.")
+
+
+_POSITIVE = (
+    "chunk_tokens", "lease_s", "heartbeat_s", "rank_timeout_s", "collective_timeout_s", "unit_timeout_s",
+    "drain_timeout_s", "keep_alive_s",
+)  # fmt: skip
+_NAMES: dict[str, tuple[str, ...]] = {
+    "wire": ("fp32", "fp8", "fp8_pow2"),
+    "transport": ("auto", "tcp", "gloo", "nccl", "deepep"),
+    "device": ("auto", "cpu", "cuda"),
+}
+_UNIT_NAMES: dict[str, tuple[str, ...]] = {
+    "overlap": ("auto", "sequential", "prefill_dual", "decode_five"),
+    "mode": ("", "normal", "low_latency"),
+}
+
+
+def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} is {value!r}; known are {', '.join(repr(one) for one in known)}.")
+
+
+def _check_deadlines(deployment: Deployment) -> None:
+    """Each must leave the ones below it time to speak first."""
+    if deployment.unit_timeout_s <= 2 * deployment.heartbeat_s:
+        raise ConfigError("unit_timeout_s must exceed two heartbeats (heartbeat_s).")
+    if deployment.rank_timeout_s < 4 * RANK_BEAT_S:
+        raise ConfigError(
+            f"rank_timeout_s is {deployment.rank_timeout_s}; ranks report every {RANK_BEAT_S} s, so it must be "
+            f"{4 * RANK_BEAT_S:g} at least, or ranks that are well are dropped."
+        )
+    if deployment.collective_timeout_s <= deployment.rank_timeout_s:
+        raise ConfigError(
+            f"collective_timeout_s ({deployment.collective_timeout_s:g}) must exceed rank_timeout_s "
+            f"({deployment.rank_timeout_s:g}): a silent rank is to be dropped by name before an exchange gives up."
+        )
+    if deployment.unit_timeout_s <= deployment.rank_timeout_s:
+        raise ConfigError("unit_timeout_s must exceed rank_timeout_s: a unit outlives the loss of a rank.")
+
+
+def _check_units(kind: str, units: UnitsConfig) -> None:
+    if units.units < 1 or units.max_requests < 1 or units.max_waiting < 0:
+        raise ConfigError(f"{kind}: units and max_requests must be at least 1, max_waiting at least 0.")
+    for name in ("ranks", "ranks_per_node"):
+        if getattr(units, name) < 1:
+            raise ConfigError(f"{kind}.{name} is {getattr(units, name)}; it must be at least 1.")
+    if units.ranks > units.ranks_per_node and units.ranks % units.ranks_per_node:
+        raise ConfigError(
+            f"{kind}.ranks is {units.ranks}, which does not fill nodes of {units.ranks_per_node}. "
+            f"Take a multiple, or change {kind}.ranks_per_node."
+        )
+    for name in ("redundant_experts", "min_split_tokens", "threads", "kv_blocks", "kv_memory_mb"):
+        if getattr(units, name) < 0:
+            raise ConfigError(f"{kind}.{name} cannot be negative.")
+    if units.redundant_experts and units.ranks == 1:
+        raise ConfigError(
+            f"{kind}.redundant_experts is {units.redundant_experts} with one rank: there is no second rank to hold a "
+            f"replica. Raise {kind}.ranks or leave it 0."
+        )
+    for name, known in _UNIT_NAMES.items():
+        _check_name(f"{kind}.{name}", getattr(units, name), known)

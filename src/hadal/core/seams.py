@@ -97,6 +97,10 @@ class RankReset(msgspec.Struct, frozen=True):
 
     lost: tuple[int, ...]
     fresh: tuple[int, ...]
+    pools: tuple[str, ...] = ()
+    """By rank: the name of its KV pool, "" where the rank is dead. Empty: names stay as they are."""
+    generation: int = 0
+    """Of the unit's membership from now on."""
 
 
 Event = AnyMessage | StepDone | Formed | KvPulled | RankReset | Tick

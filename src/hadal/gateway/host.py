@@ -9,13 +9,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from hadal.core.messages import AnyMessage, Audit, AuditRequest, Cancel, Drain, Generation, Submit
+from hadal.core.messages import (
+    AnyMessage,
+    Audit,
+    AuditRequest,
+    Cancel,
+    Drain,
+    Generation,
+    Submit,
+    Trace,
+    TraceRequest,
+)
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.gateway.mailbox import Mailbox
 
 log = logging.getLogger("hadal.gateway")
+
+M = TypeVar("M")
 
 
 class FrontRole(Protocol):
@@ -51,8 +63,9 @@ class Host:
         self._idle.set()
         self._failed: Exception | None = None
         self._task: asyncio.Task[None] | None = None
-        self._num_audits = 0
+        self._num_asked = 0
         self._audits: dict[tuple[int, str], asyncio.Future[Audit]] = {}
+        self._traces: dict[tuple[int, str], asyncio.Future[Trace]] = {}
 
     @property
     def draining(self) -> bool:
@@ -83,9 +96,9 @@ class Host:
                 if isinstance(message, Drain):
                     self._draining.set()
                 elif isinstance(message, Audit):
-                    waiting = self._audits.get((message.reply_id, message.unit))
-                    if waiting is not None and not waiting.done():
-                        waiting.set_result(message)
+                    _answer(self._audits.get((message.reply_id, message.unit)), message)
+                elif isinstance(message, Trace):
+                    _answer(self._traces.get((message.reply_id, message.unit)), message)
             self._handle(messages)
 
     def open(self, generations: Iterable[Generation]) -> Mailbox:
@@ -119,9 +132,9 @@ class Host:
 
     async def audit(self, units: Iterable[str], timeout_s: float) -> tuple[list[str], list[Audit]]:
         """Have the front and every unit check their ledgers. Returns (problems, the units' answers)."""
-        self._num_audits += 1
+        self._num_asked += 1
         loop = asyncio.get_running_loop()
-        waiting = {(self._num_audits, unit): loop.create_future() for unit in units}
+        waiting = {(self._num_asked, unit): loop.create_future() for unit in units}
         self._audits |= waiting
         for reply_id, unit in waiting:
             self._wire.send(unit, AuditRequest(reply_id))
@@ -136,6 +149,19 @@ class Host:
         audits = [future.result() for future in waiting.values() if future.done()]
         problems += [f"{audit.unit}: {problem}" for audit in audits for problem in audit.problems]
         return problems, audits
+
+    async def trace(self, unit: str, num_steps: int, timeout_s: float) -> Trace | None:
+        """Have a unit trace its next steps. None if it did not answer in time: most likely it had nothing to do."""
+        self._num_asked += 1
+        key = (self._num_asked, unit)
+        future: asyncio.Future[Trace] = asyncio.get_running_loop().create_future()
+        self._traces[key] = future
+        self._wire.send(unit, TraceRequest(key[0], num_steps))
+        try:
+            await asyncio.wait([future], timeout=timeout_s)
+        finally:
+            del self._traces[key]
+        return future.result() if future.done() else None
 
     async def wait_draining(self) -> None:
         """Wait until a drain is asked for; the caller bounds it by the life of the process."""
@@ -193,3 +219,9 @@ class Host:
         self._mailboxes.pop(request_id, None)
         if not self._mailboxes:
             self._idle.set()
+
+
+def _answer(waiting: asyncio.Future[M] | None, message: M) -> None:
+    """One that nobody waits for any more is dropped."""
+    if waiting is not None and not waiting.done():
+        waiting.set_result(message)

@@ -32,6 +32,7 @@ from hadal.gateway.metrics import Metrics
 from hadal.gateway.replies import ChatFormatter, CompletionFormatter, Head, ReplyFormat
 from hadal.gateway.service import Service, Work
 from hadal.gateway.sse import ClientGone, Reply, Times
+from hadal.gateway.trace import answer_trace
 from hadal.gateway.vocabulary import Vocabulary
 from hadal.roles.front_snapshot import FrontSnapshot
 
@@ -220,7 +221,11 @@ def make_app(gateway: Gateway) -> Starlette:
         }
         return _json({"problems": problems, "units": units}, status=500 if problems else 200)
 
-    routes = [Route("/health", health), Route("/metrics", metrics), Route("/audit", audit)]
+    async def trace(request: Request) -> Response:
+        gateway.keys.check(request.headers.get("authorization"))
+        return _json(await answer_trace(gateway.host, gateway.snapshot().unit_to_load, request.query_params))
+
+    routes = [Route("/health", health), Route("/metrics", metrics), Route("/audit", audit), Route("/trace", trace)]
     for prefix in ("/v1", ""):
         routes += [
             Route(f"{prefix}/chat/completions", chat, methods=["POST"]),

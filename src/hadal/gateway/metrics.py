@@ -23,9 +23,12 @@ _UNIT_GAUGES = {
     "hadal_kv_blocks_used": ("KV blocks of a unit that are in use.", "num_blocks_used"),
     "hadal_unit_requests": ("Requests that a unit works on.", "num_requests"),
     "hadal_unit_tokens_waiting": ("Prompt tokens not yet computed by a unit.", "num_tokens_waiting"),
+    "hadal_unit_ranks": ("Living ranks of a unit.", "num_ranks"),
+    "hadal_unit_generation": ("Times a unit of several ranks has formed; raised by the loss and the return of a rank.",
+                              "generation"),
     "hadal_step_ms": ("Smoothed duration of a unit's step.", "step_ms"),
     "hadal_overhead_ms": ("Smoothed time per step a unit stood idle though there was work.", "overhead_ms"),
-}
+}  # fmt: skip
 
 
 class Metrics:

@@ -26,7 +26,8 @@ _STATUS = {
     1: "a token id is outside the vocabulary",
     2: "a position or length is negative or beyond the model's last position",
     3: "a block table names a block that the cache does not have, or is too short for its length",
-    4: "an expert id is out of range",
+    4: "an expert id is out of range, or the expert has no replica",
+    6: "a row index is out of range",
 }
 _OUT_OF_MEMORY = 5
 
@@ -38,6 +39,14 @@ _ABI = {
     "hadal_rms_norm": ("ppiipfp", ctypes.c_int),
     "hadal_gate": ("ppiipiiiifpp", ctypes.c_int),
     "hadal_mla_decode": ("pppiiiipiiiplpfp", ctypes.c_int),
+    "hadal_encode": ("ppiipiipl", ctypes.c_int),
+    "hadal_decode": ("ppliiip", ctypes.c_int),
+    "hadal_weighted_sum": ("ppiiipppiip", ctypes.c_int),
+    "hadal_route": ("p" * 12, ctypes.c_int),
+    "hadal_pack": ("p" * 12, ctypes.c_int),
+    "hadal_unpack": ("p" * 10, ctypes.c_int),
+    "hadal_heads_in": ("ppll" + "iiipip", ctypes.c_int),
+    "hadal_heads_out": ("ppiiipip", ctypes.c_int),
     "hadal_step_new": ("pppp", ctypes.c_void_p),
     "hadal_step_free": ("p", None),
     "hadal_step_run": ("pppipppl" + "pp", ctypes.c_int),

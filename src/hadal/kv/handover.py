@@ -17,6 +17,8 @@ class HeldLease:
     attempt: int
     block_ids: tuple[int, ...]
     deadline_s: float
+    rank: int = 0
+    """Whose blocks they are."""
 
 
 class LeaseBook:
@@ -65,15 +67,26 @@ class LeaseBook:
         self._leases.clear()
         return ended
 
-    def owners(self) -> dict[int, tuple[str, int]]:
-        """Every leased block and the attempt it is held for."""
-        return {block: key for key, lease in self._leases.items() for block in lease.block_ids}
+    def lose(self, rank: int) -> list[HeldLease]:
+        """End the leases on a rank's blocks, which are gone, and return them."""
+        ended = [lease for lease in self._leases.values() if lease.rank == rank]
+        for lease in ended:
+            del self._leases[lease.request_id, lease.attempt]
+        return ended
+
+    def owners(self, rank: int = 0) -> dict[int, tuple[str, int]]:
+        """Every leased block of a rank and the attempt it is held for."""
+        return {
+            block: key for key, lease in self._leases.items() if lease.rank == rank for block in lease.block_ids
+        }
 
     def check(self) -> list[str]:
         """Problems of the book; empty when no block is leased twice and deadlines are in order."""
         problems = []
         leases = list(self._leases.values())
-        if len(self.owners()) != sum(len(lease.block_ids) for lease in leases):
+        if len({(lease.rank, block) for lease in leases for block in lease.block_ids}) != sum(
+            len(lease.block_ids) for lease in leases
+        ):
             problems.append("a block is under two leases")
         if any(early.deadline_s > late.deadline_s for early, late in pairwise(leases)):
             problems.append("leases are not in the order of their deadlines")

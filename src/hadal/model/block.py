@@ -1,11 +1,10 @@
 """One decoder layer as small ops on a micro-batch's state. An op knows no schedule; schedules put them in order.
 
-    attn_in -> attn_core -> gate -> dispatch -> shared -> experts -> combine
+Each op reads what those before it left in the state and leaves its own; `OPS` has them by the names of overlap/plan. A
+dense layer has no gate, no experts and nothing to send: its network runs as `shared`. Without a `comm` all experts are
+here and dispatch and combine move nothing. A rank without tokens computes nothing, but joins every exchange.
 
-Each op reads what those before it left in the state and leaves its own. A dense layer has no gate and no experts: its
-network runs as `shared`. With one rank `dispatch` and `combine` move nothing.
-
-Shapes: T tokens, D hidden, H heads, K chosen experts.
+Shapes: T tokens, D hidden, H heads, K chosen experts, N rows received, M pairs of a received row and a local slot.
 """
 
 from __future__ import annotations
@@ -13,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from hadal.comm.expert_comm import ExpertComm, Handle, Received
+from hadal.comm.group import Interval
 from hadal.core.model_config import ModelConfig
 from hadal.kernels.experts import experts as routed_experts
 from hadal.kernels.gate import gate as choose_experts
@@ -23,6 +25,7 @@ from hadal.kernels.rms_norm import rms_norm
 from hadal.kernels.swiglu import swiglu
 from hadal.model import mla
 from hadal.model.batch import DecodeBatch, PrefillBatch
+from hadal.overlap import plan
 from hadal.reference.params import LayerWeights
 
 
@@ -30,12 +33,14 @@ from hadal.reference.params import LayerWeights
 class MicroBatch:
     """Tokens that go through the layers together, and what the ops of the running layer have left."""
 
-    batch: PrefillBatch | DecodeBatch
+    batch: PrefillBatch | DecodeBatch | None
+    """None: no tokens."""
     config: ModelConfig
     hidden_TD: Tensor
     """The residual stream."""
-    final_only: bool = False
-    """Prefill's last layer: only the rows whose logits are wanted go on after their KV is written."""
+    comm: ExpertComm | None = None
+    final_layer: int | None = None
+    """Prefill's last layer: there only the rows whose logits are wanted go on after their KV is written."""
     q_nope_THN: Tensor | None = None
     q_rope_THR: Tensor | None = None
     latents_TD: Tensor | None = None
@@ -43,24 +48,32 @@ class MicroBatch:
     """Normed input of the feed-forward part."""
     ids_TK: Tensor | None = None
     weights_TK: Tensor | None = None
+    handle: Handle | None = None
+    received: Received | None = None
+    y_MD: Tensor | None = None
+    """Results of this rank's experts, which go back to where the rows came from."""
     shared_TD: Tensor | None = None
     routed_TD: Tensor | None = None
 
 
-Op = Callable[[MicroBatch, LayerWeights, int], None]
+Op = Callable[[MicroBatch, LayerWeights, int], Interval | None]
+"""A finishing op returns when its exchange was on the link."""
 
 
 def attn_in(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
     """Project queries and latents, write the latents to the cache."""
     batch, config = state.batch, state.config
+    if batch is None:
+        return
     cos_sin = batch.cos_sin_TR if isinstance(batch, PrefillBatch) else batch.cos_sin_BR
     x_TD = _norm(state.hidden_TD, layer.attn_norm_D, config)
-    if state.final_only:
+    if layer_index == state.final_layer:
         assert isinstance(batch, PrefillBatch)
         state.latents_TD = mla.latents(x_TD, layer.attention, config, cos_sin)
         rows = batch.final_rows
         state.hidden_TD = state.hidden_TD[rows]
-        state.q_nope_THN, state.q_rope_THR = mla.queries(x_TD[rows], layer.attention, config, cos_sin[rows])
+        if len(rows):
+            state.q_nope_THN, state.q_rope_THR = mla.queries(x_TD[rows], layer.attention, config, cos_sin[rows])
     else:
         state.q_nope_THN, state.q_rope_THR, state.latents_TD = mla.queries_and_latents(
             x_TD, layer.attention, config, cos_sin
@@ -70,6 +83,8 @@ def attn_in(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
 
 def attn_core(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
     """Attend and project back into the residual stream."""
+    if not len(state.hidden_TD):
+        return
     q_nope, q_rope, latents_TD = state.q_nope_THN, state.q_rope_THR, state.latents_TD
     assert q_nope is not None
     assert q_rope is not None
@@ -77,9 +92,10 @@ def attn_core(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
     if isinstance(state.batch, PrefillBatch):
         o = mla.prefill_core(
             q_nope, q_rope, latents_TD, layer.attention, state.config, state.batch, layer_index,
-            final_only=state.final_only,
+            final_only=layer_index == state.final_layer,
         )
     else:
+        assert state.batch is not None
         o = mla.decode_core(q_nope, q_rope, layer.attention, state.config, state.batch, layer_index)
     state.hidden_TD = state.hidden_TD + linear(o, layer.attention.o)
     state.x_TD = _norm(state.hidden_TD, layer.ffn_norm_D, state.config)
@@ -88,19 +104,40 @@ def attn_core(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
 
 def gate(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
     """Choose every token's experts."""
-    if layer.moe is not None:
+    if layer.moe is not None and len(state.hidden_TD):
         assert state.x_TD is not None
         state.ids_TK, state.weights_TK = choose_experts(
             state.x_TD, layer.moe.router_ED, layer.moe.router_bias_E, state.config
         )
 
 
-def dispatch(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
-    """Send tokens to the ranks of their experts. One rank holds all of them: nothing to send."""
+def dispatch_start(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
+    """Send tokens to the ranks of their experts."""
+    if layer.moe is None or state.comm is None:
+        return
+    if not len(state.hidden_TD):
+        state.x_TD = state.hidden_TD
+        none_TK = (0, state.config.num_experts_per_tok)
+        state.ids_TK = torch.empty(none_TK, dtype=torch.int64, device=state.hidden_TD.device)
+        state.weights_TK = torch.empty(none_TK, device=state.hidden_TD.device)
+    assert state.x_TD is not None
+    assert state.ids_TK is not None
+    moe_layer = layer_index - state.config.first_k_dense_replace
+    state.handle = state.comm.dispatch(state.x_TD.float(), state.ids_TK, moe_layer)
+
+
+def dispatch_finish(state: MicroBatch, layer: LayerWeights, layer_index: int) -> Interval | None:
+    """Have what the others sent."""
+    if state.handle is None:
+        return None
+    state.received = state.handle.finish_dispatch()
+    return state.handle.dispatch_interval
 
 
 def shared(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
     """The shared expert, or a dense layer's network."""
+    if not len(state.hidden_TD):
+        return
     assert state.x_TD is not None
     mlp = layer.mlp if layer.moe is None else layer.moe.shared
     assert mlp is not None
@@ -108,26 +145,65 @@ def shared(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
 
 
 def experts(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
-    """The routed experts of this rank."""
-    if layer.moe is not None:
+    """The routed experts of this rank: on own tokens, weighed; or on whatever came, where the source weighs."""
+    moe = layer.moe
+    if moe is None:
+        return
+    if state.comm is not None:
+        assert state.received is not None
+        state.y_MD = _received_experts(state.received, moe.gate_up_E, moe.down_E)
+        state.received = None
+    elif len(state.hidden_TD):
         assert state.x_TD is not None
         assert state.ids_TK is not None
         assert state.weights_TK is not None
-        state.routed_TD = routed_experts(
-            state.x_TD, layer.moe.gate_up_E, layer.moe.down_E, state.ids_TK, state.weights_TK
-        )
+        state.routed_TD = routed_experts(state.x_TD, moe.gate_up_E, moe.down_E, state.ids_TK, state.weights_TK)
 
 
-def combine(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
+def _received_experts(rows: Received, gate_up_S: Tensor, down_S: Tensor) -> Tensor:
+    """Each pair's row through its slot's expert, [M, D] in FP32."""
+    if not len(rows.row_M):
+        return rows.x_ND.new_empty(0, down_S.shape[1])
+    x_MD = rows.x_ND.index_select(0, rows.row_M).to(gate_up_S.dtype)
+    ones_M1 = torch.ones((len(x_MD), 1), device=x_MD.device)
+    return routed_experts(x_MD, gate_up_S, down_S, rows.slot_M[:, None], ones_M1).float()
+
+
+def combine_start(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
+    """Send the results back."""
+    if state.handle is not None:
+        assert state.y_MD is not None
+        state.handle.start_combine(state.y_MD)
+
+
+def combine_finish(state: MicroBatch, layer: LayerWeights, layer_index: int) -> Interval | None:
     """Add the experts' results to the residual stream."""
-    assert state.shared_TD is not None
-    state.hidden_TD = state.hidden_TD + state.shared_TD
-    if state.routed_TD is not None:
-        state.hidden_TD = state.hidden_TD + state.routed_TD
-    state.x_TD = state.ids_TK = state.weights_TK = state.shared_TD = state.routed_TD = None
+    interval = None
+    if state.handle is not None:
+        assert state.weights_TK is not None
+        state.routed_TD = state.handle.finish_combine(state.weights_TK).to(state.hidden_TD.dtype)
+        interval = state.handle.combine_interval
+    if len(state.hidden_TD):
+        assert state.shared_TD is not None
+        state.hidden_TD = state.hidden_TD + state.shared_TD
+        if state.routed_TD is not None:
+            state.hidden_TD = state.hidden_TD + state.routed_TD
+    state.x_TD = state.ids_TK = state.weights_TK = state.shared_TD = state.routed_TD = state.y_MD = None
+    state.handle = None
+    return interval
 
 
-SEQUENTIAL: tuple[Op, ...] = (attn_in, attn_core, gate, dispatch, shared, experts, combine)
+OPS: dict[str, Op] = {
+    plan.ATTN_IN: attn_in,
+    plan.ATTN_CORE: attn_core,
+    plan.GATE: gate,
+    plan.DISPATCH_START: dispatch_start,
+    plan.DISPATCH_FINISH: dispatch_finish,
+    plan.SHARED: shared,
+    plan.EXPERTS: experts,
+    plan.COMBINE_START: combine_start,
+    plan.COMBINE_FINISH: combine_finish,
+}
 
 
 def _norm(x_TD: Tensor, weight_D: Tensor, config: ModelConfig) -> Tensor:

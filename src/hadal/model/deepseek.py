@@ -1,7 +1,8 @@
 """DeepSeek-V3: embedding, layers, head, over one rank's weights and one rank's KV cache.
 
 Knows chunks and block tables, not requests: who is in a batch, where its blocks lie and what is drawn from the logits
-is decided elsewhere.
+is decided elsewhere. With a `comm` the experts are spread over the unit's ranks, and every call is one that all ranks
+make together, with the same schedule and number of micro-batches, with tokens or without.
 
 Shapes: T tokens, B requests, M blocks of a request, V vocabulary, D hidden, N chunks that want logits.
 """
@@ -14,53 +15,70 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hadal.comm.expert_comm import ExpertComm
+from hadal.comm.group import Interval
 from hadal.core.model_config import ModelConfig
 from hadal.core.plans import Chunk
 from hadal.kernels import decode_step
 from hadal.kernels.decode_step import DecodeStep
 from hadal.kernels.linear import linear
-from hadal.model.batch import decode_batch, prefill_batch
-from hadal.model.block import SEQUENTIAL, MicroBatch
+from hadal.model.batch import DecodeBatch, PrefillBatch, decode_batch, prefill_batch
+from hadal.model.block import OPS, MicroBatch
 from hadal.model.cache import KvCache
+from hadal.model.execute import Recorder, execute
+from hadal.overlap.plan import SEQUENTIAL, Schedule
 from hadal.reference.params import ModelWeights
+
+Rows = tuple[Tensor, Tensor, Tensor]
+"""Of a decode micro-batch: tokens_B and positions_B (int64), block_table_BM (int32)."""
 
 
 class DeepseekV3:
     """One model. Calls may not overlap: they write to the cache."""
 
-    def __init__(self, weights: ModelWeights, cache: KvCache) -> None:
+    def __init__(self, weights: ModelWeights, cache: KvCache, comm: ExpertComm | None = None) -> None:
+        """With a `comm`, `weights` hold the experts of this rank's slots alone; see model/experts."""
         self.weights = weights
         self.cache = cache
+        self.comm = comm
         self._fused_step: DecodeStep | None = None
-        self._has_fused_step = decode_step.available(weights)
+        self._has_fused_step = comm is None and decode_step.available(weights)
 
     @property
     def config(self) -> ModelConfig:
         return self.weights.config
 
-    @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk], wanted: Sequence[int] | None = None) -> Tensor:
         """Compute several chunks at once, write their KV, return logits [N, V] after the last token of each wanted one.
 
         `wanted`: indices of chunks, ascending; None: all. A chunk's blocks must hold its context and have room.
         """
         final_chunks = range(len(chunks)) if wanted is None else wanted
-        batch = prefill_batch(chunks, final_chunks, self.cache.cache_PLSD, self.weights.cos_sin)
-        state = MicroBatch(batch, self.config, F.embedding(batch.tokens_T, self.weights.embed_VD))
-        last = len(self.weights.layers) - 1
-        for index, layer in enumerate(self.weights.layers):
+        return self.prefill_split([chunks], [final_chunks])[0]
+
+    @torch.inference_mode()
+    def prefill_split(
+        self, chunks: Sequence[Sequence[Chunk]], wanted: Sequence[Sequence[int]], schedule: Schedule = SEQUENTIAL,
+        recorder: Recorder | None = None,
+    ) -> list[Tensor]:
+        """Like `prefill`, of one or two micro-batches. Of a prompt in both, the second has the later tokens."""
+        states = []
+        for part, final_chunks in zip(chunks, wanted, strict=True):
+            batch = None
+            if part:
+                batch = prefill_batch(part, final_chunks, self.cache.cache_PLSD, self.weights.cos_sin)
+            state = self._start(batch)
             # Behind the last layer's KV only the tokens whose logits are wanted matter.
-            state.final_only = index == last
-            ops = SEQUENTIAL[:1] if state.final_only and not final_chunks else SEQUENTIAL
-            for op in ops:
-                op(state, layer, index)
-        return self.head(self._norm(state.hidden_TD))
+            state.final_layer = len(self.weights.layers) - 1
+            states.append(state)
+        return self._all_layers(states, schedule, recorder)
 
     @torch.inference_mode()
     def hidden(self, chunks: Sequence[Chunk]) -> Tensor:
         """Like prefill, but return what the head and the MTP module take of every token: [T, D] after the last norm."""
-        batch = prefill_batch(chunks, (), self.cache.cache_PLSD, self.weights.cos_sin)
-        return self._all_layers(MicroBatch(batch, self.config, F.embedding(batch.tokens_T, self.weights.embed_VD)))
+        state = self._start(prefill_batch(chunks, (), self.cache.cache_PLSD, self.weights.cos_sin))
+        execute(SEQUENTIAL, len(self.weights.layers), [state], self._run_op)
+        return self._norm(state.hidden_TD)
 
     @torch.inference_mode()
     def decode(self, tokens_B: Tensor, positions_B: Tensor, block_table_BM: Tensor) -> Tensor:
@@ -73,9 +91,27 @@ class DeepseekV3:
                 self.prepare_decode(len(tokens_B))
             assert self._fused_step is not None
             return self._fused_step(tokens_B, positions_B, block_table_BM)
-        batch = decode_batch(tokens_B, positions_B, block_table_BM, self.cache.cache_PLSD, self.weights.cos_sin)
-        state = MicroBatch(batch, self.config, F.embedding(tokens_B, self.weights.embed_VD))
-        return self.head(self._all_layers(state))
+        return self.decode_split([(tokens_B, positions_B, block_table_BM)])[0]
+
+    @torch.inference_mode()
+    def decode_split(
+        self, rows: Sequence[Rows], schedule: Schedule = SEQUENTIAL, recorder: Recorder | None = None
+    ) -> list[Tensor]:
+        """Like `decode`, of one or two micro-batches, op by op."""
+        states = []
+        for tokens_B, positions_B, block_table_BM in rows:
+            batch = None
+            if len(tokens_B):
+                batch = decode_batch(
+                    tokens_B, positions_B, block_table_BM, self.cache.cache_PLSD, self.weights.cos_sin
+                )
+            states.append(self._start(batch))
+        return self._all_layers(states, schedule, recorder)
+
+    @property
+    def has_fused_step(self) -> bool:
+        """Whether `decode` is one call outside Python."""
+        return self._has_fused_step
 
     def prepare_decode(self, max_batch: int) -> None:
         """Make the fused step's buffers now, for batches of up to `max_batch`, so that no step has to."""
@@ -86,11 +122,33 @@ class DeepseekV3:
         """Logits [T, V] of hidden states after the last norm."""
         return linear(hidden_TD, self.weights.head_VD)
 
-    def _all_layers(self, state: MicroBatch) -> Tensor:
-        for index, layer in enumerate(self.weights.layers):
-            for op in SEQUENTIAL:
-                op(state, layer, index)
-        return self._norm(state.hidden_TD)
+    def _start(self, batch: PrefillBatch | DecodeBatch | None) -> MicroBatch:
+        embed_VD = self.weights.embed_VD
+        if batch is None:
+            hidden_TD = embed_VD.new_empty(0, embed_VD.shape[1])
+        else:
+            tokens_T = batch.tokens_T if isinstance(batch, PrefillBatch) else batch.tokens_B
+            hidden_TD = F.embedding(tokens_T, embed_VD)
+        return MicroBatch(batch, self.config, hidden_TD, self.comm)
+
+    def _all_layers(self, states: Sequence[MicroBatch], schedule: Schedule, recorder: Recorder | None) -> list[Tensor]:
+        """Logits of each micro-batch."""
+        recorder = recorder if recorder is not None else Recorder()
+        try:
+            execute(schedule, len(self.weights.layers), states, self._run_op, recorder)
+        except BaseException:
+            if self.comm is not None:
+                self.comm.abandon()
+            raise
+        logits = []
+        for index, state in enumerate(states):
+            recorder.begin("head")
+            logits.append(self.head(self._norm(state.hidden_TD)))
+            recorder.end("head", index)
+        return logits
+
+    def _run_op(self, state: MicroBatch, layer_index: int, op: str) -> Interval | None:
+        return OPS[op](state, self.weights.layers[layer_index], layer_index)
 
     def _norm(self, hidden_TD: Tensor) -> Tensor:
         return F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self.weights.norm_D, self.config.rms_norm_eps)

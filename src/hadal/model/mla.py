@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig
+from hadal.kernels.heads import heads_in, heads_out
 from hadal.kernels.linear import linear
 from hadal.kernels.mla_decode import available, mla_decode
 from hadal.kernels.rms_norm import rms_norm
@@ -149,8 +150,8 @@ def _absorbed(
     layer_index: int, block_table_BM: Tensor, lengths_B: Tensor,
 ) -> Tensor:
     """W_UK goes into the query and W_UV behind the sum, so that all heads share the cached latents."""
-    q_latent_BHC = torch.matmul(q_nope_BHN.transpose(0, 1), weights.w_uk_HNC).transpose(0, 1).contiguous()
+    q_latent_BHC = heads_in(q_nope_BHN, weights.w_uk_HNC)
     o_BHC = mla_decode(
         q_latent_BHC, q_rope_BHR.contiguous(), cache_PLSD, layer_index, block_table_BM, lengths_B, config.softmax_scale
     )
-    return torch.matmul(o_BHC.transpose(0, 1), weights.w_uv_HWC.transpose(1, 2)).transpose(0, 1).flatten(1)
+    return heads_out(o_BHC, weights.w_uv_HWC).flatten(1)

@@ -15,9 +15,10 @@ from torch import Tensor
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk
 from hadal.model.batch import prefill_batch
-from hadal.model.block import SEQUENTIAL, MicroBatch
+from hadal.model.block import OPS, MicroBatch
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
+from hadal.overlap.plan import SEQUENTIAL
 from hadal.reference.params import ModelWeights
 
 
@@ -47,8 +48,8 @@ class MtpModule:
         seen_TD = F.rms_norm(hidden_TD, dim, module.hnorm_D, eps)
         x_TD = F.linear(torch.cat((embedded_TD, seen_TD), dim=-1), module.eh_proj)
         state = MicroBatch(batch, weights.config, x_TD)
-        for op in SEQUENTIAL:
-            op(state, module.layer, 0)
+        for op in SEQUENTIAL.ops:
+            OPS[op](state, module.layer, 0)
         return F.linear(F.rms_norm(state.hidden_TD, dim, module.head_norm_D, eps), weights.head_VD)
 
 

@@ -1,6 +1,8 @@
 """The Runner of one rank: executes step plans on a model, one at a time, and answers each with its tokens.
 
-Knows no requests and no wire. A step that fails is answered with its error; it never ends the thread that runs it.
+Knows no requests and no wire. A step that fails is answered with its error; it never ends the thread that runs it. In a
+unit of many ranks every plan is executed by all of them together, also by those without work; a failure on one ends the
+generation, and until a FormPlan has formed the next, every step fails at once.
 """
 
 from __future__ import annotations
@@ -9,24 +11,33 @@ import logging
 import time
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from hadal.core.plans import Chunk, DecodePlan, FormPlan, PrefillPlan, StepDone, StepPlan
+from hadal.core.plans import Chunk, DecodePlan, Formed, FormPlan, PrefillPlan, StepDone, StepPlan
 from hadal.model.deepseek import DeepseekV3
+from hadal.model.execute import Progress, Recorder
+from hadal.model.membership import Membership
 from hadal.model.sampler import Drawn, Sampler
 from hadal.model.table import RankTable
+from hadal.overlap.plan import SCHEDULES, Schedule
 
 _log = logging.getLogger(__name__)
+_NOTHING = Drawn(np.zeros(0, np.int64))
 
 
 class ModelRunner:
     """Implements core.seams.Runner over a model and its cache."""
 
-    def __init__(self, model: DeepseekV3, max_slots: int) -> None:
-        """`max_slots`: rows of a decode step, and chunks of a prefill step that draw a token."""
+    def __init__(self, model: DeepseekV3, max_slots: int, membership: Membership | None = None) -> None:
+        """`max_slots`: rows of a decode step, and chunks of a prefill step that draw a token.
+
+        `membership`: of a rank among many; its comm is the model's.
+        """
         config = model.config
         self._model = model
         self._max_slots = max_slots
+        self._membership = membership
         self._device = model.cache.cache_PLSD.device
         self._is_prepared = False
         self._lost_slots: set[int] = set()
@@ -35,44 +46,91 @@ class ModelRunner:
         # Two, because a slot number means something else in each kind of plan.
         self._prefill_sampler = Sampler(max_slots, config.vocab_size, self._device)
         self._decode_sampler = Sampler(max_slots, config.vocab_size, self._device)
+        self._progress = Progress()
+        self._is_stepping = False
 
-    def execute(self, plan: StepPlan | FormPlan) -> StepDone:
+    def execute(self, plan: StepPlan | FormPlan) -> StepDone | Formed:
         """Run one step. After an error the leader gives every request of the step back, else those that failed."""
-        assert not isinstance(plan, FormPlan)
+        if isinstance(plan, FormPlan):
+            return self._form(plan)
         start_s = time.perf_counter()
+        recorder = Recorder(
+            self._progress, rank=0 if self._membership is None else self._membership.rank, is_traced=plan.is_traced
+        )
+        self._is_stepping = True
         try:
-            keys, drawn = self._prefill(plan) if isinstance(plan, PrefillPlan) else self._decode(plan)
+            if self._membership is not None:
+                self._membership.check()
+            run = self._prefill(plan, recorder) if isinstance(plan, PrefillPlan) else self._decode(plan, recorder)
+            keys, drawn = run
         except Exception as error:
             _log.exception("step %d failed", plan.step_id)
+            if self._membership is not None:
+                self._membership.blame(error)
             elapsed_s = time.perf_counter() - start_s
             return StepDone(plan.step_id, (), (), {}, elapsed_s, f"{type(error).__name__}: {error}")
+        finally:
+            self._is_stepping = self._progress.is_waiting = False
         for key, reason in drawn.failed.items():
             _log.error("step %d, key %d: %s", plan.step_id, key, reason)
         elapsed_s = time.perf_counter() - start_s
         return StepDone(
-            plan.step_id, tuple(keys), tuple(drawn.tokens.tolist()), drawn.draws, elapsed_s, failed=drawn.failed
+            plan.step_id, tuple(keys), tuple(drawn.tokens.tolist()), drawn.draws, elapsed_s, failed=drawn.failed,
+            op_times=recorder.op_times(), events=tuple(recorder.events),
         )
 
     def abort(self) -> None:
         """A rank by itself waits for nobody."""
+        if self._membership is not None:
+            self._membership.abort()
 
     def close(self) -> None:
-        """Nothing is held beyond memory."""
+        if self._membership is not None:
+            self._membership.close()
 
-    def _prefill(self, plan: PrefillPlan) -> tuple[list[int], Drawn]:
-        wanted = [index for index, chunk in enumerate(plan.chunks) if chunk.sampling is not None]
-        if len(wanted) > self._max_slots:
-            raise ValueError(f"{len(wanted)} chunks draw a token; this rank was made for {self._max_slots}")
-        logits_NV = self._model.prefill(plan.chunks, wanted)
-        if not wanted:
-            return [], Drawn(np.zeros(0, np.int64))
-        for slot, index in enumerate(wanted):
-            self._join(slot, plan.chunks[index])
-        drawn = self._prefill_sampler.draw(logits_NV, np.arange(len(wanted)))
-        for slot in range(len(wanted)):
+    @property
+    def num_ops(self) -> int:
+        """Ops begun since the process started. This and the next two: from any thread."""
+        return self._progress.num_ops
+
+    @property
+    def is_computing(self) -> bool:
+        """A step runs and does not wait for a peer: `num_ops` must move."""
+        return self._is_stepping and not self._progress.is_waiting
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Peers held responsible for the last failure, or whose connection broke."""
+        return () if self._membership is None else self._membership.lost
+
+    def _form(self, plan: FormPlan) -> Formed:
+        assert self._membership is not None, "a rank by itself has no peers to form with"
+        self._table.clear()
+        self._lost_slots.clear()
+        vocab_size = self._model.config.vocab_size
+        self._prefill_sampler = Sampler(self._max_slots, vocab_size, self._device)
+        self._decode_sampler = Sampler(self._max_slots, vocab_size, self._device)
+        return self._membership.form(plan, self._model)
+
+    def _prefill(self, plan: PrefillPlan, recorder: Recorder) -> tuple[list[int], Drawn]:
+        parts = (plan.chunks, plan.second)[: plan.num_micro_batches]
+        wanted = [[index for index, chunk in enumerate(part) if chunk.sampling is not None] for part in parts]
+        if sum(map(len, wanted)) > self._max_slots:
+            raise ValueError(f"{sum(map(len, wanted))} chunks draw a token; this rank was made for {self._max_slots}")
+        logits = self._model.prefill_split(parts, wanted, _schedule(plan), recorder)
+        chunks = [*plan.chunks, *plan.second]
+        keys = [index for index, chunk in enumerate(chunks) if chunk.sampling is not None]
+        if not keys:
+            return [], _NOTHING
+        recorder.begin("draw")
+        for slot, key in enumerate(keys):
+            self._join(slot, chunks[key])
+        drawn = self._prefill_sampler.draw(torch.cat(logits), np.arange(len(keys)))
+        for slot in range(len(keys)):
             self._prefill_sampler.leave(slot)
-        draws = {wanted[slot]: draw for slot, draw in drawn.draws.items()}
-        return wanted, Drawn(drawn.tokens, draws, {wanted[slot]: reason for slot, reason in drawn.failed.items()})
+        recorder.end("draw")
+        draws = {keys[slot]: draw for slot, draw in drawn.draws.items()}
+        return keys, Drawn(drawn.tokens, draws, {keys[slot]: reason for slot, reason in drawn.failed.items()})
 
     def _join(self, slot: int, chunk: Chunk) -> None:
         assert chunk.sampling is not None
@@ -81,7 +139,7 @@ class ModelRunner:
             stop_ids=chunk.stop_ids, min_tokens=chunk.min_tokens,
         )
 
-    def _decode(self, plan: DecodePlan) -> tuple[list[int], Drawn]:
+    def _decode(self, plan: DecodePlan, recorder: Recorder) -> tuple[list[int], Drawn]:
         table = self._table
         joining = {join.slot for join in plan.joins if join.slot < self._max_slots}
         # A plan made before the leader heard of the failure relies on rows that may not be there.
@@ -90,13 +148,33 @@ class ModelRunner:
             self._lost_slots |= joining
             raise RuntimeError("the step before it failed")
         try:
-            return self._decode_rows(plan)
+            return self._decode_rows(plan, recorder)
         except Exception:
             self._lost_slots = joining | set(table.slots_B.tolist())
             table.clear()
             raise
 
-    def _decode_rows(self, plan: DecodePlan) -> tuple[list[int], Drawn]:
+    def _decode_rows(self, plan: DecodePlan, recorder: Recorder) -> tuple[list[int], Drawn]:
+        self._change_table(plan)
+        table = self._table
+        if not self._is_prepared:
+            self._model.prepare_decode(self._max_slots)
+            self._is_prepared = True
+        if not len(table) and self._membership is None:
+            return [], _NOTHING
+        logits_BV, rows_B = self._decode_logits(plan, recorder)
+        if not len(rows_B):
+            return [], _NOTHING
+        recorder.begin("draw")
+        slots_B = table.slots_B[rows_B]
+        drawn = self._decode_sampler.draw(logits_BV, slots_B)
+        tokens_B = np.empty_like(drawn.tokens)
+        tokens_B[rows_B] = drawn.tokens
+        table.advance(tokens_B)
+        recorder.end("draw")
+        return slots_B.tolist(), drawn
+
+    def _change_table(self, plan: DecodePlan) -> None:
         table, sampler = self._table, self._decode_sampler
         for slot in plan.leaves:
             table.leave(slot)
@@ -109,18 +187,27 @@ class ModelRunner:
             )
         for slot, index, block_id in plan.grown:
             table.grow(slot, index, block_id)
-        if not self._is_prepared:
-            self._model.prepare_decode(self._max_slots)
-            self._is_prepared = True
-        if not len(table):
-            return [], Drawn(np.zeros(0, np.int64))
-        drawn = sampler.draw(self._decode_logits(), table.slots_B)
-        slots: list[int] = table.slots_B.tolist()
-        table.advance(drawn.tokens)
-        return slots, drawn
 
-    def _decode_logits(self) -> Tensor:
-        tokens_B, positions_B, block_table_BM = self._table.batch()
-        return self._model.decode(
-            tokens_B.to(self._device), positions_B.to(self._device), block_table_BM.to(self._device)
-        )
+    def _decode_logits(self, plan: DecodePlan, recorder: Recorder) -> tuple[Tensor, np.ndarray]:
+        """Logits of all rows, micro-batch by micro-batch, and which row of the table each is of."""
+        batch = tuple(tensor.to(self._device) for tensor in self._table.batch())
+        all_rows = np.arange(len(self._table))
+        if plan.num_micro_batches == 1 and self._model.has_fused_step:
+            recorder.begin("step")
+            logits_BV = self._model.decode(*batch)
+            recorder.end("step")
+            return logits_BV, all_rows
+        parts = (all_rows,) if plan.num_micro_batches == 1 else self._table.split(plan.second)
+        tokens_B, positions_B, block_table_BM = batch
+        split = []
+        for rows_B in parts:
+            index = torch.from_numpy(rows_B).to(self._device)
+            split.append((tokens_B[index], positions_B[index], block_table_BM[index]))
+        logits = self._model.decode_split(split, _schedule(plan), recorder)
+        return torch.cat(logits), np.concatenate(parts)
+
+
+def _schedule(plan: StepPlan) -> Schedule:
+    if plan.schedule not in SCHEDULES:
+        raise ValueError(f"schedule {plan.schedule!r} is not known; these are: {', '.join(SCHEDULES)}")
+    return SCHEDULES[plan.schedule]

@@ -6,6 +6,8 @@ prefixes of the arrays; the order of rows means nothing. Shapes: B rows, M block
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -73,12 +75,21 @@ class RankTable:
     def batch(self) -> tuple[Tensor, Tensor, Tensor]:
         """(tokens_B, positions_B int64, block_table_BM int32) as views, M as wide as the longest row needs."""
         num_rows = len(self)
-        num_blocks = int(self._positions[:num_rows].max()) // BLOCK_TOKENS + 1
+        num_blocks = int(self._positions[:num_rows].max(initial=0)) // BLOCK_TOKENS + 1
         return (
             torch.from_numpy(self._tokens[:num_rows]),
             torch.from_numpy(self._positions[:num_rows]),
             torch.from_numpy(self._blocks[:num_rows, :num_blocks]),
         )
+
+    def split(self, second: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the two micro-batches; `second` are slots. Raises ValueError for one that is not occupied."""
+        absent = sorted(slot for slot in second if slot not in self._row_of_slot)
+        if absent:
+            raise ValueError(f"slots {absent} of the second micro-batch are not occupied")
+        is_second = np.zeros(len(self), np.bool_)
+        is_second[[self._row_of_slot[slot] for slot in second]] = True
+        return np.flatnonzero(~is_second), np.flatnonzero(is_second)
 
     def advance(self, tokens_B: np.ndarray) -> None:
         """Every row got its token; it is what the next step feeds."""

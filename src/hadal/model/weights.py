@@ -1,17 +1,22 @@
 """DeepSeek-V3's tensor names, and how they are fused into ModelWeights. Knows no files; the Checkpoint does.
 
 Names and shapes are those of the released model (its README_WEIGHTS and modeling code). Shapes: D hidden, V vocabulary,
-H heads, Q q_lora_rank, C kv_lora_rank, R qk_rope, N qk_nope, W v_head, F FFN width, E experts, I expert width.
+H heads, Q q_lora_rank, C kv_lora_rank, R qk_rope, N qk_nope, W v_head, F FFN width, E experts, I expert width,
+L MoE layers, S slots of a rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig, read_model_config
+from hadal.core.placement import EMPTY
 from hadal.model.checkpoint import Checkpoint
 from hadal.reference.params import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights, MtpWeights
 from hadal.reference.rope import cos_sin_table
@@ -20,25 +25,45 @@ from hadal.reference.rope import cos_sin_table
 def load_weights(
     folder: Path,
     *,
+    slots_LS: NDArray[np.int16] | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     with_mtp: bool = False,
 ) -> ModelWeights:
-    """Read the model in `folder`. Only tensors it needs are touched. Raises CheckpointError naming file and tensor."""
+    """Read the model in `folder`. Only tensors it needs are touched. Raises CheckpointError naming file and tensor.
+
+    `slots_LS`: the expert in each slot of this rank, by MoE layer (EMPTY: none); only these are read. None: all
+    experts, in order. An MTP module always has all of its own.
+    """
     config = read_model_config(folder)
     with Checkpoint(folder, config.weight_block_size) as checkpoint:
         checkpoint.check_layers(config.num_hidden_layers)
-        return _Loader(checkpoint, config, dtype, torch.device(device)).model(with_mtp)
+        return _Loader(checkpoint, config, slots_LS, dtype, torch.device(device)).model(with_mtp)
+
+
+def read_expert(checkpoint: Checkpoint, layer_index: int, expert: int, gate_up: Tensor, down: Tensor) -> None:
+    """Fill gate_up [2I, D] and down [D, I] with a routed expert of a layer (index among all layers)."""
+    read_mlp(checkpoint, f"model.layers.{layer_index}.mlp.experts.{expert}.", gate_up, down)
+
+
+def read_mlp(checkpoint: Checkpoint, prefix: str, gate_up: Tensor, down: Tensor) -> None:
+    """Fill gate_up [2F, D] and down [D, F] with the network whose tensors' names begin with `prefix`."""
+    width = down.shape[1]
+    checkpoint.read(f"{prefix}gate_proj.weight", gate_up[:width])
+    checkpoint.read(f"{prefix}up_proj.weight", gate_up[width:])
+    checkpoint.read(f"{prefix}down_proj.weight", down)
 
 
 class _Loader:
     """Reads tensors into newly made, already fused destinations."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device
+        self, checkpoint: Checkpoint, config: ModelConfig, slots_LS: NDArray[np.int16] | None, dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
+        self._slots_LS = slots_LS
         self._dtype = dtype
         self._device = device
 
@@ -63,7 +88,7 @@ class _Loader:
             attention=self._attention(f"{prefix}self_attn."),
             ffn_norm_D=self._one(f"{prefix}post_attention_layernorm.weight", config.hidden_size),
             mlp=None if is_moe else self._mlp(f"{prefix}mlp.", config.intermediate_size),
-            moe=self._moe(f"{prefix}mlp.") if is_moe else None,
+            moe=self._moe(index, f"{prefix}mlp.") if is_moe else None,
         )
 
     def _attention(self, prefix: str) -> AttentionWeights:
@@ -90,27 +115,25 @@ class _Loader:
 
     def _mlp(self, prefix: str, width: int) -> MlpWeights:
         mlp = MlpWeights(self._empty(2 * width, self._config.hidden_size), self._empty(self._config.hidden_size, width))
-        self._read_mlp(prefix, mlp.gate_up, mlp.down)
+        read_mlp(self._checkpoint, prefix, mlp.gate_up, mlp.down)
         return mlp
 
-    def _read_mlp(self, prefix: str, gate_up: Tensor, down: Tensor) -> None:
-        width = down.shape[1]
-        self._checkpoint.read(f"{prefix}gate_proj.weight", gate_up[:width])
-        self._checkpoint.read(f"{prefix}up_proj.weight", gate_up[width:])
-        self._checkpoint.read(f"{prefix}down_proj.weight", down)
-
-    def _moe(self, prefix: str) -> MoeWeights:
+    def _moe(self, index: int, prefix: str) -> MoeWeights:
         c = self._config
+        slots: Sequence[int] = range(c.n_routed_experts)
+        if self._slots_LS is not None and index < c.num_hidden_layers:
+            slots = self._slots_LS[index - c.first_k_dense_replace].tolist()
         moe = MoeWeights(
             # The gate stays FP32 whatever the rest is: a rounded score sends a token elsewhere.
             router_ED=self._one(f"{prefix}gate.weight", c.n_routed_experts, c.hidden_size, dtype=torch.float32),
             router_bias_E=self._one(f"{prefix}gate.e_score_correction_bias", c.n_routed_experts, dtype=torch.float32),
-            gate_up_E=self._empty(c.n_routed_experts, 2 * c.moe_intermediate_size, c.hidden_size),
-            down_E=self._empty(c.n_routed_experts, c.hidden_size, c.moe_intermediate_size),
+            gate_up_E=self._empty(len(slots), 2 * c.moe_intermediate_size, c.hidden_size),
+            down_E=self._empty(len(slots), c.hidden_size, c.moe_intermediate_size),
             shared=self._mlp(f"{prefix}shared_experts.", c.n_shared_experts * c.moe_intermediate_size),
         )
-        for expert in range(c.n_routed_experts):
-            self._read_mlp(f"{prefix}experts.{expert}.", moe.gate_up_E[expert], moe.down_E[expert])
+        for slot, expert in enumerate(slots):
+            if expert != EMPTY:
+                read_expert(self._checkpoint, index, expert, moe.gate_up_E[slot], moe.down_E[slot])
         return moe
 
     def _mtp(self) -> MtpWeights:

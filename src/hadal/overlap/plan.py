@@ -4,15 +4,17 @@
     prefill_dual   +0   attn_in attn_core gate dispatch> | >dispatch experts combine> | shared >combine
     decode_five    +2   attn_in | attn_core gate | dispatch> shared | >dispatch experts combine> | >combine |
 
-`x>` starts a communication, `>x` finishes it, `|` ends a stage: there the other micro-batch may run. The offset says
-how many stages the second micro-batch trails. Knows no tensors and no times. Source of the stages: DeepSeek-V3/R1
-inference overview, the figures of prefill and decode overlap.
+`x>` starts a communication, `>x` finishes it, `|` ends a stage: there the other micro-batch may run. Without `|` at
+the end the last stage runs on into the next layer's first: that attention hides what the other micro-batch combines.
+The offset says how many stages the second micro-batch trails. Knows no tensors and no times. Source of the stages:
+DeepSeek-V3/R1 inference overview, the figures of prefill and decode overlap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 ATTN_IN, ATTN_CORE, GATE = "attn_in", "attn_core", "gate"
 DISPATCH_START, DISPATCH_FINISH = "dispatch>", ">dispatch"
@@ -41,6 +43,8 @@ class Schedule:
     stages: tuple[tuple[str, ...], ...]
     offset: int | None = None
     """Stages that the second micro-batch trails; None: it starts when the first has been through all layers."""
+    runs_on: bool = False
+    """A layer's last stage and the next layer's first are one: the other micro-batch does not run between them."""
 
     def __post_init__(self) -> None:
         done: set[str] = set()
@@ -64,13 +68,15 @@ class Schedule:
 
     def __str__(self) -> str:
         offset = "" if self.offset is None else f"+{self.offset} "
-        return f"{self.name} {offset}{' | '.join(' '.join(stage) for stage in self.stages)}"
+        end = "" if self.runs_on else " |"
+        return f"{self.name} {offset}{' | '.join(' '.join(stage) for stage in self.stages)}{end}"
 
 
 def parse(name: str, text: str, offset: int | None = None) -> Schedule:
     """Make a schedule from one line of text. Raises ValueError saying which op is wrong and why."""
-    stages = tuple(tuple(part.split()) for part in text.strip().removesuffix("|").split("|"))
-    return Schedule(name, stages, offset)
+    text = text.strip()
+    stages = tuple(tuple(part.split()) for part in text.removesuffix("|").split("|"))
+    return Schedule(name, stages, offset, runs_on=not text.endswith("|"))
 
 
 def order(schedule: Schedule, num_layers: int, num_micro_batches: int) -> Iterator[tuple[int, int, str]]:
@@ -79,17 +85,40 @@ def order(schedule: Schedule, num_layers: int, num_micro_batches: int) -> Iterat
     Micro-batches take turns, a stage each, the first one always ahead: so the later half of a split prompt finds
     the earlier half's KV written.
     """
-    steps = [(layer, stage) for layer in range(num_layers) for stage in schedule.stages]
+    turns: list[list[tuple[int, str]]] = []
+    for layer in range(num_layers):
+        for index, stage in enumerate(schedule.stages):
+            ops = [(layer, op) for op in stage]
+            if schedule.runs_on and index == 0 and turns:
+                turns[-1] += ops
+            else:
+                turns.append(ops)
     if num_micro_batches == 1 or schedule.offset is None:
         for micro_batch in range(num_micro_batches):
-            for layer, stage in steps:
-                yield from ((micro_batch, layer, op) for op in stage)
+            for ops in turns:
+                yield from ((micro_batch, layer, op) for layer, op in ops)
         return
-    for turn in range(len(steps) + schedule.offset):
+    for turn in range(len(turns) + schedule.offset):
         for micro_batch, at in ((0, turn), (1, turn - schedule.offset)):
-            if 0 <= at < len(steps):
-                layer, stage = steps[at]
-                yield from ((micro_batch, layer, op) for op in stage)
+            if 0 <= at < len(turns):
+                yield from ((micro_batch, layer, op) for layer, op in turns[at])
+
+
+def variants() -> Iterator[Schedule]:
+    """Every legal way to cut a layer in stages, to place the shared expert and to trail: 15,348 schedules to search.
+
+    What a communication needs fixes the order of all other ops; starting one earlier than its input is there is
+    impossible, and starting it later only wastes the link.
+    """
+    chain = (ATTN_IN, ATTN_CORE, GATE, DISPATCH_START, DISPATCH_FINISH, EXPERTS, COMBINE_START, COMBINE_FINISH)
+    for at in range(chain.index(GATE), chain.index(COMBINE_FINISH) + 1):
+        ops = (*chain[:at], SHARED, *chain[at:])
+        for cuts in range(1, 2 ** (len(ops) - 1)):
+            edges = [0, *(gap for gap in range(1, len(ops)) if cuts >> (gap - 1) & 1), len(ops)]
+            stages = tuple(ops[start:end] for start, end in pairwise(edges))
+            for runs_on in (False, True):
+                for offset in range(len(stages)):
+                    yield Schedule(f"cut {at}.{cuts}", stages, offset, runs_on)
 
 
 SEQUENTIAL = parse("sequential", "attn_in attn_core gate dispatch> >dispatch shared experts combine> >combine")

@@ -1,13 +1,16 @@
 """What a schedule costs: its makespan from op times, on one compute lane and one link.
 
 Walks the very order that executes (overlap/plan.order). The link carries one exchange at a time, in the order they were
-started; `>x` waits for its own. Knows nothing of where the times come from.
+started; `>x` waits for its own. It is one lane though the wire is full duplex: in an all-to-all every rank sends as
+much as it receives, so two exchanges under way together share the same two directions. A prototype's steps on paced
+links took what this says within 2 % in nine of ten cases at EP2. Knows nothing of where the times come from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hadal.overlap.plan import (
     ATTN_CORE,
@@ -61,7 +64,7 @@ def price(schedule: Schedule, micro_batches: Sequence[OpSeconds], num_layers: in
             (EXPERTS, times.experts),
         )
     }  # fmt: skip
-    for micro_batch, _, op in order(schedule, num_layers, len(micro_batches)):
+    for micro_batch, op in _ops(schedule, num_layers, len(micro_batches)):
         times = micro_batches[micro_batch]
         if op in (DISPATCH_START, COMBINE_START):
             now_s += times.post
@@ -80,3 +83,9 @@ def price(schedule: Schedule, micro_batches: Sequence[OpSeconds], num_layers: in
             now_s += compute[micro_batch, op]
             compute_s += compute[micro_batch, op]
     return Price(now_s, exposed_s, compute_s, link_s)
+
+
+@lru_cache(maxsize=64)
+def _ops(schedule: Schedule, num_layers: int, num_micro_batches: int) -> tuple[tuple[int, str], ...]:
+    """A leader prices the same few schedules every step."""
+    return tuple((micro_batch, op) for micro_batch, _, op in order(schedule, num_layers, num_micro_batches))

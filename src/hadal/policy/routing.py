@@ -29,7 +29,7 @@ def choose_decode_unit(
 
     `num_blocks_needed_max` is what it holds at its longest. A full unit may be chosen: its leader queues.
     """
-    fitting = [unit for unit in units if num_blocks_needed_max <= unit.num_blocks]
+    fitting = [unit for unit in units if num_blocks_needed_max <= unit.num_blocks_request]
     if not fitting:
         return None
     return min(fitting, key=lambda unit: (_share(unit, num_blocks_needed), unit.num_requests, unit.unit)).unit

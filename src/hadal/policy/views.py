@@ -14,7 +14,7 @@ class PrefillUnitView:
 
     unit: str
     num_blocks: int
-    """Usable KV blocks: a longer prompt never fits."""
+    """Usable KV blocks of one rank: a longer prompt never fits."""
     num_tokens_waiting: int
     """Tokens sent there and not yet prefilled."""
     num_requests: int
@@ -27,9 +27,36 @@ class DecodeUnitView:
 
     unit: str
     num_blocks: int
+    """Of all its living ranks."""
     num_blocks_used: int
     num_requests: int
     num_requests_max: int
+    num_blocks_request: int
+    """What one request can hold at most: a rank's blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRankView:
+    """A living rank of a decode unit as its leader counts it."""
+
+    rank: int
+    num_blocks: int
+    num_blocks_used: int
+    num_requests: int
+    num_requests_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRankView:
+    """A living rank of a prefill unit while its leader plans a step."""
+
+    rank: int
+    work: float
+    """Of the prompts that started there (policy/rank_choice.work_of)."""
+    num_tokens_free: int
+    """What the step still takes there."""
+    num_blocks_free: int
+    num_starts_free: int
 
 
 @dataclass(frozen=True, slots=True)

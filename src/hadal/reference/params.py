@@ -49,7 +49,10 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class MoeWeights:
-    """Routed experts, the shared expert and the gate. Experts are stacked: one kernel sorts tokens over them."""
+    """Routed experts, the shared expert and the gate. Experts are stacked: one kernel sorts tokens over them.
+
+    On a rank that holds only some of them, its slots stand where E is written below; the gate knows all.
+    """
 
     router_ED: Tensor
     router_bias_E: Tensor

@@ -6,20 +6,22 @@ Two plans are in flight, so the Runner never waits for one. The price: a stop id
     plan k+1   | A B C |  was emitted already; B's token of it is dropped
     plan k+2   | A C D |  B leaves; its blocks were free when k+1 was done
 
-A request that ends by count is left out in time, as that is known beforehand. Its state is a table of arrays
-(`decode_table`), a plan is a difference. Knows nothing of other units; blocks, slots and ends are decided here.
+A request that ends by count is left out in time, as that is known beforehand. Requests belong to a rank; what they hold
+there is in `decode_slots`. A plan is a difference, one for each rank, and all ranks step together. When the unit forms
+anew, the plans in flight are void: survivors go back to their last delivered token and join again. Knows nothing of
+other units.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
-    BLOCK_TOKENS,
     Audit,
     AuditRequest,
     Cancel,
@@ -29,19 +31,19 @@ from hadal.core.messages import (
     Returned,
     Token,
     Tokens,
+    TraceRequest,
 )
 from hadal.core.plans import DecodePlan, Join, KvPulled, StepDone
-from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Freed, Pull, Send, Tick
-from hadal.kv.blocks import BlockAllocator, blocks_for
-from hadal.policy.admission import fits_decode
-from hadal.policy.preemption import choose_victims
-from hadal.policy.views import HolderView
-from hadal.roles.decode_table import Bools, DecodeTable, SlotState
-from hadal.roles.ending import LENGTH, STOP, history_of
-from hadal.roles.reasons import PREEMPTED, PULL_FAILED, QUEUE_FULL, STEP_FAILED, TOO_LONG
+from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Pull, RankReset, Send, Tick
+from hadal.kv.blocks import blocks_for
+from hadal.roles.decode_slots import DecodeSlots, Key
+from hadal.roles.decode_table import Bools, DecodeTable, Ints, SlotState
+from hadal.roles.ending import LENGTH, STOP, has_penalty
+from hadal.roles.rank_pools import RankPools
+from hadal.roles.reasons import PULL_FAILED, QUEUE_FULL, STEP_FAILED, TOO_LONG
+from hadal.roles.schedule import AUTO, Choice, StepScheduler
+from hadal.roles.tracer import Tracer
 from hadal.roles.unit import UnitReporter
-
-Key = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +55,43 @@ class _InFlight:
 
 
 class DecodeLeader:
-    """`max_context` is the longest prompt and output together; it bounds a request's list of blocks."""
+    """`max_context` is the longest prompt and output together; it bounds a request's list of blocks.
+
+    `num_blocks` and `num_slots` are those of one rank; keys of StepDone are rank * num_slots + the rank's slot.
+    """
 
     def __init__(
         self, unit: str, epoch: str, num_blocks: int, *, num_slots: int, num_waiting_max: int, max_context: int,
-        heartbeat_s: float,
+        heartbeat_s: float, num_ranks: int = 1, overlap: str = AUTO, min_split_tokens: int = 32, num_layers: int = 0,
+        num_moe_layers: int = 0,
     ) -> None:  # fmt: skip
-        self.blocks = BlockAllocator(num_blocks)
-        self.table = DecodeTable(num_slots, min(self.blocks.num_usable, blocks_for(max_context)))
+        self.blocks = RankPools(num_blocks, num_ranks)
+        self.slots = DecodeSlots(self.blocks, num_slots, max_context, self._give_back)
+        self.scheduler = StepScheduler(
+            num_ranks, overlap, min_split_tokens, num_layers=num_layers, num_moe_layers=num_moe_layers
+        )
         self._unit = unit
         self._num_waiting_max = num_waiting_max
         self._waiting: dict[Key, Decode] = {}
-        self._key_to_slot: dict[Key, int] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._num_plans = 0
-        self._num_arrivals = 0
-        self._is_starved = False
-        """The next plan waits for blocks: nobody is seated before it has them."""
+        self._second: tuple[tuple[int, ...], ...] | None = None
+        """By rank, slots of the second micro-batch; kept while nobody joins or leaves: all grow alike."""
         self._reporter = UnitReporter(unit, "decode", epoch, self.blocks, num_slots, heartbeat_s)
+        self._tracer = Tracer(unit)
         self._out: list[Effect] = []
-        self._freed: list[int] = []
+
+    @property
+    def table(self) -> DecodeTable:
+        return self.slots.table
 
     def start(self, now_s: float) -> list[Effect]:
         """The first effects of the process: say that the unit is up."""
-        return [self._reporter.up(), *self._reporter.beat(now_s, self.num_requests, 0, None)]
+        return [*self._reporter.up(), *self._reporter.beat(now_s, self.num_requests, 0, None)]
 
     def handle(self, now_s: float, event: Event) -> list[Effect]:
         """Take in one event and return what to do, in order."""
-        self._out, self._freed = [], []
+        self._out = []
         match event:
             case StepDone():
                 self._step_done(event)
@@ -90,26 +101,29 @@ class DecodeLeader:
                 self._pulled(event)
             case Cancel(request_id, attempt):
                 self._cancel((request_id, attempt))
+            case RankReset():
+                self._reset(event)
             case FrontUp():
                 if self._reporter.is_new_front(event):
                     self._waiting.clear()
-                    for slot in self._key_to_slot.copy().values():
-                        self._close(slot)
-                self._out.append(self._reporter.up())
+                    for slot in self.slots.key_to_slot.copy().values():
+                        self.slots.close(slot, self._done_step_id)
+                self._out += self._reporter.up()
             case AuditRequest(reply_id):
                 problems = tuple(self.audit())
                 answer = Audit(self._unit, reply_id, self.blocks.num_used, self.num_requests, problems)
                 self._out.append(Send("front", answer))
+            case TraceRequest():
+                self._out += self._tracer.ask(event)
             case Tick():
                 pass  # What is due by now is seen to below, as after any event.
             case _:
                 raise InvariantError(f"{self._unit}: a decode leader cannot take {type(event).__name__}")
         self._plan()
-        if self._waiting and not self._is_starved:
+        if self._waiting and not self.slots.is_starved:
             self._seat_waiting()
-        if self._freed:
-            # Before the plans and pulls of this event, which may write these blocks.
-            self._out.insert(0, Freed(tuple(self._freed)))
+        # Before the plans and pulls of this event, which may write these blocks.
+        self._out[:0] = self.blocks.take_freed()
         self._out += self._reporter.beat(now_s, self.num_requests, 0, None)
         return self._out
 
@@ -117,7 +131,7 @@ class DecodeLeader:
     def _accept(self, decode: Decode) -> None:
         generation, lease = decode.generation, decode.lease
         key = (generation.request_id, generation.attempt)
-        if key in self._waiting or key in self._key_to_slot:
+        if key in self._waiting or key in self.slots.key_to_slot:
             return  # The same message twice.
         num_known = len(generation.prompt) + len(generation.output)
         fits = lease.num_tokens == num_known - 1 and len(lease.block_ids) == blocks_for(lease.num_tokens)
@@ -126,32 +140,24 @@ class DecodeLeader:
             self._give_back(key, reason)
         elif blocks_for(len(generation.prompt) + generation.max_tokens - 1) > self.table.block_ids.shape[1]:
             self._give_back(key, f"{TOO_LONG}: {len(generation.prompt)} + {generation.max_tokens} tokens")
-        elif len(self._waiting) >= self._num_waiting_max:
+        elif len(self._waiting) >= self._num_waiting_max or not self.blocks.num_living:
             self._give_back(key, QUEUE_FULL)
         else:
             self._waiting[key] = decode
 
     def _seat_waiting(self) -> None:
         """Give slots and blocks to those who wait, in the order they came, and start to pull their KV."""
-        num_free_slots = int(np.count_nonzero(self.table.state == SlotState.FREE))
         for key, decode in list(self._waiting.items()):
-            # One block more than the KV if it ends with a full one: the first step writes the next position.
-            num_blocks = decode.lease.num_tokens // BLOCK_TOKENS + 1
-            num_running = self.table.num_slots - num_free_slots
-            if num_free_slots == 0 or not fits_decode(self.blocks.num_free, num_blocks, num_running):
+            seated = self.slots.seat(decode)
+            if seated is None:
                 return
-            block_ids = self.blocks.allocate(num_blocks, key)
-            assert block_ids is not None
             del self._waiting[key]
-            self._key_to_slot[key] = self.table.reserve(decode, self._num_arrivals, block_ids)
-            self._num_arrivals += 1
-            num_free_slots -= 1
-            into = block_ids[: len(decode.lease.block_ids)]
-            self._out.append(Pull(*key, decode.lease, into))
+            rank, into = seated
+            self._out.append(Pull(*key, decode.lease, into, rank))
 
     def _pulled(self, pulled: KvPulled) -> None:
         key = (pulled.request_id, pulled.attempt)
-        slot = self._key_to_slot.get(key)
+        slot = self.slots.key_to_slot.get(key)
         if slot is None or self.table.state[slot] != SlotState.PULLING:
             raise InvariantError(f"{self._unit}: KV of {key} was pulled, but nobody asked for it.")
         if pulled.error is None and not self.table.is_muted[slot] and not self.table.is_preempted[slot]:
@@ -161,37 +167,36 @@ class DecodeLeader:
         if pulled.error is not None and not self.table.is_muted[slot]:
             self._give_back(key, f"{PULL_FAILED}: {pulled.error}")
             self.table.is_muted[slot] = True
-        self._vacate(slot)
+        self.slots.vacate(slot)
 
     def _cancel(self, key: Key) -> None:
         self._waiting.pop(key, None)
-        slot = self._key_to_slot.get(key)
+        slot = self.slots.key_to_slot.get(key)
         if slot is not None:
-            self._close(slot)
-
-    def _close(self, slot: int) -> None:
-        """Nobody wants this slot's tokens any more; free it as soon as nothing writes its blocks."""
-        self.table.is_muted[slot] = True
-        if self.table.state[slot] == SlotState.PULLING:
-            return  # The copy still writes them; KvPulled will find the slot muted.
-        self.table.state[slot] = SlotState.CLOSING
-        if self.table.last_step_id[slot] <= self._done_step_id:
-            self._vacate(slot)
+            self.slots.close(slot, self._done_step_id)
 
     @property
     def _done_step_id(self) -> int:
         return self._in_flight[0].step_id - 1 if self._in_flight else self._num_plans - 1
 
-    def _vacate(self, slot: int) -> None:
-        """Free a slot and its blocks; a preempted request goes back to the front, every token of it delivered."""
-        key = self.table.seat(slot).key
-        if self.table.is_preempted[slot] and not self.table.is_muted[slot]:
-            self._give_back(key, PREEMPTED)
-        block_ids = self.table.blocks_of(slot)
-        self.blocks.free(block_ids, key)
-        self._freed += block_ids
-        self.table.vacate(slot)
-        del self._key_to_slot[key]
+    def _reset(self, event: RankReset) -> None:
+        """The unit formed anew: nothing in flight will be done, and lost ranks' requests go elsewhere."""
+        num_void: Ints = np.zeros(self.table.num_slots, np.int64)
+        for step in self._in_flight:
+            num_void += step.computed
+        self._in_flight.clear()
+        self._second = None
+        self.scheduler.reset()
+        self._tracer.reset()
+        for rank in self.blocks.lost(event):
+            self.slots.lose(rank)
+        self.slots.roll_back(num_void)
+        self.blocks.reset(event)
+        if not self.blocks.num_living:
+            for key in self._waiting:
+                self._give_back(key, QUEUE_FULL)  # Another unit may have room; this one has none for long.
+            self._waiting.clear()
+        self._out += self._reporter.reset()
 
     # ---- what comes back from the Runner ----
     def _step_done(self, done: StepDone) -> None:
@@ -199,12 +204,14 @@ class DecodeLeader:
             raise InvariantError(f"{self._unit}: step {done.step_id} is done, but it is not the one that runs.")
         step = self._in_flight.popleft()
         self._reporter.meter.done(done.elapsed_s)
+        self.scheduler.done(done.step_id, done.op_times)
         if done.error is None:
             self._take_tokens(step, done)
         else:
             self._fail(done.error)
         for slot in self.table.releasable(done.step_id).tolist():
-            self._vacate(slot)
+            self.slots.vacate(slot)
+        self._out += self._tracer.done(done.step_id, done.events)
 
     def _take_tokens(self, step: _InFlight, done: StepDone) -> None:
         """Send the tokens of a step, and close the slots that drew their last one."""
@@ -222,6 +229,7 @@ class DecodeLeader:
             index -= later.computed[slots]
         is_stop = (table.stop_ids[slots] == values[:, None]).any(axis=1) & (index + 1 > table.min_tokens[slots])
         is_last = index + 1 >= table.max_tokens[slots]
+        table.deliver(slots, values)
         tokens = []
         rows = zip(slots.tolist(), values.tolist(), index.tolist(), is_stop.tolist(), is_last.tolist(), strict=True)
         for slot, value, at, stops, ends in rows:
@@ -243,7 +251,7 @@ class DecodeLeader:
         for slot in self.table.slots_in(SlotState.ACTIVE, SlotState.CLOSING).tolist():
             self._give_up(slot, error)
         # Let the next plan empty every slot, wherever the Runner stopped. Leaving an empty slot does nothing.
-        self.table.is_in_runner[:] = True
+        self.table.is_in_runner[:] = np.repeat(self.blocks.is_living, self.slots.per_rank)
 
     def _give_up(self, slot: int, error: str) -> None:
         """A computed slot's token is void: give its request back, and close it."""
@@ -258,65 +266,82 @@ class DecodeLeader:
             table = self.table
             table.state[table.at_max_tokens()] = SlotState.CLOSING
             if not (table.state == SlotState.ACTIVE).any() and not (table.state == SlotState.READY).any():
-                self._is_starved = False
+                self.slots.is_starved = False
                 return
-            grown = self._grow()
+            grown = self.slots.grow(self._done_step_id)
             if grown is None:
                 return
             leaves = np.flatnonzero(table.is_in_runner & (table.state != SlotState.ACTIVE))
             table.is_in_runner[leaves] = False
-            joins = tuple(self._join(slot) for slot in table.slots_in(SlotState.READY).tolist())
-            plan = DecodePlan(self._num_plans, tuple(leaves.tolist()), joins, grown)
-            computed = table.advance(plan.step_id)
-            self._in_flight.append(_InFlight(plan.step_id, computed, int(np.count_nonzero(computed))))
+            ready = table.slots_in(SlotState.READY).tolist()
+            joins = [self._join(slot) for slot in ready]
+            step_id = self._num_plans
+            computed = table.advance(step_id)
+            self._in_flight.append(_InFlight(step_id, computed, int(np.count_nonzero(computed))))
             self._num_plans += 1
-            self._out.append(Execute((plan,)))
+            choice = self._choose(step_id, computed)
+            if choice.num_micro_batches == 1:
+                self._second = None
+            elif self._second is None or joins or leaves.size:
+                self._second = self._split(computed)
+            self._out.append(Execute(self._plans(step_id, leaves.tolist(), ready, joins, grown, choice)))
 
-    def _join(self, slot: int) -> Join:
-        table, seat = self.table, self.table.seat(slot)
-        table.state[slot] = SlotState.ACTIVE
-        table.is_in_runner[slot] = True
-        generation = seat.generation
-        return Join(
-            slot, table.blocks_of(slot), int(table.length[slot]), generation.output[-1],
-            int(table.output_index[slot]), generation.sampling, *history_of(generation),
-            stop_ids=generation.stop_ids, min_tokens=generation.min_tokens,
+    def _choose(self, step_id: int, computed: Bools) -> Choice:
+        """How to run this step; from it on, its work is noted."""
+        shape = (-1, self.slots.per_rank)
+        num_tokens = np.count_nonzero(computed.reshape(shape), axis=1).tolist()
+        # Lengths count the position that this plan writes: that is how many each row attends to.
+        num_pairs = (self.table.length * computed).reshape(shape).sum(axis=1).tolist()
+        return self.scheduler.choose(step_id, list(zip(num_tokens, num_pairs, strict=True)))
+
+    def _split(self, computed: Bools) -> tuple[tuple[int, ...], ...]:
+        """By rank, its own slots of the second micro-batch."""
+        second = []
+        for rank in range(self.blocks.num_ranks):
+            of_rank = self.slots.of_rank(rank)
+            slots = np.flatnonzero(computed[of_rank])
+            is_second = self.scheduler.second_rows(self.table.length[of_rank][slots].tolist())
+            second.append(tuple(slot for slot, goes in zip(slots.tolist(), is_second, strict=True) if goes))
+        return tuple(second)
+
+    def _plans(
+        self, step_id: int, leaves: Sequence[int], ready: Sequence[int], joins: Sequence[Join],
+        grown: Sequence[tuple[int, int, int]], choice: Choice,
+    ) -> tuple[DecodePlan, ...]:  # fmt: skip
+        """The step's plans, one for each rank, with the ranks' own slots."""
+        per_rank, num_ranks = self.slots.per_rank, self.blocks.num_ranks
+        rank_leaves: list[list[int]] = [[] for _ in range(num_ranks)]
+        rank_joins: list[list[Join]] = [[] for _ in range(num_ranks)]
+        rank_grown: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
+        for slot in leaves:
+            rank_leaves[slot // per_rank].append(slot % per_rank)
+        for slot, join in zip(ready, joins, strict=True):
+            rank_joins[slot // per_rank].append(join)
+        for slot, position, block_id in grown:
+            rank_grown[slot // per_rank].append((slot % per_rank, position, block_id))
+        is_traced = self._tracer.is_wanted
+        if is_traced:
+            num_tokens = self._in_flight[-1].num_computed
+            self._tracer.planned(step_id, choice.schedule, choice.num_micro_batches, num_tokens)
+        second = self._second or ((),) * num_ranks
+        return tuple(
+            DecodePlan(
+                step_id, tuple(rank_leaves[rank]), tuple(rank_joins[rank]), tuple(rank_grown[rank]), choice.schedule,
+                second[rank], choice.num_micro_batches, is_traced,
+            ) for rank in range(num_ranks)
         )  # fmt: skip
 
-    def _grow(self) -> tuple[tuple[int, int, int], ...] | None:
-        """Give a block to every slot that needs one for the next plan; None if it has to wait for blocks."""
-        needing = self.table.needing_block()
-        if needing.size > self.blocks.num_free:
-            self._preempt(set(needing.tolist()))
-            needing = self.table.needing_block()
-        self._is_starved = needing.size > self.blocks.num_free
-        if self._is_starved:
-            return None
-        grown = []
-        for slot in needing.tolist():
-            block_ids = self.blocks.allocate(1, self.table.seat(slot).key)
-            assert block_ids is not None
-            grown.append((slot, self.table.grow(slot, block_ids[0]), block_ids[0]))
-        return tuple(grown)
-
-    def _preempt(self, needing: set[int]) -> None:
-        """Let the latest arrived go until enough blocks are free or will be, when what is in flight is done."""
-        table = self.table
-        holders, num_blocks_coming = [], 0
-        for slot in np.flatnonzero(table.state).tolist():
-            # One that goes asks for no block any more.
-            num_blocks = int(table.num_blocks[slot]) + int(slot in needing)
-            if table.state[slot] == SlotState.CLOSING or table.is_muted[slot] or table.is_preempted[slot]:
-                num_blocks_coming += int(table.num_blocks[slot])
-            else:
-                holders.append(HolderView(slot, table.seat(slot).arrival, num_blocks))
-        for slot in choose_victims(holders, len(needing) - self.blocks.num_free - num_blocks_coming):
-            table.is_preempted[slot] = True
-            if table.state[slot] == SlotState.PULLING:
-                continue  # KvPulled will find it preempted.
-            table.state[slot] = SlotState.CLOSING
-            if table.last_step_id[slot] <= self._done_step_id:
-                self._vacate(slot)
+    def _join(self, slot: int) -> Join:
+        """From the last token delivered: the first time that is prefill's."""
+        table, generation = self.table, self.table.seat(slot).generation
+        table.state[slot] = SlotState.ACTIVE
+        table.is_in_runner[slot] = True
+        prompt, output = generation.prompt if has_penalty(generation.sampling) else (), table.outputs.get(slot, ())
+        return Join(
+            slot % self.slots.per_rank, table.blocks_of(slot), int(table.length[slot]), int(table.last_token[slot]),
+            int(table.output_index[slot]), generation.sampling, prompt, tuple(output),
+            stop_ids=generation.stop_ids, min_tokens=generation.min_tokens,
+        )  # fmt: skip
 
     # ---- what the front hears ----
     def _give_back(self, key: Key, reason: str) -> None:
@@ -325,18 +350,12 @@ class DecodeLeader:
     @property
     def num_requests(self) -> int:
         """Attempts of which something is held here."""
-        return len(self._waiting) + len(self._key_to_slot)
+        return len(self._waiting) + len(self.slots.key_to_slot)
 
     def audit(self) -> list[str]:
-        """Problems of all ledgers; empty when table, allocator and plans in flight agree."""
+        """Problems of all ledgers; empty when table, allocators and plans in flight agree."""
         table = self.table
-        problems = self.blocks.check() + table.check()
-        held = {block: key for key, slot in self._key_to_slot.items() for block in table.blocks_of(slot)}
-        if held != self.blocks.owners():
-            problems.append(f"blocks {sorted(held.keys() ^ self.blocks.owners().keys())} are owned but not held")
-        seated = {seat.key: slot for slot, seat in enumerate(table.seats) if seat is not None}
-        if seated != self._key_to_slot:
-            problems.append("names and slots disagree")
+        problems = self.slots.check()
         if len(self._in_flight) > MAX_STEPS_IN_FLIGHT:
             problems.append(f"{len(self._in_flight)} plans are in flight")
         for step in self._in_flight:

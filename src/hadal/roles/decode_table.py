@@ -1,7 +1,9 @@
 """The decode unit's requests as arrays, one row per slot: what a step reads and writes without a loop over requests.
 
     FREE --reserve--> PULLING --KvPulled--> READY --join--> ACTIVE --leave--> CLOSING --last plan done--> FREE
+                                              ^---- roll_back: the plans in flight are void ---'
 
+A unit's table holds its ranks' slots one after another: slot = rank * slots of a rank + the rank's own slot.
 Every position is counted up to the last *emitted* plan, so the next plan can be made while two are in flight. A slot
 stays CLOSING, with its blocks, until the last plan that computes it is done: only then may somebody else write there.
 Knows neither messages nor the allocator.
@@ -17,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.messages import BLOCK_TOKENS, Decode, Generation, KvLease
+from hadal.roles.ending import has_penalty
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -68,6 +71,10 @@ class DecodeTable:
         self.block_ids: Ints = np.zeros((num_slots, num_blocks_max), np.int64)
         self.last_step_id: Ints = np.full(num_slots, -1, np.int64)
         """The last emitted plan that computes the slot."""
+        self.last_token: Ints = np.zeros(num_slots, np.int64)
+        """The last token delivered, with which a join begins."""
+        self.outputs: dict[int, list[int]] = {}
+        """slot -> all delivered tokens, where a penalty asks for them."""
         self.seats: list[Seat | None] = [None] * num_slots
 
     def slots_in(self, *states: SlotState) -> Ints:
@@ -75,9 +82,9 @@ class DecodeTable:
             return np.flatnonzero(self.state == states[0])
         return np.flatnonzero(np.isin(self.state, states))
 
-    def reserve(self, decode: Decode, arrival: int, block_ids: Sequence[int]) -> int:
-        """Seat a request whose KV is about to be pulled. The caller made sure that a slot is free."""
-        slot = int(np.flatnonzero(self.state == SlotState.FREE)[0])
+    def reserve(self, decode: Decode, arrival: int, block_ids: Sequence[int], among: slice = slice(None)) -> int:
+        """Seat a request whose KV is about to be pulled. The caller made sure that a slot is free `among` these."""
+        slot = (among.start or 0) + int(np.flatnonzero(self.state[among] == SlotState.FREE)[0])
         generation = decode.generation
         self.state[slot] = SlotState.PULLING
         self.is_muted[slot] = self.is_preempted[slot] = False
@@ -89,6 +96,9 @@ class DecodeTable:
         self.num_blocks[slot] = len(block_ids)
         self.block_ids[slot, : len(block_ids)] = block_ids
         self.last_step_id[slot] = -1
+        self.last_token[slot] = generation.output[-1]
+        if has_penalty(generation.sampling):
+            self.outputs[slot] = list(generation.output)
         self.seats[slot] = Seat(generation, decode.lease, arrival)
         return slot
 
@@ -103,6 +113,7 @@ class DecodeTable:
         """Free a slot. The Runner may still list it: the next plan says that it leaves."""
         self.state[slot] = SlotState.FREE
         self.num_blocks[slot] = 0
+        self.outputs.pop(slot, None)
         self.seats[slot] = None
 
     def seat(self, slot: int) -> Seat:
@@ -136,6 +147,27 @@ class DecodeTable:
         self.output_index += active
         self.last_step_id[active] = step_id
         return active
+
+    def deliver(self, slots: Ints, values: Ints) -> None:
+        """Note the tokens that these slots' requests got."""
+        self.last_token[slots] = values
+        if self.outputs:
+            for slot, value in zip(slots.tolist(), values.tolist(), strict=True):
+                if slot in self.outputs:
+                    self.outputs[slot].append(value)
+
+    def roll_back(self, num_void: Ints) -> None:
+        """Undo the last plans, `num_void` of which computed each slot: back to the last token delivered.
+
+        The Runner's table is empty. What was being computed, or closed only because a void plan would have drawn its
+        last token, has to join again; closing slots that nobody wants stay as they are.
+        """
+        self.length -= num_void
+        self.output_index -= num_void
+        self.last_step_id[:] = -1
+        self.is_in_runner[:] = False
+        wanted = ~self.is_muted & ~self.is_preempted
+        self.state[((self.state == SlotState.ACTIVE) | (self.state == SlotState.CLOSING)) & wanted] = SlotState.READY
 
     def releasable(self, done_step_id: int) -> Ints:
         """Closing slots that no plan after `done_step_id` computes."""

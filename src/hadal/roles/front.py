@@ -31,6 +31,7 @@ from hadal.core.messages import (
     Submit,
     Token,
     Tokens,
+    Trace,
     UnitDown,
     UnitUp,
 )
@@ -44,11 +45,8 @@ from hadal.roles.front_requests import Record, RequestBook
 from hadal.roles.front_snapshot import FrontSnapshot, Totals
 from hadal.roles.front_units import UnitBook
 from hadal.roles.meters import RateMeter
-from hadal.roles.reasons import LEASE_EXPIRED, PREEMPTED, QUEUE_FULL, TOO_LONG, kind_of
+from hadal.roles.reasons import BACKOFF_MAX_S, BACKOFF_S, PREEMPTED, answer_to, kind_of
 
-BACKOFF_S = 0.05
-"""Before the first retry of an attempt that a unit gave back; doubled at each, up to BACKOFF_MAX_S."""
-BACKOFF_MAX_S = 2.0
 CLOSED_STATUS = 499
 """nginx's status for a client that went away."""
 
@@ -113,7 +111,7 @@ class Front:
                 self.is_draining = True
             case Tick():
                 self._tick(now_s)
-            case Audit():
+            case Audit() | Trace():
                 pass  # An answer to whoever asked through the host.
             case _:
                 raise InvariantError(f"the front cannot take {type(event).__name__}")
@@ -272,17 +270,12 @@ class Front:
         if record is None or returned.unit not in (record.prefill_unit, record.decode_unit):
             return  # It held nothing of a living attempt, and holds nothing of this one any more.
         self._let_go(record, lost=returned.unit)
-        kind = kind_of(returned.reason)
-        if kind == TOO_LONG:
+        is_final, is_counted, delay_s = answer_to(returned.reason, record.num_retries)
+        if is_final:
             self._fail(record, f"the request does not fit in {returned.unit} ({returned.reason}).", 400)
-        elif kind == PREEMPTED:
-            self.totals.preemptions += 1
-            self._retry(now_s, record, returned.reason, is_counted=False)
-        elif kind in (QUEUE_FULL, LEASE_EXPIRED):
-            self._retry(now_s, record, returned.reason, is_counted=False, delay_s=2 * BACKOFF_S)
-        else:
-            delay_s = min(BACKOFF_S * 2.0**record.num_retries, BACKOFF_MAX_S)
-            self._retry(now_s, record, f"{returned.unit}: {returned.reason}", delay_s=delay_s)
+            return
+        self.totals.preemptions += kind_of(returned.reason) == PREEMPTED
+        self._retry(now_s, record, f"{returned.unit}: {returned.reason}", is_counted=is_counted, delay_s=delay_s)
 
     def _let_go(self, record: Record, lost: str | None = None) -> None:
         """Take a request away from its units; `lost` has let it go already."""
@@ -332,8 +325,7 @@ class Front:
             # It speaks, but did not say that it is up; or an old process's last words arrive late. Ask who is there.
             self._send(load.unit, FrontUp(self._epoch))
             return
-        unit.seen_s = now_s
-        unit.load = load
+        self.units.heard(unit, load, now_s)
 
     def _unit_up(self, now_s: float, message: UnitUp) -> None:
         unit = self.units.by_name.get(message.unit)

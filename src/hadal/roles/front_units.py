@@ -26,6 +26,9 @@ class Unit:
     role: str
     epoch: str
     num_blocks: int
+    """Of its living ranks, as `num_requests_max`: both follow its Load as ranks come and go."""
+    num_blocks_request: int
+    """What one request can hold there at most; 0 while no rank of it lives."""
     num_requests_max: int
     seen_s: float
     num_requests: int = 0
@@ -47,19 +50,27 @@ class UnitBook:
 
     def add(self, message: UnitUp, now_s: float) -> None:
         self.by_name[message.unit] = Unit(
-            message.unit, message.role, message.epoch, message.num_blocks, message.num_requests_max, now_s
-        )
+            message.unit, message.role, message.epoch, message.num_blocks,
+            message.num_blocks_request or message.num_blocks, message.num_requests_max, now_s,
+        )  # fmt: skip
+
+    def heard(self, unit: Unit, load: Load, now_s: float) -> None:
+        """A heartbeat: what the unit can hold changes when a rank is lost or comes back."""
+        unit.seen_s = now_s
+        unit.load = load
+        unit.num_blocks, unit.num_requests_max = load.num_blocks, load.num_requests_max
+        unit.num_blocks_request = load.num_blocks_request or load.num_blocks
 
     def silent(self, now_s: float, timeout_s: float) -> list[str]:
         """Units that sent no heartbeat for too long."""
         return [unit.name for unit in self.by_name.values() if now_s - unit.seen_s > timeout_s]
 
     def capacity_tokens(self) -> int | None:
-        """Tokens of KV of one request that both roles have a unit for; None if no unit of a role is up."""
-        roles = (self.of_role(PREFILL), self.of_role(DECODE))
-        if not all(roles):
-            return None
-        return min(max(unit.num_blocks for unit in units) for units in roles) * BLOCK_TOKENS
+        """Tokens of KV of one request that both roles have a unit for; None if no rank of a role is up."""
+        num_blocks = min(
+            max((unit.num_blocks_request for unit in self.of_role(role)), default=0) for role in (PREFILL, DECODE)
+        )
+        return num_blocks * BLOCK_TOKENS or None
 
     # ---- what was sent to them ----
     def sent_to_prefill(self, name: str, num_tokens: int) -> None:
@@ -87,15 +98,18 @@ class UnitBook:
     # ---- what the policies see ----
     def prefill_views(self) -> list[PrefillUnitView]:
         return [
-            PrefillUnitView(unit.name, unit.num_blocks, unit.num_tokens, unit.num_requests, unit.num_requests_max)
-            for unit in self.of_role(PREFILL)
-        ]
+            PrefillUnitView(
+                unit.name, unit.num_blocks_request, unit.num_tokens, unit.num_requests, unit.num_requests_max
+            ) for unit in self.of_role(PREFILL)
+        ]  # fmt: skip
 
     def decode_views(self) -> list[DecodeUnitView]:
         return [
-            DecodeUnitView(unit.name, unit.num_blocks, unit.num_blocks_used, unit.num_requests, unit.num_requests_max)
-            for unit in self.of_role(DECODE)
-        ]
+            DecodeUnitView(
+                unit.name, unit.num_blocks, unit.num_blocks_used, unit.num_requests, unit.num_requests_max,
+                unit.num_blocks_request,
+            ) for unit in self.of_role(DECODE)
+        ]  # fmt: skip
 
     def downstream(self, num_requests: int, num_blocks_used: int, num_transferring: int) -> DownstreamView:
         units = self.of_role(DECODE)

@@ -2,16 +2,17 @@
 
     waiting --start: all its blocks--> started --last chunk planned--> (in flight) --StepDone--> leased --> gone
 
-Prompts are served in the order they came. Two plans may be in flight, so a prompt's next chunk is planned while the one
-before is computed. Knows nothing of other units; the front decides what comes here and what becomes of it.
+Prompts start in the order they came, each on one rank; all ranks step together. Two plans may be in flight, so a
+prompt's next chunk is planned while the one before is computed. When the unit forms anew, the plans in flight are void:
+their chunks are planned again. Knows nothing of other units; the front decides what comes here and what becomes of it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import chain, islice
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
@@ -25,181 +26,195 @@ from hadal.core.messages import (
     Release,
     Returned,
     Token,
+    TraceRequest,
 )
-from hadal.core.plans import Chunk, PrefillPlan, StepDone
-from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Freed, Send, Tick
-from hadal.kv.blocks import BlockAllocator, blocks_for
+from hadal.core.plans import PrefillPlan, StepDone
+from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, RankReset, Send, Tick
+from hadal.kv.blocks import blocks_for
 from hadal.kv.handover import HeldLease, LeaseBook
-from hadal.policy.batching import pack_chunks
-from hadal.policy.views import PromptView
-from hadal.roles.ending import finish_of, history_of
-from hadal.roles.reasons import LEASE_EXPIRED, QUEUE_FULL, STEP_FAILED, TOO_LONG
+from hadal.roles.ending import finish_of
+from hadal.roles.prefill_prompts import Key, Part, Prompt, cut, pack, work_on
+from hadal.roles.rank_pools import RankPools
+from hadal.roles.reasons import LEASE_EXPIRED, QUEUE_FULL, RANK_LOST, STEP_FAILED, TOO_LONG
+from hadal.roles.schedule import AUTO, Choice, StepScheduler
+from hadal.roles.tracer import Tracer
 from hadal.roles.unit import UnitReporter
-
-Key = tuple[str, int]
-
-
-@dataclass(slots=True)
-class _Prompt:
-    """One attempt, from its arrival until its blocks are leased or freed."""
-
-    generation: Generation
-    tokens: tuple[int, ...]
-    block_ids: tuple[int, ...] = ()
-    num_planned: int = 0
-    last_step_id: int = -1
-    """The last plan that writes its blocks: they cannot be freed before it is done."""
-    is_dropped: bool = False
-    """Nobody wants it any more; it only waits for that plan."""
-
-    @property
-    def key(self) -> Key:
-        return self.generation.request_id, self.generation.attempt
-
-    @property
-    def num_left(self) -> int:
-        return len(self.tokens) - self.num_planned
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    plan: PrefillPlan
-    prompts: tuple[_Prompt, ...]
-    """Of the plan's chunks, in the same order."""
-
-
-@dataclass(slots=True)
-class _Out:
-    """Effects of one event, in the order the host must apply them: blocks are freed before a plan writes them again."""
-
-    effects: list[Effect] = field(default_factory=list)
-    freed: list[int] = field(default_factory=list)
+    step_id: int
+    parts: tuple[Part, ...]
+    """Of all ranks and their micro-batches, in the order of StepDone's keys."""
 
 
 class PrefillLeader:
-    """`pool_name` names the pool's memory for those who pull from it, and must be new at every start of the unit."""
+    """`pool_name` names a single rank's pool for those who pull from it, and must be new at every start of the unit.
+
+    `num_blocks`, `chunk_tokens` and `num_requests_max` are those of one rank. Keys of StepDone number the chunks of all
+    ranks' plans one after another, a rank's second micro-batch behind its first.
+    """
 
     def __init__(
         self, unit: str, epoch: str, pool_name: str, num_blocks: int, *, chunk_tokens: int, num_requests_max: int,
-        num_waiting_max: int, lease_s: float, heartbeat_s: float,
+        num_waiting_max: int, lease_s: float, heartbeat_s: float, num_ranks: int = 1, overlap: str = AUTO,
+        min_split_tokens: int = 32, num_layers: int = 0, num_moe_layers: int = 0,
     ) -> None:  # fmt: skip
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {chunk_tokens}; a step must compute at least one token.")
-        self.blocks = BlockAllocator(num_blocks)
+        self.blocks = RankPools(num_blocks, num_ranks, pool_name)
         self.leases = LeaseBook()
+        self.scheduler = StepScheduler(
+            num_ranks, overlap, min_split_tokens, num_layers=num_layers, num_moe_layers=num_moe_layers
+        )
         self._unit = unit
-        self._pool_name = pool_name
         self._chunk_tokens = chunk_tokens
         self._num_requests_max = num_requests_max
         self._num_waiting_max = num_waiting_max
         self._lease_s = lease_s
-        self._waiting: dict[Key, _Prompt] = {}
-        self._started: dict[Key, _Prompt] = {}
+        self._waiting: dict[Key, Prompt] = {}
+        self._started: dict[Key, Prompt] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._num_plans = 0
         self._reporter = UnitReporter(unit, "prefill", epoch, self.blocks, num_requests_max, heartbeat_s)
+        self._tracer = Tracer(unit)
 
     def start(self, now_s: float) -> list[Effect]:
         """The first effects of the process: say that the unit is up."""
-        return [self._reporter.up(), *self._beat(now_s)]
+        return [*self._reporter.up(), *self._beat(now_s)]
 
     def handle(self, now_s: float, event: Event) -> list[Effect]:
         """Take in one event and return what to do, in order."""
-        out = _Out()
+        out: list[Effect] = []
         match event:
             case Prefill(generation):
                 self._accept(generation, out)
             case StepDone():
                 self._step_done(now_s, event, out)
             case Release(request_id, attempt):
-                self._drop((request_id, attempt), out)
+                self._drop((request_id, attempt))
             case FrontUp():
                 if self._reporter.is_new_front(event):
-                    self._drop_everything(out)
-                out.effects.append(self._reporter.up())
+                    self._drop_everything()
+                out += self._reporter.up()
+            case RankReset():
+                self._reset(event, out)
             case AuditRequest(reply_id):
-                out.effects.append(Send("front", self._answer(reply_id)))
+                out.append(Send("front", self._answer(reply_id)))
+            case TraceRequest():
+                out += self._tracer.ask(event)
             case Tick():
                 pass  # What is due by now is seen to below, as after any event.
             case _:
                 raise InvariantError(f"{self._unit}: a prefill leader cannot take {type(event).__name__}")
         for lease in self.leases.expired(now_s):
-            self.blocks.free(lease.block_ids, (lease.request_id, lease.attempt))
-            out.freed += lease.block_ids
+            self._free_lease(lease)
             self._give_back((lease.request_id, lease.attempt), LEASE_EXPIRED, out)
-        if out.freed:
-            out.effects.append(Freed(tuple(out.freed)))
+        out += self.blocks.take_freed()  # Before the plans of this event, which may write these blocks.
         self._plan(out)
-        out.effects += self._beat(now_s)
-        return out.effects
+        out += self._beat(now_s)
+        return out
 
     # ---- what comes in ----
-    def _accept(self, generation: Generation, out: _Out) -> None:
-        prompt = _Prompt(generation, generation.prompt + generation.output)
+    def _accept(self, generation: Generation, out: list[Effect]) -> None:
+        prompt = Prompt(generation, generation.prompt + generation.output)
         if prompt.key in self._waiting or prompt.key in self._started or prompt.key in self.leases:
             return  # The same message twice.
-        if blocks_for(len(prompt.tokens)) > self.blocks.num_usable:
+        num_most = self._num_waiting_max + self._num_requests_max * self.blocks.num_living
+        if blocks_for(len(prompt.tokens)) > self.blocks.num_blocks_rank:
             self._give_back(prompt.key, f"{TOO_LONG}: {len(prompt.tokens)} tokens", out)
-        elif len(self._waiting) >= self._num_waiting_max + self._num_requests_max:
+        elif len(self._waiting) >= num_most or not self.blocks.num_living:
             self._give_back(prompt.key, QUEUE_FULL, out)
         else:
             self._waiting[prompt.key] = prompt
 
-    def _drop(self, key: Key, out: _Out) -> None:
+    def _drop(self, key: Key) -> None:
         self._waiting.pop(key, None)
         lease = self.leases.release(*key)
         if lease is not None:
-            self.blocks.free(lease.block_ids, key)
-            out.freed += lease.block_ids
+            self._free_lease(lease)
         prompt = self._started.get(key)
         if prompt is not None:
             prompt.is_dropped = True
-            self._free_if_done(prompt, out)
+            self._free_if_done(prompt)
 
-    def _drop_everything(self, out: _Out) -> None:
+    def _drop_everything(self) -> None:
         self._waiting.clear()
         for lease in self.leases.clear():
-            self.blocks.free(lease.block_ids, (lease.request_id, lease.attempt))
-            out.freed += lease.block_ids
+            self._free_lease(lease)
         for prompt in list(self._started.values()):
             prompt.is_dropped = True
-            self._free_if_done(prompt, out)
+            self._free_if_done(prompt)
 
-    def _free_if_done(self, prompt: _Prompt, out: _Out) -> None:
+    def _free_if_done(self, prompt: Prompt) -> None:
         """Free a dropped prompt's blocks unless a plan in flight still writes them."""
-        if prompt.is_dropped and not any(prompt.last_step_id == step.plan.step_id for step in self._in_flight):
-            del self._started[prompt.key]
-            self.blocks.free(prompt.block_ids, prompt.key)
-            out.freed += prompt.block_ids
+        if prompt.is_dropped and not any(prompt.last_step_id == step.step_id for step in self._in_flight):
+            self._free_started(prompt)
+
+    def _free_started(self, prompt: Prompt) -> None:
+        del self._started[prompt.key]
+        self.blocks.free(prompt.rank, prompt.block_ids, prompt.key)
+
+    def _free_lease(self, lease: HeldLease) -> None:
+        self.blocks.free(lease.rank, lease.block_ids, (lease.request_id, lease.attempt))
+
+    def _reset(self, event: RankReset, out: list[Effect]) -> None:
+        """The unit formed anew: nothing in flight will be done, and what lost ranks held goes back to the front."""
+        for step in self._in_flight:
+            for part in step.parts:
+                part.prompt.num_planned = min(part.prompt.num_planned, part.start)
+        self._in_flight.clear()
+        self.scheduler.reset()
+        self._tracer.reset()
+        lost = self.blocks.lost(event)
+        for prompt in list(self._started.values()):
+            if prompt.rank in lost and not prompt.is_dropped:
+                self._give_back(prompt.key, RANK_LOST, out)
+            if prompt.rank in lost or prompt.is_dropped:
+                self._free_started(prompt)
+        for lease in [lease for rank in lost for lease in self.leases.lose(rank)]:
+            self._free_lease(lease)
+            self._give_back((lease.request_id, lease.attempt), RANK_LOST, out)
+        self.blocks.reset(event)
+        if not self.blocks.num_living:
+            for key in self._waiting:
+                self._give_back(key, QUEUE_FULL, out)  # Another unit may have room; this one has none for long.
+            self._waiting.clear()
+        out += self._reporter.reset()
 
     # ---- what comes back from the Runner ----
-    def _step_done(self, now_s: float, done: StepDone, out: _Out) -> None:
-        if not self._in_flight or self._in_flight[0].plan.step_id != done.step_id:
+    def _step_done(self, now_s: float, done: StepDone, out: list[Effect]) -> None:
+        if not self._in_flight or self._in_flight[0].step_id != done.step_id:
             raise InvariantError(f"{self._unit}: step {done.step_id} is done, but it is not the one that runs.")
         step = self._in_flight.popleft()
         self._reporter.meter.done(done.elapsed_s)
+        self.scheduler.done(done.step_id, done.op_times)
         if done.error is not None:
-            for prompt in step.prompts:
-                self._give_up(prompt, done.error, out)
+            for part in step.parts:
+                self._give_up(part.prompt, done.error, out)
         else:
-            expected = {i for i, chunk in enumerate(step.plan.chunks) if chunk.sampling is not None}
+            expected = {key for key, part in enumerate(step.parts) if part.end == len(part.prompt.tokens)}
             if len(done.keys) != len(expected) or set(done.keys) != expected or len(done.tokens) != len(done.keys):
                 raise InvariantError(f"{self._unit}: step {done.step_id} drew for chunks {done.keys}, not {expected}.")
             for key, token in zip(done.keys, done.tokens, strict=True):
+                prompt = step.parts[key].prompt
                 if key in done.failed:
-                    self._give_up(step.prompts[key], done.failed[key], out)
-                elif not step.prompts[key].is_dropped:
-                    self._first_token(now_s, step.prompts[key], token, done, key, out)
-        for prompt in step.prompts:
-            if prompt.key in self._started:
-                self._free_if_done(prompt, out)
+                    self._give_up(prompt, done.failed[key], out)
+                elif not prompt.is_dropped:
+                    self._first_token(now_s, prompt, token, done, key, out)
+        for part in step.parts:
+            if part.prompt.key in self._started:
+                self._free_if_done(part.prompt)
+        out += self._tracer.done(done.step_id, done.events)
 
-    def _give_up(self, prompt: _Prompt, error: str, out: _Out) -> None:
+    def _give_up(self, prompt: Prompt, error: str, out: list[Effect]) -> None:
         if not prompt.is_dropped:
             self._give_back(prompt.key, f"{STEP_FAILED}: {error}", out)
             prompt.is_dropped = True
 
-    def _first_token(self, now_s: float, prompt: _Prompt, value: int, done: StepDone, key: int, out: _Out) -> None:
+    def _first_token(
+        self, now_s: float, prompt: Prompt, value: int, done: StepDone, key: int, out: list[Effect]
+    ) -> None:  # fmt: skip
         generation, index = prompt.generation, len(prompt.generation.output)
         draw = done.draws.get(key)
         token = Token(
@@ -209,63 +224,68 @@ class PrefillLeader:
         lease = None
         if token.finish is None:
             del self._started[prompt.key]
-            self.leases.open(HeldLease(*prompt.key, prompt.block_ids, now_s + self._lease_s))
+            self.leases.open(HeldLease(*prompt.key, prompt.block_ids, now_s + self._lease_s, prompt.rank))
             lease = KvLease(
-                self._pool_name, prompt.block_ids, self.blocks.generations(prompt.block_ids), len(prompt.tokens),
-                self._lease_s,
+                self.blocks.names[prompt.rank], prompt.block_ids,
+                self.blocks[prompt.rank].generations(prompt.block_ids), len(prompt.tokens), self._lease_s,
             )  # fmt: skip
         else:
             prompt.is_dropped = True  # Freed by the caller: this was its last plan.
-        out.effects.append(Send("front", PrefillDone(self._unit, token, lease)))
+        out.append(Send("front", PrefillDone(self._unit, token, lease)))
 
     # ---- what goes to the Runner ----
-    def _plan(self, out: _Out) -> None:
+    def _plan(self, out: list[Effect]) -> None:
         while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
-            # Every prompt takes a token at least, so more candidates than tokens are never packed.
-            candidates = list(islice(self._candidates(), self._chunk_tokens))
-            views = [
-                PromptView(prompt.num_left, 0 if prompt.block_ids else blocks_for(len(prompt.tokens)))
-                for prompt in candidates
-            ]
-            num_starts = self._num_requests_max - len(self._started)
-            sizes = pack_chunks(views, self._chunk_tokens, self.blocks.num_free, num_starts)
-            if not sizes:
+            ranks = pack(
+                self._started.values(), self._waiting.values(), self.blocks, self._chunk_tokens, self._num_requests_max
+            )
+            if not any(ranks):
                 return
-            chosen = candidates[: len(sizes)]
-            chunks = tuple(self._chunk(prompt, size) for prompt, size in zip(chosen, sizes, strict=True))
-            plan = PrefillPlan(self._num_plans, chunks)
+            step_id = self._num_plans
             self._num_plans += 1
-            self._in_flight.append(_InFlight(plan, tuple(chosen)))
-            out.effects.append(Execute((plan,)))
+            for rank, parts in enumerate(ranks):
+                for part in parts:
+                    self._take(part, rank, step_id)
+            works = [work_on(parts) for parts in ranks]
+            choice = self.scheduler.choose(step_id, works)
+            halves: list[tuple[Sequence[Part], Sequence[Part]]] = [(parts, ()) for parts in ranks]
+            if choice.num_micro_batches == 2:
+                halves = [
+                    cut(parts, self.scheduler.cut_chunks([(part.start, part.end - part.start) for part in parts]))
+                    for parts in ranks
+                ]
+            flat = tuple(part for first, second in halves for part in chain(first, second))
+            self._in_flight.append(_InFlight(step_id, flat))
+            out.append(Execute(self._plans(step_id, halves, choice, sum(num_tokens for num_tokens, _ in works))))
 
-    def _candidates(self) -> Iterator[_Prompt]:
-        started = (prompt for prompt in self._started.values() if prompt.num_left and not prompt.is_dropped)
-        return chain(started, self._waiting.values())
-
-    def _chunk(self, prompt: _Prompt, size: int) -> Chunk:
-        """Plan the next `size` tokens of a prompt; the first time, take its blocks."""
+    def _take(self, part: Part, rank: int, step_id: int) -> None:
+        """Count a part as planned; the first time, take its prompt's blocks."""
+        prompt = part.prompt
         if not prompt.block_ids:
-            block_ids = self.blocks.allocate(blocks_for(len(prompt.tokens)), prompt.key)
+            block_ids = self.blocks[rank].allocate(blocks_for(len(prompt.tokens)), prompt.key)
             if block_ids is None:
                 raise InvariantError(f"{self._unit}: packed a prompt whose blocks are not free.")
-            prompt.block_ids = block_ids
+            prompt.rank, prompt.block_ids = rank, block_ids
             self._started[prompt.key] = self._waiting.pop(prompt.key)
-        start, end = prompt.num_planned, prompt.num_planned + size
-        prompt.num_planned = end
-        prompt.last_step_id = self._num_plans
-        generation = prompt.generation
-        request_id, tokens = generation.request_id, prompt.tokens[start:end]
-        block_ids = prompt.block_ids[: blocks_for(end)]
-        if end < len(prompt.tokens):
-            return Chunk(request_id, tokens, start, block_ids, None, 0)
-        return Chunk(
-            request_id, tokens, start, block_ids, generation.sampling, len(generation.output), *history_of(generation),
-            stop_ids=generation.stop_ids, min_tokens=generation.min_tokens,
+        prompt.num_planned, prompt.last_step_id = part.end, step_id
+
+    def _plans(
+        self, step_id: int, halves: Sequence[tuple[Sequence[Part], Sequence[Part]]], choice: Choice, num_tokens: int
+    ) -> tuple[PrefillPlan, ...]:
+        """The step's plans, one for each rank."""
+        is_traced = self._tracer.is_wanted
+        if is_traced:
+            self._tracer.planned(step_id, choice.schedule, choice.num_micro_batches, num_tokens)
+        return tuple(
+            PrefillPlan(
+                step_id, tuple(part.chunk() for part in first), choice.schedule,
+                tuple(part.chunk() for part in second), choice.num_micro_batches, is_traced,
+            ) for first, second in halves
         )  # fmt: skip
 
     # ---- what the front hears ----
-    def _give_back(self, key: Key, reason: str, out: _Out) -> None:
-        out.effects.append(Send("front", Returned(self._unit, *key, reason)))
+    def _give_back(self, key: Key, reason: str, out: list[Effect]) -> None:
+        out.append(Send("front", Returned(self._unit, *key, reason)))
 
     @property
     def num_requests(self) -> int:
@@ -279,15 +299,18 @@ class PrefillLeader:
 
     def audit(self) -> list[str]:
         """Problems of all ledgers; empty when every owned block belongs to a started prompt or a lease."""
-        held: dict[int, object] = {**self.leases.owners()}
-        for prompt in self._started.values():
-            held.update(dict.fromkeys(prompt.block_ids, prompt.key))
         problems = self.blocks.check() + self.leases.check()
-        if held != self.blocks.owners():
-            problems.append(f"blocks {sorted(held.keys() ^ self.blocks.owners().keys())} are owned but not held")
+        for rank in range(self.blocks.num_ranks):
+            held: dict[int, object] = {**self.leases.owners(rank)}
+            for prompt in self._started.values():
+                if prompt.rank == rank:
+                    held.update(dict.fromkeys(prompt.block_ids, prompt.key))
+            owned = self.blocks[rank].owners()
+            if held != owned:
+                problems.append(f"rank {rank}: blocks {sorted(held.keys() ^ owned.keys())} are owned but not held")
         if any(prompt.block_ids for prompt in self._waiting.values()):
             problems.append("a prompt that waits holds blocks")
-        steps = {step.plan.step_id for step in self._in_flight}
+        steps = {step.step_id for step in self._in_flight}
         for prompt in self._started.values():
             if (prompt.is_dropped or not prompt.num_left) and prompt.last_step_id not in steps:
                 problems.append(f"{prompt.key} is done but still held")

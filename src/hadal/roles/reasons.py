@@ -5,6 +5,12 @@ A reason may go on after ": " with details for a person.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+BACKOFF_S = 0.05
+"""Before the first retry of an attempt that a unit gave back; doubled at each, up to BACKOFF_MAX_S."""
+BACKOFF_MAX_S = 2.0
+
 PREEMPTED = "preempted"
 """No blocks were left for it to grow. Nobody's fault: does not count as a retry."""
 QUEUE_FULL = "queue full"
@@ -13,6 +19,8 @@ LEASE_EXPIRED = "lease expired"
 """Decode had no room for it in time. As QUEUE_FULL."""
 PULL_FAILED = "pull failed"
 STEP_FAILED = "step failed"
+RANK_LOST = "rank lost"
+"""The rank that held it is gone, and its KV with it. Counts as a retry."""
 TOO_LONG = "too long"
 """It can never fit in this unit. The front ends it with an error."""
 
@@ -20,3 +28,26 @@ TOO_LONG = "too long"
 def kind_of(reason: str) -> str:
     """The part the front decides on."""
     return reason.split(":", 1)[0]
+
+
+class Answer(NamedTuple):
+    """What the front does about a reason."""
+
+    is_final: bool
+    is_counted: bool
+    """It uses up a retry."""
+    delay_s: float
+
+
+def answer_to(reason: str, num_retries: int) -> Answer:
+    """Try again, and when; or never. `num_retries` were counted before."""
+    kind = kind_of(reason)
+    if kind == TOO_LONG:
+        return Answer(True, False, 0.0)
+    if kind == PREEMPTED:
+        return Answer(False, False, 0.0)
+    if kind in (QUEUE_FULL, LEASE_EXPIRED):
+        return Answer(False, False, 2 * BACKOFF_S)
+    if kind == RANK_LOST:
+        return Answer(False, True, 0.0)  # Other ranks live: nothing to wait for.
+    return Answer(False, True, min(BACKOFF_S * 2.0**num_retries, BACKOFF_MAX_S))

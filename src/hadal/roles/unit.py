@@ -1,6 +1,7 @@
 """What both kinds of leader do alike: say that they are up, report their load, and keep the heartbeat.
 
-Holds no request. A leader asks `beat` at the end of every event; it answers with what is due.
+Holds no request. A leader asks `beat` at the end of every event; it answers with what is due. A unit none of whose
+ranks has lived yet is silent: nobody could do anything with it.
 """
 
 from __future__ import annotations
@@ -9,32 +10,46 @@ import math
 
 from hadal.core.messages import FrontUp, Load, UnitUp
 from hadal.core.seams import Effect, Send, WakeAt
-from hadal.kv.blocks import BlockAllocator
 from hadal.roles.meters import StepMeter
+from hadal.roles.rank_pools import RankPools
 
 
 class UnitReporter:
     """The unit's name and voice towards the front."""
 
     def __init__(
-        self, unit: str, role: str, epoch: str, blocks: BlockAllocator, num_requests_max: int, heartbeat_s: float
+        self, unit: str, role: str, epoch: str, pools: RankPools, num_requests_max: int, heartbeat_s: float
     ) -> None:
+        """`num_requests_max`: of each rank."""
         self.unit = unit
         self.role = role
         self.epoch = epoch
         self.meter = StepMeter()
-        self._blocks = blocks
+        self._pools = pools
         self._num_requests_max = num_requests_max
         self._heartbeat_s = heartbeat_s
         self._front_epoch: str | None = None
-        self._said = (-1, -1, -1)
+        self._is_known = False
+        """The front was told that the unit is up."""
+        self._was_up = pools.num_living > 0
+        self._said: tuple[int, ...] = ()
         self._next_beat_s = -math.inf
         self._wake_s = math.inf
 
-    def up(self) -> Send:
-        return Send(
-            "front", UnitUp(self.unit, self.role, self.epoch, self._blocks.num_usable, self._num_requests_max)
-        )
+    def up(self) -> list[Effect]:
+        """Say that the unit is up, once somebody can work in it."""
+        self._is_known = self._pools.num_living > 0
+        if not self._is_known:
+            return []
+        self._was_up = True
+        pools, most = self._pools, self._num_requests_max * self._pools.num_living
+        return [Send("front", UnitUp(
+            self.unit, self.role, self.epoch, pools.num_usable, most, pools.num_blocks_request,
+        ))]  # fmt: skip
+
+    def reset(self) -> list[Effect]:
+        """Ranks came or went: if the front does not know the unit yet, now may be the time."""
+        return [] if self._is_known else self.up()
 
     def is_new_front(self, message: FrontUp) -> bool:
         """Whether this front is another than the one before. The first one met counts as new."""
@@ -45,11 +60,13 @@ class UnitReporter:
     def beat(self, now_s: float, num_requests: int, num_tokens_waiting: int, deadline_s: float | None) -> list[Effect]:
         """Load if it changed or is due, and the next wake-up if that changed. `deadline_s` is the leader's own."""
         effects: list[Effect] = []
-        says = (self._blocks.num_used, num_requests, num_tokens_waiting)
+        pools = self._pools
+        says = (pools.num_used, num_requests, num_tokens_waiting, pools.num_living, pools.generation)
         if says != self._said or now_s >= self._next_beat_s:
             self._said = says
             self._next_beat_s = now_s + self._heartbeat_s
-            effects.append(Send("front", self._load()))
+            if self._was_up:
+                effects.append(Send("front", self._load()))
         wake_s = self._next_beat_s if deadline_s is None else min(self._next_beat_s, deadline_s)
         # A wake-up that is early does no harm, so it is moved only when it passed or became too late.
         if self._wake_s <= now_s or wake_s < self._wake_s:
@@ -58,8 +75,9 @@ class UnitReporter:
         return effects
 
     def _load(self) -> Load:
-        num_blocks_used, num_requests, num_tokens_waiting = self._said
+        num_blocks_used, num_requests, num_tokens_waiting, num_ranks, generation = self._said
         return Load(
-            self.unit, self.role, self.epoch, self._blocks.num_usable, num_blocks_used, num_requests,
-            self._num_requests_max, num_tokens_waiting, self.meter.num_steps, self.meter.step_ms,
+            self.unit, self.role, self.epoch, self._pools.num_usable, num_blocks_used, num_requests,
+            self._num_requests_max * num_ranks, num_tokens_waiting, self.meter.num_steps, self.meter.step_ms,
+            num_ranks=num_ranks, generation=generation, num_blocks_request=self._pools.num_blocks_request,
         )  # fmt: skip

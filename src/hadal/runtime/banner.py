@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.text import Text
@@ -15,6 +16,7 @@ from hadal import __version__
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.status import Status
+from hadal.runtime.topology import ROLES, rank_name, unit_of, units_of
 
 _PRECISIONS = {"F8_E4M3": "FP8 E4M3, block-scaled", "BF16": "BF16", "F32": "FP32", "F16": "FP16"}
 
@@ -49,20 +51,28 @@ class Banner:
                  f"{config.num_experts_per_tok}, context {config.max_position_embeddings}"),
             ("", f"checkpoint {_PRECISIONS.get(resolved.precision, resolved.precision)}, computed in FP32"),
         ]  # fmt: skip
-        for name, process in status.processes.items():
-            units = {"prefill": deployment.prefill, "decode": deployment.decode}.get(process.role)
-            text = f"pid {process.pid}"
-            if units is not None:
-                text += f", {_plural(units.threads, 'thread')}, up to {units.max_requests} requests"
-            rows.append((name, text))
-        num_units = deployment.prefill.units + deployment.decode.units
+        rows += [(name, text) for name, text in self._process_rows(status)]
         rows += [
-            ("memory", f"weights {_bytes(memory.weight_bytes)} x {_plural(num_units, 'unit')}, "
-                       f"KV {_bytes(memory.kv_bytes)} shared"),
-            ("", f"prefill {_blocks(memory.prefill_blocks)}, decode {_blocks(memory.decode_blocks)} a unit"),
+            ("memory", f"weights {_bytes(memory.weight_bytes)}, KV {_bytes(memory.kv_bytes)} shared"
+                       f" by {_plural(sum(memory.num_ranks), 'rank')}"),
+            ("", f"prefill {_blocks(memory.prefill.kv_blocks)}, decode {_blocks(memory.decode.kv_blocks)} a rank"),
             ("address", f"{status.url}/v1" + (" (needs an API key)" if self._needs_key else "")),
         ]  # fmt: skip
         return rows
+
+    def _process_rows(self, status: Status) -> Iterator[tuple[str, str]]:
+        deployment = self._resolved.deployment
+        for name, process in status.processes.items():
+            unit, rank = unit_of(name)
+            text = f"pid {process.pid}"
+            if process.role in ROLES and rank is None:
+                units = units_of(deployment, process.role)
+                text += f", {_plural(units.threads, 'thread')}, up to {units.max_requests} requests"
+                if units.ranks > 1:
+                    pids = [status.processes[rank_name(unit, r)].pid for r in range(units.ranks)]
+                    text += f" a rank; {units.ranks} ranks: pid {_range(pids)}"
+            if rank is None:
+                yield name, text
 
     def curl(self, url: str) -> str:
         """A command that asks the model something."""
@@ -73,6 +83,13 @@ class Banner:
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._needs_key else ""
         data = shlex.quote(json.dumps(body))
         return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d {data}"
+
+
+def _range(pids: list[int]) -> str:
+    """Neighbours are shortened: processes that were started one after the other."""
+    if pids == list(range(pids[0], pids[0] + len(pids))):
+        return f"{pids[0]}-{pids[-1]}"
+    return ", ".join(map(str, pids))
 
 
 def _blocks(num_blocks: int) -> str:

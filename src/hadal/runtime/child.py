@@ -61,6 +61,7 @@ class Child:
         self._exits_s: deque[float] = deque(maxlen=EXITS_MAX + 1)
         self._failed_starts = 0
         self._backoff = 0
+        self._is_replaced = False
 
     def start(self, now_s: float, environment: dict[str, str], pass_fds: tuple[int, ...] = ()) -> None:
         """Start the process in a session of its own, so that Ctrl-C reaches the supervisor alone."""
@@ -71,6 +72,7 @@ class Child:
         )  # fmt: skip
         self.pid = self._process.pid
         self.phase = Phase.STARTING
+        self._is_replaced = False
         self.num_starts += 1
         self.started_s = now_s
         assert self._process.stdout is not None
@@ -94,11 +96,13 @@ class Child:
         if code is None:
             return None
         self._process = None
-        self._exits_s.append(now_s)
-        if self.phase is Phase.STARTING:
-            self._failed_starts += 1
-        self._backoff = 0 if now_s - self.started_s > _STEADY_S else self._backoff + 1
-        self.start_at_s = now_s + _BACKOFF_S[min(max(self._backoff - 1, 0), len(_BACKOFF_S) - 1)]
+        self.start_at_s = now_s
+        if not self._is_replaced:
+            self._exits_s.append(now_s)
+            if self.phase is Phase.STARTING:
+                self._failed_starts += 1
+            self._backoff = 0 if now_s - self.started_s > _STEADY_S else self._backoff + 1
+            self.start_at_s += _BACKOFF_S[min(max(self._backoff - 1, 0), len(_BACKOFF_S) - 1)]
         self.phase = Phase.WAITING
         self.pid = 0
         return code
@@ -116,6 +120,12 @@ class Child:
         """Send a signal, if it runs."""
         if self._process is not None:
             self._process.send_signal(number)
+
+    def replace(self) -> None:
+        """Kill it so that another starts at once: not its own fault, so it does not count as a crash."""
+        if self._process is not None:
+            self._is_replaced = True
+            self._process.kill()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end. False if it still runs after `timeout_s`."""

@@ -4,6 +4,8 @@ While it computes, the host's thread receives messages, plans the next step and 
 
     plan 1 |#### step 1 ####|      |#### step 2 ####|#### step 3 ####|
                              ^ idle ^ counts only if step 2 was asked for because of, or before the end of, step 1
+
+A FormPlan voids what was queued before it: steps of the old generation are answered with an error and never run.
 """
 
 from __future__ import annotations
@@ -14,10 +16,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from hadal.core.errors import InvariantError
-from hadal.core.plans import Formed, StepDone, StepPlan
+from hadal.core.plans import Formed, FormPlan, OpTime, StepDone, StepPlan
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Runner
 
+MAX_FORMS_IN_FLIGHT = 16
+"""A unit forms again when a rank is lost while it forms. More than this, and its leader is mad."""
+FOLLOWS_S = 0.05
+"""A rank's next step comes by message, without a word whether it answers the last one: it does if it comes so soon."""
+IDLE = "idle"
+"""Name of the op time that tells how long a rank stood idle before the step: planning and messages."""
 _SMOOTHING = 0.1
 _WAIT_S = 1.0
 
@@ -31,10 +41,17 @@ class Compute:
         """Smoothed time per step that the runner stood idle though work was there."""
         self._runner = runner
         self._wake = wake
-        self._plans: queue.SimpleQueue[tuple[StepPlan, bool] | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[tuple[StepPlan | FormPlan, bool, int] | None] = queue.SimpleQueue()
         self._results: deque[StepDone | Formed | BaseException] = deque()
         self._num_in_flight = 0
+        self._num_forms = 0
+        self._generation = 0
+        """Of the newest FormPlan that was queued: what was queued before it is void."""
+        self._running_generation: int | None = None
+        """Of the plan that runs; None if none does."""
         self._busy_since_s: float | None = None
+        self._ended_s = time.monotonic()
+        """When the last plan ended."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
@@ -47,9 +64,25 @@ class Compute:
         """Queue a plan. `follows`: it answers a finished step, so the time since that step's end is overhead."""
         if self._num_in_flight >= MAX_STEPS_IN_FLIGHT:
             raise InvariantError(f"step {plan.step_id}: {MAX_STEPS_IN_FLIGHT} plans are in flight already")
-        follows = follows or self._num_in_flight > 0
+        is_soon = self._generation > 0 and time.monotonic() - self._ended_s < FOLLOWS_S
+        follows = follows or self._num_in_flight > 0 or is_soon
         self._num_in_flight += 1
-        self._plans.put((plan, follows))
+        self._plans.put((plan, follows, self._generation))
+
+    def form(self, plan: FormPlan) -> None:
+        """Break off what runs, void what waits, and form the generation. Needs a runner that can be aborted."""
+        if self._num_forms >= MAX_FORMS_IN_FLIGHT:
+            raise InvariantError(f"generation {plan.generation}: {MAX_FORMS_IN_FLIGHT} generations are being formed")
+        self._num_forms += 1
+        self._generation = plan.generation
+        self._runner.abort()
+        self._plans.put((plan, False, plan.generation))
+
+    def abort_void(self) -> None:
+        """Break off a plan that was void when it began: it was taken in the instant a FormPlan was queued."""
+        running = self._running_generation
+        if running is not None and running < self._generation:
+            self._runner.abort()
 
     def take(self) -> list[StepDone | Formed]:
         """Return the results that are ready. Raises what the runner raised, if it did."""
@@ -58,7 +91,10 @@ class Compute:
             result = self._results.popleft()
             if isinstance(result, BaseException):
                 raise result
-            self._num_in_flight -= 1
+            if isinstance(result, Formed):
+                self._num_forms -= 1
+            else:
+                self._num_in_flight -= 1
             done.append(result)
         return done
 
@@ -75,7 +111,6 @@ class Compute:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        ended_s = time.monotonic()
         while not self._stopping:
             try:
                 item = self._plans.get(timeout=_WAIT_S)
@@ -83,17 +118,30 @@ class Compute:
                 continue
             if item is None:
                 break
-            plan, follows = item
+            plan, follows, generation = item
             started_s = time.monotonic()
+            idle_s = started_s - self._ended_s if follows else 0.0
             if follows:
-                idle_ms = 1000.0 * (started_s - ended_s)
-                self.overhead_ms += _SMOOTHING * (idle_ms - self.overhead_ms)
+                self.overhead_ms += _SMOOTHING * (1000.0 * idle_s - self.overhead_ms)
             self._busy_since_s = started_s
+            self._running_generation = generation
+            result: StepDone | Formed | BaseException
             try:
-                result: StepDone | Formed | BaseException = self._runner.execute(plan)
+                result = self._execute(plan, generation, idle_s)
             except BaseException as error:
                 result = error  # A runner answers with its errors; one that raises is broken, and the host ends.
-            ended_s = time.monotonic()
-            self._busy_since_s = None
+            self._ended_s = time.monotonic()
+            self._busy_since_s = self._running_generation = None
             self._results.append(result)
             self._wake()
+
+    def _execute(self, plan: StepPlan | FormPlan, generation: int, idle_s: float) -> StepDone | Formed | BaseException:
+        if generation < self._generation:
+            void = f"generation {generation} is over"
+            if isinstance(plan, FormPlan):
+                return Formed(generation, void)
+            return StepDone(plan.step_id, (), (), {}, 0.0, void)
+        result = self._runner.execute(plan)
+        if isinstance(result, StepDone) and result.op_times:
+            return msgspec.structs.replace(result, op_times=(*result.op_times, OpTime(IDLE, 1, idle_s)))
+        return result

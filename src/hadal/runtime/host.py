@@ -1,7 +1,8 @@
-"""A leader at work: feeds one sans-IO role its messages, results and time, and applies what it asks for.
+"""A leader or a rank at work: feeds one sans-IO role its messages, results and time, and applies what it asks for.
 
 One thread receives, decides and sends; steps are computed in a second, long copies made in a third. The thread sleeps
-in one place only, until a message, a result, a timer or a signal comes. Knows no role from another.
+in one place only, until a message, a result, a timer or a signal comes. Knows no role from another; the leader of many
+ranks has neither runner nor pool.
 """
 
 from __future__ import annotations
@@ -9,21 +10,27 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
+from hadal.core.errors import ConfigError
 from hadal.core.messages import Load
-from hadal.core.seams import Clock, Effect, Event, Execute, Freed, Pull, Runner, Send, Tick, WakeAt
+from hadal.core.seams import Clock, Effect, Event, Execute, Form, Freed, Pull, Runner, Send, Tick, WakeAt
 from hadal.runtime.compute import Compute
 from hadal.runtime.copier import Copier
 from hadal.runtime.kv_wire import KvPool, KvWire
-from hadal.runtime.process import EXIT_STUCK
+from hadal.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_STUCK
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger(__name__)
 
+STEP_DEADLINES = 4
+"""A step may take this many times what the front grants a silent unit: the leader is not silent while a step runs."""
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may hold the interpreter while another wants it; the default is 5 ms, several decode steps."""
 _MAX_WAIT_S = 0.5
 _STOP_S = 2.0
 
@@ -35,27 +42,38 @@ class Leader(Protocol):
 
 
 class UnitHost:
-    """One leader with its rank: runner, KV pool and wire, which it owns from now on."""
+    """One role with what is its own from now on: wire, and unless it leads ranks elsewhere, runner and KV pool."""
 
     def __init__(
-        self, leader: Leader, runner: Runner, wire: ZmqWire, pool: KvPool, clock: Clock, *, step_deadline_s: float
-    ) -> None:
-        """`step_deadline_s`: a step longer than this ends the process, so that the supervisor starts another."""
+        self, leader: Leader, runner: Runner | None, wire: ZmqWire, pool: KvPool | None, clock: Clock, *,
+        step_deadline_s: float, news: Callable[[float], list[Effect]] = lambda now_s: [],
+    ) -> None:  # fmt: skip
+        """`step_deadline_s`: a step longer than this ends the process, so that the supervisor starts another.
+
+        `news` feeds the role, before every tick and after every wake, what only the process can see: a rank's progress.
+        """
         self._leader = leader
         self._runner = runner
         self._wire = wire
         self._pool = pool
         self._clock = clock
         self._step_deadline_s = step_deadline_s
+        self._news = news
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wire.wake_on(self._wake_fd)
-        self._kv_wire = KvWire(pool)
-        self._compute = Compute(runner, self.wake)
-        self._copier = Copier(self._kv_wire, pool.block_bytes, self.wake)
+        self._kv_wire = None if pool is None else KvWire(pool)
+        self._compute = None if runner is None else Compute(runner, self.wake)
+        self._copier = (
+            None if self._kv_wire is None or pool is None else Copier(self._kv_wire, pool.block_bytes, self.wake)
+        )
         self._wake_at_s: float | None = None
         self._step_ended = False
         """A step's end is among the events being handled: a plan made now follows it."""
         self._stopping = False
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping
 
     def wake(self) -> None:
         """End the host's sleep. From any thread or signal handler."""
@@ -71,69 +89,107 @@ class UnitHost:
         self._apply(first)
         while not self._stopping:
             messages = self._wire.receive(self._wait_s())
-            self._clear_wake()
-            results = self._compute.take()
+            if self._clear_wake():
+                self._take_news()  # Before a failed step: it tells whose fault it was.
+            results = self._compute.take() if self._compute else []
+            copied = self._copier.take() if self._copier else []
             self._step_ended = bool(results)
             # Results first: they free slots and blocks that the messages may want.
-            for event in (*results, *self._copier.take(), *messages):
+            for event in (*results, *copied, *messages):
                 self._apply(self._leader.handle(self._clock.now(), event))
             self._tick_if_due()
-            self._end_if_stuck()
+            if self._compute:
+                self._compute.abort_void()
+                self._end_if_stuck(self._compute.busy_s())
 
     def close(self) -> None:
         """Free the name, the segment and the threads."""
-        if not self._compute.stop(_STOP_S):
+        if self._runner is not None:
+            self._runner.abort()  # Its peers may be gone already: do not wait for them.
+        if self._compute and not self._compute.stop(_STOP_S):
             log.warning("leaving in the middle of a step")
-        self._copier.stop(_STOP_S)
+        if self._copier:
+            self._copier.stop(_STOP_S)
         self._wire.close()
-        self._kv_wire.close()
-        self._pool.close()
-        self._runner.close()
+        if self._kv_wire:
+            self._kv_wire.close()
+        if self._pool:
+            self._pool.close()
+        if self._runner is not None:
+            self._runner.close()
         os.close(self._wake_fd)
 
     def _apply(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
-                message = effect.message
-                if isinstance(message, Load):
-                    # Only the host can measure this one.
-                    message = msgspec.structs.replace(message, overhead_ms=self._compute.overhead_ms)
-                self._wire.send(effect.to, message)
-            elif isinstance(effect, Execute):
-                self._compute.submit(effect.plans[0], follows=self._step_ended)
-            elif isinstance(effect, Freed):
-                self._pool.free(effect.block_ids)
-            elif isinstance(effect, Pull):
-                self._copier.submit(effect)
+                self._send(effect)
             elif isinstance(effect, WakeAt):
                 self._wake_at_s = effect.time_s
+            elif isinstance(effect, Execute) and self._compute:
+                self._compute.submit(effect.plans[0], follows=self._step_ended)
+            elif isinstance(effect, Form) and self._compute:
+                self._compute.form(effect.plan)
+            elif isinstance(effect, Freed) and self._pool:
+                self._pool.free(effect.block_ids)
+            elif isinstance(effect, Pull) and self._copier:
+                self._copier.submit(effect)
             else:
-                raise TypeError(f"a leader does not ask for {type(effect).__name__}")
-        for outcome in self._copier.take():  # Small pulls are done already.
+                raise TypeError(f"this role does not ask for {type(effect).__name__}")
+        for outcome in self._copier.take() if self._copier else ():  # Small pulls are done already.
             self._apply(self._leader.handle(self._clock.now(), outcome))
+
+    def _send(self, effect: Send) -> None:
+        message = effect.message
+        if isinstance(message, Load) and self._compute:
+            # Only the host can measure this one.
+            message = msgspec.structs.replace(message, overhead_ms=self._compute.overhead_ms)
+        self._wire.send(effect.to, message)
 
     def _tick_if_due(self) -> None:
         now_s = self._clock.now()
         if self._wake_at_s is not None and now_s >= self._wake_at_s:
             self._wake_at_s = None
+            self._take_news()
             self._apply(self._leader.handle(now_s, Tick()))
+
+    def _take_news(self) -> None:
+        self._apply(self._news(self._clock.now()))
 
     def _wait_s(self) -> float:
         if self._wake_at_s is None:
             return _MAX_WAIT_S
         return min(_MAX_WAIT_S, max(0.0, self._wake_at_s - self._clock.now()))
 
-    def _clear_wake(self) -> None:
+    def _clear_wake(self) -> bool:
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
-            return  # Woken by a message or a timer.
+            return False  # Woken by a message or a timer.
+        return True
 
-    def _end_if_stuck(self) -> None:
-        busy_s = self._compute.busy_s()
+    def _end_if_stuck(self, busy_s: float) -> None:
         if busy_s > self._step_deadline_s:
             log.critical("a step has run for %.0f s; its deadline is %.0f s. Ending.", busy_s, self._step_deadline_s)
             faulthandler.dump_traceback(all_threads=True)
             os._exit(EXIT_STUCK)  # The stuck thread would hold up any other way out.
 
 
+def run_host(make: Callable[[], tuple[UnitHost, Sequence[Effect]]]) -> int:
+    """Make a host with its first effects and let it serve until SIGTERM: the rest of a child process's main.
+
+    Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL.
+    """
+    try:
+        host, first = make()  # Until there is a host to stop, SIGTERM ends the process as it is.
+    except ConfigError as error:
+        log.critical("%s", error)
+        return EXIT_CONFIG
+    signal.signal(signal.SIGTERM, lambda *_: host.stop())
+    try:
+        host.run(first)
+    except Exception:
+        log.critical("this process cannot go on", exc_info=True)
+        host.close()
+        return EXIT_FATAL
+    host.close()
+    return 0

@@ -24,22 +24,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
-from hadal.core.messages import Drain, UnitDown, UnitUp
+from hadal.core.messages import Drain, RankUp, UnitDown, UnitUp
 from hadal.runtime.child import START_TIMEOUT_S, Child, Phase
 from hadal.runtime.kv_wire import remove_segments, remove_stale_segments
 from hadal.runtime.listen import open_listener, url_of
 from hadal.runtime.probe import Probe
-from hadal.runtime.process import API_KEYS, EXIT_CONFIG, LISTEN_FD, Run, write_run
+from hadal.runtime.process import API_KEYS, EXIT_CONFIG, LISTEN_FD, SUPERVISOR, Run, write_run
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.status import Status, write_status
+from hadal.runtime.topology import process_names, rank_name, unit_of, units_of
 from hadal.runtime.wire import ZmqWire, socket_path
 
 log = logging.getLogger(__name__)
 
 GATEWAY = "gateway"
 FRONT = "front"
-SUPERVISOR = "supervisor"
 EXIT_GAVE_UP = 1
 _MAX_WAIT_S = 0.5
 _STOP_S = 4.0
@@ -95,7 +96,7 @@ class Supervisor:
         write_run(folder, Run(self._run_id, os.getpid(), resolved.deployment, options.log_level))
         self._environment = _environment(options)
         self._wire = ZmqWire(SUPERVISOR, folder)
-        self._children = {child.name: child for child in _children(resolved, folder, options.log_dir)}
+        self._children = {child.name: child for child in _children(resolved.deployment, folder, options.log_dir)}
         self._probe = Probe(self._url)
 
     def run(self, signals_fd: int) -> int:
@@ -111,8 +112,10 @@ class Supervisor:
             for message in messages:
                 if isinstance(message, UnitUp):
                     self._ready(message.unit)
+                elif isinstance(message, RankUp):
+                    self._ready(rank_name(message.unit, message.rank))
                 elif isinstance(message, UnitDown):
-                    self._given_up_by_front(message)
+                    self._given_up(message)
             if self._probe.take():
                 self._ready(GATEWAY)
             self._reap()
@@ -161,8 +164,8 @@ class Supervisor:
                 child.start(now_s, {**self._environment, LISTEN_FD: str(fd)}, (fd,))
                 self._probe.ask(child.num_starts)
             else:
-                units = self._deployment.prefill if child.role == "prefill" else self._deployment.decode
-                child.start(now_s, {**self._environment, "OMP_NUM_THREADS": str(units.threads)})
+                threads = units_of(self._deployment, child.role).threads
+                child.start(now_s, {**self._environment, "OMP_NUM_THREADS": str(threads)})
         if due:
             self._write_status()
 
@@ -191,8 +194,7 @@ class Supervisor:
                 continue
             log.warning("%s ended: %s", child.name, reason)
             self._clear_after(child)
-            if child.name != GATEWAY:
-                self._wire.send(FRONT, UnitDown(child.name, reason))
+            self._tell(child, reason)
             why = child.why_give_up(now_s)
             if code == EXIT_CONFIG and child.ready_s < child.started_s:
                 why = f"{child.name} cannot start"
@@ -208,11 +210,26 @@ class Supervisor:
         self._wire.forget(name)
         remove_segments(self._run_id, child.name)
 
-    def _given_up_by_front(self, message: UnitDown) -> None:
+    def _tell(self, child: Child, reason: str) -> None:
+        """Say that a process is gone to whom it concerns: of a unit the front, of a rank its leader."""
+        unit, rank = unit_of(child.name)
+        if child.name == GATEWAY:
+            return  # The next one's first message says it.
+        if rank is not None:
+            self._wire.send(unit, UnitDown(child.name, reason))
+            return
+        self._wire.send(FRONT, UnitDown(child.name, reason))
+        for other in self._children.values():
+            if other.name != unit and unit_of(other.name)[0] == unit:
+                other.replace()  # Its ranks hold KV and steps that nobody remembers.
+
+    def _given_up(self, message: UnitDown) -> None:
+        """Kill a unit that the front, or a rank that its leader, finds silent or stuck. A stopped one dies as well."""
         child = self._children.get(message.unit)
         if child is None or child.phase is not Phase.READY:
             return
-        if time.monotonic() - child.ready_s < self._deployment.unit_timeout_s:
+        is_unit = unit_of(message.unit)[1] is None
+        if is_unit and time.monotonic() - child.ready_s < self._deployment.unit_timeout_s:
             return  # It cannot have been silent that long: its predecessor was meant.
         log.warning("%s is killed: %s", child.name, message.reason)
         child.signal(signal.SIGKILL)
@@ -257,19 +274,23 @@ class Supervisor:
         write_status(self._folder, self.status())
 
 
-def _children(resolved: Resolved, folder: Path, log_dir: Path | None) -> Iterator[Child]:
-    def log_path(name: str) -> Path | None:
-        return None if log_dir is None else log_dir / f"{name}.log"
+def _children(deployment: Deployment, folder: Path, log_dir: Path | None) -> Iterator[Child]:
+    def child(name: str, role: str, module: str, *arguments: str) -> Child:
+        log_path = None if log_dir is None else log_dir / f"{name}.log"
+        return Child(name, role, [module, *arguments, "--folder", str(folder)], log_path)
 
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)
     # Units first: they take longest.
-    for role, units in (("prefill", resolved.deployment.prefill), ("decode", resolved.deployment.decode)):
-        for index in range(units.units):
-            name = f"{role}-{index}"
-            arguments = ["hadal.runtime.worker", "--unit", name, "--role", role, "--folder", str(folder)]
-            yield Child(name, role, arguments, log_path(name))
-    yield Child(GATEWAY, GATEWAY, ["hadal.gateway.process", "--folder", str(folder)], log_path(GATEWAY))
+    for name, role, rank in process_names(deployment):
+        unit, _ = unit_of(name)
+        if rank is not None:
+            yield child(name, role, "hadal.runtime.rank", "--unit", unit, "--role", role, "--rank", str(rank))
+        elif units_of(deployment, role).ranks > 1:
+            yield child(name, role, "hadal.runtime.leader", "--unit", unit, "--role", role)
+        else:
+            yield child(name, role, "hadal.runtime.worker", "--unit", unit, "--role", role)
+    yield child(GATEWAY, GATEWAY, "hadal.gateway.process")
 
 
 def _environment(options: Options) -> dict[str, str]:

@@ -12,13 +12,12 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from hadal.comm.layout import WireLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
 from hadal.core.config import Deployment, UnitsConfig
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
 
-VALUE_BYTES = 4
-"""Of a weight and of a cached value. FP32 on CPU: BF16 arithmetic is several times slower there."""
 NUM_SCRATCH_BLOCKS = 1
 """SCRATCH_BLOCK takes the writes of padding."""
 _MAX_HEADER_BYTES = 100_000_000
@@ -26,79 +25,177 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
+class Precision:
+    """Bytes of a value by what it is. FP32 on CPUs: BF16 arithmetic is several times slower there."""
+
+    matrix: float = 4.0
+    """Projections and experts."""
+    other: int = 4
+    """Embedding, head and norms."""
+    kv: int = 4
+
+
+def precision_of(device: str, config: ModelConfig) -> Precision:
+    """On GPUs matrices stay FP8 where the checkpoint has them so (with an FP32 scale a block); the rest is BF16."""
+    if device != "cuda":
+        return Precision()
+    if config.weight_block_size is None:
+        return Precision(2.0, 2, 2)
+    rows, columns = config.weight_block_size
+    return Precision(1.0 + 4.0 / (rows * columns), 2, 2)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank of a unit."""
+
+    num_slots: int
+    """Expert replicas in each MoE layer."""
+    fixed_bytes: int
+    """Weights that every rank has: attention, shared expert, dense FFNs, gate, embedding and head."""
+    expert_bytes: int
+    kv_blocks: int
+    """The scratch block included."""
+    kv_bytes: int
+    comm_bytes: int
+    """Buffers of dispatch and combine; 0 in a unit of one rank."""
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.fixed_bytes + self.expert_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.comm_bytes
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of a deployment on one host."""
+    """Bytes of a deployment, worked out from its fields and the model's shape."""
 
     num_parameters: int
     num_parameters_active: int
     """Used by one token: all but the experts it is not sent to."""
-    weight_bytes: int
-    """Of one unit, in compute precision."""
     block_bytes: int
-    prefill_blocks: int
-    """Of one unit, the scratch block included."""
-    decode_blocks: int
-    kv_bytes: int
-    """Of all pools: what shared memory must hold."""
+    prefill: RankMemory
+    decode: RankMemory
+    num_ranks: tuple[int, int]
+    """Of all prefill units together, of all decode units together."""
     warnings: tuple[str, ...]
 
-    def total_bytes(self, num_units: int) -> int:
-        return num_units * self.weight_bytes + self.kv_bytes
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_ranks[0] * self.prefill.weight_bytes + self.num_ranks[1] * self.decode.weight_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all pools: on CPUs, what shared memory must hold."""
+        return self.num_ranks[0] * self.prefill.kv_bytes + self.num_ranks[1] * self.decode.kv_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_ranks[0] * self.prefill.total_bytes + self.num_ranks[1] * self.decode.total_bytes
 
 
 def plan_memory(deployment: Deployment, config: ModelConfig) -> MemoryPlan:
-    """Choose the blocks of each pool. Raises ConfigError if a pool could not hold a single token's block."""
-    block_bytes = config.num_hidden_layers * BLOCK_TOKENS * config.latent_dim * VALUE_BYTES
+    """Choose the blocks of each pool. `deployment.device` is not "auto" any more.
+
+    Raises ConfigError if a pool could not hold a single token's block, if experts do not divide by ranks, or if a rank
+    does not fit in `device_memory_gb`.
+    """
+    precision = precision_of(deployment.device, config)
+    block_bytes = config.num_hidden_layers * BLOCK_TOKENS * config.latent_dim * precision.kv
     context_blocks = NUM_SCRATCH_BLOCKS + -(-config.max_position_embeddings // BLOCK_TOKENS)
-    warnings = []
+    ranks, warnings = [], []
     for kind in ("prefill", "decode"):
-        asked = getattr(deployment, kind).kv_blocks
-        if 0 < asked < NUM_SCRATCH_BLOCKS + 1:
-            raise ConfigError(f"{kind}.kv_blocks is {asked}; one block is scratch, so at least 2 are needed.")
-        if 0 < asked < context_blocks:
+        units: UnitsConfig = getattr(deployment, kind)
+        warnings += _check_blocks(kind, units, config, context_blocks)
+        rank = _rank_memory(kind, deployment, config, precision, _blocks(units, block_bytes, context_blocks))
+        _check_device_memory(kind, rank, deployment)
+        ranks.append(rank)
+        if deployment.device == "cuda" and config.weight_block_size is not None:
             warnings.append(
-                f"{kind}.kv_blocks = {asked} holds {(asked - 1) * BLOCK_TOKENS} tokens, less than one whole context of "
-                f"{config.max_position_embeddings}; longer requests will fail. {context_blocks} blocks would hold one."
+                f"{kind}: FP8 matrices take fused kernels; plain torch ops hold them in BF16, about "
+                f"{gb(2 * rank.weight_bytes)} a rank instead of {gb(rank.weight_bytes)}."
             )
-    prefill_blocks = _blocks(deployment.prefill, block_bytes, context_blocks)
-    decode_blocks = _blocks(deployment.decode, block_bytes, context_blocks)
     total, active = count_parameters(config)
     return MemoryPlan(
         num_parameters=total,
         num_parameters_active=active,
-        weight_bytes=total * VALUE_BYTES,
         block_bytes=block_bytes,
-        prefill_blocks=prefill_blocks,
-        decode_blocks=decode_blocks,
-        kv_bytes=block_bytes * (prefill_blocks * deployment.prefill.units + decode_blocks * deployment.decode.units),
+        prefill=ranks[0],
+        decode=ranks[1],
+        num_ranks=(
+            deployment.prefill.units * deployment.prefill.ranks, deployment.decode.units * deployment.decode.ranks
+        ),
         warnings=tuple(warnings),
-    )
+    )  # fmt: skip
+
+
+def num_slots(kind: str, units: UnitsConfig, config: ModelConfig) -> int:
+    """Replicas of a rank in each MoE layer. Raises ConfigError saying which counts would divide evenly."""
+    total = config.n_routed_experts + units.redundant_experts
+    if total % units.ranks:
+        below = total // units.ranks * units.ranks - config.n_routed_experts
+        nearest = [n for n in (below, below + units.ranks) if n >= 0]
+        raise ConfigError(
+            f"{kind}: {config.n_routed_experts} experts and {units.redundant_experts} redundant ones do not divide "
+            f"evenly over {units.ranks} ranks. {kind}.redundant_experts = {' or '.join(map(str, nearest))} would."
+        )
+    slots = total // units.ranks
+    if slots > config.n_routed_experts:
+        raise ConfigError(
+            f"{kind}: {slots} replicas on a rank are more than the {config.n_routed_experts} experts there are. "
+            f"Lower {kind}.redundant_experts."
+        )
+    return slots
+
+
+def max_step_tokens(kind: str, deployment: Deployment) -> int:
+    """Most tokens of a rank in one micro-batch."""
+    return deployment.chunk_tokens if kind == "prefill" else deployment.decode.max_requests
+
+
+def mode_of(kind: str, units: UnitsConfig) -> str:
+    """How tokens travel: as the file says, else normal in prefill and low-latency in decode."""
+    return units.mode or ("normal" if kind == "prefill" else "low_latency")
 
 
 def with_blocks(deployment: Deployment, plan: MemoryPlan) -> Deployment:
     """The deployment with the plan's blocks written in."""
     return dataclasses.replace(
         deployment,
-        prefill=dataclasses.replace(deployment.prefill, kv_blocks=plan.prefill_blocks),
-        decode=dataclasses.replace(deployment.decode, kv_blocks=plan.decode_blocks),
+        prefill=dataclasses.replace(deployment.prefill, kv_blocks=plan.prefill.kv_blocks),
+        decode=dataclasses.replace(deployment.decode, kv_blocks=plan.decode.kv_blocks),
     )
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Return (all, used by one token) of the main model; the MTP module is not loaded for serving."""
+    matrices, others, gates, expert = _parameters(config)
+    fixed = matrices + others + gates
+    num_moe = num_moe_layers(config)
+    return fixed + num_moe * config.n_routed_experts * expert, fixed + num_moe * config.num_experts_per_tok * expert
+
+
+def num_moe_layers(config: ModelConfig) -> int:
+    return sum(config.is_moe(index) for index in range(config.num_hidden_layers))
+
+
+def _parameters(config: ModelConfig) -> tuple[int, int, int, int]:
+    """(in matrices every rank has, in embedding, head and norms, in gates, in one expert of one layer)."""
     c = config
-    dim, heads = c.hidden_size, c.num_attention_heads
+    dim, heads, num_moe = c.hidden_size, c.num_attention_heads, num_moe_layers(c)
     q_rows = heads * c.qk_head_dim
-    query = dim * q_rows if c.q_lora_rank is None else c.q_lora_rank * (dim + 1 + q_rows)
-    latent = dim * c.latent_dim + c.kv_lora_rank + c.kv_lora_rank * heads * (c.qk_nope_head_dim + c.v_head_dim)
-    attention = query + latent + heads * c.v_head_dim * dim + 2 * dim
+    query = dim * q_rows if c.q_lora_rank is None else c.q_lora_rank * (dim + q_rows)
+    latent = dim * c.latent_dim + c.kv_lora_rank * heads * (c.qk_nope_head_dim + c.v_head_dim)
+    attention = query + latent + heads * c.v_head_dim * dim
+    norms = (c.q_lora_rank or 0) + c.kv_lora_rank + 2 * dim
     expert = 3 * dim * c.moe_intermediate_size
-    gate = c.n_routed_experts * (dim + 1)
-    num_moe = sum(c.is_moe(index) for index in range(c.num_hidden_layers))
-    num_dense = c.num_hidden_layers - num_moe
-    fixed = c.num_hidden_layers * attention + num_dense * 3 * dim * c.intermediate_size
-    fixed += num_moe * (gate + c.n_shared_experts * expert) + 2 * c.vocab_size * dim + dim
-    return fixed + num_moe * c.n_routed_experts * expert, fixed + num_moe * c.num_experts_per_tok * expert
+    matrices = c.num_hidden_layers * attention + (c.num_hidden_layers - num_moe) * 3 * dim * c.intermediate_size
+    matrices += num_moe * c.n_shared_experts * expert
+    others = c.num_hidden_layers * norms + 2 * c.vocab_size * dim + dim
+    return matrices, others, num_moe * c.n_routed_experts * (dim + 1), expert
 
 
 def checkpoint_precision(folder: Path) -> str:
@@ -128,3 +225,71 @@ def checkpoint_precision(folder: Path) -> str:
 def _blocks(units: UnitsConfig, block_bytes: int, context_blocks: int) -> int:
     """As many as fit in `kv_memory_mb`, but never fewer than one whole context unless the file says so."""
     return units.kv_blocks or max(units.kv_memory_mb * 1024 * 1024 // block_bytes, context_blocks)
+
+
+def _check_blocks(kind: str, units: UnitsConfig, config: ModelConfig, context_blocks: int) -> list[str]:
+    asked = units.kv_blocks
+    if 0 < asked < NUM_SCRATCH_BLOCKS + 1:
+        raise ConfigError(f"{kind}.kv_blocks is {asked}; one block is scratch, so at least 2 are needed.")
+    if not 0 < asked < context_blocks:
+        return []
+    return [
+        f"{kind}.kv_blocks = {asked} holds {(asked - 1) * BLOCK_TOKENS} tokens, less than one whole context of "
+        f"{config.max_position_embeddings}; longer requests will fail. {context_blocks} blocks would hold one."
+    ]
+
+
+def _rank_memory(
+    kind: str, deployment: Deployment, config: ModelConfig, precision: Precision, kv_blocks: int
+) -> RankMemory:
+    units: UnitsConfig = getattr(deployment, kind)
+    matrices, others, gates, expert = _parameters(config)
+    slots = num_slots(kind, units, config)
+    replicas = num_moe_layers(config) * slots
+    return RankMemory(
+        num_slots=slots,
+        # The gate stays FP32 everywhere: a rounded score sends a token elsewhere.
+        fixed_bytes=int(matrices * precision.matrix) + others * precision.other + 4 * gates,
+        expert_bytes=int(replicas * expert * precision.matrix),
+        kv_blocks=kv_blocks,
+        kv_bytes=kv_blocks * config.num_hidden_layers * BLOCK_TOKENS * config.latent_dim * precision.kv,
+        comm_bytes=_comm_bytes(kind, deployment, config),
+    )
+
+
+def _comm_bytes(kind: str, deployment: Deployment, config: ModelConfig) -> int:
+    """Fixed buffers in low-latency mode; in normal mode what two micro-batches hold when choices spread evenly."""
+    units: UnitsConfig = getattr(deployment, kind)
+    if units.ranks == 1:
+        return 0
+    tokens, top_k = max_step_tokens(kind, deployment), config.num_experts_per_tok
+    layout = WireLayout(deployment.wire, config.hidden_size)
+    if mode_of(kind, units) == "low_latency":
+        replicas = config.n_routed_experts + units.redundant_experts
+        if deployment.transport == "deepep":
+            return deepep_buffer_bytes(tokens, config.hidden_size, replicas)
+        return low_latency_buffers(layout, tokens, top_k, units.ranks, replicas // units.ranks).total
+    rows = round((units.ranks - 1) * mean_rows(tokens, top_k, units.ranks))
+    pairs = tokens * top_k
+    # Out and in, back and forth; and the received rows decoded for the experts.
+    return 2 * rows * layout.row_bytes + 2 * pairs * layout.back_bytes + 4 * rows * config.hidden_size
+
+
+def _check_device_memory(kind: str, rank: RankMemory, deployment: Deployment) -> None:
+    limit_bytes = deployment.device_memory_gb * 1e9
+    if deployment.device != "cuda" or not limit_bytes or rank.total_bytes <= limit_bytes:
+        return
+    parts = f"weights {gb(rank.weight_bytes)}, KV {gb(rank.kv_bytes)}, buffers {gb(rank.comm_bytes)}"
+    if rank.weight_bytes + rank.comm_bytes < limit_bytes:
+        excess_mb = (rank.total_bytes - limit_bytes) / 2**20
+        remedy = f"Lower {kind}.kv_memory_mb by {excess_mb:.0f} or more (below a whole context: {kind}.kv_blocks)."
+    else:
+        remedy = f"The weights alone do not fit: raise {kind}.ranks, or take GPUs with more memory (device_memory_gb)."
+    raise ConfigError(
+        f"a {kind} rank needs {gb(rank.total_bytes)} ({parts}), and a GPU has {gb(int(limit_bytes))}. {remedy}"
+    )
+
+
+def gb(number: int) -> str:
+    """Bytes as people compare them with a GPU's memory: 10^9."""
+    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"

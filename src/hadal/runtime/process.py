@@ -28,6 +28,8 @@ EXIT_FATAL = 71
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _RUN_FILE = "run.json"
+SUPERVISOR = "supervisor"
+"""Name of `hadal serve`'s main process on the wire."""
 LISTEN_FD = "HADAL_LISTEN_FD"
 """Environment variable: the gateway's listening socket, opened by the supervisor so that it outlives the gateway."""
 API_KEYS = "HADAL_API_KEYS"
@@ -64,10 +66,10 @@ def enter_child(folder: Path) -> Run:
     faulthandler.enable()
     run = read_run(folder)
     die_with(run.supervisor_pid)
-    # The supervisor puts the process's name before every line.
+    # The supervisor puts the process's name before every line. Milliseconds: what ranks notice is compared by them.
     logging.basicConfig(
-        level=run.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
+        level=run.log_level.upper(), stream=sys.stderr, datefmt="%H:%M:%S",
+        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
     )  # fmt: skip
     return run
 

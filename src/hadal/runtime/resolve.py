@@ -13,8 +13,10 @@ from pathlib import Path
 from hadal.core.config import Deployment, UnitsConfig
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.model_config import ModelConfig, read_model_config
+from hadal.runtime.devices import gpus
 from hadal.runtime.kv_wire import SHM, no_room
 from hadal.runtime.memory import MemoryPlan, checkpoint_precision, plan_memory, with_blocks
+from hadal.runtime.topology import why_not_here
 
 MODEL_VARIABLE = "HADAL_MODEL"
 _SHIPPED = Path(__file__).resolve().parents[3] / "models" / "hadal-tiny"
@@ -30,37 +32,68 @@ class Resolved:
     config: ModelConfig
     memory: MemoryPlan
     precision: str
-    """Of the checkpoint, as its files say."""
+    """Of the checkpoint, as its files say; empty where only config.json was read."""
+
+
+def plan(deployment: Deployment) -> Resolved:
+    """Fill in what is left to be derived, from config.json and this machine; needs no weights.
+
+    Raises ConfigError or CheckpointError, one line that says what to change, if the deployment cannot work anywhere.
+    """
+    folder = model_folder(deployment.model)
+    config = read_model_config(folder)
+    found = gpus() if deployment.device == "cuda" else ()
+    # Not where there is a GPU: its KV cannot be handed over yet, see why_not_here.
+    device = "cpu" if deployment.device == "auto" else deployment.device
+    transport = deployment.transport
+    if transport == "auto":
+        transport = "nccl" if device == "cuda" else "tcp"
+    if device == "cpu" and transport in ("nccl", "deepep"):
+        raise ConfigError(f"transport {transport!r} needs GPUs, and this machine has none. CPUs take tcp or gloo.")
+    deployment = dataclasses.replace(
+        deployment,
+        model=str(folder),
+        model_name=deployment.model_name or folder.name,
+        device=device,
+        transport=transport,
+        device_memory_gb=deployment.device_memory_gb or min(found, default=0) / 1e9,
+        prefill=_with_threads(deployment.prefill),
+        decode=_with_threads(deployment.decode),
+    )
+    memory = plan_memory(deployment, config)
+    return Resolved(with_blocks(deployment, memory), config, memory, "")
+
+
+def why_not_run(resolved: Resolved) -> list[str]:
+    """Why this host cannot run a sound plan, one sentence each; empty if it can."""
+    deployment, memory = resolved.deployment, resolved.memory
+    reasons = why_not_here(deployment, num_cores(), len(gpus()) if deployment.device == "cuda" else 0)
+    if reasons:
+        return reasons
+    found = os.statvfs(SHM)
+    if memory.kv_bytes > found.f_bavail * found.f_frsize:
+        reasons.append(no_room(memory.kv_bytes))
+    return reasons
 
 
 def resolve(deployment: Deployment) -> Resolved:
-    """Fill in what is left to be derived. Raises ConfigError or CheckpointError with one line that says what to do."""
-    folder = model_folder(deployment.model)
-    config = read_model_config(folder)
+    """Plan it, and make sure that this host can start it. Raises ConfigError or CheckpointError."""
+    resolved = plan(deployment)
+    deployment, memory = resolved.deployment, resolved.memory
+    folder = Path(deployment.model)
+    if reasons := why_not_run(resolved):
+        raise ConfigError(reasons[0])
     precision = checkpoint_precision(folder)
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(f"{folder / 'tokenizer.json'}: not found; the gateway needs it to read prompts.")
-    memory = plan_memory(deployment, config)
-    found = os.statvfs(SHM)
-    if memory.kv_bytes > found.f_bavail * found.f_frsize:
-        raise ConfigError(no_room(memory.kv_bytes))
-    num_units = deployment.prefill.units + deployment.decode.units
     available = available_bytes()
-    if available is not None and memory.total_bytes(num_units) > available:
+    if deployment.device == "cpu" and available is not None and memory.total_bytes > available:
         text = (
-            f"{memory.total_bytes(num_units) / 2**30:.1f} GiB are needed and {available / 2**30:.1f} GiB are free: "
+            f"{memory.total_bytes / 2**30:.1f} GiB are needed and {available / 2**30:.1f} GiB are free: "
             "processes may be killed for want of memory."
         )
         memory = dataclasses.replace(memory, warnings=(*memory.warnings, text))
-    deployment = dataclasses.replace(
-        with_blocks(deployment, memory),
-        model=str(folder),
-        model_name=deployment.model_name or folder.name,
-    )
-    deployment = dataclasses.replace(
-        deployment, prefill=_with_threads(deployment.prefill), decode=_with_threads(deployment.decode)
-    )
-    return Resolved(deployment, config, memory, precision)
+    return Resolved(deployment, resolved.config, memory, precision)
 
 
 def model_folder(model: str) -> Path:
@@ -97,4 +130,6 @@ def available_bytes() -> int | None:
 
 
 def _with_threads(units: UnitsConfig) -> UnitsConfig:
-    return dataclasses.replace(units, threads=units.threads or num_cores())
+    """All cores for the ranks of one unit: units take turns, ranks of a unit work together."""
+    num_ranks_here = min(units.ranks, units.ranks_per_node)
+    return dataclasses.replace(units, threads=units.threads or max(1, num_cores() // num_ranks_here))

@@ -9,7 +9,6 @@ import argparse
 import gc
 import logging
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -27,17 +26,12 @@ from hadal.model.weights import load_weights
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.prefill import PrefillLeader
 from hadal.runtime.clock import LiveClock
-from hadal.runtime.host import UnitHost
+from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.kv_wire import KvPool, pool_name
-from hadal.runtime.process import EXIT_CONFIG, EXIT_FATAL, Run, enter_child
+from hadal.runtime.process import SUPERVISOR, Run, enter_child
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.unit")
-
-STEP_DEADLINES = 4
-"""A step may take this many times what the front grants a silent unit: the leader is not silent while a step runs."""
-_SWITCH_INTERVAL_S = 0.0005
-"""How long a thread may hold the interpreter while another wants it; the default is 5 ms, several decode steps."""
 
 
 def main() -> int:
@@ -47,22 +41,8 @@ def main() -> int:
     parser.add_argument("--role", required=True, choices=("prefill", "decode"))
     parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
     arguments = parser.parse_args()
-    # Until there is a host to stop, SIGTERM ends the process as it is.
     run = enter_child(arguments.folder)
-    try:
-        host, first = make_host(run, arguments.unit, arguments.role, arguments.folder)
-    except ConfigError as error:
-        log.critical("%s", error)
-        return EXIT_CONFIG
-    signal.signal(signal.SIGTERM, lambda *_: host.stop())
-    try:
-        host.run(first)
-    except Exception:
-        log.critical("the unit cannot go on", exc_info=True)
-        host.close()
-        return EXIT_FATAL
-    host.close()
-    return 0
+    return run_host(lambda: make_host(run, arguments.unit, arguments.role, arguments.folder))
 
 
 def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, list[Effect]]:
@@ -70,7 +50,7 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     deployment = run.deployment
     units = deployment.prefill if role == "prefill" else deployment.decode
     torch.set_num_threads(units.threads)
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     started_s = time.monotonic()
     epoch = f"{os.getpid()}-{time.time_ns():x}"
     config = read_model_config(Path(deployment.model))
@@ -105,7 +85,7 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     )
     first = leader.start(clock.now())
     # The supervisor wants to know too.
-    told = [Send("supervisor", e.message) for e in first if isinstance(e, Send) and isinstance(e.message, UnitUp)]
+    told = [Send(SUPERVISOR, e.message) for e in first if isinstance(e, Send) and isinstance(e.message, UnitUp)]
     return host, [*first, *told]
 
 

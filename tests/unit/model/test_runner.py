@@ -12,6 +12,7 @@ from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling, Ste
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
+from hadal.overlap.plan import SCHEDULES
 from hadal.reference.generate import generate
 from tests.unit.model.checkpoints import Peer
 from tests.unit.model.test_deepseek import random_tokens
@@ -182,3 +183,77 @@ def test_a_step_past_the_end_of_the_context(plain: Peer) -> None:
     too_long = bench.decode(joins=(Join(0, blocks, last + 1, token, 1, GREEDY),))
     assert too_long.error is not None
     assert "positions" in too_long.error
+
+
+def test_two_micro_batches_change_no_token(plain: Peer) -> None:
+    """Prompts cut between the micro-batches of a step, and a decode step in two, under every schedule."""
+    prompts = [random_tokens(plain, 9 + 23 * i, seed=i) for i in range(4)]
+    expected = [tuple(generate(plain.weights, prompt, 6)) for prompt in prompts]
+    for schedule in SCHEDULES:
+        bench = Bench(plain)
+        blocks = [tuple(bench.take(2)) for _ in prompts]
+        cuts = [0, 8, 40, len(prompts[3])]
+        first = [Chunk(str(i), tuple(p[: cuts[i]]), 0, blocks[i], GREEDY if i == 3 else None, 0)
+                 for i, p in enumerate(prompts) if cuts[i]]  # fmt: skip
+        second = [Chunk(str(i), tuple(p[cuts[i] :]), cuts[i], blocks[i], GREEDY, 0)
+                  for i, p in enumerate(prompts) if cuts[i] < len(p)]  # fmt: skip
+        done = execute(bench, PrefillPlan(0, tuple(first), schedule, tuple(second), 2, is_traced=True))
+        assert done.keys == (2, 3, 4, 5)
+        assert {event.micro_batch for event in done.events} == {0, 1}
+        started = dict(zip((3, 0, 1, 2), done.tokens, strict=True))
+        outputs = [[started[i]] for i in range(4)]
+        joins = tuple(Join(4 - i, blocks[i], len(prompts[i]), started[i], 1, GREEDY) for i in range(4))
+        for step in range(5):
+            done = execute(bench, DecodePlan(step, (), joins if not step else (), (), schedule, (1, 4), 2))
+            assert sorted(done.keys) == [1, 2, 3, 4]
+            for slot, token in zip(done.keys, done.tokens, strict=True):
+                outputs[4 - slot].append(token)
+        assert [tuple(output) for output in outputs] == expected
+        counts = {time.op: time.count for time in done.op_times}
+        assert (counts["attn_in"], counts["head"], counts["draw"]) == (2 * 3, 2, 1)
+
+
+def test_one_micro_batch_may_be_empty(plain: Peer) -> None:
+    bench = Bench(plain)
+    prompt = tuple(random_tokens(plain, 12))
+    blocks = tuple(bench.take(1))
+    expected = generate(plain.weights, prompt, 3)
+    chunk = Chunk("a", prompt, 0, blocks, GREEDY, 0)
+    for first, second in (((chunk,), ()), ((), (chunk,))):
+        done = execute(bench, PrefillPlan(0, first, "prefill_dual", second, 2))
+        assert (done.keys, done.tokens) == ((0,), (expected[0],))
+    join = Join(3, blocks, 12, expected[0], 1, GREEDY)
+    assert execute(bench, DecodePlan(1, (), (join,), (), "decode_five", (3,), 2)).tokens == (expected[1],)
+    assert execute(bench, DecodePlan(2, (), (), (), "decode_five", (), 2)).tokens == (expected[2],)
+
+
+def test_the_fused_step_says_what_it_took(plain: Peer) -> None:
+    bench = Bench(plain)
+    prompt = tuple(random_tokens(plain, 12))
+    blocks = tuple(bench.take(1))
+    token = bench.prefill(Chunk("a", prompt, 0, blocks, GREEDY, 0)).tokens[0]
+    done = execute(bench, DecodePlan(1, (), (Join(0, blocks, 12, token, 1, GREEDY),), (), is_traced=True))
+    assert [time.op for time in done.op_times] == ["step", "draw"]
+    assert [event.op for event in done.events] == ["step", "draw"]
+    assert sum(time.seconds for time in done.op_times) <= done.elapsed_s
+    assert (bench.runner.is_computing, bench.runner.lost) == (False, ())
+    assert bench.runner.num_ops > 0
+
+
+def test_plans_that_cannot_run(plain: Peer) -> None:
+    bench = Bench(plain)
+    chunk = Chunk("a", (1, 2), 0, tuple(bench.take(1)), GREEDY, 0)
+    unknown = bench.runner.execute(PrefillPlan(0, (chunk,), "upside_down"))
+    assert isinstance(unknown, StepDone)
+    assert "upside_down" in (unknown.error or "")
+    join = Join(0, (5,), 2, 1, 1, GREEDY)
+    absent = bench.runner.execute(DecodePlan(1, (), (join,), (), "decode_five", (2,), 2))
+    assert isinstance(absent, StepDone)
+    assert "not occupied" in (absent.error or "")
+
+
+def execute(bench: Bench, plan: PrefillPlan | DecodePlan) -> StepDone:
+    done = bench.runner.execute(plan)
+    assert isinstance(done, StepDone)
+    assert done.error is None, done.error
+    return done

@@ -11,7 +11,7 @@ def prefill(name: str, waiting: int = 0, requests: int = 0, blocks: int = 10) ->
 
 
 def decode(name: str, used: int = 0, requests: int = 0, blocks: int = 10, slots: int = 4) -> DecodeUnitView:
-    return DecodeUnitView(name, blocks, used, requests, slots)
+    return DecodeUnitView(name, blocks, used, requests, slots, blocks)
 
 
 def test_prefill_goes_where_fewest_tokens_wait() -> None:

@@ -32,7 +32,7 @@ def drawn(effects: list[Effect]) -> list[tuple[str, int, int, str | None]]:
 
 
 def test_start_says_that_it_is_up() -> None:
-    assert sent(leader().start(0.0), UnitUp) == [UnitUp("decode-0", "decode", "e1", 16, 4)]
+    assert sent(leader().start(0.0), UnitUp) == [UnitUp("decode-0", "decode", "e1", 16, 4, 16)]
 
 
 def test_kv_is_pulled_then_two_plans_go_out() -> None:
@@ -301,7 +301,7 @@ def test_audit_answers_and_sees_a_leak() -> None:
     unit = leader()
     unit.handle(0.0, decode())
     assert sent(unit.handle(0.0, AuditRequest(3)), Audit) == [Audit("decode-0", 3, 1, 1, ())]
-    unit.blocks.allocate(1, "nobody")
+    unit.blocks[0].allocate(1, "nobody")
     assert unit.audit()
 
 

@@ -321,3 +321,20 @@ def test_check_sees_a_wrong_count() -> None:
     made = decoding(front())
     made.units.by_name["decode-0"].num_requests += 1
     assert made.check()
+
+
+def test_a_unit_without_ranks_is_sent_nothing_until_one_is_back() -> None:
+    made = front()
+    made.handle(0.0, Load("decode-0", "decode", "d1", 0, 0, 0, 0, 0, num_ranks=0))
+    assert sent(made.handle(0.1, Submit(generation("a"))), Prefill) == []
+    assert made.requests.by_id["a"].state == "queued"
+    effects = made.handle(0.2, Load("decode-0", "decode", "d1", 20, 0, 0, 4, 0, num_blocks_request=20))
+    assert len(sent(effects, Prefill)) == 1
+    assert made.check() == []
+
+
+def test_a_lost_rank_is_a_retry_at_once() -> None:
+    made = decoding(front(), "a")
+    effects = made.handle(0.3, Returned("decode-0", "a", 0, "rank lost"))
+    assert len(sent(effects, Prefill)) == 1
+    assert (made.requests.by_id["a"].num_retries, made.requests.by_id["a"].attempt) == (1, 1)

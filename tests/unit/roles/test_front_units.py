@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.core.messages import UnitUp
+from hadal.core.messages import Load, UnitUp
 from hadal.roles.front_units import UnitBook
 
 
@@ -55,3 +55,18 @@ def test_check_sees_a_count_for_nobody() -> None:
     made = book()
     made.sent_to_decode("decode-0", 3)
     assert made.check([])
+
+
+def test_capacity_follows_the_ranks_that_live() -> None:
+    made = UnitBook()
+    made.add(UnitUp("prefill-0", "prefill", "e", 40, 16, 10), 1.0)
+    made.add(UnitUp("decode-0", "decode", "e", 80, 16, 20), 1.0)
+    assert made.capacity_tokens() == 10 * 64  # A request is on one rank.
+    assert (made.decode_views()[0].num_blocks, made.decode_views()[0].num_blocks_request) == (80, 20)
+    assert made.prefill_views()[0].num_blocks == 10
+    unit = made.by_name["decode-0"]
+    made.heard(unit, Load("decode-0", "decode", "e", 60, 3, 1, 12, 0, num_ranks=3, num_blocks_request=20), 2.0)
+    assert (unit.num_blocks, unit.num_requests_max, unit.num_blocks_request, unit.seen_s) == (60, 12, 20, 2.0)
+    assert made.downstream(0, 0, 0).num_slots == 12
+    made.heard(unit, Load("decode-0", "decode", "e", 0, 0, 0, 0, 0, num_ranks=0), 3.0)
+    assert made.capacity_tokens() is None  # Nobody is told that its prompt is too long; it waits.

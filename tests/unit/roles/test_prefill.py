@@ -35,7 +35,7 @@ def leader(**options: Any) -> PrefillLeader:
 
 def test_start_says_that_it_is_up_without_the_scratch_block() -> None:
     effects = leader().start(0.0)
-    assert sent(effects, UnitUp) == [UnitUp("prefill-0", "prefill", "e1", 8, 4)]
+    assert sent(effects, UnitUp) == [UnitUp("prefill-0", "prefill", "e1", 8, 4, 8)]
     assert of(effects, WakeAt) == [WakeAt(0.5)]
 
 
@@ -111,7 +111,7 @@ def test_release_frees_and_says_so() -> None:
     assert answer.lease is not None
     effects = unit.handle(0.2, Release("a", 0))
     assert set(of(effects, Freed)[0].block_ids) == set(answer.lease.block_ids)
-    assert unit.blocks.generations(answer.lease.block_ids) == (1, 1)
+    assert unit.blocks[0].generations(answer.lease.block_ids) == (1, 1)
     assert of(unit.handle(0.2, Release("a", 0)), Freed) == []
 
 
@@ -228,7 +228,7 @@ def test_audit_answers_the_front() -> None:
 
 def test_audit_sees_a_leak() -> None:
     unit = leader()
-    unit.blocks.allocate(1, "nobody")
+    unit.blocks[0].allocate(1, "nobody")
     assert unit.audit()
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from hadal.core.messages import FrontUp, Load
 from hadal.core.seams import WakeAt
-from hadal.kv.blocks import BlockAllocator
+from hadal.roles.rank_pools import RankPools
 from hadal.roles.unit import UnitReporter
 from tests.unit.roles.driving import of, sent
 
 
 def reporter() -> UnitReporter:
-    return UnitReporter("decode-0", "decode", "e", BlockAllocator(5), 4, 0.5)
+    return UnitReporter("decode-0", "decode", "e", RankPools(5), 4, 0.5)
 
 
 def test_load_is_sent_when_it_changed_and_as_a_beat() -> None:

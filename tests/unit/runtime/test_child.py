@@ -106,3 +106,14 @@ def test_waiting_for_its_end(tmp_path: Path, number: signal.Signals) -> None:
     child.signal(number)
     assert child.wait(10)
     assert child.phase is Phase.ENDED
+
+
+def test_one_that_is_replaced_has_not_crashed(tmp_path: Path) -> None:
+    child = make(tmp_path, "import time; time.sleep(60)")
+    child.replace()  # There is nobody to replace.
+    for now_s in range(EXITS_MAX + 5):
+        start(child, tmp_path, float(now_s))
+        child.replace()
+        assert reap(child, float(now_s)) == -signal.SIGKILL
+        assert child.start_at_s == now_s
+    assert child.why_give_up(float(now_s)) is None

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.plans import PrefillPlan, StepDone, StepPlan
+from hadal.core.plans import Formed, FormPlan, OpTime, PrefillPlan, StepDone, StepPlan
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT
-from hadal.runtime.compute import Compute
+from hadal.runtime.compute import IDLE, MAX_FORMS_IN_FLIGHT, Compute
 
 
 class SlowRunner:
@@ -24,6 +24,31 @@ class SlowRunner:
         time.sleep(self.step_s)
         return StepDone(plan.step_id, (), (), {}, self.step_s)
 
+    def abort(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class Waiting:
+    """A Runner whose steps wait for a peer until they are aborted, and never again after that."""
+
+    def __init__(self) -> None:
+        self.started = threading.Semaphore(0)
+        self.aborted = threading.Event()
+
+    def execute(self, plan: StepPlan | FormPlan) -> StepDone | Formed:
+        if isinstance(plan, FormPlan):
+            self.aborted.clear()
+            return Formed(plan.generation, None)
+        self.started.release()
+        error = "PeerLost: gone" if self.aborted.wait(5) else None
+        return StepDone(plan.step_id, (), (), {}, 0.0, error, op_times=(OpTime("experts", 1, 0.0),))
+
+    def abort(self) -> None:
+        self.aborted.set()
+
     def close(self) -> None:
         return None
 
@@ -31,11 +56,11 @@ class SlowRunner:
 class Harness:
     """A Compute and the wake-ups it gives."""
 
-    def __init__(self, runner: SlowRunner) -> None:
+    def __init__(self, runner: SlowRunner | Waiting) -> None:
         self.woken = threading.Semaphore(0)
         self.compute = Compute(runner, self.woken.release)
 
-    def result(self) -> list[StepDone]:
+    def result(self) -> list[StepDone | Formed]:
         assert self.woken.acquire(timeout=5)
         return self.compute.take()
 
@@ -52,7 +77,7 @@ def test_results_come_in_the_order_of_the_plans() -> None:
         while submitted < 50 and harness.compute.num_in_flight < MAX_STEPS_IN_FLIGHT:
             harness.compute.submit(plan(submitted), follows=False)
             submitted += 1
-        done += [result.step_id for result in harness.result()]
+        done += [result.step_id for result in harness.result() if isinstance(result, StepDone)]
     assert done == list(range(50))
     assert harness.compute.num_in_flight == 0
     assert harness.compute.stop(5)
@@ -108,4 +133,69 @@ def test_a_running_step_tells_how_long_it_runs() -> None:
     assert not harness.compute.stop(0.01), "it is in the middle of a step"
     harness.result()
     assert harness.compute.busy_s() == 0
+    assert harness.compute.stop(5)
+
+
+def form(generation: int) -> FormPlan:
+    return FormPlan(generation, 2, (), b"", 0)
+
+
+def test_a_generation_breaks_off_the_step_that_waits_and_voids_the_next() -> None:
+    runner = Waiting()
+    harness = Harness(runner)
+    harness.compute.submit(plan(0), follows=False)
+    harness.compute.submit(plan(1), follows=False)
+    assert runner.started.acquire(timeout=5)
+    harness.compute.form(form(7))
+    results: list[StepDone | Formed] = []
+    while len(results) < 3:
+        results += harness.result()
+    first, second, formed = results
+    assert isinstance(first, StepDone)
+    assert first.error == "PeerLost: gone"
+    assert isinstance(second, StepDone)
+    assert second.error == "generation 0 is over"
+    assert formed == Formed(7, None)
+    assert harness.compute.num_in_flight == 0
+    harness.compute.submit(plan(2), follows=False)  # Of the new generation: it runs.
+    assert runner.started.acquire(timeout=5)
+    runner.abort()
+    assert harness.compute.stop(5)
+
+
+def test_an_older_generation_that_was_not_begun_is_never_formed() -> None:
+    runner = Waiting()
+    harness = Harness(runner)
+    harness.compute.submit(plan(0), follows=False)
+    assert runner.started.acquire(timeout=5)
+    for generation in (1, 2, 3):
+        harness.compute.form(form(generation))
+    results: list[StepDone | Formed] = []
+    while len(results) < 4:
+        results += harness.result()
+    errors = [result.error for result in results if isinstance(result, Formed)]
+    assert [error is None for error in errors[-1:]] == [True]
+    assert {error for error in errors if error} <= {"generation 1 is over", "generation 2 is over"}
+    assert harness.compute.stop(5)
+
+
+def test_too_many_generations_at_once_are_a_bug() -> None:
+    runner = SlowRunner(0.2)
+    harness = Harness(runner)
+    harness.compute.submit(plan(0), follows=False)
+    for generation in range(MAX_FORMS_IN_FLIGHT):
+        harness.compute.form(form(generation + 1))
+    with pytest.raises(InvariantError, match="being formed"):
+        harness.compute.form(form(99))
+    assert harness.compute.stop(5)
+
+
+def test_a_rank_tells_how_long_it_stood_idle() -> None:
+    runner = Waiting()
+    harness = Harness(runner)
+    runner.aborted.set()
+    harness.compute.submit(plan(0), follows=False)
+    (done,) = harness.result()
+    assert isinstance(done, StepDone)
+    assert [op_time.op for op_time in done.op_times] == ["experts", IDLE]
     assert harness.compute.stop(5)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, Load
-from hadal.core.plans import KvPulled, PrefillPlan, StepDone, StepPlan
-from hadal.core.seams import Deliver, Effect, Event, Execute, Freed, Pull, Send, Tick, WakeAt
+from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, Load, RankStep, RankUp
+from hadal.core.plans import Formed, FormPlan, KvPulled, PrefillPlan, StepDone, StepPlan
+from hadal.core.seams import Deliver, Effect, Event, Execute, Form, Freed, Pull, Send, Tick, WakeAt
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.host import UnitHost
 from hadal.runtime.kv_wire import KvPool, pool_name, remove_segments
@@ -41,8 +41,13 @@ class Script:
 class Runner:
     """A step takes no time and draws its own number."""
 
-    def execute(self, plan: StepPlan) -> StepDone:
+    def execute(self, plan: StepPlan | FormPlan) -> StepDone | Formed:
+        if isinstance(plan, FormPlan):
+            return Formed(plan.generation, None)
         return StepDone(plan.step_id, (0,), (plan.step_id,), {}, 0.0)
+
+    def abort(self) -> None:
+        return None
 
     def close(self) -> None:
         return None
@@ -188,6 +193,58 @@ def test_the_load_carries_the_measured_overhead(world: World) -> None:
     assert load.step_ms == 1.0
     world.host.stop()
     world.join()
+
+
+def test_the_leader_of_other_ranks_has_no_runner_and_no_pool() -> None:
+    with tempfile.TemporaryDirectory(prefix="hadal-w-") as name:
+        script = Script()
+        wire, rank = ZmqWire("decode-0", Path(name)), ZmqWire("decode-0.0", Path(name))
+        host = UnitHost(script, None, wire, None, LiveClock(), step_deadline_s=60)
+        step = RankStep(1, PrefillPlan(0, ()))
+        script.answer = lambda now_s, event: [Send("decode-0.0", step)] if isinstance(event, RankUp) else []
+        thread = threading.Thread(target=host.run)
+        thread.start()
+        rank.send("decode-0", RankUp("decode-0", 0, "e", "127.0.0.1", 1, "pool", 9))
+        assert rank.receive(5) == [step]
+        host.stop()
+        thread.join(5)
+        host.close()
+        with pytest.raises(TypeError, match="Freed"):
+            UnitHost(script, None, rank, None, LiveClock(), step_deadline_s=60).run([Freed((1,))])
+        rank.close()
+
+
+def test_a_generation_is_formed_by_the_runner_and_its_outcome_handled(world: World) -> None:
+    world.script.answer = lambda now_s, event: [Send("front", Cancel("formed", 0))] if isinstance(event, Formed) else []
+    world.run(Execute((PrefillPlan(0, ()),)), Form(FormPlan(3, 2, (), b"", 0)))
+    assert world.front.receive(5) == [Cancel("formed", 0)]
+    assert [event.generation for event in world.script.events if isinstance(event, Formed)] == [3]
+    world.host.stop()
+    world.join()
+
+
+def test_news_come_before_the_results_they_explain() -> None:
+    with tempfile.TemporaryDirectory(prefix="hadal-w-") as name:
+        order: list[str] = []
+        pool = KvPool.create(pool_name(RUN, "decode-0", "2"), (2, 1, 64, 4))
+        script = Script(lambda now_s, event: order.append(type(event).__name__) or [])
+
+        def news(now_s: float) -> list[Effect]:
+            order.append("news")
+            return []
+
+        host = UnitHost(
+            script, Runner(), ZmqWire("decode-0", Path(name)), pool, LiveClock(), step_deadline_s=60, news=news
+        )
+        thread = threading.Thread(target=lambda: host.run([Execute((PrefillPlan(0, ()),))]))
+        thread.start()
+        deadline_s = time.monotonic() + 5
+        while "StepDone" not in order and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        host.stop()
+        thread.join(5)
+        host.close()
+        assert order[: order.index("StepDone") + 1][-2:] == ["news", "StepDone"]
 
 
 def test_what_a_leader_raises_ends_the_host(world: World) -> None:

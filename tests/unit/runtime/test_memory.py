@@ -58,25 +58,25 @@ def test_pools_are_what_the_memory_holds() -> None:
     config = read_model_config(model_folder(""))
     plan = plan_memory(Deployment(prefill=UnitsConfig(kv_memory_mb=100), decode=UnitsConfig(units=2)), config)
     assert plan.block_bytes == block_bytes(config)
-    assert plan.prefill_blocks == 100 * 2**20 // plan.block_bytes
-    assert plan.decode_blocks == 256 * 2**20 // plan.block_bytes
-    assert plan.kv_bytes == plan.block_bytes * (plan.prefill_blocks + 2 * plan.decode_blocks)
+    assert plan.prefill.kv_blocks == 100 * 2**20 // plan.block_bytes
+    assert plan.decode.kv_blocks == 256 * 2**20 // plan.block_bytes
+    assert plan.kv_bytes == plan.block_bytes * (plan.prefill.kv_blocks + 2 * plan.decode.kv_blocks)
     assert plan.warnings == ()
 
 
 def test_one_whole_context_always_fits(v3: ModelConfig) -> None:
     plan = plan_memory(Deployment(), v3)
-    assert plan.decode_blocks == plan.prefill_blocks == 163840 // 64 + 1
+    assert plan.decode.kv_blocks == plan.prefill.kv_blocks == 163840 // 64 + 1
 
 
 def test_fewer_blocks_are_taken_as_asked_with_a_warning() -> None:
     config = read_model_config(model_folder(""))
     deployment = Deployment(decode=UnitsConfig(kv_blocks=5))
     plan = plan_memory(deployment, config)
-    assert plan.decode_blocks == 5
+    assert plan.decode.kv_blocks == 5
     assert "decode.kv_blocks = 5 holds 256 tokens" in plan.warnings[0]
     assert with_blocks(deployment, plan).decode.kv_blocks == 5
-    assert with_blocks(deployment, plan).prefill.kv_blocks == plan.prefill_blocks
+    assert with_blocks(deployment, plan).prefill.kv_blocks == plan.prefill.kv_blocks
 
 
 def test_a_pool_of_only_the_scratch_block_is_refused() -> None:
@@ -111,3 +111,39 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
 def test_no_weights_at_all(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="safetensors"):
         checkpoint_precision(tmp_path)
+
+
+def test_a_rank_holds_its_share_of_the_experts_and_all_else() -> None:
+    config = read_model_config(model_folder(""))
+    whole = plan_memory(Deployment(device="cpu"), config)
+    split = plan_memory(Deployment(device="cpu", decode=UnitsConfig(ranks=4, redundant_experts=32)), config)
+    assert split.decode.num_slots == 72
+    assert split.decode.fixed_bytes == whole.decode.fixed_bytes
+    assert split.decode.expert_bytes == whole.decode.expert_bytes * 72 // 256
+    assert whole.decode.weight_bytes == 4 * whole.num_parameters
+    assert whole.decode.comm_bytes == 0 < split.decode.comm_bytes
+    assert split.kv_bytes == split.prefill.kv_bytes + 4 * split.decode.kv_bytes
+    assert split.total_bytes == split.prefill.total_bytes + 4 * split.decode.total_bytes
+
+
+def test_experts_that_do_not_divide_say_which_number_would(v3: ModelConfig) -> None:
+    with pytest.raises(ConfigError, match=r"prefill\.redundant_experts = 0 or 32 would"):
+        plan_memory(Deployment(device="cpu", prefill=UnitsConfig(ranks=32, redundant_experts=20)), v3)
+
+
+def test_a_rank_that_does_not_fit_its_gpu_says_by_how_much() -> None:
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    v3 = parse_model_config({**V3, "quantization_config": quantized}, "config.json")
+
+    def deployment(**prefill: Any) -> Deployment:
+        return Deployment(
+            device="cuda", transport="nccl", wire="fp8", device_memory_gb=80, prefill=UnitsConfig(**prefill),
+            decode=UnitsConfig(ranks=32),
+        )  # fmt: skip
+
+    fitting = {"ranks": 32, "redundant_experts": 32}
+    assert plan_memory(deployment(**fitting), v3).prefill.total_bytes < 80e9
+    with pytest.raises(ConfigError, match=r"a prefill rank needs .*Lower prefill\.kv_memory_mb by \d+"):
+        plan_memory(deployment(**fitting, kv_memory_mb=60_000), v3)
+    with pytest.raises(ConfigError, match=r"weights alone do not fit: raise prefill\.ranks"):
+        plan_memory(deployment(ranks=4), v3)

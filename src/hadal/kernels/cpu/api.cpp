@@ -1,13 +1,16 @@
 // The C ABI that Python loads with ctypes. Pointers, counts and contiguity were checked by the Python wrapper; values
 // that index memory (ids, positions, blocks) are checked here, because reading them in Python would cost more than the
 // step. A team runs one call at a time; calls from several threads take turns.
+#include "codec.h"
+#include "message.h"
+#include "route.h"
 #include "step.h"
 
 using namespace hadal;
 
 namespace {
 
-enum Status { kOk = 0, kBadToken = 1, kBadPosition = 2, kBadBlock = 3, kBadExpert = 4, kNoMemory = 5 };
+enum Status { kOk = 0, kBadToken = 1, kBadPosition = 2, kBadBlock = 3, kBadExpert = 4, kNoMemory = 5, kBadRow = 6 };
 
 bool good_blocks(const int32_t* table, long max_blocks, int64_t length, int num_blocks) {
     for (int64_t i = 0; i * kBlock < length; i++)
@@ -29,6 +32,7 @@ bool lay_out(Team& team, const Carve& carve) {
     }
 }
 
+constexpr int kHeadRows = 96;  // tokens of one head that a member takes at a time: W_UK's head stays in cache
 constexpr long kExpertScratchBytes =
     64l << 20;  // prompts are multiplied in pieces, so that a long one takes no more memory
 
@@ -178,6 +182,134 @@ int hadal_mla_decode(void* team_, const float* q_latent, const float* q_rope, in
         if (!attention.is_split) return;
         me.barrier();
         attention.merge_share(me, parts, o);
+    });
+    return kOk;
+}
+
+// x [*, D], index [N] or null for 0 .. N-1, rows: N of them, `stride` bytes apart.
+int hadal_encode(void* team_, const float* x, int T, int D, const int32_t* index, int N, int format, uint8_t* rows,
+                 long stride) {
+    for (int n = 0; index && n < N; n++)
+        if (index[n] < 0 || index[n] >= T) return kBadRow;
+    Team& team = *static_cast<Team*>(team_);
+    std::lock_guard<std::mutex> lock(team.mutex());
+    team.run([&](const Member& me) {
+        int begin, end;
+        me.share(N, 1, begin, end);
+        for (long n = begin; n < end; n++) encode_row(x + long(index ? index[n] : n) * D, D, format, rows + n * stride);
+    });
+    return kOk;
+}
+
+int hadal_decode(void* team_, const uint8_t* rows, long stride, int N, int D, int format, float* y) {
+    Team& team = *static_cast<Team*>(team_);
+    std::lock_guard<std::mutex> lock(team.mutex());
+    team.run([&](const Member& me) {
+        int begin, end;
+        me.share(N, 1, begin, end);
+        for (long n = begin; n < end; n++) decode_row(rows + n * stride, D, format, y + n * D);
+    });
+    return kOk;
+}
+
+// rows [P, D] of FP32 or BF16, at, ids and weights [T, K] with K <= 64, y [T, D]: added by ascending id.
+int hadal_weighted_sum(void* team_, const uint8_t* rows, int P, int D, int is_bf16, const int32_t* at,
+                       const int64_t* ids, const float* weights, int T, int K, float* y) {
+    for (long i = 0; i < long(T) * K; i++)
+        if (at[i] < 0 || at[i] >= P) return kBadRow;
+    Team& team = *static_cast<Team*>(team_);
+    std::lock_guard<std::mutex> lock(team.mutex());
+    const long row_bytes = long(D) * (is_bf16 ? 2 : 4);
+    team.run([&](const Member& me) {
+        int begin, end;
+        me.share(T, 1, begin, end);
+        for (long t = begin; t < end; t++) {
+            int order[64];
+            for (int k = 0; k < K; k++) {
+                int j = k;
+                for (; j > 0 && ids[t * K + order[j - 1]] > ids[t * K + k]; j--) order[j] = order[j - 1];
+                order[j] = k;
+            }
+            const uint8_t* from[64];
+            float weight[64];
+            for (int k = 0; k < K; k++) {
+                from[k] = rows + at[t * K + order[k]] * row_bytes;
+                weight[k] = weights[t * K + order[k]];
+            }
+            sum_rows(from, weight, K, D, is_bf16 != 0, y + t * D);
+        }
+    });
+    return kOk;
+}
+
+// See route.h. `scratch` holds T * K + 4 * num_ranks.
+int hadal_route(const RouteShape* shape, const int64_t* ids, const int32_t* slots, const int32_t* counts,
+                int32_t* scratch, int32_t* pairs_R, int32_t* rows_R, int32_t* token_P, int32_t* row_P, int32_t* slot_P,
+                int32_t* token_of_row, int32_t* at) {
+    const bool is_good = route(*shape, ids, slots, counts, scratch, pairs_R, rows_R, token_P, row_P, slot_P,
+                               token_of_row, at, scratch + long(shape->T) * shape->K);
+    return is_good ? kOk : kBadExpert;
+}
+
+// q [B, H, N] with strides (ldq, ldh, 1), w [H, N, C], y [B, H, C]: y[b][h] = q[b][h] w[h].
+int hadal_heads_in(void* team_, const float* q, long ldq, long ldh, int B, int H, int N, const float* w, int C,
+                   float* y) {
+    Team& team = *static_cast<Team*>(team_);
+    std::lock_guard<std::mutex> lock(team.mutex());
+    const int pieces = (B + kHeadRows - 1) / kHeadRows;
+    team.run([&](const Member& me) {
+        int begin, end;
+        me.share(H * pieces, 1, begin, end);
+        for (int unit = begin; unit < end; unit++) {
+            const long h = unit / pieces, b = long(unit % pieces) * kHeadRows;
+            outer<false>(q + b * ldq + h * ldh, ldq, int(std::min(B - b, long(kHeadRows))), N, w + h * N * C, C, 0, C,
+                         nullptr, y + (b * H + h) * C, long(H) * C);
+        }
+    });
+    return kOk;
+}
+
+// x [B, H, C], w [H, W, C], y [B, H, W]: y[b][h] = w[h] x[b][h].
+int hadal_heads_out(void* team_, const float* x, int B, int H, int C, const float* w, int width, float* y) {
+    Team& team = *static_cast<Team*>(team_);
+    std::lock_guard<std::mutex> lock(team.mutex());
+    const int pieces = (B + kHeadRows - 1) / kHeadRows;
+    team.run([&](const Member& me) {
+        int begin, end;
+        me.share(H * pieces, 1, begin, end);
+        for (int unit = begin; unit < end; unit++) {
+            const long h = unit / pieces, b = long(unit % pieces) * kHeadRows;
+            linear(x + (b * H + h) * C, long(H) * C, int(std::min(B - b, long(kHeadRows))), w + h * width * C, C, 0,
+                   width, y + (b * H + h) * width, long(H) * width);
+        }
+    });
+    return kOk;
+}
+
+// See message.h. x [T, D], offset_R and first_R [num_ranks]; K <= 64.
+int hadal_pack(void* team_, const PackShape* shape, const float* x, const int32_t* slot_TK, const int32_t* at_TK,
+               const int32_t* pairs_R, const int32_t* rows_R, const int32_t* row_P, const int32_t* slot_P,
+               const int64_t* offset_R, const int32_t* first_R, uint8_t* buffer) {
+    Team& team = *static_cast<Team*>(team_);
+    std::lock_guard<std::mutex> lock(team.mutex());
+    team.run([&](const Member& me) {
+        pack_share(me, *shape, x, slot_TK, at_TK, pairs_R, rows_R, row_P, slot_P, offset_R, first_R, buffer);
+    });
+    return kOk;
+}
+
+// See message.h. row_M and slot_M [M], out [N, D]: the own rows first.
+int hadal_unpack(void* team_, const UnpackShape* shape, const Arrived* messages, const float* x,
+                 const int32_t* own_token_N, const int32_t* own_row_P, const int32_t* own_slot_P, int64_t* row_M,
+                 int64_t* slot_M, float* out) {
+    if (!unpack_pairs(*shape, messages, own_row_P, own_slot_P, row_M, slot_M)) return kBadRow;
+    Team& team = *static_cast<Team*>(team_);
+    std::lock_guard<std::mutex> lock(team.mutex());
+    const size_t row = (size_t(row_bytes_of(shape->D, shape->format)) + 63) / 64 * 64;
+    uint8_t* scratch = nullptr;
+    if (!lay_out(team, [&](Carver& c) { scratch = c.take<uint8_t>(row * size_t(team.count())); })) return kNoMemory;
+    team.run([&](const Member& me) {
+        unpack_share(me, *shape, messages, x, own_token_N, scratch + row * size_t(me.index), out);
     });
     return kOk;
 }

@@ -1,0 +1,161 @@
+"""A virtual device: an op is a timed sleep, its bytes travel for real. What it proves is schedules and transport.
+
+Op times are inputs, so it says nothing about a model's speed. The device keeps a clock of its own: an op starts when
+the device is free and what it waits for has arrived, and the thread sleeps until it ends. A thread that wakes late
+posts its next exchange late, but the device's clock does not move: late wake-ups do not add up, and other processes on
+the cores hardly matter.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hadal.comm.group import Exchange, Group, Interval
+from hadal.comm.paced import PacedGroup
+from hadal.model.execute import execute
+from hadal.overlap.plan import (
+    ATTN_CORE,
+    ATTN_IN,
+    COMBINE_FINISH,
+    COMBINE_START,
+    DISPATCH_FINISH,
+    DISPATCH_START,
+    EXPERTS,
+    GATE,
+    SHARED,
+    parse,
+)
+from hadal.perf.price import OpSeconds
+
+COMPUTE_OPS = (ATTN_IN, ATTN_CORE, GATE, SHARED, EXPERTS)
+HEAD_BYTES = 8
+"""What an exchange is, written at the front of its bytes and checked by the receiver."""
+
+
+@dataclass(frozen=True)
+class DeviceCase:
+    """Milliseconds of one micro-batch in one layer, `link_ms` at the link's rate. A full batch is two of them."""
+
+    name: str
+    attn_in_ms: float
+    attn_core_ms: float
+    gate_ms: float
+    dispatch_ms: float
+    shared_ms: float
+    experts_ms: float
+    combine_ms: float
+    num_layers: int = 6
+    bandwidth_bytes_per_s: float = 50e6
+
+    def op_seconds(self, scale: float = 1.0) -> OpSeconds:
+        """The times as perf/price takes them, `scale` micro-batches at once."""
+        times = (
+            self.attn_in_ms, self.attn_core_ms, self.gate_ms, self.dispatch_ms, self.shared_ms, self.experts_ms,
+            self.combine_ms,
+        )  # fmt: skip
+        return OpSeconds(*(scale * ms * 1e-3 for ms in times))
+
+
+BALANCED = DeviceCase("balanced", 4.0, 3.5, 0.5, 10.0, 2.0, 10.0, 10.0)
+"""Link and compute take the same time; attention and experts as well: what prefill_dual is made for."""
+DECODE_LIKE = DeviceCase("decode-like", 8.0, 8.0, 0.5, 8.0, 1.0, 4.0, 8.0)
+"""Long attention, short experts: what decode_five is made for."""
+
+
+class VirtualDevice:
+    """One rank. `run_op` is what an executor calls for (micro-batch, layer, op)."""
+
+    def __init__(self, group: Group, case: DeviceCase, num_micro_batches: int, what: str = "both") -> None:
+        """`what`: "both", "compute" (nothing is sent) or "link" (ops take no time)."""
+        times = case.op_seconds(2.0 / num_micro_batches)
+        self._seconds = {op: 0.0 if what == "link" else float(getattr(times, op)) for op in COMPUTE_OPS}
+        self._group = group
+        self._peers = [peer for peer in group.members if peer != group.rank] if what != "compute" else []
+        self._num_bytes = {
+            DISPATCH_START: int(times.dispatch * case.bandwidth_bytes_per_s),
+            COMBINE_START: int(times.combine * case.bandwidth_bytes_per_s),
+        }
+        # Made beforehand, one per micro-batch: what a post costs is the transport's.
+        self._payloads = {
+            (micro_batch, op): torch.zeros(max(HEAD_BYTES, size // max(1, len(self._peers))), dtype=torch.uint8)
+            for micro_batch in range(num_micro_batches) for op, size in self._num_bytes.items()
+        }  # fmt: skip
+        self._under_way: dict[int, tuple[int, Exchange]] = {}
+        self.free_s = 0.0
+        """The device's clock: when it is free again."""
+        self.wait_s = 0.0
+        self.dispatches_s: list[float] = []
+        self.combines_s: list[float] = []
+
+    def start(self, start_s: float) -> None:
+        """Set the clock; every rank of the unit to the same time."""
+        self.free_s = start_s
+        _sleep_until(start_s)
+
+    def run_op(self, micro_batch: int, layer: int, op: str) -> Interval | None:
+        """What model/execute calls."""
+        if op in self._num_bytes:
+            self._post(micro_batch, layer, op)
+        elif op in (DISPATCH_FINISH, COMBINE_FINISH):
+            return self._finish(micro_batch, op)
+        else:
+            self.free_s += self._seconds[op]
+            _sleep_until(self.free_s)
+        return None
+
+    def _post(self, micro_batch: int, layer: int, op: str) -> None:
+        if not self._peers:
+            return
+        tag = (layer * 2 + micro_batch) * 2 + (op == COMBINE_START)
+        payload = self._payloads[micro_batch, op]
+        payload[:HEAD_BYTES] = _head(self._group.rank, tag)
+        self._under_way[micro_batch] = tag, self._group.exchange(dict.fromkeys(self._peers, payload))
+
+    def _finish(self, micro_batch: int, op: str) -> Interval | None:
+        if not self._peers:
+            return None
+        tag, exchange = self._under_way.pop(micro_batch)
+        for peer, data in exchange.wait().items():
+            expected = _head(peer, tag)
+            if not torch.equal(data[:HEAD_BYTES], expected):
+                raise ValueError(f"rank {peer} sent {data[:HEAD_BYTES].tolist()} where {expected.tolist()} was due.")
+        interval = exchange.interval
+        self.wait_s += max(0.0, interval.end_s - self.free_s)
+        self.free_s = max(self.free_s, interval.end_s)
+        seconds = interval.end_s - interval.start_s
+        (self.dispatches_s if op == DISPATCH_FINISH else self.combines_s).append(seconds)
+        return interval
+
+
+class VirtualRank:
+    """A rank that is a virtual device: what bench/overlap_rank asks."""
+
+    def __init__(self, group: Group, case: DeviceCase) -> None:
+        self._group = PacedGroup(group, case.bandwidth_bytes_per_s)
+        self._case = case
+
+    def run(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Run a schedule from `start_s` on. Returns end_s, on the device's clock, and what the link took."""
+        num_micro_batches = question["num_micro_batches"]
+        device = VirtualDevice(self._group, self._case, num_micro_batches, question["what"])
+        device.start(question["start_s"])
+        execute(parse(*question["schedule"]), self._case.num_layers, range(num_micro_batches), device.run_op)
+        return {
+            "end_s": device.free_s, "wait_s": device.wait_s, "dispatches_s": device.dispatches_s,
+            "combines_s": device.combines_s,
+        }  # fmt: skip
+
+
+def _head(rank: int, tag: int) -> Tensor:
+    return torch.tensor([rank, tag], dtype=torch.int32).view(torch.uint8)
+
+
+def _sleep_until(when_s: float) -> None:
+    seconds = when_s - time.perf_counter()
+    if seconds > 0:
+        time.sleep(seconds)

@@ -1,0 +1,86 @@
+"""Overlap on virtual devices: measured in pairs against one full batch, and beside what perf/price says.
+
+Ranks are processes, their messages real bytes over the mesh, the link paced; an op is a timed sleep. See
+bench/overlap_device for what that proves.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from bench.overlap_device import DeviceCase
+from bench.overlap_ranks import Ranks
+from bench.overlap_variants import DECODE, FULL, LINK, LINK_FULL, PREFILL, Variant
+from hadal.perf.price import OpSeconds
+
+VARIANTS = (FULL, PREFILL, DECODE)
+
+
+@dataclass
+class VirtualResult:
+    """Seconds of each repetition, by variant; repetition i of all variants ran one after the other."""
+
+    case: DeviceCase
+    num_ranks: int
+    priced_s: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def speed_up(self, variant: Variant) -> float:
+        """Over one full batch: median of the pairs."""
+        return statistics.median(
+            full / other for full, other in zip(self.seconds[FULL.name], self.seconds[variant.name], strict=True)
+        )
+
+    def error(self, variant: Variant) -> float:
+        """Measured over priced. The fastest repetition: others on the cores only ever make a thread wake later."""
+        return min(self.seconds[variant.name]) / self.priced_s[variant.name]
+
+    def __str__(self) -> str:
+        parts = [
+            f"{v.name} {statistics.median(self.seconds[v.name]) * 1e3:.0f} ms, {self.speed_up(v):.2f}x, "
+            f"{self.error(v):.3f} of its price"
+            for v in VARIANTS
+        ]  # fmt: skip
+        return f"EP{self.num_ranks} {self.case.name}: " + "; ".join(parts)
+
+
+def measure(ranks: Ranks, case: DeviceCase, num_pairs: int, variants: Sequence[Variant] = VARIANTS) -> VirtualResult:
+    """Run every variant `num_pairs` times in turn. The price is made of the op times and of the link as measured."""
+    ranks.ask({"do": "device", "case": asdict(case)})
+    result = VirtualResult(case, len(ranks))
+    full = _with_link(case.op_seconds(2.0), ranks, LINK_FULL)
+    half = _with_link(case.op_seconds(), ranks, LINK)
+    for variant in variants:
+        result.priced_s[variant.name] = variant.price(full, half, case.num_layers).total_s
+        result.seconds[variant.name] = []
+    for _ in range(num_pairs):
+        for variant in variants:
+            result.seconds[variant.name].append(ranks.run(variant.question())[0]["elapsed_s"])
+    return result
+
+
+def measure_until(
+    ranks: Ranks, case: DeviceCase, problems: Callable[[VirtualResult], list[str]], *, num_pairs: int = 5,
+    num_attempts: int = 3,
+) -> list[tuple[VirtualResult, list[str]]]:
+    """Measure anew, at most `num_attempts` times, until there is no problem. Returns every attempt, the last one last.
+
+    The rule is fixed beforehand, and every attempt is reported: a repetition is never picked out of an attempt.
+    """
+    attempts = []
+    for _ in range(num_attempts):
+        result = measure(ranks, case, num_pairs)
+        attempts.append((result, problems(result)))
+        if not attempts[-1][1]:
+            break
+    return attempts
+
+
+def _with_link(times: OpSeconds, ranks: Ranks, variant: Variant) -> OpSeconds:
+    """Put in what one dispatch and one combine take when nothing else is under way, the slowest rank's."""
+    answers = ranks.run(variant.question())
+    dispatch_s = max(statistics.median(answer["dispatches_s"]) for answer in answers)
+    combine_s = max(statistics.median(answer["combines_s"]) for answer in answers)
+    return replace(times, dispatch=dispatch_s, combine=combine_s)

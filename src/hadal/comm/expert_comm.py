@@ -1,0 +1,298 @@
+"""Dispatch tokens to the ranks of their experts and combine what comes back, started and finished apart.
+
+    handle = comm.dispatch(x_TD, ids_TK, layer)      tokens leave
+    received = handle.finish_dispatch()              x_ND and (row, local slot) of M pairs, from all ranks, own included
+    handle.start_combine(y_MD)                       the experts' outputs leave, a row per pair
+    routed_TD = handle.finish_combine(weights_TK)    weighted and added here, FP32, by ascending expert id
+
+Results are the same bits whatever the number of ranks, the placement, the mode and the order of arrival, if the
+experts' outputs are: every row, the rank's own included, goes through the same codec, and the only sum is the source's.
+Knows no schedule and no clock; the group knows links and deadlines.
+
+Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, P pairs sent, R ranks of the deployment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hadal.comm.codec import Codec, FrameError
+from hadal.comm.group import Exchange, Group, Interval
+from hadal.comm.layout import MODES, WireLayout
+from hadal.comm.low_latency import Buffers, LowLatencyMode
+from hadal.comm.normal import NormalMode
+from hadal.core.errors import InvariantError
+from hadal.core.placement import EMPTY, Placement
+from hadal.kernels.codec import MAX_TOP_K
+from hadal.kernels.message import Arrived, unpack
+from hadal.kernels.route import route
+from hadal.reference.route import Replicas, Route
+
+MAX_LIVE = 2
+"""Handles: the two micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What a rank's experts compute. Valid until the handle is finished: the next one gets the same memory."""
+
+    x_ND: Tensor
+    """FP32: the own rows first, then every peer's, ascending."""
+    row_M: Tensor
+    """int64, index into x_ND."""
+    slot_M: Tensor
+    """int64, local slot of this rank."""
+
+
+class ExpertComm:
+    """A rank's side of expert parallelism. `group` None: one rank that holds every expert.
+
+    Raises ValueError if wire, mode or top_k are not possible. Not thread-safe: one compute thread calls it.
+    """
+
+    def __init__(
+        self,
+        group: Group | None,
+        *,
+        hidden_size: int,
+        top_k: int,
+        wire: str,
+        mode: str,
+        max_tokens: int,
+        device: str = "cpu",
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"{mode!r} is no mode. Known: {', '.join(MODES)}.")
+        if not 1 <= top_k <= MAX_TOP_K or max_tokens < 1:
+            raise ValueError(f"top_k {top_k} must be 1 to {MAX_TOP_K}, max_tokens {max_tokens} positive.")
+        self.layout = WireLayout(wire, hidden_size)
+        self.mode = mode
+        self.rank = 0
+        self.peers: tuple[int, ...] = ()
+        self._group = group
+        self._top_k = top_k
+        self._max_tokens = max_tokens
+        self._device = device
+        self._codec = Codec(self.layout)
+        self._normal = NormalMode(self._codec, device)
+        self._low_latency: LowLatencyMode | None = None
+        self._replicas: list[Replicas] = []
+        self._num_slots = 0
+        self._free: list[int] = []
+
+    def install(self, placement: Placement) -> None:
+        """Take over a placement and the group's members: after each `group.form`. Handles of before are void.
+
+        Raises ValueError if an expert has no living replica.
+        """
+        self.rank = self._group.rank if self._group is not None else 0
+        members = self._group.members if self._group is not None else (0,)
+        self.peers = tuple(member for member in members if member != self.rank)
+        dead = set(range(placement.num_ranks)) - set(members)
+        slots_LRS = placement.slot_to_expert_LRS
+        if any((slots_LRS[:, rank] != EMPTY).any() for rank in dead):
+            raise ValueError(f"the placement gives experts to ranks {sorted(dead)}, which are not members.")
+        problems = placement.check()
+        if problems:
+            raise ValueError(f"the placement cannot be used: {'; '.join(problems[:3])}.")
+        self._num_slots = placement.num_slots
+        self._replicas = []
+        for layer in range(placement.num_layers):
+            slots_EM, counts_E = placement.replicas(layer)
+            self._replicas.append(
+                Replicas(
+                    torch.from_numpy(slots_EM).to(self._device, torch.int32).contiguous(),
+                    torch.from_numpy(counts_E).to(self._device, torch.int32),
+                    placement.num_ranks,
+                    placement.num_slots,
+                )
+            )
+        self._free = list(range(MAX_LIVE))
+        self._low_latency = None
+        if self.mode == "low_latency" and self.peers:
+            held = int((slots_LRS != EMPTY).sum(axis=2).max(initial=0))
+            self._low_latency = LowLatencyMode(
+                self._codec, self._device,
+                max_tokens=self._max_tokens, top_k=self._top_k, peers=self.peers, num_held=held,
+            )  # fmt: skip
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, layer: int) -> Handle:
+        """Send every token to the ranks of its experts; `layer` counts MoE layers. T may be 0.
+
+        x_TD and ids_TK must not change before finish_dispatch and finish_combine: the own rows are read there.
+        Raises ValueError if an id is out of range, shapes do not fit, or T exceeds max_tokens in low-latency mode.
+        """
+        num_tokens = len(x_TD)
+        if tuple(x_TD.shape) != (num_tokens, self.layout.hidden_size) or tuple(ids_TK.shape) != (
+            num_tokens,
+            self._top_k,
+        ):
+            raise ValueError(
+                f"x {list(x_TD.shape)} and ids {list(ids_TK.shape)} do not fit hidden size "
+                f"{self.layout.hidden_size} and top {self._top_k}."
+            )
+        if self.mode == "low_latency" and num_tokens > self._max_tokens:
+            raise ValueError(f"{num_tokens} tokens; low-latency buffers hold {self._max_tokens}.")
+        if not self._free:
+            raise InvariantError(f"{MAX_LIVE} dispatches are live already: finish one first.")
+        way = route(ids_TK, self._replicas[layer], layer + self.rank)
+        index = self._free.pop(0)
+        handle = Handle(self, index, x_TD, ids_TK, way, layer)
+        handle._send()
+        return handle
+
+    def abandon(self) -> None:
+        """A step failed in the middle: its handles will not be finished. With peers the generation is over, too."""
+        self._free = list(range(MAX_LIVE))
+
+
+class Handle:
+    """One dispatch and its combine, in four calls in this order; made by ExpertComm.dispatch."""
+
+    def __init__(self, comm: ExpertComm, index: int, x_TD: Tensor, ids_TK: Tensor, way: Route, layer: int) -> None:
+        self._comm = comm
+        self._index = index
+        self._x_TD = x_TD.contiguous()
+        self._ids_TK = ids_TK
+        self._route = way
+        self._layer = layer
+        self._buffers: Buffers | None = None
+        self._exchange: Exchange | None = None
+        self._num_from: dict[int, int] = {}
+        """Pairs received from every rank, in the order they stand in Received."""
+        self._back: Tensor | None = None
+        self._outputs: Tensor | None = None
+        """Kept while they are sent: FP32 rows leave from where they lie."""
+        self.dispatch_interval: Interval | None = None
+        """On the link; None if there is nobody to talk to."""
+        self.combine_interval: Interval | None = None
+
+    def _send(self) -> None:
+        comm = self._comm
+        if not comm.peers:
+            return
+        assert comm._group is not None
+        what = (self._x_TD, self._route, comm._num_slots, self._layer, comm.peers)
+        if comm._low_latency is not None:
+            self._buffers = comm._low_latency.sets[self._index]
+            self._exchange = comm._group.exchange(comm._low_latency.pack(self._buffers, *what), self._buffers.recv)
+        else:
+            self._exchange = comm._group.exchange(comm._normal.pack(self._index, *what))
+
+    def finish_dispatch(self) -> Received:
+        """Wait for the peers' tokens. Raises PeerLost, or FrameError if a peer is in another step."""
+        comm = self._comm
+        messages: Mapping[int, Tensor] = {}
+        if self._exchange is not None:
+            messages = self._exchange.wait()
+            self.dispatch_interval = self._exchange.interval
+        mode = comm._low_latency or comm._normal
+        arrived: list[Arrived] = []
+        self._num_from = {comm.rank: self._route.num_pairs_R[comm.rank]}
+        for peer in comm.peers:
+            rows, pairs = mode.read(messages[peer], self._layer, peer)
+            arrived.append((messages[peer], rows, pairs))
+            self._num_from[peer] = pairs
+        return self._unpack(mode, arrived)
+
+    def _unpack(self, mode: NormalMode | LowLatencyMode, arrived: list[Arrived]) -> Received:
+        """The own part, then what arrived, decoded into one tensor of rows."""
+        comm, own = self._comm, self._own_part()
+        token_N, row_P, slot_P = own
+        num_rows = len(token_N) + sum(rows for _, rows, _ in arrived)
+        num_pairs = len(row_P) + sum(pairs for _, _, pairs in arrived)
+        hidden = comm.layout.hidden_size
+        if self._buffers is not None:
+            x_ND = self._buffers.decoded_ND[:num_rows]
+        else:
+            decoded = comm._normal.buffer(self._index, "decoded", num_rows * 4 * hidden)
+            x_ND = decoded.view(torch.float32).view(num_rows, hidden)
+        row_M = torch.empty(num_pairs, dtype=torch.int64, device=comm._device)
+        slot_M = torch.empty_like(row_M)
+        if not unpack(
+            arrived, self._x_TD, own, comm._num_slots, comm.layout.wire, mode is comm._low_latency, row_M, slot_M, x_ND
+        ):
+            self._own_rows(token_N, x_ND[: len(token_N)])
+            row_M[: len(row_P)], slot_M[: len(row_P)] = row_P, slot_P
+            row, pair = len(token_N), len(row_P)
+            for message, rows, pairs in arrived:
+                mode.decode(message, pairs, x_ND[row : row + rows])
+                row_P, slot_P = mode.lists(message, pairs)
+                row_M[pair : pair + pairs], slot_M[pair : pair + pairs] = row_P + row, slot_P
+                row, pair = row + rows, pair + pairs
+        return Received(x_ND, row_M, slot_M)
+
+    def _own_part(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(token of every row, row of every pair, slot of every pair) of the rank's own tokens for its own experts."""
+        way, rank = self._route, self._comm.rank
+        row, pair = sum(way.num_rows_R[:rank]), sum(way.num_pairs_R[:rank])
+        pairs = slice(pair, pair + way.num_pairs_R[rank])
+        return way.token_N[row : row + way.num_rows_R[rank]], way.row_P[pairs], way.slot_P[pairs]
+
+    def _own_rows(self, token_N: Tensor, out_ND: Tensor) -> None:
+        """The rank's own rows as they would have arrived: through the codec, so that the width changes nothing."""
+        comm = self._comm
+        message = torch.empty(len(token_N) * comm.layout.row_bytes, dtype=torch.uint8, device=comm._device)
+        comm._codec.encode(self._x_TD, token_N, message, 0, comm.layout.row_bytes)
+        comm._codec.decode(message, 0, comm.layout.row_bytes, out_ND)
+
+    def start_combine(self, y_MD: Tensor) -> None:
+        """Send the experts' un-weighted outputs back, in the order of Received's pairs. y_MD must not change after."""
+        comm, way, back_bytes = self._comm, self._route, self._comm.layout.back_bytes
+        if len(y_MD) != sum(self._num_from.values()):
+            raise ValueError(f"{len(y_MD)} outputs for {sum(self._num_from.values())} pairs.")
+        y_MD = self._outputs = y_MD.contiguous()
+        num_pairs = way.at_TK.numel()
+        if self._buffers is not None:
+            self._back = self._buffers.recv_back[: num_pairs * back_bytes]
+        else:
+            self._back = comm._normal.buffer(self._index, "recv_back", num_pairs * back_bytes)
+        slices, at = {}, 0
+        for rank, count in enumerate(way.num_pairs_R):
+            slices[rank] = self._back[at : at + count * back_bytes]
+            at += count * back_bytes
+        own_pairs = self._num_from[comm.rank]
+        comm._codec.encode_back(y_MD[:own_pairs], slices[comm.rank])
+        if not comm.peers:
+            return
+        assert comm._group is not None
+        message = self._outgoing(y_MD[own_pairs:])
+        sends, at = {}, 0
+        for peer in comm.peers:
+            size = self._num_from[peer] * back_bytes
+            sends[peer] = message[at : at + size]
+            at += size
+        self._exchange = comm._group.exchange(sends, {peer: slices[peer] for peer in comm.peers})
+
+    def _outgoing(self, y_PD: Tensor) -> Tensor:
+        """The peers' rows as bytes; FP32 is sent from where it lies."""
+        comm = self._comm
+        if comm.layout.back_format == "fp32":
+            return y_PD.view(torch.uint8).flatten()
+        size = len(y_PD) * comm.layout.back_bytes
+        if self._buffers is not None:
+            message = self._buffers.send_back[:size]
+        else:
+            message = comm._normal.buffer(self._index, "send_back", size)
+        comm._codec.encode_back(y_PD, message)
+        return message
+
+    def finish_combine(self, weights_TK: Tensor) -> Tensor:
+        """Return routed [T, D], FP32. Raises PeerLost."""
+        comm = self._comm
+        assert self._back is not None
+        if comm.peers:
+            assert self._exchange is not None
+            arrived = self._exchange.wait()
+            self.combine_interval = self._exchange.interval
+            for peer in comm.peers:
+                if len(arrived[peer]) != self._route.num_pairs_R[peer] * comm.layout.back_bytes:
+                    raise FrameError(f"rank {peer} returned {len(arrived[peer])} bytes, other than what it was sent.")
+        routed_TD = comm._codec.combine(self._back, self._route.at_TK, self._ids_TK, weights_TK.float().contiguous())
+        self._back = self._exchange = self._outputs = None
+        comm._free.append(self._index)
+        return routed_TD

@@ -1,0 +1,132 @@
+"""How many bytes dispatch and combine take: of a row, a message, a step, a buffer. Pure arithmetic, no tensors.
+
+    normal        head 16 | row of every pair int32 | slot of every pair int32 | rows: one per token and rank
+    low latency   head 16 | messages: (token int32, slot int32, 8 spare bytes) and a row: one per token and expert
+    combine       rows: one per token and expert, in the order they were dispatched, both modes
+
+`deepep_*` are DeepEP's own sizes: its message is ours; its buffers hold every message at a place of its own.
+Sources: DeepEP csrc/config.hpp and internode_ll.cu; DeepSeek-V3 (arXiv 2412.19437) 3.3.3 for the scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hadal.core.rows import row_bytes
+
+HEAD_BYTES = 16
+"""int32: rows, pairs, layer, kind of message."""
+PAIR_BYTES = 8
+"""Of a normal message: which row, which slot."""
+MESSAGE_HEAD_BYTES = 16
+"""Of a low-latency message; the same as DeepEP's."""
+
+WIRES = ("fp32", "fp8", "fp8_pow2")
+MODES = ("normal", "low_latency")
+
+
+@dataclass(frozen=True)
+class WireLayout:
+    """Sizes of one wire format at one hidden size. Raises ValueError if the wire is unknown."""
+
+    wire: str
+    hidden_size: int
+
+    def __post_init__(self) -> None:
+        if self.wire not in WIRES:
+            raise ValueError(f"{self.wire!r} is no wire format. Known: {', '.join(WIRES)}.")
+
+    @property
+    def back_format(self) -> str:
+        """Format of the rows that come back: a wire with FP8 returns BF16."""
+        return "fp32" if self.wire == "fp32" else "bf16"
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a dispatched row."""
+        return row_bytes(self.hidden_size, self.wire)
+
+    @property
+    def message_bytes(self) -> int:
+        """Of a low-latency message: 7,408 for FP8 at hidden size 7168."""
+        return MESSAGE_HEAD_BYTES + self.row_bytes
+
+    @property
+    def back_bytes(self) -> int:
+        """Of a returned row: 14,336 for BF16 at hidden size 7168."""
+        return row_bytes(self.hidden_size, self.back_format)
+
+    def dispatch_bytes(self, mode: str, num_rows: int, num_pairs: int) -> int:
+        """Of the message to one peer: `num_rows` distinct tokens in `num_pairs` (token, expert) pairs."""
+        if mode == "low_latency":
+            return HEAD_BYTES + num_pairs * self.message_bytes
+        return HEAD_BYTES + num_pairs * PAIR_BYTES + num_rows * self.row_bytes
+
+    def combine_bytes(self, num_pairs: int) -> int:
+        """Of the message back from one peer."""
+        return num_pairs * self.back_bytes
+
+    def expected_bytes(self, mode: str, num_rows: Sequence[int], num_pairs: Sequence[int]) -> tuple[int, int]:
+        """(dispatch, combine) bytes of one layer on the wire between a rank and its peers, the rank's tokens only.
+
+        `num_rows[i]` and `num_pairs[i]` count what of this rank's tokens goes to its i-th peer, itself left out.
+        """
+        dispatch = sum(self.dispatch_bytes(mode, n, p) for n, p in zip(num_rows, num_pairs, strict=True))
+        return dispatch, sum(map(self.combine_bytes, num_pairs))
+
+
+def mean_rows(num_tokens: int, top_k: int, num_ranks: int) -> float:
+    """Distinct tokens a rank sends to one other, choices spread evenly: the expectation, for prices and plans."""
+    return num_tokens * (1.0 - (1.0 - 1.0 / num_ranks) ** top_k)
+
+
+def most_pairs(max_tokens: int, top_k: int, num_held: int) -> int:
+    """Most pairs a rank may send to one that holds `num_held` experts: a token takes one replica of an expert."""
+    return max_tokens * min(top_k, num_held)
+
+
+@dataclass(frozen=True)
+class LowLatencyBuffers:
+    """What one rank keeps for low-latency mode, allocated once, in bytes; two sets, one per live micro-batch."""
+
+    send: int
+    recv: int
+    send_back: int
+    recv_back: int
+    decoded: int
+    """FP32 rows for the experts."""
+
+    @property
+    def total(self) -> int:
+        return 2 * (self.send + self.recv + self.send_back + self.recv_back + self.decoded)
+
+
+def low_latency_buffers(
+    layout: WireLayout, max_tokens: int, top_k: int, num_ranks: int, num_held: int
+) -> LowLatencyBuffers:
+    """Sizes when every one of `num_ranks` ranks holds at most `num_held` experts of a layer."""
+    from_peer = most_pairs(max_tokens, top_k, num_held)
+    peers = num_ranks - 1
+    received = peers * from_peer + max_tokens * min(top_k, num_held)
+    rows = peers * from_peer + max_tokens
+    return LowLatencyBuffers(
+        send=num_ranks * HEAD_BYTES + max_tokens * top_k * layout.message_bytes,
+        recv=peers * (HEAD_BYTES + from_peer * layout.message_bytes),
+        send_back=received * layout.back_bytes,
+        recv_back=max_tokens * top_k * layout.back_bytes,
+        decoded=rows * 4 * layout.hidden_size,
+    )
+
+
+def deepep_buffer_bytes(max_tokens: int, hidden_size: int, num_replicas: int) -> int:
+    """DeepEP's low-latency RDMA buffer: 2 x (send + receive + signals), sized for BF16 both ways.
+
+    2.15 GB for 128 tokens, hidden size 7168 and 288 replicas.
+    """
+    dispatch = MESSAGE_HEAD_BYTES + max(2 * hidden_size, hidden_size + hidden_size // 128 * 4)
+    combine = 2 * hidden_size + hidden_size // 128 * 4
+    send = max(max_tokens * dispatch, num_replicas * max_tokens * combine)
+    recv = num_replicas * max_tokens * max(dispatch, combine)
+    signals = -(-num_replicas * 4 // 128) * 128
+    return 2 * (send + recv + signals)

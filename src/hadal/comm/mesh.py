@@ -1,0 +1,349 @@
+"""The ranks of a unit as one exchange over TCP: a connection between any two, framed, full duplex, no rendezvous.
+
+Small messages leave from the calling thread. What has arrived is taken in by whoever waits for it; while nobody waits
+(the rank computes), one thread does it, and sends what did not fit at once. So bytes travel under computation, and a
+small exchange costs one wake-up.
+
+A generation fails as a whole and at once: by the end of any member's connection, by a deadline, by a member that says
+so, or by `abort`. Once PeerLost is raised, no buffer given to it is read or written any more. Connections outlive a
+generation; frames of an older one are dropped. Knows no tokens and no experts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from hadal.comm import frames
+from hadal.comm.frames import Frame, FrameError, Hello
+from hadal.comm.group import PeerLost
+from hadal.comm.mesh_inbox import Inbox, MeshExchange, TooLargeError, bytes_of
+from hadal.comm.mesh_link import Link, PauseLink
+from hadal.comm.mesh_poller import POLL_S, Poller
+from hadal.core.plans import Member
+
+MAX_PENDING = 256
+"""Accepted connections that have not said who they are, or are ahead of us."""
+
+
+class MeshGroup:
+    """A rank's end of the mesh. Listens from birth; `port` is where peers connect.
+
+    `form`, `exchange` and `wait` are called by one thread; `abort`, `lost` and `close` by any. `on_lost(rank)` is
+    called once per rank and generation, by the mesh's thread or the one that waits: it is short and does not call back.
+    """
+
+    def __init__(
+        self, rank: int, epoch: str, *, host: str = "127.0.0.1", deadline_s: float,
+        on_lost: Callable[[int], None] | None = None, congestion: str | None = None,
+    ) -> None:  # fmt: skip
+        self.rank = rank
+        self.epoch = epoch
+        self.members: tuple[int, ...] = (rank,)
+        self.generation = -1
+        self.deadline_s = deadline_s
+        self.bytes_sent = 0
+        """Of payloads of exchanges; their headers are not counted."""
+        self.bytes_received = 0
+        self._on_lost = on_lost
+        self._peers: tuple[int, ...] = ()
+        self._epochs: dict[int, str] = {}
+        self._lock = threading.Lock()
+        """Held for table look-ups only: never while bytes move."""
+        self._links: dict[int, Link] = {}
+        self._pending: list[Link] = []
+        self._inbox = Inbox()
+        self._failure: tuple[tuple[int, ...], str] | None = ((), "no generation was formed")
+        self._lost: set[int] = set()
+        self._is_closing = False
+        self._poller = Poller(f"mesh-{rank}", host, self, self._accepted, congestion)
+        self.port = self._poller.port
+        self._poller.start()
+
+    # ---- what a rank calls ----
+    def form(self, generation: int, members: Sequence[Member]) -> None:
+        """Start a generation. Raises PeerLost naming who is not reached within the deadline, and ValueError."""
+        others = {member.rank: member for member in members if member.rank != self.rank}
+        if self.rank not in {member.rank for member in members}:
+            raise ValueError(f"rank {self.rank} is not among the members of generation {generation}.")
+        if generation <= self.generation:
+            raise ValueError(f"generation {generation} is not newer than {self.generation}.")
+        with self._poller.turn:
+            self._start_generation(generation, others)
+            deadline_s = time.monotonic() + self.deadline_s
+            for rank, member in sorted(others.items()):
+                self._greet(rank, member)
+            while missing := [rank for rank in sorted(others) if not self._is_ready(rank)]:
+                self._raise_failure()
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    self._fail(tuple(missing), f"not reached within {self.deadline_s} s")
+                    continue
+                self._poller.pump(min(left_s, POLL_S))
+            self._raise_failure()
+
+    def exchange(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None) -> MeshExchange:
+        """See Group. Raises PeerLost if the generation has failed already."""
+        self._raise_failure()
+        peers = self._peers
+        if sends.keys() != set(peers) or (recvs is not None and recvs.keys() != set(peers)):
+            raise ValueError(f"an exchange needs a tensor for each of {peers}, and no other.")
+        views = {peer: bytes_of(sends[peer]) for peer in peers}
+        exchange = MeshExchange(peers, recvs, self._wait_for)
+        try:
+            with self._lock:
+                self._inbox.post(exchange)
+                links = [self._links[peer] for peer in peers]
+        except TooLargeError as error:
+            self._fail((), str(error))
+            self._raise_failure()
+        # The next rank first: if all began with rank 0, it would be everybody's bottleneck.
+        at = sum(peer < self.rank for peer in peers)
+        num_sent = 0
+        for link in links[at:] + links[:at]:
+            view = views[link.rank]
+            head = frames.pack_header(frames.DATA, self.generation, exchange.sequence, len(view))
+            self.bytes_sent += len(view)
+            num_sent += link.send(head, view, exchange)
+        with self._lock:
+            exchange.num_unsent -= num_sent
+        for link in links:
+            if link.is_paused:
+                link.receive()
+        return exchange
+
+    def abort(self) -> None:
+        """Fail this generation's exchanges, or its forming, now; the other members learn of it."""
+        self._fail((), "aborted")
+
+    def lost(self) -> tuple[int, ...]:
+        """Members whose connection ended in this generation."""
+        with self._lock:
+            return tuple(sorted(self._lost))
+
+    def close(self) -> None:
+        """End every connection and the thread. The other members see a loss."""
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._failure = self._failure or ((), "closed")
+        self._poller.close()
+
+    def _wait_for(self, exchange: MeshExchange) -> None:
+        """Return when the exchange is done. Raises PeerLost."""
+        if not exchange.is_done:
+            deadline_s = time.monotonic() + self.deadline_s
+            with self._poller.turn:
+                while not exchange.is_done and self._failure is None and self._inbox.holds(exchange):
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0:
+                        self._time_out(exchange)
+                    else:
+                        self._poller.pump(min(left_s, POLL_S))
+            if not exchange.is_done:
+                self._raise_failure()
+                raise PeerLost((), "the exchange is of an older generation")
+        with self._lock:
+            self._inbox.retire(exchange)
+
+    def _time_out(self, exchange: MeshExchange) -> None:
+        with self._lock:
+            # Those who did not deliver; if all did, those who do not take what is sent to them.
+            silent = exchange.missing or {rank for rank, link in self._links.items() if link.is_sending}
+        self._fail(tuple(sorted(silent)), f"nothing within {self.deadline_s} s")
+
+    # ---- what links tell: mesh_link.Owner ----
+    def begin(self, link: Link, frame: Frame) -> memoryview | None:
+        """Where a payload goes: to its exchange, or nowhere if it is of an older generation."""
+        if frame.kind != frames.DATA:
+            return memoryview(bytearray(frame.num_bytes))
+        try:
+            with self._lock:
+                if link.generation < frame.generation or frame.generation > self.generation:
+                    raise FrameError(f"data of generation {frame.generation} before its HELLO")
+                if frame.generation < self.generation or self._failure is not None:
+                    return None
+                # Decided under the lock: whoever posts the exchange afterwards sees it, and lets the link go on.
+                link.is_paused = self._inbox.is_full_for(frame)
+                if link.is_paused:
+                    raise PauseLink
+                return self._inbox.place(link.rank, frame)
+        except TooLargeError as error:
+            self._fail((), str(error))
+            return None
+
+    def ended(self, link: Link, frame: Frame, payload: memoryview | None) -> None:
+        """A frame is complete."""
+        if payload is None:
+            return
+        if frame.kind == frames.HELLO:
+            self._hello(link, frame.generation, frames.unpack_hello(bytes(payload)))
+        elif frame.kind == frames.ABORT:
+            ranks, reason = frames.unpack_abort(bytes(payload))
+            link.aborted = (frame.generation, ranks, f"rank {link.rank}: {reason}")
+            self._heed_abort(link)
+        else:
+            try:
+                with self._lock:
+                    if frame.generation != self.generation or self._failure is not None:
+                        return
+                    self.bytes_received += frame.num_bytes
+                    self._inbox.complete(link.rank, frame)
+            except TooLargeError as error:
+                self._fail((), str(error))
+            self._poller.wake()
+
+    def sent(self, exchange: MeshExchange) -> None:
+        """The rest of an exchange's frame has left."""
+        with self._lock:
+            exchange.num_unsent -= 1
+        self._poller.wake()
+
+    def broken(self, link: Link, reason: str) -> None:
+        """The end of a connection."""
+        with self._lock:
+            if link.is_broken:
+                return
+            self._poller.doom(link)
+            if link in self._pending:
+                self._pending.remove(link)
+            is_member = self._links.get(link.rank) is link and link.rank in self._peers and not self._is_closing
+            is_news = is_member and link.rank not in self._lost
+            if is_news:
+                self._lost.add(link.rank)
+        if is_news:
+            self._fail((link.rank,), reason)
+            if self._on_lost is not None:
+                self._on_lost(link.rank)
+
+    # ---- forming ----
+    def _start_generation(self, generation: int, others: Mapping[int, Member]) -> None:
+        """Drop all of the generation before, and the connections that are not wanted any more."""
+        self._retire()
+        with self._lock:
+            if self._is_closing:
+                raise PeerLost((), "closed")
+            self.generation, self._failure = generation, None
+            self._peers = tuple(sorted(others))
+            self.members = tuple(sorted({self.rank, *others}))
+            self._epochs = {rank: member.epoch for rank, member in others.items()}
+            self._lost.clear()
+            self._inbox = Inbox()
+            stale = [
+                link for rank, link in self._links.items()
+                if rank not in others or link.epoch != others[rank].epoch or link.is_broken
+            ]  # fmt: skip
+            for link in stale:
+                del self._links[link.rank]
+            late = [link for link in self._pending if link.rank >= 0 and link.generation < generation]
+            self._pending = [link for link in self._pending if link not in late]
+            for link in stale + late:
+                if not link.is_broken:
+                    self._poller.doom(link)
+        self._poller.reap()
+
+    def _greet(self, rank: int, member: Member) -> None:
+        """Say HELLO on the connection there is, or make one; peers of a lower rank make theirs."""
+        with self._lock:
+            waiting = [link for link in self._pending if (link.rank, link.epoch) == (rank, member.epoch)]
+            link = self._links.get(rank)
+        if waiting:
+            self._adopt(waiting[-1])
+            link = waiting[-1]
+        elif link is not None:
+            self._say_hello(link)
+        elif self.rank < rank:
+            link, reason = self._poller.connect(member.host, member.port, rank, member.epoch)
+            with self._lock:
+                self._links[rank] = link
+            if reason:
+                self.broken(link, reason)
+            else:
+                self._say_hello(link)
+        if link is not None:
+            self._heed_abort(link)
+            if link.generation > self.generation:
+                self._fail((), f"rank {rank} is in generation {link.generation} already", tell=False)
+
+    def _accepted(self, link: Link) -> None:
+        with self._lock:
+            self._pending.append(link)
+            oldest = self._pending[0] if len(self._pending) > MAX_PENDING else None
+        if oldest is not None:
+            self.broken(oldest, "too many connections")
+
+    def _say_hello(self, link: Link) -> None:
+        hello = Hello(self.rank, self.epoch, link.rank, link.epoch)
+        link.send(frames.pack_hello(self.generation, hello))
+
+    def _hello(self, link: Link, generation: int, hello: Hello) -> None:
+        """A peer is in `generation`. Raises FrameError if it is not who it should be, or takes us for another."""
+        if (hello.to_rank, hello.to_epoch) != (self.rank, self.epoch):
+            raise FrameError(f"rank {hello.rank} looks for rank {hello.to_rank} ({hello.to_epoch}) here")
+        is_new = link.rank < 0
+        if not is_new and (hello.rank, hello.epoch) != (link.rank, link.epoch):
+            raise FrameError(f"rank {link.rank} ({link.epoch}) calls itself {hello.rank} ({hello.epoch})")
+        if is_new and generation < self.generation:
+            raise FrameError(f"rank {hello.rank} is still in generation {generation}")
+        with self._lock:
+            link.rank, link.epoch = hello.rank, hello.epoch
+            link.generation = max(link.generation, generation)
+            is_expected = generation == self.generation and self._epochs.get(hello.rank) == hello.epoch
+            is_ahead = generation > self.generation and self._links.get(hello.rank) is link
+        if is_ahead:  # It has given up ours.
+            self._fail((), f"rank {hello.rank} is in generation {generation} already", tell=False)
+        elif is_new and is_expected:
+            self._adopt(link)
+        self._poller.wake()
+
+    def _adopt(self, link: Link) -> None:
+        """A peer's connection becomes the one to it."""
+        with self._lock:
+            if link not in self._pending:
+                return
+            self._pending.remove(link)
+            old = self._links.get(link.rank)
+            self._links[link.rank] = link
+            if old is not None and not old.is_broken:
+                self._poller.doom(old)
+        self._say_hello(link)
+
+    def _is_ready(self, rank: int) -> bool:
+        link = self._links.get(rank)
+        return link is not None and link.generation == self.generation
+
+    # ---- failing ----
+    def _heed_abort(self, link: Link) -> None:
+        generation, ranks, reason = link.aborted
+        if generation == self.generation and self._links.get(link.rank) is link:
+            self._fail(ranks, reason, tell=False)
+
+    def _fail(self, ranks: tuple[int, ...], reason: str, tell: bool = True) -> None:
+        """End the generation, if it has not ended. The thread that waits raises PeerLost; the peers are told."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = (ranks, reason)
+            links = [self._links[rank] for rank in self._peers if rank in self._links]
+        if tell:
+            message = frames.pack_abort(self.generation, ranks, reason)
+            for link in links:
+                link.send(message)
+        self._poller.wake()
+
+    def _raise_failure(self) -> None:
+        failure = self._failure
+        if failure is not None:
+            self._retire()
+            raise PeerLost(*failure)
+
+    def _retire(self) -> None:
+        """After it no buffer of this generation is read or written."""
+        with self._lock:
+            links = list(self._links.values())
+        for link in links:
+            link.retire()

@@ -1,0 +1,329 @@
+"""The ranks of a unit as one exchange over torch.distributed: gloo between CPUs, NCCL between GPUs.
+
+A generation is a process group of its own, met through a FileStore in the deployment's folder. Everything is sent as
+uint8: gloo knows no float8. An exchange is its counts, then its bytes; `recvs` only say where these bytes go.
+
+    gloo   two process groups, one for each direction between two ranks: one alone is half duplex. Sends and receives
+           are run by a thread of ours, in order, so that they go on under computation. CUDA tensors pass through
+           pinned memory.
+    nccl   all_to_all_single on a side stream; the host waits for the counts, then for nothing until `wait`.
+
+Gloo sometimes leaves a survivor of a killed peer waiting for its timeout: comm/mesh does not. Knows no tokens.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Store
+
+from hadal.comm.group import Interval, PeerLost
+from hadal.core.plans import Member
+
+MAX_IN_FLIGHT = 8
+JOIN_TIMEOUT_S = 5.0
+POLL_S = 0.05
+_COUNT_TAG, _DATA_TAG = 1, 2
+
+
+class TorchExchange:
+    """One exchange under way: done, or failed, when its thread says so."""
+
+    def __init__(self, group: TorchGroup, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None) -> None:
+        self.sends = dict(sends)
+        self.recvs = None if recvs is None else dict(recvs)
+        self.received: dict[int, Tensor] = {}
+        self.error: PeerLost | None = None
+        self.is_done = threading.Event()
+        self.ready: torch.cuda.Event | None = None
+        """NCCL: recorded behind the bytes, on the side stream."""
+        self.start_s = self.end_s = time.perf_counter()
+        self._group = group
+
+    def wait(self) -> dict[int, Tensor]:
+        """Return what each peer sent. Raises PeerLost."""
+        self._group.await_exchange(self)
+        return {rank: self.received[rank] for rank in sorted(self.received)}
+
+    @property
+    def interval(self) -> Interval:
+        return Interval(self.start_s, self.end_s)
+
+
+class TorchGroup:
+    """A rank's end of a process group. `backend` "gloo" or "nccl"; `folder`: shared by the unit's ranks.
+
+    `form`, `exchange` and `wait` are called by one thread, `abort`, `lost` and `close` by any.
+    """
+
+    def __init__(self, rank: int, *, backend: str, folder: Path, deadline_s: float, device: str = "cpu") -> None:
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"{backend!r} is no backend of torch.distributed that is known here: gloo or nccl.")
+        if backend == "nccl" and not torch.cuda.is_available():
+            raise ValueError("nccl needs a CUDA device, and torch sees none; use gloo or tcp.")
+        self.rank = rank
+        self.members: tuple[int, ...] = (rank,)
+        self.generation = -1
+        self.deadline_s = deadline_s
+        self._backend = backend
+        self._folder = folder
+        self._device = torch.device(device)
+        self._lock = threading.Lock()
+        self._failure: PeerLost | None = PeerLost((), "no generation was formed")
+        self._work: queue.Queue[TorchExchange | None] = queue.Queue(MAX_IN_FLIGHT)
+        self._thread: threading.Thread | None = None
+        self._link: GlooLink | NcclLink | None = None
+
+    def form(self, generation: int, members: Sequence[Member]) -> None:
+        """Leave the group before, and meet these members. Raises PeerLost, naming all others: torch does not say who
+        is missing."""
+        if generation <= self.generation:
+            raise ValueError(f"generation {generation} is not newer than {self.generation}.")
+        ranks = tuple(sorted(member.rank for member in members))
+        if self.rank not in ranks:
+            raise ValueError(f"rank {self.rank} is not among the members of generation {generation}.")
+        self._leave("formed anew")
+        self.generation, self.members = generation, ranks
+        others = tuple(rank for rank in ranks if rank != self.rank)
+        try:
+            if others:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                store = FileStore(str(self._folder / f"generation-{generation}"), len(ranks))
+                store.set_timeout(timedelta(seconds=self.deadline_s))
+                link = NcclLink if self._backend == "nccl" else GlooLink
+                self._link = link(store, self.rank, ranks, self.deadline_s, self._device)
+        except (RuntimeError, ValueError) as error:
+            raise PeerLost(others, f"not reached within {self.deadline_s} s: {error}") from error
+        self._work = queue.Queue(MAX_IN_FLIGHT)
+        self._failure = None
+        self._thread = threading.Thread(
+            target=self._run, args=(self._work, self._link), name=f"torch-group-{self.rank}", daemon=True
+        )
+        self._thread.start()
+
+    def exchange(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None) -> TorchExchange:
+        """See Group."""
+        self._raise_failure()
+        others = {rank for rank in self.members if rank != self.rank}
+        if sends.keys() != others or (recvs is not None and recvs.keys() != others):
+            raise ValueError(f"an exchange needs a tensor for each of {sorted(others)}, and no other.")
+        exchange = TorchExchange(self, sends, recvs)
+        if not others:
+            exchange.is_done.set()
+        elif isinstance(self._link, NcclLink):
+            self._do(self._link.run, exchange)  # Queued on the device: the host's thread goes on by itself.
+        else:
+            try:
+                self._work.put_nowait(exchange)
+            except queue.Full:
+                raise ValueError(f"more than {MAX_IN_FLIGHT} exchanges are in flight.") from None
+        return exchange
+
+    def await_exchange(self, exchange: TorchExchange) -> None:
+        """Return when it is done. Raises PeerLost."""
+        deadline_s = time.monotonic() + self.deadline_s
+        while not exchange.is_done.wait(POLL_S):
+            self._raise_failure()
+            if time.monotonic() > deadline_s:
+                others = tuple(rank for rank in self.members if rank != self.rank)
+                self._fail(PeerLost(others, f"nothing within {self.deadline_s} s"))
+        if exchange.error is not None:
+            raise self._failure or exchange.error  # The first reason; aborted operations follow from it.
+        if exchange.ready is not None:
+            while not exchange.ready.query():  # type: ignore[no-untyped-call]
+                self._raise_failure()
+                if time.monotonic() > deadline_s:
+                    self._fail(PeerLost((), f"NCCL: nothing within {self.deadline_s} s"))
+                time.sleep(0)
+            exchange.end_s = time.perf_counter()
+
+    def abort(self) -> None:
+        self._fail(PeerLost((), "aborted"))
+
+    def lost(self) -> tuple[int, ...]:
+        """Always empty: torch.distributed notices nothing without an exchange."""
+        return ()
+
+    def close(self) -> None:
+        self._leave("closed")
+
+    def _do(self, run: Callable[[TorchExchange], None], exchange: TorchExchange) -> None:
+        try:
+            self._raise_failure()
+            run(exchange)
+        except PeerLost as error:
+            exchange.error = error
+            self._fail(error)
+        except (RuntimeError, ValueError) as error:
+            exchange.error = PeerLost((), f"{self._backend}: {error}")
+            self._fail(exchange.error)
+        exchange.is_done.set()
+
+    def _run(self, work: queue.Queue[TorchExchange | None], link: GlooLink | NcclLink | None) -> None:
+        while (exchange := work.get()) is not None:
+            assert link is not None
+            self._do(link.run, exchange)
+
+    def _fail(self, error: PeerLost) -> None:
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+        if self._link is not None:
+            self._link.abort()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _leave(self, reason: str) -> None:
+        self._fail(PeerLost((), reason))
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            while thread.is_alive():  # Exchanges that are queued fail one by one; then there is room for the end.
+                try:
+                    self._work.put(None, timeout=POLL_S)
+                    break
+                except queue.Full:
+                    continue
+            thread.join(self.deadline_s + JOIN_TIMEOUT_S)
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+
+class GlooLink:
+    """Two gloo process groups: lower rank to higher through the first, higher to lower through the second."""
+
+    def __init__(
+        self, store: Store, rank: int, members: tuple[int, ...], deadline_s: float, device: torch.device
+    ) -> None:
+        self._rank = rank
+        self._index = {member: index for index, member in enumerate(members)}
+        self._deadline_s = deadline_s
+        self._device = device
+        self._is_aborted = False
+        timeout = timedelta(seconds=deadline_s)
+        self._groups: list[Any] = [
+            ProcessGroupGloo(PrefixStore(name, store), members.index(rank), len(members), timeout)
+            for name in ("up", "down")
+        ]
+
+    def run(self, exchange: TorchExchange) -> None:
+        """Counts, then bytes. Raises PeerLost."""
+        peers = sorted(exchange.sends)
+        counts = {peer: torch.empty(1, dtype=torch.int64) for peer in peers}
+        sizes = {peer: torch.tensor([exchange.sends[peer].numel()]) for peer in peers}
+        self._move(sizes, counts, _COUNT_TAG)
+        into: dict[int, Tensor] = {}
+        for peer in peers:
+            num_bytes = int(counts[peer].item())
+            if exchange.recvs is None:
+                into[peer] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            elif num_bytes <= exchange.recvs[peer].numel():
+                into[peer] = exchange.recvs[peer][:num_bytes]
+            else:
+                room = exchange.recvs[peer].numel()
+                raise PeerLost((), f"rank {peer} sent {num_bytes} bytes for a buffer of {room}")
+        staged = {peer: self._stage(tensor) for peer, tensor in into.items()}
+        sends = {peer: self._stage(tensor, is_filled=True) for peer, tensor in exchange.sends.items()}
+        self._move(sends, staged, _DATA_TAG)
+        for peer, tensor in into.items():
+            if tensor is not staged[peer]:
+                tensor.copy_(staged[peer])
+        exchange.end_s = time.perf_counter()
+        exchange.received = into
+
+    def _stage(self, tensor: Tensor, is_filled: bool = False) -> Tensor:
+        """The tensor, or pinned memory for it: gloo moves CPU memory."""
+        if tensor.device.type == "cpu":
+            return tensor
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return pinned.copy_(tensor) if is_filled else pinned
+
+    def _move(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], tag: int) -> None:
+        works = []  # Receives first: a gloo send moves nothing until its receive is there.
+        for peer, tensor in recvs.items():
+            if tensor.numel():
+                group = self._groups[0 if peer < self._rank else 1]
+                works.append((peer, group.recv([tensor], self._index[peer], tag)))
+        for peer, tensor in sends.items():
+            if tensor.numel():
+                group = self._groups[0 if self._rank < peer else 1]
+                works.append((peer, group.send([tensor], self._index[peer], tag)))
+        for peer, work in works:
+            if self._is_aborted:
+                raise PeerLost((), "aborted")
+            try:
+                work.wait(timedelta(seconds=self._deadline_s))
+            except RuntimeError as error:
+                raise PeerLost(() if self._is_aborted else (peer,), f"gloo: {error}") from error
+
+    def abort(self) -> None:
+        self._is_aborted = True
+        for group in self._groups:
+            group.abort()
+
+    def close(self) -> None:
+        self._groups.clear()
+
+
+class NcclLink:
+    """One NCCL communicator: the process's default group of torch.distributed."""
+
+    def __init__(
+        self, store: Store, rank: int, members: tuple[int, ...], deadline_s: float, device: torch.device
+    ) -> None:
+        self._members = members
+        self._rank = rank
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        dist.init_process_group(
+            "nccl", store=store, rank=members.index(rank), world_size=len(members),
+            timeout=timedelta(seconds=deadline_s), device_id=device,
+        )  # fmt: skip
+
+    def run(self, exchange: TorchExchange) -> None:
+        """Queue it on the side stream. Returns when the counts are known."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            parts = [exchange.sends.get(rank) for rank in self._members]
+            sizes = [0 if part is None else part.numel() for part in parts]
+            sent = torch.tensor(sizes, device=self._device)
+            got = torch.empty_like(sent)
+            dist.all_to_all_single(got, sent)
+            counts: list[int] = got.tolist()
+            for rank, count in zip(self._members, counts, strict=True):
+                if exchange.recvs is not None and rank != self._rank and count > exchange.recvs[rank].numel():
+                    room = exchange.recvs[rank].numel()
+                    raise PeerLost((), f"rank {rank} sent {count} bytes for a buffer of {room}")
+            outgoing = torch.cat([part for part in parts if part is not None])
+            incoming = torch.empty(sum(counts), dtype=torch.uint8, device=self._device)
+            dist.all_to_all_single(incoming, outgoing, counts, sizes)
+            for rank, piece in zip(self._members, torch.split(incoming, counts), strict=True):
+                if rank != self._rank:
+                    if exchange.recvs is not None:
+                        piece = exchange.recvs[rank][: piece.numel()].copy_(piece)
+                    piece.record_stream(torch.cuda.current_stream(self._device))
+                    exchange.received[rank] = piece
+            exchange.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            exchange.ready.record(self._stream)
+
+    def abort(self) -> None:
+        """A communicator cannot be told from here without ending it; the timeout of its watchdog does."""
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+        if abort is not None and dist.is_initialized():
+            abort()
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()

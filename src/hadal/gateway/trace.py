@@ -1,0 +1,143 @@
+"""`hadal trace`: what a live unit's next steps look like. The server's answer to GET /trace, and the command.
+
+The unit's leader marks its next steps as traced; each rank notes when its ops ran. A unit without work has no steps:
+the answer is 504 then, not an empty trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from hadal.core.errors import HadalError
+from hadal.core.messages import TracedStep
+from hadal.gateway.errors import ApiError
+from hadal.gateway.host import Host
+from hadal.overlap.trace import LEGEND, Share, chrome_trace, covered_share, duration_s, shares, timeline
+
+MAX_STEPS = 100
+MAX_WAIT_S = 300.0
+DEFAULT_STEPS = 3
+DEFAULT_WAIT_S = 30.0
+_CONNECT_S = 5.0
+
+
+class TraceReply(msgspec.Struct, frozen=True):
+    """The body of GET /trace. A step is an array: id, schedule, micro-batches, tokens, events."""
+
+    unit: str
+    steps: tuple[TracedStep, ...]
+
+
+class TraceError(HadalError):
+    """There is no trace to be had; the text is for the user."""
+
+
+async def answer_trace(host: Host, units: Collection[str], query: Mapping[str, str]) -> TraceReply:
+    """Trace the next `steps` of `unit`, waiting `wait_s` for them. Raises ApiError 400, 404, 429, 504."""
+    unit = query.get("unit", "decode-0")
+    num_steps = _number(query, "steps", DEFAULT_STEPS, 1, MAX_STEPS)
+    wait_s = _number(query, "wait_s", DEFAULT_WAIT_S, 0.0, MAX_WAIT_S)
+    if num_steps != int(num_steps):
+        raise ApiError(400, f"steps is {num_steps:g}; a whole number is needed.", param="steps")
+    if unit not in units:
+        known = ", ".join(sorted(units)) or "none: the server is starting"
+        raise ApiError(404, f"There is no unit {unit[:100]!r}. Known: {known}.", param="unit", code="unit_not_found")
+    trace = await host.trace(unit, int(num_steps), wait_s)
+    if trace is not None and not trace.steps:
+        raise ApiError(
+            429, f"{unit} has other traces to make, for which it had no steps yet. Send it requests, then ask again.",
+            code="too_many_traces",
+        )  # fmt: skip
+    if trace is None:
+        raise ApiError(
+            504, f"{unit} ran fewer than {num_steps:g} steps within {wait_s:g} s. Send it a request meanwhile: a unit "
+            "without work takes no steps.", code="no_step",
+        )  # fmt: skip
+    return TraceReply(unit, trace.steps)
+
+
+def _number(query: Mapping[str, str], name: str, default: float, low: float, high: float) -> float:
+    try:
+        value = float(query.get(name, default))
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        text = query[name][:100]
+        raise ApiError(400, f"{name} is {text!r}; a number from {low:g} to {high:g} is needed.", param=name)
+    return value
+
+
+def fetch(url: str, unit: str, num_steps: int, *, wait_s: float = DEFAULT_WAIT_S, api_key: str = "") -> TraceReply:
+    """Ask a running server. Raises TraceError."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    params = {"unit": unit, "steps": str(num_steps), "wait_s": str(wait_s)}
+    address = f"{url.rstrip('/').removesuffix('/v1')}/trace"
+    timeout = httpx.Timeout(wait_s + 10, connect=_CONNECT_S)
+    try:
+        reply = httpx.get(address, params=params, headers=headers, timeout=timeout)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise TraceError(
+            f"{url} cannot be reached ({str(error) or type(error).__name__}). Is there a server? "
+            "Start one with `hadal serve`."
+        ) from error
+    if reply.status_code != 200:
+        raise TraceError(_error_of(reply))
+    try:
+        return msgspec.json.decode(reply.content, type=TraceReply)
+    except msgspec.DecodeError as error:
+        raise TraceError(f"{address} answered something else than a trace ({error}).") from error
+
+
+def _error_of(reply: httpx.Response) -> str:
+    try:
+        body: Any = reply.json()
+        return str(body["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered {reply.status_code}: {reply.text[:200]}"
+
+
+def describe(reply: TraceReply) -> str:
+    """What a person wants to know of the steps, and one layer of the last as a picture."""
+    lines = [_describe_step(reply.unit, step) for step in reply.steps]
+    last = reply.steps[-1]
+    for share in shares(last.events)[:1]:
+        lines += ["", f"rank {share.rank}, {timeline(last.events, share.rank)}", LEGEND]
+    return "\n".join(lines)
+
+
+def _describe_step(unit: str, step: TracedStep) -> str:
+    head = f"{unit} step {step.step_id}: {step.schedule}, {_count(step.num_micro_batches, 'micro-batch', 'es')}, "
+    head += f"{_count(step.num_tokens, 'token', 's')}, {duration_s(step.events) * 1e3:.2f} ms"
+    if not step.events:
+        return f"{head}; its ranks sent no events"
+    by_rank = shares(step.events)
+    covered = covered_share(step.events)
+    if covered is None:
+        return f"{head}; {_count(len(by_rank), 'rank', 's')}, nothing travelled: no link lanes"
+    exposed_ms = sum(share.exposed_s for share in by_rank) / len(by_rank) * 1e3
+    text = f"{head}; {covered:.0%} of link time covered, {exposed_ms:.2f} ms exposed wait"
+    if len(by_rank) > 1:
+        text += f" (mean of ranks: {', '.join(map(_describe_share, by_rank))})"
+    return text
+
+
+def _describe_share(share: Share) -> str:
+    covered = "-" if share.covered is None else f"{share.covered:.0%}"
+    return f"{share.rank}: {covered} {share.exposed_s * 1e3:.2f} ms"
+
+
+def _count(number: int, noun: str, plural: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def write(reply: TraceReply, output: Path) -> None:
+    """For ui.perfetto.dev or chrome://tracing. Raises TraceError."""
+    try:
+        output.write_bytes(msgspec.json.encode(chrome_trace(reply.unit, reply.steps)))
+    except OSError as error:
+        raise TraceError(f"{output} cannot be written ({error.strerror or error}).") from error

@@ -1,0 +1,48 @@
+"""Which rank and slot every (token, expert) pair goes to, grouped by rank. Twin: `hadal.reference.route`.
+
+Shapes: T tokens, K chosen, E experts, M most replicas, P = T * K pairs, N rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from hadal.kernels import library
+from hadal.reference import route as twin
+from hadal.reference.route import Replicas, Route
+
+
+def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
+    """See the twin. Raises ValueError if an id is out of range or its expert has no replica."""
+    lib = library.load()
+    tensors = (ids_TK, replicas.slots_EM, replicas.counts_E)
+    if lib is None or any(x.device.type != "cpu" for x in tensors):
+        return twin.route(ids_TK, replicas, shift)
+    num_tokens, top_k = ids_TK.shape
+    num_experts, most = replicas.slots_EM.shape
+    num_ranks, num_pairs = replicas.num_ranks, num_tokens * top_k
+    library.check_shape("counts_E", replicas.counts_E, (num_experts,))
+    ids_TK = library.as_int(ids_TK, torch.int64)
+    slots_EM, counts_E = (library.as_int(x, torch.int32) for x in (replicas.slots_EM, replicas.counts_E))
+    # One allocation: scratch, pairs and rows of every rank, then five lists of a pair each.
+    out = torch.empty(num_pairs * 6 + num_ranks * 6, dtype=torch.int32)
+    sizes = [num_pairs + 4 * num_ranks, num_ranks, num_ranks, *([num_pairs] * 5)]
+    scratch, pairs_R, rows_R, *lists = torch.split_with_sizes(out, sizes)
+    shape = (ctypes.c_int32 * 7)(
+        num_tokens, top_k, num_experts, most, replicas.num_slots, num_ranks, shift
+    )
+    library.check_status(
+        lib.hadal_route(
+            ctypes.addressof(shape), ids_TK.data_ptr(), slots_EM.data_ptr(), counts_E.data_ptr(),
+            *(x.data_ptr() for x in (scratch, pairs_R, rows_R, *lists)),
+        )
+    )  # fmt: skip
+    token_P, row_P, slot_P, token_N, at_P = lists
+    num_rows_R = rows_R.tolist()
+    return Route(
+        pairs_R.tolist(), num_rows_R, token_P, row_P, slot_P, token_N[: sum(num_rows_R)],
+        at_P.view(num_tokens, top_k), scratch[:num_pairs].view(num_tokens, top_k),
+    )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Walks a schedule: runs the ops of every layer and micro-batch in its order, and notes where the time went.
+
+Knows no tensors. What an op does is the caller's: `run_op(micro_batch, layer, op)`. A finishing op returns when its
+exchange was on the link; of the time it stood there, what lies before the last byte's arrival was waited for the link:
+
+    compute  | dispatch> |  another micro-batch's ops  | >dispatch          |
+    link           |############### dispatch ################|
+    wait                                               |#####|              exposed; what is left of >x, and x>, is post
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hadal.comm.group import Interval
+from hadal.core.plans import OpTime, TraceEvent
+from hadal.overlap.plan import (
+    COMBINE_FINISH,
+    COMBINE_START,
+    DISPATCH_FINISH,
+    DISPATCH_START,
+    Schedule,
+    order,
+)
+
+M = TypeVar("M")
+RunOp = Callable[[M, int, str], Interval | None]
+"""(micro-batch, layer, op) -> for a finishing op, when its exchange was on the link, None if nothing was sent."""
+
+LINK_OPS = {DISPATCH_FINISH: "dispatch", COMBINE_FINISH: "combine"}
+_STARTS = (DISPATCH_START, COMBINE_START)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the computing thread is, for other threads to look at."""
+
+    num_ops: int = 0
+    """Ops begun."""
+    is_waiting: bool = False
+    """It is in an op that waits for peers."""
+
+
+class Recorder:
+    """What ran when in one step: sums per kind of op and, if traced, every stretch."""
+
+    def __init__(self, progress: Progress | None = None, *, rank: int = 0, is_traced: bool = False) -> None:
+        self.events: list[TraceEvent] = []
+        self._progress = progress if progress is not None else Progress()
+        self._rank = rank
+        self._is_traced = is_traced
+        self._counts: dict[str, int] = {}
+        self._seconds: dict[str, float] = {}
+        self._start_s = 0.0
+
+    def begin(self, op: str) -> None:
+        self._progress.is_waiting = op in LINK_OPS
+        self._progress.num_ops += 1
+        self._start_s = time.perf_counter()
+
+    def end(self, op: str, micro_batch: int = 0, layer: int = 0, interval: Interval | None = None) -> None:
+        """The op that began last has returned."""
+        start_s, end_s = self._start_s, time.perf_counter()
+        self._progress.is_waiting = False
+        if op in LINK_OPS:
+            link_op = LINK_OPS[op]
+            # Without peers, or in a dense layer, nothing was sent; it counts with no seconds.
+            arrived_s = start_s if interval is None else min(max(interval.end_s, start_s), end_s)
+            self._add(link_op, 0.0 if interval is None else interval.end_s - interval.start_s)
+            self._add("wait", arrived_s - start_s)
+            self._add("post", end_s - arrived_s)
+            if self._is_traced:
+                if interval is not None:
+                    self._note("link", link_op, micro_batch, layer, interval.start_s, interval.end_s)
+                if arrived_s > start_s:
+                    self._note("wait", op, micro_batch, layer, start_s, arrived_s)
+            start_s = arrived_s
+        else:
+            self._add("post" if op in _STARTS else op, end_s - start_s)
+        if self._is_traced:
+            self._note("compute", op, micro_batch, layer, start_s, end_s)
+
+    def op_times(self) -> tuple[OpTime, ...]:
+        return tuple(OpTime(op, count, self._seconds[op]) for op, count in self._counts.items())
+
+    def _add(self, op: str, seconds: float) -> None:
+        self._counts[op] = self._counts.get(op, 0) + 1
+        self._seconds[op] = self._seconds.get(op, 0.0) + seconds
+
+    def _note(self, lane: str, op: str, micro_batch: int, layer: int, start_s: float, end_s: float) -> None:
+        self.events.append(TraceEvent(self._rank, lane, op, micro_batch, layer, start_s, end_s))
+
+
+def execute(
+    schedule: Schedule, num_layers: int, micro_batches: Sequence[M], run_op: RunOp[M], recorder: Recorder | None = None
+) -> None:
+    """Run all ops of `num_layers` layers on one or two micro-batches. What an op raises ends it."""
+    recorder = recorder if recorder is not None else Recorder()
+    for index, layer, op in order(schedule, num_layers, len(micro_batches)):
+        recorder.begin(op)
+        recorder.end(op, index, layer, run_op(micro_batches[index], layer, op))

@@ -1,0 +1,88 @@
+"""A rank's place in its unit: the group it exchanges with and the experts it holds, generation by generation.
+
+Knows no requests and no steps. `form` and everything that exchanges is called by the computing thread; `abort` and
+`lost` by any.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from hadal.comm.expert_comm import ExpertComm
+from hadal.comm.group import Group, PeerLost
+from hadal.core.errors import HadalError
+from hadal.core.placement import Placement
+from hadal.core.plans import Formed, FormPlan
+from hadal.model.deepseek import DeepseekV3
+from hadal.model.experts import ExpertStore
+
+_log = logging.getLogger(__name__)
+
+
+class Aborted(HadalError):
+    """The generation is over; nothing may run before the next one is formed."""
+
+
+class Membership:
+    """One rank of a unit of many. `comm` is the model's, over `group`; `store` keeps the experts of its weights."""
+
+    def __init__(self, rank: int, group: Group, comm: ExpertComm, store: ExpertStore) -> None:
+        self.rank = rank
+        self._group = group
+        self._comm = comm
+        self._store = store
+        self._is_over = threading.Event()
+        self._is_over.set()  # Until the first is formed.
+        self._generation = 0
+        self._blamed: tuple[int, ...] = ()
+
+    def form(self, plan: FormPlan, model: DeepseekV3) -> Formed:
+        """Join the plan's generation, read the replicas that are new, drop those that went. Answers with its errors."""
+        start_s = time.perf_counter()
+        self._generation = plan.generation
+        self._is_over.clear()
+        self._blamed = ()
+        num_loaded = 0
+        error: str | None = None
+        try:
+            # Connect first: nobody need wait in a connection's deadline for one who has much to read.
+            self._group.form(plan.generation, plan.members)
+            placement = Placement.from_bytes(
+                plan.slot_to_expert, model.config.n_routed_experts, plan.num_ranks, plan.num_slots
+            )
+            model.weights, num_loaded = self._store.install(
+                model.weights, placement.slot_to_expert_LRS[:, self.rank]
+            )
+            self._comm.install(placement)
+        except Exception as failure:
+            _log.exception("generation %d was not formed", plan.generation)
+            self._is_over.set()
+            self.blame(failure)
+            error = f"{type(failure).__name__}: {failure}"
+        return Formed(plan.generation, error, self.lost, time.perf_counter() - start_s, num_loaded)
+
+    def check(self) -> None:
+        """Raise Aborted unless the generation goes on."""
+        if self._is_over.is_set():
+            raise Aborted(f"generation {self._generation} is over")
+
+    def blame(self, failure: Exception) -> None:
+        """A step failed: whatever the cause, this generation is over, for the peers too."""
+        if isinstance(failure, PeerLost):
+            self._blamed = failure.ranks
+        self.abort()
+
+    def abort(self) -> None:
+        """End the generation: every wait for a peer fails. From any thread."""
+        self._is_over.set()
+        self._group.abort()
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Peers that are held responsible for the last failure, or whose connection broke. From any thread."""
+        return tuple(sorted({*self._blamed, *self._group.lost()}))
+
+    def close(self) -> None:
+        self._group.close()

@@ -1,0 +1,209 @@
+"""What a traced step says: how much of the link's time lay under computation, and pictures for people.
+
+    compute  mb0   aaacccg>......>EEE>.......      lanes of a rank: ops in its compute thread, by micro-batch;
+    link     mb0   .......DDDDDDD.....MMMMMMM      exchanges, from being posted to the last byte's arrival;
+    wait           ............ww............      compute stands still for the link (exposed)
+
+The JSON is the Trace Event Format that Perfetto and chrome://tracing read. Pure: no clock, no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hadal.core.messages import TracedStep
+from hadal.core.plans import TraceEvent
+from hadal.overlap.plan import (
+    ATTN_CORE,
+    ATTN_IN,
+    COMBINE_FINISH,
+    COMBINE_START,
+    DISPATCH_FINISH,
+    DISPATCH_START,
+    EXPERTS,
+    GATE,
+    NEEDS,
+    SHARED,
+)
+
+COMPUTE, LINK, WAIT = "compute", "link", "wait"
+LETTERS = {
+    ATTN_IN: "a", ATTN_CORE: "c", GATE: "g", SHARED: "s", EXPERTS: "E", "dispatch": "D", "combine": "M",
+    DISPATCH_START: ">", DISPATCH_FINISH: ">", COMBINE_START: ">", COMBINE_FINISH: ">",
+    "step": "S", "head": "h", "draw": "d",
+}  # fmt: skip
+LEGEND = (
+    "a attn_in, c attn_core, g gate, s shared, E experts, > start or finish, D dispatch, M combine, w exposed wait; "
+    "outside of layers: h head, d draw, S a step as one kernel"
+)
+_COLOURS = {
+    ATTN_IN: "thread_state_running", ATTN_CORE: "good", EXPERTS: "rail_response", SHARED: "rail_animation",
+    "dispatch": "thread_state_iowait", "combine": "rail_load",
+}  # fmt: skip
+"""Names of chrome://tracing's palette; Perfetto chooses its own by the name of an op."""
+_THREADS = ("step", COMPUTE, WAIT, "link mb0", "link mb1")
+
+Stretch = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Sums over one rank's lanes, overlaps counted once."""
+
+    rank: int
+    compute_s: float
+    link_s: float
+    covered_s: float
+    """Link and compute busy together."""
+    exposed_s: float
+    """Of the wait lane."""
+
+    @property
+    def covered(self) -> float | None:
+        """The covered share of link time; None if nothing travelled."""
+        return self.covered_s / self.link_s if self.link_s > 0.0 else None
+
+
+def shares(events: Iterable[TraceEvent]) -> tuple[Share, ...]:
+    """By rank, in order."""
+    lanes: dict[tuple[int, str], list[Stretch]] = {}
+    ranks: set[int] = set()
+    for event in events:
+        lanes.setdefault((event.rank, event.lane), []).append((event.start_s, event.end_s))
+        ranks.add(event.rank)
+    found = []
+    for rank in sorted(ranks):
+        compute, link, wait = (_union(lanes.get((rank, lane), [])) for lane in (COMPUTE, LINK, WAIT))
+        found.append(Share(rank, _length(compute), _length(link), _common_s(link, compute), _length(wait)))
+    return tuple(found)
+
+
+def covered_share(events: Iterable[TraceEvent]) -> float | None:
+    """Of all ranks' link time, the share under computation; None if nothing travelled."""
+    by_rank = shares(events)
+    link_s = sum(share.link_s for share in by_rank)
+    return sum(share.covered_s for share in by_rank) / link_s if link_s > 0.0 else None
+
+
+def duration_s(events: Sequence[TraceEvent]) -> float:
+    """From the first start to the last end, of any rank."""
+    if not events:
+        return 0.0
+    return max(event.end_s for event in events) - min(event.start_s for event in events)
+
+
+def chrome_trace(unit: str, steps: Sequence[TracedStep]) -> dict[str, Any]:
+    """The steps as one Trace Event Format object: a process for each rank, a thread for each lane; times in us."""
+    everything = [event for step in steps for event in step.events]
+    zero_s = min((event.start_s for event in everything), default=0.0)
+    found: list[dict[str, Any]] = []
+    for rank in sorted({event.rank for event in everything}):
+        found.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"{unit} rank {rank}"}})
+        found.append({"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}})
+        for tid, name in enumerate(_THREADS):
+            found.append({"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": name}})
+            found.append({"ph": "M", "pid": rank, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+    for step in steps:
+        for share in shares(step.events):
+            mine = [event for event in step.events if event.rank == share.rank]
+            args = {
+                "step_id": step.step_id, "num_micro_batches": step.num_micro_batches, "num_tokens": step.num_tokens,
+                "covered_share": share.covered, "exposed_ms": share.exposed_s * 1e3,
+            }  # fmt: skip
+            start_s = min(event.start_s for event in mine)
+            name = f"step {step.step_id} {step.schedule}"
+            found.append(_span(name, "step", share.rank, 0, start_s - zero_s, duration_s(mine), args))
+            found += [_event(event, zero_s) for event in mine]
+    return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def _event(event: TraceEvent, zero_s: float) -> dict[str, Any]:
+    # Exchanges of two micro-batches may be under way at once, and stretches of a thread must not cross.
+    tid = 3 + event.micro_batch if event.lane == LINK else 2 if event.lane == WAIT else 1
+    name = f"wait {event.op}" if event.lane == WAIT else event.op
+    args = {"layer": event.layer, "micro_batch": event.micro_batch}
+    span = _span(name, event.lane, event.rank, tid, event.start_s - zero_s, event.end_s - event.start_s, args)
+    colour = "terrible" if event.lane == WAIT else _COLOURS.get(event.op)
+    return span if colour is None else span | {"cname": colour}
+
+
+def _span(
+    name: str, category: str, pid: int, tid: int, start_s: float, length_s: float, args: dict[str, Any]
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": round(start_s * 1e6, 3),
+        "dur": round(max(length_s, 0.0) * 1e6, 3), "args": args,
+    }  # fmt: skip
+
+
+def timeline(events: Iterable[TraceEvent], rank: int, layer: int | None = None, width: int = 96) -> str:
+    """One layer of one rank in letters (LEGEND), as long as any micro-batch is in it. `layer` None: the middle one."""
+    mine = [event for event in events if event.rank == rank]
+    if not mine or width < 1:
+        return ""
+    if layer is None:
+        # A dense layer shows no exchange: look among those that have one.
+        layers = sorted({e.layer for e in mine if e.lane == LINK} or {e.layer for e in mine})
+        layer = layers[len(layers) // 2]
+    within = [event for event in mine if event.layer == layer]
+    # What runs outside of layers is noted under layer 0; it does not stretch that layer.
+    within = [event for event in within if event.op in NEEDS or event.lane == LINK] or within
+    if not within:
+        raise ValueError(f"rank {rank} has no events of layer {layer}.")
+    start_s, end_s = min(e.start_s for e in within), max(e.end_s for e in within)
+    cell_s = max((end_s - start_s) / width, 1e-12)
+    micro_batches = sorted({event.micro_batch for event in mine})
+    rows: list[tuple[str, str, int | None]] = [(f"{COMPUTE} mb{i}", COMPUTE, i) for i in micro_batches]
+    if any(event.lane == LINK for event in mine):
+        rows += [(f"{LINK} mb{i}", LINK, i) for i in micro_batches] + [(WAIT, WAIT, None)]
+    lines = [f"layer {layer}, {(end_s - start_s) * 1e3:.2f} ms"]
+    for name, lane, micro_batch in rows:
+        row = [e for e in mine if e.lane == lane and micro_batch in (None, e.micro_batch)]
+        lines.append(f"{name:<12} {_row(row, start_s, cell_s, width)}")
+    return "\n".join(lines)
+
+
+def _row(events: Sequence[TraceEvent], start_s: float, cell_s: float, width: int) -> str:
+    """Each cell shows what took most of it; a dot where that was nothing."""
+    best_s = [cell_s / 2] * width
+    cells = ["."] * width
+    for event in events:
+        first = max(0, int((event.start_s - start_s) / cell_s))
+        last = min(width - 1, int((event.end_s - start_s) / cell_s))
+        for at in range(first, last + 1):
+            left_s = start_s + at * cell_s
+            common_s = min(event.end_s, left_s + cell_s) - max(event.start_s, left_s)
+            if common_s > best_s[at]:
+                best_s[at] = common_s
+                cells[at] = "w" if event.lane == WAIT else LETTERS.get(event.op, "?")
+    return "".join(cells)
+
+
+def _union(stretches: list[Stretch]) -> list[Stretch]:
+    merged: list[Stretch] = []
+    for start_s, end_s in sorted(stretches):
+        if end_s <= start_s:
+            continue
+        if merged and start_s <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end_s))
+        else:
+            merged.append((start_s, end_s))
+    return merged
+
+
+def _length(merged: list[Stretch]) -> float:
+    return sum(end_s - start_s for start_s, end_s in merged)
+
+
+def _common_s(a: list[Stretch], b: list[Stretch]) -> float:
+    """Length of the intersection of two unions."""
+    total_s, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        total_s += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] <= b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total_s

@@ -1,0 +1,264 @@
+"""What a step's ops will take, learned from the steps that ran; and from it the cheapest way to run the next one.
+
+    seconds of an op on one micro-batch in one layer = fixed + per_token * tokens  (+ per_pair * pairs for attn_core)
+
+Fixed covers what does not shrink when a batch is halved: launches, and weights that have to be read whatever they are
+multiplied with. Steps of similar size share a bin, a bin holds the recent mean, and the line goes through the bins: a
+size that runs a thousand times in a row does not make the others forgotten. Where only one size was seen the split
+into fixed and per token is a guess (`_SHARES`), on the side of "half the tokens, half the time": the halves are then
+tried once, and what they take is known. Knows no clock: op times come in StepDone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hadal.core.plans import OpTime
+from hadal.overlap.plan import ATTN_CORE, ATTN_IN, EXPERTS, GATE, SEQUENTIAL, SHARED, Schedule
+from hadal.perf.price import OpSeconds, price
+
+DISPATCH, COMBINE, POST = "dispatch", "combine", "post"
+EVERY_LAYER = (ATTN_IN, ATTN_CORE, SHARED)
+"""Also in dense layers, whose network runs as `shared`: its time is spread evenly over all layers."""
+OPS = (*EVERY_LAYER, GATE, DISPATCH, EXPERTS, COMBINE, POST)
+NUM_POSTS = 4
+"""Starts and finishes in a layer."""
+
+MAX_BINS = 16
+_GAIN = 0.2
+"""Weight of a new step in its bin, once five are in it."""
+_OUTLIER = 3.0
+"""A time so many times the bin's mean is taken for that much at most: the machine did something else."""
+_AGE_STEPS = 2000.0
+"""A bin that was not touched for so long counts half."""
+_PRIOR = 0.003
+_SHARES = (0.1, 0.9, 0.0)
+_SHARES_CORE = (0.1, 0.3, 0.6)
+"""(fixed, per token, per pair) where measurements cannot tell them apart."""
+_EXACT_LAYERS = 8
+_REFIT_STEPS = 8
+"""Between two fits once there are many steps; a size never seen before is fitted at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One micro-batch of the rank that has most to do."""
+
+    num_tokens: float
+    num_pairs: float
+    """(token, position it attends to) pairs: for a decode row its context length."""
+
+
+def halve_works(work: Work) -> tuple[Work, Work]:
+    """The halves of an ideal split."""
+    first = (work.num_tokens + 1) // 2
+    return Work(first, work.num_pairs / 2), Work(work.num_tokens - first, work.num_pairs / 2)
+
+
+@dataclass(slots=True)
+class _Bin:
+    """Recent means of steps of similar size."""
+
+    num_tokens: float = 0.0
+    num_pairs: float = 0.0
+    num_steps: int = 0
+    touched: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, work: Work, op_to_seconds: dict[str, float], step: int) -> None:
+        self.num_steps += 1
+        self.touched = step
+        gain = max(_GAIN, 1.0 / self.num_steps)
+        self.num_tokens += gain * (work.num_tokens - self.num_tokens)
+        self.num_pairs += gain * (work.num_pairs - self.num_pairs)
+        for op, seconds in op_to_seconds.items():
+            mean_s = self.seconds.get(op)
+            if mean_s is None:
+                self.seconds[op] = seconds
+                continue
+            if mean_s > 0.0:
+                seconds = min(seconds, _OUTLIER * mean_s)
+            self.seconds[op] = mean_s + gain * (seconds - mean_s)
+
+
+class StepCosts:
+    """An estimator for one unit. Before the first step everything costs nothing, and `choose` says sequential."""
+
+    def __init__(self, num_layers: int, num_moe_layers: int) -> None:
+        if not 0 <= num_moe_layers <= num_layers:
+            raise ValueError(f"{num_moe_layers} MoE layers of {num_layers} layers.")
+        self.num_layers = num_layers
+        self.num_moe_layers = num_moe_layers
+        self._bins: dict[tuple[int, int], _Bin] = {}
+        self._num_steps = 0
+        self._models: dict[str, tuple[float, ...]] | None = None
+        self._fitted_at = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Observed."""
+        return self._num_steps
+
+    def observe(self, works: Sequence[Work], op_times: Sequence[OpTime]) -> None:
+        """Take in a step of one or two micro-batches. Ops that are not in OPS are ignored; an empty step is too."""
+        num = len(works)
+        # The model is linear, so the mean of a step's executions is that of a micro-batch of mean size.
+        mean = Work(sum(w.num_tokens for w in works) / max(num, 1), sum(w.num_pairs for w in works) / max(num, 1))
+        if mean.num_tokens <= 0.0:
+            return
+        op_to_seconds = {}
+        for time in op_times:
+            runs = num * (self.num_layers if time.op in EVERY_LAYER else self.num_moe_layers)
+            if time.op == POST:
+                runs *= NUM_POSTS
+            if time.op in OPS and runs and time.seconds >= 0.0:
+                op_to_seconds[time.op] = time.seconds / runs
+        if not op_to_seconds:
+            return
+        self._num_steps += 1
+        key = (int(2.0 * mean.num_tokens).bit_length(), int(mean.num_pairs).bit_length())
+        if key not in self._bins:
+            if len(self._bins) >= MAX_BINS:
+                del self._bins[min(self._bins, key=lambda k: self._bins[k].touched)]
+            self._bins[key] = _Bin()
+            self._models = None
+        self._bins[key].add(mean, op_to_seconds, self._num_steps)
+        if self._num_steps - self._fitted_at >= min(_REFIT_STEPS, self._bins[key].num_steps):
+            self._models = None
+
+    def op_seconds(self, work: Work) -> OpSeconds:
+        """Estimate one micro-batch in one MoE layer. All zero for no tokens, and before anything was observed."""
+        if self._models is None:
+            self._models = self._fit()
+        seconds = {}
+        for op in OPS:
+            fixed, per_token, per_pair = self._models.get(op, (0.0, 0.0, 0.0))
+            seconds[op] = fixed + per_token * work.num_tokens + per_pair * work.num_pairs
+        return OpSeconds(
+            seconds[ATTN_IN], seconds[ATTN_CORE], seconds[GATE], seconds[DISPATCH], seconds[SHARED], seconds[EXPERTS],
+            seconds[COMBINE], seconds[POST],
+        )  # fmt: skip
+
+    def rates(self) -> tuple[float, float]:
+        """Return (token_s, pair_s) over all layers, for overlap/split. Link time is not in it: it is hidden."""
+        if self._models is None:
+            self._models = self._fit()
+        token_s = pair_s = 0.0
+        for op in (*EVERY_LAYER, GATE, EXPERTS):
+            _, per_token, per_pair = self._models.get(op, (0.0, 0.0, 0.0))
+            num_layers = self.num_layers if op in EVERY_LAYER else self.num_moe_layers
+            token_s += per_token * num_layers
+            pair_s += per_pair * num_layers
+        return token_s, pair_s
+
+    def _fit(self) -> dict[str, tuple[float, ...]]:
+        self._fitted_at = self._num_steps
+        bins = list(self._bins.values())
+        if not bins:
+            return {}
+        # Columns scaled to a mean of one, so that the prior weighs the same on each.
+        tokens = sum(b.num_tokens for b in bins) / len(bins)
+        pairs = max(sum(b.num_pairs for b in bins) / len(bins), 1e-9)
+        rows = [(1.0, b.num_tokens / tokens, b.num_pairs / pairs) for b in bins]
+        # Errors grow with the size of a batch.
+        weights = [1.0 / ((0.1 + row[1]) ** 2 * (1.0 + (self._num_steps - b.touched) / _AGE_STEPS))
+                   for row, b in zip(rows, bins, strict=True)]  # fmt: skip
+        gram = [[sum(w * r[i] * r[j] for w, r in zip(weights, rows, strict=True)) for j in range(3)] for i in range(3)]
+        models: dict[str, tuple[float, ...]] = {}
+        for op in OPS:
+            values = [b.seconds.get(op, 0.0) for b in bins]
+            # Weighted like the rows: a plain mean would be the largest batch's.
+            scale_s = sum(w * r[1] * v for w, r, v in zip(weights, rows, values, strict=True)) / gram[1][1]
+            if scale_s <= 0.0:
+                continue
+            right = [sum(w * r[i] * v for w, r, v in zip(weights, rows, values, strict=True)) for i in range(3)]
+            shares = _SHARES_CORE if op == ATTN_CORE else _SHARES
+            fixed, per_token, per_pair = _non_negative(gram, right, [share * scale_s for share in shares])
+            models[op] = (fixed, per_token / tokens, per_pair / pairs)
+        return models
+
+
+def _non_negative(gram: list[list[float]], right: list[float], prior: list[float]) -> list[float]:
+    """Least squares with a pull towards `prior` and nothing below zero; a column without a prior is left out."""
+    active = [i for i, share in enumerate(prior) if share > 0.0]
+    while active:
+        pull = [_PRIOR * gram[i][i] for i in active]
+        matrix = [
+            [gram[i][j] + (pull[at] if i == j else 0.0) for j in active] + [right[i] + pull[at] * prior[i]]
+            for at, i in enumerate(active)
+        ]
+        solution = _solve(matrix)
+        worst = min(range(len(active)), key=solution.__getitem__)
+        if solution[worst] >= 0.0:
+            found = [0.0, 0.0, 0.0]
+            for i, value in zip(active, solution, strict=True):
+                found[i] = value
+            return found
+        del active[worst]
+    return [0.0, 0.0, 0.0]
+
+
+def _solve(matrix: list[list[float]]) -> list[float]:
+    """Gauss on [n, n+1]; the matrix is positive definite, so no pivot is sought."""
+    size = len(matrix)
+    for i in range(size):
+        pivot = matrix[i]
+        for row in matrix[i + 1 :]:
+            factor = row[i] / pivot[i]
+            for j in range(i, size + 1):
+                row[j] -= factor * pivot[j]
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        rest = sum(matrix[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (matrix[i][size] - rest) / matrix[i][i]
+    return solution
+
+
+def step_s(costs: StepCosts, schedule: Schedule, works: Sequence[Work], num_layers: int) -> float:
+    """The priced time of a step of `num_layers` layers, dense ones included."""
+    times = [costs.op_seconds(work) for work in works]
+    num_moe_layers = min(costs.num_moe_layers, num_layers)
+    dense_s = sum(time.attn_in + time.attn_core + time.shared for time in times)
+    return _moe_s(schedule, times, num_moe_layers) + (num_layers - num_moe_layers) * dense_s
+
+
+def _moe_s(schedule: Schedule, times: Sequence[OpSeconds], num_layers: int) -> float:
+    """From two short stretches: once the pipeline is full, every layer adds the same."""
+    if num_layers <= _EXACT_LAYERS:
+        return price(schedule, times, num_layers).total_s
+    short = price(schedule, times, _EXACT_LAYERS - 2).total_s
+    long = price(schedule, times, _EXACT_LAYERS).total_s
+    return long + (num_layers - _EXACT_LAYERS) * (long - short) / 2
+
+
+def choose(
+    costs: StepCosts,
+    whole: Work,
+    halves: tuple[Work, Work],
+    *,
+    num_layers: int,
+    allowed: Sequence[Schedule],
+    hysteresis: float,
+    current: Schedule | None = None,
+) -> tuple[Schedule, int]:
+    """Return the cheapest (schedule, number of micro-batches); sequential with one is always a candidate.
+
+    Another way than `current` (None: sequential) has to be cheaper by the fraction `hysteresis`, so that noise does not
+    make a unit go back and forth. Of equally cheap ones the first of `allowed` is taken.
+    """
+    incumbent = SEQUENTIAL if current is None or current.offset is None else current
+    best, best_s = (SEQUENTIAL, 1), step_s(costs, SEQUENTIAL, [whole], num_layers)
+    if incumbent is not SEQUENTIAL:
+        best_s *= 1.0 + hysteresis
+    if min(half.num_tokens for half in halves) <= 0 or costs.num_moe_layers == 0:
+        return best
+    for schedule in allowed:
+        if schedule.offset is None:
+            continue
+        seconds = step_s(costs, schedule, halves, num_layers)
+        if schedule.name != incumbent.name:
+            seconds *= 1.0 + hysteresis
+        if seconds < best_s:
+            best, best_s = (schedule, 2), seconds
+    return best

@@ -1,0 +1,159 @@
+"""What the requests of a decode unit hold: a slot and blocks of one rank each, and who has to let go of them.
+
+Joins the table of slots with the ranks' allocators, so that both always change together. Knows no plans and no tokens;
+its owner says which plan was done last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hadal.core.messages import BLOCK_TOKENS, Decode
+from hadal.kv.blocks import blocks_for
+from hadal.policy.preemption import choose_victims
+from hadal.policy.rank_choice import choose_decode_rank
+from hadal.policy.views import DecodeRankView, HolderView
+from hadal.roles.decode_table import DecodeTable, Ints, SlotState
+from hadal.roles.rank_pools import RankPools
+from hadal.roles.reasons import PREEMPTED, RANK_LOST
+
+Key = tuple[str, int]
+
+
+class DecodeSlots:
+    """`give_back` is called with every request that has to go to the front again."""
+
+    def __init__(
+        self, pools: RankPools, slots_per_rank: int, max_context: int, give_back: Callable[[Key, str], None]
+    ) -> None:
+        self.per_rank = slots_per_rank
+        self.table = DecodeTable(
+            pools.num_ranks * slots_per_rank, min(pools.num_blocks_rank, blocks_for(max_context))
+        )
+        self.key_to_slot: dict[Key, int] = {}
+        self.is_starved = False
+        """The next plan waits for blocks: nobody is seated before it has them."""
+        self._pools = pools
+        self._give_back = give_back
+        self._num_arrivals = 0
+
+    def of_rank(self, rank: int) -> slice:
+        return slice(rank * self.per_rank, (rank + 1) * self.per_rank)
+
+    # ---- in ----
+    def seat(self, decode: Decode) -> tuple[int, tuple[int, ...]] | None:
+        """Give a request a slot and blocks of a rank: (rank, blocks to pull its KV into). None if it has to wait."""
+        # One block more than the KV if it ends with a full one: the first step writes the next position.
+        num_blocks = decode.lease.num_tokens // BLOCK_TOKENS + 1
+        num_taken = np.count_nonzero(self.table.state.reshape(-1, self.per_rank), axis=1).tolist()
+        views = [
+            DecodeRankView(rank, pool.num_usable, pool.num_used, num_taken[rank], self.per_rank)
+            for rank, pool in ((rank, self._pools[rank]) for rank in self._pools.living)
+        ]
+        rank = choose_decode_rank(views, num_blocks)
+        if rank is None:
+            return None
+        key = (decode.generation.request_id, decode.generation.attempt)
+        block_ids = self._pools[rank].allocate(num_blocks, key)
+        assert block_ids is not None
+        self.key_to_slot[key] = self.table.reserve(decode, self._num_arrivals, block_ids, self.of_rank(rank))
+        self._num_arrivals += 1
+        return rank, block_ids[: len(decode.lease.block_ids)]
+
+    # ---- out ----
+    def close(self, slot: int, done_step_id: int) -> None:
+        """Nobody wants this slot's tokens any more; free it as soon as nothing writes its blocks."""
+        self.table.is_muted[slot] = True
+        self._let_go(slot, done_step_id)
+
+    def _let_go(self, slot: int, done_step_id: int) -> None:
+        if self.table.state[slot] == SlotState.PULLING:
+            return  # The copy still writes its blocks; KvPulled will find the slot muted or preempted.
+        self.table.state[slot] = SlotState.CLOSING
+        if self.table.last_step_id[slot] <= done_step_id:
+            self.vacate(slot)
+
+    def vacate(self, slot: int) -> None:
+        """Free a slot and its blocks; a preempted request goes back to the front, every token of it delivered."""
+        key = self.table.seat(slot).key
+        if self.table.is_preempted[slot] and not self.table.is_muted[slot]:
+            self._give_back(key, PREEMPTED)
+        self._pools.free(slot // self.per_rank, self.table.blocks_of(slot), key)
+        self.table.vacate(slot)
+        del self.key_to_slot[key]
+
+    def lose(self, rank: int) -> None:
+        """The rank is gone with all that was on it: its requests go back to the front."""
+        first = rank * self.per_rank
+        for slot in (first + np.flatnonzero(self.table.state[self.of_rank(rank)])).tolist():
+            key = self.table.seat(slot).key
+            if not self.table.is_muted[slot]:
+                self._give_back(key, RANK_LOST)
+                self.table.is_muted[slot] = True
+            self.vacate(slot)
+
+    def roll_back(self, num_void: Ints) -> None:
+        """No plan in flight will be done: survivors join again, and what was only waiting to leave is freed."""
+        self.table.roll_back(num_void)
+        for slot in self.table.slots_in(SlotState.CLOSING).tolist():
+            self.vacate(slot)
+        self.is_starved = False
+
+    # ---- growing ----
+    def grow(self, done_step_id: int) -> list[tuple[int, int, int]] | None:
+        """Give a block to every slot that needs one for the next plan; None if one of them has to wait for it."""
+        needing = self.table.needing_block()
+        if needing.size and self._is_short(needing):
+            for rank in np.unique(needing // self.per_rank).tolist():
+                self._preempt(rank, set(needing[needing // self.per_rank == rank].tolist()), done_step_id)
+            needing = self.table.needing_block()
+        self.is_starved = bool(needing.size) and self._is_short(needing)
+        if self.is_starved:
+            return None
+        grown = []
+        for slot in needing.tolist():
+            block_ids = self._pools[slot // self.per_rank].allocate(1, self.table.seat(slot).key)
+            assert block_ids is not None
+            grown.append((slot, self.table.grow(slot, block_ids[0]), block_ids[0]))
+        return grown
+
+    def _is_short(self, needing: Ints) -> bool:
+        counts = np.bincount(needing // self.per_rank)
+        return any(count > self._pools[rank].num_free for rank, count in enumerate(counts.tolist()))
+
+    def _preempt(self, rank: int, needing: set[int], done_step_id: int) -> None:
+        """Let a rank's latest arrived go until enough blocks are free or will be, when what is in flight is done."""
+        table = self.table
+        num_missing = len(needing) - self._pools[rank].num_free
+        if num_missing <= 0:
+            return
+        holders, num_blocks_coming = [], 0
+        for slot in (rank * self.per_rank + np.flatnonzero(table.state[self.of_rank(rank)])).tolist():
+            # One that goes asks for no block any more.
+            num_blocks = int(table.num_blocks[slot]) + int(slot in needing)
+            if table.state[slot] == SlotState.CLOSING or table.is_muted[slot] or table.is_preempted[slot]:
+                num_blocks_coming += int(table.num_blocks[slot])
+            else:
+                holders.append(HolderView(slot, table.seat(slot).arrival, num_blocks))
+        for slot in choose_victims(holders, num_missing - num_blocks_coming):
+            table.is_preempted[slot] = True
+            self._let_go(slot, done_step_id)
+
+    def check(self) -> list[str]:
+        """Problems; empty when table, names and allocators agree."""
+        table = self.table
+        problems = self._pools.check() + table.check()
+        for rank in range(self._pools.num_ranks):
+            held = {
+                block: key for key, slot in self.key_to_slot.items() if slot // self.per_rank == rank
+                for block in table.blocks_of(slot)
+            }  # fmt: skip
+            owned = self._pools[rank].owners()
+            if held != owned:
+                problems.append(f"rank {rank}: blocks {sorted(held.keys() ^ owned.keys())} are owned but not held")
+        seated = {seat.key: slot for slot, seat in enumerate(table.seats) if seat is not None}
+        if seated != self.key_to_slot:
+            problems.append("names and slots disagree")
+        return problems

@@ -1,0 +1,136 @@
+"""A prefill unit's prompts: which chunks of which ones a step takes on each rank, and how a rank's part is cut in two.
+
+    waiting (of the unit) --pack: a rank is chosen--> started (on that rank, with all its blocks)
+
+Knows no messages; the leader applies what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from hadal.core.messages import Generation
+from hadal.core.plans import Chunk
+from hadal.kv.blocks import blocks_for
+from hadal.overlap.split import num_pairs_of
+from hadal.policy.batching import pack_chunks
+from hadal.policy.rank_choice import choose_prefill_rank, work_of
+from hadal.policy.views import PrefillRankView, PromptView
+from hadal.roles.ending import history_of
+from hadal.roles.rank_pools import RankPools
+
+Key = tuple[str, int]
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One attempt, from its arrival until its blocks are leased or freed."""
+
+    generation: Generation
+    tokens: tuple[int, ...]
+    rank: int = -1
+    """Where it started."""
+    block_ids: tuple[int, ...] = ()
+    num_planned: int = 0
+    last_step_id: int = -1
+    """The last plan that writes its blocks: they cannot be freed before it is done."""
+    is_dropped: bool = False
+    """Nobody wants it any more; it only waits for that plan."""
+
+    @property
+    def key(self) -> Key:
+        return self.generation.request_id, self.generation.attempt
+
+    @property
+    def num_left(self) -> int:
+        return len(self.tokens) - self.num_planned
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Positions start .. end-1 of a prompt, in one step."""
+
+    prompt: Prompt
+    start: int
+    end: int
+
+    def chunk(self) -> Chunk:
+        """What the rank is told; a token is drawn after the prompt's last part."""
+        prompt, generation = self.prompt, self.prompt.generation
+        request_id, tokens = generation.request_id, prompt.tokens[self.start : self.end]
+        block_ids = prompt.block_ids[: blocks_for(self.end)]
+        if self.end < len(prompt.tokens):
+            return Chunk(request_id, tokens, self.start, block_ids, None, 0)
+        return Chunk(
+            request_id, tokens, self.start, block_ids, generation.sampling, len(generation.output),
+            *history_of(generation), stop_ids=generation.stop_ids, min_tokens=generation.min_tokens,
+        )  # fmt: skip
+
+
+def pack(
+    started: Iterable[Prompt], waiting: Iterable[Prompt], pools: RankPools, chunk_tokens: int, num_requests_max: int
+) -> list[list[Part]]:
+    """Return the parts of a step by rank. Those that have no blocks yet start on the rank that they are listed under.
+
+    `chunk_tokens` and `num_requests_max` are a rank's. Started prompts go on first; those that wait start in their
+    order, each where the least work is, until one fits nowhere.
+    """
+    rank_to_prompts: list[list[Prompt]] = [[] for _ in range(pools.num_ranks)]
+    num_starts = [num_requests_max] * pools.num_ranks
+    for prompt in started:
+        num_starts[prompt.rank] -= 1
+        if prompt.num_left and not prompt.is_dropped:
+            rank_to_prompts[prompt.rank].append(prompt)
+    views = {
+        rank: PrefillRankView(
+            rank, sum(work_of(prompt.num_planned, len(prompt.tokens)) for prompt in rank_to_prompts[rank]),
+            max(0, chunk_tokens - sum(prompt.num_left for prompt in rank_to_prompts[rank])), pools[rank].num_free,
+            num_starts[rank],
+        ) for rank in pools.living
+    }  # fmt: skip
+    for prompt in islice(waiting, chunk_tokens * len(views)):  # Each takes a token at least.
+        num_blocks = blocks_for(len(prompt.tokens))
+        rank = choose_prefill_rank(list(views.values()), num_blocks)
+        if rank is None:
+            break  # Those behind it wait too: nobody is overtaken.
+        rank_to_prompts[rank].append(prompt)
+        view = views[rank]
+        views[rank] = replace(
+            view, work=view.work + work_of(0, len(prompt.tokens)),
+            num_tokens_free=max(0, view.num_tokens_free - prompt.num_left),
+            num_blocks_free=view.num_blocks_free - num_blocks, num_starts_free=view.num_starts_free - 1,
+        )  # fmt: skip
+    parts: list[list[Part]] = []
+    for rank, prompts in enumerate(rank_to_prompts):
+        prompts = prompts[:chunk_tokens]
+        sizes = pack_chunks(
+            [PromptView(p.num_left, 0 if p.block_ids else blocks_for(len(p.tokens))) for p in prompts],
+            chunk_tokens, pools[rank].num_free, num_starts[rank],
+        )  # fmt: skip
+        parts.append([
+            Part(prompt, prompt.num_planned, prompt.num_planned + size)
+            for prompt, size in zip(prompts, sizes, strict=False)
+        ])  # fmt: skip
+    return parts
+
+
+def work_on(parts: Sequence[Part]) -> tuple[int, int]:
+    """Tokens and (token, position) pairs of a rank's parts."""
+    return (
+        sum(part.end - part.start for part in parts),
+        sum(num_pairs_of(part.start, part.end - part.start) for part in parts),
+    )
+
+
+def cut(parts: Sequence[Part], num_first: Sequence[int]) -> tuple[list[Part], list[Part]]:
+    """The parts of two micro-batches, `num_first` tokens of each part in the first. A prompt cut is in both."""
+    first, second = [], []
+    for part, num_tokens in zip(parts, num_first, strict=True):
+        middle = part.start + num_tokens
+        if middle > part.start:
+            first.append(replace(part, end=middle))
+        if middle < part.end:
+            second.append(replace(part, start=middle))
+    return first, second

@@ -1,0 +1,175 @@
+"""The role of a rank's process: does what its leader says for the generation it belongs to, and says that it lives.
+
+    RankUp ... RankUp --RankForm--> Form ... Formed --RankFormed--> RankStep -> Execute -> StepDone -> RankDone
+
+Decides nothing: slots, blocks and plans are the leader's. What belongs to an older generation is dropped, both steps
+that arrive late and results of steps that were broken off. Pulls and freed blocks belong to no generation, for KV
+outlives them; they count from the first FormPlan on, as earlier ones were meant for this rank's predecessor.
+
+The wire between a leader and a rank keeps the order and repeats nothing; it may lose messages only with the process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import msgspec
+
+from hadal.core.config import RANK_BEAT_S
+from hadal.core.errors import InvariantError
+from hadal.core.messages import (
+    RankBeat,
+    RankDone,
+    RankForm,
+    RankFormed,
+    RankFreed,
+    RankPull,
+    RankPulled,
+    RankStep,
+    RankUp,
+)
+from hadal.core.plans import Formed, FormPlan, KvPulled, StepDone
+from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Form, Freed, Pull, Send, Tick, WakeAt
+
+SUPERVISOR = "supervisor"
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far the rank's compute thread is. The host feeds it before every Tick, before a step's result, and whenever
+    `lost` changed."""
+
+    num_ops: int
+    """Ops begun since the process started."""
+    is_computing: bool
+    """A step runs and does not wait for a peer: `num_ops` must move."""
+    lost: tuple[int, ...] = ()
+    """Members of the present generation whose connection broke."""
+
+
+class RankRole:
+    """Rank `rank` of `unit`, reached by its peers at `host`:`port`; `leader` is the unit's leader on the wire."""
+
+    def __init__(
+        self, unit: str, rank: int, epoch: str, host: str, port: int, pool: str, num_blocks: int, *, leader: str = "",
+        beat_s: float = RANK_BEAT_S,
+    ) -> None:  # fmt: skip
+        self.generation = 0
+        """Of the newest FormPlan taken; 0: none yet."""
+        self.num_stale = 0
+        """Messages and results of older generations, dropped."""
+        self._name = f"{unit}.{rank}"
+        self._rank = rank
+        self._epoch = epoch
+        self._leader = leader or unit
+        self._up = RankUp(unit, rank, epoch, host, port, pool, num_blocks)
+        self._beat_s = beat_s
+        self._is_formed = False
+        self._progress = Progress(0, False)
+        self._in_flight: deque[tuple[int, int]] = deque()
+        """(generation, step id) of what the host was given and has not answered."""
+        self._next_beat_s = -math.inf
+        self._wake_s = -math.inf
+
+    def start(self, now_s: float) -> list[Effect]:
+        """The first effects of the process: say to the leader and to the supervisor that it is ready."""
+        self._next_beat_s = now_s + self._beat_s
+        return [Send(SUPERVISOR, self._up), Send(self._leader, self._up), *self._wake()]
+
+    def handle(self, now_s: float, event: Event | Progress) -> list[Effect]:
+        """Take in one event and return what to do, in order."""
+        effects: list[Effect] = []
+        match event:
+            case RankForm(plan):
+                effects += self._form(plan)
+            case RankStep():
+                effects += self._step(event)
+            case RankPull(request_id, attempt, lease, into):
+                effects += self._if_member(Pull(request_id, attempt, lease, into))
+            case RankFreed(block_ids):
+                effects += self._if_member(Freed(block_ids))
+            case StepDone():
+                effects += self._step_done(event)
+            case Formed():
+                effects += self._formed(event)
+            case KvPulled():
+                effects.append(Send(self._leader, RankPulled(self._rank, self._epoch, event)))
+            case Progress():
+                if not self._is_formed:  # Whom an older generation lost says nothing about this one.
+                    event = msgspec.structs.replace(event, lost=())
+                if set(event.lost) - set(self._progress.lost):
+                    self._next_beat_s = now_s  # News that the leader waits for.
+                self._progress = event
+            case Tick():
+                pass  # The beat is seen to below.
+            case _:
+                raise InvariantError(f"{self._name}: a rank cannot take {type(event).__name__}")
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + self._beat_s
+            effects.append(Send(self._leader, self._beat()))
+        if self._wake_s <= now_s or self._next_beat_s < self._wake_s:
+            effects += self._wake()
+        return effects
+
+    # ---- what the leader says ----
+    def _form(self, plan: FormPlan) -> list[Effect]:
+        epochs = {member.rank: member.epoch for member in plan.members}
+        if plan.generation <= self.generation or epochs.get(self._rank) != self._epoch:
+            self.num_stale += 1  # Repeated, or meant for the process that had the name before.
+            return []
+        self.generation = plan.generation
+        self._is_formed = False
+        self._progress = msgspec.structs.replace(self._progress, lost=())
+        return [Form(plan)]
+
+    def _step(self, message: RankStep) -> list[Effect]:
+        if message.generation != self.generation or not self._is_formed:
+            self.num_stale += 1
+            return []
+        num_in_flight = sum(generation == self.generation for generation, _ in self._in_flight)
+        if num_in_flight >= MAX_STEPS_IN_FLIGHT:
+            raise InvariantError(f"{self._name}: step {message.plan.step_id} is one too many in flight.")
+        self._in_flight.append((message.generation, message.plan.step_id))
+        return [Execute((message.plan,))]
+
+    def _if_member(self, effect: Effect) -> list[Effect]:
+        if self.generation:
+            return [effect]
+        self.num_stale += 1
+        return []
+
+    # ---- what comes of it ----
+    def _step_done(self, done: StepDone) -> list[Effect]:
+        if not self._in_flight or self._in_flight[0][1] != done.step_id:
+            raise InvariantError(f"{self._name}: step {done.step_id} is done, but it is not the one that runs.")
+        generation, _ = self._in_flight.popleft()
+        if generation != self.generation:
+            self.num_stale += 1
+            return []
+        lost = self._progress.lost if done.error is not None else ()
+        return [Send(self._leader, RankDone(self._rank, self._epoch, generation, done, lost))]
+
+    def _formed(self, formed: Formed) -> list[Effect]:
+        if formed.generation != self.generation:
+            self.num_stale += 1
+            return []
+        self._is_formed = formed.error is None
+        return [Send(self._leader, RankFormed(self._rank, self._epoch, formed))]
+
+    # ---- signs of life ----
+    def _beat(self) -> RankUp | RankBeat:
+        if not self.generation:
+            return self._up
+        progress = self._progress
+        return RankBeat(
+            self._rank, self._epoch, self.generation, progress.num_ops, progress.is_computing, progress.lost
+        )
+
+    def _wake(self) -> list[Effect]:
+        self._wake_s = self._next_beat_s
+        return [WakeAt(self._wake_s)]
+
+    def audit(self) -> list[str]:
+        """Problems; empty when no more steps of this generation are in flight than may be."""
+        num_in_flight = sum(generation == self.generation for generation, _ in self._in_flight)
+        return [f"{num_in_flight} plans are in flight"] if num_in_flight > MAX_STEPS_IN_FLIGHT else []

@@ -1,0 +1,384 @@
+"""Who belongs to a unit: its generations, and when a rank is given up. The states are tables in `rank_states`.
+
+A generation is a set of processes that step together. It is over with the first of them; the survivors form the next
+one at once, which holds the experts that went with it, and a replacement joins by yet another, when no step is in
+flight. A rank is given up if its process ended, if it is silent or stuck for `rank_timeout_s`, or if it cannot form.
+What others say of a rank is not enough while its heartbeats go on, for it may be the link: then all form again.
+
+Knows no plans, blocks or requests. `effects` is what it wants sent; its owner takes them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from hadal.core.config import RANK_BEAT_S
+from hadal.core.messages import RankBeat, RankForm, RankFormed, RankUp, UnitDown
+from hadal.core.placement import Placement, without
+from hadal.core.plans import FormPlan, Member
+from hadal.core.seams import Effect, Send
+from hadal.roles.rank_states import Phase, RankState, RankView, next_phase, next_rank_state
+
+SILENT_S = 2.4 * RANK_BEAT_S
+"""Two heartbeats are missing: not enough to give a rank up, enough to believe those who blame it."""
+NEWS_S = 1.0
+"""How long to wait for the reason, once a step or a formation failed for want of a peer."""
+PEER_ERRORS = ("PeerLost", "Aborted")
+"""What an error begins with that is no fault of the rank itself: comm/group, model/membership."""
+KILL_AGAIN_S = 2.0
+FAILED_FORMS_MAX = 3
+"""Formations in a row that may fail because ranks blame each other, before the most blamed one goes."""
+_NUM_NOTES = 256
+
+
+class RankBook:
+    """Membership of `unit`. `placement` is the full one; a generation without some ranks gets it without those.
+
+    `grace_s`: how long the first ranks wait for the others before they form without them.
+    """
+
+    def __init__(
+        self, unit: str, num_ranks: int, placement: Placement, *, rank_timeout_s: float = 1.5, grace_s: float = 30.0,
+        form_timeout_s: float = 60.0, drain_timeout_s: float = 5.0,
+    ) -> None:  # fmt: skip
+        if placement.num_ranks != num_ranks:
+            raise ValueError(f"the placement is for {placement.num_ranks} ranks, and the unit has {num_ranks}.")
+        self.generation = 0
+        self.phase = Phase.WAITING
+        self.members: dict[int, str] = {}
+        """rank -> epoch, of the newest generation, formed or not."""
+        self.effects: list[Effect] = []
+        self.notes: deque[str] = deque(maxlen=_NUM_NOTES)
+        """What a person should read in the log, in order; the host takes them out."""
+        self.num_stale = 0
+        self._unit = unit
+        self._placement = placement
+        self._rank_timeout_s = rank_timeout_s
+        self._grace_s = grace_s
+        self._form_timeout_s = form_timeout_s
+        self._drain_timeout_s = drain_timeout_s
+        self._ranks = [RankView() for _ in range(num_ranks)]
+        self._blamed_by: dict[int, set[int]] = {}
+        """Of this generation: rank -> members that lost their connection to it."""
+        self._answered: dict[int, str | None] = {}
+        """rank -> error of its RankFormed."""
+        self._num_failed_forms = 0
+        self._first_up_s: float | None = None
+        self._whole_until_s: float | None = None
+        """When the last generation that ran was over; None while one runs."""
+        self._phase_s = 0.0
+        """When the phase began."""
+        self._failed_s: float | None = None
+        """When the first member failed to form this generation."""
+
+    # ---- what others ask ----
+    def is_member(self, rank: int, epoch: str) -> bool:
+        """Whether this process lives and belongs to the newest generation."""
+        return 0 <= rank < len(self._ranks) and self._ranks[rank].is_living and self.members.get(rank) == epoch
+
+    def pool_of(self, rank: int) -> str:
+        up = self._ranks[rank].up
+        return up.pool if up is not None else ""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._ranks)
+
+    def is_idle_since(self, sent_s: float, time_s: float) -> bool:
+        """Whether a step was sent, and no member's compute thread moved, since `time_s`: something went astray."""
+        return sent_s < time_s and all(self._ranks[index].progressed_s < time_s for index in self.members)
+
+    @property
+    def is_running(self) -> bool:
+        """Steps of this generation may be done."""
+        return self.phase in (Phase.RUNNING, Phase.DRAINING, Phase.BROKEN)
+
+    # ---- what comes in ----
+    def rank_up(self, now_s: float, message: RankUp) -> None:
+        """A rank's process says that it is ready."""
+        if message.unit != self._unit or not 0 <= message.rank < len(self._ranks):
+            self.num_stale += 1
+            return
+        rank = self._ranks[message.rank]
+        if rank.is_living and rank.epoch == message.epoch:
+            rank.heard_s = now_s
+            return
+        if message.epoch in rank.dead:
+            self._ghost(now_s, message.rank)
+            return
+        was_member = rank.is_living and message.rank in self.members
+        if rank.state is not RankState.ABSENT:
+            rank.num_owed += 1
+            rank.dead.append(rank.epoch)
+        self._move_rank(message.rank, "announce")
+        rank.up, rank.num_ops = message, -1
+        rank.heard_s = rank.moved_s = now_s
+        self._first_up_s = now_s if self._first_up_s is None else self._first_up_s
+        if was_member:
+            self._lost(now_s, message.rank, "another process has its name")
+        elif self.phase is Phase.RUNNING:
+            self._move(now_s, "drain")
+        elif self.phase is Phase.WAITING:
+            self._form_if_ready(now_s)
+
+    def unit_down(self, now_s: float, message: UnitDown) -> None:
+        """The supervisor says that a rank's process ended."""
+        unit, _, number = message.unit.rpartition(".")
+        if unit != self._unit or not number.isdigit() or int(number) >= len(self._ranks):
+            self.num_stale += 1
+            return
+        index = int(number)
+        rank = self._ranks[index]
+        if rank.num_owed:
+            rank.num_owed -= 1  # Its successor was heard before.
+            return
+        if rank.up is not None:
+            rank.dead.append(rank.epoch)
+        was_member = rank.is_living and index in self.members
+        self._move_rank(index, "end")
+        rank.up, rank.ended_s = None, now_s
+        if was_member:
+            self._lost(now_s, index, message.reason)
+
+    def beat(self, now_s: float, message: RankBeat) -> None:
+        """A rank lives, and tells how far it is."""
+        if not self._is_heard(now_s, message.rank, message.epoch):
+            return
+        rank = self._ranks[message.rank]
+        if message.num_ops != rank.num_ops:
+            rank.progressed_s = now_s
+        if message.num_ops != rank.num_ops or not message.is_computing:
+            rank.num_ops, rank.moved_s = message.num_ops, now_s
+        if message.generation == self.generation and message.lost:
+            self.broke(now_s, message.rank, message.lost)
+
+    def formed(self, now_s: float, message: RankFormed) -> None:
+        """A member's answer to RankForm."""
+        formed = message.formed
+        if not self._is_heard(now_s, message.rank, message.epoch):
+            return
+        if self.phase is not Phase.FORMING or formed.generation != self.generation:
+            self.num_stale += 1
+            return
+        rank = self._ranks[message.rank]
+        rank.moved_s = now_s
+        self._answered[message.rank] = formed.error
+        if formed.error is None:
+            if rank.state is RankState.FORMING:
+                self._move_rank(message.rank, "formed")
+        elif formed.error.startswith(PEER_ERRORS):
+            self._blame(message.rank, formed.lost)
+            self._failed_s = now_s if self._failed_s is None else self._failed_s
+        else:
+            self._drop(now_s, message.rank, f"cannot form: {formed.error}")
+            return
+        self._see_answers(now_s)
+
+    def broke(self, now_s: float, observer: int, lost: tuple[int, ...]) -> None:
+        """A member of the present generation lost peers, or a step of it: no step will succeed any more."""
+        self._blame(observer, lost)
+        if self.phase in (Phase.RUNNING, Phase.DRAINING):
+            self._move(now_s, "break")
+            self.notes.append(f"rank {observer} lost {list(lost) or 'a peer'}: waiting to hear who is gone")
+        self._believe_blamers(now_s)
+
+    def tick(self, now_s: float, is_stepping: bool) -> None:
+        """Look at every deadline. `is_stepping`: a step is in flight, so a thread that computes has to move."""
+        is_over = False
+        for index, rank in enumerate(self._ranks):
+            is_member = self.is_member(index, rank.epoch)
+            reason = ""
+            if rank.is_living and now_s - rank.heard_s > self._rank_timeout_s:
+                reason = f"silent for {now_s - rank.heard_s:.1f} s"
+            elif is_stepping and is_member and self.is_running and now_s - rank.moved_s > self._rank_timeout_s:
+                reason = f"stuck in one op for {now_s - rank.moved_s:.1f} s"
+            elif rank.state is RankState.DROPPED and now_s - rank.killed_s > KILL_AGAIN_S:
+                self._kill(now_s, index, "given up before")
+            if reason:
+                self._give_up(now_s, index, reason)
+                is_over = is_over or is_member
+        if is_over:
+            self.form(now_s)
+        match self.phase:
+            case Phase.WAITING:
+                self._form_if_ready(now_s)
+            case Phase.FORMING:
+                self._see_answers(now_s)
+            case Phase.BROKEN:
+                self._believe_blamers(now_s)
+                if self.phase is Phase.BROKEN and now_s - self._phase_s >= NEWS_S:
+                    self._form_again(now_s)
+            case Phase.DRAINING:
+                if now_s - self._phase_s >= self._drain_timeout_s:
+                    self.form(now_s)
+            case Phase.RUNNING:
+                if any(rank.state is RankState.UP for rank in self._ranks):
+                    self._move(now_s, "drain")
+
+    def forgive(self, gap_s: float) -> None:
+        """The leader itself stood still for so long: what it did not hear is nobody's silence."""
+        for rank in self._ranks:
+            rank.heard_s += gap_s
+            rank.moved_s += gap_s
+        self._phase_s += gap_s
+
+    # ---- forming ----
+    def form(self, now_s: float) -> None:
+        """Start the next generation with every rank that lives."""
+        living = [index for index, rank in enumerate(self._ranks) if rank.is_living]
+        if self._whole_until_s is None:
+            self._whole_until_s = now_s
+        self.members = {index: self._ranks[index].epoch for index in living}
+        self._blamed_by, self._answered, self._failed_s = {}, {}, None
+        self.generation += 1
+        if not living:
+            self._first_up_s = None
+            self._move(now_s, "empty")
+            self.notes.append("no rank is left: waiting for replacements")
+            return
+        self._move(now_s, "form")
+        absent = [index for index in range(len(self._ranks)) if index not in self.members]
+        placement = self._placement if not absent else without(self._placement, absent)
+        plan = FormPlan(
+            self.generation, len(self._ranks), tuple(self._member(index) for index in living), placement.to_bytes(),
+            placement.num_slots,
+        )  # fmt: skip
+        for index in living:
+            self._move_rank(index, "form")
+            self.effects.append(Send(self._name(index), RankForm(plan)))
+
+    def _form_again(self, now_s: float) -> None:
+        """Form without those that others lost and that are silent or stuck."""
+        for index in self._blamed_by:
+            rank = self._ranks[index]
+            if now_s - rank.heard_s > SILENT_S or now_s - rank.moved_s > self._rank_timeout_s:
+                self._give_up(now_s, index, "others lost it, and it is silent or stuck")
+        self.form(now_s)
+
+    def _form_if_ready(self, now_s: float) -> None:
+        """In phase WAITING: when everybody is there, or some are and the grace is over."""
+        num_living = sum(rank.is_living for rank in self._ranks)
+        if num_living == 0 or self._first_up_s is None:
+            self._first_up_s = None
+            return
+        if num_living == len(self._ranks) or now_s - self._first_up_s >= self._grace_s:
+            self.form(now_s)
+
+    def _see_answers(self, now_s: float) -> None:
+        """In phase FORMING: go on when everybody answered well, form again when somebody could not."""
+        if self.phase is not Phase.FORMING:
+            return
+        missing = self.members.keys() - self._answered.keys()
+        if not missing and self._failed_s is None:
+            self._move(now_s, "formed")
+            took_s = now_s - (self._whole_until_s if self._whole_until_s is not None else now_s)
+            self._num_failed_forms, self._whole_until_s = 0, None
+            ranks = ", ".join(map(str, self.members))
+            self.notes.append(f"generation {self.generation} formed in {took_s:.3f} s with ranks {ranks}")
+        elif self._failed_s is not None and (not missing or now_s - self._failed_s >= NEWS_S):
+            self._num_failed_forms += 1
+            if self._num_failed_forms >= FAILED_FORMS_MAX:
+                self._num_failed_forms = 0
+                counts = Counter({rank: len(observers) for rank, observers in self._blamed_by.items()})
+                for worst, _ in counts.most_common(1):
+                    self._give_up(now_s, worst, "the others do not reach it")
+            self._form_again(now_s)
+        elif now_s - self._phase_s >= self._form_timeout_s:
+            for index in missing:
+                self._give_up(now_s, index, "does not answer RankForm")
+            self.form(now_s)
+
+    # ---- losing ----
+    def _lost(self, now_s: float, index: int, reason: str) -> None:
+        """A member is gone: this generation is over."""
+        self.notes.append(f"rank {index} is lost: {reason}")
+        if self.phase is not Phase.WAITING:
+            self.form(now_s)
+
+    def _drop(self, now_s: float, index: int, reason: str) -> None:
+        """Give a living rank up, and go on without it."""
+        was_member = index in self.members
+        self._give_up(now_s, index, reason)
+        if was_member and self.phase is not Phase.WAITING:
+            self.form(now_s)
+
+    def _give_up(self, now_s: float, index: int, reason: str) -> None:
+        rank = self._ranks[index]
+        if not rank.is_living:
+            return
+        self.notes.append(f"rank {index} is given up: {reason}")
+        self._move_rank(index, "drop")
+        rank.dead.append(rank.epoch)
+        self._kill(now_s, index, reason)
+
+    def _kill(self, now_s: float, index: int, reason: str) -> None:
+        self._ranks[index].killed_s = now_s
+        self.effects.append(Send("supervisor", UnitDown(self._name(index), reason)))
+
+    def _blame(self, observer: int, lost: tuple[int, ...]) -> None:
+        for rank in lost:
+            if rank in self.members and rank != observer:
+                self._blamed_by.setdefault(rank, set()).add(observer)
+
+    def _believe_blamers(self, now_s: float) -> None:
+        """In phase BROKEN: a rank that all others lost, and that says nothing itself, is gone."""
+        for index, observers in list(self._blamed_by.items()):
+            rank = self._ranks[index]
+            others = {other for other, epoch in self.members.items() if self.is_member(other, epoch)} - {index}
+            if rank.is_living and others <= observers and now_s - rank.heard_s > SILENT_S:
+                self._drop(now_s, index, "all others lost it, and it is silent")
+                return  # A new generation begins: nobody is blamed any more.
+
+    def _is_heard(self, now_s: float, index: int, epoch: str) -> bool:
+        """Note a sign of life; False if it is not of the present process."""
+        rank = self._ranks[index] if 0 <= index < len(self._ranks) else None
+        if rank is not None and rank.is_living and rank.epoch == epoch:
+            rank.heard_s = now_s
+            return True
+        self.num_stale += 1
+        if rank is not None and epoch in rank.dead:
+            self._ghost(now_s, index)
+        return False
+
+    def _ghost(self, now_s: float, index: int) -> None:
+        """Somebody speaks who is held for dead, long after: make it so, or it never comes back."""
+        rank = self._ranks[index]
+        is_long_ago = now_s - max(rank.ended_s, rank.killed_s) > max(KILL_AGAIN_S, self._rank_timeout_s)
+        if rank.state is RankState.ABSENT and is_long_ago:
+            self._kill(now_s, index, "was held for dead")
+
+    # ---- the tables ----
+    def _move(self, now_s: float, move: str) -> None:
+        following = next_phase(self.phase, move)
+        if following is not self.phase or move == "form":
+            self._phase_s = now_s
+        if self.is_running and move in ("break", "form"):
+            self._whole_until_s = now_s if self._whole_until_s is None else self._whole_until_s
+        self.phase = following
+
+    def _move_rank(self, index: int, move: str) -> None:
+        rank = self._ranks[index]
+        rank.state = next_rank_state(rank.state, move)
+
+    def _member(self, index: int) -> Member:
+        up = self._ranks[index].up
+        assert up is not None
+        return Member(index, up.epoch, up.host, up.port)
+
+    def _name(self, index: int) -> str:
+        return f"{self._unit}.{index}"
+
+    def check(self) -> list[str]:
+        """Problems; empty when states, members and phase agree."""
+        problems = []
+        for index, rank in enumerate(self._ranks):
+            if rank.is_living and rank.up is None:
+                problems.append(f"rank {index} is {rank.state} and never announced itself")
+            belongs = rank.state in (RankState.FORMING, RankState.MEMBER)
+            if belongs != (self.members.get(index) == rank.epoch and rank.is_living):
+                problems.append(f"rank {index} is {rank.state}, and the members are {sorted(self.members)}")
+        if self.is_running and any(self._ranks[index].state is not RankState.MEMBER for index in self.members):
+            problems.append(f"generation {self.generation} is {self.phase} with a member that did not form")
+        if self.phase is Phase.WAITING and any(rank.state is RankState.MEMBER for rank in self._ranks):
+            problems.append("a member of nothing")
+        return problems

@@ -1,0 +1,76 @@
+"""Which of a unit's next steps are recorded, and the answer once they are done. Looks at no event itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hadal.core.messages import Trace, TracedStep, TraceRequest
+from hadal.core.plans import TraceEvent
+from hadal.core.seams import Effect, Send
+
+STEPS_MAX = 256
+"""Of one trace; more are not recorded, so that the answer stays a message."""
+REQUESTS_MAX = 8
+"""Traces asked for and not answered; one more is answered with no steps at once."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    reply_id: int
+    num_steps: int
+    num_planned: int = 0
+    steps: list[TracedStep] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    schedule: str
+    num_micro_batches: int
+    num_tokens: int
+
+
+class Tracer:
+    """Requests are served one after another, each step for the oldest one that misses some."""
+
+    def __init__(self, unit: str) -> None:
+        self._unit = unit
+        self._asked: deque[_Asked] = deque()
+        self._in_flight: dict[int, _Planned] = {}
+
+    def ask(self, request: TraceRequest) -> list[Effect]:
+        """Record the next steps; a trace of nothing is answered at once."""
+        if request.num_steps < 1 or len(self._asked) >= REQUESTS_MAX:
+            return [Send("front", Trace(self._unit, request.reply_id, ()))]
+        self._asked.append(_Asked(request.reply_id, min(request.num_steps, STEPS_MAX)))
+        return []
+
+    @property
+    def is_wanted(self) -> bool:
+        """The next plan is to be recorded."""
+        return any(asked.num_planned < asked.num_steps for asked in self._asked)
+
+    def planned(self, step_id: int, schedule: str, num_micro_batches: int, num_tokens: int) -> None:
+        """A plan that is recorded was made."""
+        asked = next(asked for asked in self._asked if asked.num_planned < asked.num_steps)
+        asked.num_planned += 1
+        self._in_flight[step_id] = _Planned(schedule, num_micro_batches, num_tokens)
+
+    def done(self, step_id: int, events: tuple[TraceEvent, ...]) -> list[Effect]:
+        """A step is done; steps are done in the order of their plans."""
+        if not self._in_flight or (planned := self._in_flight.pop(step_id, None)) is None:
+            return []
+        asked = self._asked[0]
+        asked.steps.append(
+            TracedStep(step_id, planned.schedule, planned.num_micro_batches, planned.num_tokens, events)
+        )
+        if len(asked.steps) < asked.num_steps:
+            return []
+        self._asked.popleft()
+        return [Send("front", Trace(self._unit, asked.reply_id, tuple(asked.steps)))]
+
+    def reset(self) -> None:
+        """Steps in flight will not be done: others are recorded instead."""
+        self._in_flight.clear()
+        for asked in self._asked:
+            asked.num_planned = len(asked.steps)

@@ -1,0 +1,141 @@
+"""The process that leads a unit of many ranks. It holds no model and loads no torch; the ranks are elsewhere.
+
+    python -m hadal.runtime.leader --unit decode-0 --role decode --folder RUN_FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from hadal.core.messages import Load, RankDone, RankFormed, UnitUp
+from hadal.core.model_config import read_model_config
+from hadal.core.placement import spread
+from hadal.core.seams import Effect, Event, Send
+from hadal.roles.decode import DecodeLeader
+from hadal.roles.prefill import PrefillLeader
+from hadal.roles.rank_book import RankBook
+from hadal.roles.ranks import RankedLeader
+from hadal.runtime.clock import LiveClock
+from hadal.runtime.compute import IDLE
+from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
+from hadal.runtime.memory import num_moe_layers
+from hadal.runtime.process import SUPERVISOR, Run, enter_child
+from hadal.runtime.topology import units_of
+from hadal.runtime.wire import ZmqWire
+
+log = logging.getLogger("hadal.leader")
+
+_FORMED = re.compile(r"generation (\d+) formed")
+_SMOOTHING = 0.1
+
+
+def main() -> int:
+    """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--unit", required=True, help="name on the wire, such as decode-0")
+    parser.add_argument("--role", required=True, choices=("prefill", "decode"))
+    parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
+    arguments = parser.parse_args()
+    run = enter_child(arguments.folder)
+    return run_host(lambda: make_host(run, arguments.unit, arguments.role, arguments.folder))
+
+
+def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, list[Effect]]:
+    """Put the leader together; also return its first effects. Raises ConfigError."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    epoch = f"{os.getpid()}-{time.time_ns():x}"
+    leader = Spoken(make_leader(run, unit, role, epoch))
+    gc.collect()
+    gc.freeze()  # What is there now stays: no collection need look at it again.
+    clock = LiveClock()
+    host = UnitHost(
+        leader, None, ZmqWire(unit, folder), None, clock,
+        step_deadline_s=STEP_DEADLINES * run.deployment.unit_timeout_s,
+    )  # fmt: skip
+    return host, leader.start(clock.now())
+
+
+def make_leader(run: Run, unit: str, role: str, epoch: str) -> RankedLeader:
+    """The role's core, and the book of its ranks. Raises ConfigError."""
+    deployment, units = run.deployment, units_of(run.deployment, role)
+    config = read_model_config(Path(deployment.model))
+    core: PrefillLeader | DecodeLeader
+    if role == "prefill":
+        core = PrefillLeader(
+            unit, epoch, "", units.kv_blocks, chunk_tokens=deployment.chunk_tokens,
+            num_requests_max=units.max_requests, num_waiting_max=units.max_waiting, lease_s=deployment.lease_s,
+            heartbeat_s=deployment.heartbeat_s, num_ranks=units.ranks, overlap=units.overlap,
+            min_split_tokens=units.min_split_tokens, num_layers=config.num_hidden_layers,
+            num_moe_layers=num_moe_layers(config),
+        )  # fmt: skip
+    else:
+        core = DecodeLeader(
+            unit, epoch, units.kv_blocks, num_slots=units.max_requests, num_waiting_max=units.max_waiting,
+            max_context=config.max_position_embeddings, heartbeat_s=deployment.heartbeat_s, num_ranks=units.ranks,
+            overlap=units.overlap, min_split_tokens=units.min_split_tokens, num_layers=config.num_hidden_layers,
+            num_moe_layers=num_moe_layers(config),
+        )  # fmt: skip
+    placement = spread(num_moe_layers(config), config.n_routed_experts, units.ranks, units.redundant_experts)
+    book = RankBook(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s)
+    num_slots = units.max_requests if role == "decode" else 0
+    step_timeout_s = deployment.collective_timeout_s + deployment.rank_timeout_s
+    return RankedLeader(unit, core, book, num_slots=num_slots, step_timeout_s=step_timeout_s)
+
+
+class Spoken:
+    """A RankedLeader whose notes go to the log, and whose Load tells how long its ranks waited for it."""
+
+    def __init__(self, leader: RankedLeader) -> None:
+        self._leader = leader
+        self._num_loaded: Counter[int] = Counter()
+        """Expert replicas read from the checkpoint, by generation."""
+        self._idle_ms = 0.0
+
+    def start(self, now_s: float) -> list[Effect]:
+        return self._told(self._leader.start(now_s))
+
+    def handle(self, now_s: float, event: Event) -> list[Effect]:
+        """Take in one event and return what to do, in order."""
+        if isinstance(event, RankFormed):
+            self._num_loaded[event.formed.generation] += event.formed.num_loaded
+        elif isinstance(event, RankDone):
+            for op_time in event.done.op_times:
+                if op_time.op == IDLE:
+                    self._idle_ms += _SMOOTHING * (1000.0 * op_time.seconds - self._idle_ms)
+        effects = self._told([self._measured(effect) for effect in self._leader.handle(now_s, event)])
+        for note in self._leader.take_notes():
+            self._say(note)
+        return effects
+
+    def _told(self, effects: list[Effect]) -> list[Effect]:
+        """The supervisor waits for the unit as the front does."""
+        ups = [e for e in effects if isinstance(e, Send) and e.to == "front" and isinstance(e.message, UnitUp)]
+        return [*effects, *(Send(SUPERVISOR, up.message) for up in ups)]
+
+    def _measured(self, effect: Effect) -> Effect:
+        if isinstance(effect, Send) and isinstance(effect.message, Load):
+            return Send(effect.to, msgspec.structs.replace(effect.message, overhead_ms=self._idle_ms))
+        return effect
+
+    def _say(self, note: str) -> None:
+        formed = _FORMED.match(note)
+        if formed is None:
+            log.warning("%s", note)
+            return
+        num_loaded = self._num_loaded[int(formed[1])]
+        self._num_loaded.clear()
+        log.info("%s; %d experts reloaded", note, num_loaded)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

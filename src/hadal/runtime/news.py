@@ -1,0 +1,85 @@
+"""What only a rank's process sees: how far its runner is, and which peers are gone. For its role, and for its log.
+
+Knows no steps. A peer's process that is gone gets one line in the log, whoever saw it first: the group's thread, a step
+that failed, or the leader, who goes on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from hadal.core.messages import RankForm
+from hadal.core.plans import FormPlan
+from hadal.core.seams import Effect, Event
+from hadal.model.runner import ModelRunner
+from hadal.roles.rank import Progress, RankRole
+
+log = logging.getLogger("hadal.rank")
+
+_CONNECTION = "its connection ended, or an exchange with it timed out"
+
+
+class News:
+    """Of one rank of one unit. `wake` and `is_stopping` are set once there is a host."""
+
+    def __init__(self, unit: str, rank: int) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self.is_stopping: Callable[[], bool] = lambda: False
+        self._unit = unit
+        self._rank = rank
+        self._generation = 0
+        self._lock = threading.Lock()
+        self._rank_to_epoch: dict[int, str] = {}
+        """Members of the newest generation that the leader asked for."""
+        self._noted: set[tuple[int, str]] = set()
+        """Processes that the log was told of, by rank and epoch."""
+
+    def peer_lost(self, peer: int, reason: str = _CONNECTION) -> None:
+        """A member is gone, or silent beyond a deadline. From any thread."""
+        with self._lock:
+            process = (peer, self._rank_to_epoch.get(peer, ""))
+            is_new = process[1] != "" and process not in self._noted
+            self._noted.add(process)
+        if is_new and not self.is_stopping():
+            # Unix time: others compare it with the moment of a kill.
+            text = f"at {time.time():.3f} rank {self._rank} of {self._unit} noticed that rank {peer} is gone: {reason}"
+            log.warning("%s", text)
+        if is_new:
+            self.wake()
+
+    def forming(self, plan: FormPlan) -> None:
+        """The leader starts a generation. A member that is none any more is gone, if nobody here saw it before."""
+        if plan.generation <= self._generation:
+            return
+        self._generation = plan.generation
+        members = {member.rank: member.epoch for member in plan.members}
+        for peer, epoch in self._rank_to_epoch.items():
+            if members.get(peer) != epoch:
+                self.peer_lost(peer, "the leader goes on without it")
+        with self._lock:
+            self._rank_to_epoch = members
+            self._noted &= set(members.items())
+
+    def take(self, runner: ModelRunner) -> Progress:
+        """The progress of the runner, now. From the host's thread."""
+        lost = runner.lost
+        for peer in lost:
+            self.peer_lost(peer)
+        return Progress(runner.num_ops, runner.is_computing, lost)
+
+
+class Noticing:
+    """A rank's role whose news hear of every generation first."""
+
+    def __init__(self, role: RankRole, news: News) -> None:
+        self._role = role
+        self._news = news
+
+    def handle(self, now_s: float, event: Event) -> list[Effect]:
+        """Take in one event and return what to do, in order."""
+        if isinstance(event, RankForm):
+            self._news.forming(event.plan)
+        return self._role.handle(now_s, event)

@@ -1,0 +1,125 @@
+"""A rank's process: loads its share of the model, joins its unit's exchanges, and does what the unit's leader says.
+
+    python -m hadal.runtime.rank --unit decode-0 --role decode --rank 2 --folder RUN_FOLDER
+
+It listens for its peers before it says that it is ready; who they are it learns with the first FormPlan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from hadal.comm.expert_comm import ExpertComm
+from hadal.comm.group import Group
+from hadal.comm.mesh import MeshGroup
+from hadal.core.config import Deployment
+from hadal.core.errors import ConfigError
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.model_config import ModelConfig, read_model_config
+from hadal.core.placement import spread
+from hadal.core.seams import Effect
+from hadal.model.cache import KvCache
+from hadal.model.deepseek import DeepseekV3
+from hadal.model.experts import ExpertStore
+from hadal.model.membership import Membership
+from hadal.model.runner import ModelRunner
+from hadal.model.weights import load_weights
+from hadal.roles.rank import RankRole
+from hadal.runtime.clock import LiveClock
+from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
+from hadal.runtime.kv_wire import KvPool, pool_name
+from hadal.runtime.memory import max_step_tokens, mode_of, num_moe_layers
+from hadal.runtime.news import News, Noticing
+from hadal.runtime.process import Run, enter_child
+from hadal.runtime.topology import rank_name, units_of
+from hadal.runtime.wire import ZmqWire
+
+log = logging.getLogger("hadal.rank")
+
+ADDRESS = "127.0.0.1"
+"""Where peers find this rank: all processes of a run are on one host."""
+
+
+def main() -> int:
+    """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--unit", required=True, help="the unit's name on the wire, such as decode-0")
+    parser.add_argument("--role", required=True, choices=("prefill", "decode"))
+    parser.add_argument("--rank", required=True, type=int, help="place in the unit, from 0")
+    parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
+    arguments = parser.parse_args()
+    run = enter_child(arguments.folder)
+    return run_host(lambda: make_host(run, arguments.unit, arguments.role, arguments.rank, arguments.folder))
+
+
+def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[UnitHost, list[Effect]]:
+    """Load this rank's part and put it together; also return its first effects. Raises ConfigError."""
+    deployment = run.deployment
+    units = units_of(deployment, role)
+    torch.set_num_threads(units.threads)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    epoch = f"{os.getpid()}-{time.time_ns():x}"
+    name = rank_name(unit, rank)
+    config = read_model_config(Path(deployment.model))
+    shape = (units.kv_blocks, config.num_hidden_layers, BLOCK_TOKENS, config.latent_dim)
+    pool = KvPool.create(pool_name(run.run_id, name, epoch), shape)
+    news = News(unit, rank)
+    group = make_group(deployment, rank, epoch, news)
+    try:
+        runner = make_runner(deployment, config, role, rank, group, pool)
+    except ConfigError:
+        group.close()
+        pool.close()
+        raise
+    gc.collect()
+    gc.freeze()  # What is there now stays: no collection need look at it again.
+    clock = LiveClock()
+    rank_role = RankRole(unit, rank, epoch, ADDRESS, group.port, pool.name, units.kv_blocks)
+    host = UnitHost(
+        Noticing(rank_role, news), runner, ZmqWire(name, folder), pool, clock,
+        step_deadline_s=STEP_DEADLINES * deployment.unit_timeout_s,
+        news=lambda now_s: rank_role.handle(now_s, news.take(runner)),
+    )  # fmt: skip
+    news.wake, news.is_stopping = host.wake, lambda: host.is_stopping
+    return host, rank_role.start(clock.now())
+
+
+def make_group(deployment: Deployment, rank: int, epoch: str, news: News) -> MeshGroup:
+    """Listen for the peers. Raises ConfigError if the transport cannot be had."""
+    if deployment.transport != "tcp":
+        raise ConfigError(f"transport {deployment.transport!r} is not there for `hadal serve`; take tcp.")
+    return MeshGroup(rank, epoch, host=ADDRESS, deadline_s=deployment.collective_timeout_s, on_lost=news.peer_lost)
+
+
+def make_runner(
+    deployment: Deployment, config: ModelConfig, role: str, rank: int, group: Group, pool: KvPool
+) -> ModelRunner:
+    """The model with this rank's experts of the full placement, and its membership in `group`. Raises ConfigError."""
+    units, started_s = units_of(deployment, role), time.monotonic()
+    placement = spread(num_moe_layers(config), config.n_routed_experts, units.ranks, units.redundant_experts)
+    slots_LS = placement.slot_to_expert_LRS[:, rank]
+    folder = Path(deployment.model)
+    weights = load_weights(folder, slots_LS=slots_LS)
+    comm = ExpertComm(
+        group, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire=deployment.wire,
+        mode=mode_of(role, units), max_tokens=max_step_tokens(role, deployment),
+    )  # fmt: skip
+    model = DeepseekV3(weights, KvCache(config, units.kv_blocks, pool.cache), comm)
+    store = ExpertStore(folder, placement.num_layers, slots_LS)
+    log.info(
+        "%d of %d experts a layer loaded in %.1f s, threads: %d", placement.num_slots, config.n_routed_experts,
+        time.monotonic() - started_s, units.threads,
+    )  # fmt: skip
+    return ModelRunner(model, units.max_requests, Membership(rank, group, comm, store))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Which ranks a deployment has and on which nodes they lie; whether this host can run them. Pure arithmetic.
+
+A unit that is larger than a node takes nodes of its own. Smaller ones share nodes: GPUs are counted, CPU ranks are
+processes and share one host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hadal.core.config import Deployment, UnitsConfig
+
+ROLES = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class UnitPlace:
+    """One unit: the nodes its ranks lie on. `first_device`: on the first of them."""
+
+    name: str
+    role: str
+    num_ranks: int
+    nodes: tuple[int, ...]
+    first_device: int
+
+
+def units_of(deployment: Deployment, role: str) -> UnitsConfig:
+    """The units of one role, "prefill" or "decode"."""
+    return deployment.prefill if role == "prefill" else deployment.decode
+
+
+def rank_name(unit: str, rank: int) -> str:
+    """Name of a rank's process on the wire and at the supervisor."""
+    return f"{unit}.{rank}"
+
+
+def unit_of(name: str) -> tuple[str, int | None]:
+    """The unit and the rank that a name means; None if it means the unit's leader."""
+    unit, dot, rank = name.rpartition(".")
+    return (unit, int(rank)) if dot else (name, None)
+
+
+def process_names(deployment: Deployment) -> Iterator[tuple[str, str, int | None]]:
+    """Yield (name, role, rank) of every process of the units; rank None: the leader, or a unit that is one process."""
+    for role in ROLES:
+        units = units_of(deployment, role)
+        for index in range(units.units):
+            unit = f"{role}-{index}"
+            yield unit, role, None
+            if units.ranks > 1:
+                yield from ((rank_name(unit, rank), role, rank) for rank in range(units.ranks))
+
+
+def place_units(deployment: Deployment) -> list[UnitPlace]:
+    """Put units on nodes in order: whole nodes for large ones, the first node with room for small ones."""
+    places: list[UnitPlace] = []
+    used: list[int] = []
+    """Devices taken on each node; a node of a large unit is full."""
+    for role in ROLES:
+        units = units_of(deployment, role)
+        for index in range(units.units):
+            name, per_node = f"{role}-{index}", units.ranks_per_node
+            if units.ranks > per_node:
+                nodes = tuple(range(len(used), len(used) + units.ranks // per_node))
+                used += [per_node] * len(nodes)
+                places.append(UnitPlace(name, role, units.ranks, nodes, 0))
+                continue
+            is_counted = deployment.device == "cuda"
+            roomy = [n for n, taken in enumerate(used) if not is_counted or taken + units.ranks <= per_node]
+            node = roomy[0] if roomy else len(used)
+            if node == len(used):
+                used.append(0)
+            places.append(UnitPlace(name, role, units.ranks, (node,), used[node]))
+            used[node] += units.ranks
+    return places
+
+
+def num_nodes(places: list[UnitPlace]) -> int:
+    """Nodes that the places take together."""
+    return 1 + max(node for place in places for node in place.nodes)
+
+
+def why_not_here(deployment: Deployment, num_cores: int, num_gpus: int) -> list[str]:
+    """Why this host cannot run the deployment, one sentence each; empty if it can."""
+    places = place_units(deployment)
+    nodes, num_ranks = num_nodes(places), sum(place.num_ranks for place in places)
+    most = max(deployment.prefill.ranks_per_node, deployment.decode.ranks_per_node)
+    device = "GPUs" if deployment.device == "cuda" else "ranks"
+    host = f"{num_gpus} GPUs" if num_gpus else f"{num_cores} cores and no GPU"
+    reasons = []
+    if nodes > 1:
+        reasons.append(
+            f"it needs {nodes} nodes of {most} {device}; this is one host with {host}, and `hadal serve` starts the "
+            "processes of one host so far."
+        )
+    elif deployment.device == "cuda" and deployment.transport != "gloo" and num_gpus < num_ranks:
+        reasons.append(f"it needs {num_ranks} GPUs, one a rank ({deployment.transport}); this host has {host}.")
+    elif deployment.device == "cuda" and not num_gpus:
+        reasons.append(f"device is 'cuda'; this host has {host}.")
+    elif deployment.device == "cuda":
+        reasons.append("KV cannot be handed over between processes on GPUs yet; `hadal serve` needs device 'cpu'.")
+    elif deployment.transport != "tcp" and num_ranks > len(places):
+        reasons.append(f"transport {deployment.transport!r} is not there for `hadal serve` yet; take tcp.")
+    return reasons

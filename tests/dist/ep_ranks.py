@@ -1,0 +1,213 @@
+"""What the rank processes of test_ep_model run: real runners over a mesh, driven in lockstep by a script all know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hadal.comm.expert_comm import ExpertComm
+from hadal.comm.group import Group
+from hadal.comm.mesh import MeshGroup
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.model_config import read_model_config
+from hadal.core.placement import Placement, spread
+from hadal.core.plans import Chunk, DecodePlan, Formed, FormPlan, Join, Member, OpTime, PrefillPlan, Sampling, StepDone
+from hadal.model.cache import KvCache
+from hadal.model.deepseek import DeepseekV3
+from hadal.model.execute import Recorder
+from hadal.model.experts import ExpertStore
+from hadal.model.membership import Membership
+from hadal.model.runner import ModelRunner
+from hadal.model.weights import load_weights
+from hadal.overlap.plan import SEQUENTIAL, Schedule
+from hadal.reference.params import ModelWeights
+
+GREEDY = Sampling(temperature=0.0)
+CHUNK_TOKENS = 96
+MAX_TOKENS = 2048
+"""Of a micro-batch."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a unit serves: everything that must change no token."""
+
+    num_redundant: int = 0
+    mode: str = "normal"
+    schedule: str = "sequential"
+    num_micro_batches: int = 2
+    wire: str = "fp32"
+
+
+@dataclass(frozen=True)
+class Script:
+    """Prompts and how many tokens each gets. Prompt n is rank n % num_ranks's."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    num_tokens: tuple[int, ...]
+
+    def num_blocks(self) -> int:
+        return 1 + sum(self.width(n) for n in range(len(self.prompts)))
+
+    def width(self, number: int) -> int:
+        return -(-(len(self.prompts[number]) + self.num_tokens[number]) // BLOCK_TOKENS)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one rank made of its prompts."""
+
+    outputs: dict[int, list[int]]
+    first_logits: dict[int, Tensor]
+    """After the prompt, [V]."""
+    decode_times: tuple[OpTime, ...]
+    """Of the last full decode step."""
+    num_loaded: int
+
+
+class Listened(DeepseekV3):
+    """A model whose prefill logits are kept."""
+
+    def __init__(self, weights: ModelWeights, cache: KvCache, comm: ExpertComm | None, kept: list[Tensor]) -> None:
+        super().__init__(weights, cache, comm)
+        self._kept = kept
+
+    def prefill_split(
+        self, chunks: Sequence[Sequence[Chunk]], wanted: Sequence[Sequence[int]], schedule: Schedule = SEQUENTIAL,
+        recorder: Recorder | None = None,
+    ) -> list[Tensor]:
+        self._kept[:] = super().prefill_split(chunks, wanted, schedule, recorder)
+        return self._kept
+
+
+class Rank:
+    """One rank: a runner, and just enough of a leader to drive it."""
+
+    def __init__(self, folder: Path, group: Group | None, script: Script, num_ranks: int, way: Way) -> None:
+        config = read_model_config(folder)
+        self.rank = 0 if group is None else group.rank
+        self.script, self.way, self.num_ranks = script, way, num_ranks
+        self._logits: list[Tensor] = []
+        """Of the last prefill step, by micro-batch."""
+        num_layers = config.num_hidden_layers - config.first_k_dense_replace
+        self.placement = spread(num_layers, config.n_routed_experts, num_ranks, way.num_redundant)
+        cache = KvCache(config, script.num_blocks())
+        cache.cache_PLSD.fill_(float("nan"))
+        max_slots = max(1, len(script.prompts))
+        if group is None and way.wire == "fp32":
+            self.model = Listened(load_weights(folder), cache, None, self._logits)
+            self.runner = ModelRunner(self.model, max_slots)
+            return
+        comm = ExpertComm(
+            group, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire=way.wire, mode=way.mode,
+            max_tokens=MAX_TOKENS,
+        )
+        if group is None:
+            comm.install(self.placement)
+            self.model = Listened(load_weights(folder), cache, comm, self._logits)
+            self.runner = ModelRunner(self.model, max_slots)
+            return
+        nothing = np.empty((num_layers, 0), np.int16)
+        self.model = Listened(load_weights(folder, slots_LS=nothing), cache, comm, self._logits)
+        membership = Membership(self.rank, group, comm, ExpertStore(folder, num_layers))
+        self.runner = ModelRunner(self.model, max_slots, membership)
+
+    def form(self, generation: int, members: tuple[Member, ...], placement: Placement) -> Formed:
+        plan = FormPlan(generation, self.num_ranks, members, placement.to_bytes(), placement.num_slots)
+        formed = self.runner.execute(plan)
+        assert isinstance(formed, Formed)
+        return formed
+
+    def serve(self, num_loaded: int = 0) -> Served:
+        """Prefill all prompts, a chunk of each per step, then decode until the last is done."""
+        script, way = self.script, self.way
+        mine = [n for n in range(len(script.prompts)) if n % self.num_ranks == self.rank]
+        blocks, at = {}, 1
+        for n in mine:
+            blocks[n] = tuple(range(at, at + script.width(n)))
+            at += script.width(n)
+        outputs: dict[int, list[int]] = {n: [] for n in mine}
+        first_logits: dict[int, Tensor] = {}
+        for step in range(-(-max(map(len, script.prompts)) // CHUNK_TOKENS)):
+            chunks, second = self._chunks(step, mine, blocks)
+            plan = PrefillPlan(step, tuple(chunks), way.schedule, tuple(second), way.num_micro_batches)
+            ending = [int(c.request_id) for c in (*chunks, *second) if c.sampling is not None]
+            self._logits.clear()
+            done = self._run(plan)
+            for n, token in zip(ending, done.tokens, strict=True):
+                outputs[n].append(token)
+            first_logits.update(zip(ending, torch.cat(self._logits), strict=True))
+        times = self._decode(mine, blocks, outputs)
+        return Served(outputs, first_logits, times, num_loaded)
+
+    def _chunks(
+        self, step: int, mine: list[int], blocks: dict[int, tuple[int, ...]]
+    ) -> tuple[list[Chunk], list[Chunk]]:
+        """Every prompt's next tokens, in two micro-batches cut within the prompts."""
+        chunks: list[Chunk] = []
+        second: list[Chunk] = []
+        for n in mine:
+            prompt = self.script.prompts[n]
+            start, end = step * CHUNK_TOKENS, min((step + 1) * CHUNK_TOKENS, len(prompt))
+            cut = end if self.way.num_micro_batches == 1 else start + (end - start) * (n % 5) // 4
+            for part, first, last in ((chunks, start, cut), (second, cut, end)):
+                if first < last:
+                    sampling = GREEDY if last == len(prompt) else None
+                    used = blocks[n][: -(-last // BLOCK_TOKENS)]
+                    part.append(Chunk(str(n), prompt[first:last], first, used, sampling, 0))
+        return chunks, second
+
+    def _decode(
+        self, mine: list[int], blocks: dict[int, tuple[int, ...]], outputs: dict[int, list[int]]
+    ) -> tuple[OpTime, ...]:
+        script, way = self.script, self.way
+        slot_of = {n: slot for slot, n in enumerate(mine)}
+        number_of = dict(enumerate(mine))
+        joins = [Join(slot_of[n], blocks[n], len(script.prompts[n]), outputs[n][0], 1, GREEDY) for n in mine]
+        running: list[int] = []
+        times: tuple[OpTime, ...] = ()
+        for step in range(1, max(script.num_tokens)):
+            living = [n for n in mine if script.num_tokens[n] > step]
+            leaves = tuple(slot_of[n] for n in running if n not in living)
+            joined = tuple(join for join in joins if number_of[join.slot] in living) if step == 1 else ()
+            second = tuple(slot_of[n] for n in living if n % 2) if way.num_micro_batches == 2 else ()
+            done = self._run(DecodePlan(step, leaves, joined, (), way.schedule, second, way.num_micro_batches))
+            for slot, token in zip(done.keys, done.tokens, strict=True):
+                outputs[number_of[slot]].append(token)
+            running = living
+            times = done.op_times
+        return times
+
+    def _run(self, plan: PrefillPlan | DecodePlan) -> StepDone:
+        done = self.runner.execute(plan)
+        assert isinstance(done, StepDone)
+        assert done.error is None, done.error
+        assert not done.failed
+        return done
+
+
+def everybody(group: Group, epoch: str, port: int) -> tuple[Member, ...]:
+    """The members of a formed group, whose ports they tell one another."""
+    peers = [peer for peer in group.members if peer != group.rank]
+    told = torch.tensor([port], dtype=torch.int32).view(torch.uint8)
+    ports = {peer: int(data.clone().view(torch.int32)[0]) for peer, data in
+             group.exchange(dict.fromkeys(peers, told)).wait().items()}  # fmt: skip
+    ports[group.rank] = port
+    return tuple(Member(rank, f"e{rank}", "127.0.0.1", ports[rank]) for rank in group.members)
+
+
+def serve_ways(group: MeshGroup, folder: str, script: Script, ways: tuple[Way, ...]) -> list[Served]:
+    """On every rank of a formed group: serve the script once in every way, each in a generation of its own."""
+    members = everybody(group, group.epoch, group.port)
+    results = []
+    for generation, way in enumerate(ways, 2):
+        rank = Rank(Path(folder), group, script, len(members), way)
+        formed = rank.form(generation, members, rank.placement)
+        assert formed.error is None, formed.error
+        results.append(rank.serve(formed.num_loaded))
+    return results

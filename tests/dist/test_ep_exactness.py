@@ -1,0 +1,81 @@
+"""Expert parallelism changes when a token comes, never which: widths, placements, schedules, modes and wire formats.
+
+With FP32 on the wire every deployment gives the tokens of the plain single-request loop. With FP8 out and BF16 back the
+activations are rounded, so tokens may be others than the loop's, but they are the same for every width: what is rounded
+does not depend on where an expert lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
+from tests.dist.serving import StartServer
+
+NUM_CASES = 200 if FULL else 40
+
+
+def units(ranks: int, redundant: int = 0, overlap: str = "auto", mode: str = "") -> dict[str, Any]:
+    """Fields of [prefill] or [decode]. Steps of two tokens are split already, so that the tests' small ones are."""
+    return {
+        "ranks": ranks, "redundant_experts": redundant, "overlap": overlap, "mode": mode, "min_split_tokens": 2,
+        "kv_memory_mb": 32, "max_requests": max(8, 32 // ranks),
+    }  # fmt: skip
+
+
+EVERYDAY = {
+    "ep2_ep4": (units(2), units(4)),
+    "dual_five_redundant": (units(2, 64, "prefill_dual"), units(4, 64, "decode_five")),
+}
+MORE = {
+    "ep1_ep2": (units(1), units(2)),
+    "ep4_ep8": (units(4), units(8)),
+    "ep8_ep1": (units(8), units(1)),
+    "five_dual": (units(2, 0, "decode_five"), units(2, 32, "prefill_dual")),
+    "modes_swapped": (units(4, 32, "prefill_dual", "low_latency"), units(2, 128, "decode_five", "normal")),
+    "one_rank_split": (units(1, 0, "prefill_dual"), units(1, 0, "decode_five")),
+    "much_redundancy": (units(4, 256, "sequential"), units(4, 512, "sequential")),
+}
+DEPLOYMENTS = {**EVERYDAY, **MORE} if FULL else EVERYDAY
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    """Fixed prompts and fresh ones; the fresh seed is printed when a test fails."""
+    fresh = random.SystemRandom().randrange(2**31)
+    print(f"fresh prompts: seed {fresh}")
+    return make_cases(NUM_CASES - NUM_CASES // 4, seed=17) + make_cases(NUM_CASES // 4, seed=fresh)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_fp32_wire_gives_the_plain_loops_tokens(start_server: StartServer, cases: list[Case], name: str) -> None:
+    prefill, decode = DEPLOYMENTS[name]
+    server = start_server(prefill=prefill, decode=decode, chunk_tokens=128)
+    outputs = asyncio.run(complete_all(server.url, server.model, cases))
+    assert differences(cases, outputs) == []
+
+
+FP8_WIDTHS = [(1, 1), (2, 2), (4, 4), (8, 8)] if FULL else [(1, 1), (2, 4)]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("wire", ["fp8", "fp8_pow2"] if FULL else ["fp8"])
+def test_fp8_wire_gives_the_same_tokens_at_every_width(
+    start_server: StartServer, cases: list[Case], wire: str
+) -> None:
+    widths = []
+    for prefill_ranks, decode_ranks in FP8_WIDTHS:
+        server = start_server(prefill=units(prefill_ranks), decode=units(decode_ranks), wire=wire, chunk_tokens=128)
+        widths.append(asyncio.run(complete_all(server.url, server.model, cases)))
+        server.stop()
+    narrow = [Case(case.prompt, output) for case, output in zip(cases, widths[0], strict=True)]
+    for outputs in widths[1:]:
+        assert differences(narrow, outputs) == []
+    same = sum(case.output == output for case, output in zip(cases, widths[0], strict=True))
+    print(f"{wire}: {same} of {len(cases)} answers equal those with FP32 on the wire")
+    assert same > len(cases) // 2, "rounding on the wire changed most answers: the codec is suspect"

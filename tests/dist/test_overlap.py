@@ -1,0 +1,64 @@
+"""Communication hides: schedules on virtual devices, ranks in processes, real bytes, a paced link. No root.
+
+An op is a timed sleep, so a busy machine hardly matters. A speed-up is the median of five pairs, what stands beside a
+price is the fastest of five; an attempt that misses a bar is repeated, three attempts in all, and each is printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from bench.overlap_device import BALANCED, DECODE_LIKE, DeviceCase
+from bench.overlap_ranks import Ranks
+from bench.overlap_variants import DECODE, FULL, PREFILL, Variant
+from bench.overlap_virtual import VirtualResult, measure_until
+
+MAX_OVER_PRICE = 1.05
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as two:
+        yield two
+
+
+def reach(
+    ranks: Ranks, case: DeviceCase, chosen: Variant, problems: Callable[[VirtualResult], list[str]]
+) -> None:
+    attempts = measure_until(ranks, case, lambda result: problems(result) + over_price(result, chosen))
+    for result, missed in attempts:
+        print(result, *missed, sep="\n    ")
+    assert not attempts[-1][1], "\n".join(f"{result}: {'; '.join(missed)}" for result, missed in attempts)
+
+
+def over_price(result: VirtualResult, chosen: Variant) -> list[str]:
+    """The price model knows what will happen: with a full batch, and with what it would choose."""
+    return [
+        f"{variant.name}: {result.error(variant):.3f} of its price, more than {MAX_OVER_PRICE}"
+        for variant in (FULL, chosen) if result.error(variant) > MAX_OVER_PRICE
+    ]  # fmt: skip
+
+
+def below(result: VirtualResult, variant: Variant, bar: float) -> list[str]:
+    speed_up = result.speed_up(variant)
+    return [] if speed_up >= bar else [f"{variant.name}: {speed_up:.2f}x, less than {bar}x"]
+
+
+def test_prefill_dual_hides_a_balanced_link(ranks: Ranks) -> None:
+    reach(ranks, BALANCED, PREFILL, lambda result: below(result, PREFILL, 1.75))
+
+
+def test_decode_five_hides_where_attention_is_long(ranks: Ranks) -> None:
+    def problems(result: VirtualResult) -> list[str]:
+        behind = result.speed_up(DECODE) <= result.speed_up(PREFILL)
+        return below(result, DECODE, 1.5) + (["prefill_dual is not behind decode_five"] if behind else [])
+
+    reach(ranks, DECODE_LIKE, DECODE, problems)
+
+
+def test_what_is_received_is_what_was_sent(ranks: Ranks) -> None:
+    """Heads of all messages are checked by the ranks: a run of another layer's bytes would end it. One is enough."""
+    answers = ranks.run(FULL.question())
+    assert all(len(answer["dispatches_s"]) == DECODE_LIKE.num_layers for answer in answers)

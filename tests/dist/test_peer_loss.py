@@ -1,0 +1,202 @@
+"""Ranks killed and stopped in the middle of exchanges: every survivor is told in time, forms anew and goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from hadal.comm.group import PeerLost
+from hadal.comm.mesh import MeshGroup
+from hadal.core.plans import Member
+from tests.unit.comm.groups import run_processes
+from tests.unit.comm.test_mesh import exchange_sized, shuffle
+
+FULL = os.environ.get("HADAL_FULL") == "1"
+NUM_ROUNDS = 100 if FULL else 20
+NUM_STOPS = 10 if FULL else 3
+NUM_RANKS = 3
+NOTICE_LIMIT_S = 1.0
+DEADLINE_S = 4.0
+"""Of an exchange."""
+SLACK_S = 1.5
+"""A busy machine's."""
+ANSWER_TIMEOUT_S = 60.0
+PAYLOAD_BYTES = 4 << 20
+
+
+def serve(rank: int, epoch: str, pipe: Connection) -> None:
+    """A rank that does what the test tells it: form, or exchange until its generation ends."""
+    torch.set_num_threads(1)
+    group = MeshGroup(rank, epoch, deadline_s=DEADLINE_S)
+    pipe.send(group.port)
+    while (command := pipe.recv()) is not None:
+        if command[0] == "form":
+            try:
+                group.form(command[1], command[2])
+                pipe.send("formed")
+            except PeerLost as error:
+                pipe.send(f"not formed: {error}")
+        elif command[0] == "check":
+            pipe.send(exchange_sized(group, command[1]))
+        else:
+            pipe.send("running")
+            pipe.send(run_until_lost(group))
+    group.close()
+
+
+def run_until_lost(group: MeshGroup) -> tuple[float, tuple[int, ...], int]:
+    """Exchange large payloads, two in flight. Return when it failed, whom it named, and how many were done."""
+    peers = [rank for rank in group.members if rank != group.rank]
+    data = torch.zeros(PAYLOAD_BYTES, dtype=torch.uint8)
+    recvs = [{peer: torch.empty_like(data) for peer in peers} for _ in range(2)]
+    num_done = 0
+    try:
+        before = group.exchange(dict.fromkeys(peers, data), recvs[0])
+        while True:
+            after = group.exchange(dict.fromkeys(peers, data), recvs[(num_done + 1) % 2])
+            before.wait()
+            before = after
+            num_done += 1
+    except PeerLost as error:
+        return time.monotonic(), error.ranks, num_done
+
+
+class Ranks:
+    """The processes of a unit, as its leader would keep them."""
+
+    def __init__(self) -> None:
+        # Forked off a process that has loaded torch and runs nothing: a replacement is there at once.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "tests.dist.test_peer_loss"])
+        self._processes: dict[int, Any] = {}
+        self._pipes: dict[int, Connection] = {}
+        self._members: dict[int, Member] = {}
+        self._generation = 0
+        for rank in range(NUM_RANKS):
+            self.start(rank)
+
+    def start(self, rank: int) -> None:
+        ours, theirs = self._context.Pipe()
+        epoch = f"{rank}-{self._generation}"
+        process = self._context.Process(target=serve, args=(rank, epoch, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self._processes[rank], self._pipes[rank] = process, ours
+        self._members[rank] = Member(rank, epoch, "127.0.0.1", self.answer(rank))
+
+    def tell(self, ranks: list[int], command: Any) -> None:
+        for rank in ranks:
+            self._pipes[rank].send(command)
+
+    def answer(self, rank: int) -> Any:
+        assert self._pipes[rank].poll(ANSWER_TIMEOUT_S), f"rank {rank} hangs"
+        return self._pipes[rank].recv()
+
+    def form(self, ranks: list[int]) -> None:
+        self._generation += 1
+        self.tell(ranks, ("form", self._generation, [self._members[rank] for rank in ranks]))
+        assert [self.answer(rank) for rank in ranks] == ["formed"] * len(ranks)
+
+    def check(self, ranks: list[int], num_bytes: int) -> None:
+        self.tell(ranks, ("check", num_bytes))
+        for rank in ranks:
+            self.answer(rank)
+
+    def signal(self, rank: int, which: signal.Signals) -> float:
+        os.kill(self._processes[rank].pid, which)
+        return time.monotonic()
+
+    def replace(self, rank: int) -> None:
+        self._processes[rank].kill()
+        self._processes[rank].join(ANSWER_TIMEOUT_S)
+        self._pipes[rank].close()
+        self.start(rank)
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.join(ANSWER_TIMEOUT_S)
+        for pipe in self._pipes.values():
+            pipe.close()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    running = Ranks()
+    yield running
+    running.close()
+
+
+def lose_one(ranks: Ranks, seed: int, how: str) -> tuple[list[float], float]:
+    """One round. Return how long each survivor took to notice, and how long the survivors took to form anew."""
+    chance = random.Random(seed)
+    everybody = list(range(NUM_RANKS))
+    ranks.form(everybody)
+    ranks.check(everybody, chance.randrange(400_000))
+    victim = chance.randrange(NUM_RANKS)
+    survivors = [rank for rank in everybody if rank != victim]
+    ranks.tell(everybody, ("run",))
+    assert [ranks.answer(rank) for rank in everybody] == ["running"] * NUM_RANKS
+    time.sleep(chance.uniform(0.0, 0.15))
+    if how == "mid-payload":  # It stops reading first, so that what is sent to it and by it is surely half way.
+        ranks.signal(victim, signal.SIGSTOP)
+        time.sleep(chance.uniform(0.02, 0.2))
+    lost_s = ranks.signal(victim, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+    noticed = []
+    for rank in survivors:
+        at_s, named, _ = ranks.answer(rank)
+        assert named == (victim,), (seed, how, rank)
+        noticed.append(at_s - lost_s)
+    start_s = time.monotonic()
+    ranks.form(survivors)
+    formed_s = time.monotonic() - start_s
+    ranks.check(survivors, chance.randrange(400_000))
+    ranks.replace(victim)
+    return noticed, formed_s
+
+
+def report(kind: str, noticed: list[float], formed: list[float]) -> None:
+    for what, times_s in (("noticed after", noticed), ("formed anew in", formed)):
+        median_ms, worst_ms = statistics.median(times_s) * 1e3, max(times_s) * 1e3
+        print(f"{kind}, {len(formed)} rounds: {what} {median_ms:.1f} ms (median), {worst_ms:.1f} ms (worst)")
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_peer_is_noticed_by_all_and_the_others_go_on(ranks: Ranks) -> None:
+    fresh = random.SystemRandom().randrange(1 << 30)
+    noticed: list[float] = []
+    formed: list[float] = []
+    for index in range(NUM_ROUNDS):
+        seed = index if index % 2 else fresh + index
+        print("seed", seed)
+        took_s, formed_s = lose_one(ranks, seed, "mid-payload" if index % 4 < 2 else "kill")
+        assert max(took_s) < NOTICE_LIMIT_S, (seed, took_s)
+        noticed += took_s
+        formed.append(formed_s)
+    report("kill", noticed, formed)
+
+
+def test_a_stopped_peer_is_named_at_the_deadline(ranks: Ranks) -> None:
+    noticed: list[float] = []
+    formed: list[float] = []
+    for seed in range(NUM_STOPS):
+        took_s, formed_s = lose_one(ranks, seed, "stop")
+        assert max(took_s) < DEADLINE_S + SLACK_S, (seed, took_s)
+        noticed += took_s
+        formed.append(formed_s)
+    report("stop", noticed, formed)
+
+
+def test_eight_ranks_in_processes() -> None:
+    counts = run_processes(8, shuffle, 5, 3)
+    assert sum(out for out, _ in counts) == sum(into for _, into in counts)

@@ -1,0 +1,122 @@
+"""Units of many ranks as processes: they start, answer, keep their books, lose a rank and take it back, and go."""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from hadal.runtime.kv_wire import remove_stale_segments
+from tests.dist.conftest import StartServer
+from tests.dist.serving import Server, is_alive, wait_until
+
+RANKED = {
+    "prefill": {"ranks": 2, "threads": 1, "kv_memory_mb": 32},
+    "decode": {"ranks": 4, "threads": 1, "kv_memory_mb": 32, "max_requests": 8, "redundant_experts": 32},
+}
+RANKS = [f"prefill-0.{rank}" for rank in range(2)] + [f"decode-0.{rank}" for rank in range(4)]
+FORMED = re.compile(r"^(\S+) .*generation \d+ formed in \d+\.\d+ s with ranks ([\d, ]+); \d+ experts reloaded", re.M)
+NOTICED = re.compile(r"at (\d+\.\d+) rank (\d+) of (\S+) noticed that rank (\d+) is gone")
+
+
+@pytest.fixture
+def ranked(start_server: StartServer) -> Server:
+    return start_server(**RANKED)
+
+
+def complete(server: Server, num_tokens: int, prompt: str = "What is 12 + 30?") -> str:
+    body = {"model": server.model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["choices"][0]["text"])
+
+
+def members(server: Server) -> Iterator[tuple[str, set[int]]]:
+    """(unit, ranks) of every generation in the log, oldest first."""
+    for unit, ranks in FORMED.findall(server.log()):
+        yield unit, {int(rank) for rank in ranks.split(",")}
+
+
+def metric(server: Server, name: str) -> dict[str, float]:
+    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    found = re.findall(rf'^{name}{{unit="([^"]+)"}} (\S+)$', text, re.M)
+    return {unit: float(value) for unit, value in found}
+
+
+def test_units_of_many_ranks_start_answer_and_go_without_a_trace(ranked: Server) -> None:
+    pids = ranked.pids()
+    assert set(pids) == {"prefill-0", "decode-0", "gateway", *RANKS}
+    assert len(set(pids.values())) == len(pids)
+    assert len(ranked.segments()) == len(RANKS)
+    assert complete(ranked, 40) == complete(ranked, 40)
+    audit = httpx.get(f"{ranked.url}/audit", timeout=30)
+    assert audit.status_code == 200, audit.text
+    assert metric(ranked, "hadal_unit_ranks") == {"prefill-0": 2.0, "decode-0": 4.0}
+    assert metric(ranked, "hadal_unit_generation") == {"prefill-0": 1.0, "decode-0": 1.0}
+    assert ranked.stop() == 0
+    assert not any(is_alive(pid) for pid in pids.values())
+    assert "Traceback" not in ranked.log()
+
+
+@pytest.mark.parametrize(("victim", "number"), [("decode-0.2", signal.SIGKILL), ("prefill-0.0", signal.SIGSTOP)])
+def test_a_rank_that_is_gone_is_replaced_and_takes_its_share_back(
+    ranked: Server, victim: str, number: int
+) -> None:
+    undisturbed = complete(ranked, 300)
+    unit, _, rank = victim.rpartition(".")
+    others = {int(name.rpartition(".")[2]) for name in RANKS if name.startswith(f"{unit}.")} - {int(rank)}
+    answers: list[str] = []
+    asking = threading.Thread(target=lambda: answers.append(complete(ranked, 300)))
+    asking.start()
+    time.sleep(0.2)
+    struck_s, old_pid = time.time(), ranked.kill(victim, number)
+    asking.join(120)
+    assert answers == [undisturbed]
+    ranked.wait_restarted(victim, old_pid)
+    assert not is_alive(old_pid)
+    everybody = others | {int(rank)}
+
+    def has_rejoined() -> bool:
+        generations = [found for of, found in members(ranked) if of == unit]
+        return len(generations) >= 3 and others in generations and generations[-1] == everybody
+
+    wait_until(has_rejoined, 30.0, f"{victim} belongs to {unit} again")
+    found = NOTICED.findall(ranked.log())
+    noticed = {int(by): float(at_s) for at_s, by, of, gone in found if of == unit and gone == rank}
+    assert noticed.keys() == others
+    assert all(at_s >= struck_s - 0.01 for at_s in noticed.values())
+    assert complete(ranked, 300) == undisturbed
+    wait_until(lambda: metric(ranked, "hadal_unit_ranks").get(unit) == len(everybody), 10.0, "all ranks are counted")
+    assert len(ranked.segments()) == len(RANKS)
+    assert httpx.get(f"{ranked.url}/audit", timeout=30).status_code == 200
+
+
+def test_a_leader_that_ends_takes_its_ranks_with_it_and_all_come_back(ranked: Server) -> None:
+    undisturbed = complete(ranked, 60)
+    old = ranked.pids()
+    ranked.kill("decode-0")
+    wait_until(lambda: ranked.pids()["decode-0"] not in (0, old["decode-0"]), 10.0, "the leader runs again")
+    for rank in range(4):
+        ranked.wait_restarted(f"decode-0.{rank}", old[f"decode-0.{rank}"])
+    assert complete(ranked, 60) == undisturbed
+    assert ranked.pids()["prefill-0.0"] == old["prefill-0.0"]
+    assert len(ranked.segments()) == len(RANKS)
+
+
+def test_no_rank_outlives_a_killed_supervisor(ranked: Server) -> None:
+    pids, segments = list(ranked.pids().values()), ranked.segments()
+    ranked.process.kill()
+    ranked.process.wait(5)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), 5.0, "every process is gone")
+    swept: set[str] = set()
+
+    def all_swept() -> bool:
+        swept.update(remove_stale_segments())
+        return set(segments) <= swept
+
+    wait_until(all_swept, 5.0, "their memory is swept")
+    assert not set(segments) & set(os.listdir("/dev/shm"))

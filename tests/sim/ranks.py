@@ -1,0 +1,268 @@
+"""Ranks without a network: compute threads that meet in every step, and processes that host them.
+
+A step, and a formation, ends on a rank some time after all members of its generation have come to it. A member that
+dies fails it on all others, one that stands still keeps them waiting until their deadline, a FormPlan breaks it off.
+What a failed step has written and what not is drawn, as is who finished a step that others did not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from hadal.core.messages import AnyMessage
+from hadal.core.placement import Placement
+from hadal.core.plans import Formed, FormPlan, StepDone, StepPlan
+from hadal.core.seams import Effect, Event, Execute, Form, Tick
+from hadal.roles.rank import Progress, RankRole
+from tests.sim.clock import SimClock
+from tests.sim.engine import DecodeEngine, Pool, PrefillEngine
+from tests.sim.host import Host
+
+NUM_EXPERTS = 12
+COLLECTIVE_TIMEOUT_S = 10.0
+NOTICE_S = 0.05
+"""How long a broken connection stays unnoticed, at most."""
+Ident = tuple[int, str]
+"""A rank's process: (rank, epoch)."""
+
+
+class Fabric:
+    """The connections between the processes of one unit, dead and living."""
+
+    def __init__(self, clock: SimClock, random: Random) -> None:
+        self.clock = clock
+        self.random = random
+        self.living: dict[Ident, SimCompute] = {}
+        self._arrived: dict[tuple[int, object], dict[int, SimCompute]] = {}
+
+    def arrive(self, compute: SimCompute, key: tuple[int, object]) -> None:
+        """A compute thread has done its own part and waits for its peers."""
+        arrived = self._arrived.setdefault(key, {})
+        arrived[compute.rank] = compute
+        for ident in compute.members.items():
+            if ident not in self.living:
+                self.break_link(compute, ident[0])
+        if arrived.keys() >= compute.members.keys():
+            del self._arrived[key]
+            for each in arrived.values():
+                each.complete_soon(key)
+
+    def absent(self, compute: SimCompute, key: tuple[int, object]) -> tuple[int, ...]:
+        """Members that have not come."""
+        return tuple(sorted(compute.members.keys() - self._arrived.get(key, {}).keys()))
+
+    def leave(self, compute: SimCompute, key: tuple[int, object]) -> None:
+        """A compute thread broke off in the middle: those who wait for it go on waiting."""
+        self._arrived.get(key, {}).pop(compute.rank, None)
+
+    def break_link(self, compute: SimCompute, peer: int) -> None:
+        """`compute` will notice that its connection to `peer` is gone."""
+        generation = compute.formed_generation
+        delay_s = self.random.uniform(0, NOTICE_S)
+        self.clock.after(delay_s, lambda: compute.peer_lost(peer, generation))
+
+    def died(self, ident: Ident) -> None:
+        """A process ended: the kernel closes its connections."""
+        self.living.pop(ident, None)
+        for compute in self.living.values():
+            if compute.members.get(ident[0]) == ident[1]:
+                self.break_link(compute, ident[0])
+
+    def cut(self) -> None:
+        """Two that live lose the connection between them."""
+        if len(self.living) >= 2:
+            one, other = self.random.sample(sorted(self.living), 2)
+            self.break_link(self.living[one], other[0])
+            self.break_link(self.living[other], one[0])
+
+
+class SimCompute:
+    """A rank's compute thread and its Runner: one plan at a time; a FormPlan voids what was there before it."""
+
+    def __init__(
+        self, fabric: Fabric, rank: int, epoch: str, engine: PrefillEngine | DecodeEngine,
+        finish: Callable[[StepDone | Formed], None], tell: Callable[[], None], step_s: float, fault_rate: float,
+    ) -> None:  # fmt: skip
+        self.rank = rank
+        self.members: dict[int, str] = {}
+        self.formed_generation = 0
+        """Of the newest FormPlan that began."""
+        self.num_ops = 0
+        self.is_computing = False
+        self.is_hung = False
+        """Its next op never ends."""
+        self.is_stopped = False
+        self.lost: tuple[int, ...] = ()
+        self._fabric = fabric
+        self._clock = fabric.clock
+        self._random = fabric.random
+        self._engine = engine
+        self._finish = finish
+        self._tell = tell
+        self._step_s = step_s
+        self._fault_rate = fault_rate
+        self._generation = 0
+        self._queue: deque[tuple[int, StepPlan | FormPlan]] = deque()
+        self._running: StepPlan | FormPlan | None = None
+        self._is_completing = False
+        self._is_broken = False
+        fabric.living[rank, epoch] = self
+
+    def submit(self, plan: StepPlan) -> None:
+        self._queue.append((self._generation, plan))
+        self._next()
+
+    def form(self, plan: FormPlan) -> None:
+        self._generation = plan.generation
+        self._queue.append((plan.generation, plan))
+        if self._running is not None:
+            self._fail("PeerLost: aborted")
+        self._next()
+
+    def _next(self) -> None:
+        if self._running is not None or not self._queue or self.is_stopped:
+            return
+        generation, plan = self._queue.popleft()
+        self._running, self._is_completing, self.is_computing = plan, False, True
+        if generation < self._generation:
+            self._fail(f"generation {generation} is over")
+            return
+        if isinstance(plan, FormPlan):
+            self._begin(plan)
+        elif self._is_broken:
+            self._fail("Aborted: this generation is over")
+            return
+        self.num_ops += 1
+        if not self.is_hung:
+            self._clock.after(self._step_s * self._random.uniform(0.3, 1.0), lambda: self._own_part_done(plan))
+
+    def _begin(self, plan: FormPlan) -> None:
+        placement = Placement.from_bytes(plan.slot_to_expert, NUM_EXPERTS, plan.num_ranks, plan.num_slots)
+        assert not placement.check(), placement.check()
+        self.members = {member.rank: member.epoch for member in plan.members}
+        for rank in set(range(plan.num_ranks)) - self.members.keys():
+            assert (placement.slot_to_expert_LRS[:, rank] < 0).all(), f"rank {rank} is gone and holds experts"
+        self.formed_generation = plan.generation
+        self.lost, self._is_broken = (), False
+        if isinstance(self._engine, DecodeEngine):
+            self._engine.empty()
+
+    def _own_part_done(self, plan: StepPlan | FormPlan) -> None:
+        if self._running is not plan or self.is_stopped:
+            return
+        self.num_ops += 1
+        if not isinstance(plan, FormPlan) and self._random.random() < self._fault_rate:
+            self._fail("RuntimeError: an op failed")
+            return
+        self.is_computing = False
+        self._clock.after(COLLECTIVE_TIMEOUT_S, lambda: self._time_out(plan))
+        self._fabric.arrive(self, self._key(plan))
+
+    def _key(self, plan: StepPlan | FormPlan) -> tuple[int, object]:
+        return self.formed_generation, None if isinstance(plan, FormPlan) else plan.step_id
+
+    def complete_soon(self, key: tuple[int, object]) -> None:
+        """All members are there: what is left needs nobody."""
+        plan = self._running
+        assert plan is not None
+        assert self._key(plan) == key, "it came to a step that it does not run"
+        self._is_completing = True
+        self._clock.after(self._step_s * self._random.uniform(0, 0.5), lambda: self._complete(plan))
+
+    def _complete(self, plan: StepPlan | FormPlan) -> None:
+        if self._running is not plan or self.is_stopped:
+            return
+        self.num_ops += 1
+        if isinstance(plan, FormPlan):
+            self._end(Formed(plan.generation, None))
+        else:
+            self._end(self._engine.execute(plan, self._step_s, None))  # type: ignore[arg-type]
+
+    def _time_out(self, plan: StepPlan | FormPlan) -> None:
+        if self._running is plan and not self._is_completing and not self.is_stopped:
+            self.lost = self._fabric.absent(self, self._key(plan))
+            self._fail("PeerLost: nobody answers")
+
+    def peer_lost(self, peer: int, generation: int) -> None:
+        """The connection to a peer broke."""
+        if generation != self.formed_generation or self.is_stopped or peer in self.lost:
+            return
+        self.lost = (*self.lost, peer)
+        self._is_broken = True
+        self._tell()
+        if self._running is not None and not self._is_completing and self._generation == generation:
+            self._fail(f"PeerLost: rank {peer}: closed")
+
+    def _fail(self, error: str) -> None:
+        plan = self._running
+        assert plan is not None
+        self._fabric.leave(self, self._key(plan))
+        self._is_broken = self._is_broken or not isinstance(plan, FormPlan)
+        if isinstance(plan, FormPlan):
+            self._end(Formed(plan.generation, error, self.lost))
+            return
+        if self._random.random() < 0.3 and self.formed_generation == self._generation and "over" not in error:
+            self._engine.execute(plan, self._step_s, None)  # type: ignore[arg-type]
+        self._end(StepDone(plan.step_id, (), (), {}, self._step_s, error))
+
+    def _end(self, result: StepDone | Formed) -> None:
+        self._running, self.is_computing = None, False
+        self._finish(result)
+        self._next()
+
+
+class RankHost(Host):
+    """One life of a rank's process."""
+
+    def __init__(
+        self, name: str, role: RankRole, clock: SimClock, random: Random, send: Callable[[str, AnyMessage], None],
+        fabric: Fabric, engine: PrefillEngine | DecodeEngine, *, epoch: str, pools: dict[str, Pool], pool_name: str,
+        step_s: float, pull_s: float, fault_rate: float,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            name, role, role.audit, clock, random, send, pools=pools, pool_name=pool_name, pull_s=pull_s,
+            fault_rate=fault_rate,
+        )  # fmt: skip
+        self.fabric = fabric
+        self.ident = (int(name.rpartition(".")[2]), epoch)
+        self.compute = SimCompute(
+            fabric, *self.ident, engine, lambda result: self._computed(result), lambda: self._progress(), step_s,
+            fault_rate,
+        )  # fmt: skip
+
+    def handle(self, event: Event | Any) -> None:
+        if isinstance(event, Tick):
+            self._progress()
+        super().handle(event)
+
+    def _computed(self, result: StepDone | Formed) -> None:
+        self._progress()
+        super().handle(result)
+
+    def _progress(self) -> None:
+        compute = self.compute
+        super().handle(Progress(compute.num_ops, compute.is_computing, compute.lost))  # type: ignore[arg-type]
+
+    def _apply(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Execute((plan,)):
+                    self.compute.submit(plan)
+                case Form(plan):
+                    self.compute.form(plan)
+                case _:
+                    super()._apply([effect])
+
+    def stop(self) -> None:
+        """It stands still: SIGSTOP."""
+        self.is_stuck = True
+        self.compute.is_stopped = True
+
+    def end(self) -> None:
+        """It is dead."""
+        self.is_alive = False
+        self.compute.is_stopped = True
+        self.fabric.died(self.ident)

@@ -1,0 +1,180 @@
+"""Seeds against the membership alone: ranks die, stand still, hang and lose each other while their leader steps.
+
+Whatever happened, in the end every unit is whole and steps; every step is heard of once and in order, or is made void
+by a reset; those who are alive are told of a death within the promised time.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import statistics
+from random import Random
+
+import pytest
+
+from hadal.core.config import Deployment, UnitsConfig
+from hadal.core.messages import RankForm, UnitUp
+from hadal.core.plans import DecodePlan, PrefillPlan, StepDone
+from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, RankReset, Send, WakeAt
+from hadal.roles.ranks import RankedLeader
+from tests.sim.host import Host
+from tests.sim.ranks import NUM_EXPERTS, RankHost
+from tests.sim.world import Faults, World, is_whole
+
+FIXED_SEEDS = list(range(15))
+FRESH_SEEDS = [secrets.randbelow(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+RANK_TIMEOUT_S = 1.5
+NOTICED_S = 0.21
+"""From a death to the supervisor's word of it, in this world."""
+
+
+class Stepper:
+    """A core that steps for ever, all ranks empty, and holds nothing."""
+
+    def __init__(self, unit: str, epoch: str, num_ranks: int) -> None:
+        self.living: set[int] = set()
+        self.num_done = 0
+        self._unit = unit
+        self._role = unit.split("-")[0]
+        self._epoch = epoch
+        self._num_ranks = num_ranks
+        self._in_flight: list[int] = []
+        self._next = 0
+
+    def start(self, now_s: float) -> list[Effect]:
+        return [Send("front", UnitUp(self._unit, self._role, self._epoch, 8, 8)), WakeAt(now_s + 0.1)]
+
+    def handle(self, now_s: float, event: Event) -> list[Effect]:
+        if isinstance(event, StepDone):
+            assert event.step_id == self._in_flight.pop(0), f"step {event.step_id} is not the one that runs"
+            self.num_done += event.error is None
+        elif isinstance(event, RankReset):
+            assert set(event.lost) <= self.living
+            assert not set(event.fresh) & (self.living - set(event.lost))
+            self.living = (self.living - set(event.lost)) | set(event.fresh)
+            assert {rank for rank, pool in enumerate(event.pools) if pool} == self.living
+            self._in_flight.clear()
+        effects: list[Effect] = []
+        while self.living and len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
+            self._in_flight.append(self._next)
+            plan = PrefillPlan(self._next, ()) if self._role == "prefill" else DecodePlan(self._next, (), (), ())
+            effects.append(Execute((plan,) * self._num_ranks))
+            self._next += 1
+        return effects
+
+    def audit(self) -> list[str]:
+        return []
+
+
+class SteppingWorld(World):
+    """All units step; nobody asks for anything."""
+
+    def _core(self, name: str, role: str, epoch: str, pool_name: str, num_ranks: int) -> Stepper:  # type: ignore[override]
+        return Stepper(name, epoch, num_ranks)
+
+    def _upset(self, host: Host) -> None:
+        if isinstance(host, RankHost):
+            super()._upset(host)
+        else:
+            self.kill_unit(host.name)  # No front listens to these units.
+
+    def leaders(self) -> list[RankedLeader]:
+        return [host.role for host in self.hosts.values() if isinstance(host.role, RankedLeader)]
+
+    def are_whole(self) -> bool:
+        leaders = self.leaders()
+        return len(leaders) == 2 and all(is_whole(leader) for leader in leaders)
+
+
+def make_world(seed: int, faults: Faults | None = None) -> SteppingWorld:
+    random = Random(f"membership {seed}")
+    sizes = [(random.choice([2, 3, 4, 6]), random.choice([0, NUM_EXPERTS])) for _ in range(2)]
+    prefill, decode = (
+        UnitsConfig(ranks=ranks, redundant_experts=redundant, max_requests=4) for ranks, redundant in sizes
+    )
+    config = Deployment(
+        heartbeat_s=0.1, rank_timeout_s=RANK_TIMEOUT_S, unit_timeout_s=1e6, prefill=prefill, decode=decode
+    )
+    faults = faults or random.choice([
+        Faults(until_s=0.0),
+        Faults(crash_every_s=3.0, until_s=20.0),
+        Faults(crash_every_s=1.0, stuck_share=0.5, until_s=20.0),
+        Faults(crash_every_s=0.3, stuck_share=0.3, until_s=10.0),
+        Faults(crash_every_s=2.0, stuck_share=0.3, engine_rate=0.01, until_s=10.0),
+    ])  # fmt: skip
+    wire_s = random.choice([0.0005, 0.002, 0.05])
+    return SteppingWorld(seed, config, max_context=100, pool_blocks=(4, 4), faults=faults, wire_s=wire_s)
+
+
+def run_seed(seed: int) -> SteppingWorld:
+    world = make_world(seed)
+    try:
+        world.run(world.faults.until_s + 1.0)
+        world.clock.run(200.0, world.are_whole)
+        assert world.are_whole(), [(leader.book.phase, leader.book.members) for leader in world.leaders()]
+        done = [leader.core.num_done for leader in world.leaders()]  # type: ignore[attr-defined]
+        world.run(world.clock.now() + (0.0 if world.faults.engine_rate else 3.0))
+        later = [leader.core.num_done for leader in world.leaders()]  # type: ignore[attr-defined]
+        assert world.faults.engine_rate or min(b - a for a, b in zip(done, later, strict=True)) > 10, (done, later)
+    except Exception as error:
+        error.add_note(f"membership of seed {seed} at {world.clock.now():.3f} s, {world.faults}, {world.config}")
+        raise
+    return world
+
+
+@pytest.mark.parametrize("seed", FIXED_SEEDS)
+def test_fixed_seed(seed: int) -> None:
+    run_seed(seed)
+
+
+@pytest.mark.parametrize("seed", FRESH_SEEDS)
+def test_fresh_seed(seed: int) -> None:
+    run_seed(seed)
+
+
+def latency_s(seed: int, how: str) -> tuple[float, float]:
+    """From a fault in the middle of steps to (RankForm at every survivor, steps going on without the rank)."""
+    world = make_world(seed, Faults(until_s=0.0))
+    world.clock.run(30.0, world.are_whole)
+    world.run(world.clock.now() + world.random.uniform(0.5, 1.5))
+    victim = world.random.choice([host for host in world.hosts.values() if isinstance(host, RankHost)])
+    unit = victim.name.partition(".")[0]
+    survivors = {n for n in world.hosts if n.startswith(f"{unit}.")} - {victim.name}
+    leader = world.hosts[unit].role
+    assert isinstance(leader, RankedLeader)
+    told: dict[str, float] = {}
+    for name in survivors:
+        host, handle = world.hosts[name], world.hosts[name].handle
+
+        def heard(event: Event, name: str = name, handle=handle) -> None:  # type: ignore[no-untyped-def]
+            if isinstance(event, RankForm) and victim.ident not in [(m.rank, m.epoch) for m in event.plan.members]:
+                told.setdefault(name, world.clock.now())
+            handle(event)
+
+        host.handle = heard  # type: ignore[method-assign]
+    struck_s, num_done = world.clock.now(), leader.core.num_done  # type: ignore[attr-defined]
+    generation = leader.book.generation
+    if how == "kill":
+        world.kill_unit(victim.name)
+    elif how == "stop":
+        victim.stop()
+    else:
+        victim.compute.is_hung = True
+
+    def goes_on() -> bool:
+        is_later = leader.book.generation > generation and leader.core.num_done > num_done + 2  # type: ignore[attr-defined]
+        return is_later and leader.book.is_running
+
+    world.clock.run(struck_s + 60.0, goes_on)
+    assert goes_on(), how
+    assert told.keys() == survivors, (how, told)
+    return max(told.values()) - struck_s, world.clock.now() - struck_s
+
+
+@pytest.mark.parametrize(("how", "limit_s"), [("kill", NOTICED_S + 0.1), ("stop", 2.0), ("hang", 2.0)])
+def test_survivors_are_told_in_time(how: str, limit_s: float) -> None:
+    latencies = [latency_s(seed, how) for seed in range(12)]
+    for name, found in zip(("told", "going on"), zip(*latencies, strict=True), strict=True):
+        print(f"{how}: {name} after {statistics.median(found):.3f} s, worst {max(found):.3f} s")
+    assert max(told for told, _ in latencies) <= limit_s

@@ -1,0 +1,105 @@
+"""A Group of ranks in threads over queues: real exchanges without sockets, in an order of arrival drawn from a seed."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hadal.comm.group import Interval, PeerLost
+from hadal.core.plans import Member
+
+DEADLINE_S = 20.0
+T = TypeVar("T")
+
+
+class QueueExchange:
+    def __init__(self, group: QueueGroup, recvs: Mapping[int, Tensor] | None) -> None:
+        self._group = group
+        self._recvs = recvs
+        self._start_s = time.perf_counter()
+        self.interval = Interval(self._start_s, self._start_s)
+
+    def wait(self) -> dict[int, Tensor]:
+        got = {}
+        peers = [peer for peer in self._group.members if peer != self._group.rank]
+        self._group.random.shuffle(peers)
+        for peer in peers:
+            try:
+                data = self._group.queues[peer, self._group.rank].get(timeout=DEADLINE_S)
+            except queue.Empty:
+                raise PeerLost((peer,), "silent") from None
+            if self._recvs is None:
+                got[peer] = data
+            else:
+                assert len(data) <= len(self._recvs[peer]), "beyond the buffer"
+                self._recvs[peer][: len(data)].copy_(data)
+                got[peer] = self._recvs[peer][: len(data)]
+        self.interval = Interval(self._start_s, time.perf_counter())
+        return got
+
+
+@dataclass
+class QueueGroup:
+    rank: int
+    members: tuple[int, ...]
+    queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]]
+    random: random.Random
+    sent_bytes: list[int] = field(default_factory=list)
+    """Of every exchange."""
+
+    def form(self, generation: int, members: Sequence[Member]) -> None:
+        raise NotImplementedError
+
+    def exchange(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None) -> QueueExchange:
+        assert set(sends) == set(self.members) - {self.rank}
+        assert recvs is None or set(recvs) == set(sends)
+        for peer, tensor in sends.items():
+            assert tensor.dtype is torch.uint8
+            assert tensor.is_contiguous()
+            self.queues[self.rank, peer].put(tensor.clone())
+        self.sent_bytes.append(sum(map(len, sends.values())))
+        return QueueExchange(self, recvs)
+
+    def abort(self) -> None: ...
+
+    def lost(self) -> tuple[int, ...]:
+        return ()
+
+    def close(self) -> None: ...
+
+
+def queue_groups(members: Sequence[int], seed: int = 0) -> dict[int, QueueGroup]:
+    queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {
+        (a, b): queue.SimpleQueue() for a in members for b in members if a != b
+    }
+    return {rank: QueueGroup(rank, tuple(members), queues, random.Random(seed * 97 + rank)) for rank in members}
+
+
+def in_threads(work: Callable[[int], T], ranks: Sequence[int]) -> dict[int, T]:
+    """Run work(rank) for every rank at once; the first error is raised here."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def one(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S * 2)
+    if errors:
+        raise errors[0]
+    assert len(results) == len(ranks), "a rank hangs"
+    return results

@@ -1,0 +1,264 @@
+"""The TCP mesh: every byte where it belongs, in any order of posting, and every failure told to all who wait."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from hadal.comm import frames
+from hadal.comm.group import PeerLost
+from hadal.comm.mesh import MeshGroup
+from hadal.comm.mesh_inbox import MAX_IN_FLIGHT
+from hadal.core.plans import Member
+from tests.unit.comm.groups import DEADLINE_S, form_all, member, mesh_threads, run_processes, run_threads
+
+SIZES = (0, 0, 1, 23, 1000, 65_511, 65_512, 65_513, 300_000, 2_000_000)
+"""Around the staging area (64 KB less a header), and beyond any socket buffer."""
+SEEDS = [1, 2, random.SystemRandom().randrange(1 << 30)]
+
+
+def pattern(sender: int, receiver: int, step: int, size: int) -> Tensor:
+    """Bytes that tell whose they are."""
+    return ((torch.arange(size) * 31 + sender * 7 + receiver * 3 + step) % 251).to(torch.uint8)
+
+
+def size_of(seed: int, sender: int, receiver: int, step: int) -> int:
+    return random.Random(f"{seed} {sender} {receiver} {step}").choice(SIZES)
+
+
+def shuffle(group: MeshGroup, seed: int, num_steps: int, first: int = 0) -> tuple[int, int]:
+    """Random exchanges, up to three in flight, every other one into fixed buffers. Return bytes sent, received."""
+    peers = [rank for rank in group.members if rank != group.rank]
+    pace = random.Random(f"{seed} {group.rank}")
+    flying: list[tuple[int, object, Callable[[], dict[int, Tensor]]]] = []
+    out = into = 0
+    for step in range(first, first + num_steps):
+        sends = {peer: pattern(group.rank, peer, step, size_of(seed, group.rank, peer, step)) for peer in peers}
+        recvs = {peer: torch.zeros(max(SIZES), dtype=torch.uint8) for peer in peers} if step % 2 else None
+        out += sum(tensor.numel() for tensor in sends.values())
+        flying.append((step, recvs, group.exchange(sends, recvs).wait))
+        while len(flying) > pace.randrange(4) or (step == first + num_steps - 1 and flying):
+            at, buffers, wait = flying.pop(0)
+            for peer, got in wait().items():
+                expected = pattern(peer, group.rank, at, size_of(seed, peer, group.rank, at))
+                assert torch.equal(got, expected), (seed, at, peer)
+                assert buffers is None or got.numel() == 0 or got.data_ptr() == buffers[peer].data_ptr()  # type: ignore[index]
+                into += got.numel()
+    return out, into
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_byte_arrives_where_it_belongs(num_ranks: int, seed: int) -> None:
+    print("seed", seed)
+    with mesh_threads(num_ranks) as groups:
+        counts = run_threads([lambda group=group: shuffle(group, seed, 6 if num_ranks < 8 else 2) for group in groups])  # type: ignore[misc]
+        assert [(group.bytes_sent, group.bytes_received) for group in groups] == counts
+        assert sum(out for out, _ in counts) == sum(into for _, into in counts)
+
+
+def test_ranks_in_processes() -> None:
+    counts = run_processes(2, shuffle, SEEDS[0], 3)
+    assert sum(out for out, _ in counts) == sum(into for _, into in counts)
+
+
+def exchange_sized(group: MeshGroup, size: int, room: int | None = None) -> None:
+    peers = [rank for rank in group.members if rank != group.rank]
+    recvs = None if room is None else {peer: torch.empty(room, dtype=torch.uint8) for peer in peers}
+    sends = {peer: pattern(group.rank, peer, 0, size) for peer in peers}
+    for peer, got in group.exchange(sends, recvs).wait().items():
+        assert torch.equal(got, pattern(peer, group.rank, 0, size))
+
+
+def test_a_rank_may_be_ahead_by_exchanges_not_posted_yet() -> None:
+    """Early payloads: small ones, large ones, into fixed buffers and not; and one still coming when it is posted."""
+    sizes = [10, 4_000_000, 0, 300_000]
+
+    def ahead(group: MeshGroup) -> None:
+        waits = [group.exchange({1: pattern(0, 1, step, size)}) for step, size in enumerate(sizes)]
+        assert [exchange.wait()[1].numel() for exchange in waits] == [1] * len(sizes)
+
+    def behind(group: MeshGroup) -> None:
+        for step, size in enumerate(sizes):
+            time.sleep(0.05)
+            recvs = {0: torch.zeros(max(sizes), dtype=torch.uint8)} if step % 2 else None
+            got = group.exchange({0: torch.ones(1, dtype=torch.uint8)}, recvs).wait()[0]
+            assert torch.equal(got, pattern(0, 1, step, size))
+            assert recvs is None or got.data_ptr() == recvs[0].data_ptr()
+
+    with mesh_threads(2) as (first, second):
+        run_threads([lambda: ahead(first), lambda: behind(second)])
+
+
+def test_what_comes_too_early_and_too_much_waits_in_the_socket() -> None:
+    sizes = [50 << 20, 30 << 20, 1000]
+
+    def ahead(group: MeshGroup) -> None:
+        waits = [group.exchange({1: torch.full((size,), step, dtype=torch.uint8)}) for step, size in enumerate(sizes)]
+        for exchange in waits:
+            exchange.wait()
+
+    def behind(group: MeshGroup) -> None:
+        time.sleep(0.3)
+        for step, size in enumerate(sizes):
+            got = group.exchange({0: torch.ones(1, dtype=torch.uint8)}).wait()[0]
+            assert got.numel() == size
+            assert bool((got == step).all())
+
+    with mesh_threads(2) as (first, second):
+        run_threads([lambda: ahead(first), lambda: behind(second)])
+
+
+def test_bytes_travel_while_both_compute() -> None:
+    """Nobody waits, and yet it is done: the mesh's own thread moved it, and the interval says when."""
+    with mesh_threads(2) as groups:
+        exchanges = [group.exchange({1 - group.rank: torch.zeros(8 << 20, dtype=torch.uint8)}) for group in groups]
+        limit_s = time.monotonic() + DEADLINE_S
+        while not all(exchange.is_done for exchange in exchanges):
+            assert time.monotonic() < limit_s
+            time.sleep(0.01)
+        before_s = time.perf_counter()
+        for exchange in exchanges:
+            exchange.wait()
+            assert exchange.start_s < exchange.interval.end_s <= before_s
+
+
+def lose(group: MeshGroup, act: Callable[[], object]) -> PeerLost:
+    with pytest.raises(PeerLost) as caught:
+        act()
+    with pytest.raises(PeerLost):  # And so does every later one.
+        group.exchange({peer: torch.empty(0, dtype=torch.uint8) for peer in group.members if peer != group.rank})
+    return caught.value
+
+
+@pytest.mark.parametrize("sizes", [(6_000_000, 1000), (1000, 10)])
+def test_a_payload_too_large_fails_the_generation_and_harms_nothing(sizes: tuple[int, int]) -> None:
+    with mesh_threads(2) as groups:
+        size, room = sizes
+        errors = run_threads([
+            lambda group=group: lose(group, lambda: exchange_sized(group, size, room)) for group in groups
+        ])  # type: ignore[misc]  # fmt: skip
+        assert all(f"{size} bytes for a buffer of {room}" in str(error) for error in errors)
+        form_all(groups, 2)  # The connections are as good as before.
+        run_threads([lambda group=group: exchange_sized(group, size) for group in groups])  # type: ignore[misc]
+
+
+def test_abort_ends_what_is_under_way_on_all_ranks() -> None:
+    """Rank 2 never posts; the two others have sent each other large payloads and wait for it."""
+    with mesh_threads(3) as groups:
+        timer = threading.Timer(0.2, groups[0].abort)
+        timer.start()
+        start_s = time.monotonic()
+        errors = run_threads([
+            lambda group=group: lose(group, lambda: exchange_sized(group, 6_000_000)) for group in groups[:2]
+        ])  # type: ignore[misc]  # fmt: skip
+        timer.join()
+        assert time.monotonic() - start_s < DEADLINE_S / 2
+        assert [error.ranks for error in errors] == [(), ()]
+        assert "aborted" in str(errors[1])
+        for generation in (2, 3):
+            form_all(groups, generation)
+            run_threads([lambda group=group: exchange_sized(group, 100_000) for group in groups])  # type: ignore[misc]
+        assert [group.lost() for group in groups] == [()] * 3
+
+
+def test_frames_of_an_older_generation_are_never_mistaken_for_newer_ones() -> None:
+    """Rank 0 is in the middle of a large frame when it aborts, and reuses that memory."""
+    with mesh_threads(2) as groups:
+        for generation in range(2, 6):
+            data = pattern(0, 1, generation, 12_000_000)
+            groups[0].exchange({1: data})
+            groups[0].abort()
+            lose(groups[0], lambda: exchange_sized(groups[0], 1))
+            data.zero_()
+            form_all(groups, generation)
+            run_threads([lambda group=group: exchange_sized(group, 1_000_000) for group in groups])  # type: ignore[misc]
+
+
+def test_an_idle_loss_is_told_and_the_place_is_taken_by_another() -> None:
+    told: list[int] = []
+    with mesh_threads(3, on_lost=told.append) as groups:
+        groups[2].close()
+        limit_s = time.monotonic() + DEADLINE_S
+        while any(group.lost() != (2,) for group in groups[:2]):
+            assert time.monotonic() < limit_s
+            time.sleep(0.01)
+        assert told == [2, 2]
+        assert lose(groups[0], lambda: exchange_sized(groups[0], 1)).ranks == (2,)
+        form_all(groups[:2], 2)
+        run_threads([lambda group=group: exchange_sized(group, 1000) for group in groups[:2]])  # type: ignore[misc]
+        groups[2] = MeshGroup(2, "another", deadline_s=DEADLINE_S)
+        form_all(groups, 3)
+        run_threads([lambda group=group: exchange_sized(group, 1000) for group in groups])  # type: ignore[misc]
+
+
+def test_a_silent_peer_is_named_at_the_deadline() -> None:
+    with mesh_threads(3, deadline_s=0.4) as groups:
+        errors = run_threads([
+            lambda group=group: lose(group, lambda: exchange_sized(group, 10)) for group in groups[:2]
+        ])  # type: ignore[misc]  # fmt: skip
+        assert [error.ranks for error in errors] == [(2,), (2,)]
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_forming_names_who_is_not_reached(absent: int) -> None:
+    """A dead peer that would connect to us is missed at the deadline; one that we connect to refuses at once."""
+    with mesh_threads(3, deadline_s=0.5) as groups:
+        members = [member(group) for group in groups]
+        groups[absent].close()
+        living = [group for group in groups if group.rank != absent]
+        errors = run_threads([
+            lambda group=group: lose(group, lambda: group.form(2, members)) for group in living
+        ])  # type: ignore[misc]  # fmt: skip
+        assert [error.ranks for error in errors] == [(absent,), (absent,)]
+
+
+def test_who_is_someone_else_is_not_let_in() -> None:
+    with mesh_threads(2, deadline_s=0.5) as groups:
+        wrong = [member(groups[0]), Member(1, "older", "127.0.0.1", groups[1].port)]
+        assert lose(groups[0], lambda: groups[0].form(2, wrong)).ranks == (1,)
+        for data in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", frames.pack_header(frames.DATA, 1, 0, 5) + b"12345"):
+            with socket.create_connection(("127.0.0.1", groups[0].port), timeout=DEADLINE_S) as stranger:
+                stranger.sendall(data)
+                with contextlib.suppress(ConnectionResetError):
+                    assert stranger.recv(1) == b""
+        form_all(groups, 3)
+        run_threads([lambda group=group: exchange_sized(group, 1000) for group in groups])  # type: ignore[misc]
+
+
+def test_wrong_use_is_refused() -> None:
+    with mesh_threads(2) as groups:
+        with pytest.raises(ValueError, match="newer"):
+            groups[0].form(1, [member(group) for group in groups])
+        with pytest.raises(ValueError, match="not among"):
+            groups[0].form(2, [member(groups[1])])
+        with pytest.raises(ValueError, match="for each"):
+            groups[0].exchange({})
+        empty = torch.empty(0, dtype=torch.uint8)
+        for _ in range(MAX_IN_FLIGHT):
+            groups[0].exchange({1: empty})
+        with pytest.raises(ValueError, match="in flight"):
+            groups[0].exchange({1: empty})
+    with pytest.raises(PeerLost):
+        groups[0].exchange({1: empty})
+
+
+def test_nothing_is_left_behind() -> None:
+    with mesh_threads(2):
+        pass  # What is made once per process is made now.
+    num_fds, num_threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        with mesh_threads(4) as groups:
+            groups[3].close()
+            form_all(groups[:3], 2)
+    assert threading.active_count() == num_threads
+    assert len(os.listdir("/proc/self/fd")) == num_fds

@@ -1,0 +1,110 @@
+"""The exchange over gloo: the same bytes as over the mesh, in threads of this process; forming anew; its deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hadal.comm.group import PeerLost
+from hadal.comm.torch_group import TorchGroup
+from hadal.core.plans import Member
+from tests.unit.comm.groups import DEADLINE_S, run_threads
+
+SEED = random.SystemRandom().randrange(1 << 30)
+SIZES = (0, 1, 1000, 65_536, 1_000_003)
+
+
+def members(ranks: list[int]) -> list[Member]:
+    return [Member(rank, f"e{rank}", "127.0.0.1", 0) for rank in ranks]
+
+
+@contextlib.contextmanager
+def gloo_threads(num_ranks: int, deadline_s: float = DEADLINE_S) -> Iterator[list[TorchGroup]]:
+    with tempfile.TemporaryDirectory() as folder:
+        groups = [
+            TorchGroup(rank, backend="gloo", folder=Path(folder), deadline_s=deadline_s) for rank in range(num_ranks)
+        ]
+        try:
+            form_all(groups, 1)
+            yield groups
+        finally:
+            run_threads([group.close for group in groups])
+
+
+def form_all(groups: list[TorchGroup], generation: int) -> None:
+    everybody = members([group.rank for group in groups])
+    run_threads([lambda group=group: group.form(generation, everybody) for group in groups])  # type: ignore[misc]
+
+
+def shuffle(group: TorchGroup, seed: int, num_steps: int) -> None:
+    """Random sizes, two in flight, every other one into fixed buffers."""
+    peers = [rank for rank in group.members if rank != group.rank]
+
+    def data(sender: int, receiver: int, step: int) -> torch.Tensor:
+        chance = torch.Generator().manual_seed(hash((seed, sender, receiver, step)) % (1 << 31))
+        size = SIZES[int(torch.randint(len(SIZES), (), generator=chance))]
+        return torch.randint(256, (size,), generator=chance, dtype=torch.uint8)
+
+    flying = []
+    for step in range(num_steps):
+        recvs = {peer: torch.empty(max(SIZES), dtype=torch.uint8) for peer in peers} if step % 2 else None
+        flying.append((step, group.exchange({peer: data(group.rank, peer, step) for peer in peers}, recvs)))
+        while len(flying) > (1 if step + 1 < num_steps else 0):
+            at, exchange = flying.pop(0)
+            got = exchange.wait()
+            assert list(got) == peers
+            for peer in peers:
+                assert torch.equal(got[peer], data(peer, group.rank, at)), (seed, at, peer)
+            assert exchange.interval.end_s >= exchange.interval.start_s
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_every_byte_arrives_and_the_group_forms_anew(num_ranks: int) -> None:
+    print("seed", SEED)
+    with gloo_threads(num_ranks) as groups:
+        run_threads([lambda group=group: shuffle(group, SEED, 6) for group in groups])  # type: ignore[misc]
+        survivors = groups[:1] + groups[2:]
+        form_all(survivors, 2)
+        run_threads([lambda group=group: shuffle(group, SEED + 1, 2) for group in survivors])  # type: ignore[misc]
+
+
+def lose(group: TorchGroup, size: int = 10, room: int = 10) -> PeerLost:
+    peers = [rank for rank in group.members if rank != group.rank]
+    recvs = {peer: torch.empty(room, dtype=torch.uint8) for peer in peers}
+    with pytest.raises(PeerLost) as caught:
+        group.exchange({peer: torch.zeros(size, dtype=torch.uint8) for peer in peers}, recvs).wait()
+    return caught.value
+
+
+def test_a_silent_peer_ends_the_generation_at_the_deadline() -> None:
+    with gloo_threads(2, deadline_s=0.7) as groups:
+        assert 1 in lose(groups[0]).ranks
+        form_all(groups, 2)
+        run_threads([lambda group=group: shuffle(group, SEED, 2) for group in groups])  # type: ignore[misc]
+
+
+def test_a_payload_too_large_is_refused_before_it_is_received() -> None:
+    with gloo_threads(2) as groups:
+        errors = run_threads([lambda group=group: lose(group, 11, 10) for group in groups])  # type: ignore[misc]
+        assert any("11 bytes for a buffer of 10" in str(error) for error in errors)
+
+
+def test_nobody_there_to_form_with() -> None:
+    with gloo_threads(1, deadline_s=0.5) as (group,):
+        with pytest.raises(PeerLost) as caught:
+            group.form(2, members([0, 1]))
+        assert caught.value.ranks == (1,)
+
+
+def test_a_back_end_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gloo or nccl"):
+        TorchGroup(0, backend="mpi", folder=tmp_path, deadline_s=1)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="CUDA"):
+            TorchGroup(0, backend="nccl", folder=tmp_path, deadline_s=1)

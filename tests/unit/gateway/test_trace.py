@@ -1,0 +1,214 @@
+"""Tracing a live server: the route through the real front and host, and the command against a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from hadal.cli import app
+from hadal.core.messages import AnyMessage, Load, Trace, TracedStep, TraceRequest
+from hadal.core.plans import TraceEvent
+from hadal.gateway.service import ServedModel
+from hadal.gateway.trace import TraceError, TraceReply, describe, fetch
+
+from .fake_units import FakeUnits
+from .scenes import CHAT, TEXT, error_of, play
+from .serving import Serving, serving
+from .world import World, spell
+
+KEY = "secret-key"
+
+
+def load(unit: str) -> Load:
+    return Load(unit, unit.partition("-")[0], f"{unit}-epoch", 1000, 0, 0, 64, 0)
+
+
+def traced(step_id: int, num_ranks: int = 2) -> TracedStep:
+    events = []
+    for rank in range(num_ranks):
+        events.append(TraceEvent(rank, "compute", "attn_in", 0, 0, 5.0, 5.004))
+        events.append(TraceEvent(rank, "compute", "attn_in", 1, 0, 5.004, 5.008))
+        if num_ranks > 1:
+            events.append(TraceEvent(rank, "link", "dispatch", 0, 0, 5.004, 5.012))
+            events.append(TraceEvent(rank, "wait", ">dispatch", 0, 0, 5.008, 5.012))
+    return TracedStep(step_id, "prefill_dual" if num_ranks > 1 else "sequential", num_ranks, 12, tuple(events))
+
+
+def answers(units: FakeUnits, num_ranks: int = 2, unit: str = "decode-0") -> list[tuple[str, TraceRequest]]:
+    """Make a fake unit answer like a leader; returns what it was asked."""
+    asked: list[tuple[str, TraceRequest]] = []
+    send = units.send
+
+    def answering(to: str, message: AnyMessage) -> None:
+        send(to, message)
+        if isinstance(message, TraceRequest):
+            asked.append((to, message))
+            steps = tuple(traced(i, num_ranks) for i in range(message.num_steps))
+            # An answer to an older question comes first and must not be taken for ours.
+            units.tell(Trace(unit, message.reply_id - 1, ()))
+            units.tell(Trace(unit, message.reply_id, steps))
+
+    units.send = answering  # type: ignore[method-assign]
+    return asked
+
+
+async def up(it: World) -> None:
+    for unit in ("prefill-0", "decode-0"):
+        it.units.tell(load(unit))
+    async with asyncio.timeout(5):
+        while len(it.gateway.snapshot().unit_to_load) < 2:
+            await asyncio.sleep(0)
+
+
+def test_traces_the_next_steps(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        await up(it)
+        asked = answers(it.units)
+        reply = await it.client.get("/trace", params={"unit": "decode-0", "steps": "2"})
+        assert reply.status_code == 200
+        assert [(to, request.num_steps) for to, request in asked] == [("decode-0", 2)]
+        body = msgspec.json.decode(reply.content, type=TraceReply)
+        assert body == TraceReply("decode-0", (traced(0), traced(1)))
+        # The front was told too, and goes on.
+        assert (await it.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+    play(model, scene)
+
+
+def test_two_at_once_get_their_own(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        await up(it)
+        answers(it.units)
+        replies = await asyncio.gather(*(it.client.get("/trace", params={"steps": str(n)}) for n in (1, 2, 3)))
+        assert [len(reply.json()["steps"]) for reply in replies] == [1, 2, 3]
+
+    play(model, scene)
+
+
+def test_unknown_units_are_named_with_the_known(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        await up(it)
+        reply = await it.client.get("/trace", params={"unit": "decode-7"})
+        message = error_of(reply, 404, "unit_not_found")["message"]
+        assert message == "There is no unit 'decode-7'. Known: decode-0, prefill-0."
+
+    play(model, scene)
+
+
+def test_an_idle_unit_is_a_timeout(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        await up(it)
+        reply = await it.client.get("/trace", params={"wait_s": "0.05"})
+        assert "decode-0 ran fewer than 3 steps within 0.05 s" in error_of(reply, 504, "no_step")["message"]
+        # A late answer finds nobody.
+        it.units.tell(Trace("decode-0", 1, (traced(0),)))
+        assert (await it.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+    play(model, scene)
+
+
+@pytest.mark.parametrize("query", [{"steps": "0"}, {"steps": "101"}, {"steps": "x"}, {"steps": "nan"},
+                                   {"steps": "1.5"}, {"wait_s": "-1"}, {"wait_s": "1e9"}])  # fmt: skip
+def test_numbers_are_checked(model: ServedModel, query: dict[str, str]) -> None:
+    async def scene(it: World) -> None:
+        await up(it)
+        reply = await it.client.get("/trace", params=query)
+        assert error_of(reply, 400)["param"] in query
+
+    play(model, scene)
+
+
+def test_the_key_is_asked_for(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        await up(it)
+        answers(it.units)
+        assert (await it.client.get("/trace")).status_code == 401
+        headers = {"Authorization": f"Bearer {KEY}"}
+        assert (await it.client.get("/trace", headers=headers)).status_code == 200
+
+    play(model, scene, keys=(KEY,))
+
+
+def test_a_unit_with_too_many_traces_to_make(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        await up(it)
+        send = it.units.send
+
+        def refusing(to: str, message: AnyMessage) -> None:
+            send(to, message)
+            if isinstance(message, TraceRequest):
+                it.units.tell(Trace(to, message.reply_id, ()))
+
+        it.units.send = refusing  # type: ignore[method-assign]
+        error_of(await it.client.get("/trace"), 429, "too_many_traces")
+
+    play(model, scene)
+
+
+# ---- the command ----
+@pytest.fixture
+def served(model: ServedModel) -> Iterator[Serving]:
+    with serving(model, spell(model, TEXT), keys=(KEY,)) as it:
+        yield it
+
+
+def run(served: Serving, output: Path, *more: str) -> tuple[int, str]:
+    arguments = ["trace", "--url", served.url, "--output", str(output), "--api-key", KEY, *more]
+    done = CliRunner().invoke(app, arguments)
+    return done.exit_code, done.output
+
+
+@pytest.fixture
+def ready(served: Serving) -> Serving:
+    """decode-0 made tokens and said what it holds, so the front knows it."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    reply = httpx.post(f"{served.url}/v1/chat/completions", json=CHAT, headers=headers, timeout=20)
+    assert reply.status_code == 200
+    return served
+
+
+def test_command_writes_a_trace(ready: Serving, tmp_path: Path) -> None:
+    answers(ready.world.units)
+    output = tmp_path / "trace.json"
+    code, text = run(ready, output, "--steps", "2")
+    assert code == 0, text
+    assert "decode-0 step 1: prefill_dual, 2 micro-batches, 12 tokens, 12.00 ms; 50% of link time covered" in text
+    assert "4.00 ms exposed wait (mean of ranks: 0: 50% 4.00 ms, 1: 50% 4.00 ms)" in text
+    assert "link mb0" in text
+    trace = json.loads(output.read_text())
+    assert {e["pid"] for e in trace["traceEvents"]} == {0, 1}
+
+
+def test_command_says_why_not(ready: Serving, tmp_path: Path) -> None:
+    output = tmp_path / "trace.json"
+    refused = "hadal trace: There is no unit 'decode-9'. Known: decode-0.\n"
+    assert run(ready, output, "--unit", "decode-9") == (2, refused)
+    code, text = run(ready, output, "--wait", "0.05")
+    assert code == 2
+    assert "without work takes no steps" in text
+    answers(ready.world.units)
+    code, text = run(ready, tmp_path / "none" / "trace.json")
+    assert code == 2
+    assert "cannot be written (No such file or directory)" in text
+    with pytest.raises(TraceError, match="key"):
+        fetch(ready.url, "decode-0", 1, api_key="wrong")
+    assert not output.exists()
+
+
+def test_no_server() -> None:
+    with pytest.raises(TraceError, match="cannot be reached"):
+        fetch("http://127.0.0.1:1", "decode-0", 1)
+
+
+def test_a_unit_of_one_rank_has_no_link() -> None:
+    text = describe(TraceReply("decode-0", (traced(4, num_ranks=1),)))
+    assert "decode-0 step 4: sequential, 1 micro-batch, 12 tokens, 8.00 ms; 1 rank, nothing travelled: no link" in text
+    assert "link mb0" not in text
+    assert "compute mb0" in text

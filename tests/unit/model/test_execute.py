@@ -1,0 +1,129 @@
+"""The walk over a schedule: order, what is counted, what is traced, what other threads see of it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from hadal.comm.group import Interval
+from hadal.core.plans import TraceEvent
+from hadal.model.execute import Progress, Recorder, execute
+from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL, Schedule, order
+
+NUM_LAYERS = 3
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=str)
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_order_is_the_schedules(schedule: Schedule, num_micro_batches: int) -> None:
+    ran: list[tuple[int, int, str]] = []
+
+    def run_op(micro_batch: int, layer: int, op: str) -> None:
+        ran.append((micro_batch, layer, op))
+
+    execute(schedule, NUM_LAYERS, range(num_micro_batches), run_op)
+    assert ran == list(order(schedule, NUM_LAYERS, num_micro_batches))
+
+
+class VirtualLink:
+    """Ops that sleep and exchanges that are over when the clock says so."""
+
+    def __init__(self, op_s: float, link_s: float) -> None:
+        self._op_s, self._link_s = op_s, link_s
+        self._posted: dict[tuple[int, str], float] = {}
+
+    def run_op(self, micro_batch: int, layer: int, op: str) -> Interval | None:
+        now_s = time.perf_counter()
+        if op.endswith(">"):
+            self._posted[micro_batch, op.strip(">")] = now_s
+            return None
+        if op.startswith(">"):
+            posted_s = self._posted.pop((micro_batch, op.strip(">")))
+            time.sleep(max(0.0, posted_s + self._link_s - now_s))
+            return Interval(posted_s, posted_s + self._link_s)
+        time.sleep(self._op_s)
+        return None
+
+
+def test_accounts() -> None:
+    """Sequential: all link time is waited for. Overlapped: what another micro-batch computes meanwhile is not."""
+    link_s, op_s, waits = 0.004, 0.002, {}
+    for schedule in (SEQUENTIAL, PREFILL_DUAL):
+        recorder = Recorder(rank=5, is_traced=True)
+        execute(schedule, NUM_LAYERS, range(2), VirtualLink(op_s, link_s).run_op, recorder)
+        times = {time.op: time for time in recorder.op_times()}
+        counted = {op: time.count for op, time in times.items()}
+        each = 2 * NUM_LAYERS
+        assert counted == {
+            "attn_in": each, "attn_core": each, "gate": each, "shared": each, "experts": each,
+            "dispatch": each, "combine": each, "wait": 2 * each, "post": 4 * each,
+        }  # fmt: skip
+        assert times["dispatch"].seconds == pytest.approx(each * link_s)
+        assert times["experts"].seconds >= each * op_s
+        waits[schedule.name] = times["wait"].seconds
+        check_lanes(recorder.events, waits[schedule.name])
+    assert waits["prefill_dual"] < waits["sequential"]
+
+
+def check_lanes(events: list[TraceEvent], waited_s: float) -> None:
+    assert {event.rank for event in events} == {5}
+    assert Counter(event.lane for event in events if event.lane == "link") == {"link": 4 * NUM_LAYERS}
+    compute = sorted((e for e in events if e.lane in ("compute", "wait")), key=lambda e: (e.start_s, e.end_s))
+    for before, after in itertools.pairwise(compute):
+        assert before.end_s <= after.start_s, "one thread does one thing at a time"
+    assert sum(e.end_s - e.start_s for e in events if e.lane == "wait") == pytest.approx(waited_s)
+
+
+def test_nothing_was_sent() -> None:
+    """A dense layer, or a rank by itself: counted, without seconds on the link."""
+    recorder = Recorder(is_traced=True)
+    execute(DECODE_FIVE, 1, range(1), lambda micro_batch, layer, op: None, recorder)
+    times = {time.op: time for time in recorder.op_times()}
+    assert (times["dispatch"].count, times["dispatch"].seconds) == (1, 0.0)
+    assert times["wait"].seconds == 0.0
+    assert {event.lane for event in recorder.events} == {"compute"}
+
+
+def test_an_untraced_step_keeps_no_events() -> None:
+    recorder = Recorder()
+    execute(SEQUENTIAL, 1, range(1), lambda micro_batch, layer, op: None, recorder)
+    assert recorder.events == []
+
+
+def test_progress_is_seen_from_another_thread() -> None:
+    """`num_ops` stands still and `is_waiting` holds while an op waits for a peer, and only then."""
+    progress, arrived, in_op = Progress(), threading.Event(), threading.Event()
+    seen: list[tuple[str, bool]] = []
+
+    def run_op(micro_batch: int, layer: int, op: str) -> None:
+        seen.append((op, progress.is_waiting))
+        if op == ">dispatch":
+            in_op.set()
+            assert arrived.wait(20)
+
+    thread = threading.Thread(target=execute, args=(SEQUENTIAL, 1, range(1), run_op, Recorder(progress)))
+    thread.start()
+    try:
+        assert in_op.wait(20)
+        assert (progress.num_ops, progress.is_waiting) == (5, True)
+    finally:
+        arrived.set()
+        thread.join(20)
+    assert (progress.num_ops, progress.is_waiting) == (9, False)
+    assert [op for op, is_waiting in seen if is_waiting] == [">dispatch", ">combine"]
+
+
+def test_what_an_op_raises_ends_it() -> None:
+    recorder = Recorder()
+
+    def run_op(micro_batch: int, layer: int, op: str) -> None:
+        if op == "gate":
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        execute(SEQUENTIAL, NUM_LAYERS, range(1), run_op, recorder)
+    assert {time.op for time in recorder.op_times()} == {"attn_in", "attn_core"}

@@ -1,0 +1,247 @@
+"""Op times learned from steps: how near they come, what they say of sizes never seen, and which schedule is chosen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import astuple
+
+import pytest
+
+from hadal.core.plans import OpTime
+from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL
+from hadal.perf.costs import EVERY_LAYER, MAX_BINS, NUM_POSTS, OPS, POST, StepCosts, Work, choose, halve_works, step_s
+from hadal.perf.price import price
+
+NUM_LAYERS, NUM_MOE_LAYERS = 8, 7
+Truth = dict[str, tuple[float, float, float]]
+"""op -> (fixed, per token, per pair), us."""
+
+LINEAR: Truth = {
+    "attn_in": (50, 1, 0), "attn_core": (20, 0.5, 0.01), "gate": (5, 0.1, 0), "shared": (10, 0.5, 0),
+    "experts": (100, 1, 0), "dispatch": (30, 2, 0), "combine": (30, 4, 0), "post": (5, 0.1, 0),
+}  # fmt: skip
+FIXED: Truth = LINEAR | {"attn_in": (500, 0.01, 0), "experts": (2000, 0.01, 0), "dispatch": (100, 0.1, 0),
+                         "combine": (100, 0.2, 0)}  # fmt: skip
+"""A batch so small that reading weights is all: halving it gains nothing."""
+
+
+def seconds_of(truth: Truth, op: str, work: Work) -> float:
+    fixed, per_token, per_pair = truth[op]
+    return (fixed + per_token * work.num_tokens + per_pair * work.num_pairs) * 1e-6
+
+
+def step(truth: Truth, works: Sequence[Work], rng: random.Random, noise: float = 0.1) -> list[OpTime]:
+    times = []
+    for op in truth:
+        num = (NUM_LAYERS if op in EVERY_LAYER else NUM_MOE_LAYERS) * (NUM_POSTS if op == POST else 1)
+        seconds = sum(seconds_of(truth, op, work) for work in works) * num
+        times.append(OpTime(op, num * len(works), seconds * rng.uniform(1 - noise, 1 + noise)))
+    return times
+
+
+def new() -> StepCosts:
+    return StepCosts(NUM_LAYERS, NUM_MOE_LAYERS)
+
+
+def check(costs: StepCosts, truth: Truth, work: Work, within: float) -> None:
+    estimate = costs.op_seconds(work)
+    for op in OPS:
+        assert getattr(estimate, op) == pytest.approx(seconds_of(truth, op, work), rel=within), op
+
+
+@pytest.mark.parametrize("seed", [0, 1, random.randrange(2**32)])
+def test_learns_from_steps_of_many_sizes(seed: int) -> None:
+    rng = random.Random(seed)
+    costs = new()
+    for _ in range(400):
+        num_tokens = rng.randint(16, 512)
+        costs.observe([work := Work(num_tokens, num_tokens * rng.randint(50, 300))], step(LINEAR, [work], rng))
+    for num_tokens in (32, 128, 512):
+        check(costs, LINEAR, Work(num_tokens, num_tokens * 150), 0.2)
+
+
+def test_two_micro_batches_are_two_executions() -> None:
+    rng = random.Random(0)
+    costs = new()
+    for num_tokens in (32, 64, 128, 256) * 5:
+        works = [Work(num_tokens, num_tokens * 100), Work(num_tokens / 2, num_tokens * 10)]
+        costs.observe(works, step(LINEAR, works, rng, 0.0))
+    check(costs, LINEAR, Work(100, 8000), 0.05)
+
+
+def test_halves_are_sane_when_only_full_batches_were_seen() -> None:
+    """Near half the time, never more than all of it; and right once the halves ran."""
+    rng = random.Random(0)
+    whole = Work(256, 256 * 150)
+    halves = halve_works(whole)
+    for truth in (LINEAR, FIXED):
+        costs = new()
+        for _ in range(1000):
+            costs.observe([whole], step(truth, [whole], rng, 0.02))
+        full, half = costs.op_seconds(whole), costs.op_seconds(halves[0])
+        for op in OPS:
+            assert 0.5 <= getattr(half, op) / getattr(full, op) <= 0.6
+        costs.observe(halves, step(truth, halves, rng, 0.0))
+        check(costs, truth, halves[0], 0.15)
+        # And they are not forgotten while full batches run on.
+        for _ in range(1000):
+            costs.observe([whole], step(truth, [whole], rng, 0.02))
+        check(costs, truth, halves[0], 0.15)
+
+
+def test_follows_a_machine_that_slows_down() -> None:
+    rng = random.Random(0)
+    costs = new()
+    works = [Work(n, n * 100) for n in (64, 128, 256)]
+    slow = {op: (2 * a, 2 * b, 2 * c) for op, (a, b, c) in LINEAR.items()}
+    for truth in (LINEAR, slow):
+        for _ in range(40):
+            for work in works:
+                costs.observe([work], step(truth, [work], rng, 0.02))
+        check(costs, truth, works[1], 0.1)
+
+
+def test_one_hiccup_does_not_turn_the_table() -> None:
+    rng = random.Random(0)
+    costs = new()
+    work = Work(128, 12800)
+    for _ in range(20):
+        costs.observe([work], step(LINEAR, [work], rng, 0.0))
+    before = astuple(costs.op_seconds(work))
+    costs.observe([work], [OpTime(op, 1, 10.0) for op in OPS])
+    after = astuple(costs.op_seconds(work))
+    assert all(b <= 1.45 * a for a, b in zip(before, after, strict=True))
+
+
+def test_never_negative_and_never_falling() -> None:
+    """Whatever was measured: times that fall with size are noise, not a model."""
+    rng = random.Random(5)
+    costs = new()
+    for _ in range(300):
+        n = rng.randint(1, 300)
+        times = [OpTime(op, 8, rng.random() / n) for op in OPS]
+        costs.observe([Work(n, rng.randint(0, 100_000))], times)
+        small, large = costs.op_seconds(Work(1, 1)), costs.op_seconds(Work(300, 100_000))
+        assert all(0 <= a <= b for a, b in zip(astuple(small), astuple(large), strict=True))
+    assert min(costs.rates()) >= 0
+
+
+def test_odd_steps_are_ignored() -> None:
+    costs = new()
+    costs.observe([], [OpTime("attn_in", 1, 1.0)])
+    costs.observe([Work(0, 0)], [OpTime("attn_in", 1, 1.0)])
+    costs.observe([Work(8, 8)], [OpTime("idle", 1, 1.0)])
+    costs.observe([Work(8, 8)], [])
+    assert costs.num_steps == 0
+    assert set(astuple(costs.op_seconds(Work(8, 8)))) == {0.0}
+    assert costs.rates() == (0.0, 0.0)
+    for i in range(200):
+        costs.observe([Work(2.0 ** (i % 20), 3.0**(i % 17))], [OpTime("attn_in", 1, 1e-3)])
+    assert len(costs._bins) <= MAX_BINS
+    with pytest.raises(ValueError, match="9 MoE layers of 8 layers"):
+        StepCosts(8, 9)
+
+
+def test_rates_are_sums_over_layers() -> None:
+    rng = random.Random(0)
+    costs = new()
+    for _ in range(10):
+        for n, length in [(32, 10), (64, 500), (256, 100), (512, 20), (128, 900)]:
+            costs.observe([work := Work(n, n * length)], step(LINEAR, [work], rng, 0.0))
+    token_s, pair_s = costs.rates()
+    assert token_s == pytest.approx((8 * 2 + 7 * 1.1) * 1e-6, rel=0.1)
+    assert pair_s == pytest.approx(8 * 0.01e-6, rel=0.1)
+
+
+# ---- choose ----
+ALLOWED = tuple(SCHEDULES.values())
+WHOLE = Work(512, 512 * 150)
+
+
+def learned(truth: Truth, num_steps: int = 30) -> StepCosts:
+    rng = random.Random(0)
+    costs = new()
+    for _ in range(num_steps):
+        for works in ([WHOLE], list(halve_works(WHOLE))):
+            costs.observe(works, step(truth, works, rng, 0.01))
+    return costs
+
+
+def pick(costs: StepCosts, current: str | None = None, hysteresis: float = 0.03) -> tuple[str, int]:
+    schedule, num = choose(
+        costs, WHOLE, halve_works(WHOLE), num_layers=NUM_LAYERS, allowed=ALLOWED, hysteresis=hysteresis,
+        current=None if current is None else SCHEDULES[current],
+    )  # fmt: skip
+    return schedule.name, num
+
+
+def test_before_anything_was_seen_it_is_sequential() -> None:
+    assert pick(new()) == ("sequential", 1)
+    assert pick(new(), "prefill_dual") == ("sequential", 1)
+
+
+def test_chooses_by_regime() -> None:
+    balanced = {"attn_in": (0, 4, 0), "attn_core": (0, 5, 0), "gate": (0, 0.5, 0), "shared": (0, 2, 0),
+                "experts": (0, 8.5, 0), "dispatch": (0, 9.5, 0), "combine": (0, 9.5, 0)}  # fmt: skip
+    decode = {"attn_in": (0, 10, 0), "attn_core": (0, 10, 0), "gate": (0, 0.5, 0), "shared": (0, 2, 0),
+              "experts": (0, 4, 0), "dispatch": (0, 10, 0), "combine": (0, 10, 0)}  # fmt: skip
+    assert pick(learned(balanced)) == ("prefill_dual", 2)
+    assert pick(learned(decode)) == ("decode_five", 2)
+    assert pick(learned(FIXED)) == ("sequential", 1)
+    alone = {op: times for op, times in balanced.items() if op not in ("dispatch", "combine")}
+    assert pick(learned(alone)) == ("sequential", 1)
+
+
+def test_nothing_to_halve_or_nothing_allowed() -> None:
+    costs = learned(LINEAR)
+    one = Work(1, 100)
+    none = choose(costs, WHOLE, halve_works(WHOLE), num_layers=8, allowed=[SEQUENTIAL], hysteresis=0)
+    assert none == (SEQUENTIAL, 1)
+    assert choose(costs, one, halve_works(one), num_layers=8, allowed=ALLOWED, hysteresis=0) == (SEQUENTIAL, 1)
+
+
+def test_hysteresis_keeps_what_runs() -> None:
+    costs = learned(LINEAR)
+    halves = halve_works(WHOLE)
+    priced = {s.name: step_s(costs, s, [WHOLE] if s is SEQUENTIAL else halves, 8) for s in ALLOWED}
+    ahead = priced["sequential"] / priced["prefill_dual"] - 1
+    assert ahead > 0
+    assert pick(costs, None, ahead * 0.9)[0] == "prefill_dual"
+    assert pick(costs, None, ahead * 1.1)[0] == "sequential"
+    behind = priced["decode_five"] / priced["prefill_dual"] - 1
+    assert behind > 0
+    assert pick(costs, "decode_five", behind * 1.1)[0] == "decode_five"
+    assert pick(costs, "decode_five", behind * 0.9)[0] == "prefill_dual"
+
+
+def test_it_tries_the_halves_once_and_learns() -> None:
+    """Told nothing of halves it hopes; when they turn out no faster it stays away from them."""
+    rng = random.Random(0)
+    costs = new()
+    current, tried = "sequential", []
+    for at in range(600):
+        works = [WHOLE] if current == "sequential" else list(halve_works(WHOLE))
+        costs.observe(works, step(FIXED, works, rng, 0.02))
+        current, num = pick(costs, current)
+        if num == 2:
+            tried.append(at)
+    assert len(tried) <= 3
+
+
+def test_long_models_are_extrapolated() -> None:
+    costs = StepCosts(61, 58)
+    rng = random.Random(0)
+    for n in (64, 256, 512):
+        work = Work(n, n * 150)
+        costs.observe([work], step(LINEAR, [work], rng, 0.0))
+    halves = halve_works(WHOLE)
+    times = [costs.op_seconds(half) for half in halves]
+    dense_s = 3 * sum(t.attn_in + t.attn_core + t.shared for t in times)
+    for schedule in (PREFILL_DUAL, DECODE_FIVE, SEQUENTIAL):
+        exact_s = price(schedule, times, 58).total_s + dense_s
+        assert step_s(costs, schedule, halves, 61) == pytest.approx(exact_s, rel=0.002)
+
+
+def test_halve_works() -> None:
+    assert halve_works(Work(7, 100)) == (Work(4, 50), Work(3, 50))

@@ -1,0 +1,39 @@
+"""The rank that takes a sequence: equal KV in decode, equal work in prefill."""
+
+from __future__ import annotations
+
+from hadal.policy.rank_choice import choose_decode_rank, choose_prefill_rank, work_of
+from hadal.policy.views import DecodeRankView, PrefillRankView
+
+
+def decode(rank: int, used: int = 0, requests: int = 0) -> DecodeRankView:
+    return DecodeRankView(rank, 20, used, requests, 4)
+
+
+def prefill(rank: int, work: float = 0.0, tokens: int = 64, blocks: int = 8, starts: int = 4) -> PrefillRankView:
+    return PrefillRankView(rank, work, tokens, blocks, starts)
+
+
+def test_decode_takes_the_least_used_kv_then_the_fewest_requests_then_the_first() -> None:
+    assert choose_decode_rank([decode(0, used=5), decode(1, used=3, requests=3)], 2) == 1
+    assert choose_decode_rank([decode(0, used=3, requests=2), decode(1, used=3, requests=1)], 2) == 1
+    assert choose_decode_rank([decode(2), decode(1)], 2) == 1
+
+
+def test_decode_waits_where_no_slot_or_no_headroom_is_left() -> None:
+    assert choose_decode_rank([decode(0, requests=4)], 1) is None
+    assert choose_decode_rank([decode(0, used=18, requests=1)], 2) is None
+    assert choose_decode_rank([decode(0)], 20) == 0
+    assert choose_decode_rank([], 1) is None
+
+
+def test_prefill_takes_the_least_work_where_the_prompt_can_start() -> None:
+    assert choose_prefill_rank([prefill(0, work=9.0), prefill(1, work=3.0)], 2) == 1
+    assert choose_prefill_rank([prefill(0, work=9.0), prefill(1, tokens=0)], 2) == 0
+    assert choose_prefill_rank([prefill(0, blocks=1), prefill(1, starts=0)], 2) is None
+
+
+def test_work_counts_attention_to_what_was_done_before() -> None:
+    assert work_of(0, 100) < work_of(0, 101)
+    assert work_of(1000, 1100) > work_of(0, 100) > 100
+    assert work_of(0, 300) == work_of(0, 100) + work_of(100, 300)

@@ -1,0 +1,370 @@
+"""Ranks that execute a leader's plans on pretended KV: every position of every block knows whose it should be.
+
+A token is a function of request and index, so whatever a client gets can be checked; a plan that reads KV that is not
+there, or writes where somebody else reads, fails at once. Seeded: what happens, and in which order, is the generator's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from hadal.core.messages import (
+    BLOCK_TOKENS,
+    Cancel,
+    Decode,
+    Generation,
+    KvLease,
+    Prefill,
+    PrefillDone,
+    Release,
+    Returned,
+    Tokens,
+)
+from hadal.core.plans import DecodePlan, Join, KvPulled, OpTime, PrefillPlan, Sampling, StepDone
+from hadal.core.seams import Effect, Event, Execute, Pull, RankReset, Send, Tick
+from hadal.kv.blocks import blocks_for
+from hadal.roles.decode import DecodeLeader
+from hadal.roles.prefill import PrefillLeader
+
+STOP = 7
+
+
+def token_of(name: str, index: int) -> int:
+    """Sometimes the stop id."""
+    return (sum(map(ord, name)) * 31 + index * 17) % 101
+
+
+def op_times(random: Random) -> tuple[OpTime, ...]:
+    return tuple(OpTime(op, 4, random.uniform(1e-4, 1e-3)) for op in ("attn_in", "experts", "dispatch", "combine"))
+
+
+@dataclass
+class Rank:
+    """KV by (block, offset), and a decode rank's table by slot."""
+
+    kv: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
+    table: dict[int, list[Any]] = field(default_factory=dict)
+    """slot -> [name, blocks, num_tokens, output_index]"""
+
+    def write(self, name: str, blocks: Any, position: int) -> None:
+        self.kv[blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = (name, position)
+
+    def verify(self, name: str, blocks: Any, num_tokens: int) -> None:
+        for position in range(num_tokens):
+            found = self.kv.get((blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS))
+            assert found == (name, position), f"{name} reads {found} at {position}"
+
+
+class World:
+    """What both worlds share: clients, ranks that come and go, steps that are done in order or never."""
+
+    def __init__(self, random: Random, leader: DecodeLeader | PrefillLeader, num_ranks: int) -> None:
+        self.random = random
+        self.leader = leader
+        self.now_s = 0.0
+        self.ranks = [Rank() for _ in range(num_ranks)]
+        self.living: set[int] = set()
+        self.generation = 0
+        self.pools = [""] * num_ranks
+        self.steps: deque[tuple[Any, ...]] = deque()
+        self.prompts: dict[str, Generation] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.attempts: dict[str, int] = {}
+        self.ended: set[str] = set()
+        self.reasons: list[str] = []
+        self.schedules: set[tuple[str, int]] = set()
+        self.penalties = Sampling(frequency_penalty=1.0)
+
+    def feed(self, event: Event) -> None:
+        self.now_s += self.random.uniform(0.0, 0.01)
+        effects = self.leader.handle(self.now_s, event)
+        problems = self.leader.audit()
+        assert problems == [], problems
+        for effect in effects:
+            self.apply(effect)
+
+    def apply(self, effect: Effect) -> None:
+        match effect:
+            case Execute(plans):
+                assert len(plans) == len(self.ranks)
+                heads = {(p.step_id, p.schedule, p.num_micro_batches) for p in plans}  # type: ignore[union-attr]
+                assert len(heads) == 1
+                self.schedules |= {(name, number) for _, name, number in heads}
+                self.steps.append(plans)
+                assert len(self.steps) <= 2
+            case Send(_, Returned(_, name, attempt, reason)):
+                if attempt == self.attempts[name] and name not in self.ended:
+                    self.reasons.append(reason)
+                    self.attempts[name] += 1
+                    self.retry(name)
+
+    def retry(self, name: str) -> None:
+        raise NotImplementedError
+
+    def submit(self, name: str) -> None:
+        raise NotImplementedError
+
+    def event(self) -> None:
+        raise NotImplementedError
+
+    def live(self, num_events: int, num_requests: int, reset_rate: float) -> None:
+        """Keep so many requests alive for so many events, while ranks come and go."""
+        for _ in range(num_events):
+            if len(self.prompts) - len(self.ended) < num_requests:
+                self.submit(f"r{len(self.prompts)}")
+            self.event()
+            if self.random.random() < reset_rate:
+                self.reset_at_random()
+
+    def end(self) -> None:
+        """Every rank lives, and nothing more happens: all requests finish, each with its tokens."""
+        self.reset(set(), set(range(len(self.ranks))) - self.living)
+        for _ in range(50_000):
+            if len(self.ended) == len(self.prompts) and not self.steps:
+                break
+            self.event()
+        for name in self.prompts:
+            self.verify(name)
+
+    def run(self, rank: int, plan: Any) -> tuple[dict[int, int], int]:
+        """Execute a rank's plan: (key -> token, number of keys a plan like this has)."""
+        raise NotImplementedError
+
+    def make(self, name: str) -> Generation:
+        sampling = self.penalties if self.random.random() < 0.3 else Sampling()
+        num_prompt, most = self.random.randint(1, 150), self.random.randint(2, 90)
+        return Generation(name, tuple(range(num_prompt)), (), most, (STOP,), 0, sampling, 0)
+
+    def current(self, name: str) -> Generation:
+        g = self.prompts[name]
+        return Generation(
+            name, g.prompt, tuple(self.outputs[name]), g.max_tokens, g.stop_ids, 0, g.sampling, self.attempts[name]
+        )
+
+    def step_done(self) -> None:
+        plans = self.steps.popleft()
+        keys: dict[int, int] = {}
+        offset = 0
+        for rank, plan in enumerate(plans):
+            drawn, size = self.run(rank, plan)
+            assert rank in self.living or not drawn
+            keys.update({offset + key: value for key, value in drawn.items()})
+            offset += size
+        order = list(keys)
+        self.random.shuffle(order)
+        self.feed(StepDone(
+            plans[0].step_id, tuple(order), tuple(keys[k] for k in order), {}, 0.01, op_times=op_times(self.random),
+        ))  # fmt: skip
+
+    def reset(self, lost: set[int], fresh: set[int]) -> None:
+        """Survivors may have done some of what was in flight; nobody hears of it."""
+        for rank in self.living - lost:
+            for plans in list(self.steps)[: self.random.randint(0, 2)]:
+                self.run(rank, plans[rank])
+        self.steps.clear()
+        for rank in lost | fresh:
+            self.ranks[rank] = Rank()
+        for rank in self.ranks:
+            rank.table.clear()
+        self.living = (self.living - lost) | fresh
+        self.generation += 1
+        for rank in range(len(self.ranks)):
+            if rank in fresh:
+                self.pools[rank] = f"pool-{rank}-{self.generation}"
+            elif rank not in self.living:
+                self.pools[rank] = ""
+        self.feed(RankReset(tuple(lost), tuple(fresh), tuple(self.pools), self.generation))
+
+    def reset_at_random(self) -> None:
+        alive = sorted(self.living)
+        lost = set(self.random.sample(alive, self.random.randint(0, min(2, len(alive)))))
+        dead = [rank for rank in range(len(self.ranks)) if rank not in self.living or rank in lost]
+        self.reset(lost, set(self.random.sample(dead, self.random.randint(0, len(dead)))))
+
+    def verify(self, name: str) -> None:
+        """Its tokens are what they are without any trouble."""
+        output = self.outputs[name]
+        assert output == [token_of(name, index) for index in range(len(output))]
+        assert STOP not in output[:-1]
+        assert len(output) == self.prompts[name].max_tokens or output[-1] == STOP
+
+
+class DecodeWorld(World):
+    """A decode unit; KV comes ready-made with every pull."""
+
+    leader: DecodeLeader
+
+    def __init__(self, random: Random, leader: DecodeLeader, num_ranks: int) -> None:
+        super().__init__(random, leader, num_ranks)
+        self.pulls: list[Pull] = []
+        self.lazy: list[str] = []
+
+    def submit(self, name: str) -> None:
+        self.prompts[name], self.attempts[name] = self.make(name), 0
+        first = token_of(name, 0)
+        self.outputs[name] = [first]
+        if first == STOP:
+            self.ended.add(name)
+        else:
+            self.send(name)
+
+    def send(self, name: str) -> None:
+        g = self.current(name)
+        num_tokens = len(g.prompt) + len(g.output) - 1
+        blocks = tuple(range(1, 1 + blocks_for(num_tokens)))
+        self.feed(Decode(g, KvLease("p", blocks, (0,) * len(blocks), num_tokens, 30.0), "prefill-0"))
+
+    def retry(self, name: str) -> None:
+        self.lazy.append(name)
+
+    def apply(self, effect: Effect) -> None:
+        super().apply(effect)
+        match effect:
+            case Pull():
+                self.pulls.append(effect)
+                assert effect.rank in self.living
+            case Send(_, Tokens(_, tokens)):
+                for token in tokens:
+                    output = self.outputs[token.request_id]
+                    if token.attempt != self.attempts[token.request_id] or token.request_id in self.ended:
+                        continue
+                    assert token.index == len(output)
+                    output.append(token.token)
+                    if token.finish is not None:
+                        self.ended.add(token.request_id)
+
+    def pulled(self) -> None:
+        pull = self.pulls.pop(self.random.randrange(len(self.pulls)))
+        fails = self.random.random() < 0.05
+        for position in range(0 if fails else pull.lease.num_tokens):
+            self.ranks[pull.rank].write(pull.request_id, pull.into, position)
+        self.feed(KvPulled(pull.request_id, pull.attempt, "void" if fails else None))
+
+    def reset(self, lost: set[int], fresh: set[int]) -> None:
+        self.pulls = [pull for pull in self.pulls if pull.rank not in lost]
+        super().reset(lost, fresh)
+
+    def run(self, rank: int, plan: DecodePlan) -> tuple[dict[int, int], int]:
+        at = self.ranks[rank]
+        for slot in plan.leaves:
+            at.table.pop(slot, None)
+        for join in plan.joins:
+            self.join(rank, join)
+        for slot, position, block in plan.grown:
+            assert len(at.table[slot][1]) == position
+            at.table[slot][1].append(block)
+        assert set(plan.second) <= at.table.keys()
+        drawn = {}
+        for slot, row in at.table.items():
+            name, blocks, num_tokens, index = row
+            assert num_tokens < len(blocks) * BLOCK_TOKENS
+            if self.random.random() < 0.1:
+                at.verify(name, blocks, num_tokens)
+            at.write(name, blocks, num_tokens)
+            row[2], row[3] = num_tokens + 1, index + 1
+            drawn[slot] = token_of(name, index)
+        return drawn, self.leader.slots.per_rank
+
+    def join(self, rank: int, join: Join) -> None:
+        """The block list alone says whose slot it is: find the name by its KV."""
+        at = self.ranks[rank]
+        assert join.slot not in at.table
+        name, _ = at.kv[join.block_ids[0], 0]
+        at.verify(name, join.block_ids, join.num_tokens)
+        assert join.last_token == token_of(name, join.output_index - 1)
+        assert join.num_tokens == len(self.prompts[name].prompt) + join.output_index - 1
+        if self.prompts[name].sampling == self.penalties:
+            assert join.output == tuple(token_of(name, index) for index in range(join.output_index))
+        at.table[join.slot] = [name, list(join.block_ids), join.num_tokens, join.output_index]
+
+    def event(self) -> None:
+        """Whatever comes next."""
+        if self.lazy and self.random.random() < 0.3:
+            name = self.lazy.pop(0)
+            if name not in self.ended:
+                self.send(name)
+        chance = self.random.random()
+        if chance < 0.35 and self.pulls:
+            self.pulled()
+        elif chance < 0.96 and self.steps:
+            self.step_done()
+        elif chance < 0.97:
+            names = [name for name in self.prompts if name not in self.ended]
+            if names:
+                name = self.random.choice(names)
+                self.feed(Cancel(name, self.attempts[name]))
+                self.attempts[name] += 1
+                self.lazy.append(name)
+
+
+class PrefillWorld(World):
+    """A prefill unit; every lease is verified when it is pulled, then released. A request wants three tokens."""
+
+    leader: PrefillLeader
+
+    def __init__(self, random: Random, leader: PrefillLeader, num_ranks: int) -> None:
+        super().__init__(random, leader, num_ranks)
+        self.leases: list[tuple[str, int, KvLease]] = []
+        self.lazy: list[str] = []
+
+    def submit(self, name: str) -> None:
+        self.prompts[name], self.attempts[name], self.outputs[name] = self.make(name), 0, []
+        self.send(name)
+
+    def send(self, name: str) -> None:
+        self.feed(Prefill(self.current(name)))
+
+    def retry(self, name: str) -> None:
+        self.leases = [lease for lease in self.leases if lease[0] != name]
+        self.lazy.append(name)
+
+    def apply(self, effect: Effect) -> None:
+        super().apply(effect)
+        match effect:
+            case Send(_, PrefillDone(_, token, lease)) if token.attempt == self.attempts[token.request_id]:
+                name = token.request_id
+                assert token.index == len(self.outputs[name]), "a token twice"
+                self.outputs[name].append(token.token)
+                if lease is None:
+                    self.ended.add(name)
+                else:
+                    self.leases.append((name, token.attempt, lease))
+
+    def release(self) -> None:
+        name, attempt, lease = self.leases.pop(self.random.randrange(len(self.leases)))
+        rank = self.pools.index(lease.source)
+        self.ranks[rank].verify(name, lease.block_ids, lease.num_tokens)
+        assert self.leader.blocks[rank].generations(lease.block_ids) == lease.generations
+        self.feed(Release(name, attempt))
+        self.attempts[name] += 1
+        self.lazy.append(name)
+
+    def run(self, rank: int, plan: PrefillPlan) -> tuple[dict[int, int], int]:
+        at, drawn, chunks = self.ranks[rank], {}, [*plan.chunks, *plan.second]
+        assert plan.num_micro_batches == 2 or not plan.second
+        assert sum(len(chunk.tokens) for chunk in chunks) <= 96
+        for key, chunk in enumerate(chunks):
+            at.verify(chunk.request_id, chunk.block_ids, chunk.start)
+            for position in range(chunk.start, chunk.start + len(chunk.tokens)):
+                at.write(chunk.request_id, chunk.block_ids, position)
+            if chunk.sampling is not None:
+                drawn[key] = token_of(chunk.request_id, chunk.output_index)
+        return drawn, len(chunks)
+
+    def event(self) -> None:
+        """Whatever comes next."""
+        if self.lazy and self.random.random() < 0.4:
+            name = self.lazy.pop(0)
+            if name not in self.ended:
+                self.send(name)
+        chance = self.random.random()
+        if chance < 0.3 and self.leases:
+            self.release()
+        elif chance < 0.97 and self.steps:
+            self.step_done()
+        elif not self.steps:
+            self.now_s += 0.5
+            self.feed(Tick())

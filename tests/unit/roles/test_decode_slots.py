@@ -1,0 +1,129 @@
+"""A decode unit of several ranks: balance, preemption by rank, and random worlds in which ranks come and go."""
+
+from __future__ import annotations
+
+from random import Random, SystemRandom
+from typing import Any
+
+import pytest
+
+from hadal.core.messages import FrontUp, Load, Returned, Trace, TraceRequest, UnitUp
+from hadal.core.plans import DecodePlan, KvPulled
+from hadal.core.seams import Execute, Pull, RankReset
+from hadal.roles.decode import DecodeLeader
+from tests.unit.roles.driving import decode, done, of, sent
+from tests.unit.roles.rank_worlds import DecodeWorld
+
+SEEDS = [*range(4), *(SystemRandom().randrange(1 << 30) for _ in range(2))]
+POOLS = ("p0", "p1")
+
+
+def leader(num_ranks: int = 2, **options: Any) -> DecodeLeader:
+    fields: dict[str, Any] = {
+        "num_slots": 4, "num_waiting_max": 100, "max_context": 1000, "heartbeat_s": 0.5, "num_blocks": 17,
+    }  # fmt: skip
+    fields |= options
+    return DecodeLeader("decode-0", "e1", fields.pop("num_blocks"), num_ranks=num_ranks, **fields)
+
+
+def up(unit: DecodeLeader) -> None:
+    unit.start(0.0)
+    unit.handle(0.0, RankReset((), (0, 1), POOLS, 1))
+
+
+def seat(unit: DecodeLeader, name: str, **options: Any) -> int:
+    """The rank it came to."""
+    (pull,) = of(unit.handle(0.0, decode(name, **options)), Pull)
+    unit.handle(0.0, KvPulled(name, 0, None))
+    return pull.rank
+
+
+@pytest.mark.parametrize("overlap", ["auto", "decode_five"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_token_comes_once_whatever_the_ranks_do(seed: int, overlap: str) -> None:
+    print("seed", seed)
+    random = Random(seed)
+    num_ranks = random.choice([2, 3, 4])
+    unit = leader(
+        num_ranks, num_slots=random.choice([2, 4]), num_blocks=random.choice([7, 12, 30]), overlap=overlap,
+        min_split_tokens=2, num_layers=4, num_moe_layers=3,
+    )  # fmt: skip
+    world = DecodeWorld(random, unit, num_ranks)
+    assert sent(unit.start(0.0), UnitUp) == []
+    for number in range(16):
+        world.submit(f"r{number}")  # Before any rank lives.
+    world.reset(set(), set(range(num_ranks)))
+    world.live(400, 16, 0.03)
+    world.end()
+    while world.steps or world.pulls:
+        world.event()
+    assert (unit.num_requests, unit.blocks.num_used) == (0, 0)
+
+
+def test_the_worlds_see_losses_preemption_and_both_ways_to_run() -> None:
+    reasons: set[str] = set()
+    schedules: set[tuple[str, int]] = set()
+    for seed in range(4):
+        random = Random(seed)
+        world = DecodeWorld(random, leader(3, num_blocks=6, overlap="decode_five", min_split_tokens=4), 3)
+        world.reset(set(), {0, 1, 2})
+        world.live(500, 16, 0.01)
+        reasons |= {reason.split(":")[0] for reason in world.reasons}
+        schedules |= world.schedules
+    assert {"rank lost", "preempted", "pull failed", "queue full"} <= reasons
+    assert schedules == {("sequential", 1), ("decode_five", 2)}
+
+
+def test_a_unit_says_that_it_is_up_once_a_rank_lives() -> None:
+    unit = leader()
+    assert sent(unit.start(0.0), UnitUp) == sent(unit.handle(0.0, FrontUp("f")), Load) == []
+    effects = unit.handle(0.0, RankReset((), (1,), ("", "p1"), 3))
+    assert sent(effects, UnitUp) == [UnitUp("decode-0", "decode", "e1", 16, 4, 16)]
+    (load,) = sent(effects, Load)
+    assert (load.num_ranks, load.generation, load.num_blocks, load.num_blocks_request) == (1, 3, 16, 16)
+    (load,) = sent(unit.handle(0.1, RankReset((), (0,), POOLS, 4)), Load)
+    assert (load.num_ranks, load.num_blocks, load.num_requests_max, load.num_blocks_request) == (2, 32, 8, 16)
+    (load,) = sent(unit.handle(0.2, RankReset((0, 1), (), ("", ""), 5)), Load)
+    assert (load.num_ranks, load.num_blocks, load.num_requests_max, load.num_blocks_request) == (0, 0, 0, 0)
+
+
+def test_requests_go_where_less_kv_is_used_and_plans_have_the_ranks_own_slots() -> None:
+    unit = leader()
+    up(unit)
+    assert [seat(unit, "a", prompt=200), seat(unit, "b"), seat(unit, "c")] == [0, 1, 1]
+    effects = unit.handle(0.1, done(0, {0: 5}))
+    (execute,) = of(effects, Execute)
+    first, second = execute.plans
+    assert isinstance(first, DecodePlan)
+    assert isinstance(second, DecodePlan)
+    assert ([j.slot for j in first.joins], [j.slot for j in second.joins]) == ([], [0, 1])
+    unit.handle(0.2, done(1, {0: 5}))
+    unit.handle(0.3, done(2, {5: 5, 4: 5, 0: 5}))
+    assert unit.audit() == []
+
+
+def test_a_lost_rank_gives_back_and_a_survivor_joins_again_at_its_last_token() -> None:
+    unit = leader()
+    up(unit)
+    assert [seat(unit, "a", prompt=20, max_tokens=4), seat(unit, "b", max_tokens=9)] == [0, 1]
+    unit.handle(0.1, done(0, {0: 5}))
+    effects = unit.handle(0.2, RankReset((1,), (), ("p0", ""), 2))
+    assert sent(effects, Returned) == [Returned("decode-0", "b", 0, "rank lost")]
+    plan = of(effects, Execute)[0].plans[0]
+    assert isinstance(plan, DecodePlan)
+    (join,) = plan.joins
+    assert (join.last_token, join.output_index, join.num_tokens) == (5, 2, 21)
+    assert unit.audit() == []
+
+
+def test_a_trace_is_of_the_next_steps_that_are_done() -> None:
+    unit = leader()
+    up(unit)
+    seat(unit, "a", max_tokens=50)
+    unit.handle(0.0, TraceRequest(9, 2))
+    (third,) = of(unit.handle(0.1, done(0, {0: 1})), Execute)
+    assert third.plans[0].is_traced  # type: ignore[union-attr]
+    unit.handle(0.2, RankReset((), (), POOLS, 2))  # Void: steps 1 and 2. Steps 3 and 4 are traced instead.
+    assert sent(unit.handle(0.3, done(3, {0: 1})), Trace) == []
+    (trace,) = sent(unit.handle(0.4, done(4, {0: 1})), Trace)
+    assert [(step.step_id, step.num_tokens) for step in trace.steps] == [(3, 1), (4, 1)]

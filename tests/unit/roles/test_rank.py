@@ -1,0 +1,131 @@
+"""The role of a rank's process: what it takes from its leader, what it drops, and its signs of life."""
+
+from __future__ import annotations
+
+import pytest
+
+from hadal.core.errors import InvariantError
+from hadal.core.messages import (
+    KvLease,
+    RankBeat,
+    RankDone,
+    RankForm,
+    RankFormed,
+    RankFreed,
+    RankPull,
+    RankPulled,
+    RankStep,
+    RankUp,
+)
+from hadal.core.plans import DecodePlan, Formed, FormPlan, KvPulled, Member, StepDone
+from hadal.core.seams import Execute, Form, Freed, Pull, Send, Tick, WakeAt
+from hadal.roles.rank import Progress, RankRole
+from tests.unit.roles.driving import done, of, sent
+
+LEASE = KvLease("pool", (1, 2), (0, 0), 100, 30.0)
+
+
+def make_rank() -> RankRole:
+    return RankRole("decode-0", 2, "e1", "127.0.0.1", 7000, "pool-2", 9)
+
+
+def form(generation: int, epoch: str = "e1") -> RankForm:
+    members = (Member(0, "e0", "127.0.0.1", 6999), Member(2, epoch, "127.0.0.1", 7000))
+    return RankForm(FormPlan(generation, 3, members, b"", 4))
+
+
+def formed_rank() -> RankRole:
+    rank = make_rank()
+    rank.start(0.0)
+    rank.handle(0.0, form(1))
+    rank.handle(0.0, Formed(1, None))
+    return rank
+
+
+def step(step_id: int, generation: int = 1) -> RankStep:
+    return RankStep(generation, DecodePlan(step_id, (), (), ()))
+
+
+def test_it_announces_itself_until_it_is_in_a_generation() -> None:
+    rank = make_rank()
+    up = RankUp("decode-0", 2, "e1", "127.0.0.1", 7000, "pool-2", 9)
+    assert rank.start(0.0) == [Send("supervisor", up), Send("decode-0", up), WakeAt(0.25)]
+    assert rank.handle(0.25, Tick()) == [Send("decode-0", up), WakeAt(0.5)]
+    rank.handle(0.3, form(1))
+    assert sent(rank.handle(0.5, Tick()), RankBeat) == [RankBeat(2, "e1", 1, 0, False)]
+    assert not sent(rank.handle(0.75, Tick()), RankUp)
+
+
+def test_steps_of_its_generation_run_and_others_are_dropped() -> None:
+    rank = make_rank()
+    rank.start(0.0)
+    assert rank.handle(0.0, step(0)) == []
+    assert of(rank.handle(0.0, form(1)), Form) == [Form(form(1).plan)]
+    assert rank.handle(0.0, step(0)) == []  # Not formed yet.
+    assert sent(rank.handle(0.0, Formed(1, None)), RankFormed) == [RankFormed(2, "e1", Formed(1, None))]
+    assert rank.handle(0.0, step(0)) == [Execute((step(0).plan,))]
+    assert rank.handle(0.0, step(1, generation=2)) == []
+    assert sent(rank.handle(0.0, done(0)), RankDone) == [RankDone(2, "e1", 1, done(0))]
+    assert rank.num_stale == 3
+
+
+def test_a_new_generation_makes_the_steps_before_it_void() -> None:
+    rank = formed_rank()
+    rank.handle(0.0, step(0))
+    rank.handle(0.0, step(1))
+    rank.handle(0.0, form(2))
+    assert rank.handle(0.0, done(0, error="PeerLost: aborted")) == []
+    assert rank.handle(0.0, done(1, error="generation 1 is over")) == []
+    rank.handle(0.0, Formed(2, None))
+    assert of(rank.handle(0.0, step(0, generation=2)), Execute)
+
+
+def test_an_older_or_foreign_form_is_dropped() -> None:
+    rank = formed_rank()
+    assert rank.handle(0.0, form(1)) == []
+    assert rank.handle(0.0, form(2, epoch="e0")) == []
+    assert rank.generation == 1
+    rank.handle(0.0, form(2))
+    assert rank.handle(0.0, Formed(1, "generation 1 is over")) == []
+
+
+def test_a_rank_that_could_not_form_does_no_steps() -> None:
+    rank = make_rank()
+    rank.start(0.0)
+    rank.handle(0.0, form(1))
+    rank.handle(0.0, Formed(1, "PeerLost: rank 0", (0,)))
+    assert rank.handle(0.0, step(0)) == []
+
+
+def test_three_steps_at_once_are_one_too_many() -> None:
+    rank = formed_rank()
+    rank.handle(0.0, step(0))
+    rank.handle(0.0, step(1))
+    with pytest.raises(InvariantError, match="too many"):
+        rank.handle(0.0, step(2))
+
+
+def test_pulls_and_freed_blocks_outlive_generations_but_not_the_process() -> None:
+    rank = make_rank()
+    rank.start(0.0)
+    pull = RankPull("a", 0, LEASE, (3, 4))
+    assert rank.handle(0.0, pull) == []  # Its predecessor's.
+    assert rank.handle(0.0, RankFreed((1,))) == []
+    rank.handle(0.0, form(1))
+    assert rank.handle(0.0, pull) == [Pull("a", 0, LEASE, (3, 4))]
+    assert rank.handle(0.0, RankFreed((1,))) == [Freed((1,))]
+    rank.handle(0.0, form(2))
+    pulled = KvPulled("a", 0, None)
+    assert rank.handle(0.0, pulled) == [Send("decode-0", RankPulled(2, "e1", pulled))]
+
+
+def test_a_broken_connection_is_told_at_once() -> None:
+    rank = formed_rank()
+    assert rank.handle(0.01, Progress(5, True)) == []
+    assert sent(rank.handle(0.02, Progress(6, False, (0,))), RankBeat) == [RankBeat(2, "e1", 1, 6, False, (0,))]
+    assert rank.handle(0.03, Progress(6, False, (0,))) == []
+    rank.handle(0.03, step(0))
+    failed: StepDone = done(0, error="PeerLost: rank 0: closed")
+    assert sent(rank.handle(0.04, failed), RankDone)[0].lost == (0,)
+    rank.handle(0.05, form(2))
+    assert sent(rank.handle(0.5, Tick()), RankBeat)[0].lost == ()

@@ -1,0 +1,308 @@
+"""Membership: first formation, losses of every kind, replacements, and what is too old to count."""
+
+from __future__ import annotations
+
+import pytest
+
+from hadal.core.messages import RankBeat, RankForm, RankFormed, RankUp, UnitDown
+from hadal.core.placement import EMPTY, Placement, spread
+from hadal.core.plans import Formed, FormPlan
+from hadal.core.seams import Send
+from hadal.roles.rank_book import FAILED_FORMS_MAX, NEWS_S, SILENT_S, RankBook
+from hadal.roles.rank_states import Phase
+
+NUM_EXPERTS = 8
+
+
+def up(rank: int, epoch: str = "") -> RankUp:
+    return RankUp("decode-0", rank, epoch or f"e{rank}", "h", 7000 + rank, f"pool-{rank}", 9)
+
+
+class Driver:
+    """A book and ranks that answer as told."""
+
+    def __init__(self, num_ranks: int = 4, **options: float) -> None:
+        self.num_ranks = num_ranks
+        self.now_s = 0.0
+        placement = spread(2, NUM_EXPERTS, num_ranks)
+        self.book = RankBook("decode-0", num_ranks, placement, rank_timeout_s=1.5, grace_s=10.0, **options)
+
+    def all_up(self) -> None:
+        for rank in range(self.num_ranks):
+            self.book.rank_up(self.now_s, up(rank))
+
+    def take(self) -> tuple[dict[str, FormPlan], list[str]]:
+        """What was sent since the last call: RankForms by name, and whom the supervisor is to kill."""
+        sends = [effect for effect in self.book.effects if isinstance(effect, Send)]
+        self.book.effects.clear()
+        forms = {send.to: send.message.plan for send in sends if isinstance(send.message, RankForm)}
+        return forms, [send.message.unit for send in sends if isinstance(send.message, UnitDown)]
+
+    def answer(self, *but: int) -> None:
+        """All members formed, except some."""
+        for rank, epoch in list(self.book.members.items()):
+            if rank not in but:
+                self.book.formed(self.now_s, RankFormed(rank, epoch, Formed(self.book.generation, None)))
+
+    def run(self) -> None:
+        self.all_up()
+        self.answer()
+        assert self.book.phase is Phase.RUNNING
+        self.take()
+
+    def beat(self, *ranks: int, lost: tuple[int, ...] = ()) -> None:
+        for rank in ranks:
+            epoch = self.book.members[rank]
+            self.book.beat(self.now_s, RankBeat(rank, epoch, self.book.generation, 0, False, lost))
+
+    def pass_s(self, seconds: float, *beating: int, is_stepping: bool = False) -> None:
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += 0.1
+            self.beat(*(rank for rank in beating if rank in self.book.members))
+            self.book.tick(self.now_s, is_stepping)
+            assert self.book.check() == []
+
+
+def test_the_first_generation_waits_for_everybody() -> None:
+    driver = Driver()
+    for rank in range(3):
+        driver.book.rank_up(0.0, up(rank))
+    assert driver.take() == ({}, [])
+    driver.book.rank_up(0.0, up(3))
+    forms, _ = driver.take()
+    assert sorted(forms) == [f"decode-0.{rank}" for rank in range(4)]
+    plan = forms["decode-0.1"]
+    assert (plan.generation, plan.num_ranks) == (1, 4)
+    assert [member.epoch for member in plan.members] == ["e0", "e1", "e2", "e3"]
+    assert Placement.from_bytes(plan.slot_to_expert, NUM_EXPERTS, 4, plan.num_slots).check() == []
+    driver.answer(3)
+    assert driver.book.phase is Phase.FORMING
+    driver.answer()
+    assert driver.book.phase is Phase.RUNNING
+    assert driver.book.notes[-1] == "generation 1 formed in 0.000 s with ranks 0, 1, 2, 3"
+
+
+def test_after_the_grace_it_forms_with_those_that_are_there() -> None:
+    driver = Driver()
+    for _ in range(110):
+        driver.now_s += 0.1
+        for rank in (0, 2):
+            driver.book.rank_up(driver.now_s, up(rank))
+        driver.book.tick(driver.now_s, False)
+    forms, _ = driver.take()
+    assert sorted(forms) == ["decode-0.0", "decode-0.2"]
+    plan = forms["decode-0.0"]
+    placement = Placement.from_bytes(plan.slot_to_expert, NUM_EXPERTS, 4, plan.num_slots)
+    assert placement.check() == []
+    assert (placement.slot_to_expert_LRS[:, [1, 3]] == EMPTY).all()
+
+
+def test_a_death_is_answered_at_once() -> None:
+    driver = Driver()
+    driver.run()
+    driver.book.unit_down(5.0, UnitDown("decode-0.2", "killed"))
+    forms, killed = driver.take()
+    assert (sorted(forms), killed) == (["decode-0.0", "decode-0.1", "decode-0.3"], [])
+    assert driver.book.generation == 2
+    driver.answer()
+    assert driver.book.phase is Phase.RUNNING
+    assert driver.book.check() == []
+
+
+def test_a_death_while_forming_starts_the_next_generation() -> None:
+    driver = Driver()
+    driver.run()
+    driver.book.unit_down(5.0, UnitDown("decode-0.2", "killed"))
+    driver.answer(3)
+    driver.book.unit_down(5.1, UnitDown("decode-0.3", "killed"))
+    forms, _ = driver.take()
+    assert forms["decode-0.0"].generation == 3
+    driver.book.formed(5.2, RankFormed(0, "e0", Formed(2, None)))  # Late.
+    assert driver.book.phase is Phase.FORMING
+    driver.answer()
+    assert list(driver.book.members) == [0, 1]
+    assert driver.book.phase is Phase.RUNNING
+
+
+def test_a_silent_rank_is_dropped_and_killed() -> None:
+    driver = Driver()
+    driver.run()
+    driver.pass_s(1.4, 0, 1, 2)
+    assert driver.take() == ({}, [])
+    driver.pass_s(0.2, 0, 1, 2)
+    forms, killed = driver.take()
+    assert (sorted(forms), killed) == (["decode-0.0", "decode-0.1", "decode-0.2"], ["decode-0.3"])
+    driver.answer()
+    driver.pass_s(2.2, 0, 1, 2)
+    assert driver.take() == ({}, ["decode-0.3"])  # Once more, as it has not ended.
+    driver.book.unit_down(driver.now_s, UnitDown("decode-0.3", "killed"))
+    driver.pass_s(3.0, 0, 1, 2)
+    assert driver.take() == ({}, [])
+
+
+@pytest.mark.parametrize("is_stepping", [True, False])
+def test_a_rank_stuck_in_one_op_is_dropped_if_a_step_runs(is_stepping: bool) -> None:
+    driver = Driver()
+    driver.run()
+    for _ in range(20):
+        driver.now_s += 0.1
+        driver.beat(0, 1, 2)
+        driver.book.beat(driver.now_s, RankBeat(3, "e3", 1, 17, True))
+        driver.book.tick(driver.now_s, is_stepping)
+    assert driver.take()[1] == (["decode-0.3"] if is_stepping else [])
+
+
+def test_blame_alone_forms_again_with_everybody() -> None:
+    driver = Driver()
+    driver.run()
+    driver.book.broke(0.0, 0, (3,))
+    assert driver.book.phase is Phase.BROKEN
+    driver.pass_s(NEWS_S + 0.1, 0, 1, 2, 3)
+    forms, killed = driver.take()
+    assert (len(forms), killed) == (4, [])
+    driver.answer()
+    assert driver.book.phase is Phase.RUNNING
+
+
+def test_one_that_all_blame_and_that_is_silent_is_gone() -> None:
+    driver = Driver()
+    driver.run()
+    driver.beat(0, 1, 2, lost=(3,))
+    driver.pass_s(SILENT_S - 0.1, 0, 1, 2)
+    assert driver.take() == ({}, [])
+    driver.pass_s(0.2, 0, 1, 2)
+    forms, killed = driver.take()
+    assert (len(forms), killed) == (3, ["decode-0.3"])
+
+
+def test_the_supervisors_word_ends_the_wait() -> None:
+    driver = Driver()
+    driver.run()
+    driver.book.broke(0.0, 0, ())
+    driver.book.unit_down(0.01, UnitDown("decode-0.1", "killed"))
+    assert sorted(driver.take()[0]) == ["decode-0.0", "decode-0.2", "decode-0.3"]
+
+
+def test_a_rank_that_cannot_form_goes() -> None:
+    driver = Driver()
+    driver.all_up()
+    driver.take()
+    driver.book.formed(0.0, RankFormed(1, "e1", Formed(1, "CheckpointError: no such tensor")))
+    forms, killed = driver.take()
+    assert (sorted(forms), killed) == (["decode-0.0", "decode-0.2", "decode-0.3"], ["decode-0.1"])
+
+
+def test_one_that_nobody_reaches_goes_after_some_tries() -> None:
+    driver = Driver()
+    driver.all_up()
+    for attempt in range(FAILED_FORMS_MAX):
+        assert len(driver.take()[0]) == 4, attempt
+        generation = driver.book.generation
+        for rank in range(3):
+            failed = Formed(generation, "PeerLost: rank 3", (3,))
+            driver.book.formed(0.0, RankFormed(rank, f"e{rank}", failed))
+        driver.book.formed(0.0, RankFormed(3, "e3", Formed(generation, "PeerLost: rank 0, 1, 2", (0, 1))))
+    forms, killed = driver.take()
+    assert (sorted(forms), killed) == (["decode-0.0", "decode-0.1", "decode-0.2"], ["decode-0.3"])
+
+
+def test_one_that_never_answers_goes() -> None:
+    driver = Driver(form_timeout_s=20.0)
+    driver.all_up()
+    driver.answer(2)
+    driver.take()
+    driver.pass_s(20.2, 0, 1, 2, 3)
+    forms, killed = driver.take()
+    assert (len(forms), killed) == (3, ["decode-0.2"])
+
+
+def test_a_replacement_joins_when_no_step_is_in_flight() -> None:
+    driver = Driver()
+    driver.run()
+    driver.book.unit_down(5.0, UnitDown("decode-0.2", "killed"))
+    driver.answer()
+    driver.take()
+    driver.now_s = 6.0
+    driver.book.rank_up(6.0, up(2, "new"))
+    assert driver.book.phase is Phase.DRAINING
+    assert driver.take() == ({}, [])
+    driver.book.form(6.0)  # The leader's steps are done.
+    forms, _ = driver.take()
+    assert len(forms) == 4
+    assert forms["decode-0.2"].members[2].epoch == "new"
+    assert forms["decode-0.0"].num_slots == NUM_EXPERTS // 4
+    driver.book.formed(6.0, RankFormed(2, "e2", Formed(3, None)))  # The dead one's.
+    driver.answer(2)
+    assert driver.book.phase is Phase.FORMING
+
+
+def test_a_drain_has_a_deadline() -> None:
+    driver = Driver(drain_timeout_s=5.0)
+    driver.run()
+    driver.book.unit_down(0.0, UnitDown("decode-0.2", "killed"))
+    driver.answer()
+    driver.take()
+    for _ in range(52):
+        driver.now_s += 0.1
+        driver.beat(0, 1, 3)
+        driver.book.rank_up(driver.now_s, up(2, "new"))
+        driver.book.tick(driver.now_s, False)
+    assert len(driver.take()[0]) == 4
+
+
+def test_a_successor_heard_before_the_death_takes_its_place() -> None:
+    driver = Driver()
+    driver.run()
+    driver.book.rank_up(5.0, up(2, "new"))
+    forms, _ = driver.take()
+    assert forms["decode-0.0"].members[2].epoch == "new"
+    driver.book.unit_down(5.1, UnitDown("decode-0.2", "killed"))  # The old one's death, late.
+    driver.answer()
+    assert driver.book.phase is Phase.RUNNING
+    driver.book.unit_down(5.2, UnitDown("decode-0.2", "killed"))
+    assert list(driver.book.members) == [0, 1, 3]
+
+
+def test_the_dead_do_not_come_back() -> None:
+    driver = Driver()
+    driver.run()
+    driver.book.unit_down(5.0, UnitDown("decode-0.2", "killed"))
+    driver.answer()
+    driver.take()
+    driver.book.rank_up(5.1, up(2))  # It was on its way.
+    assert driver.book.phase is Phase.RUNNING
+    driver.book.rank_up(9.0, up(2))  # It lives after all, and must be replaced to come back.
+    assert driver.take() == ({}, ["decode-0.2"])
+
+
+def test_without_any_rank_it_waits_for_new_ones() -> None:
+    driver = Driver(2)
+    driver.run()
+    for rank in range(2):
+        driver.book.unit_down(5.0, UnitDown(f"decode-0.{rank}", "killed"))
+    assert driver.book.phase is Phase.WAITING
+    assert driver.book.check() == []
+    driver.take()
+    for rank in range(2):
+        driver.book.rank_up(6.0, up(rank, f"new{rank}"))
+    assert len(driver.take()[0]) == 2
+    driver.answer()
+    assert driver.book.phase is Phase.RUNNING
+
+
+def test_strangers_are_not_heard() -> None:
+    driver = Driver()
+    driver.run()
+    driver.book.rank_up(0.0, up(7))
+    driver.book.unit_down(0.0, UnitDown("decode-1.0", "killed"))
+    driver.book.unit_down(0.0, UnitDown("decode-0", "killed"))
+    driver.book.beat(0.0, RankBeat(9, "e9", 1, 0, False))
+    driver.book.formed(0.0, RankFormed(-1, "e", Formed(1, None)))
+    assert driver.book.phase is Phase.RUNNING
+    assert driver.book.num_stale >= 5
+
+
+def test_a_placement_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="for 2 ranks"):
+        RankBook("decode-0", 4, spread(1, 4, 2))

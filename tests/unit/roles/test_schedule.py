@@ -1,0 +1,71 @@
+"""StepScheduler: fixed by name or by price, one decision for all ranks, parts of about equal work."""
+
+from __future__ import annotations
+
+import pytest
+
+from hadal.core.plans import OpTime
+from hadal.perf.costs import Work
+from hadal.roles.schedule import StepScheduler
+
+SECONDS = {"attn_in": 1e-3, "attn_core": 1e-3, "gate": 1e-4, "shared": 1e-3, "experts": 2e-3, "post": 1e-5}
+
+
+def times(tokens: int, link_s: float, num_layers: int = 8) -> tuple[OpTime, ...]:
+    """Of a step in which everything grows with the tokens."""
+    op_to_seconds = SECONDS | {"dispatch": link_s, "combine": link_s}
+    return tuple(
+        OpTime(op, num_layers, seconds * num_layers * tokens / 64 * (4 if op == "post" else 1))
+        for op, seconds in op_to_seconds.items()
+    )
+
+
+def learned(link_s: float) -> StepScheduler:
+    scheduler = StepScheduler(4, min_split_tokens=8, num_layers=8, num_moe_layers=8)
+    for step in range(60):
+        tokens = (16, 32, 64)[step % 3]
+        scheduler.costs.observe([Work(tokens, 100 * tokens)], times(tokens, link_s))
+    return scheduler
+
+
+def test_a_fixed_schedule_has_two_micro_batches_once_the_busiest_rank_has_enough() -> None:
+    scheduler = StepScheduler(2, "decode_five", 16)
+    chosen = [scheduler.choose(step, [(3, 30), (tokens, 50)]) for step, tokens in enumerate((15, 16))]
+    assert [(c.schedule, c.num_micro_batches) for c in chosen] == [("sequential", 1), ("decode_five", 2)]
+    assert chosen[1].works == (Work(8, 25), Work(8, 25))
+    assert StepScheduler(1, "prefill_dual", 2).choose(0, [(2, 3)]).schedule == "prefill_dual"
+    assert StepScheduler(1, "prefill_dual", 0).choose(0, [(1, 1)]).num_micro_batches == 1
+
+
+def test_auto_overlaps_where_the_link_is_slow_and_not_where_it_costs_nothing() -> None:
+    assert learned(4e-3).choose(0, [(64, 6400), (10, 100), (0, 0), (5, 5)]).num_micro_batches == 2
+    free = learned(0.0).choose(0, [(64, 6400), (10, 100), (0, 0), (5, 5)])
+    assert (free.schedule, free.num_micro_batches) == ("sequential", 1)
+
+
+def test_auto_stays_sequential_alone_when_small_and_before_anything_was_seen() -> None:
+    fresh = StepScheduler(4, num_layers=8, num_moe_layers=8)
+    assert fresh.choose(0, [(500, 9000)] * 4).num_micro_batches == 1
+    assert learned(4e-3).choose(0, [(7, 700)] * 4).num_micro_batches == 1
+    assert StepScheduler(1, num_layers=8, num_moe_layers=8).choose(0, [(500, 9000)]).num_micro_batches == 1
+
+
+def test_what_is_seen_is_noted_under_the_step_that_took_it() -> None:
+    scheduler = StepScheduler(2, num_layers=8, num_moe_layers=8)
+    scheduler.choose(0, [(64, 640), (0, 0)])
+    scheduler.done(0, times(64, 1e-3))
+    scheduler.done(0, times(64, 1e-3))  # Known once.
+    scheduler.choose(1, [(64, 640), (0, 0)])
+    scheduler.reset()
+    scheduler.done(1, times(64, 1e-3))
+    assert scheduler.costs.num_steps == 1
+
+
+def test_parts_are_about_equal() -> None:
+    scheduler = learned(1e-3)
+    assert sum(scheduler.second_rows([100] * 7)) in (3, 4)
+    first = scheduler.cut_chunks([(0, 100), (50, 100)])
+    assert 80 <= sum(first) <= 130
+    assert first[0] == 100
+    with pytest.raises(ValueError, match="known are auto"):
+        StepScheduler(2, "faster")

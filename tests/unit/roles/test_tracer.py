@@ -1,0 +1,42 @@
+"""Tracer: the right steps, one request after another, nothing lost when steps are void."""
+
+from __future__ import annotations
+
+from hadal.core.messages import Trace, TraceRequest
+from hadal.roles.tracer import REQUESTS_MAX, Tracer
+from tests.unit.roles.driving import sent
+
+
+def test_steps_go_to_the_oldest_request() -> None:
+    tracer = Tracer("decode-0")
+    assert not tracer.is_wanted
+    assert tracer.ask(TraceRequest(1, 1)) == tracer.ask(TraceRequest(2, 1)) == []
+    for step in (5, 6):
+        assert tracer.is_wanted
+        tracer.planned(step, "sequential", 1, 3)
+    assert not tracer.is_wanted
+    assert tracer.done(4, ()) == []
+    (first,) = sent(tracer.done(5, ()), Trace)
+    (second,) = sent(tracer.done(6, ()), Trace)
+    assert [(t.reply_id, [s.step_id for s in t.steps]) for t in (first, second)] == [(1, [5]), (2, [6])]
+
+
+def test_void_steps_are_recorded_again() -> None:
+    tracer = Tracer("decode-0")
+    tracer.ask(TraceRequest(1, 2))
+    tracer.planned(0, "sequential", 1, 3)
+    tracer.done(0, ())
+    tracer.planned(1, "sequential", 1, 3)
+    tracer.reset()
+    assert tracer.is_wanted
+    tracer.planned(2, "sequential", 1, 3)
+    (trace,) = sent(tracer.done(2, ()), Trace)
+    assert [step.step_id for step in trace.steps] == [0, 2]
+
+
+def test_nothing_and_too_much_are_answered_at_once() -> None:
+    tracer = Tracer("decode-0")
+    assert sent(tracer.ask(TraceRequest(1, 0)), Trace) == [Trace("decode-0", 1, ())]
+    for number in range(REQUESTS_MAX):
+        assert tracer.ask(TraceRequest(number, 1)) == []
+    assert sent(tracer.ask(TraceRequest(99, 1)), Trace) == [Trace("decode-0", 99, ())]

@@ -1,0 +1,94 @@
+"""A rank's process put together: two of them in one process form a unit and do a step as one rank alone does it."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hadal.core.config import Deployment, UnitsConfig
+from hadal.core.errors import ConfigError
+from hadal.core.placement import spread
+from hadal.core.plans import Chunk, Formed, FormPlan, Member, PrefillPlan, Sampling, StepDone
+from hadal.model.runner import ModelRunner
+from hadal.runtime.kv_wire import KvPool, pool_name, remove_segments
+from hadal.runtime.memory import num_moe_layers
+from hadal.runtime.news import News
+from hadal.runtime.rank import ADDRESS, make_group, make_runner
+from hadal.runtime.resolve import Resolved, plan
+
+RUN = f"testrank{os.getpid()}"
+PROMPTS = ((5, 6, 7, 8, 9), (11, 12, 13))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    remove_segments(RUN)
+
+
+def resolved_of(num_ranks: int) -> Resolved:
+    units = UnitsConfig(ranks=num_ranks, kv_blocks=4, max_requests=2, threads=1)
+    return plan(Deployment(device="cpu", chunk_tokens=64, prefill=units, decode=UnitsConfig(kv_blocks=4)))
+
+
+def chunk(index: int) -> Chunk:
+    return Chunk(f"r{index}", PROMPTS[index], 0, (1 + index,), Sampling(temperature=0.0), 0)
+
+
+def together(calls: list[Callable[[], Any]]) -> list[Any]:
+    """What each call returns, all made at once; none may hang."""
+    results: dict[int, Any] = {}
+
+    def run(index: int) -> None:
+        results[index] = calls[index]()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [results[index] for index in range(len(calls))]
+
+
+def first_tokens(num_ranks: int) -> list[int]:
+    """The first token of each prompt, prompt i on rank i % num_ranks; a rank without prompts joins with nothing."""
+    resolved = resolved_of(num_ranks)
+    config, units = resolved.config, resolved.deployment.prefill
+    shape = (units.kv_blocks, config.num_hidden_layers, 64, config.latent_dim)
+    pools = [KvPool.create(pool_name(RUN, f"prefill-0.{rank}", "1"), shape) for rank in range(num_ranks)]
+    groups = [make_group(resolved.deployment, rank, f"e{rank}", News("prefill-0", rank)) for rank in range(num_ranks)]
+    runners: list[ModelRunner] = [
+        make_runner(resolved.deployment, config, "prefill", rank, group, pool)
+        for rank, (group, pool) in enumerate(zip(groups, pools, strict=True))
+    ]
+    placement = spread(num_moe_layers(config), config.n_routed_experts, num_ranks)
+    members = tuple(Member(rank, f"e{rank}", ADDRESS, groups[rank].port) for rank in range(num_ranks))
+    form = FormPlan(1, num_ranks, members, placement.to_bytes(), placement.num_slots)
+    try:
+        for formed in together([lambda runner=runner: runner.execute(form) for runner in runners]):
+            assert isinstance(formed, Formed)
+            assert (formed.error, formed.num_loaded) == (None, 0), "they were loaded with these experts"
+        shares = [[i for i in range(2) if i % num_ranks == rank] for rank in range(num_ranks)]
+        plans = [PrefillPlan(0, tuple(map(chunk, share))) for share in shares]
+        done = together([lambda r=r, p=p: r.execute(p) for r, p in zip(runners, plans, strict=True)])
+        assert all(isinstance(one, StepDone) and one.error is None for one in done)
+        return [done[i % num_ranks].tokens[i // num_ranks] for i in range(2)]
+    finally:
+        for runner, pool in zip(runners, pools, strict=True):
+            runner.close()
+            pool.close()
+
+
+def test_ranks_put_together_draw_what_one_alone_draws() -> None:
+    assert first_tokens(2) == first_tokens(1)
+
+
+def test_a_transport_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="'gloo'"):
+        make_group(Deployment(device="cpu", transport="gloo"), 0, "e", News("decode-0", 0))

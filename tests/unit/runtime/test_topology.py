@@ -1,0 +1,67 @@
+"""Where ranks lie: names, nodes, and what a host cannot run."""
+
+import dataclasses
+
+import pytest
+
+from hadal.core.config import Deployment, UnitsConfig
+from hadal.runtime.topology import num_nodes, place_units, process_names, rank_name, unit_of, why_not_here
+
+V3 = Deployment(
+    device="cuda", transport="deepep",
+    prefill=UnitsConfig(units=3, ranks=32, redundant_experts=32),
+    decode=UnitsConfig(ranks=144, redundant_experts=32),
+)  # fmt: skip
+
+
+def test_a_name_says_what_it_is() -> None:
+    assert unit_of("decode-0") == ("decode-0", None)
+    assert unit_of(rank_name("decode-0", 12)) == ("decode-0", 12)
+
+
+def test_units_of_one_rank_are_one_process_and_larger_ones_have_a_leader() -> None:
+    deployment = Deployment(decode=UnitsConfig(units=2, ranks=2))
+    assert list(process_names(deployment)) == [
+        ("prefill-0", "prefill", None),
+        ("decode-0", "decode", None), ("decode-0.0", "decode", 0), ("decode-0.1", "decode", 1),
+        ("decode-1", "decode", None), ("decode-1.0", "decode", 0), ("decode-1.1", "decode", 1),
+    ]  # fmt: skip
+
+
+def test_the_published_bundle_is_thirty_nodes() -> None:
+    places = place_units(V3)
+    assert num_nodes(places) == 30
+    assert [len(place.nodes) for place in places] == [4, 4, 4, 18]
+    assert sorted(node for place in places for node in place.nodes) == list(range(30))
+    (reason,) = why_not_here(V3, 2, 0)
+    assert "30 nodes of 8 GPUs" in reason
+    assert "2 cores and no GPU" in reason
+
+
+def test_small_units_share_a_node_as_long_as_it_has_gpus() -> None:
+    units = UnitsConfig(ranks=4)
+    deployment = Deployment(device="cuda", transport="nccl", prefill=units, decode=units)
+    assert [(place.nodes, place.first_device) for place in place_units(deployment)] == [((0,), 0), ((0,), 4)]
+    two = dataclasses.replace(deployment, prefill=UnitsConfig(units=2, ranks=4))
+    assert [place.nodes for place in place_units(two)] == [(0,), (0,), (1,)]
+    # CPU ranks are processes: one host takes any number.
+    assert num_nodes(place_units(dataclasses.replace(two, device="cpu", transport="tcp"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "transport", "num_gpus", "words"),
+    [
+        ("cpu", "tcp", 0, ""),
+        ("cpu", "gloo", 0, "transport 'gloo'"),
+        ("cuda", "nccl", 8, "KV cannot be handed over"),
+        ("cuda", "nccl", 7, "it needs 8 GPUs"),
+        ("cuda", "gloo", 1, "KV cannot be handed over"),
+        ("cuda", "gloo", 0, "device is 'cuda'"),
+    ],
+)
+def test_what_a_host_lacks_is_said(device: str, transport: str, num_gpus: int, words: str) -> None:
+    units = UnitsConfig(ranks=4)
+    deployment = Deployment(device=device, transport=transport, prefill=units, decode=units)
+    reasons = why_not_here(deployment, 2, num_gpus)
+    assert words in "; ".join(reasons)
+    assert bool(reasons) == bool(words)
