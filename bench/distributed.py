@@ -31,8 +31,8 @@ from bench.step_breakdown import BATCH, Streams
 WIDTHS = (1, 2, 4)
 AIM_SHARE = 0.10
 """Scheduling and messages, of a step."""
-_FIRST_TOKENS = 4 * BATCH
-"""Until then prompts are prefilled."""
+_LONGEST = 3900
+"""Output tokens that fit both models' context."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,18 @@ def measure(ranks: int, model: Path, num_steps: int) -> Width:
     """Decode BATCH streams for `num_steps` steps on a server of that width."""
     with launched(deployment(ranks, model)) as running:
         wait_ready(running)
-        streams = Streams(running, model, num_steps + 60)
+        # Counters are read once a second; nobody may end before the traced steps.
+        streams = Streams(running, model, min(3 * num_steps + 2000, _LONGEST))
         metric = "hadal_output_tokens_total"
-        streams.wait_until(metric, _FIRST_TOKENS)
+        streams.wait_until('hadal_generations_now{state="decoding"}', BATCH)
         begin, start_s = running.metrics()[metric], time.perf_counter()
         watch = CpuWatch()
-        watch.start([running.process.pid])
-        streams.wait_until(metric, begin + BATCH * num_steps * 0.6)
-        others_cores = watch.stop()
+        watch.start(running.pids().values())
+        streams.wait_until(metric, begin + BATCH * num_steps)
         end, seconds = running.metrics()[metric], time.perf_counter() - start_s
+        others_cores = watch.stop()
         steps = traced(running, 24)
+        streams.close()
         return Width(
             ranks, (end - begin) / seconds, steps[0][1],
             {name: 1e3 * value for name, value in split(steps).items()}, others_cores,

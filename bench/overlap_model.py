@@ -119,7 +119,8 @@ class ModelRank:
         execute(schedule, len(self._layers), states, self._run_op, recorder)
         end_s, execute_cpu_s = time.perf_counter(), time.process_time() - before_s
         if self._group.is_live and schedule.offset is None:
-            self._sizes[num_micro_batches] = self._group.sizes  # Dispatches and combines in turn.
+            # Dispatches and combines in turn. A copy: playing it again is noted, too.
+            self._sizes[num_micro_batches] = list(self._group.sizes)
         num_bytes = [sum(sizes.values()) for sizes in self._group.sizes]
         self._group.is_live = True
         return {

@@ -55,6 +55,8 @@ class Recorder:
         self._counts: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
         self._start_s = 0.0
+        self._link_free_s = 0.0
+        """When the last exchange had arrived."""
 
     def begin(self, op: str) -> None:
         self._progress.is_waiting = op in LINK_OPS
@@ -69,7 +71,12 @@ class Recorder:
             link_op = LINK_OPS[op]
             # Without peers, or in a dense layer, nothing was sent; it counts with no seconds.
             arrived_s = start_s if interval is None else min(max(interval.end_s, start_s), end_s)
-            self._add(link_op, 0.0 if interval is None else interval.end_s - interval.start_s)
+            if interval is not None:
+                # Behind another exchange it only queues.
+                self._add(link_op, max(0.0, interval.end_s - max(interval.start_s, self._link_free_s)))
+                self._link_free_s = max(interval.end_s, self._link_free_s)
+            else:
+                self._add(link_op, 0.0)
             self._add("wait", arrived_s - start_s)
             self._add("post", end_s - arrived_s)
             if self._is_traced:

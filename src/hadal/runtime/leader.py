@@ -21,12 +21,11 @@ from hadal.core.messages import Load, RankDone, RankFormed, UnitUp
 from hadal.core.model_config import read_model_config
 from hadal.core.placement import spread
 from hadal.core.seams import Effect, Event, Send
-from hadal.roles.decode import DecodeLeader
-from hadal.roles.prefill import PrefillLeader
 from hadal.roles.rank_book import RankBook
 from hadal.roles.ranks import RankedLeader
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.compute import IDLE
+from hadal.runtime.core import make_core
 from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.memory import num_moe_layers
 from hadal.runtime.process import SUPERVISOR, Run, enter_child
@@ -69,22 +68,7 @@ def make_leader(run: Run, unit: str, role: str, epoch: str) -> RankedLeader:
     """The role's core, and the book of its ranks. Raises ConfigError."""
     deployment, units = run.deployment, units_of(run.deployment, role)
     config = read_model_config(Path(deployment.model))
-    core: PrefillLeader | DecodeLeader
-    if role == "prefill":
-        core = PrefillLeader(
-            unit, epoch, "", units.kv_blocks, chunk_tokens=deployment.chunk_tokens,
-            num_requests_max=units.max_requests, num_waiting_max=units.max_waiting, lease_s=deployment.lease_s,
-            heartbeat_s=deployment.heartbeat_s, num_ranks=units.ranks, overlap=units.overlap,
-            min_split_tokens=units.min_split_tokens, num_layers=config.num_hidden_layers,
-            num_moe_layers=num_moe_layers(config),
-        )  # fmt: skip
-    else:
-        core = DecodeLeader(
-            unit, epoch, units.kv_blocks, num_slots=units.max_requests, num_waiting_max=units.max_waiting,
-            max_context=config.max_position_embeddings, heartbeat_s=deployment.heartbeat_s, num_ranks=units.ranks,
-            overlap=units.overlap, min_split_tokens=units.min_split_tokens, num_layers=config.num_hidden_layers,
-            num_moe_layers=num_moe_layers(config),
-        )  # fmt: skip
+    core = make_core(deployment, config, unit, role, epoch)
     placement = spread(num_moe_layers(config), config.n_routed_experts, units.ranks, units.redundant_experts)
     book = RankBook(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s)
     num_slots = units.max_requests if role == "decode" else 0

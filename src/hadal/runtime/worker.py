@@ -15,19 +15,22 @@ from pathlib import Path
 
 import torch
 
+from hadal.comm.expert_comm import ExpertComm
+from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.messages import BLOCK_TOKENS, UnitUp
-from hadal.core.model_config import read_model_config
+from hadal.core.model_config import ModelConfig, read_model_config
+from hadal.core.placement import spread
 from hadal.core.seams import Effect, Send
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
 from hadal.model.weights import load_weights
-from hadal.roles.decode import DecodeLeader
-from hadal.roles.prefill import PrefillLeader
 from hadal.runtime.clock import LiveClock
+from hadal.runtime.core import make_core
 from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.kv_wire import KvPool, pool_name
+from hadal.runtime.memory import max_step_tokens, num_moe_layers
 from hadal.runtime.process import SUPERVISOR, Run, enter_child
 from hadal.runtime.wire import ZmqWire
 
@@ -58,7 +61,7 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     pool = KvPool.create(pool_name(run.run_id, unit, epoch), shape)
     try:
         weights = load_weights(Path(deployment.model))
-        model = DeepseekV3(weights, KvCache(config, units.kv_blocks, pool.cache))
+        model = DeepseekV3(weights, KvCache(config, units.kv_blocks, pool.cache), lone_comm(deployment, config, role))
         runner = ModelRunner(model, units.max_requests)
     except ConfigError:
         pool.close()
@@ -66,18 +69,7 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     gc.collect()
     gc.freeze()  # What is there now stays: no collection need look at it again.
     log.info("model loaded in %.1f s, %d threads", time.monotonic() - started_s, units.threads)
-    leader: PrefillLeader | DecodeLeader
-    if role == "prefill":
-        leader = PrefillLeader(
-            unit, epoch, pool.name, units.kv_blocks, chunk_tokens=deployment.chunk_tokens,
-            num_requests_max=units.max_requests, num_waiting_max=units.max_waiting, lease_s=deployment.lease_s,
-            heartbeat_s=deployment.heartbeat_s,
-        )  # fmt: skip
-    else:
-        leader = DecodeLeader(
-            unit, epoch, units.kv_blocks, num_slots=units.max_requests, num_waiting_max=units.max_waiting,
-            max_context=config.max_position_embeddings, heartbeat_s=deployment.heartbeat_s,
-        )  # fmt: skip
+    leader = make_core(deployment, config, unit, role, epoch, pool.name)
     clock = LiveClock()
     wire = ZmqWire(unit, folder)
     host = UnitHost(
@@ -87,6 +79,19 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     # The supervisor wants to know too.
     told = [Send(SUPERVISOR, e.message) for e in first if isinstance(e, Send) and isinstance(e.message, UnitUp)]
     return host, [*first, *told]
+
+
+def lone_comm(deployment: Deployment, config: ModelConfig, role: str) -> ExpertComm | None:
+    """What rounds tokens on their way to experts as ranks' messages would, so that the wire's format alone decides what
+    comes out, not the number of ranks. None where nothing is rounded."""
+    if deployment.wire == "fp32":
+        return None
+    comm = ExpertComm(
+        None, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire=deployment.wire, mode="normal",
+        max_tokens=max_step_tokens(role, deployment),
+    )  # fmt: skip
+    comm.install(spread(num_moe_layers(config), config.n_routed_experts, 1))
+    return comm
 
 
 if __name__ == "__main__":

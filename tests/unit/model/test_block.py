@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hadal.core.placement import spread
+from hadal.core.plans import Chunk
 from hadal.kernels import library
 from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL, Schedule
 from tests.unit.model.checkpoints import Peer
 from tests.unit.model.test_deepseek import random_tokens
-from tests.unit.model.units import NUM_STEPS, unit_logits
+from tests.unit.model.units import NUM_STEPS, rank_model, unit_logits
 
 TOLERANCE = 1e-4
 
@@ -81,3 +83,16 @@ def test_fp8_wire_is_near_fp32(plain: Peer) -> None:
     rounded = unit_logits(plain, 2, prompts, SEQUENTIAL, wire="fp8")[0]
     difference = (exact - rounded).abs()
     assert 0 < float(difference.mean()) < 2**-4 * float(exact.std())
+
+
+def test_failed_steps_leave_nothing_live(peers: dict[str, Peer]) -> None:
+    """The second micro-batch breaks while the first one's dispatch is under way; steps after it run as ever."""
+    peer = peers["all_moe"]
+    model = rank_model(peer, None, spread(3, peer.weights.config.n_routed_experts, 1), "fp8", "normal")
+    prompt = tuple(random_tokens(peer, 20))
+    good, bad = Chunk("a", prompt, 0, (1,), None, 0), Chunk("b", prompt, 0, (99,), None, 0)
+    expected = model.prefill_split([[good], []], [[0], []], PREFILL_DUAL)[0]
+    for _ in range(3):
+        with pytest.raises((ValueError, IndexError, RuntimeError)):
+            model.prefill_split([[good], [bad]], [[0], [0]], PREFILL_DUAL)
+    assert torch.equal(model.prefill_split([[good], []], [[0], []], PREFILL_DUAL)[0], expected)
