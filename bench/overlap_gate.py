@@ -41,6 +41,13 @@ def foreign_share(before: Usage, after: Usage, own_s: float, num_cores: int) -> 
     return max(0.0, after.busy_s - before.busy_s - own_s) / (num_cores * max(after.at_s - before.at_s, 1e-3))
 
 
+def is_quiet(num_cores: int, seconds: float = 0.2) -> bool:
+    """Whether others leave the machine alone just now. A round begun while they do not would be dropped anyway."""
+    before = read_usage()
+    time.sleep(seconds)
+    return foreign_share(before, read_usage(), 0.0, num_cores) <= FOREIGN_MAX
+
+
 @dataclass(frozen=True)
 class Timed:
     """One run of one variant."""

@@ -2,18 +2,22 @@
 
 Two ranks are joined by one veth pair. More meet at a bridge in a further namespace, whose side of each link is limited
 too: else what many send to one would be free. Names carry the process id, and everything is removed at the end, also
-when the run fails. What this kernel cannot do is said by `why_not`.
+when the run fails; what a killed run left is removed by the next. What this kernel cannot do is said by `why_not`.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 COMMAND_TIMEOUT_S = 20.0
 GSO_BYTES = 65536
@@ -74,12 +78,16 @@ def hosts(num_ranks: int) -> Iterator[Hosts]:
     names = [f"{stem}-{rank}" for rank in range(num_ranks)]
     if num_ranks > 2:
         names.append(f"{stem}-s")
+    _remove(_left_behind())
     atexit.register(_remove, names)
+    # A plain SIGTERM would end the process without any of this.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield _make(names, num_ranks)
     finally:
         _remove(names)
         atexit.unregister(_remove)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _make(names: Sequence[str], num_ranks: int) -> Hosts:
@@ -113,6 +121,13 @@ def _use_reno(namespace: str) -> None:
     used = _run("ip", "netns", "exec", namespace, "sh", "-c", f"echo reno > {knob}; cat {knob}").strip()
     if used != "reno":
         raise NetError(f"TCP uses {used}, not reno, in {namespace}.")
+
+
+def _left_behind() -> list[str]:
+    """Namespaces of runs that were killed: their process is gone."""
+    names = [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line]
+    owners = {name: re.fullmatch(r"hadal(\d+)-\w+", name) for name in names}
+    return [name for name, owner in owners.items() if owner and not Path(f"/proc/{owner[1]}").exists()]
 
 
 def _remove(names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from bench.overlap_gate import Series, Timed, foreign_share, read_usage
+from bench.overlap_gate import Series, Timed, foreign_share, is_quiet, read_usage
 from bench.overlap_model import ModelCase
 from bench.overlap_net import Hosts
 from bench.overlap_ranks import Answer, Ranks
@@ -37,7 +37,8 @@ PAYLOAD_SHARE = 0.955
 """Of a limited link's rate; the rest is headers."""
 CALIBRATION_RATE_BYTES_PER_S = 100e6
 CALIBRATION_RUNS = 5
-RUN_TIMEOUT_S = 40.0
+RUN_TIMEOUT_S = 60.0
+QUIET_PAUSE_S = 1.0
 
 
 @dataclass
@@ -116,7 +117,8 @@ def measure(
     ranks: Ranks, case: ModelCase, hosts: Hosts, link_over_compute: float, compute_s: float, step_bytes: float, *,
     num_pairs: int, limit_s: float, num_cores: int, progress: Callable[[str], None],
 ) -> RealResult:
-    """Run rounds until `num_pairs` of prefill_dual are clean, or for `limit_s`. The order in a round is shuffled."""
+    """Run rounds until `num_pairs` of prefill_dual are clean, or for `limit_s`. The order in a round is shuffled; one
+    begins when the machine is quiet."""
     rate = step_bytes / (link_over_compute * compute_s)
     hosts.limit(rate / PAYLOAD_SHARE)
     result = RealResult(case, len(ranks), link_over_compute, rate, num_cores)
@@ -124,6 +126,10 @@ def measure(
         ranks.run(variant.question(), RUN_TIMEOUT_S)
     shuffler, end_s = random.Random(case.num_tokens), time.monotonic() + limit_s
     while time.monotonic() < end_s:
+        if not is_quiet(num_cores):
+            progress("waiting: others use the machine")
+            time.sleep(QUIET_PAUSE_S)
+            continue
         variants = list(ALL)
         shuffler.shuffle(variants)
         result.series.rounds.append({variant.name: _timed(ranks, variant, result) for variant in variants})

@@ -17,11 +17,11 @@ from dataclasses import asdict, replace
 from rich.console import Console
 from rich.table import Table
 
-from bench.overlap_gate import Series, Timed, foreign_share, read_usage, spread
+from bench.overlap_gate import Series, Timed, foreign_share, is_quiet, read_usage, spread
 from bench.overlap_model import ModelCase
 from bench.overlap_net import hosts, why_not
 from bench.overlap_ranks import Ranks
-from bench.overlap_real import PAYLOAD_SHARE, calibrate
+from bench.overlap_real import PAYLOAD_SHARE, QUIET_PAUSE_S, calibrate
 from bench.overlap_variants import PREFILL, TWO, Variant
 from hadal.comm.layout import MODES, WIRES
 
@@ -77,6 +77,9 @@ def show_time(console: Console, case: ModelCase, num_pairs: int, limit_s: float)
         end_s = time.monotonic() + limit_s
         keys = [(wire, variant) for variant in RUNS for wire in ("fp32", "fp8")]
         while time.monotonic() < end_s and len(series.ratios(*_names(PREFILL))) < num_pairs:
+            if not is_quiet(os.cpu_count() or 1):
+                time.sleep(QUIET_PAUSE_S)
+                continue
             series.rounds.append({f"{wire} {variant.name}": _timed(ranks, wire, variant) for wire, variant in keys})
     console.print(f"link {rate / 1e6:.0f} MB/s, FP32 communication {LINK_OVER_COMPUTE:g}x of computation:")
     for variant in RUNS:

@@ -1,18 +1,22 @@
 """The ranks of a unit as one exchange over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-A generation is a process group of its own, met through a FileStore in the deployment's folder. Everything is sent as
-uint8: gloo knows no float8. An exchange is its counts, then its bytes; `recvs` only say where these bytes go.
+A generation is a process group of its own, met through a FileStore in the unit's folder, in a file named after its
+members. They wait for each other there, where an abort ends the wait; connecting, once all are there, is torch's own
+and takes its deadline if a member dies just then. Everything is sent as uint8: gloo knows no float8. An exchange is its
+counts, then its bytes; `recvs` only say where these bytes go.
 
     gloo   two process groups, one for each direction between two ranks: one alone is half duplex. Sends and receives
            are run by a thread of ours, in order, so that they go on under computation. CUDA tensors pass through
            pinned memory.
     nccl   all_to_all_single on a side stream; the host waits for the counts, then for nothing until `wait`.
 
-Gloo sometimes leaves a survivor of a killed peer waiting for its timeout: comm/mesh does not. Knows no tokens.
+Gloo sometimes leaves a survivor of a killed peer waiting for its timeout, comm/mesh does not; `abort` from outside ends
+such a wait within POLL_S. Knows no tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import threading
 import time
@@ -32,6 +36,7 @@ from hadal.core.plans import Member
 MAX_IN_FLIGHT = 8
 JOIN_TIMEOUT_S = 5.0
 POLL_S = 0.05
+GATHER_POLL_S = 0.005
 _COUNT_TAG, _DATA_TAG = 1, 2
 
 
@@ -65,7 +70,10 @@ class TorchGroup:
     `form`, `exchange` and `wait` are called by one thread, `abort`, `lost` and `close` by any.
     """
 
-    def __init__(self, rank: int, *, backend: str, folder: Path, deadline_s: float, device: str = "cpu") -> None:
+    def __init__(
+        self, rank: int, *, backend: str, folder: Path, deadline_s: float, device: str = "cpu", host: str = "127.0.0.1"
+    ) -> None:
+        """`host`: the address that gloo binds. Raises ValueError if the backend cannot be had."""
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"{backend!r} is no backend of torch.distributed that is known here: gloo or nccl.")
         if backend == "nccl" and not torch.cuda.is_available():
@@ -76,9 +84,12 @@ class TorchGroup:
         self.deadline_s = deadline_s
         self._backend = backend
         self._folder = folder
+        self._host = host
         self._device = torch.device(device)
         self._lock = threading.Lock()
         self._failure: PeerLost | None = PeerLost((), "no generation was formed")
+        self._is_aborted = False
+        """This generation was given up, perhaps while it was being formed."""
         self._work: queue.Queue[TorchExchange | None] = queue.Queue(MAX_IN_FLIGHT)
         self._thread: threading.Thread | None = None
         self._link: GlooLink | NcclLink | None = None
@@ -93,22 +104,46 @@ class TorchGroup:
             raise ValueError(f"rank {self.rank} is not among the members of generation {generation}.")
         self._leave("formed anew")
         self.generation, self.members = generation, ranks
+        self._is_aborted = False
         others = tuple(rank for rank in ranks if rank != self.rank)
         try:
             if others:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                store = FileStore(str(self._folder / f"generation-{generation}"), len(ranks))
-                store.set_timeout(timedelta(seconds=self.deadline_s))
-                link = NcclLink if self._backend == "nccl" else GlooLink
-                self._link = link(store, self.rank, ranks, self.deadline_s, self._device)
+                self._link = self._connect(self._meet(generation, members), ranks)
         except (RuntimeError, ValueError) as error:
             raise PeerLost(others, f"not reached within {self.deadline_s} s: {error}") from error
         self._work = queue.Queue(MAX_IN_FLIGHT)
-        self._failure = None
+        with self._lock:
+            if self._is_aborted:
+                raise PeerLost((), "aborted")
+            self._failure = None
         self._thread = threading.Thread(
             target=self._run, args=(self._work, self._link), name=f"torch-group-{self.rank}", daemon=True
         )
         self._thread.start()
+
+    def _meet(self, generation: int, members: Sequence[Member]) -> Store:
+        """Wait in the generation's file until all members are there. Raises PeerLost naming those who are not."""
+        # A leader that was started anew counts from 1 again: only the processes make the name unique.
+        named = sorted((member.rank, member.epoch) for member in members)
+        digest = hashlib.blake2s(repr(named).encode(), digest_size=6).hexdigest()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        store = FileStore(str(self._folder / f"generation-{generation}-{digest}"), len(named))
+        store.set_timeout(timedelta(seconds=self.deadline_s))
+        store.set(f"here-{self.rank}", "")
+        missing = [rank for rank, _ in named]
+        deadline_s = time.monotonic() + self.deadline_s
+        while missing := [rank for rank in missing if not store.check([f"here-{rank}"])]:
+            if self._is_aborted:
+                raise PeerLost((), "aborted")
+            if time.monotonic() > deadline_s:
+                raise PeerLost(missing, f"not there within {self.deadline_s} s")
+            time.sleep(GATHER_POLL_S)
+        return store
+
+    def _connect(self, store: Store, ranks: tuple[int, ...]) -> GlooLink | NcclLink:
+        if self._backend == "nccl":
+            return NcclLink(store, self.rank, ranks, self.deadline_s, self._device)
+        return GlooLink(store, self.rank, ranks, self.deadline_s, self._device, self._host)
 
     def exchange(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None) -> TorchExchange:
         """See Group."""
@@ -175,6 +210,7 @@ class TorchGroup:
 
     def _fail(self, error: PeerLost) -> None:
         with self._lock:
+            self._is_aborted = True
             if self._failure is not None:
                 return
             self._failure = error
@@ -205,18 +241,21 @@ class GlooLink:
     """Two gloo process groups: lower rank to higher through the first, higher to lower through the second."""
 
     def __init__(
-        self, store: Store, rank: int, members: tuple[int, ...], deadline_s: float, device: torch.device
+        self, store: Store, rank: int, members: tuple[int, ...], deadline_s: float, device: torch.device, host: str
     ) -> None:
         self._rank = rank
         self._index = {member: index for index, member in enumerate(members)}
         self._deadline_s = deadline_s
         self._device = device
         self._is_aborted = False
-        timeout = timedelta(seconds=deadline_s)
-        self._groups: list[Any] = [
-            ProcessGroupGloo(PrefixStore(name, store), members.index(rank), len(members), timeout)
-            for name in ("up", "down")
-        ]
+        # Without one, gloo asks what the host's name resolves to.
+        nic = ProcessGroupGloo.create_device(hostname=host)
+        self._groups: list[Any] = []
+        for name in ("up", "down"):
+            options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices, options._timeout = [nic], timedelta(seconds=deadline_s)
+            store_of = PrefixStore(name, store)
+            self._groups.append(ProcessGroupGloo(store_of, members.index(rank), len(members), options))
 
     def run(self, exchange: TorchExchange) -> None:
         """Counts, then bytes. Raises PeerLost."""
@@ -286,6 +325,7 @@ class NcclLink:
         self._members = members
         self._rank = rank
         self._device = device
+        self._is_aborted = False
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         dist.init_process_group(
             "nccl", store=store, rank=members.index(rank), world_size=len(members),
@@ -302,6 +342,8 @@ class NcclLink:
             got = torch.empty_like(sent)
             dist.all_to_all_single(got, sent)
             counts: list[int] = got.tolist()
+            if self._is_aborted:
+                raise PeerLost((), "aborted")  # The counts are whatever lay there.
             for rank, count in zip(self._members, counts, strict=True):
                 if exchange.recvs is not None and rank != self._rank and count > exchange.recvs[rank].numel():
                     room = exchange.recvs[rank].numel()
@@ -319,7 +361,8 @@ class NcclLink:
             exchange.ready.record(self._stream)
 
     def abort(self) -> None:
-        """A communicator cannot be told from here without ending it; the timeout of its watchdog does."""
+        """End the communicator: what is queued on the device returns with whatever lies there."""
+        self._is_aborted = True
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
         if abort is not None and dist.is_initialized():
             abort()
