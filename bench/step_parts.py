@@ -69,8 +69,8 @@ def planning(batch: int, context: int, steps: int) -> float:
     blocks = tuple(range(1, 2 + (context - 1) // BLOCK_TOKENS))
     for index in range(batch):
         generation = Generation(f"r{index}", (5,) * context, (6,), 2 * steps, (1,), 0, SAMPLING, 0)
-        lease = KvLease("pool", blocks, (0,) * len(blocks), context, 30.0)
-        for effect in leader.handle(0.0, Decode(generation, lease, "prefill-0")):
+        lease = KvLease("pool", blocks, (0,) * len(blocks), context)
+        for effect in leader.handle(0.0, Decode(generation, lease)):
             if isinstance(effect, Execute):
                 plans += [plan for plan in effect.plans if isinstance(plan, DecodePlan)]
             if isinstance(effect, Pull):

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from hadal.runtime.child import FAILED_STARTS_MAX, PUT_OFF_S
 from hadal.runtime.kv_wire import remove_stale_segments
 from tests.dist.conftest import StartServer
-from tests.dist.serving import Server, is_alive, wait_until
+from tests.dist.serving import START_TIMEOUT_S, Server, is_alive, wait_until
 
 RANKED = {
     "prefill": {"ranks": 2, "threads": 1, "kv_memory_mb": 32},
@@ -105,6 +106,21 @@ def test_a_leader_that_ends_takes_its_ranks_with_it_and_all_come_back(ranked: Se
     assert complete(ranked, 60) == undisturbed
     assert ranked.pids()["prefill-0.0"] == old["prefill-0.0"]
     assert len(ranked.segments()) == len(RANKS)
+
+
+def test_a_rank_that_cannot_start_again_does_not_end_those_that_serve(ranked: Server) -> None:
+    def kill_another(last_pid: int) -> int:
+        wait_until(lambda: ranked.pids()["decode-0.2"] not in (0, last_pid), 10.0, "decode-0.2 is started")
+        return ranked.kill("decode-0.2")
+
+    undisturbed, last_pid = complete(ranked, 60), 0
+    for _ in range(1 + FAILED_STARTS_MAX):
+        last_pid = kill_another(last_pid)
+    wait_until(lambda: "goes on without it" in ranked.log(), 10.0, "it is put off")
+    assert complete(ranked, 60) == undisturbed
+    wait_until(lambda: metric(ranked, "hadal_unit_ranks").get("decode-0") == 3.0, 10.0, "it is missed")
+    ranked.wait_restarted("decode-0.2", last_pid, PUT_OFF_S + START_TIMEOUT_S)
+    wait_until(lambda: metric(ranked, "hadal_unit_ranks").get("decode-0") == 4.0, 10.0, "it is back")
 
 
 def test_no_rank_outlives_a_killed_supervisor(ranked: Server) -> None:

@@ -27,6 +27,8 @@ NOTICE_S = 0.05
 """How long a broken connection stays unnoticed, at most."""
 Ident = tuple[int, str]
 """A rank's process: (rank, epoch)."""
+Key = tuple[frozenset[Ident], int, int | None]
+"""Where compute threads meet: members, generation (a leader's successor counts from 1 again), step or a formation."""
 
 
 class Fabric:
@@ -36,9 +38,9 @@ class Fabric:
         self.clock = clock
         self.random = random
         self.living: dict[Ident, SimCompute] = {}
-        self._arrived: dict[tuple[int, object], dict[int, SimCompute]] = {}
+        self._arrived: dict[Key, dict[int, SimCompute]] = {}
 
-    def arrive(self, compute: SimCompute, key: tuple[int, object]) -> None:
+    def arrive(self, compute: SimCompute, key: Key) -> None:
         """A compute thread has done its own part and waits for its peers."""
         arrived = self._arrived.setdefault(key, {})
         arrived[compute.rank] = compute
@@ -50,13 +52,15 @@ class Fabric:
             for each in arrived.values():
                 each.complete_soon(key)
 
-    def absent(self, compute: SimCompute, key: tuple[int, object]) -> tuple[int, ...]:
+    def absent(self, compute: SimCompute, key: Key) -> tuple[int, ...]:
         """Members that have not come."""
         return tuple(sorted(compute.members.keys() - self._arrived.get(key, {}).keys()))
 
-    def leave(self, compute: SimCompute, key: tuple[int, object]) -> None:
+    def leave(self, compute: SimCompute, key: Key) -> None:
         """A compute thread broke off in the middle: those who wait for it go on waiting."""
-        self._arrived.get(key, {}).pop(compute.rank, None)
+        arrived = self._arrived.get(key)
+        if arrived is not None and arrived.pop(compute.rank, None) is not None and not arrived:
+            del self._arrived[key]
 
     def break_link(self, compute: SimCompute, peer: int) -> None:
         """`compute` will notice that its connection to `peer` is gone."""
@@ -161,10 +165,11 @@ class SimCompute:
         self._clock.after(COLLECTIVE_TIMEOUT_S, lambda: self._time_out(plan))
         self._fabric.arrive(self, self._key(plan))
 
-    def _key(self, plan: StepPlan | FormPlan) -> tuple[int, object]:
-        return self.formed_generation, None if isinstance(plan, FormPlan) else plan.step_id
+    def _key(self, plan: StepPlan | FormPlan) -> Key:
+        step_id = None if isinstance(plan, FormPlan) else plan.step_id
+        return frozenset(self.members.items()), self.formed_generation, step_id
 
-    def complete_soon(self, key: tuple[int, object]) -> None:
+    def complete_soon(self, key: Key) -> None:
         """All members are there: what is left needs nobody."""
         plan = self._running
         assert plan is not None

@@ -27,8 +27,9 @@ from torch import Tensor
 from hadal.comm.expert_comm import Received
 from hadal.comm.group import Interval
 from hadal.core.placement import Placement
-from hadal.reference.codec import SCALE_GROUP, decode, encode
-from hadal.reference.route import Replicas
+from hadal.core.rows import SCALE_GROUP, row_bytes
+from hadal.reference.codec import decode, encode
+from hadal.reference.route import Replicas, choose_replicas
 
 _MIN_CAPABILITY = (9, 0)
 """Hopper: FP8 and the TMA stores that DeepEP's kernels use."""
@@ -54,15 +55,9 @@ def why_not(wire: str = "fp8", hidden_size: int = 7168) -> str | None:
 def slot_ids(ids_TK: Tensor, replicas: Replicas, shift: int, members: Sequence[int]) -> Tensor:
     """The replica each pair takes as DeepEP's expert id, int64 [T, K]: position among `members` * S + local slot.
 
-    The same choice as `reference.route`. Raises ValueError if an id is out of range or has no replica.
+    Raises ValueError if an id is out of range, has no replica, or its replica is on a rank that is no member.
     """
-    if ids_TK.numel() and not 0 <= int(ids_TK.min()) <= int(ids_TK.max()) < len(replicas.counts_E):
-        raise ValueError("an expert id is out of range.")
-    counts_TK = replicas.counts_E[ids_TK].long()
-    if bool((counts_TK < 1).any()):
-        raise ValueError("an expert has no replica.")
-    token_T1 = torch.arange(len(ids_TK), device=ids_TK.device)[:, None]
-    slot_TK = replicas.slots_EM[ids_TK, (token_T1 + shift) % counts_TK].long()
+    slot_TK = choose_replicas(ids_TK, replicas, shift)
     position_R = torch.full((replicas.num_ranks,), -1, dtype=torch.int64)
     position_R[list(members)] = torch.arange(len(members))
     rank_TK = position_R.to(ids_TK.device)[slot_TK // replicas.num_slots]
@@ -79,7 +74,7 @@ def by_expert(ids_TK: Tensor) -> Tensor:
 def fp8_rows(x_TD: Tensor, wire: str) -> tuple[Tensor, Tensor]:
     """Return (codes E4M3 [T, D], scales FP32 [T, G]) as `Buffer.dispatch` takes them."""
     hidden = x_TD.shape[1]
-    rows_TB = torch.empty((len(x_TD), hidden + 4 * (hidden // SCALE_GROUP)), dtype=torch.uint8, device=x_TD.device)
+    rows_TB = torch.empty((len(x_TD), row_bytes(hidden, wire)), dtype=torch.uint8, device=x_TD.device)
     encode(x_TD, None, rows_TB, wire)
     codes_TD = rows_TB[:, :hidden].contiguous().view(torch.float8_e4m3fn)
     return codes_TD, rows_TB[:, hidden:].contiguous().view(torch.float32)

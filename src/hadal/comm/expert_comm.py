@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hadal.comm.codec import Codec, FrameError
+from hadal.comm.codec import Codec, MessageError
 from hadal.comm.group import Exchange, Group, Interval
 from hadal.comm.layout import MODES, WireLayout
 from hadal.comm.low_latency import Buffers, LowLatencyMode
@@ -126,7 +126,7 @@ class ExpertComm:
         x_TD and ids_TK must not change before finish_dispatch and finish_combine: the own rows are read there.
         Raises ValueError if an id is out of range, shapes do not fit, or T exceeds max_tokens in low-latency mode.
         """
-        num_tokens = len(x_TD)
+        num_tokens = x_TD.shape[0]
         if tuple(x_TD.shape) != (num_tokens, self.layout.hidden_size) or tuple(ids_TK.shape) != (
             num_tokens,
             self._top_k,
@@ -184,7 +184,7 @@ class Handle:
             self._exchange = comm._group.exchange(comm._normal.pack(self._index, *what))
 
     def finish_dispatch(self) -> Received:
-        """Wait for the peers' tokens. Raises PeerLost, or FrameError if a peer is in another step."""
+        """Wait for the peers' tokens. Raises PeerLost, or MessageError if a peer is in another step."""
         comm = self._comm
         messages: Mapping[int, Tensor] = {}
         if self._exchange is not None:
@@ -203,8 +203,9 @@ class Handle:
         """The own part, then what arrived, decoded into one tensor of rows."""
         comm, own = self._comm, self._own_part()
         token_N, row_P, slot_P = own
-        num_rows = len(token_N) + sum(rows for _, rows, _ in arrived)
-        num_pairs = len(row_P) + sum(pairs for _, _, pairs in arrived)
+        own_rows, own_pairs = token_N.shape[0], row_P.shape[0]
+        num_rows = own_rows + sum(rows for _, rows, _ in arrived)
+        num_pairs = own_pairs + sum(pairs for _, _, pairs in arrived)
         hidden = comm.layout.hidden_size
         if self._buffers is not None:
             x_ND = self._buffers.decoded_ND[:num_rows]
@@ -216,9 +217,9 @@ class Handle:
         if not unpack(
             arrived, self._x_TD, own, comm._num_slots, comm.layout.wire, mode is comm._low_latency, row_M, slot_M, x_ND
         ):
-            self._own_rows(token_N, x_ND[: len(token_N)])
-            row_M[: len(row_P)], slot_M[: len(row_P)] = row_P, slot_P
-            row, pair = len(token_N), len(row_P)
+            self._own_rows(token_N, x_ND[:own_rows])
+            row_M[:own_pairs], slot_M[:own_pairs] = row_P, slot_P
+            row, pair = own_rows, own_pairs
             for message, rows, pairs in arrived:
                 mode.decode(message, pairs, x_ND[row : row + rows])
                 row_P, slot_P = mode.lists(message, pairs)
@@ -243,8 +244,9 @@ class Handle:
     def start_combine(self, y_MD: Tensor) -> None:
         """Send the experts' un-weighted outputs back, in the order of Received's pairs. y_MD must not change after."""
         comm, way, back_bytes = self._comm, self._route, self._comm.layout.back_bytes
-        if len(y_MD) != sum(self._num_from.values()):
-            raise ValueError(f"{len(y_MD)} outputs for {sum(self._num_from.values())} pairs.")
+        num_received = sum(self._num_from.values())
+        if y_MD.shape[0] != num_received:
+            raise ValueError(f"{y_MD.shape[0]} outputs for {num_received} pairs.")
         y_MD = self._outputs = y_MD.contiguous()
         num_pairs = way.at_TK.numel()
         if self._buffers is not None:
@@ -273,7 +275,7 @@ class Handle:
         comm = self._comm
         if comm.layout.back_format == "fp32":
             return y_PD.view(torch.uint8).flatten()
-        size = len(y_PD) * comm.layout.back_bytes
+        size = y_PD.shape[0] * comm.layout.back_bytes
         if self._buffers is not None:
             message = self._buffers.send_back[:size]
         else:
@@ -290,8 +292,10 @@ class Handle:
             arrived = self._exchange.wait()
             self.combine_interval = self._exchange.interval
             for peer in comm.peers:
-                if len(arrived[peer]) != self._route.num_pairs_R[peer] * comm.layout.back_bytes:
-                    raise FrameError(f"rank {peer} returned {len(arrived[peer])} bytes, other than what it was sent.")
+                num_bytes = arrived[peer].numel()
+                expected_bytes = comm.layout.combine_bytes(self._route.num_pairs_R[peer])
+                if num_bytes != expected_bytes:
+                    raise MessageError(f"rank {peer} returned {num_bytes} bytes where {expected_bytes} belong.")
         routed_TD = comm._codec.combine(self._back, self._route.at_TK, self._ids_TK, weights_TK.float().contiguous())
         self._back = self._exchange = self._outputs = None
         comm._free.append(self._index)

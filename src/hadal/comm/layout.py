@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from hadal.core.rows import row_bytes
 
@@ -37,22 +38,22 @@ class WireLayout:
         if self.wire not in WIRES:
             raise ValueError(f"{self.wire!r} is no wire format. Known: {', '.join(WIRES)}.")
 
-    @property
+    @cached_property
     def back_format(self) -> str:
         """Format of the rows that come back: a wire with FP8 returns BF16."""
         return "fp32" if self.wire == "fp32" else "bf16"
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Of a dispatched row."""
         return row_bytes(self.hidden_size, self.wire)
 
-    @property
+    @cached_property
     def message_bytes(self) -> int:
         """Of a low-latency message: 7,408 for FP8 at hidden size 7168."""
         return MESSAGE_HEAD_BYTES + self.row_bytes
 
-    @property
+    @cached_property
     def back_bytes(self) -> int:
         """Of a returned row: 14,336 for BF16 at hidden size 7168."""
         return row_bytes(self.hidden_size, self.back_format)

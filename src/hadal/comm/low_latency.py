@@ -87,7 +87,7 @@ class LowLatencyMode:
         self._codec.encode(x_TD, token_P, message, HEAD_BYTES + MESSAGE_HEAD_BYTES, stride)
 
     def read(self, message: Tensor, layer: int, peer: int) -> tuple[int, int]:
-        """Return (rows, pairs) of a message that is as long as they need; every pair has a row. Raises FrameError."""
+        """Return (rows, pairs) of a message that is as long as they need; every pair has a row. Raises MessageError."""
         num_rows, num_pairs = read_head(message, layer, LOW_LATENCY, peer)
         check_size(message, self._codec.layout.dispatch_bytes("low_latency", num_rows, num_pairs), peer)
         return num_rows, num_pairs

@@ -223,7 +223,6 @@ class MeshGroup:
     # ---- forming ----
     def _start_generation(self, generation: int, others: Mapping[int, Member]) -> None:
         """Drop all of the generation before, and the connections that are not wanted any more."""
-        self._retire()
         with self._lock:
             if self._is_closing:
                 raise PeerLost((), "closed")
@@ -244,6 +243,8 @@ class MeshGroup:
             for link in stale + late:
                 if not link.is_broken:
                     self._poller.doom(link)
+        # Only now: until the generation had changed, a frame of the one before could still begin.
+        self._retire()
         self._poller.reap()
 
     def _greet(self, rank: int, member: Member) -> None:

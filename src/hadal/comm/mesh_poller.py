@@ -23,6 +23,32 @@ _EVENTS = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 _HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
+class Turn:
+    """A lock that knows who holds it: held by a thread for as long as it waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder_id = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._holder_id = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._holder_id = 0
+        self._lock.release()
+
+    def acquire(self, timeout_s: float) -> bool:
+        return self._lock.acquire(timeout=timeout_s)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def is_of_another(self) -> bool:
+        """Whether a thread other than the caller's has it, or is just taking it."""
+        return self._lock.locked() and self._holder_id != threading.get_ident()
+
+
 class Poller:
     """Listens from birth. `on_accept(link)` is called for every connection that comes in.
 
@@ -33,8 +59,7 @@ class Poller:
     def __init__(
         self, name: str, host: str, owner: Owner, on_accept: Callable[[Link], None], congestion: str | None
     ) -> None:
-        self.turn = threading.Lock()
-        """Held by a thread for as long as it waits."""
+        self.turn = Turn()
         self._host = host
         self._owner = owner
         self._on_accept = on_accept
@@ -106,8 +131,8 @@ class Poller:
             self.reap()
 
     def wake(self) -> None:
-        """If a thread waits: let it look again."""
-        if self.turn.locked() or self._is_closing:
+        """If another thread waits: let it look again. Who moved the bytes itself looks anyway."""
+        if self.turn.is_of_another() or self._is_closing:
             os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
@@ -120,7 +145,7 @@ class Poller:
         self.reap()
         self._listener.close()
         # A thread that still waits has been told, and leaves the poll first.
-        if self.turn.acquire(timeout=JOIN_TIMEOUT_S):
+        if self.turn.acquire(JOIN_TIMEOUT_S):
             if not self._thread.is_alive():
                 self._poll.close()
                 os.close(self._wake_fd)

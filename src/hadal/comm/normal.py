@@ -70,7 +70,7 @@ class NormalMode:
         self._codec.encode(x_TD, token_N, message, HEAD_BYTES + num_pairs * PAIR_BYTES, row_bytes)
 
     def read(self, message: Tensor, layer: int, peer: int) -> tuple[int, int]:
-        """Return (rows, pairs) of a message that is as long as they need. Raises FrameError."""
+        """Return (rows, pairs) of a message that is as long as they need. Raises MessageError."""
         num_rows, num_pairs = read_head(message, layer, NORMAL, peer)
         check_size(message, self._codec.layout.dispatch_bytes("normal", num_rows, num_pairs), peer)
         return num_rows, num_pairs

@@ -17,10 +17,11 @@ such a wait within POLL_S. Knows no tokens.
 from __future__ import annotations
 
 import hashlib
+import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,13 @@ from hadal.comm.group import Interval, PeerLost
 from hadal.core.plans import Member
 
 MAX_IN_FLIGHT = 8
-JOIN_TIMEOUT_S = 5.0
+JOIN_TIMEOUT_S = 2.0
+"""How long an aborted generation's thread may take to end before it is left alone: its connections are closed."""
 POLL_S = 0.05
 GATHER_POLL_S = 0.005
-_COUNT_TAG, _DATA_TAG = 1, 2
+_COUNT_TAG, _DATA_TAG, _ABORT_TAG = 1, 2, 3
+
+log = logging.getLogger(__name__)
 
 
 class TorchExchange:
@@ -78,6 +82,8 @@ class TorchGroup:
             raise ValueError(f"{backend!r} is no backend of torch.distributed that is known here: gloo or nccl.")
         if backend == "nccl" and not torch.cuda.is_available():
             raise ValueError("nccl needs a CUDA device, and torch sees none; use gloo or tcp.")
+        if backend == "nccl" and torch.device(device).index is None:
+            raise ValueError(f"nccl needs a device with its index, such as cuda:0; it got {device!r}.")
         self.rank = rank
         self.members: tuple[int, ...] = (rank,)
         self.generation = -1
@@ -155,7 +161,7 @@ class TorchGroup:
         if not others:
             exchange.is_done.set()
         elif isinstance(self._link, NcclLink):
-            self._do(self._link.run, exchange)  # Queued on the device: the host's thread goes on by itself.
+            self._do(self._link, exchange)  # Queued on the device: the host's thread goes on by itself.
         else:
             try:
                 self._work.put_nowait(exchange)
@@ -191,22 +197,23 @@ class TorchGroup:
     def close(self) -> None:
         self._leave("closed")
 
-    def _do(self, run: Callable[[TorchExchange], None], exchange: TorchExchange) -> None:
+    def _do(self, link: GlooLink | NcclLink, exchange: TorchExchange) -> None:
         try:
-            self._raise_failure()
-            run(exchange)
+            if link is self._link:
+                self._raise_failure()
+            link.run(exchange)
         except PeerLost as error:
             exchange.error = error
-            self._fail(error)
         except (RuntimeError, ValueError) as error:
             exchange.error = PeerLost((), f"{self._backend}: {error}")
+        if exchange.error is not None and link is self._link:  # Else it comes too late to matter.
             self._fail(exchange.error)
         exchange.is_done.set()
 
     def _run(self, work: queue.Queue[TorchExchange | None], link: GlooLink | NcclLink | None) -> None:
         while (exchange := work.get()) is not None:
             assert link is not None
-            self._do(link.run, exchange)
+            self._do(link, exchange)
 
     def _fail(self, error: PeerLost) -> None:
         with self._lock:
@@ -214,8 +221,9 @@ class TorchGroup:
             if self._failure is not None:
                 return
             self._failure = error
-        if self._link is not None:
-            self._link.abort()
+        link = self._link
+        if link is not None:
+            link.abort()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -225,13 +233,17 @@ class TorchGroup:
         self._fail(PeerLost((), reason))
         thread, self._thread = self._thread, None
         if thread is not None:
-            while thread.is_alive():  # Exchanges that are queued fail one by one; then there is room for the end.
+            until_s = time.monotonic() + JOIN_TIMEOUT_S
+            # Exchanges that are queued fail one by one; then there is room for the end.
+            while thread.is_alive() and time.monotonic() < until_s:
                 try:
                     self._work.put(None, timeout=POLL_S)
                     break
                 except queue.Full:
                     continue
-            thread.join(self.deadline_s + JOIN_TIMEOUT_S)
+            thread.join(JOIN_TIMEOUT_S)
+            if thread.is_alive():
+                log.warning("%s still waits in the generation before", thread.name)
         link, self._link = self._link, None
         if link is not None:
             link.close()
@@ -308,9 +320,20 @@ class GlooLink:
                 raise PeerLost(() if self._is_aborted else (peer,), f"gloo: {error}") from error
 
     def abort(self) -> None:
+        """Close every connection: whatever waits here, and at a peer for this rank, fails at once.
+
+        ProcessGroupGloo.abort leaves a receive under way waiting. A receive that times out closes all connections of
+        its group, so one is posted that nobody answers.
+        """
+        if self._is_aborted:
+            return
         self._is_aborted = True
+        others = [index for index in self._index.values() if index != self._index[self._rank]]
         for group in self._groups:
-            group.abort()
+            try:
+                group.recv([torch.empty(1, dtype=torch.uint8)], others[0], _ABORT_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                log.debug("gloo closed its connections: %s", error)
 
     def close(self) -> None:
         self._groups.clear()
@@ -334,7 +357,8 @@ class NcclLink:
 
     def run(self, exchange: TorchExchange) -> None:
         """Queue it on the side stream. Returns when the counts are known."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        compute = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
             parts = [exchange.sends.get(rank) for rank in self._members]
             sizes = [0 if part is None else part.numel() for part in parts]
@@ -355,7 +379,7 @@ class NcclLink:
                 if rank != self._rank:
                     if exchange.recvs is not None:
                         piece = exchange.recvs[rank][: piece.numel()].copy_(piece)
-                    piece.record_stream(torch.cuda.current_stream(self._device))
+                    piece.record_stream(compute)  # It was made on the side stream, and is read on this one.
                     exchange.received[rank] = piece
             exchange.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             exchange.ready.record(self._stream)

@@ -14,6 +14,10 @@ from typing import Any
 
 from hadal.core.errors import ConfigError
 
+PREFILL = "prefill"
+DECODE = "decode"
+ROLES = (PREFILL, DECODE)
+"""What units are for, by the names of their tables in a deployment."""
 RANK_BEAT_S = 0.25
 """Period of a rank's heartbeat to its leader."""
 
@@ -82,9 +86,10 @@ class Deployment:
     """What tokens are on their way to experts: "fp32" both ways, or "fp8" / "fp8_pow2": FP8 E4M3 out with a scale per
     128 channels (any FP32 / a power of two), BF16 back."""
     transport: str = "auto"
-    """Between the ranks of a unit: "tcp", "gloo", "nccl" or "deepep"; "auto": tcp on CPUs, nccl on GPUs."""
+    """Between the ranks of a unit: "tcp", "gloo", "nccl" or "deepep"; "auto": tcp on CPUs, nccl on GPUs, gloo where
+    ranks of a unit share one."""
     device: str = "auto"
-    """"cpu", "cuda"; "auto": cpu, until KV can be handed over between GPUs."""
+    """"cpu", "cuda"; "auto": cpu, for a GPU runs plain torch ops so far."""
     device_memory_gb: float = 0.0
     """Memory of a GPU that weights, KV and buffers must fit in, 10^9 bytes. 0: what the GPUs of this machine have."""
     lease_s: float = 30.0
@@ -164,7 +169,7 @@ def check(deployment: Deployment) -> None:
     if deployment.device == "cpu" and deployment.transport in ("nccl", "deepep"):
         raise ConfigError(f"transport {deployment.transport!r} needs GPUs, and device is 'cpu'. CPUs take tcp or gloo.")
     _check_deadlines(deployment)
-    for kind in ("prefill", "decode"):
+    for kind in ROLES:
         _check_units(kind, getattr(deployment, kind))
     for name in ("max_body_bytes", "default_output_tokens", "max_n", "max_running", "request_timeout_s"):
         if getattr(deployment.limits, name) <= 0:

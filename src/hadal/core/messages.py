@@ -89,8 +89,8 @@ class Cancel(Message, frozen=True):
 
 # ---- prefill leader -> front ----
 class KvLease(msgspec.Struct, frozen=True, array_like=True):
-    """A promise that blocks stay as they are until its end unless released. The puller checks `generations` once more
-    after copying."""
+    """A promise that blocks stay as they are until the prefill unit's `lease_s` is over, unless released. The puller
+    checks `generations` once more after copying."""
 
     source: str
     """Name of the pool that holds them (a shared-memory segment on a host)."""
@@ -99,8 +99,6 @@ class KvLease(msgspec.Struct, frozen=True, array_like=True):
     """Counter of each block, raised whenever the block is freed: a changed counter means the copy is void."""
     num_tokens: int
     """Tokens of KV that are valid, from position 0."""
-    duration_s: float
-    """How long the prefill side holds them after PrefillDone was sent."""
 
 
 class PrefillDone(Message, frozen=True):
@@ -117,7 +115,6 @@ class Decode(Message, frozen=True):
 
     generation: Generation
     lease: KvLease
-    prefill_unit: str
 
 
 # ---- decode leader -> front ----
@@ -153,7 +150,6 @@ class Load(Message, frozen=True):
     """
 
     unit: str
-    role: str
     epoch: str
     num_blocks: int
     num_blocks_used: int

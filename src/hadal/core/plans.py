@@ -76,6 +76,9 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     """History for the penalties; set only if a penalty is on. `output` includes `last_token`."""
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    is_pulled: bool = False
+    """The KV is as it was pulled: where the cache is not the pool, it has to be fetched from there. Else the cache has
+    what the rank computed since, and the pool is behind it."""
 
 
 class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from hadal import __version__
+from hadal.core.config import ROLES
 from hadal.core.errors import HadalError
 from hadal.gateway.auth import Keys
 from hadal.gateway.body import read_body
@@ -99,7 +100,7 @@ class Gateway:
 
 def is_ready(snapshot: FrontSnapshot) -> bool:
     """True when a request can be answered from end to end."""
-    return all(snapshot.role_to_units.get(role, 0) for role in ("prefill", "decode"))
+    return all(snapshot.role_to_units.get(role, 0) for role in ROLES)
 
 
 class Generate:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hadal.core.config import ROLES
 from hadal.core.messages import Load
 from hadal.roles.front_snapshot import FrontSnapshot
 
@@ -86,7 +87,7 @@ class _FrontCollector(Collector):
         yield states
         yield GaugeMetricFamily("hadal_draining", "1 while nothing new is taken.", snapshot.is_draining)
         up = GaugeMetricFamily("hadal_units_up", "Units that are up.", labels=("role",))
-        for role in ("prefill", "decode"):
+        for role in ROLES:
             up.add_metric((role,), snapshot.role_to_units.get(role, 0))
         yield up
         yield from _unit_metrics(snapshot.unit_to_load)

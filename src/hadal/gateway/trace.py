@@ -46,6 +46,8 @@ async def answer_trace(host: Host, units: Collection[str], query: Mapping[str, s
         raise ApiError(400, f"steps is {num_steps:g}; a whole number is needed.", param="steps")
     if unit not in units:
         known = ", ".join(sorted(units)) or "none: the server is starting"
+        if unit.rpartition(".")[0] in units:
+            known += ". A trace is of a whole unit, all ranks of it"
         raise ApiError(404, f"There is no unit {unit[:100]!r}. Known: {known}.", param="unit", code="unit_not_found")
     trace = await host.trace(unit, int(num_steps), wait_s)
     if trace is not None and not trace.steps:
@@ -55,8 +57,8 @@ async def answer_trace(host: Host, units: Collection[str], query: Mapping[str, s
         )  # fmt: skip
     if trace is None:
         raise ApiError(
-            504, f"{unit} ran fewer than {num_steps:g} steps within {wait_s:g} s. Send it a request meanwhile: a unit "
-            "without work takes no steps.", code="no_step",
+            504, f"{unit} did not run {num_steps:g} more steps within {wait_s:g} s. Send it a request meanwhile: "
+            "a unit without work takes no steps.", code="no_step",
         )  # fmt: skip
     return TraceReply(unit, trace.steps)
 

@@ -25,7 +25,7 @@ def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, wire_format: s
     Raises ValueError if shapes do not match or an index is out of range.
     """
     num_tokens, hidden = x_TD.shape
-    num_rows = num_tokens if index_N is None else len(index_N)
+    num_rows = num_tokens if index_N is None else index_N.shape[0]
     _check_rows(rows_NB, num_rows, row_bytes(hidden, wire_format))
     lib = library.load()
     if lib is None or not library.fits(x_TD) or rows_NB.device.type != "cpu":
@@ -64,10 +64,10 @@ def weighted_sum(
     `wire_format` "fp32" or "bf16"; rows_PB without gaps. Raises ValueError if shapes do not match.
     """
     num_tokens, hidden = out_TD.shape
-    top_k = ids_TK.shape[1]
+    num_rows, top_k = rows_PB.shape[0], ids_TK.shape[1]
     if wire_format not in ("fp32", "bf16") or top_k > MAX_TOP_K:
         raise ValueError(f"rows of {wire_format} with {top_k} of a token cannot be summed.")
-    library.check_shape("rows_PB", rows_PB, (len(rows_PB), row_bytes(hidden, wire_format)))
+    library.check_shape("rows_PB", rows_PB, (num_rows, row_bytes(hidden, wire_format)))
     for name, tensor in (("at_TK", at_TK), ("ids_TK", ids_TK), ("weights_TK", weights_TK)):
         library.check_shape(name, tensor, (num_tokens, top_k))
     lib = library.load()
@@ -77,7 +77,7 @@ def weighted_sum(
     at_TK, ids_TK = library.as_int(at_TK, torch.int32), library.as_int(ids_TK, torch.int64)
     library.check_status(
         lib.hadal_weighted_sum(
-            library.team(), rows_PB.data_ptr(), len(rows_PB), hidden, int(wire_format == "bf16"), at_TK.data_ptr(),
+            library.team(), rows_PB.data_ptr(), num_rows, hidden, int(wire_format == "bf16"), at_TK.data_ptr(),
             ids_TK.data_ptr(), weights_TK.data_ptr(), num_tokens, top_k, out_TD.data_ptr(),
         )
     )  # fmt: skip

@@ -60,11 +60,11 @@ def unpack(
     if lib is None or not library.fits(x_TD, out_ND) or any(m.device.type != "cpu" for m, _, _ in messages):
         return False
     token_N, row_P, slot_P = own
+    first_row, first_pair = token_N.shape[0], row_P.shape[0]
     shape = (ctypes.c_int32 * 7)(
-        x_TD.shape[1], num_slots, FORMATS[wire], is_low_latency, len(messages), len(token_N), len(row_P)
+        x_TD.shape[1], num_slots, FORMATS[wire], is_low_latency, len(messages), first_row, first_pair
     )
     numbers: list[int] = []
-    first_row, first_pair = len(token_N), len(row_P)
     for message, num_rows, num_pairs in messages:
         numbers += (message.data_ptr(), num_rows, num_pairs, first_row, first_pair)
         first_row, first_pair = first_row + num_rows, first_pair + num_pairs

@@ -29,20 +29,22 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
     slots_EM, counts_E = (library.as_int(x, torch.int32) for x in (replicas.slots_EM, replicas.counts_E))
     # One allocation: scratch, pairs and rows of every rank, then five lists of a pair each.
     out = torch.empty(num_pairs * 6 + num_ranks * 6, dtype=torch.int32)
-    sizes = [num_pairs + 4 * num_ranks, num_ranks, num_ranks, *([num_pairs] * 5)]
-    scratch, pairs_R, rows_R, *lists = torch.split_with_sizes(out, sizes)
+    sizes = [num_pairs + 4 * num_ranks, 2 * num_ranks, *([num_pairs] * 5)]
+    scratch, counts, *lists = torch.split_with_sizes(out, sizes)
+    pairs_address = counts.data_ptr()
     shape = (ctypes.c_int32 * 7)(
         num_tokens, top_k, num_experts, most, replicas.num_slots, num_ranks, shift
     )
     library.check_status(
         lib.hadal_route(
             ctypes.addressof(shape), ids_TK.data_ptr(), slots_EM.data_ptr(), counts_E.data_ptr(),
-            *(x.data_ptr() for x in (scratch, pairs_R, rows_R, *lists)),
+            scratch.data_ptr(), pairs_address, pairs_address + 4 * num_ranks, *(x.data_ptr() for x in lists),
         )
     )  # fmt: skip
     token_P, row_P, slot_P, token_N, at_P = lists
-    num_rows_R = rows_R.tolist()
+    num_both = counts.tolist()
+    num_pairs_R, num_rows_R = num_both[:num_ranks], num_both[num_ranks:]
     return Route(
-        pairs_R.tolist(), num_rows_R, token_P, row_P, slot_P, token_N[: sum(num_rows_R)],
+        num_pairs_R, num_rows_R, token_P, row_P, slot_P, token_N[: sum(num_rows_R)],
         at_P.view(num_tokens, top_k), scratch[:num_pairs].view(num_tokens, top_k),
     )  # fmt: skip

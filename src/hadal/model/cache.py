@@ -3,18 +3,28 @@
 A token's entry in a layer is its latent, [normed c_kv ; rotated k_rope] (DeepSeek-V3, arXiv 2412.19437, eq. 1-5). All
 layers of a block lie together, so that handing a block over is one copy. Block 0 is scratch: padding is written there.
 
+On a CPU the cache lies in the pool that other processes read. On a GPU it lies there, and the pool is a staging copy:
+
+    prefill   chunks write the cache ... last chunk, publish: cache -> pool ... another rank pulls out of the pool
+    decode    a pull fills the pool ... the request joins, fetch: pool -> cache ... steps write the cache alone
+
 Shapes: P blocks, L layers, S tokens of a block, D latent.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
 from hadal.core.model_config import ModelConfig
+
+log = logging.getLogger(__name__)
 
 
 def block_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> int:
@@ -23,7 +33,8 @@ def block_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> int:
 
 
 class KvCache:
-    """`cache_PLSD`, in own memory or in the caller's (a shared-memory segment that another process reads)."""
+    """`cache_PLSD`, in own memory or in the caller's (a shared-memory segment that another process reads); or, staged,
+    in own memory beside the caller's."""
 
     def __init__(
         self,
@@ -34,9 +45,11 @@ class KvCache:
         num_layers: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        is_staged: bool | None = None,
     ) -> None:
         """`buffer`: writable memory of at least num_blocks * block_bytes, kept alive by the caller; zeroed by nobody.
-        `num_layers`: the model's if None; an MTP module's cache has one.
+        `num_layers`: the model's if None; an MTP module's cache has one. `is_staged`: the cache has its own memory, on
+        `device`, and `buffer` is the pool that it is published to and fetched from; None: if `device` is not the CPU.
 
         Raises ValueError if it is too small or if there is no block beside the scratch one.
         """
@@ -44,10 +57,61 @@ class KvCache:
             raise ValueError(f"num_blocks is {num_blocks}; block {SCRATCH_BLOCK} is scratch, so at least 2 are needed.")
         shape = (num_blocks, num_layers or config.num_hidden_layers, BLOCK_TOKENS, config.latent_dim)
         self.num_blocks = num_blocks
+        self._pool_PLSD: Tensor | None = None
         if buffer is None:
             self.cache_PLSD = torch.zeros(shape, dtype=dtype, device=device)
             return
         num_bytes = math.prod(shape) * dtype.itemsize
         if memoryview(buffer).nbytes < num_bytes:
             raise ValueError(f"the buffer has {memoryview(buffer).nbytes} bytes; {num_blocks} blocks need {num_bytes}.")
-        self.cache_PLSD = torch.frombuffer(buffer, dtype=dtype, count=num_bytes // dtype.itemsize).view(shape)
+        pool_PLSD = torch.frombuffer(buffer, dtype=dtype, count=num_bytes // dtype.itemsize).view(shape)
+        if is_staged is None:
+            is_staged = torch.device(device).type != "cpu"
+        if not is_staged:
+            self.cache_PLSD = pool_PLSD
+            return
+        self.cache_PLSD = torch.zeros(shape, dtype=dtype, device=device)
+        self._pool_PLSD = pool_PLSD
+        if self.cache_PLSD.is_cuda:
+            _pin(pool_PLSD, self.cache_PLSD.device)
+
+    def publish(self, block_ids: Sequence[int]) -> None:
+        """Bring these blocks' pool up to date. Returns when it is: from then on they may be leased."""
+        if self._pool_PLSD is None:
+            return
+        for first, end in _runs(block_ids):
+            self._pool_PLSD[first:end].copy_(self.cache_PLSD[first:end], non_blocking=True)
+        if self.cache_PLSD.is_cuda:
+            torch.cuda.current_stream(self.cache_PLSD.device).synchronize()
+
+    def fetch(self, block_ids: Sequence[int]) -> None:
+        """Take these blocks from the pool, ahead of what is queued on the device after this. Until the end of the step
+        nobody may write them in the pool."""
+        if self._pool_PLSD is None:
+            return
+        for first, end in _runs(block_ids):
+            self.cache_PLSD[first:end].copy_(self._pool_PLSD[first:end], non_blocking=True)
+
+
+def _pin(pool_PLSD: Tensor, device: torch.device) -> None:
+    """Let the device read and write the pool by itself. Where it cannot, copies pass through the driver's memory."""
+    num_bytes = pool_PLSD.numel() * pool_PLSD.element_size()
+    status = int(torch.cuda.cudart().cudaHostRegister(pool_PLSD.data_ptr(), num_bytes, 0))  # type: ignore[no-untyped-call]
+    if status == 0:
+        return
+    log.warning("the KV pool of %d MiB cannot be pinned (CUDA error %d): copies are slower", num_bytes >> 20, status)
+    try:
+        torch.zeros(1, device=device).add_(1)  # CUDA tells of the refusal again at the next kernel: let it be this one.
+    except RuntimeError as error:
+        log.debug("told again: %s", error)
+
+
+def _runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Merge neighbours: (first, end)."""
+    runs: list[tuple[int, int]] = []
+    for block_id in sorted(block_ids):
+        if runs and runs[-1][1] == block_id:
+            runs[-1] = (runs[-1][0], block_id + 1)
+        else:
+            runs.append((block_id, block_id + 1))
+    return runs

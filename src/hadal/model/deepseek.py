@@ -77,7 +77,7 @@ class DeepseekV3:
     def hidden(self, chunks: Sequence[Chunk]) -> Tensor:
         """Like prefill, but return what the head and the MTP module take of every token: [T, D] after the last norm."""
         state = self._start(prefill_batch(chunks, (), self.cache.cache_PLSD, self.weights.cos_sin))
-        execute(SEQUENTIAL, len(self.weights.layers), [state], self._run_op)
+        self._through_layers([state], SEQUENTIAL, Recorder())
         return self._norm(state.hidden_TD)
 
     @torch.inference_mode()
@@ -134,18 +134,21 @@ class DeepseekV3:
     def _all_layers(self, states: Sequence[MicroBatch], schedule: Schedule, recorder: Recorder | None) -> list[Tensor]:
         """Logits of each micro-batch."""
         recorder = recorder if recorder is not None else Recorder()
-        try:
-            execute(schedule, len(self.weights.layers), states, self._run_op, recorder)
-        except BaseException:
-            if self.comm is not None:
-                self.comm.abandon()
-            raise
+        self._through_layers(states, schedule, recorder)
         logits = []
         for index, state in enumerate(states):
             recorder.begin("head")
             logits.append(self.head(self._norm(state.hidden_TD)))
             recorder.end("head", index)
         return logits
+
+    def _through_layers(self, states: Sequence[MicroBatch], schedule: Schedule, recorder: Recorder) -> None:
+        try:
+            execute(schedule, len(self.weights.layers), states, self._run_op, recorder)
+        except BaseException:
+            if self.comm is not None:
+                self.comm.abandon()
+            raise
 
     def _run_op(self, state: MicroBatch, layer_index: int, op: str) -> Interval | None:
         return OPS[op](state, self.weights.layers[layer_index], layer_index)

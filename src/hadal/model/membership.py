@@ -57,7 +57,7 @@ class Membership:
             )
             self._comm.install(placement)
         except Exception as failure:
-            _log.exception("generation %d was not formed", plan.generation)
+            log_failure(f"generation {plan.generation} was not formed", failure)
             self._is_over.set()
             self.blame(failure)
             error = f"{type(failure).__name__}: {failure}"
@@ -86,3 +86,13 @@ class Membership:
 
     def close(self) -> None:
         self._group.close()
+
+
+def log_failure(what: str, failure: Exception) -> None:
+    """A lost peer is an event, not a bug: one line, none for what only follows from it. Else the traceback."""
+    if isinstance(failure, PeerLost):
+        _log.warning("%s: %s", what, failure)
+    elif isinstance(failure, Aborted):
+        _log.debug("%s: %s", what, failure)
+    else:
+        _log.error("%s", what, exc_info=failure)

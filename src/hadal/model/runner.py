@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk, DecodePlan, Formed, FormPlan, PrefillPlan, StepDone, StepPlan
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.execute import Progress, Recorder
-from hadal.model.membership import Membership
+from hadal.model.membership import Membership, log_failure
 from hadal.model.sampler import Drawn, Sampler
 from hadal.model.table import RankTable
 from hadal.overlap.plan import SCHEDULES, Schedule
@@ -63,8 +64,10 @@ class ModelRunner:
                 self._membership.check()
             run = self._prefill(plan, recorder) if isinstance(plan, PrefillPlan) else self._decode(plan, recorder)
             keys, drawn = run
+        except torch.AcceleratorError:
+            raise  # The device's context is gone with all it held, and only another process gets a new one.
         except Exception as error:
-            _log.exception("step %d failed", plan.step_id)
+            log_failure(f"step {plan.step_id} failed", error)
             if self._membership is not None:
                 self._membership.blame(error)
             elapsed_s = time.perf_counter() - start_s
@@ -126,6 +129,8 @@ class ModelRunner:
         for slot, key in enumerate(keys):
             self._join(slot, chunks[key])
         drawn = self._prefill_sampler.draw(torch.cat(logits), np.arange(len(keys)))
+        # Before anybody hears of the token: with it the blocks are leased.
+        self._model.cache.publish([block_id for key in keys for block_id in chunks[key].block_ids])
         for slot in range(len(keys)):
             self._prefill_sampler.leave(slot)
         recorder.end("draw")
@@ -181,6 +186,8 @@ class ModelRunner:
             sampler.leave(slot)
         for join in plan.joins:
             table.join(join)
+            if join.is_pulled:
+                self._model.cache.fetch(join.block_ids[: -(-join.num_tokens // BLOCK_TOKENS)])
             sampler.join(
                 join.slot, join.sampling, join.output_index, prompt=join.prompt, output=join.output,
                 stop_ids=join.stop_ids, min_tokens=join.min_tokens,

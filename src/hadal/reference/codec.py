@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hadal.core.rows import SCALE_GROUP, codes_bytes
 from hadal.reference.fp8 import E4M3_MAX, e4m3_to_f32
 
-SCALE_GROUP = 128
 MIN_AMAX = 1e-4
 _MANTISSA = 0x7FFFFF
 """Of an FP32."""
@@ -39,10 +39,10 @@ def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, wire_format: s
         scale_NG = torch.where(scale_NG.isfinite(), power, scale_NG)
     # Clamped because a cast beyond the range gives NaN on some devices.
     codes_NGC = (groups_NGC / scale_NG[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    codes_bytes = padded_codes(hidden)
+    end = codes_bytes(hidden)
     rows_NB[:, :hidden].copy_(codes_NGC.view(torch.uint8).flatten(1)[:, :hidden])
-    rows_NB[:, hidden:codes_bytes].zero_()
-    rows_NB[:, codes_bytes : codes_bytes + 4 * num_groups].copy_(_dense(scale_NG).view(torch.uint8))
+    rows_NB[:, hidden:end].zero_()
+    rows_NB[:, end : end + 4 * num_groups].copy_(_dense(scale_NG).view(torch.uint8))
 
 
 def decode(rows_NB: Tensor, out_ND: Tensor, wire_format: str) -> None:
@@ -52,8 +52,8 @@ def decode(rows_NB: Tensor, out_ND: Tensor, wire_format: str) -> None:
         dtype = torch.float32 if wire_format == "fp32" else torch.bfloat16
         out_ND.copy_(_dense(rows_NB[:, : hidden * dtype.itemsize]).view(dtype))
         return
-    num_groups, codes_bytes = -(-hidden // SCALE_GROUP), padded_codes(hidden)
-    scale_NG = _dense(rows_NB[:, codes_bytes : codes_bytes + 4 * num_groups]).view(torch.float32)
+    num_groups, end = -(-hidden // SCALE_GROUP), codes_bytes(hidden)
+    scale_NG = _dense(rows_NB[:, end : end + 4 * num_groups]).view(torch.float32)
     scale_ND = scale_NG.repeat_interleave(SCALE_GROUP, dim=1)[:, :hidden]
     out_ND.copy_(e4m3_to_f32(_dense(rows_NB[:, :hidden])) * scale_ND)
 
@@ -69,11 +69,6 @@ def weighted_sum(
     out_TD.zero_()
     for k in range(ids_TK.shape[1]):
         out_TD.copy_(_fma(rows_PD[at_TK[:, k]].float(), weights_TK[:, k, None], out_TD))
-
-
-def padded_codes(hidden: int) -> int:
-    """Bytes of a row's codes: what follows them is read as FP32."""
-    return -(-hidden // 4) * 4
 
 
 def _dense(rows_NB: Tensor) -> Tensor:

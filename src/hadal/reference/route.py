@@ -46,20 +46,25 @@ class Route:
     """The replica's slot id in the whole unit."""
 
 
-def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
-    """Pair (t, k) takes replica (t + shift) % count of its expert: even, and the same whoever computes it.
+def choose_replicas(ids_TK: Tensor, replicas: Replicas, shift: int) -> Tensor:
+    """The slot id each pair goes to, int64 [T, K]: replica (t + shift) % count of its expert.
 
-    Raises ValueError if an id is out of range or its expert has no replica.
+    Even, and the same whoever computes it. Raises ValueError if an id is out of range or its expert has no replica.
     """
-    num_tokens, top_k = ids_TK.shape
-    num_ranks, num_slots = replicas.num_ranks, replicas.num_slots
-    if ids_TK.numel() and (int(ids_TK.min()) < 0 or int(ids_TK.max()) >= len(replicas.counts_E)):
+    if ids_TK.numel() and not 0 <= int(ids_TK.min()) <= int(ids_TK.max()) < len(replicas.counts_E):
         raise ValueError("an expert id is out of range.")
     counts_TK = replicas.counts_E[ids_TK].long()
     if bool((counts_TK < 1).any()):
-        raise ValueError("an expert id is out of range, or the expert has no replica.")
-    token_T1 = torch.arange(num_tokens, device=ids_TK.device)[:, None]
-    slot_TK = replicas.slots_EM[ids_TK, (token_T1 + shift) % counts_TK].long()
+        raise ValueError("an expert id has no replica.")
+    token_T1 = torch.arange(len(ids_TK), device=ids_TK.device)[:, None]
+    return replicas.slots_EM[ids_TK, (token_T1 + shift) % counts_TK].long()
+
+
+def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
+    """Choose every pair's replica and group the pairs by rank. Raises ValueError as `choose_replicas`."""
+    num_tokens, top_k = ids_TK.shape
+    num_ranks, num_slots = replicas.num_ranks, replicas.num_slots
+    slot_TK = choose_replicas(ids_TK, replicas, shift)
     rank_TK = slot_TK // num_slots
     order_P = rank_TK.flatten().argsort(stable=True)
     rank_P, token_P = rank_TK.flatten()[order_P], order_P // max(top_k, 1)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hadal.core.config import DECODE
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     Audit,
@@ -77,7 +78,7 @@ class DecodeLeader:
         self._num_plans = 0
         self._second: tuple[tuple[int, ...], ...] | None = None
         """By rank, slots of the second micro-batch; kept while nobody joins or leaves: all grow alike."""
-        self._reporter = UnitReporter(unit, "decode", epoch, self.blocks, num_slots, heartbeat_s)
+        self._reporter = UnitReporter(unit, DECODE, epoch, self.blocks, num_slots, heartbeat_s)
         self._tracer = Tracer(unit)
         self._out: list[Effect] = []
 
@@ -340,7 +341,7 @@ class DecodeLeader:
         return Join(
             slot % self.slots.per_rank, table.blocks_of(slot), int(table.length[slot]), int(table.last_token[slot]),
             int(table.output_index[slot]), generation.sampling, prompt, tuple(output),
-            stop_ids=generation.stop_ids, min_tokens=generation.min_tokens,
+            stop_ids=generation.stop_ids, min_tokens=generation.min_tokens, is_pulled=table.is_as_pulled(slot),
         )  # fmt: skip
 
     # ---- what the front hears ----

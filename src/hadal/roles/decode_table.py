@@ -124,6 +124,11 @@ class DecodeTable:
     def blocks_of(self, slot: int) -> tuple[int, ...]:
         return tuple(self.block_ids[slot, : self.num_blocks[slot]].tolist())
 
+    def is_as_pulled(self, slot: int) -> bool:
+        """No token was delivered since the KV was pulled. Still so after a join whose plans were void: then it is not
+        known whether the Runner saw it, and what it wrote lies behind what was pulled and is written again."""
+        return int(self.length[slot]) == self.seat(slot).lease.num_tokens
+
     def grow(self, slot: int, block_id: int) -> int:
         """Append a block and return its position in the slot's list."""
         position = int(self.num_blocks[slot])

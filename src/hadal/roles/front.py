@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from hadal.core.config import Deployment
+from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     AnyMessage,
@@ -76,7 +76,7 @@ class Front:
 
     def start(self, now_s: float) -> list[Effect]:
         """The first effects of the process: units that outlived the front before drop what they held for it."""
-        units = [("prefill", self._config.prefill.units), ("decode", self._config.decode.units)]
+        units = [(PREFILL, self._config.prefill.units), (DECODE, self._config.decode.units)]
         self._out = [
             Send(f"{role}-{index}", FrontUp(self._epoch)) for role, count in units for index in range(count)
         ]
@@ -220,7 +220,7 @@ class Front:
             return
         record.decode_unit = unit
         self.units.sent_to_decode(unit, record.num_blocks)
-        self._send(unit, Decode(self._current(record), done.lease, done.unit))
+        self._send(unit, Decode(self._current(record), done.lease))
 
     def _pulled(self, unit: str, request_id: str, attempt: int) -> None:
         record = self._record(request_id, attempt)
@@ -383,7 +383,7 @@ class Front:
             self.is_draining,
             {state.value: count for state, count in self.requests.counts.items()},
             {unit.name: unit.load for unit in units if unit.load is not None},
-            {role: len(self.units.of_role(role)) for role in ("prefill", "decode")},
+            {role: len(self.units.of_role(role)) for role in ROLES},
             msgspec.structs.replace(self.totals),
         )  # fmt: skip
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hadal.core.config import DECODE, PREFILL, ROLES
 from hadal.core.messages import BLOCK_TOKENS, Load, UnitUp
 from hadal.core.request import State
 from hadal.policy.views import DecodeUnitView, DownstreamView, PrefillUnitView
 from hadal.roles.front_requests import Record
-
-PREFILL = "prefill"
-DECODE = "decode"
 
 
 @dataclass(slots=True)
@@ -68,7 +66,7 @@ class UnitBook:
     def capacity_tokens(self) -> int | None:
         """Tokens of KV of one request that both roles have a unit for; None if no rank of a role is up."""
         num_blocks = min(
-            max((unit.num_blocks_request for unit in self.of_role(role)), default=0) for role in (PREFILL, DECODE)
+            max((unit.num_blocks_request for unit in self.of_role(role)), default=0) for role in ROLES
         )
         return num_blocks * BLOCK_TOKENS or None
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from hadal.core.config import PREFILL
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     Audit,
@@ -76,7 +77,7 @@ class PrefillLeader:
         self._started: dict[Key, Prompt] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._num_plans = 0
-        self._reporter = UnitReporter(unit, "prefill", epoch, self.blocks, num_requests_max, heartbeat_s)
+        self._reporter = UnitReporter(unit, PREFILL, epoch, self.blocks, num_requests_max, heartbeat_s)
         self._tracer = Tracer(unit)
 
     def start(self, now_s: float) -> list[Effect]:
@@ -227,7 +228,7 @@ class PrefillLeader:
             self.leases.open(HeldLease(*prompt.key, prompt.block_ids, now_s + self._lease_s, prompt.rank))
             lease = KvLease(
                 self.blocks.names[prompt.rank], prompt.block_ids,
-                self.blocks[prompt.rank].generations(prompt.block_ids), len(prompt.tokens), self._lease_s,
+                self.blocks[prompt.rank].generations(prompt.block_ids), len(prompt.tokens),
             )  # fmt: skip
         else:
             prompt.is_dropped = True  # Freed by the caller: this was its last plan.

@@ -11,6 +11,7 @@ Knows no plans, blocks or requests. `effects` is what it wants sent; its owner t
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Collection
 
 from hadal.core.config import RANK_BEAT_S
 from hadal.core.messages import RankBeat, RankForm, RankFormed, RankUp, UnitDown
@@ -34,7 +35,8 @@ _NUM_NOTES = 256
 class RankBook:
     """Membership of `unit`. `placement` is the full one; a generation without some ranks gets it without those.
 
-    `grace_s`: how long the first ranks wait for the others before they form without them.
+    `grace_s`: how long the first ranks wait for the others before they form without them; and how long a rank may stay
+    unheard of before the supervisor is asked to kill it, if it has one that says it is ready.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class RankBook:
         """rank -> error of its RankFormed."""
         self._num_failed_forms = 0
         self._first_up_s: float | None = None
+        self._begun_s: float | None = None
+        """When deadlines were first looked at."""
         self._whole_until_s: float | None = None
         """When the last generation that ran was over; None while one runs."""
         self._phase_s = 0.0
@@ -179,12 +183,13 @@ class RankBook:
         self._blame(observer, lost)
         if self.phase in (Phase.RUNNING, Phase.DRAINING):
             self._move(now_s, "break")
-            self.notes.append(f"rank {observer} lost {list(lost) or 'a peer'}: waiting to hear who is gone")
+            self.notes.append(f"rank {observer} lost {_names(lost)}: waiting to hear who is gone")
         self._believe_blamers(now_s)
 
     def tick(self, now_s: float, is_stepping: bool) -> None:
         """Look at every deadline. `is_stepping`: a step is in flight, so a thread that computes has to move."""
         is_over = False
+        self._begun_s = now_s if self._begun_s is None else self._begun_s
         for index, rank in enumerate(self._ranks):
             is_member = self.is_member(index, rank.epoch)
             reason = ""
@@ -194,6 +199,10 @@ class RankBook:
                 reason = f"stuck in one op for {now_s - rank.moved_s:.1f} s"
             elif rank.state is RankState.DROPPED and now_s - rank.killed_s > KILL_AGAIN_S:
                 self._kill(now_s, index, "given up before")
+            elif rank.state is RankState.ABSENT and now_s - max(
+                self._begun_s, rank.ended_s, rank.killed_s
+            ) > self._grace_s:  # One that froze before it was heard here. One that still starts is let be.
+                self._kill(now_s, index, f"its leader has not heard of it for {self._grace_s:g} s")
             if reason:
                 self._give_up(now_s, index, reason)
                 is_over = is_over or is_member
@@ -220,7 +229,10 @@ class RankBook:
         for rank in self._ranks:
             rank.heard_s += gap_s
             rank.moved_s += gap_s
+            rank.progressed_s += gap_s
+            rank.ended_s += gap_s
         self._phase_s += gap_s
+        self._begun_s = None if self._begun_s is None else self._begun_s + gap_s
 
     # ---- forming ----
     def form(self, now_s: float) -> None:
@@ -382,3 +394,7 @@ class RankBook:
         if self.phase is Phase.WAITING and any(rank.state is RankState.MEMBER for rank in self._ranks):
             problems.append("a member of nothing")
         return problems
+
+
+def _names(ranks: Collection[int]) -> str:
+    return "its connection to rank " + ", ".join(map(str, ranks)) if ranks else "a peer"

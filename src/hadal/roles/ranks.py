@@ -217,6 +217,7 @@ class RankedLeader:
             ]  # fmt: skip
             if failed:
                 self._in_flight.popleft()
+                self.book.notes.append(f"step {step.step_id} failed: {'; '.join(failed)}")
                 self.book.form(now_s)
                 elapsed_s = max(part.elapsed_s for part in step.parts.values())
                 self._feed(now_s, StepDone(step.step_id, (), (), {}, elapsed_s, "; ".join(failed)))
@@ -274,6 +275,8 @@ class RankedLeader:
             self._check_s = now_s + CHECK_S
             self.book.tick(now_s, bool(self._in_flight))
             if self._in_flight and self.book.is_idle_since(self._in_flight[0].sent_s, now_s - self._step_timeout_s):
+                step_id = self._in_flight[0].step_id
+                self.book.notes.append(f"step {step_id} is broken off: no rank moved for {self._step_timeout_s:g} s")
                 self.book.form(now_s)
         if now_s >= self._core_wake_s:
             self._core_wake_s = math.inf

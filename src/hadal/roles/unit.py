@@ -77,7 +77,7 @@ class UnitReporter:
     def _load(self) -> Load:
         num_blocks_used, num_requests, num_tokens_waiting, num_ranks, generation = self._said
         return Load(
-            self.unit, self.role, self.epoch, self._pools.num_usable, num_blocks_used, num_requests,
+            self.unit, self.epoch, self._pools.num_usable, num_blocks_used, num_requests,
             self._num_requests_max * num_ranks, num_tokens_waiting, self.meter.num_steps, self.meter.step_ms,
             num_ranks=num_ranks, generation=generation, num_blocks_request=self._pools.num_blocks_request,
         )  # fmt: skip

@@ -29,6 +29,8 @@ START_TIMEOUT_S = 600.0
 _BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEADY_S = 10.0
 """A process that lived this long starts its back-off anew."""
+PUT_OFF_S = 15.0
+"""Until one is tried again that should be given up, but that the others can do without."""
 _LAST_LINES = 40
 
 
@@ -115,6 +117,12 @@ class Child:
         if len(recent) > EXITS_MAX:
             return f"{self.name} ended {len(recent)} times in {EXITS_WINDOW_S:.0f} s"
         return None
+
+    def put_off(self, now_s: float) -> None:
+        """Let it rest instead of giving it up, and count its exits anew."""
+        self.start_at_s = now_s + PUT_OFF_S
+        self._failed_starts = 0
+        self._exits_s.clear()
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, if it runs."""

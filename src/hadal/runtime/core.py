@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.core.config import Deployment
+from hadal.core.config import PREFILL, Deployment
 from hadal.core.model_config import ModelConfig
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.prefill import PrefillLeader
@@ -15,7 +15,7 @@ def make_core(
 ) -> PrefillLeader | DecodeLeader:
     """`pool_name`: of a unit that is one process; ranks bring their own."""
     units = units_of(deployment, role)
-    if role == "prefill":
+    if role == PREFILL:
         return PrefillLeader(
             unit, epoch, pool_name, units.kv_blocks, chunk_tokens=deployment.chunk_tokens,
             num_requests_max=units.max_requests, num_waiting_max=units.max_waiting, lease_s=deployment.lease_s,

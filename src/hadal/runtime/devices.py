@@ -30,6 +30,19 @@ def gpus() -> tuple[int, ...]:
     return found[: len([one for one in visible.split(",") if one.strip() and one.strip() != "-1"])]
 
 
+def take_gpu(index: int) -> None:
+    """Make the index-th GPU, counted round, the only one this process sees. Before its first call to CUDA.
+
+    Whatever a thread or a library then takes for the present device is the rank's own.
+    """
+    visible = os.environ.get(VISIBLE)
+    names = [str(number) for number in range(len(gpus()))]
+    if visible is not None:
+        names = [one.strip() for one in visible.split(",") if one.strip()]
+    if names:
+        os.environ[VISIBLE] = names[index % len(names)]
+
+
 def torch_has_cuda() -> bool:
     """Whether the torch that is installed was built for CUDA, by its libraries."""
     found = importlib.util.find_spec("torch")

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hadal.comm.layout import WireLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
-from hadal.core.config import UnitsConfig
+from hadal.core.config import PREFILL, UnitsConfig
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.placement import Placement, spread
 from hadal.overlap.plan import SCHEDULES
@@ -50,7 +50,7 @@ def sections(resolved: Resolved) -> Iterator[tuple[str, list[Row]]]:
     yield f"{deployment.model_name}: topology", list(_topology(resolved, places))
     for role in ROLES:
         units = units_of(deployment, role)
-        memory = resolved.memory.prefill if role == "prefill" else resolved.memory.decode
+        memory = resolved.memory.prefill if role == PREFILL else resolved.memory.decode
         yield f"{role}: memory of a rank", list(_memory(role, resolved, memory))
         if units.ranks > 1:
             yield f"{role}: experts", list(_experts(role, resolved))
@@ -91,10 +91,8 @@ def _nodes(place: UnitPlace) -> str:
 def _memory(role: str, resolved: Resolved, memory: RankMemory) -> Iterator[Row]:
     deployment, config = resolved.deployment, resolved.config
     units = units_of(deployment, role)
-    if deployment.device != "cuda":
-        precision = "FP32"
-    else:
-        precision = "FP8 matrices, the rest BF16" if config.weight_block_size else "BF16"
+    is_fp8 = deployment.device == "cuda" and config.weight_block_size is not None
+    precision = "FP8 matrices, the rest BF16" if is_fp8 else "FP32"
     yield "weights", f"{gb(memory.weight_bytes)} ({precision}): {gb(memory.expert_bytes)} experts, " \
                      f"{gb(memory.fixed_bytes)} all else"  # fmt: skip
     tokens = (memory.kv_blocks - 1) * BLOCK_TOKENS

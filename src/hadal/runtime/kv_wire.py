@@ -208,7 +208,7 @@ def no_room(size: int) -> str:
     found = os.statvfs(SHM)
     free_mb = found.f_bavail * found.f_frsize >> 20
     return (
-        f"/dev/shm has {free_mb} MiB free, a KV pool needs {size >> 20} MiB. Give the container more (--shm-size), "
+        f"/dev/shm has {free_mb} MiB free; the KV needs {size >> 20} MiB more. Give the container more (--shm-size), "
         "or lower kv_memory_mb under [prefill] and [decode] in the deployment file."
     )
 

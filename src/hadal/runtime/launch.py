@@ -27,7 +27,7 @@ from pathlib import Path
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.messages import Drain, RankUp, UnitDown, UnitUp
-from hadal.runtime.child import START_TIMEOUT_S, Child, Phase
+from hadal.runtime.child import PUT_OFF_S, START_TIMEOUT_S, Child, Phase
 from hadal.runtime.kv_wire import remove_segments, remove_stale_segments
 from hadal.runtime.listen import open_listener, url_of
 from hadal.runtime.probe import Probe
@@ -198,10 +198,21 @@ class Supervisor:
             why = child.why_give_up(now_s)
             if code == EXIT_CONFIG and child.ready_s < child.started_s:
                 why = f"{child.name} cannot start"
-            if why is not None:
+            if why is not None and self._can_spare(child):
+                child.put_off(now_s)
+                log.error("%s (%s): its unit goes on without it; next start in %.0f s", why, reason, PUT_OFF_S)
+            elif why is not None:
                 log.error("giving up: %s (%s)", why, reason)
                 self._exit_code = EXIT_CONFIG if code == EXIT_CONFIG else EXIT_GAVE_UP
             self._write_status()
+
+    def _can_spare(self, child: Child) -> bool:
+        """Whether it is a rank of a unit that works, with other ranks that do."""
+        unit, rank = unit_of(child.name)
+        if rank is None or self._children[unit].phase is not Phase.READY:
+            return False
+        ranks = [other for other in self._children.values() if other.name != unit and unit_of(other.name)[0] == unit]
+        return any(other.phase is Phase.READY for other in ranks if other is not child)
 
     def _clear_after(self, child: Child) -> None:
         """Remove what a dead process cannot."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from hadal.core.config import DECODE, ROLES
 from hadal.core.messages import Load, RankDone, RankFormed, UnitUp
 from hadal.core.model_config import read_model_config
 from hadal.core.placement import spread
@@ -42,7 +43,7 @@ def main() -> int:
     """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--unit", required=True, help="name on the wire, such as decode-0")
-    parser.add_argument("--role", required=True, choices=("prefill", "decode"))
+    parser.add_argument("--role", required=True, choices=ROLES)
     parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
     arguments = parser.parse_args()
     run = enter_child(arguments.folder)
@@ -71,7 +72,7 @@ def make_leader(run: Run, unit: str, role: str, epoch: str) -> RankedLeader:
     core = make_core(deployment, config, unit, role, epoch)
     placement = spread(num_moe_layers(config), config.n_routed_experts, units.ranks, units.redundant_experts)
     book = RankBook(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s)
-    num_slots = units.max_requests if role == "decode" else 0
+    num_slots = units.max_requests if role == DECODE else 0
     step_timeout_s = deployment.collective_timeout_s + deployment.rank_timeout_s
     return RankedLeader(unit, core, book, num_slots=num_slots, step_timeout_s=step_timeout_s)
 

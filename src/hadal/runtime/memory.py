@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hadal.comm.layout import WireLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
-from hadal.core.config import Deployment, UnitsConfig
+from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, UnitsConfig
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
@@ -26,7 +26,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of a value by what it is. FP32 on CPUs: BF16 arithmetic is several times slower there."""
+    """Bytes of a value by what it is. FP32 unless fused kernels are there: exact, and on CPUs BF16 is slower."""
 
     matrix: float = 4.0
     """Projections and experts."""
@@ -36,11 +36,10 @@ class Precision:
 
 
 def precision_of(device: str, config: ModelConfig) -> Precision:
-    """On GPUs matrices stay FP8 where the checkpoint has them so (with an FP32 scale a block); the rest is BF16."""
-    if device != "cuda":
+    """On GPUs, an FP8 checkpoint is planned for fused kernels: matrices stay FP8 (with an FP32 scale a block), the rest
+    is BF16. All else is FP32, as it is served; see `ranks_in_fp32`."""
+    if device != "cuda" or config.weight_block_size is None:
         return Precision()
-    if config.weight_block_size is None:
-        return Precision(2.0, 2, 2)
     rows, columns = config.weight_block_size
     return Precision(1.0 + 4.0 / (rows * columns), 2, 2)
 
@@ -107,16 +106,17 @@ def plan_memory(deployment: Deployment, config: ModelConfig) -> MemoryPlan:
     block_bytes = config.num_hidden_layers * BLOCK_TOKENS * config.latent_dim * precision.kv
     context_blocks = NUM_SCRATCH_BLOCKS + -(-config.max_position_embeddings // BLOCK_TOKENS)
     ranks, warnings = [], []
-    for kind in ("prefill", "decode"):
+    for kind in ROLES:
         units: UnitsConfig = getattr(deployment, kind)
         warnings += _check_blocks(kind, units, config, context_blocks)
         rank = _rank_memory(kind, deployment, config, precision, _blocks(units, block_bytes, context_blocks))
         _check_device_memory(kind, rank, deployment)
         ranks.append(rank)
         if deployment.device == "cuda" and config.weight_block_size is not None:
+            now = ranks_in_fp32(deployment, config, rank.kv_blocks)[len(ranks) - 1]
             warnings.append(
-                f"{kind}: FP8 matrices take fused kernels; plain torch ops hold them in BF16, about "
-                f"{gb(2 * rank.weight_bytes)} a rank instead of {gb(rank.weight_bytes)}."
+                f"{kind}: FP8 matrices take fused kernels; the plain torch ops that are there hold everything in FP32, "
+                f"{gb(now.total_bytes)} a rank instead of {gb(rank.total_bytes)}."
             )
     total, active = count_parameters(config)
     return MemoryPlan(
@@ -130,6 +130,20 @@ def plan_memory(deployment: Deployment, config: ModelConfig) -> MemoryPlan:
         ),
         warnings=tuple(warnings),
     )  # fmt: skip
+
+
+def ranks_in_fp32(
+    deployment: Deployment, config: ModelConfig, kv_blocks: int = 0
+) -> tuple[RankMemory, RankMemory]:
+    """What a prefill and a decode rank hold with plain torch ops, on any device: weights and KV in FP32.
+
+    `kv_blocks`: of each, if the deployment has not got them filled in.
+    """
+    prefill, decode = (
+        _rank_memory(kind, deployment, config, Precision(), kv_blocks or units.kv_blocks)
+        for kind, units in ((PREFILL, deployment.prefill), (DECODE, deployment.decode))
+    )
+    return prefill, decode
 
 
 def num_slots(kind: str, units: UnitsConfig, config: ModelConfig) -> int:
@@ -153,12 +167,12 @@ def num_slots(kind: str, units: UnitsConfig, config: ModelConfig) -> int:
 
 def max_step_tokens(kind: str, deployment: Deployment) -> int:
     """Most tokens of a rank in one micro-batch."""
-    return deployment.chunk_tokens if kind == "prefill" else deployment.decode.max_requests
+    return deployment.chunk_tokens if kind == PREFILL else deployment.decode.max_requests
 
 
 def mode_of(kind: str, units: UnitsConfig) -> str:
     """How tokens travel: as the file says, else normal in prefill and low-latency in decode."""
-    return units.mode or ("normal" if kind == "prefill" else "low_latency")
+    return units.mode or ("normal" if kind == PREFILL else "low_latency")
 
 
 def with_blocks(deployment: Deployment, plan: MemoryPlan) -> Deployment:

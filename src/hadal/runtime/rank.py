@@ -20,6 +20,7 @@ import torch
 from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Group
 from hadal.comm.mesh import MeshGroup
+from hadal.comm.torch_group import TorchGroup
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.messages import BLOCK_TOKENS
@@ -33,6 +34,7 @@ from hadal.model.membership import Membership
 from hadal.model.runner import ModelRunner
 from hadal.model.weights import load_weights
 from hadal.roles.rank import RankRole
+from hadal.runtime.accelerator import open_device
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.kv_wire import KvPool, pool_name
@@ -68,13 +70,18 @@ def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     epoch = f"{os.getpid()}-{time.time_ns():x}"
     name = rank_name(unit, rank)
+    device = open_device(deployment, unit, rank)
     config = read_model_config(Path(deployment.model))
     shape = (units.kv_blocks, config.num_hidden_layers, BLOCK_TOKENS, config.latent_dim)
     pool = KvPool.create(pool_name(run.run_id, name, epoch), shape)
     news = News(unit, rank)
-    group = make_group(deployment, rank, epoch, news)
     try:
-        runner = make_runner(deployment, config, role, rank, group, pool)
+        group = make_group(deployment, rank, epoch, news, folder=folder / "groups" / unit, device=device)
+    except ConfigError:
+        pool.close()
+        raise
+    try:
+        runner = make_runner(deployment, config, role, rank, group, pool, device)
     except ConfigError:
         group.close()
         pool.close()
@@ -82,7 +89,8 @@ def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[
     gc.collect()
     gc.freeze()  # What is there now stays: no collection need look at it again.
     clock = LiveClock()
-    rank_role = RankRole(unit, rank, epoch, ADDRESS, group.port, pool.name, units.kv_blocks)
+    port = group.port if isinstance(group, MeshGroup) else 0  # The others meet in a file.
+    rank_role = RankRole(unit, rank, epoch, ADDRESS, port, pool.name, units.kv_blocks)
     host = UnitHost(
         Noticing(rank_role, news), runner, ZmqWire(name, folder), pool, clock,
         step_deadline_s=STEP_DEADLINES * deployment.unit_timeout_s,
@@ -92,31 +100,43 @@ def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[
     return host, rank_role.start(clock.now())
 
 
-def make_group(deployment: Deployment, rank: int, epoch: str, news: News) -> MeshGroup:
-    """Listen for the peers. Raises ConfigError if the transport cannot be had."""
-    if deployment.transport != "tcp":
-        raise ConfigError(f"transport {deployment.transport!r} is not there for `hadal serve`; take tcp.")
-    return MeshGroup(rank, epoch, host=ADDRESS, deadline_s=deployment.collective_timeout_s, on_lost=news.peer_lost)
+def make_group(
+    deployment: Deployment, rank: int, epoch: str, news: News, *, folder: Path, device: str = "cpu"
+) -> MeshGroup | TorchGroup:
+    """Get ready for the peers; `folder`: where the unit's ranks meet. Raises ConfigError if there is no such transport.
+
+    The mesh tells `news` of a broken connection at once; torch's groups notice a peer only in an exchange with it, and
+    an idle unit hears of its loss from the leader.
+    """
+    deadline_s = deployment.collective_timeout_s
+    if deployment.transport == "tcp":
+        return MeshGroup(rank, epoch, host=ADDRESS, deadline_s=deadline_s, on_lost=news.peer_lost)
+    try:
+        return TorchGroup(
+            rank, backend=deployment.transport, folder=folder, deadline_s=deadline_s, device=device, host=ADDRESS
+        )
+    except ValueError as error:
+        raise ConfigError(f"transport {deployment.transport!r} cannot be had: {error}") from error
 
 
 def make_runner(
-    deployment: Deployment, config: ModelConfig, role: str, rank: int, group: Group, pool: KvPool
+    deployment: Deployment, config: ModelConfig, role: str, rank: int, group: Group, pool: KvPool, device: str = "cpu"
 ) -> ModelRunner:
     """The model with this rank's experts of the full placement, and its membership in `group`. Raises ConfigError."""
     units, started_s = units_of(deployment, role), time.monotonic()
     placement = spread(num_moe_layers(config), config.n_routed_experts, units.ranks, units.redundant_experts)
     slots_LS = placement.slot_to_expert_LRS[:, rank]
     folder = Path(deployment.model)
-    weights = load_weights(folder, slots_LS=slots_LS)
+    weights = load_weights(folder, slots_LS=slots_LS, device=device)
     comm = ExpertComm(
         group, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire=deployment.wire,
-        mode=mode_of(role, units), max_tokens=max_step_tokens(role, deployment),
+        mode=mode_of(role, units), max_tokens=max_step_tokens(role, deployment), device=device,
     )  # fmt: skip
-    model = DeepseekV3(weights, KvCache(config, units.kv_blocks, pool.cache), comm)
+    model = DeepseekV3(weights, KvCache(config, units.kv_blocks, pool.cache, device=device), comm)
     store = ExpertStore(folder, placement.num_layers, slots_LS)
     log.info(
-        "%d of %d experts a layer loaded in %.1f s, threads: %d", placement.num_slots, config.n_routed_experts,
-        time.monotonic() - started_s, units.threads,
+        "%d of %d experts a layer loaded in %.1f s, threads: %d, %s, %s", placement.num_slots, config.n_routed_experts,
+        time.monotonic() - started_s, units.threads, device, deployment.transport,
     )  # fmt: skip
     return ModelRunner(model, units.max_requests, Membership(rank, group, comm, store))
 

@@ -15,8 +15,8 @@ from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.runtime.devices import gpus
 from hadal.runtime.kv_wire import SHM, no_room
-from hadal.runtime.memory import MemoryPlan, checkpoint_precision, plan_memory, with_blocks
-from hadal.runtime.topology import why_not_here
+from hadal.runtime.memory import MemoryPlan, checkpoint_precision, gb, plan_memory, ranks_in_fp32, with_blocks
+from hadal.runtime.topology import device_index, place_units, why_not_here
 
 MODEL_VARIABLE = "HADAL_MODEL"
 _SHIPPED = Path(__file__).resolve().parents[3] / "models" / "hadal-tiny"
@@ -43,11 +43,11 @@ def plan(deployment: Deployment) -> Resolved:
     folder = model_folder(deployment.model)
     config = read_model_config(folder)
     found = gpus() if deployment.device == "cuda" else ()
-    # Not where there is a GPU: its KV cannot be handed over yet, see why_not_here.
+    # Not a GPU that happens to be there: it has no kernels of ours yet, plain torch ops alone.
     device = "cpu" if deployment.device == "auto" else deployment.device
     transport = deployment.transport
     if transport == "auto":
-        transport = "nccl" if device == "cuda" else "tcp"
+        transport = "tcp" if device == "cpu" else "gloo" if 0 < len(found) < _most_ranks(deployment) else "nccl"
     if device == "cpu" and transport in ("nccl", "deepep"):
         raise ConfigError(f"transport {transport!r} needs GPUs, and this machine has none. CPUs take tcp or gloo.")
     deployment = dataclasses.replace(
@@ -67,13 +67,35 @@ def plan(deployment: Deployment) -> Resolved:
 def why_not_run(resolved: Resolved) -> list[str]:
     """Why this host cannot run a sound plan, one sentence each; empty if it can."""
     deployment, memory = resolved.deployment, resolved.memory
-    reasons = why_not_here(deployment, num_cores(), len(gpus()) if deployment.device == "cuda" else 0)
+    found = gpus() if deployment.device == "cuda" else ()
+    reasons = why_not_here(deployment, num_cores(), len(found))
     if reasons:
         return reasons
-    found = os.statvfs(SHM)
-    if memory.kv_bytes > found.f_bavail * found.f_frsize:
-        reasons.append(no_room(memory.kv_bytes))
+    kv_bytes = memory.kv_bytes
+    if deployment.device == "cuda":
+        prefill, decode = ranks_in_fp32(deployment, resolved.config)
+        kv_bytes = memory.num_ranks[0] * prefill.kv_bytes + memory.num_ranks[1] * decode.kv_bytes
+        reasons += _gpus_too_small(deployment, found, {"prefill": prefill.total_bytes, "decode": decode.total_bytes})
+    shm = os.statvfs(SHM)
+    if kv_bytes > shm.f_bavail * shm.f_frsize:
+        reasons.append(no_room(kv_bytes))
     return reasons
+
+
+def _gpus_too_small(deployment: Deployment, found: tuple[int, ...], role_to_bytes: dict[str, int]) -> list[str]:
+    """Ranks of all units may lie on one GPU; what they hold together must fit."""
+    held = [0] * len(found)
+    for place in place_units(deployment):
+        for rank in range(place.num_ranks):
+            held[device_index(deployment, place.name, rank) % len(found)] += role_to_bytes[place.role]
+    return [
+        f"its ranks on GPU {index} hold {gb(needed)} in FP32 (plain torch ops), and the GPU has {gb(there)}."
+        for index, (needed, there) in enumerate(zip(held, found, strict=True)) if needed > there
+    ]  # fmt: skip
+
+
+def _most_ranks(deployment: Deployment) -> int:
+    return max(deployment.prefill.ranks, deployment.decode.ranks)
 
 
 def resolve(deployment: Deployment) -> Resolved:

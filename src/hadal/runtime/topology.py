@@ -76,6 +76,12 @@ def place_units(deployment: Deployment) -> list[UnitPlace]:
     return places
 
 
+def device_index(deployment: Deployment, unit: str, rank: int) -> int:
+    """Place of a rank among those of its node; counted round where the node has fewer GPUs: ranks then share them."""
+    (place,) = (place for place in place_units(deployment) if place.name == unit)
+    return (place.first_device + rank) % units_of(deployment, place.role).ranks_per_node
+
+
 def num_nodes(places: list[UnitPlace]) -> int:
     """Nodes that the places take together."""
     return 1 + max(node for place in places for node in place.nodes)
@@ -84,7 +90,7 @@ def num_nodes(places: list[UnitPlace]) -> int:
 def why_not_here(deployment: Deployment, num_cores: int, num_gpus: int) -> list[str]:
     """Why this host cannot run the deployment, one sentence each; empty if it can."""
     places = place_units(deployment)
-    nodes, num_ranks = num_nodes(places), sum(place.num_ranks for place in places)
+    nodes, largest = num_nodes(places), max(place.num_ranks for place in places)
     most = max(deployment.prefill.ranks_per_node, deployment.decode.ranks_per_node)
     device = "GPUs" if deployment.device == "cuda" else "ranks"
     host = f"{num_gpus} GPUs" if num_gpus else f"{num_cores} cores and no GPU"
@@ -94,12 +100,14 @@ def why_not_here(deployment: Deployment, num_cores: int, num_gpus: int) -> list[
             f"it needs {nodes} nodes of {most} {device}; this is one host with {host}, and `hadal serve` starts the "
             "processes of one host so far."
         )
-    elif deployment.device == "cuda" and deployment.transport != "gloo" and num_gpus < num_ranks:
-        reasons.append(f"it needs {num_ranks} GPUs, one a rank ({deployment.transport}); this host has {host}.")
     elif deployment.device == "cuda" and not num_gpus:
         reasons.append(f"device is 'cuda'; this host has {host}.")
-    elif deployment.device == "cuda":
-        reasons.append("KV cannot be handed over between processes on GPUs yet; `hadal serve` needs device 'cpu'.")
-    elif deployment.transport != "tcp" and num_ranks > len(places):
-        reasons.append(f"transport {deployment.transport!r} is not there for `hadal serve` yet; take tcp.")
+    elif largest > 1 and deployment.transport == "deepep":
+        reasons.append("transport 'deepep' is not there for `hadal serve` yet; take nccl.")
+    elif largest > 1 and deployment.device == "cuda" and deployment.transport == "tcp":
+        reasons.append("transport 'tcp' moves the memory of CPUs; GPUs take nccl, or gloo where they are shared.")
+    elif largest > 1 and deployment.transport == "nccl" and num_gpus < largest:
+        reasons.append(
+            f"a unit needs {largest} GPUs, one a rank (nccl); this host has {host}. With gloo ranks may share them."
+        )
     return reasons

@@ -26,6 +26,7 @@ from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
 from hadal.model.weights import load_weights
+from hadal.runtime.accelerator import open_device
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.core import make_core
 from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
@@ -55,20 +56,22 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     torch.set_num_threads(units.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     started_s = time.monotonic()
+    device = open_device(deployment, unit)
     epoch = f"{os.getpid()}-{time.time_ns():x}"
     config = read_model_config(Path(deployment.model))
     shape = (units.kv_blocks, config.num_hidden_layers, BLOCK_TOKENS, config.latent_dim)
     pool = KvPool.create(pool_name(run.run_id, unit, epoch), shape)
     try:
-        weights = load_weights(Path(deployment.model))
-        model = DeepseekV3(weights, KvCache(config, units.kv_blocks, pool.cache), lone_comm(deployment, config, role))
+        weights = load_weights(Path(deployment.model), device=device)
+        cache = KvCache(config, units.kv_blocks, pool.cache, device=device)
+        model = DeepseekV3(weights, cache, lone_comm(deployment, config, role, device))
         runner = ModelRunner(model, units.max_requests)
     except ConfigError:
         pool.close()
         raise
     gc.collect()
     gc.freeze()  # What is there now stays: no collection need look at it again.
-    log.info("model loaded in %.1f s, %d threads", time.monotonic() - started_s, units.threads)
+    log.info("model loaded in %.1f s, %d threads, %s", time.monotonic() - started_s, units.threads, device)
     leader = make_core(deployment, config, unit, role, epoch, pool.name)
     clock = LiveClock()
     wire = ZmqWire(unit, folder)
@@ -81,14 +84,14 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     return host, [*first, *told]
 
 
-def lone_comm(deployment: Deployment, config: ModelConfig, role: str) -> ExpertComm | None:
+def lone_comm(deployment: Deployment, config: ModelConfig, role: str, device: str = "cpu") -> ExpertComm | None:
     """What rounds tokens on their way to experts as ranks' messages would, so that the wire's format alone decides what
     comes out, not the number of ranks. None where nothing is rounded."""
     if deployment.wire == "fp32":
         return None
     comm = ExpertComm(
         None, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire=deployment.wire, mode="normal",
-        max_tokens=max_step_tokens(role, deployment),
+        max_tokens=max_step_tokens(role, deployment), device=device,
     )  # fmt: skip
     comm.install(spread(num_moe_layers(config), config.n_routed_experts, 1))
     return comm

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import queue
 import random
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hadal.comm.group import Interval, PeerLost
 from hadal.core.plans import Member
+from tests.unit.comm.groups import run_threads
 
 DEADLINE_S = 20.0
 T = TypeVar("T")
@@ -85,21 +86,4 @@ def queue_groups(members: Sequence[int], seed: int = 0) -> dict[int, QueueGroup]
 
 def in_threads(work: Callable[[int], T], ranks: Sequence[int]) -> dict[int, T]:
     """Run work(rank) for every rank at once; the first error is raised here."""
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
-
-    def one(rank: int) -> None:
-        try:
-            results[rank] = work(rank)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S * 2)
-    if errors:
-        raise errors[0]
-    assert len(results) == len(ranks), "a rank hangs"
-    return results
+    return dict(zip(ranks, run_threads([partial(work, rank) for rank in ranks]), strict=True))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hadal.comm.codec import LOW_LATENCY, NORMAL, Codec, FrameError, check_size, ints, read_head, write_head
+from hadal.comm.codec import LOW_LATENCY, NORMAL, Codec, MessageError, check_size, ints, read_head, write_head
 from hadal.comm.layout import HEAD_BYTES, WIRES, WireLayout
 
 
@@ -46,14 +46,14 @@ def test_heads_are_checked() -> None:
     write_head(message, 3, 5, 7, NORMAL)
     assert read_head(message, 7, NORMAL, peer=1) == (3, 5)
     for layer, kind in ((6, NORMAL), (7, LOW_LATENCY)):
-        with pytest.raises(FrameError, match="rank 1 sent layer 7"):
+        with pytest.raises(MessageError, match="rank 1 sent layer 7"):
             read_head(message, layer, kind, peer=1)
-    with pytest.raises(FrameError, match="8 bytes"):
+    with pytest.raises(MessageError, match="8 bytes"):
         read_head(message[:8], 7, NORMAL, peer=1)
-    with pytest.raises(FrameError, match="rank 1"):
+    with pytest.raises(MessageError, match="rank 1"):
         check_size(message, 65, peer=1)
     write_head(message, 5, 3, 7, NORMAL)
-    with pytest.raises(FrameError, match="5 rows of 3 pairs"):
+    with pytest.raises(MessageError, match="5 rows of 3 pairs"):
         read_head(message, 7, NORMAL, peer=1)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hadal.comm.codec import FrameError
+from hadal.comm.codec import MessageError
 from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.layout import WireLayout
 from hadal.comm.mesh import MeshGroup
@@ -268,7 +268,7 @@ def test_ranks_out_of_step_notice(modes: tuple[str, str], layers: tuple[int, int
     def work(rank: int) -> bool:
         comm = make(groups[rank], "fp8", modes[rank], placement)
         handle = comm.dispatch(tokens.x_TD, tokens.ids_TK, layers[rank])
-        with pytest.raises(FrameError, match="rank"):
+        with pytest.raises(MessageError, match="rank"):
             handle.finish_dispatch()
         return True
 

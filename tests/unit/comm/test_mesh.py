@@ -19,7 +19,7 @@ from hadal.comm.group import PeerLost
 from hadal.comm.mesh import MeshGroup
 from hadal.comm.mesh_inbox import MAX_IN_FLIGHT
 from hadal.core.plans import Member
-from tests.unit.comm.groups import DEADLINE_S, form_all, member, mesh_threads, run_processes, run_threads
+from tests.unit.comm.groups import DEADLINE_S, form_all, member, mesh_threads, run_threads
 
 SIZES = (0, 0, 1, 23, 1000, 65_511, 65_512, 65_513, 300_000, 2_000_000)
 """Around the staging area (64 KB less a header), and beyond any socket buffer."""
@@ -28,7 +28,8 @@ SEEDS = [1, 2, random.SystemRandom().randrange(1 << 30)]
 
 def pattern(sender: int, receiver: int, step: int, size: int) -> Tensor:
     """Bytes that tell whose they are."""
-    return ((torch.arange(size) * 31 + sender * 7 + receiver * 3 + step) % 251).to(torch.uint8)
+    period = ((torch.arange(251) * 31 + sender * 7 + receiver * 3 + step) % 251).to(torch.uint8)
+    return period.repeat(size // 251 + 1)[:size]
 
 
 def size_of(seed: int, sender: int, receiver: int, step: int) -> int:
@@ -64,11 +65,6 @@ def test_every_byte_arrives_where_it_belongs(num_ranks: int, seed: int) -> None:
         counts = run_threads([lambda group=group: shuffle(group, seed, 6 if num_ranks < 8 else 2) for group in groups])  # type: ignore[misc]
         assert [(group.bytes_sent, group.bytes_received) for group in groups] == counts
         assert sum(out for out, _ in counts) == sum(into for _, into in counts)
-
-
-def test_ranks_in_processes() -> None:
-    counts = run_processes(2, shuffle, SEEDS[0], 3)
-    assert sum(out for out, _ in counts) == sum(into for _, into in counts)
 
 
 def exchange_sized(group: MeshGroup, size: int, room: int | None = None) -> None:
@@ -189,7 +185,7 @@ def test_an_idle_loss_is_told_and_the_place_is_taken_by_another() -> None:
     with mesh_threads(3, on_lost=told.append) as groups:
         groups[2].close()
         limit_s = time.monotonic() + DEADLINE_S
-        while any(group.lost() != (2,) for group in groups[:2]):
+        while any(group.lost() != (2,) for group in groups[:2]) or len(told) < 2:  # It is told after it is known.
             assert time.monotonic() < limit_s
             time.sleep(0.01)
         assert told == [2, 2]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +22,8 @@ SEED = random.SystemRandom().randrange(1 << 30)
 SIZES = (0, 1, 1000, 65_536, 1_000_003)
 
 
-def members(ranks: list[int]) -> list[Member]:
-    return [Member(rank, f"e{rank}", "127.0.0.1", 0) for rank in ranks]
+def members(ranks: list[int], epoch: str = "e") -> list[Member]:
+    return [Member(rank, f"{epoch}{rank}", "127.0.0.1", 0) for rank in ranks]
 
 
 @contextlib.contextmanager
@@ -37,8 +39,8 @@ def gloo_threads(num_ranks: int, deadline_s: float = DEADLINE_S) -> Iterator[lis
             run_threads([group.close for group in groups])
 
 
-def form_all(groups: list[TorchGroup], generation: int) -> None:
-    everybody = members([group.rank for group in groups])
+def form_all(groups: list[TorchGroup], generation: int, epoch: str = "e") -> None:
+    everybody = members([group.rank for group in groups], epoch)
     run_threads([lambda group=group: group.form(generation, everybody) for group in groups])  # type: ignore[misc]
 
 
@@ -87,6 +89,34 @@ def test_a_silent_peer_ends_the_generation_at_the_deadline() -> None:
         assert 1 in lose(groups[0]).ranks
         form_all(groups, 2)
         run_threads([lambda group=group: shuffle(group, SEED, 2) for group in groups])  # type: ignore[misc]
+
+
+def test_an_abort_ends_a_wait_at_once_and_the_thread_with_it() -> None:
+    """Two wait for a third; they form again without it long before the deadline."""
+    with gloo_threads(3, deadline_s=60.0) as groups:
+        started_s = time.monotonic()
+        for group in groups[:2]:
+            threading.Timer(0.2, group.abort).start()
+        run_threads([lambda group=group: lose(group) for group in groups[:2]])  # type: ignore[misc]
+        form_all(groups[:2], 2)
+        assert time.monotonic() - started_s < 20
+        run_threads([lambda group=group: shuffle(group, SEED, 2) for group in groups[:2]])  # type: ignore[misc]
+
+
+def test_an_abort_ends_forming() -> None:
+    with gloo_threads(1, deadline_s=60.0) as (group,):
+        threading.Timer(0.2, group.abort).start()
+        with pytest.raises(PeerLost, match="aborted"):
+            group.form(2, members([0, 1]))
+        group.form(3, members([0]))
+
+
+def test_a_number_used_by_other_processes_before_is_no_obstacle(tmp_path: Path) -> None:
+    for epoch in ("old", "new"):
+        groups = [TorchGroup(rank, backend="gloo", folder=tmp_path, deadline_s=DEADLINE_S) for rank in range(2)]
+        form_all(groups, 1, epoch)
+        run_threads([lambda group=group: shuffle(group, SEED, 2) for group in groups])  # type: ignore[misc]
+        run_threads([group.close for group in groups])
 
 
 def test_a_payload_too_large_is_refused_before_it_is_received() -> None:

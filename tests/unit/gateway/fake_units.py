@@ -111,7 +111,7 @@ class FakeUnits:
             if token.finish is None:
                 self.leased.add(key)
                 num_tokens = len(generation.prompt) + len(generation.output)
-                lease = KvLease("pool", (1,), (0,), num_tokens, 30.0)
+                lease = KvLease("pool", (1,), (0,), num_tokens)
             self._say(PrefillDone("prefill-0", token, lease))
 
     def _decode(self) -> None:
@@ -127,7 +127,6 @@ class FakeUnits:
             self._say(
                 Load(
                     "decode-0",
-                    "decode",
                     "decode-0-epoch",
                     NUM_BLOCKS,
                     3,

@@ -104,7 +104,7 @@ class _OneMessage:
     """A wire on which one message comes, then nothing."""
 
     def __init__(self) -> None:
-        self.messages: list[Any] = [Load("decode-0", "decode", "e", 1, 0, 0, 1, 0)]
+        self.messages: list[Any] = [Load("decode-0", "e", 1, 0, 0, 1, 0)]
 
     def send(self, to: str, message: Any) -> None:
         raise AssertionError("nothing is sent here")

@@ -10,7 +10,7 @@ from hadal.roles.front_snapshot import FrontSnapshot, Totals
 
 
 def test_every_number_of_the_front_and_the_units() -> None:
-    load = Load("decode-0", "decode", "e", 100, 40, 3, 8, 0, 77, 2.5, 0.25)
+    load = Load("decode-0", "e", 100, 40, 3, 8, 0, 77, 2.5, 0.25)
     totals = Totals(
         submitted=9, finished=5, cancelled=1, failed=2, refused=1, tokens_in=50, tokens_out=60, retries=4, preemptions=3
     )

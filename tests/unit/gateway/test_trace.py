@@ -27,7 +27,7 @@ KEY = "secret-key"
 
 
 def load(unit: str) -> Load:
-    return Load(unit, unit.partition("-")[0], f"{unit}-epoch", 1000, 0, 0, 64, 0)
+    return Load(unit, f"{unit}-epoch", 1000, 0, 0, 64, 0)
 
 
 def traced(step_id: int, num_ranks: int = 2) -> TracedStep:
@@ -106,7 +106,7 @@ def test_an_idle_unit_is_a_timeout(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         await up(it)
         reply = await it.client.get("/trace", params={"wait_s": "0.05"})
-        assert "decode-0 ran fewer than 3 steps within 0.05 s" in error_of(reply, 504, "no_step")["message"]
+        assert "decode-0 did not run 3 more steps within 0.05 s" in error_of(reply, 504, "no_step")["message"]
         # A late answer finds nobody.
         it.units.tell(Trace("decode-0", 1, (traced(0),)))
         assert (await it.client.post("/v1/chat/completions", json=CHAT)).status_code == 200

@@ -6,10 +6,12 @@ import random
 from collections.abc import Iterator
 
 import pytest
+import torch
+from torch import Tensor
 
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling, StepDone
-from hadal.model.cache import KvCache
+from hadal.model.cache import KvCache, block_bytes
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
 from hadal.overlap.plan import SCHEDULES
@@ -238,6 +240,57 @@ def test_the_fused_step_says_what_it_took(plain: Peer) -> None:
     assert sum(time.seconds for time in done.op_times) <= done.elapsed_s
     assert (bench.runner.is_computing, bench.runner.lost) == (False, ())
     assert bench.runner.num_ops > 0
+
+
+def staged(peer: Peer, num_blocks: int) -> tuple[ModelRunner, Tensor]:
+    """A runner as on a GPU, its cache beside its pool, and the pool by blocks; both full of NaN."""
+    memory = bytearray(block_bytes(peer.weights.config) * num_blocks)
+    pool = torch.frombuffer(memory, dtype=torch.float32).view(num_blocks, -1).fill_(float("nan"))
+    cache = KvCache(peer.weights.config, num_blocks, memory, is_staged=True)
+    cache.cache_PLSD.fill_(float("nan"))
+    return ModelRunner(DeepseekV3(peer.weights, cache), NUM_SLOTS), pool
+
+
+def test_kv_is_handed_over_between_staged_caches(plain: Peer) -> None:
+    """Prefill publishes with the last chunk; a join fetches what was pulled; one that joins again keeps its own."""
+
+    def run(runner: ModelRunner, plan: PrefillPlan | DecodePlan) -> StepDone:
+        done = runner.execute(plan)
+        assert isinstance(done, StepDone)
+        assert (done.error, done.failed) == (None, {})
+        return done
+
+    (prefill, theirs), (decode, ours) = staged(plain, 8), staged(plain, 12)
+    prompts = [random_tokens(plain, length, seed=length) for length in (64, 70, 130)]
+    expected = [generate(plain.weights, prompt, 12) for prompt in prompts]
+    sources, targets = ((1,), (5, 3), (7, 2, 4)), ((9, 1), (2, 3), (4, 6, 5))
+    outputs, num_steps = [], 0
+    for i, prompt in enumerate(prompts):
+        head = Chunk(str(i), tuple(prompt[:40]), 0, sources[i][:1], None, 0)
+        run(prefill, PrefillPlan(num_steps, (head,)))
+        assert theirs[list(sources[i])].isnan().all(), "published before the last chunk"
+        tail = Chunk(str(i), tuple(prompt[40:]), 40, sources[i], GREEDY, 0)
+        outputs.append(list(run(prefill, PrefillPlan(num_steps + 1, (tail,))).tokens))
+        num_steps += 2
+        ours[list(targets[i][: len(sources[i])])] = theirs[list(sources[i])]  # The pull.
+
+    def joins(is_pulled: bool) -> tuple[Join, ...]:
+        return tuple(
+            Join(i, targets[i], len(prompts[i]) + len(output) - 1, output[-1], len(output), GREEDY, is_pulled=is_pulled)
+            for i, output in enumerate(outputs)
+        )
+
+    def steps(first: DecodePlan, count: int) -> None:
+        for plan in [first, *(DecodePlan(first.step_id + n, (), (), ()) for n in range(1, count))]:
+            done = run(decode, plan)
+            for slot, token in zip(done.keys, done.tokens, strict=True):
+                outputs[slot].append(token)
+
+    run(decode, DecodePlan(0, (), joins(True), ()))  # Void: nobody hears of its tokens.
+    steps(DecodePlan(1, (), joins(True), ()), 5)
+    ours.fill_(float("nan"))  # The pool is behind by now, and nobody may look at it.
+    steps(DecodePlan(6, (0, 1, 2), joins(False), ()), 6)
+    assert outputs == expected
 
 
 def test_plans_that_cannot_run(plain: Peer) -> None:

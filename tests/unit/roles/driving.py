@@ -54,7 +54,7 @@ def decode(
     )  # fmt: skip
     num_tokens = prompt + output - 1
     blocks = tuple(range(1, 1 + blocks_for(num_tokens)))
-    return Decode(request, KvLease("pool", blocks, (0,) * len(blocks), num_tokens, 30.0), "prefill-0")
+    return Decode(request, KvLease("pool", blocks, (0,) * len(blocks), num_tokens))
 
 
 def done(

@@ -215,7 +215,7 @@ class DecodeWorld(World):
         g = self.current(name)
         num_tokens = len(g.prompt) + len(g.output) - 1
         blocks = tuple(range(1, 1 + blocks_for(num_tokens)))
-        self.feed(Decode(g, KvLease("p", blocks, (0,) * len(blocks), num_tokens, 30.0), "prefill-0"))
+        self.feed(Decode(g, KvLease("p", blocks, (0,) * len(blocks), num_tokens)))
 
     def retry(self, name: str) -> None:
         self.lazy.append(name)

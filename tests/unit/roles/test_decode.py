@@ -9,7 +9,7 @@ import pytest
 from hadal.core.errors import InvariantError
 from hadal.core.messages import Audit, AuditRequest, Cancel, FrontUp, Prefill, Pulled, Returned, Tokens, UnitUp
 from hadal.core.plans import DecodePlan, Draw, KvPulled, Sampling, StepDone
-from hadal.core.seams import Effect, Freed, Pull
+from hadal.core.seams import Effect, Freed, Pull, RankReset
 from hadal.roles.decode import DecodeLeader
 from tests.unit.roles.driving import decode, decode_plans, done, generation, of, sent
 
@@ -45,6 +45,18 @@ def test_kv_is_pulled_then_two_plans_go_out() -> None:
     (join,) = first.joins
     assert (join.num_tokens, join.last_token, join.output_index, len(join.block_ids)) == (64, 0, 1, 2)
     assert (second.leaves, second.joins, second.grown) == ((), (), ())
+
+
+def test_a_join_is_as_pulled_until_a_token_of_it_was_delivered() -> None:
+    """After plans that were void it is so still: nobody knows whether the Runner saw the join."""
+    unit = leader()
+    first, _ = seat(unit, "a")
+    reset = RankReset((), (), ("p",), 1)
+    again, _ = decode_plans(unit.handle(0.1, reset))
+    after, _ = decode_plans([*unit.handle(0.2, done(again.step_id, {0: 5})), *unit.handle(0.3, reset)])[-2:]
+    assert [(join.is_pulled, join.num_tokens) for plan in (first, again, after) for join in plan.joins] == [
+        (True, first.joins[0].num_tokens), (True, first.joins[0].num_tokens), (False, first.joins[0].num_tokens + 1),
+    ]  # fmt: skip
 
 
 def test_tokens_of_a_step_go_to_the_front_in_one_message() -> None:
@@ -152,7 +164,7 @@ def test_what_can_never_fit_is_given_back() -> None:
 
 def test_a_lease_that_does_not_match_is_given_back() -> None:
     wrong = decode(prompt=10)
-    (returned,) = sent(leader().handle(0.0, type(wrong)(generation("a", 12, output=1), wrong.lease, "p")), Returned)
+    (returned,) = sent(leader().handle(0.0, type(wrong)(generation("a", 12, output=1), wrong.lease)), Returned)
     assert returned.reason.startswith("pull failed: a lease on 10 tokens")
 
 

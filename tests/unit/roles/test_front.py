@@ -31,7 +31,7 @@ from hadal.core.seams import Deliver, Effect, Send, Tick, WakeAt
 from hadal.roles.front import Front
 from tests.unit.roles.driving import finals, generation, of, sent
 
-LEASE = KvLease("pool", (1,), (0,), 10, 30.0)
+LEASE = KvLease("pool", (1,), (0,), 10)
 
 
 def front(*, units: bool = True, max_context: int = 1000, **limits: Any) -> Front:
@@ -77,7 +77,7 @@ def test_a_request_goes_all_the_way() -> None:
     effects = made.handle(0.1, first_token())
     assert [(d.tokens[0].index, d.final) for d in of(effects, Deliver)] == [(0, False)]
     (decode,) = sent(effects, Decode)
-    assert (decode.generation.output, decode.lease, decode.prefill_unit) == ((50,), LEASE, "prefill-0")
+    assert (decode.generation.output, decode.lease) == ((50,), LEASE)
     assert of(made.handle(0.2, Pulled("decode-0", "a", 0)), Send) == [Send("prefill-0", Release("a", 0))]
     made.handle(0.3, tokens("a", 1))
     ok(made)
@@ -199,14 +199,14 @@ def test_a_new_epoch_means_the_old_one_is_gone() -> None:
 
 def test_a_load_of_an_unknown_life_is_asked_who_it_is() -> None:
     made = front()
-    load = Load("decode-0", "decode", "d9", 20, 0, 0, 4, 0)
+    load = Load("decode-0", "d9", 20, 0, 0, 4, 0)
     assert of(made.handle(0.1, load), Send) == [Send("decode-0", FrontUp("f1"))]
     assert made.units.by_name["decode-0"].epoch == "d1"
 
 
 def test_a_silent_unit_is_given_up() -> None:
     made = decoding(front())
-    made.handle(3.0, Load("prefill-0", "prefill", "p1", 20, 0, 0, 4, 0))
+    made.handle(3.0, Load("prefill-0", "p1", 20, 0, 0, 4, 0))
     effects = made.handle(5.5, Tick())
     (down,) = sent(effects, UnitDown)
     assert down.unit == "decode-0"
@@ -309,7 +309,7 @@ def test_decode_load_is_spread() -> None:
 
 def test_snapshot_says_what_is_held() -> None:
     made = decoding(front())
-    made.handle(0.3, Load("decode-0", "decode", "d1", 20, 3, 1, 4, 0))
+    made.handle(0.3, Load("decode-0", "d1", 20, 3, 1, 4, 0))
     shot = made.snapshot()
     assert (shot.state_to_count["decoding"], shot.role_to_units) == (1, {"prefill": 1, "decode": 1})
     assert shot.unit_to_load["decode-0"].num_blocks_used == 3
@@ -325,10 +325,10 @@ def test_check_sees_a_wrong_count() -> None:
 
 def test_a_unit_without_ranks_is_sent_nothing_until_one_is_back() -> None:
     made = front()
-    made.handle(0.0, Load("decode-0", "decode", "d1", 0, 0, 0, 0, 0, num_ranks=0))
+    made.handle(0.0, Load("decode-0", "d1", 0, 0, 0, 0, 0, num_ranks=0))
     assert sent(made.handle(0.1, Submit(generation("a"))), Prefill) == []
     assert made.requests.by_id["a"].state == "queued"
-    effects = made.handle(0.2, Load("decode-0", "decode", "d1", 20, 0, 0, 4, 0, num_blocks_request=20))
+    effects = made.handle(0.2, Load("decode-0", "d1", 20, 0, 0, 4, 0, num_blocks_request=20))
     assert len(sent(effects, Prefill)) == 1
     assert made.check() == []
 

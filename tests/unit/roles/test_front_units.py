@@ -65,8 +65,8 @@ def test_capacity_follows_the_ranks_that_live() -> None:
     assert (made.decode_views()[0].num_blocks, made.decode_views()[0].num_blocks_request) == (80, 20)
     assert made.prefill_views()[0].num_blocks == 10
     unit = made.by_name["decode-0"]
-    made.heard(unit, Load("decode-0", "decode", "e", 60, 3, 1, 12, 0, num_ranks=3, num_blocks_request=20), 2.0)
+    made.heard(unit, Load("decode-0", "e", 60, 3, 1, 12, 0, num_ranks=3, num_blocks_request=20), 2.0)
     assert (unit.num_blocks, unit.num_requests_max, unit.num_blocks_request, unit.seen_s) == (60, 12, 20, 2.0)
     assert made.downstream(0, 0, 0).num_slots == 12
-    made.heard(unit, Load("decode-0", "decode", "e", 0, 0, 0, 0, 0, num_ranks=0), 3.0)
+    made.heard(unit, Load("decode-0", "e", 0, 0, 0, 0, 0, num_ranks=0), 3.0)
     assert made.capacity_tokens() is None  # Nobody is told that its prompt is too long; it waits.

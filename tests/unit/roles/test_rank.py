@@ -22,7 +22,7 @@ from hadal.core.seams import Execute, Form, Freed, Pull, Send, Tick, WakeAt
 from hadal.roles.rank import Progress, RankRole
 from tests.unit.roles.driving import done, of, sent
 
-LEASE = KvLease("pool", (1, 2), (0, 0), 100, 30.0)
+LEASE = KvLease("pool", (1, 2), (0, 0), 100)
 
 
 def make_rank() -> RankRole:

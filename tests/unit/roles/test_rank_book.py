@@ -291,6 +291,30 @@ def test_without_any_rank_it_waits_for_new_ones() -> None:
     assert driver.book.phase is Phase.RUNNING
 
 
+def test_one_that_froze_before_it_was_heard_is_killed() -> None:
+    driver = Driver()
+    others = (0, 1, 2)
+
+    def pass_s(seconds: float) -> list[str]:
+        """Others go on saying that they are up, or beat; who is to be killed meanwhile."""
+        for _ in range(round(seconds)):
+            for rank in others:
+                driver.book.rank_up(driver.now_s, up(rank))
+            driver.pass_s(1.0, *others)
+        return driver.take()[1]
+
+    assert pass_s(9.0) == []
+    driver.book.forgive(100.0)  # The leader itself stood still: the grace is longer by that.
+    driver.now_s += 100.0
+    assert pass_s(3.0) == ["decode-0.3"]
+    driver.answer()
+    assert driver.book.phase is Phase.RUNNING
+    assert pass_s(6.0) == [], "it is not asked for again at once"
+    driver.book.unit_down(driver.now_s, UnitDown("decode-0.3", "killed"))
+    assert pass_s(9.0) == [], "its successor has the whole grace"
+    assert pass_s(3.0) == ["decode-0.3"]
+
+
 def test_strangers_are_not_heard() -> None:
     driver = Driver()
     driver.run()

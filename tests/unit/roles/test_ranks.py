@@ -30,7 +30,7 @@ from hadal.roles.rank_states import Phase
 from hadal.roles.ranks import RankedLeader, merge
 from tests.unit.roles.driving import of, sent
 
-LEASE = KvLease("pool", (1, 2), (0, 0), 100, 30.0)
+LEASE = KvLease("pool", (1, 2), (0, 0), 100)
 NUM_SLOTS = 8
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hadal.runtime.child import EXITS_MAX, FAILED_STARTS_MAX, Child, Phase
+from hadal.runtime.child import EXITS_MAX, FAILED_STARTS_MAX, PUT_OFF_S, Child, Phase
 
 
 def make(tmp_path: Path, code: str) -> Child:
@@ -95,6 +95,20 @@ def test_a_child_that_crashes_all_the_time_is_given_up(tmp_path: Path) -> None:
         reap(child, float(index))
     assert f"{EXITS_MAX + 1} times in" in (child.why_give_up(float(EXITS_MAX)) or "")
     assert child.why_give_up(1000.0) is None, "long ago"
+
+
+def test_one_that_is_put_off_rests_and_is_judged_anew(tmp_path: Path) -> None:
+    child = make(tmp_path, "")
+    for index in range(FAILED_STARTS_MAX):
+        start(child, tmp_path, float(index))
+        reap(child, float(index))
+    assert child.why_give_up(10.0) is not None
+    child.put_off(10.0)
+    assert child.start_at_s == 10.0 + PUT_OFF_S
+    assert child.why_give_up(10.0) is None
+    start(child, tmp_path, 50.0)
+    reap(child, 50.0)
+    assert child.why_give_up(50.0) is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

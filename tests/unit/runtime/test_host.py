@@ -127,8 +127,8 @@ def test_messages_reach_the_leader_and_its_answers_the_front(world: World) -> No
 @pytest.mark.parametrize("num_blocks", [1, 10])
 def test_a_pull_fills_the_blocks_and_says_so(world: World, num_blocks: int) -> None:
     world.source.cache[:] = bytes([7]) * len(world.source.cache)
-    lease = KvLease(world.source.name, tuple(range(1, 1 + num_blocks)), (0,) * num_blocks, 64 * num_blocks, 30.0)
-    void = KvLease(world.source.name, (1,), (5,), 64, 30.0)
+    lease = KvLease(world.source.name, tuple(range(1, 1 + num_blocks)), (0,) * num_blocks, 64 * num_blocks)
+    void = KvLease(world.source.name, (1,), (5,), 64)
     into = tuple(range(4, 4 + num_blocks))
     outcomes: list[KvPulled] = []
 
@@ -183,7 +183,7 @@ def test_the_load_carries_the_measured_overhead(world: World) -> None:
         if isinstance(event, StepDone) and event.step_id < 50:
             time.sleep(0.002)  # A leader this slow keeps its runner waiting.
             return [Execute((PrefillPlan(event.step_id + 1, ()),))]
-        return [Send("front", Load("decode-0", "decode", "1", 9, 0, 0, 8, 0, 51, 1.0, 77.0))]
+        return [Send("front", Load("decode-0", "1", 9, 0, 0, 8, 0, 51, 1.0, 77.0))]
 
     world.script.answer = answer
     world.run(Execute((PrefillPlan(0, ()),)))

@@ -44,7 +44,7 @@ def block(pool: KvPool, index: int) -> bytes:
 
 
 def lease(pool: KvPool, *ids: int) -> KvLease:
-    return KvLease(pool.name, ids, tuple(int(pool.generations[i]) for i in ids), 64 * len(ids), 30.0)
+    return KvLease(pool.name, ids, tuple(int(pool.generations[i]) for i in ids), 64 * len(ids))
 
 
 def test_a_pull_copies_the_leased_blocks_and_no_others() -> None:
@@ -89,7 +89,7 @@ def test_another_process_pulls_what_this_one_wrote() -> None:
     code = (
         "import sys; from hadal.core.messages import KvLease; from hadal.runtime.kv_wire import *\n"
         f"own = KvPool.create(pool_name({RUN!r}, 'decode-0', '1'), {SHAPE})\n"
-        f"lease = KvLease({source.name!r}, (7, 2), (0, 0), 128, 30.0)\n"
+        f"lease = KvLease({source.name!r}, (7, 2), (0, 0), 128)\n"
         "assert KvWire(own).pull(lease, (1, 2)) is None\n"
         "sys.stdout.buffer.write(own.cache[own.block_bytes : 3 * own.block_bytes])"
     )
@@ -100,7 +100,7 @@ def test_another_process_pulls_what_this_one_wrote() -> None:
 
 def test_a_pool_that_is_not_there_fails_the_pull() -> None:
     own = make("decode-0")
-    assert "cannot be opened" in (KvWire(own).pull(KvLease(pool_name(RUN, "x", "1"), (1,), (0,), 64, 1.0), (1,)) or "")
+    assert "cannot be opened" in (KvWire(own).pull(KvLease(pool_name(RUN, "x", "1"), (1,), (0,), 64), (1,)) or "")
 
 
 @pytest.mark.parametrize("name", ["", "../../etc/passwd", "hadal-../x", "other"])
@@ -122,7 +122,7 @@ def test_a_damaged_header_fails_the_pull(at: int, value: bytes) -> None:
 def test_a_cut_off_segment_fails_the_pull() -> None:
     own, name = make("decode-0"), pool_name(RUN, "prefill-0", "1")
     (SHM / name).write_bytes(b"HADAL")
-    assert "too short" in (KvWire(own).pull(KvLease(name, (1,), (0,), 64, 1.0), (1,)) or "")
+    assert "too short" in (KvWire(own).pull(KvLease(name, (1,), (0,), 64), (1,)) or "")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_lease_that_does_not_fit_is_refused(
 ) -> None:
     source, own = make("prefill-0"), make("decode-0")
     before = bytes(own.cache)
-    assert KvWire(own).pull(KvLease(source.name, ids, generations, 64, 1.0), into) is not None
+    assert KvWire(own).pull(KvLease(source.name, ids, generations, 64), into) is not None
     assert bytes(own.cache) == before
 
 

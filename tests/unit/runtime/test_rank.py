@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,9 +33,10 @@ def one_thread() -> Iterator[None]:
     remove_segments(RUN)
 
 
-def resolved_of(num_ranks: int) -> Resolved:
+def resolved_of(num_ranks: int, transport: str) -> Resolved:
     units = UnitsConfig(ranks=num_ranks, kv_blocks=4, max_requests=2, threads=1)
-    return plan(Deployment(device="cpu", chunk_tokens=64, prefill=units, decode=UnitsConfig(kv_blocks=4)))
+    decode = UnitsConfig(kv_blocks=4)
+    return plan(Deployment(device="cpu", transport=transport, chunk_tokens=64, prefill=units, decode=decode))
 
 
 def chunk(index: int) -> Chunk:
@@ -56,19 +58,22 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
     return [results[index] for index in range(len(calls))]
 
 
-def first_tokens(num_ranks: int) -> list[int]:
+def first_tokens(num_ranks: int, folder: Path, transport: str = "tcp") -> list[int]:
     """The first token of each prompt, prompt i on rank i % num_ranks; a rank without prompts joins with nothing."""
-    resolved = resolved_of(num_ranks)
+    resolved = resolved_of(num_ranks, transport)
     config, units = resolved.config, resolved.deployment.prefill
     shape = (units.kv_blocks, config.num_hidden_layers, 64, config.latent_dim)
     pools = [KvPool.create(pool_name(RUN, f"prefill-0.{rank}", "1"), shape) for rank in range(num_ranks)]
-    groups = [make_group(resolved.deployment, rank, f"e{rank}", News("prefill-0", rank)) for rank in range(num_ranks)]
+    groups = [
+        make_group(resolved.deployment, rank, f"e{rank}", News("prefill-0", rank), folder=folder)
+        for rank in range(num_ranks)
+    ]
     runners: list[ModelRunner] = [
         make_runner(resolved.deployment, config, "prefill", rank, group, pool)
         for rank, (group, pool) in enumerate(zip(groups, pools, strict=True))
     ]
     placement = spread(num_moe_layers(config), config.n_routed_experts, num_ranks)
-    members = tuple(Member(rank, f"e{rank}", ADDRESS, groups[rank].port) for rank in range(num_ranks))
+    members = tuple(Member(rank, f"e{rank}", ADDRESS, getattr(groups[rank], "port", 0)) for rank in range(num_ranks))
     form = FormPlan(1, num_ranks, members, placement.to_bytes(), placement.num_slots)
     try:
         for formed in together([lambda runner=runner: runner.execute(form) for runner in runners]):
@@ -85,10 +90,13 @@ def first_tokens(num_ranks: int) -> list[int]:
             pool.close()
 
 
-def test_ranks_put_together_draw_what_one_alone_draws() -> None:
-    assert first_tokens(2) == first_tokens(1)
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+def test_ranks_put_together_draw_what_one_alone_draws(tmp_path: Path, transport: str) -> None:
+    assert first_tokens(2, tmp_path, transport) == first_tokens(1, tmp_path)
 
 
-def test_a_transport_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match="'gloo'"):
-        make_group(Deployment(device="cpu", transport="gloo"), 0, "e", News("decode-0", 0))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nccl can be had")
+def test_a_transport_that_cannot_be_had_is_named(tmp_path: Path) -> None:
+    deployment = Deployment(device="cuda", transport="nccl")
+    with pytest.raises(ConfigError, match="'nccl' cannot be had"):
+        make_group(deployment, 0, "e", News("decode-0", 0), folder=tmp_path)

@@ -12,7 +12,7 @@ from hadal.core.errors import CheckpointError, ConfigError
 from hadal.runtime.banner import Banner
 from hadal.runtime.listen import open_listener, url_of
 from hadal.runtime.process import Run, read_run, write_run
-from hadal.runtime.resolve import model_folder, num_cores, resolve
+from hadal.runtime.resolve import model_folder, num_cores, plan, resolve, why_not_run
 from hadal.runtime.status import ProcessStatus, Status, read_status, write_status
 
 
@@ -120,3 +120,30 @@ def test_the_banner_tells_what_runs() -> None:
     curl = banner.curl("http://127.0.0.1:1")
     assert "http://127.0.0.1:1/v1/chat/completions" in curl
     assert "Bearer YOUR_KEY" in curl
+
+
+GPU_BYTES = 2 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "ranks", "asked", "transport"),
+    [
+        (0, 2, "auto", "nccl"), (2, 2, "auto", "nccl"), (1, 2, "auto", "gloo"), (1, 1, "auto", "nccl"),
+        (2, 2, "gloo", "gloo"),
+    ],
+)  # fmt: skip
+def test_ranks_that_share_a_gpu_meet_over_gloo(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, ranks: int, asked: str, transport: str
+) -> None:
+    monkeypatch.setattr(resolve_module, "gpus", lambda: (GPU_BYTES,) * num_gpus)
+    resolved = plan(Deployment(device="cuda", transport=asked, decode=UnitsConfig(ranks=ranks)))
+    assert resolved.deployment.transport == transport
+    assert bool(why_not_run(resolved)) == (num_gpus == 0)
+
+
+def test_ranks_that_do_not_fit_a_gpu_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve_module, "gpus", lambda: (GPU_BYTES,))
+    units = UnitsConfig(ranks=4, kv_memory_mb=256)
+    (reason,) = why_not_run(plan(Deployment(device="cuda", prefill=units, decode=units)))
+    assert "its ranks on GPU 0 hold" in reason
+    assert "FP32" in reason

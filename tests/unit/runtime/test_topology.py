@@ -5,7 +5,15 @@ import dataclasses
 import pytest
 
 from hadal.core.config import Deployment, UnitsConfig
-from hadal.runtime.topology import num_nodes, place_units, process_names, rank_name, unit_of, why_not_here
+from hadal.runtime.topology import (
+    device_index,
+    num_nodes,
+    place_units,
+    process_names,
+    rank_name,
+    unit_of,
+    why_not_here,
+)
 
 V3 = Deployment(
     device="cuda", transport="deepep",
@@ -52,11 +60,14 @@ def test_small_units_share_a_node_as_long_as_it_has_gpus() -> None:
     ("device", "transport", "num_gpus", "words"),
     [
         ("cpu", "tcp", 0, ""),
-        ("cpu", "gloo", 0, "transport 'gloo'"),
-        ("cuda", "nccl", 8, "KV cannot be handed over"),
-        ("cuda", "nccl", 7, "it needs 8 GPUs"),
-        ("cuda", "gloo", 1, "KV cannot be handed over"),
+        ("cpu", "gloo", 0, ""),
+        ("cuda", "nccl", 8, ""),
+        ("cuda", "nccl", 4, ""),
+        ("cuda", "nccl", 3, "a unit needs 4 GPUs"),
+        ("cuda", "gloo", 1, ""),
         ("cuda", "gloo", 0, "device is 'cuda'"),
+        ("cuda", "tcp", 8, "'tcp' moves the memory of CPUs"),
+        ("cuda", "deepep", 8, "'deepep' is not there"),
     ],
 )
 def test_what_a_host_lacks_is_said(device: str, transport: str, num_gpus: int, words: str) -> None:
@@ -65,3 +76,15 @@ def test_what_a_host_lacks_is_said(device: str, transport: str, num_gpus: int, w
     reasons = why_not_here(deployment, 2, num_gpus)
     assert words in "; ".join(reasons)
     assert bool(reasons) == bool(words)
+
+
+def test_ranks_of_a_node_have_places_of_their_own() -> None:
+    units = UnitsConfig(ranks=4)
+    deployment = Deployment(device="cuda", transport="nccl", prefill=units, decode=units)
+    names = ("prefill-0", "decode-0")
+    assert [device_index(deployment, name, rank) for name in names for rank in range(4)] == list(range(8))
+    assert [device_index(V3, "decode-0", rank) for rank in (0, 7, 8, 143)] == [0, 7, 0, 7]
+
+
+def test_units_of_one_rank_may_share_a_gpu() -> None:
+    assert why_not_here(Deployment(device="cuda", transport="nccl"), 2, 1) == []
