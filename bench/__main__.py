@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark in turn. `python -m bench [--quick] [engine|step|overlap|wire ...]`."""
+"""`make bench`: every benchmark in turn. `python -m bench [--quick] [engine|step|overlap|wire|distributed ...]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from bench import engine, load, overlap, startup, step_breakdown, wire_bytes
+from bench import distributed, engine, load, overlap, startup, step_breakdown, wire_bytes
 from bench.checkpoints import ROOT
 
 
@@ -28,6 +28,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "kernels": _kernels,
     "overlap": overlap.main,
     "wire": wire_bytes.main,
+    "distributed": distributed.main,
 }
 
 

@@ -192,7 +192,7 @@ class World:
         pool_name = f"{name}.{epoch}"
         pool = self.pools[pool_name] = Pool(self.pool_blocks[role])
         engine = PrefillEngine(pool) if role == "prefill" else DecodeEngine(pool)
-        rank_role = RankRole(unit, int(rank), epoch, "host", 1, pool_name, self.pool_blocks[role])
+        rank_role = RankRole(unit, int(rank), epoch, "host", 1, pool_name)
         return RankHost(
             name, rank_role, self.clock, self.random, self._sender(name), self.fabrics[unit], engine, epoch=epoch,
             pools=self.pools, pool_name=pool_name, step_s=self._step_s, pull_s=self._pull_s,

@@ -250,8 +250,6 @@ class RankUp(Message, frozen=True):
     port: int
     pool: str
     """Name of its KV pool: the source of its leases."""
-    num_blocks: int
-    """Of the pool, the scratch block included."""
 
 
 class RankDone(Message, frozen=True):

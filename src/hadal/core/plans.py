@@ -187,7 +187,6 @@ class Formed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     error: str | None
     lost: tuple[int, ...] = ()
     """Members that could not be reached."""
-    elapsed_s: float = 0.0
     num_loaded: int = 0
     """Expert replicas read from the checkpoint for it."""
 

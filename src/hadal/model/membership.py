@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 
 from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Group, PeerLost
@@ -40,7 +39,6 @@ class Membership:
 
     def form(self, plan: FormPlan, model: DeepseekV3) -> Formed:
         """Join the plan's generation, read the replicas that are new, drop those that went. Answers with its errors."""
-        start_s = time.perf_counter()
         self._generation = plan.generation
         self._is_over.clear()
         self._blamed = ()
@@ -61,7 +59,7 @@ class Membership:
             self._is_over.set()
             self.blame(failure)
             error = f"{type(failure).__name__}: {failure}"
-        return Formed(plan.generation, error, self.lost, time.perf_counter() - start_s, num_loaded)
+        return Formed(plan.generation, error, self.lost, num_loaded)
 
     def check(self) -> None:
         """Raise Aborted unless the generation goes on."""

@@ -51,7 +51,7 @@ class RankRole:
     """Rank `rank` of `unit`, reached by its peers at `host`:`port`; `leader` is the unit's leader on the wire."""
 
     def __init__(
-        self, unit: str, rank: int, epoch: str, host: str, port: int, pool: str, num_blocks: int, *, leader: str = "",
+        self, unit: str, rank: int, epoch: str, host: str, port: int, pool: str, *, leader: str = "",
         beat_s: float = RANK_BEAT_S,
     ) -> None:  # fmt: skip
         self.generation = 0
@@ -62,7 +62,7 @@ class RankRole:
         self._rank = rank
         self._epoch = epoch
         self._leader = leader or unit
-        self._up = RankUp(unit, rank, epoch, host, port, pool, num_blocks)
+        self._up = RankUp(unit, rank, epoch, host, port, pool)
         self._beat_s = beat_s
         self._is_formed = False
         self._progress = Progress(0, False)

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.text import Text
 
 from hadal.comm.layout import WireLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
-from hadal.core.config import PREFILL, UnitsConfig
+from hadal.core.config import PREFILL, ROLES, UnitsConfig
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.placement import Placement, spread
 from hadal.overlap.plan import SCHEDULES
 from hadal.runtime.memory import RankMemory, gb, max_step_tokens, mode_of, num_moe_layers
 from hadal.runtime.resolve import Resolved
-from hadal.runtime.topology import ROLES, UnitPlace, num_nodes, place_units, units_of
+from hadal.runtime.topology import UnitPlace, num_nodes, place_units, units_of
 
 Row = tuple[str, str]
 _SHOWN = 8

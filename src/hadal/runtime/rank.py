@@ -21,7 +21,7 @@ from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Group
 from hadal.comm.mesh import MeshGroup
 from hadal.comm.torch_group import TorchGroup
-from hadal.core.config import Deployment
+from hadal.core.config import ROLES, Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, read_model_config
@@ -54,7 +54,7 @@ def main() -> int:
     """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--unit", required=True, help="the unit's name on the wire, such as decode-0")
-    parser.add_argument("--role", required=True, choices=("prefill", "decode"))
+    parser.add_argument("--role", required=True, choices=ROLES)
     parser.add_argument("--rank", required=True, type=int, help="place in the unit, from 0")
     parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
     arguments = parser.parse_args()
@@ -90,7 +90,7 @@ def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[
     gc.freeze()  # What is there now stays: no collection need look at it again.
     clock = LiveClock()
     port = group.port if isinstance(group, MeshGroup) else 0  # The others meet in a file.
-    rank_role = RankRole(unit, rank, epoch, ADDRESS, port, pool.name, units.kv_blocks)
+    rank_role = RankRole(unit, rank, epoch, ADDRESS, port, pool.name)
     host = UnitHost(
         Noticing(rank_role, news), runner, ZmqWire(name, folder), pool, clock,
         step_deadline_s=STEP_DEADLINES * deployment.unit_timeout_s,

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hadal.core.config import Deployment, UnitsConfig
+from hadal.core.config import DECODE, PREFILL, Deployment, UnitsConfig
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.runtime.devices import gpus
@@ -75,7 +75,7 @@ def why_not_run(resolved: Resolved) -> list[str]:
     if deployment.device == "cuda":
         prefill, decode = ranks_in_fp32(deployment, resolved.config)
         kv_bytes = memory.num_ranks[0] * prefill.kv_bytes + memory.num_ranks[1] * decode.kv_bytes
-        reasons += _gpus_too_small(deployment, found, {"prefill": prefill.total_bytes, "decode": decode.total_bytes})
+        reasons += _gpus_too_small(deployment, found, {PREFILL: prefill.total_bytes, DECODE: decode.total_bytes})
     shm = os.statvfs(SHM)
     if kv_bytes > shm.f_bavail * shm.f_frsize:
         reasons.append(no_room(kv_bytes))

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hadal.core.config import Deployment, UnitsConfig
-
-ROLES = ("prefill", "decode")
+from hadal.core.config import PREFILL, ROLES, Deployment, UnitsConfig
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class UnitPlace:
 
 def units_of(deployment: Deployment, role: str) -> UnitsConfig:
     """The units of one role, "prefill" or "decode"."""
-    return deployment.prefill if role == "prefill" else deployment.decode
+    return deployment.prefill if role == PREFILL else deployment.decode
 
 
 def rank_name(unit: str, rank: int) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from hadal.comm.expert_comm import ExpertComm
-from hadal.core.config import Deployment
+from hadal.core.config import ROLES, Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.messages import BLOCK_TOKENS, UnitUp
 from hadal.core.model_config import ModelConfig, read_model_config
@@ -33,6 +33,7 @@ from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_
 from hadal.runtime.kv_wire import KvPool, pool_name
 from hadal.runtime.memory import max_step_tokens, num_moe_layers
 from hadal.runtime.process import SUPERVISOR, Run, enter_child
+from hadal.runtime.topology import units_of
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.unit")
@@ -42,7 +43,7 @@ def main() -> int:
     """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--unit", required=True, help="name on the wire, such as decode-0")
-    parser.add_argument("--role", required=True, choices=("prefill", "decode"))
+    parser.add_argument("--role", required=True, choices=ROLES)
     parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
     arguments = parser.parse_args()
     run = enter_child(arguments.folder)
@@ -52,7 +53,7 @@ def main() -> int:
 def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, list[Effect]]:
     """Load the model and put the unit together; also return its first effects. Raises ConfigError."""
     deployment = run.deployment
-    units = deployment.prefill if role == "prefill" else deployment.decode
+    units = units_of(deployment, role)
     torch.set_num_threads(units.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     started_s = time.monotonic()

@@ -26,7 +26,7 @@ LEASE = KvLease("pool", (1, 2), (0, 0), 100)
 
 
 def make_rank() -> RankRole:
-    return RankRole("decode-0", 2, "e1", "127.0.0.1", 7000, "pool-2", 9)
+    return RankRole("decode-0", 2, "e1", "127.0.0.1", 7000, "pool-2")
 
 
 def form(generation: int, epoch: str = "e1") -> RankForm:
@@ -48,7 +48,7 @@ def step(step_id: int, generation: int = 1) -> RankStep:
 
 def test_it_announces_itself_until_it_is_in_a_generation() -> None:
     rank = make_rank()
-    up = RankUp("decode-0", 2, "e1", "127.0.0.1", 7000, "pool-2", 9)
+    up = RankUp("decode-0", 2, "e1", "127.0.0.1", 7000, "pool-2")
     assert rank.start(0.0) == [Send("supervisor", up), Send("decode-0", up), WakeAt(0.25)]
     assert rank.handle(0.25, Tick()) == [Send("decode-0", up), WakeAt(0.5)]
     rank.handle(0.3, form(1))

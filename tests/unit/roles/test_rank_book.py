@@ -15,7 +15,7 @@ NUM_EXPERTS = 8
 
 
 def up(rank: int, epoch: str = "") -> RankUp:
-    return RankUp("decode-0", rank, epoch or f"e{rank}", "h", 7000 + rank, f"pool-{rank}", 9)
+    return RankUp("decode-0", rank, epoch or f"e{rank}", "h", 7000 + rank, f"pool-{rank}")
 
 
 class Driver:

@@ -67,7 +67,7 @@ class Driver:
         return effects
 
     def up(self, rank: int, epoch: str = "") -> list[Effect]:
-        return self.handle(RankUp("decode-0", rank, epoch or f"e{rank}", "h", 1, f"pool-{rank}", 9))
+        return self.handle(RankUp("decode-0", rank, epoch or f"e{rank}", "h", 1, f"pool-{rank}"))
 
     def formed(self) -> list[Effect]:
         effects: list[Effect] = []

@@ -204,7 +204,7 @@ def test_the_leader_of_other_ranks_has_no_runner_and_no_pool() -> None:
         script.answer = lambda now_s, event: [Send("decode-0.0", step)] if isinstance(event, RankUp) else []
         thread = threading.Thread(target=host.run)
         thread.start()
-        rank.send("decode-0", RankUp("decode-0", 0, "e", "127.0.0.1", 1, "pool", 9))
+        rank.send("decode-0", RankUp("decode-0", 0, "e", "127.0.0.1", 1, "pool"))
         assert rank.receive(5) == [step]
         host.stop()
         thread.join(5)

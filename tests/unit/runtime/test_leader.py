@@ -28,7 +28,7 @@ def make(role: str) -> Spoken:
 
 
 def up(role: str, rank: int, epoch: str = "a") -> RankUp:
-    return RankUp(f"{role}-0", rank, f"{epoch}{rank}", "127.0.0.1", 1, f"hadal-r.{role}-0.{rank}.{epoch}", 70)
+    return RankUp(f"{role}-0", rank, f"{epoch}{rank}", "127.0.0.1", 1, f"hadal-r.{role}-0.{rank}.{epoch}")
 
 
 def formed(rank: int, generation: int, num_loaded: int = 0, epoch: str = "a") -> RankFormed:

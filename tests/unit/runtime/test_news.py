@@ -95,7 +95,7 @@ def test_peers_that_go_while_everything_is_stopped_are_no_news(woken: Any, caplo
 
 def test_a_role_is_told_of_generations_after_the_news(woken: Any, caplog: pytest.LogCaptureFixture) -> None:
     news, _ = woken
-    role = RankRole("decode-0", 1, "b", "127.0.0.1", 1, "pool", 9)
+    role = RankRole("decode-0", 1, "b", "127.0.0.1", 1, "pool")
     noticing = Noticing(role, news)
     noticing.handle(0.0, RankForm(form(1, "a", "b", "c")))
     assert role.generation == 1
