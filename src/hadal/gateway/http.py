@@ -207,7 +207,8 @@ def make_app(gateway: Gateway) -> Starlette:
         snapshot = gateway.snapshot()
         ready = is_ready(snapshot) and not gateway.host.draining
         state = "draining" if gateway.host.draining else "ready" if ready else "starting"
-        fields = {"status": state, "model": service.model.name, "units_up": snapshot.role_to_units}
+        ranks = {unit: load.num_ranks for unit, load in snapshot.unit_to_load.items()}
+        fields = {"status": state, "model": service.model.name, "units_up": snapshot.role_to_units, "ranks_up": ranks}
         return _json(fields, status=200 if ready else 503)
 
     async def metrics(request: Request) -> Response:

@@ -26,6 +26,9 @@ FAILED_STARTS_MAX = 3
 """Exits in a row before it was ever ready."""
 START_TIMEOUT_S = 600.0
 """A process that is not ready by then is killed. Generous: a big checkpoint is read from a disk."""
+RESTART_TIMEOUT_S = 60.0
+"""Of one that has been ready before at least so much, and at least RESTART_FACTOR times what it took then."""
+RESTART_FACTOR = 4.0
 _BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEADY_S = 10.0
 """A process that lived this long starts its back-off anew."""
@@ -64,6 +67,8 @@ class Child:
         self._failed_starts = 0
         self._backoff = 0
         self._is_replaced = False
+        self._start_took_s = 0.0
+        """The longest start that ended well; 0 before there was one."""
 
     def start(self, now_s: float, environment: dict[str, str], pass_fds: tuple[int, ...] = ()) -> None:
         """Start the process in a session of its own, so that Ctrl-C reaches the supervisor alone."""
@@ -85,7 +90,15 @@ class Child:
         if self.phase is Phase.STARTING:
             self.phase = Phase.READY
             self.ready_s = now_s
+            self._start_took_s = max(self._start_took_s, now_s - self.started_s)
             self._failed_starts = 0
+
+    @property
+    def start_timeout_s(self) -> float:
+        """How long the present start may take. One that freezes must not be waited for as for a first, cold one."""
+        if not self._start_took_s:
+            return START_TIMEOUT_S
+        return min(START_TIMEOUT_S, max(RESTART_TIMEOUT_S, RESTART_FACTOR * self._start_took_s))
 
     def status(self) -> ProcessStatus:
         return ProcessStatus(self.role, self.phase.value, self.pid, self.num_starts)

@@ -27,7 +27,7 @@ from pathlib import Path
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.messages import Drain, RankUp, UnitDown, UnitUp
-from hadal.runtime.child import PUT_OFF_S, START_TIMEOUT_S, Child, Phase
+from hadal.runtime.child import PUT_OFF_S, Child, Phase
 from hadal.runtime.kv_wire import remove_segments, remove_stale_segments
 from hadal.runtime.listen import open_listener, url_of
 from hadal.runtime.probe import Probe
@@ -248,8 +248,8 @@ class Supervisor:
     def _kill_late_starters(self) -> None:
         now_s = time.monotonic()
         for child in self._children.values():
-            if child.phase is Phase.STARTING and now_s - child.started_s > START_TIMEOUT_S:
-                log.error("%s is killed: not ready after %.0f s", child.name, START_TIMEOUT_S)
+            if child.phase is Phase.STARTING and now_s - child.started_s > child.start_timeout_s:
+                log.error("%s is killed: not ready after %.0f s", child.name, child.start_timeout_s)
                 child.signal(signal.SIGKILL)
 
     def _stop_signal(self, number: int) -> None:

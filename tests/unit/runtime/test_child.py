@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from hadal.runtime.child import EXITS_MAX, FAILED_STARTS_MAX, PUT_OFF_S, Child, Phase
+from hadal.runtime.child import (
+    EXITS_MAX,
+    FAILED_STARTS_MAX,
+    PUT_OFF_S,
+    RESTART_TIMEOUT_S,
+    START_TIMEOUT_S,
+    Child,
+    Phase,
+)
 
 
 def make(tmp_path: Path, code: str) -> Child:
@@ -131,3 +139,14 @@ def test_one_that_is_replaced_has_not_crashed(tmp_path: Path) -> None:
         assert reap(child, float(now_s)) == -signal.SIGKILL
         assert child.start_at_s == now_s
     assert child.why_give_up(float(now_s)) is None
+
+
+def test_a_restart_is_not_waited_for_as_long_as_a_first_start(tmp_path: Path) -> None:
+    child = make(tmp_path, "")
+    limits = []
+    for took_s in (1.0, 40.0, 1000.0):
+        start(child, tmp_path, 100.0)
+        limits.append(child.start_timeout_s)
+        child.is_ready(100.0 + took_s)
+        reap(child, 2000.0)
+    assert [*limits, child.start_timeout_s] == [START_TIMEOUT_S, RESTART_TIMEOUT_S, 160.0, START_TIMEOUT_S]
