@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from bench import distributed, engine, load, overlap, startup, step_breakdown, wire_bytes
+from bench import balance_experts, distributed, engine, load, overlap, startup, step_breakdown, wire_bytes
 from bench.checkpoints import ROOT
 
 
@@ -29,6 +29,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "overlap": overlap.main,
     "wire": wire_bytes.main,
     "distributed": distributed.main,
+    "balance-experts": balance_experts.main,
 }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -178,6 +181,63 @@ def trace(
         sys.exit(EXIT_CONFIG)
     typer.echo(describe(reply))
     typer.echo(f"Written to {output}; open it at ui.perfetto.dev.")
+
+
+@app.command(
+    epilog=(
+        "[bold]Examples[/bold]\n\n"
+        "hadal balance --loads loads.json --ranks 32 --nodes 4 --slots 9 --mode hybrid --groups 8\n\n"
+        "hadal balance --loads loads.json.gz --ranks 144 --slots 2 --json > placement.json\n\n"
+        "hadal balance --loads new.json --ranks 144 --slots 2 --current placement.json --max-moves 500"
+    )
+)
+def balance(
+    loads: Annotated[Path, typer.Option(help="JSON matrix, layers by experts, or an object with tokens_per_expert.")],
+    ranks: Annotated[int, typer.Option(help="Ranks of the unit.", min=1)],
+    slots: Annotated[
+        int, typer.Option(help="Slots of each rank; as many as experts or more: of all ranks together.", min=1)
+    ],
+    nodes: Annotated[int, typer.Option(help="Nodes that the ranks are on.", min=1)] = 1,
+    mode: Annotated[str, typer.Option(help="global, hierarchical, hybrid or fast.")] = "global",
+    groups: Annotated[
+        int, typer.Option(help="The gate's groups of experts, for modes with nodes (8 in DeepSeek-V3).", min=1)
+    ] = 8,
+    target: Annotated[float, typer.Option(help="Balancedness hybrid asks of every layer.", min=0.01, max=1)] = 0.98,
+    current: Annotated[Path | None, typer.Option(help="Today's placement, as --json prints it.")] = None,
+    max_moves: Annotated[
+        int | None, typer.Option(help="Stay near today's placement: at most so many replicas move.", min=0)
+    ] = None,
+    weighted: Annotated[bool, typer.Option("--weighted", help="Split experts unevenly over their replicas.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Place experts on ranks for measured loads; print the plan, or how balanced it is beside today's."""
+    from hadal.policy import expert_report as report
+
+    try:
+        window = report.loads_of(_read_json(loads))
+        cluster = report.cluster_of(window, ranks, nodes, slots)
+        before = report.placement_of(_read_json(current), window, cluster) if current is not None else None
+        start = time.perf_counter()
+        plan = report.plan(
+            window, cluster, mode=mode, num_groups=groups, target=target, current=before, max_moves=max_moves,
+            weighted=weighted,
+        )  # fmt: skip
+        elapsed_ms = 1e3 * (time.perf_counter() - start)
+    except (ValueError, OSError, EOFError) as error:
+        typer.echo(f"hadal balance: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+    if as_json:
+        typer.echo(json.dumps(report.as_json(plan, window, elapsed_ms)))
+    else:
+        typer.echo(report.bars(plan, window, cluster, before, elapsed_ms))
+
+
+def _read_json(path: Path) -> Any:
+    data = path.read_bytes()
+    try:
+        return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def _dry_run(config: Path | None, overrides: dict[str, Any]) -> int:

@@ -1,0 +1,223 @@
+"""Where every expert's replicas go: from loads to a placement, from scratch or near today's.
+
+Pure: loads in, a plan out; the caller decides when to plan and moves the weights. Equal inputs give equal plans.
+Modes: `global` uses any rank for any expert; `hierarchical` keeps each group of experts on one node, which keeps tokens
+of group-limited routing there; `hybrid` starts hierarchical and trades across nodes until every layer's balancedness
+reaches a target; `fast` is the plain greedy, global. With `max_moves` a plan stays near today's placement instead.
+
+Shapes: T steps of a window, L layers, E logical experts, R ranks, S most slots of a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.placement import Placement
+from hadal.policy.expert_flat import place_flat, widened
+from hadal.policy.expert_increment import complete, improve
+from hadal.policy.expert_nodes import place_hierarchical, place_hybrid
+from hadal.policy.expert_packing import EMPTY, Floats, Ints
+from hadal.policy.expert_search import shares_of
+from hadal.policy.expert_split import split_loads
+
+MODES = ("global", "hierarchical", "hybrid", "fast")
+GOOD_ENOUGH = 0.9997
+"""A layer this balanced is left alone: sampling noise of one step is fifty times larger."""
+NUM_ROUNDS = {9: 24, 5: 48, 0: 72}
+"""Slots a rank has at least: rounds of exchange. With few slots, the right partner takes longer to find."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks to place on: `slots[r]` of rank r, 0 if it is dead; `nodes[r]` is the node it is on."""
+
+    slots: tuple[int, ...]
+    nodes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.slots) != len(self.nodes):
+            raise ValueError(f"{len(self.slots)} ranks have slots and {len(self.nodes)} have a node.")
+        if not any(self.slots) or min(self.slots) < 0:
+            raise ValueError("slots of ranks are 0 or more, and one rank at least must have some.")
+
+    @classmethod
+    def even(cls, num_ranks: int, num_nodes: int, num_slots: int) -> Cluster:
+        """Ranks of `num_slots` slots each, numbered node by node. Raises ValueError if they do not divide."""
+        if num_nodes < 1 or num_ranks < 1 or num_ranks % num_nodes:
+            raise ValueError(f"{num_ranks} ranks do not divide evenly by {num_nodes} nodes.")
+        return cls((num_slots,) * num_ranks, tuple(rank * num_nodes // num_ranks for rank in range(num_ranks)))
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertPlan:
+    """A placement, how it shares the loads it was planned for, and what it costs to get there."""
+
+    placement: Placement
+    split_LRS: Floats | None
+    """Fraction of its expert's tokens that a slot takes; None: replicas share evenly."""
+    balancedness_L: Floats
+    """Mean over the window's steps of (mean / max) rank load, living ranks only; one step if loads were summed."""
+    moved_replicas: int
+    """Replicas that their rank did not hold before; 0 if there was no placement before."""
+
+
+def balance(
+    loads: Floats, cluster: Cluster, *, mode: str = "global", num_groups: int = 1, target: float = 0.98,
+    current: Placement | None = None, max_moves: int | None = None, weighted: bool = False,
+) -> ExpertPlan:  # fmt: skip
+    """Plan a unit's experts for loads [L, E] or for a window of steps [T, L, E].
+
+    `num_groups` are the gate's groups of neighbouring experts (modes with nodes). `target`: balancedness that `hybrid`
+    and an incremental plan ask of every layer. `max_moves` with `current`: the best placement at most so many replicas
+    away, plus those that no living rank holds any more; 0 with `weighted` only splits anew.
+    Raises ValueError for sizes that fit nowhere, unknown modes, and loads that are negative or not numbers.
+    """
+    window = _checked(loads, mode, cluster, num_groups)
+    num_layers, num_experts = window.shape[1:]
+    living = np.flatnonzero(np.array(cluster.slots))
+    capacity = np.array(cluster.slots, np.int64)[living]
+    summed = _normalised(window.sum(axis=0), len(living))
+    sizes = (num_experts, num_layers, len(cluster.slots))
+    if current is not None and (current.num_experts, current.num_layers, current.num_ranks) != sizes:
+        raise ValueError("the current placement has other layers, ranks or experts than the loads and ranks given.")
+    if max_moves is not None:
+        if current is None or max_moves < 0:
+            raise ValueError("max_moves is 0 or more and needs a current placement.")
+        if mode == "hierarchical":
+            raise ValueError("a plan near today's does not keep groups on nodes; use mode global or hybrid.")
+        today = complete(_today(current, living, capacity), summed, capacity)
+        ceiling = np.full(num_layers, 1.0 / max(target, 1e-6))
+        table = improve(today, summed, ceiling, capacity, max_moves=max_moves)
+    else:
+        table = _from_scratch(summed, window, cluster, living, capacity, mode, num_groups, target)
+    slots: NDArray[np.int16] = np.full((num_layers, len(cluster.slots), max(cluster.slots)), EMPTY, np.int16)
+    slots[:, living, : table.shape[2]] = table
+    if current is not None:
+        slots = settled(slots, current.slot_to_expert_LRS)
+    placement = Placement(num_experts, slots)
+    split = split_loads(slots.astype(np.int64), summed) if weighted else None
+    moved = moved_replicas(current, placement) if current is not None else 0
+    return ExpertPlan(placement, split, balancedness(placement, window, split, cluster), moved)
+
+
+def rank_loads(placement: Placement, loads_LE: Floats, split_LRS: Floats | None = None) -> Floats:
+    """Load of every rank [L, R], replicas sharing evenly or by the split."""
+    table = placement.slot_to_expert_LRS.astype(np.int64)
+    if split_LRS is None:
+        return np.asarray(shares_of(table, loads_LE).sum(axis=2))
+    flat = np.where(table == EMPTY, 0, table).reshape(len(table), -1)
+    held = np.take_along_axis(loads_LE, flat, axis=1).reshape(table.shape)
+    return np.asarray((held * np.where(table == EMPTY, 0.0, split_LRS)).sum(axis=2))
+
+
+def balancedness(
+    placement: Placement, loads: Floats, split_LRS: Floats | None = None, cluster: Cluster | None = None
+) -> Floats:
+    """Mean load over the living ranks by the window's mean of the heaviest rank's [L]; 1 is perfect.
+
+    A step lasts as long as its heaviest rank, so a window's steps count by their own maxima, not by that of the sums.
+    Without a cluster, ranks that hold something in any layer are taken to be alive.
+    """
+    window = loads if loads.ndim == 3 else loads[None]
+    if cluster is not None:
+        living = np.flatnonzero(np.array(cluster.slots))
+    else:
+        living = np.flatnonzero((placement.slot_to_expert_LRS != EMPTY).any(axis=(0, 2)))
+    per_step = np.stack([rank_loads(placement, step, split_LRS)[:, living] for step in window])
+    heaviest = per_step.max(axis=2).sum(axis=0)
+    mean = per_step.mean(axis=2).sum(axis=0)
+    return np.asarray(np.where(heaviest > 0, mean / np.where(heaviest > 0, heaviest, 1.0), 1.0))
+
+
+def moved_replicas(old: Placement, new: Placement) -> int:
+    """Replicas of the new placement whose rank does not hold that expert in the old one: weights that must travel."""
+    return int(_held(new)[~_held(old)].sum())
+
+
+def settled(slots_LRS: NDArray[np.int16], before_LRS: NDArray[np.int16]) -> NDArray[np.int16]:
+    """The same experts on the same ranks, each in the slot that it had before if its rank held it."""
+    result = slots_LRS.copy()
+    num_slots = slots_LRS.shape[2]
+    width = min(num_slots, before_LRS.shape[2])
+    same = (slots_LRS[:, :, :width] == before_LRS[:, :, :width]).all(axis=2) & (width == num_slots)
+    for layer, rank in np.argwhere(~same):
+        wanted = [int(expert) for expert in slots_LRS[layer, rank] if expert != EMPTY]
+        row = [EMPTY] * num_slots
+        for slot in range(width):
+            if before_LRS[layer, rank, slot] in wanted:
+                row[slot] = int(before_LRS[layer, rank, slot])
+                wanted.remove(row[slot])
+        for slot in range(num_slots):
+            if row[slot] == EMPTY and wanted:
+                row[slot] = wanted.pop(0)
+        result[layer, rank] = row
+    return result
+
+
+def _from_scratch(
+    summed: Floats, window: Floats, cluster: Cluster, living: Ints, capacity: Ints, mode: str, num_groups: int,
+    target: float,
+) -> Ints:  # fmt: skip
+    """The table of the living ranks [L, living, S] of a mode."""
+    ceiling = np.full(len(summed), 1.0 / GOOD_ENOUGH)
+    num_rounds = next(rounds for slots, rounds in NUM_ROUNDS.items() if capacity.min() >= slots)
+    if mode in ("global", "fast"):
+        table = place_flat(summed, capacity, ceiling, num_rounds=num_rounds if mode == "global" else 0)
+    else:
+        node_of = np.array(cluster.nodes)[living]
+        nodes = [np.flatnonzero(node_of == node) for node in np.unique(node_of)]
+        table = place_hierarchical(summed, num_groups, nodes, capacity, num_rounds=num_rounds)
+        if mode == "hybrid":
+            table = place_hybrid(table, summed, target=target)
+    if len(window) > 1 and mode == "global":
+        table = _steadier(table, place_flat(summed, capacity, ceiling, num_rounds=0), window)
+    return widened(table, int(capacity.max()))
+
+
+def _steadier(table_LRS: Ints, greedy_LRS: Ints, window: Floats) -> Ints:
+    """Of two placements, in each layer the one whose heaviest rank is lighter on the mean of the window's steps."""
+    heaviest = [
+        sum(shares_of(candidate, step).sum(axis=2).max(axis=1) for step in window)
+        for candidate in (table_LRS, greedy_LRS)
+    ]  # fmt: skip
+    better = np.asarray(heaviest[1] < heaviest[0])
+    return np.asarray(np.where(better[:, None, None], greedy_LRS, table_LRS))
+
+
+def _today(current: Placement, living: Ints, capacity: Ints) -> Ints:
+    """The living ranks' replicas [L, living, S], at most as many as a rank has slots."""
+    table = current.slot_to_expert_LRS[:, living].astype(np.int64)
+    packed = np.take_along_axis(table, np.argsort(table == EMPTY, axis=2, kind="stable"), axis=2)
+    packed = widened(packed, max(int(capacity.max()), packed.shape[2]))[:, :, : int(capacity.max())]
+    return np.asarray(np.where(np.arange(packed.shape[2]) < capacity[:, None], packed, EMPTY))
+
+
+def _held(placement: Placement) -> Ints:
+    """Whether a rank holds an expert [L, R, E]."""
+    table = placement.slot_to_expert_LRS
+    held = np.zeros((*table.shape[:2], placement.num_experts + 1), bool)
+    held[np.arange(len(table))[:, None, None], np.arange(table.shape[1])[None, :, None], table] = True
+    return np.asarray(held[:, :, :-1])
+
+
+def _checked(loads: Floats, mode: str, cluster: Cluster, num_groups: int) -> Floats:
+    window = np.asarray(loads, np.float64)
+    window = window[None] if window.ndim == 2 else window
+    if window.ndim != 3 or not window.size:
+        raise ValueError(f"loads are [layers, experts] or [steps, layers, experts], not {np.shape(loads)}.")
+    if not np.isfinite(window).all() or (window < 0).any():
+        raise ValueError("loads must be numbers of tokens, 0 or more.")
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r} is unknown; {', '.join(MODES)} are known.")
+    if num_groups < 1 or window.shape[2] % num_groups:
+        raise ValueError(f"{window.shape[2]} experts do not divide evenly into {num_groups} groups.")
+    return window
+
+
+def _normalised(loads_LE: Floats, num_ranks: int) -> Floats:
+    """Loads whose mean rank load is 1 in every layer; a layer without tokens counts as an even one."""
+    total = loads_LE.sum(axis=1, keepdims=True)
+    return np.asarray(np.where(total > 0, loads_LE, 1.0) * num_ranks / np.where(total > 0, total, loads_LE.shape[1]))

@@ -1,0 +1,127 @@
+"""What `hadal balance` reads and shows: matrices as JSON values in, a plan as JSON or as bars of text out.
+
+Pure: reads no file and no clock.
+
+Shapes: T steps of a window, L layers, E logical experts, R ranks, S slots of a rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hadal.core.placement import EMPTY, Placement, spread
+from hadal.policy.expert_balance import Cluster, ExpertPlan, balance, balancedness, rank_loads
+from hadal.policy.expert_packing import Floats
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+BAR_CHARS = 50
+
+plan = balance
+
+
+def loads_of(value: Any) -> Floats:
+    """Loads [L, E] or [T, L, E], or an object's `tokens_per_expert`. Raises ValueError for anything else."""
+    if isinstance(value, dict):
+        if "tokens_per_expert" not in value:
+            raise ValueError("the loads are an object without tokens_per_expert.")
+        value = value["tokens_per_expert"]
+    try:
+        loads = np.asarray(value, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the loads are not a matrix of numbers, layers by experts: {error}") from error
+    if loads.ndim not in (2, 3) or not loads.size:
+        raise ValueError(f"the loads are [layers, experts], not of shape {list(loads.shape)}.")
+    return loads
+
+
+def cluster_of(loads: Floats, num_ranks: int, num_nodes: int, num_slots: int) -> Cluster:
+    """Ranks of `num_slots` slots each; if that is as many as there are experts, of all ranks together.
+
+    (A rank with a slot for every expert would need no expert parallelism.) Raises ValueError if sizes do not divide.
+    """
+    if num_ranks > 1 and num_slots >= loads.shape[-1]:
+        if num_slots % num_ranks:
+            raise ValueError(f"{num_slots} slots do not divide evenly by {num_ranks} ranks.")
+        num_slots //= num_ranks
+    return Cluster.even(num_ranks, num_nodes, num_slots)
+
+
+def placement_of(value: Any, loads: Floats, cluster: Cluster) -> Placement:
+    """A placement from `physical_to_logical` rows, slots rank by rank. Raises ValueError if it does not fit."""
+    rows = value.get("physical_to_logical") if isinstance(value, dict) else value
+    try:
+        slots = np.asarray(rows, np.int64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the current placement is no matrix of expert numbers: {error}") from error
+    num_layers, num_experts = loads.shape[-2:]
+    num_ranks = len(cluster.slots)
+    if slots.ndim != 2 or len(slots) != num_layers or slots.shape[1] % num_ranks:
+        raise ValueError(f"the current placement is not {num_layers} layers of slots for {num_ranks} ranks.")
+    if slots.max() >= num_experts or slots.min() < EMPTY:
+        raise ValueError(f"the current placement names experts outside 0 to {num_experts - 1}.")
+    return Placement(num_experts, slots.reshape(num_layers, num_ranks, -1).astype(np.int16))
+
+
+def as_json(plan: ExpertPlan, loads: Floats, elapsed_ms: float) -> dict[str, Any]:
+    """The plan as plain values; slots are numbered rank by rank."""
+    num_layers = plan.placement.num_layers
+    split = None if plan.split_LRS is None else plan.split_LRS.reshape(num_layers, -1).round(6).tolist()
+    mean, worst = _mean_and_worst(plan.balancedness_L, loads)
+    return {
+        "physical_to_logical": plan.placement.slot_to_expert_LRS.reshape(num_layers, -1).tolist(),
+        "split": split,
+        "balancedness": {"mean": mean, "worst": worst},
+        "moved_replicas": plan.moved_replicas,
+        "elapsed_ms": round(elapsed_ms, 3),
+    }
+
+
+def bars(plan: ExpertPlan, loads: Floats, cluster: Cluster, before: Placement | None, elapsed_ms: float) -> str:
+    """Balancedness before and after as bars, and the ranks' loads of the layer that was worst before."""
+    name = "today" if before is not None else "experts in order"
+    start = before if before is not None else _in_order(loads, cluster)
+    lines = []
+    worst_layer = int(np.argmin(plan.balancedness_L))
+    if start is not None:
+        ours = balancedness(start, loads, None, cluster)
+        worst_layer = int(np.argmin(ours))
+        lines += [f"before ({name})", *_two_bars(ours, loads)]
+    lines += ["after", *_two_bars(plan.balancedness_L, loads), ""]
+    summed = loads if loads.ndim == 2 else loads.sum(axis=0)
+    after = rank_loads(plan.placement, summed, plan.split_LRS)[worst_layer]
+    rows = [("after", after)]
+    if start is not None:
+        rows.insert(0, ("before", rank_loads(start, summed)[worst_layer]))
+    top = max(row.max() for _, row in rows) or 1.0
+    lines.append(f"tokens by rank, layer {worst_layer}")
+    for label, row in rows:
+        heights = np.minimum((row / top * len(BLOCKS)).astype(int), len(BLOCKS) - 1)
+        lines.append(f"  {label:7}{''.join(BLOCKS[height] for height in heights)}")
+    lines += ["", f"{plan.moved_replicas} replicas move. Planned in {elapsed_ms:.1f} ms."]
+    return "\n".join(lines)
+
+
+def _two_bars(balancedness_L: Floats, loads: Floats) -> list[str]:
+    mean, worst = _mean_and_worst(balancedness_L, loads)
+    return [
+        f"  {label:6} {value:.4f} {'█' * round(value * BAR_CHARS)}"
+        for label, value in (("mean", mean), ("worst", worst))
+    ]
+
+
+def _mean_and_worst(balancedness_L: Floats, loads: Floats) -> tuple[float, float]:
+    """Over the layers that have tokens: a model's dense layers are rows of zeros in some matrices."""
+    summed = loads.reshape(-1, *loads.shape[-2:]).sum(axis=(0, 2))
+    counted = balancedness_L[summed > 0] if summed.any() else balancedness_L
+    return float(counted.mean()), float(counted.min())
+
+
+def _in_order(loads: Floats, cluster: Cluster) -> Placement | None:
+    """Experts in order over the ranks, without regard to loads; None where that does not fit."""
+    num_layers, num_experts = loads.shape[-2:]
+    total = sum(cluster.slots)
+    if total < num_experts or max(cluster.slots) > num_experts:
+        return None
+    return spread(num_layers, num_experts, len(cluster.slots), total - num_experts)

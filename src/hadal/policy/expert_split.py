@@ -1,0 +1,89 @@
+"""Uneven splits of experts over their replicas: better balance with no replica moved.
+
+The loads that splits can reach form a flow polytope, on which the split with the least sum of squares has the least
+maximum too. Levelling one expert at a time descends that sum, so a few sweeps come close to the optimum.
+Knows nothing of nodes or time. All layers at once.
+
+Shapes: L layers, E logical experts, R ranks, S slots of a rank, K most replicated experts of a layer, M most replicas.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hadal.policy.expert_packing import EMPTY, Floats, Ints
+from hadal.policy.expert_search import shares_of
+
+
+def split_loads(table_LRS: Ints, loads_LE: Floats, *, num_sweeps: int = 12) -> Floats:
+    """Return the fraction of its expert's tokens that every slot takes [L, R, S]; 0 in empty slots.
+
+    The fractions of an expert sum to 1. Each sweep gives every replicated expert the split that levels its ranks,
+    the other experts staying as they are; the heaviest rank never ends heavier than with even splits.
+    """
+    num_layers, _, num_slots = table_LRS.shape
+    num_experts = loads_LE.shape[1]
+    amounts = shares_of(table_LRS, loads_LE)
+    even = amounts.copy()
+    rank_loads = amounts.sum(axis=2)
+    groups = _replicated(table_LRS, num_experts)
+    flat = np.concatenate((amounts.reshape(num_layers, -1), np.zeros((num_layers, 1))), axis=1)
+    rows = np.arange(num_layers)[:, None]
+    for _ in range(num_sweeps):
+        for slots in groups:
+            real = slots >= 0
+            mine = np.where(real, flat[rows, slots], 0.0)
+            ranks = np.where(real, slots // num_slots, 0)
+            others = np.where(real, rank_loads[rows, ranks] - mine, np.inf)
+            wanted = _level(others, mine.sum(axis=1))
+            flat[rows, slots] = wanted
+            np.add.at(rank_loads, (np.broadcast_to(rows, ranks.shape), ranks), np.where(real, wanted - mine, 0.0))
+            flat[:, -1] = 0.0
+    amounts = flat[:, :-1].reshape(table_LRS.shape)
+    worse = amounts.sum(axis=2).max(axis=1) > even.sum(axis=2).max(axis=1)
+    amounts[worse] = even[worse]
+    return _fractions(table_LRS, amounts, loads_LE)
+
+
+def _replicated(table_LRS: Ints, num_experts: int) -> list[Ints]:
+    """Slot ids of the k-th replicated expert of every layer, for each k: K arrays [L, M], padded with -1."""
+    found: list[list[list[int]]] = []
+    for table in table_LRS.reshape(len(table_LRS), -1):
+        counts = np.bincount(table[table != EMPTY], minlength=num_experts)
+        order = np.argsort(np.where(table == EMPTY, num_experts, table), kind="stable")
+        first = np.concatenate(([0], np.cumsum(counts)))
+        found.append([order[first[e] : first[e + 1]].tolist() for e in np.flatnonzero(counts > 1)])
+    most = max((len(slots) for layer in found for slots in layer), default=0)
+    groups = []
+    for index in range(max(map(len, found), default=0)):
+        group = np.full((len(found), most), -1)
+        for layer, experts in enumerate(found):
+            if index < len(experts):
+                group[layer, : len(experts[index])] = experts[index]
+        groups.append(group)
+    return groups
+
+
+def _level(others_LM: Floats, amount_L: Floats) -> Floats:
+    """Pour an amount over ranks so that what it reaches stands equally high; an infinite rank takes nothing."""
+    order = np.argsort(others_LM, axis=1, kind="stable")
+    height = np.take_along_axis(others_LM, order, axis=1)
+    known = np.where(np.isinf(height), 0.0, height)
+    number = np.arange(1, others_LM.shape[1] + 1)
+    level = (np.cumsum(known, axis=1) + amount_L[:, None]) / number
+    # The last rank whose own height is under the level that it would give.
+    last = (height <= level).sum(axis=1) - 1
+    top = level[np.arange(len(level)), np.maximum(last, 0)]
+    poured = np.maximum(top[:, None] - others_LM, 0.0)
+    total = poured.sum(axis=1)
+    result: Floats = poured * (amount_L / np.where(total > 0, total, 1.0))[:, None]
+    return result
+
+
+def _fractions(table_LRS: Ints, amounts_LRS: Floats, loads_LE: Floats) -> Floats:
+    """Amounts as parts of their expert's load; even parts for an expert without load."""
+    ones = shares_of(table_LRS, np.ones_like(loads_LE))
+    flat = np.where(table_LRS == EMPTY, 0, table_LRS).reshape(len(table_LRS), -1)
+    load = np.take_along_axis(loads_LE, flat, axis=1).reshape(table_LRS.shape)
+    result: Floats = np.where((load > 0) & (table_LRS != EMPTY), amounts_LRS / np.where(load > 0, load, 1.0), ones)
+    return result

@@ -1,0 +1,70 @@
+"""`hadal balance`: what it reads, what it prints, and that a printed placement can be read back as today's."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from hadal.cli import EXIT_CONFIG, app
+from hadal.policy.expert_report import cluster_of, loads_of, placement_of
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["balance", *arguments])
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def loads_file(tmp_path: Path) -> Path:
+    loads = np.random.default_rng(1).lognormal(size=(3, 16))
+    loads[0] = 0  # A dense layer.
+    path = tmp_path / "loads.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"tokens_per_expert": loads.tolist()}).encode()))
+    return path
+
+
+@pytest.mark.parametrize("mode", ["global", "hierarchical", "hybrid", "fast"])
+def test_json(loads_file: Path, mode: str) -> None:
+    code, output = run(
+        "--loads", str(loads_file), "--ranks", "4", "--nodes", "2", "--slots", "6", "--groups", "4", "--mode", mode,
+        "--json", "--weighted",
+    )  # fmt: skip
+    assert code == 0
+    plan = json.loads(output)
+    assert set(plan) == {"physical_to_logical", "split", "balancedness", "moved_replicas", "elapsed_ms"}
+    assert [sorted(set(row)) for row in plan["physical_to_logical"]] == [list(range(16))] * 3
+    assert [len(row) for row in plan["split"]] == [24] * 3
+    assert 0 < plan["balancedness"]["worst"] <= plan["balancedness"]["mean"] <= 1
+
+
+def test_a_printed_placement_is_read_back(loads_file: Path, tmp_path: Path) -> None:
+    _, output = run("--loads", str(loads_file), "--ranks", "4", "--slots", "6", "--json")
+    (tmp_path / "today.json").write_text(output)
+    code, output = run(
+        "--loads", str(loads_file), "--ranks", "4", "--slots", "6", "--current", str(tmp_path / "today.json"),
+        "--max-moves", "2",
+    )  # fmt: skip
+    assert code == 0
+    assert "before (today)" in output
+    assert "replicas move" in output
+
+
+def test_slots_of_all_ranks_together() -> None:
+    assert cluster_of(np.ones((1, 16)), 4, 2, 24) == cluster_of(np.ones((1, 16)), 4, 2, 6)
+
+
+def test_refuses(loads_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no json")
+    assert run("--loads", str(tmp_path / "text"), "--ranks", "4", "--slots", "6")[0] == EXIT_CONFIG
+    assert run("--loads", str(tmp_path / "none"), "--ranks", "4", "--slots", "6")[0] == EXIT_CONFIG
+    assert run("--loads", str(loads_file), "--ranks", "4", "--slots", "2")[0] == EXIT_CONFIG
+    for value in ({}, "x", [[]], [["a"]]):
+        with pytest.raises(ValueError, match="loads are"):
+            loads_of(value)
+    cluster = cluster_of(np.ones((1, 4)), 2, 1, 3)
+    for value in ([[0, 1, 2]], [[0, 1, 2, 3, 4, 0]], {"other": 1}, [["a"] * 6]):
+        with pytest.raises(ValueError, match="current placement"):
+            placement_of(value, np.ones((1, 4)), cluster)
