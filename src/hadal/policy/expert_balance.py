@@ -20,6 +20,7 @@ from hadal.policy.expert_flat import place_flat, widened
 from hadal.policy.expert_increment import complete, improve
 from hadal.policy.expert_nodes import place_hierarchical, place_hybrid
 from hadal.policy.expert_packing import EMPTY, Floats, Ints
+from hadal.policy.expert_pairs import improve_pairs
 from hadal.policy.expert_search import shares_of
 from hadal.policy.expert_split import split_loads
 
@@ -90,7 +91,8 @@ def balance(
             raise ValueError("a plan near today's does not keep groups on nodes; use mode global or hybrid.")
         today = complete(_today(current, living, capacity), summed, capacity)
         ceiling = np.full(num_layers, 1.0 / max(target, 1e-6))
-        table = improve(today, summed, ceiling, capacity, max_moves=max_moves)
+        near = improve_pairs if (capacity == 2).all() else improve
+        table = near(today, summed, ceiling, capacity, max_moves=max_moves)
     else:
         table = _from_scratch(summed, window, cluster, living, capacity, mode, num_groups, target)
     slots: NDArray[np.int16] = np.full((num_layers, len(cluster.slots), max(cluster.slots)), EMPTY, np.int16)

@@ -46,12 +46,12 @@ def choose_counts(loads_LE: Floats, num_replicas: int, num_ranks: int, *, num_ro
         better = (worth < best * (1 - 1e-6)) & (trial.max(axis=1) <= num_ranks)
         counts[better], best[better] = trial[better], worth[better]
     for _ in range(num_rounds):
-        if not _improve(loads, counts, best, num_ranks):
+        if not improve_counts(loads, counts, best, num_ranks):
             break
     return counts
 
 
-def _improve(loads_LE: Singles, counts_LE: Ints, best_L: Singles, num_ranks: int) -> bool:
+def improve_counts(loads_LE: Singles, counts_LE: Ints, best_L: Singles, num_ranks: int) -> bool:
     """One exchange per layer where one pays, in place: from any split expert to one that the heaviest pair needs."""
     num_layers = len(loads_LE)
     experts, shares = expand(loads_LE.astype(np.float64), counts_LE)

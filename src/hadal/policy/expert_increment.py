@@ -48,12 +48,13 @@ class _State:
 
 
 def improve(
-    table_LRS: Ints, loads_LE: Floats, ceiling_L: Floats, capacity_R: Ints, *, max_moves: int, num_rounds: int = 200
-) -> Ints:
+    table_LRS: Ints, loads_LE: Floats, ceiling_L: Floats, capacity_R: Ints, *, max_moves: int, num_rounds: int = 200,
+    trades_only: bool = False,
+) -> Ints:  # fmt: skip
     """Return a table [L, R, S] no heavier in any layer, at most `max_moves` replicas away from the given one.
 
     A layer rests when its heaviest rank is at its ceiling or no move helps. Every expert must have a replica
-    (`complete` sees to it). Empty slots may be filled.
+    (`complete` sees to it). Empty slots may be filled. `trades_only` leaves every expert as many replicas as it has.
     """
     num_layers, _, num_slots = table_LRS.shape
     num_experts = loads_LE.shape[1]
@@ -68,7 +69,7 @@ def improve(
             break
         state = _State.of(table[active], loads[active], num_slots, closed)
         tops = state.rank_loads_LR.max(axis=1)
-        slots, experts, costs, gains = _best_moves(state, ceiling_L[active].astype(np.float32), budget)
+        slots, experts, costs, gains = _best_moves(state, ceiling_L[active].astype(np.float32), budget, trades_only)
         able = np.flatnonzero((gains > 1e-6 * tops) & (tops > ceiling_L[active]))
         order = able[np.argsort(-gains[able], kind="stable")]
         order = order[np.cumsum(costs[order]) <= budget]
@@ -82,7 +83,7 @@ def improve(
     return result
 
 
-def _best_moves(state: _State, ceiling_L: Singles, budget: int) -> tuple[Ints, Ints, Ints, Singles]:
+def _best_moves(state: _State, ceiling_L: Singles, budget: int, trades_only: bool) -> tuple[Ints, Ints, Ints, Singles]:
     """Return (slots to write [L, 2], experts to write there [L, 2], replicas moved [L], relief per replica [L])."""
     num_layers = len(state.table_LQ)
     rows = np.arange(num_layers)
@@ -97,6 +98,8 @@ def _best_moves(state: _State, ceiling_L: Singles, budget: int) -> tuple[Ints, I
     gains[0] = (tops - np.maximum(after, floor)) / 2 if budget >= 2 else 0
     slots[0, :, 0], slots[0, :, 1] = mine[rows, give], take
     experts[0, :, 0], experts[0, :, 1] = state.table_LQ[rows, take], state.table_LQ[rows, mine[rows, give]]
+    if trades_only:
+        return slots[0], experts[0], np.full(num_layers, 2), gains[0]
     rise, spare = _rise_elsewhere(state)
     shared, at, after = _shares(state, top, mine, rise, spare)
     gains[1] = tops - np.maximum(after, floor)
