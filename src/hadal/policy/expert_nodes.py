@@ -85,7 +85,7 @@ def place_hierarchical(
 
 
 def place_hybrid(
-    table_LRS: Ints, loads_LE: Floats, *, target: float, toll: float = 0.25, num_rounds: int = 60
+    table_LRS: Ints, loads_LE: Floats, *, target: float, toll: float = 0.6, num_rounds: int = 60
 ) -> Ints:
     """Return the hierarchical table [L, R, S] with the trades that bring each layer's mean/max to the target.
 
