@@ -11,7 +11,17 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from bench import balance_experts, distributed, engine, load, overlap, startup, step_breakdown, wire_bytes
+from bench import (
+    balance_decode,
+    balance_experts,
+    distributed,
+    engine,
+    load,
+    overlap,
+    startup,
+    step_breakdown,
+    wire_bytes,
+)
 from bench.checkpoints import ROOT
 
 
@@ -30,6 +40,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "wire": wire_bytes.main,
     "distributed": distributed.main,
     "balance-experts": balance_experts.main,
+    "balance_decode": balance_decode.main,
 }
 
 

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hadal.policy.views import AdmissionView, DownstreamView
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.policy.views import AdmissionView, DownstreamView, Ints
+
+Bools = NDArray[np.bool_]
 
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
@@ -64,7 +69,7 @@ def may_prefill(view: DownstreamView, num_blocks_needed: int) -> bool:
     return view.num_requests == 0 or view.num_blocks_used + num_blocks_needed <= view.num_blocks
 
 
-def fits_decode(num_blocks_free: int, num_blocks_needed: int, num_running: int) -> bool:
-    """Whether a decode unit takes a request now. The head-room keeps it from being preempted at once."""
-    headroom = 0 if num_running == 0 else 1 + num_running // HEADROOM_SHARE
+def fits_decode(num_blocks_free: Ints, num_blocks_needed: int, num_running: Ints) -> Bools:
+    """By rank, whether it takes a request now. The head-room keeps it from being preempted at once."""
+    headroom = (num_running > 0) * (1 + num_running // HEADROOM_SHARE)
     return num_blocks_needed + headroom <= num_blocks_free

@@ -1,16 +1,14 @@
-"""Choose the rank of a unit that takes a sequence: equal KV use in decode, equal work in prefill.
+"""Choose the rank of a prefill unit that takes a prompt: equal work. (Decode's rule is in policy/decode_balance.)
 
 Knows nothing of tensors, networks or time. The caller owns the state and applies the choice.
-Goals (DeepSeek-V3/R1 inference overview): equal KV cache use and similar request counts per GPU in decode; equal
-attention work and equal numbers of input tokens per GPU in prefill.
+Goal (DeepSeek-V3/R1 inference overview): equal attention work and equal numbers of input tokens per GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hadal.policy.admission import fits_decode
-from hadal.policy.views import DecodeRankView, PrefillRankView
+from hadal.policy.views import PrefillRankView
 
 PAIRS_PER_TOKEN = 14_800
 """Attended positions that cost as much as all else of a token: DeepSeek-V3 activates 37e9 weights, 2 FLOP each, for a
@@ -21,20 +19,6 @@ def work_of(num_done: int, num_tokens: int) -> float:
     """Estimated work of prefilling positions num_done .. num_tokens-1, in tokens without context."""
     num_left = num_tokens - num_done
     return num_left + num_left * (num_done + num_tokens) / 2 / PAIRS_PER_TOKEN
-
-
-def choose_decode_rank(ranks: Sequence[DecodeRankView], num_blocks_needed: int) -> int | None:
-    """Return the rank that is least full after taking the request; None if it fits nowhere now."""
-    fitting = [
-        rank for rank in ranks
-        if rank.num_requests < rank.num_requests_max
-        and fits_decode(rank.num_blocks - rank.num_blocks_used, num_blocks_needed, rank.num_requests)
-    ]  # fmt: skip
-    if not fitting:
-        return None
-    return min(fitting, key=lambda rank: (
-        (rank.num_blocks_used + num_blocks_needed) / rank.num_blocks, rank.num_requests, rank.rank,
-    )).rank  # fmt: skip
 
 
 def choose_prefill_rank(ranks: Sequence[PrefillRankView], num_blocks_needed: int) -> int | None:

@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillUnitView:
@@ -36,14 +41,17 @@ class DecodeUnitView:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRankView:
-    """A living rank of a decode unit as its leader counts it."""
+class DecodeRanksView:
+    """The living ranks of a decode unit as its leader counts them: one row each, all arrays [ranks]."""
 
-    rank: int
-    num_blocks: int
-    num_blocks_used: int
-    num_requests: int
-    num_requests_max: int
+    ranks: Ints
+    """Their numbers in the unit."""
+    num_blocks: Ints
+    num_blocks_used: Ints
+    num_blocks_worst: Ints
+    """What their requests hold if all run to their longest. Not looked at where the caller preempts."""
+    num_requests: Ints
+    num_requests_max: Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,13 +147,10 @@ class DecodeLeader:
             self._waiting[key] = decode
 
     def _seat_waiting(self) -> None:
-        """Give slots and blocks to those who wait, in the order they came, and start to pull their KV."""
-        for key, decode in list(self._waiting.items()):
-            seated = self.slots.seat(decode)
-            if seated is None:
-                return
+        """Give slots and blocks to those who wait, nobody before one who came earlier, and start to pull their KV."""
+        for decode, rank, into in self.slots.seat(list(self._waiting.values())):
+            key = (decode.generation.request_id, decode.generation.attempt)
             del self._waiting[key]
-            rank, into = seated
             self._out.append(Pull(*key, decode.lease, into, rank))
 
     def _pulled(self, pulled: KvPulled) -> None:

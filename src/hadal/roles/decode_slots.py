@@ -6,15 +6,15 @@ its owner says which plan was done last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from hadal.core.messages import BLOCK_TOKENS, Decode
 from hadal.kv.blocks import blocks_for
+from hadal.policy.decode_balance import Arrival, place
 from hadal.policy.preemption import choose_victims
-from hadal.policy.rank_choice import choose_decode_rank
-from hadal.policy.views import DecodeRankView, HolderView
+from hadal.policy.views import DecodeRanksView, HolderView
 from hadal.roles.decode_table import DecodeTable, Ints, SlotState
 from hadal.roles.rank_pools import RankPools
 from hadal.roles.reasons import PREEMPTED, RANK_LOST
@@ -43,24 +43,43 @@ class DecodeSlots:
         return slice(rank * self.per_rank, (rank + 1) * self.per_rank)
 
     # ---- in ----
-    def seat(self, decode: Decode) -> tuple[int, tuple[int, ...]] | None:
-        """Give a request a slot and blocks of a rank: (rank, blocks to pull its KV into). None if it has to wait."""
+    def seat(self, waiting: Sequence[Decode]) -> list[tuple[Decode, int, tuple[int, ...]]]:
+        """Give those who wait slots and blocks of a rank: (request, rank, blocks to pull its KV into), in their order.
+
+        The others, behind the end of the list, have to wait on.
+        """
+        if not waiting:
+            return []
+        arrivals = [self._arrival(decode) for decode in waiting]
+        # A rank that runs short lets its latest arrived go (`_preempt`).
+        seated = []
+        for decode, arrival, rank in zip(waiting, arrivals, place(self._view(), arrivals, preempts=True), strict=False):
+            key = (decode.generation.request_id, decode.generation.attempt)
+            block_ids = self._pools[rank].allocate(arrival.num_blocks, key)
+            assert block_ids is not None
+            self.key_to_slot[key] = self.table.reserve(decode, self._num_arrivals, block_ids, self.of_rank(rank))
+            self._num_arrivals += 1
+            seated.append((decode, rank, block_ids[: len(decode.lease.block_ids)]))
+        return seated
+
+    def _view(self) -> DecodeRanksView:
+        living = np.array(self._pools.living, np.int64)
+        num_taken = np.count_nonzero(self.table.state.reshape(-1, self.per_rank), axis=1)
+        return DecodeRanksView(
+            ranks=living,
+            num_blocks=np.array([self._pools[rank].num_usable for rank in living.tolist()], np.int64),
+            num_blocks_used=np.array([self._pools[rank].num_used for rank in living.tolist()], np.int64),
+            num_blocks_worst=np.zeros(living.size, np.int64),
+            num_requests=num_taken[living],
+            num_requests_max=np.full(living.size, self.per_rank, np.int64),
+        )
+
+    def _arrival(self, decode: Decode) -> Arrival:
         # One block more than the KV if it ends with a full one: the first step writes the next position.
         num_blocks = decode.lease.num_tokens // BLOCK_TOKENS + 1
-        num_taken = np.count_nonzero(self.table.state.reshape(-1, self.per_rank), axis=1).tolist()
-        views = [
-            DecodeRankView(rank, pool.num_usable, pool.num_used, num_taken[rank], self.per_rank)
-            for rank, pool in ((rank, self._pools[rank]) for rank in self._pools.living)
-        ]
-        rank = choose_decode_rank(views, num_blocks)
-        if rank is None:
-            return None
-        key = (decode.generation.request_id, decode.generation.attempt)
-        block_ids = self._pools[rank].allocate(num_blocks, key)
-        assert block_ids is not None
-        self.key_to_slot[key] = self.table.reserve(decode, self._num_arrivals, block_ids, self.of_rank(rank))
-        self._num_arrivals += 1
-        return rank, block_ids[: len(decode.lease.block_ids)]
+        generation = decode.generation
+        num_blocks_worst = blocks_for(len(generation.prompt) + generation.max_tokens - 1)
+        return Arrival(num_blocks, max(num_blocks, num_blocks_worst))
 
     # ---- out ----
     def close(self, slot: int, done_step_id: int) -> None:

@@ -1,30 +1,13 @@
-"""The rank that takes a sequence: equal KV in decode, equal work in prefill."""
+"""The rank that takes a prompt: equal work."""
 
 from __future__ import annotations
 
-from hadal.policy.rank_choice import choose_decode_rank, choose_prefill_rank, work_of
-from hadal.policy.views import DecodeRankView, PrefillRankView
-
-
-def decode(rank: int, used: int = 0, requests: int = 0) -> DecodeRankView:
-    return DecodeRankView(rank, 20, used, requests, 4)
+from hadal.policy.rank_choice import choose_prefill_rank, work_of
+from hadal.policy.views import PrefillRankView
 
 
 def prefill(rank: int, work: float = 0.0, tokens: int = 64, blocks: int = 8, starts: int = 4) -> PrefillRankView:
     return PrefillRankView(rank, work, tokens, blocks, starts)
-
-
-def test_decode_takes_the_least_used_kv_then_the_fewest_requests_then_the_first() -> None:
-    assert choose_decode_rank([decode(0, used=5), decode(1, used=3, requests=3)], 2) == 1
-    assert choose_decode_rank([decode(0, used=3, requests=2), decode(1, used=3, requests=1)], 2) == 1
-    assert choose_decode_rank([decode(2), decode(1)], 2) == 1
-
-
-def test_decode_waits_where_no_slot_or_no_headroom_is_left() -> None:
-    assert choose_decode_rank([decode(0, requests=4)], 1) is None
-    assert choose_decode_rank([decode(0, used=18, requests=1)], 2) is None
-    assert choose_decode_rank([decode(0)], 20) == 0
-    assert choose_decode_rank([], 1) is None
 
 
 def test_prefill_takes_the_least_work_where_the_prompt_can_start() -> None:

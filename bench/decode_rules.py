@@ -1,0 +1,102 @@
+"""Placement rules for decode in one form: ours, and those that other systems use (facts: read in their sources).
+
+Each sees the reported loads plus its own placements since, as a dispatcher does. Shapes: R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from bench.decode_world import Rule, Waiting, World
+from hadal.policy.decode_balance import Arrival, Sent, place, with_sent
+from hadal.policy.views import DecodeRanksView, Ints
+
+Choice = Callable[[Ints, Ints, Ints, np.random.Generator, int], int]
+"""(KV [R], requests [R], ranks with a free slot, generator, placements so far) -> rank."""
+
+
+class Ours:
+    """policy/decode_balance, with the list of placements that no report counts yet."""
+
+    def __init__(self) -> None:
+        self._sent: list[Sent] = []
+
+    def __call__(self, world: World, waiting: list[Waiting]) -> list[int]:
+        view = self.seen(world)
+        # The world's KV does not bind, so worst cases are left out of it.
+        arrivals = [Arrival(one.num_input, one.num_input) for one in waiting]
+        ranks = place(view, arrivals, preempts=True)
+        number = world.number
+        for rank, arrival in zip(ranks, arrivals, strict=False):
+            number += 1
+            self._sent.append(Sent(rank, number, arrival))
+        return ranks
+
+    def seen(self, world: World) -> DecodeRanksView:
+        view, number = world.reported
+        self._sent = [sent for sent in self._sent if sent.number > number]
+        return with_sent(view, [number] * world.num_ranks, self._sent)
+
+
+class Peer:
+    """One at a time, in the order of arrival."""
+
+    def __init__(self, choice: Choice, seed: int) -> None:
+        self._choice = choice
+        self._random = np.random.default_rng(seed)
+        self._sent: list[Sent] = []
+
+    def __call__(self, world: World, waiting: list[Waiting]) -> list[int]:
+        view, seen = world.reported
+        self._sent = [sent for sent in self._sent if sent.number > seen]
+        view = with_sent(view, [seen] * world.num_ranks, self._sent)
+        kv_R, requests_R, ranks = view.num_blocks_used.copy(), view.num_requests.copy(), list[int]()
+        number = world.number
+        for one in waiting:
+            free = np.flatnonzero(requests_R < world.num_slots)
+            if not free.size:
+                break
+            rank = self._choice(kv_R, requests_R, free, self._random, number)
+            number += 1
+            kv_R[rank] += one.num_input
+            requests_R[rank] += 1
+            self._sent.append(Sent(rank, number, Arrival(one.num_input, one.num_input)))
+            ranks.append(rank)
+        return ranks
+
+
+def _random(kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int) -> int:
+    return int(random.choice(free))
+
+
+def _round_robin(kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int) -> int:
+    return int(free[(free >= number % kv_R.size).argmax()])  # The next with a free slot; argmax of none is the first.
+
+
+def _power_of_two(kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int) -> int:
+    first, second = (int(rank) for rank in random.choice(free, 2))
+    return first if requests_R[first] <= requests_R[second] else second
+
+
+def _least_requests(kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int) -> int:
+    return int(free[requests_R[free].argmin()])
+
+
+def _least_kv(kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int) -> int:
+    return int(free[kv_R[free].argmin()])
+
+
+PEERS: dict[str, Choice] = {
+    "random": _random,
+    "round robin": _round_robin,
+    "power of two (requests)": _power_of_two,
+    "least requests (vLLM)": _least_requests,
+    "least KV (SGLang total_tokens)": _least_kv,
+}
+
+
+def rule(name: str, seed: int) -> Rule:
+    """`name`: of a peer, or anything else for ours."""
+    return Peer(PEERS[name], seed) if name in PEERS else Ours()

@@ -1,0 +1,105 @@
+"""Requests that change their rank: few, only where it pays, only to where they fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random, SystemRandom
+
+import numpy as np
+import pytest
+
+from hadal.policy.decode_moves import Move, MoveTerms, RunningView, choose_moves
+from hadal.policy.views import DecodeRanksView
+
+SEEDS = [*range(20), *(SystemRandom().randrange(1 << 30) for _ in range(5))]
+TERMS = MoveTerms(gain_steps=1000.0)
+
+
+def unit(blocks_RS: list[list[int]], *, blocks: int = 1000, worst: int = 0) -> tuple[DecodeRanksView, RunningView]:
+    """Ranks 10, 11, ... with these requests, each `worst` blocks longer at its end; 0 is a free slot."""
+    held_RS = np.array(blocks_RS, np.int64)
+    longest_RS = np.where(held_RS > 0, held_RS + worst, 0)
+    size, slots = held_RS.shape
+    view = DecodeRanksView(
+        np.arange(10, 10 + size), np.full(size, blocks), held_RS.sum(axis=1), longest_RS.sum(axis=1),
+        np.count_nonzero(held_RS, axis=1), np.full(size, slots),
+    )  # fmt: skip
+    return view, RunningView(held_RS, longest_RS)
+
+
+def test_the_request_that_levels_two_ranks_moves() -> None:
+    assert choose_moves(*unit([[60, 20, 20, 0], [40, 20, 0, 0]]), TERMS, preempts=True) == [Move(10, 1, 11)]
+
+
+def test_nothing_moves_below_the_trigger() -> None:
+    even = unit([[50, 51, 0], [50, 50, 0]])
+    assert choose_moves(*even, TERMS, preempts=True) == []
+    uneven = unit([[60, 30, 30, 0], [40, 20, 0, 0]])
+    assert choose_moves(*uneven, replace(TERMS, trigger=1.5), preempts=True) == []
+    assert choose_moves(*uneven, TERMS, preempts=True)
+
+
+def test_nothing_moves_that_does_not_pay() -> None:
+    uneven = unit([[60, 20, 20, 0], [40, 20, 0, 0]])
+    assert choose_moves(*uneven, replace(TERMS, stall_steps=1e6), preempts=True) == []
+    assert choose_moves(*uneven, replace(TERMS, gain_steps=0.0), preempts=True) == []
+
+
+def test_a_budget_of_none_and_a_rank_alone() -> None:
+    uneven = unit([[60, 20, 20, 0], [40, 20, 0, 0]])
+    assert choose_moves(*uneven, replace(TERMS, num_moves_max=0), preempts=True) == []
+    assert choose_moves(*unit([[60, 20]]), TERMS, preempts=True) == []
+    assert choose_moves(*unit([[0, 0], [0, 0]]), TERMS, preempts=True) == []
+
+
+def test_a_full_rank_takes_nobody() -> None:
+    view, running = unit([[60, 20, 20], [10, 10, 10]])
+    assert choose_moves(view, running, TERMS, preempts=True) == []
+    # Third best is a rank that has a slot, but is nearly as full.
+    view, running = unit([[60, 20, 20, 0], [10, 10, 10, 5], [50, 20, 0, 0]])
+    assert [move.to_rank for move in choose_moves(view, running, TERMS, preempts=True)] in ([], [12])
+
+
+def test_the_worst_case_counts_without_a_plan_to_preempt() -> None:
+    uneven = unit([[60, 20, 20, 0], [40, 20, 0, 0]], blocks=150, worst=40)
+    assert choose_moves(*uneven, TERMS, preempts=False) == []
+    assert choose_moves(*uneven, TERMS, preempts=True)
+
+
+def test_what_cannot_be_moved_stays() -> None:
+    view, running = unit([[60, 20, 20, 0], [40, 20, 0, 0]])
+    running.num_blocks_RS[0, 1:] = 0
+    assert all(move.slot == 0 for move in choose_moves(view, running, TERMS, preempts=True))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("preempts", [False, True])
+def test_moves_level_and_keep_every_limit(seed: int, preempts: bool) -> None:
+    print("seed", seed)
+    random = Random(seed)
+    size, slots = random.randint(2, 12), random.randint(1, 20)
+    held_RS = [[random.choice([0, random.randint(1, 60)]) for _ in range(slots)] for _ in range(size)]
+    view, running = unit(held_RS, blocks=random.randint(1, 3) * 30 * slots + 60, worst=random.randint(0, 5))
+    terms = replace(TERMS, num_moves_max=random.randint(1, 6), trigger=random.choice([1.0, 1.02, 1.2]))
+    moves = choose_moves(view, running, terms, preempts=preempts)
+    assert moves == choose_moves(view, running, terms, preempts=preempts)
+    assert len(moves) <= terms.num_moves_max
+    assert len({(move.from_rank, move.slot) for move in moves}) == len(moves)
+    used, worst, requests = view.num_blocks_used.copy(), view.num_blocks_worst.copy(), view.num_requests.copy()
+    for move in moves:
+        source, target = move.from_rank - 10, move.to_rank - 10
+        num, longest = running.num_blocks_RS[source, move.slot], running.num_blocks_worst_RS[source, move.slot]
+        assert source != target
+        assert num > 0
+        for array, amount in ((used, num), (worst, longest), (requests, 1)):
+            array[source] -= amount
+            array[target] += amount
+        fits_now = used[target] <= view.num_blocks[target]
+        assert fits_now if preempts else worst[target] <= view.num_blocks[target]
+        assert requests[target] <= slots
+    if moves:
+        assert used.max() <= view.num_blocks_used.max()
+        before = terms.kv_time_share * view.num_blocks_used.max() / view.num_blocks_used.mean()
+        now = terms.kv_time_share * used.max() / used.mean()
+        extra_requests = max(int(requests.max() - view.num_requests.max()), 0)
+        assert now < before or extra_requests == 0
