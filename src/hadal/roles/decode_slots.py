@@ -48,12 +48,14 @@ class DecodeSlots:
 
         The others, behind the end of the list, have to wait on.
         """
-        if not waiting:
-            return []
-        arrivals = [self._arrival(decode) for decode in waiting]
+        view = self._view()
+        # No more than there are free slots: most of a long queue waits anyway.
+        num_slots = int((view.num_requests_max - view.num_requests).sum())
+        arrivals = [self._arrival(decode) for decode in waiting[:num_slots]]
         # A rank that runs short lets its latest arrived go (`_preempt`).
+        ranks = place(view, arrivals, preempts=True)
         seated = []
-        for decode, arrival, rank in zip(waiting, arrivals, place(self._view(), arrivals, preempts=True), strict=False):
+        for decode, arrival, rank in zip(waiting, arrivals, ranks, strict=False):
             key = (decode.generation.request_id, decode.generation.attempt)
             block_ids = self._pools[rank].allocate(arrival.num_blocks, key)
             assert block_ids is not None

@@ -55,9 +55,8 @@ def test_a_budget_of_none_and_a_rank_alone() -> None:
 def test_a_full_rank_takes_nobody() -> None:
     view, running = unit([[60, 20, 20], [10, 10, 10]])
     assert choose_moves(view, running, TERMS, preempts=True) == []
-    # Third best is a rank that has a slot, but is nearly as full.
     view, running = unit([[60, 20, 20, 0], [10, 10, 10, 5], [50, 20, 0, 0]])
-    assert [move.to_rank for move in choose_moves(view, running, TERMS, preempts=True)] in ([], [12])
+    assert [move.to_rank for move in choose_moves(view, running, TERMS, preempts=True)] == [12]
 
 
 def test_the_worst_case_counts_without_a_plan_to_preempt() -> None:
@@ -99,7 +98,3 @@ def test_moves_level_and_keep_every_limit(seed: int, preempts: bool) -> None:
         assert requests[target] <= slots
     if moves:
         assert used.max() <= view.num_blocks_used.max()
-        before = terms.kv_time_share * view.num_blocks_used.max() / view.num_blocks_used.mean()
-        now = terms.kv_time_share * used.max() / used.mean()
-        extra_requests = max(int(requests.max() - view.num_requests.max()), 0)
-        assert now < before or extra_requests == 0
