@@ -20,7 +20,7 @@ from rich.table import Table
 from bench.decode_rules import PEERS, rule
 from bench.decode_world import Load, Result, World, r1_load, trace_loads
 from hadal.policy.decode_balance import Arrival, place
-from hadal.policy.decode_moves import MoveTerms, choose_moves
+from hadal.policy.decode_moves import Move, MoveTerms, choose_moves
 
 NUM_RANKS, NUM_SLOTS, NUM_RUNNING = 144, 128, 96
 STALE_STEPS = 4
@@ -98,13 +98,15 @@ def measure(console: Console, load: Load, cases: Sequence[Case], num_steps: int,
                   f"{STALE_STEPS} steps stale: less than two points; bound 1.")  # fmt: skip
 
 
-def show_lone_placement(console: Console) -> None:
-    """The dearest case: a step with one arrival pays for the snapshot alone."""
+def show_time(console: Console) -> None:
+    """Processor time of a decision. A step with one arrival is the dearest: it pays for the snapshot alone."""
     world = World(
         r1_load(num=1000), num_ranks=NUM_RANKS, num_slots=NUM_SLOTS, num_running=NUM_RUNNING, stale_steps=0, seed=0
     )
     for rank, waiting in zip(rule(OURS, 0)(world, list(world.waiting)), list(world.waiting), strict=False):
         world.seat(rank, waiting)
+    for _ in range(100):
+        world.run_step(None)  # What ends leaves gaps.
     view = world.exact
     for num in (1, 16):
         arrivals = [Arrival(1000 + 10 * index, 2000) for index in range(num)]
@@ -115,6 +117,13 @@ def show_lone_placement(console: Console) -> None:
             place_s.append((time.process_time() - start_s) / num)
         console.print(f"{num} arrivals a step: {1e6 * statistics.median(place_s):.0f} us of processor time a placement "
                       f"(target {PLACE_TARGET_US:g})")  # fmt: skip
+    # A trigger that is always met: the dearest decision, the whole budget spent.
+    running, terms, decide_s, moves = world.movable(), MoveTerms(trigger=1.0, gain_steps=1e6), [], list[Move]()
+    for _ in range(50):
+        start_s = time.process_time()
+        moves = choose_moves(view, running, terms, preempts=True)
+        decide_s.append(time.process_time() - start_s)
+    console.print(f"moves: {1e3 * statistics.median(decide_s):.2f} ms of processor time for {len(moves)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -136,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Long outputs need more steps before the start is forgotten.
         num_steps = 300 if options.quick else (3000 if load.output_N.mean() > 1000 else 1500)
         measure(console, load, cases, num_steps, 1 if options.quick else options.seeds)
-    show_lone_placement(console)
+    show_time(console)
 
 
 if __name__ == "__main__":
