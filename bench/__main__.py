@@ -14,6 +14,7 @@ from rich.console import Console
 from bench import (
     balance_decode,
     balance_experts,
+    balance_prefill,
     distributed,
     engine,
     load,
@@ -41,6 +42,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "distributed": distributed.main,
     "balance-experts": balance_experts.main,
     "balance_decode": balance_decode.main,
+    "balance_prefill": balance_prefill.main,
 }
 
 

@@ -102,6 +102,8 @@ class PromptView:
     """Tokens still to be planned."""
     num_blocks_needed: int
     """0 once it has started: the blocks of a whole prompt are taken at its first chunk."""
+    num_context: int = 0
+    """Positions before those tokens, computed or out of a cache: what is still to be planned attends to them too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,131 @@
+"""What cutting prefill steps by cost gives: 32 synchronous ranks, simulated, ours beside the peers' rules and targets.
+
+    python -m bench.balance_prefill [--quick] [--ranks 32] [--tokens 8192] [--seed 0]
+
+Saturated: how much of each step its ranks work. Open loop at 75 % of what balanced ranks could do: time to first token.
+Peers' rules are written out from what their sources do (SGLang: least tokens; vLLM: least requests), with the token
+budget of a step that all of them have; their engines are not run. The unit is a formula, so is its step time: nothing
+here was measured on GPUs but the traces, and what a step costs beside its tokens is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bench.balance_loads import Load, loads
+from bench.balance_prefill_sim import (
+    RATES,
+    Outcome,
+    Rule,
+    by_cost,
+    by_tokens,
+    ideal_s,
+    least_cost,
+    least_requests,
+    least_tokens,
+    ours,
+    round_robin,
+    simulate,
+)
+from hadal.policy.prefill_balance import StepLimits
+
+OURS = "hadal"
+SHARE = 0.75
+QUICK_ARRIVALS = 5_000
+MOST_OVER_MEAN = 2
+"""A rank's hard limit of tokens over the step's nominal ones, for rules that cut by cost."""
+PLAN_MS_TARGET = 1.0
+EFFICIENCY_TARGETS = {"mooncake-conv": 0.92, "chat, 32K cap": 0.95}
+TTFT_TARGET_S = 6.0
+PUBLISHED = "facts page: best peer .33 on Mooncake and .57 on 32K-capped chat; its prototypes .92 and .95"
+
+
+def rules(load: Load, num_tokens: int) -> dict[str, Callable[[], Rule]]:
+    """Fresh rules by name. Those that cut by cost get the price of a mean step of this load."""
+    total_s = sum(RATES.chunk_s(a.num_cached, a.num_tokens) for a in load.arrivals)
+    budget_s = num_tokens * total_s / sum(a.num_tokens for a in load.arrivals)
+    return {
+        "round robin, token budget": lambda: by_tokens(round_robin()),
+        "least requests, token budget": lambda: by_tokens(least_requests),
+        "least tokens, token budget": lambda: by_tokens(least_tokens),
+        "central queue, token budget": lambda: by_tokens(None),
+        "round robin, cost budget": lambda: by_cost(round_robin(), budget_s),
+        "least cost, cost budget": lambda: by_cost(least_cost, budget_s),
+        OURS: lambda: ours,
+    }
+
+
+def mark(value: float, target: float, *, is_least: bool) -> str:
+    """`value` reached its target, or did not."""
+    return "met" if (value >= target if is_least else value <= target) else "MISSED"
+
+
+def saturated(console: Console, load: Load, limits: StepLimits, num_ranks: int) -> None:
+    """One table of a load: all rules, always as many prompts as they want to see."""
+    table = Table(title=f"{load.name}, saturated ({load.source}; {len(load.arrivals)} prompts)")
+    for name in ("rule", "efficiency", "time", "attention", "tokens", "tokens/rank/step", "plan ms, median", "p99"):
+        table.add_column(name, justify="left" if name == "rule" else "right")
+    outcomes: dict[str, Outcome] = {}
+    for name, rule in rules(load, limits.num_tokens_mean).items():
+        outcomes[name] = out = simulate(load, rule(), limits, num_ranks=num_ranks, is_saturated=True)
+        plan_ms = 1e3 * np.array(out.plans_s)
+        table.add_row(
+            name, f"{out.efficiency:.3f}", f"{out.time:.2f}", f"{out.attention:.2f}", f"{out.tokens:.2f}",
+            f"{out.num_tokens / out.num_steps / num_ranks:.0f}", f"{np.median(plan_ms):.2f}",
+            f"{np.percentile(plan_ms, 99):.2f}",
+        )  # fmt: skip
+    console.print(table)
+    out = outcomes[OURS]
+    plan_ms_p50 = 1e3 * float(np.median(out.plans_s))
+    console.print(f"planner {plan_ms_p50:.2f} ms, target {PLAN_MS_TARGET:g}: "
+                  f"{mark(plan_ms_p50, PLAN_MS_TARGET, is_least=False)}")  # fmt: skip
+    target = EFFICIENCY_TARGETS.get(load.name)
+    if target is not None:
+        console.print(f"efficiency {out.efficiency:.3f}, target {target:g}: "
+                      f"{mark(out.efficiency, target, is_least=True)}")  # fmt: skip
+
+
+def open_loop(console: Console, load: Load, limits: StepLimits, num_ranks: int) -> None:
+    """Arrivals as in the trace, stretched or squeezed to `SHARE` of what perfectly balanced ranks could do."""
+    duration_s = ideal_s(load, num_ranks) / SHARE
+    stretched = load.stretched(duration_s)
+    table = Table(title=f"{load.name}, {SHARE:.0%} of ideal capacity, {duration_s:.0f} s of arrivals")
+    for name in ("rule", "TTFT mean s", "p50", "p99", "busy after the last arrival", "plan ms, median"):
+        table.add_column(name, justify="left" if name == "rule" else "right")
+    for name, rule in rules(load, limits.num_tokens_mean).items():
+        out = simulate(stretched, rule(), limits, num_ranks=num_ranks, is_saturated=False)
+        ttfts_s = np.array(out.ttfts_s)
+        table.add_row(
+            name, f"{ttfts_s.mean():.1f}", f"{np.median(ttfts_s):.1f}", f"{np.percentile(ttfts_s, 99):.1f}",
+            f"{max(0.0, out.end_s - duration_s):.0f} s", f"{1e3 * np.median(out.plans_s):.2f}",
+        )  # fmt: skip
+        if name == OURS and load.name == "mooncake-conv":
+            verdict = mark(float(ttfts_s.mean()), TTFT_TARGET_S, is_least=False)
+            table.caption = f"mean TTFT {ttfts_s.mean():.1f} s, target {TTFT_TARGET_S:g}: {verdict}"
+    console.print(table)
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.balance_prefill", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help=f"the first {QUICK_ARRIVALS} prompts of each load")
+    parser.add_argument("--ranks", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a rank in a mean step")
+    parser.add_argument("--seed", type=int, default=0, help="of the synthetic loads")
+    options = parser.parse_args(list(arguments))
+    limits = StepLimits(options.tokens, MOST_OVER_MEAN * options.tokens)
+    console = Console()
+    console.print(PUBLISHED, style="dim")
+    for load in loads(options.seed):
+        used = load.first(QUICK_ARRIVALS) if options.quick else load
+        saturated(console, used, limits, options.ranks)
+        open_loop(console, used, limits, options.ranks)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,394 @@
+"""Cut a step of a prefill unit so that all its ranks take equal time, and as nearly equal tokens as that allows.
+
+    seconds of positions start .. start+n-1 = n token_s + pair_s (n start + n (n + 1) / 2)
+
+Ranks of a unit step together, so a rank is only as fast as the slowest. Attention is quadratic in context (a cached
+prefix counts as context), hence equal tokens are not equal time: each rank gets a budget of seconds instead, and its
+last chunk is cut where the quadratic above meets it. Tokens matter a second time, in dispatch, where the rank with most
+of them holds up the others: so a rank whose oldest prompt is dense takes lighter prompts beside it, and no rank takes
+more than a multiple of the mean, which is chosen for each step by what it predicts.
+
+Nobody starves: prompts start in the order they came, a started one keeps its rank, and the oldest of a rank has at
+least `HEAD_SHARE` of the rank's budget (one token at least) in every step. Knows no blocks but their number, no clock,
+and not where its rates come from (perf/costs.StepCosts.rates).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf, sqrt
+
+import numpy as np
+
+from hadal.policy.views import PromptView
+
+HEAD_SHARE = 0.25
+"""Of a rank's budget, for its oldest prompt, before lighter ones may run beside it."""
+CAPS = (1.0, 1.25, 1.5, 2.0)
+"""Most tokens of a rank over the mean that a step may have; `StepLimits.num_tokens_max` bounds all of them."""
+DRAIN = 1 / 3
+"""Most of what is there that a step may take: the last dense prompts do not make those that arrive wait for long."""
+ROOM = 1.25
+"""Prompts start on a rank while those before take surely less than so many times the mean number of tokens."""
+SCALES = (1.0, 0.85, 0.7, 0.6, 0.5)
+"""Of the nominal budget, what a step may be given."""
+WORTH = 0.003
+"""What a wider cap or a shorter step must gain in predicted efficiency over those before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRates:
+    """What a unit's time goes into. Only ratios matter for a plan, so any unit will do."""
+
+    token_s: float
+    """Of a token on its rank."""
+    pair_s: float
+    """Of a (token, position it attends to) pair on its rank."""
+    dispatch_s: float = 0.0
+    """Of a token on the rank that has most of them, for which all wait; 0 where transfers are hidden."""
+
+    def __post_init__(self) -> None:
+        if self.token_s <= 0 or self.pair_s < 0 or self.dispatch_s < 0:
+            raise ValueError(f"{self}: token_s must be positive and the others not negative.")
+
+    def chunk_s(self, start: int, num_tokens: int) -> float:
+        """Seconds of `num_tokens` positions from `start` on."""
+        return num_tokens * (self.token_s + self.pair_s * (start + 0.5 * (num_tokens + 1)))
+
+    def prefix(self, start: int, num_tokens: int, budget_s: float) -> int:
+        """The most of `num_tokens` positions from `start` on that fit into `budget_s`."""
+        if budget_s <= 0.0 or num_tokens <= 0:
+            return 0
+        half_s, linear = 0.5 * self.pair_s, self.token_s + self.pair_s * (start + 0.5)
+        if num_tokens * (linear + half_s * num_tokens) <= budget_s:
+            return num_tokens
+        # The root of half_s n^2 + linear n - budget, in the form that does not cancel and allows half_s = 0.
+        n = int(2.0 * budget_s / (linear + sqrt(linear * linear + 4.0 * half_s * budget_s)))
+        if n < num_tokens and (n + 1) * (linear + half_s * (n + 1)) <= budget_s:
+            return n + 1
+        while n > 0 and n * (linear + half_s * n) > budget_s:
+            n -= 1
+        return n
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """`num_tokens_mean` is what a rank should compute in a step; `num_tokens_max` what no rank may exceed."""
+
+    num_tokens_mean: int
+    num_tokens_max: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_tokens_mean <= self.num_tokens_max:
+            raise ValueError(f"{self}: the mean must be between 1 and the maximum.")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillQueueView:
+    """A living rank of a prefill unit, with the prompts that started there, oldest first."""
+
+    rank: int
+    prompts: tuple[PromptView, ...]
+    num_blocks_free: int
+    num_starts_free: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankCut:
+    """What one rank computes. A size may be 0: that prompt stays where it is."""
+
+    rank: int
+    starts: tuple[int, ...]
+    """Positions in `waiting` of the prompts that start here."""
+    sizes: tuple[int, ...]
+    """Tokens of each started prompt of the view, then of each of `starts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCut:
+    """A step of all ranks. The predictions are what the plan was chosen by."""
+
+    ranks: tuple[RankCut, ...]
+    budget_s: float
+    cap_tokens: int
+    efficiency: float
+    """Predicted: step time if all ranks did the mean, over that of the slowest; 1 for an empty step."""
+
+
+def cost_s(prompt: PromptView, rates: PrefillRates) -> float:
+    """Predicted cost of all that is left of a prompt: what `plan_step` chooses its rank by."""
+    return rates.chunk_s(prompt.num_context, prompt.num_tokens)
+
+
+def step_budget_s(
+    prompts: Iterable[PromptView], num_ranks: int, rates: PrefillRates, num_tokens_mean: int
+) -> float:  # fmt: skip
+    """Most seconds that each rank gets: the mean number of tokens at the mean price of those that wait.
+
+    But not more than `DRAIN` of everything that is there, so that a few dense prompts do not make short ones that
+    arrive meanwhile wait; and no less than half of what a fresh prompt of that many tokens takes, since every step
+    costs something that is not in the rates.
+    """
+    num_tokens, num_pairs = 0, 0.0
+    for prompt in prompts:
+        n = prompt.num_tokens
+        num_tokens += n
+        num_pairs += n * (prompt.num_context + 0.5 * (n + 1))
+    total_s = rates.token_s * num_tokens + rates.pair_s * num_pairs
+    nominal_s = num_tokens_mean * total_s / num_tokens if num_tokens else 0.0
+    return max(0.5 * rates.chunk_s(0, num_tokens_mean), min(nominal_s, DRAIN * total_s / num_ranks))
+
+
+def cut_rank(
+    prompts: Sequence[PromptView], rates: PrefillRates, budget_s: float, num_tokens_mean: int, num_tokens_max: int
+) -> list[int]:
+    """Return the tokens of each of a rank's prompts (oldest first) for a step of `budget_s`.
+
+    Oldest first. Where the time is used up with fewer than `num_tokens_mean`, lighter prompts take time from the
+    densest until there are that many. No time is left that another token would fit in, unless `num_tokens_max` or the
+    end of the prompts was reached; time is exceeded only by a single token that takes longer than the budget.
+    """
+    sizes = [0] * len(prompts)
+    left_s, num_left = budget_s, num_tokens_max
+    densest, most_s = -1, -inf
+    for at, prompt in enumerate(prompts):
+        size = rates.prefix(prompt.num_context, min(prompt.num_tokens, num_left), left_s)
+        if not size and at == 0:
+            size = 1
+        if not size:
+            break
+        sizes[at] = size
+        left_s -= rates.chunk_s(prompt.num_context, size)
+        num_left -= size
+        if prompt.num_context + size > most_s:
+            densest, most_s = at, prompt.num_context + size
+    if densest >= 0 and num_tokens_max - num_left < num_tokens_mean:
+        left_s = _blend(prompts, sizes, densest, rates, budget_s, left_s, num_tokens_mean)
+        num_left = num_tokens_max - sum(sizes)
+    for at, prompt in enumerate(prompts):  # What rounding left, oldest first.
+        if num_left <= 0 or left_s <= 0.0:
+            break
+        rest = prompt.num_tokens - sizes[at]
+        if rest:
+            start = prompt.num_context + sizes[at]
+            more = rates.prefix(start, min(rest, num_left), left_s)
+            sizes[at] += more
+            left_s -= rates.chunk_s(start, more)
+            num_left -= more
+    return sizes
+
+
+def _blend(
+    prompts: Sequence[PromptView], sizes: list[int], densest: int, rates: PrefillRates, budget_s: float,
+    spare_s: float, goal: int,
+) -> float:  # fmt: skip
+    """Let lighter prompts, in their order, take time from prompts[densest] until there are `goal` tokens.
+
+    Changes `sizes`, and returns what is then left of `spare_s`.
+    """
+    heavy = prompts[densest]
+    floor_s = max(HEAD_SHARE * budget_s, rates.chunk_s(heavy.num_context, 1)) if densest == 0 else 0.0
+    heavy_s = rates.chunk_s(heavy.num_context, sizes[densest])
+    missing = goal - sum(sizes)
+    for at, prompt in enumerate(prompts):
+        if missing <= 0:
+            break
+        done = sizes[at]
+        rest = min(prompt.num_tokens - done, goal)
+        if at == densest or not rest or prompt.num_context + done >= heavy.num_context:
+            continue
+        start = prompt.num_context + done
+        both_s = heavy_s + spare_s
+        most = rates.prefix(start, rest, both_s - floor_s)
+        low = min(most, _light_share(start, heavy.num_context, sizes[densest] + missing, both_s, rates))
+        if not low:
+            continue
+        kept = rates.prefix(heavy.num_context, sizes[densest], both_s - rates.chunk_s(start, low))
+        if densest == 0:
+            kept = max(1, kept)
+        spare_s += heavy_s - rates.chunk_s(start, low)
+        heavy_s = rates.chunk_s(heavy.num_context, kept)
+        spare_s -= heavy_s
+        missing -= low + kept - sizes[densest]
+        sizes[at] += low
+        sizes[densest] = kept
+    return spare_s
+
+
+def _light_share(light: int, heavy: int, num_tokens: int, budget_s: float, rates: PrefillRates) -> int:
+    """The least y of `num_tokens` from position `light` on that, with the others from `heavy` on, fit the budget.
+
+    chunk_s(heavy, G - y) + chunk_s(light, y) = budget, with x = G - y: pair_s x^2 + linear x + constant = 0, of which
+    the larger root is the one where more for the dense prompt takes longer.
+    """
+    pair_s, goal = rates.pair_s, num_tokens
+    linear = pair_s * (heavy - light - goal)
+    constant = rates.chunk_s(light, goal) - budget_s
+    square = linear * linear - 4.0 * pair_s * constant
+    if pair_s == 0.0 or square < 0.0:
+        return goal
+    return goal - max(0, int((sqrt(square) - linear) / (2.0 * pair_s)))
+
+
+@dataclass(slots=True)
+class _Queue:
+    """A rank while prompts are given to it."""
+
+    prompts: list[PromptView]
+    starts: list[int]
+    cost_s: float
+    room_s: float
+    room_tokens: int
+    num_blocks: int
+    num_starts: int
+
+
+def bind(
+    ranks: Sequence[PrefillQueueView], waiting: Sequence[PromptView], rates: PrefillRates, budget_s: float,
+    limits: StepLimits,
+) -> list[list[int]]:  # fmt: skip
+    """Return, by position in `ranks`, which of `waiting` start there in this step.
+
+    In the order of arrival, each where the predicted cost of all that is there is least, of those that still have time
+    and tokens in this step. A dense prompt at the head leaves room beside it, all but its share. Who fits nowhere for
+    want of blocks or starts stops those behind it.
+    """
+    heap: list[tuple[float, int]] = []
+    queues = [_queue(view, rates, budget_s, limits) for view in ranks]
+    for at, queue in enumerate(queues):
+        if queue.room_s > 0.0 and queue.room_tokens > 0:
+            heappush(heap, (queue.cost_s, at))
+    for index, prompt in enumerate(waiting):
+        cannot: list[tuple[float, int]] = []
+        while heap and not _fits(queues[heap[0][1]], prompt):
+            cannot.append(heappop(heap))
+        if not heap:
+            break
+        at = heappop(heap)[1]
+        queue = queues[at]
+        queue.starts.append(index)
+        queue.cost_s += cost_s(prompt, rates)
+        queue.num_blocks -= prompt.num_blocks_needed
+        queue.num_starts -= 1
+        _reserve(queue, prompt, rates, budget_s, is_head=not queue.prompts)
+        queue.prompts.append(prompt)
+        if queue.room_s > 0.0 and queue.room_tokens > 0:
+            heappush(heap, (queue.cost_s, at))
+        for entry in cannot:
+            heappush(heap, entry)
+    return [queue.starts for queue in queues]
+
+
+def _fits(queue: _Queue, prompt: PromptView) -> bool:
+    return queue.num_starts > 0 and prompt.num_blocks_needed <= queue.num_blocks
+
+
+def _queue(view: PrefillQueueView, rates: PrefillRates, budget_s: float, limits: StepLimits) -> _Queue:
+    room = min(limits.num_tokens_max, int(ROOM * limits.num_tokens_mean))
+    queue = _Queue([], [], 0.0, budget_s, room, view.num_blocks_free, view.num_starts_free)
+    for prompt in view.prompts:
+        queue.cost_s += cost_s(prompt, rates)
+        _reserve(queue, prompt, rates, budget_s, is_head=not queue.prompts)
+        queue.prompts.append(prompt)
+    return queue
+
+
+def _reserve(queue: _Queue, prompt: PromptView, rates: PrefillRates, budget_s: float, *, is_head: bool) -> None:
+    """Count what a prompt will surely take of the step."""
+    share_s = HEAD_SHARE * budget_s if is_head else queue.room_s
+    size = max(1, rates.prefix(prompt.num_context, min(prompt.num_tokens, queue.room_tokens), share_s))
+    queue.room_s -= rates.chunk_s(prompt.num_context, size)
+    queue.room_tokens -= size
+
+
+def plan_step(
+    ranks: Sequence[PrefillQueueView], waiting: Sequence[PromptView], rates: PrefillRates, limits: StepLimits
+) -> StepCut:
+    """Return which of `waiting` (oldest first) start on which rank, and what every rank computes.
+
+    Every rank takes the step's budget, within the time of one token, unless its prompts end or it takes the cap.
+    """
+    if not ranks:
+        return StepCut((), 0.0, 0, 1.0)
+    nominal_s = step_budget_s(
+        [*(p for view in ranks for p in view.prompts), *waiting], len(ranks), rates, limits.num_tokens_mean
+    )
+    starts = bind(ranks, waiting, rates, nominal_s, limits)
+    prompts = [
+        [*view.prompts, *(waiting[index] for index in indices)]
+        for view, indices in zip(ranks, starts, strict=True)
+    ]  # fmt: skip
+    budget_s, cap_tokens = choose_budget(prompts, rates, nominal_s, limits)
+    sizes = [cut_rank(of_rank, rates, budget_s, limits.num_tokens_mean, cap_tokens) for of_rank in prompts]
+    cuts = tuple(
+        RankCut(view.rank, tuple(indices), tuple(of_rank))
+        for view, indices, of_rank in zip(ranks, starts, sizes, strict=True)
+    )  # fmt: skip
+    return StepCut(cuts, budget_s, cap_tokens, predict(prompts, sizes, rates))
+
+
+def choose_budget(
+    prompts: Sequence[Sequence[PromptView]], rates: PrefillRates, nominal_s: float, limits: StepLimits
+) -> tuple[float, int]:
+    """Return (seconds, most tokens of a rank) that predict the best efficiency, from `SCALES` x `CAPS`.
+
+    While few ranks have dense prompts the others would wait for them, so less time is given and dense prompts gather;
+    when every rank has one, all of it. A rank is judged by two points only, its time for the mean and for the most
+    tokens oldest first: below the first it is taken to mix (`cut_rank`), between them to be linear. Arrays are by
+    scale S, cap C and rank R.
+    """
+    num_mean, num_max = limits.num_tokens_mean, limits.num_tokens_max
+    points = [_two_points(of_rank, rates, num_mean, num_max) for of_rank in prompts if of_rank]
+    if not points:
+        return nominal_s, num_max
+    mean_s_R, most_s_R, mean_R, most_R, others_R = np.array(points).T
+    caps = sorted({min(int(cap * num_mean), num_max) for cap in CAPS})
+    cap_C1 = np.array(caps, dtype=float)[:, None]
+    share_CR = (np.minimum(cap_C1, most_R) - mean_R) / np.maximum(most_R - mean_R, 1.0)
+    cap_s_CR = mean_s_R + np.clip(share_CR, 0.0, 1.0) * (most_s_R - mean_s_R)
+    budget_s_S11 = nominal_s * np.array(SCALES)[:, None, None]
+    own_s_SCR = np.minimum(cap_s_CR, budget_s_S11)
+    dense_S1R = np.minimum(mean_R, mean_R * budget_s_S11 / mean_s_R + others_R)
+    rise_R = (most_R - mean_R) / np.maximum(most_s_R - mean_s_R, 1e-30)
+    tokens_SCR = np.where(own_s_SCR < mean_s_R, dense_S1R, mean_R + rise_R * (own_s_SCR - mean_s_R))
+    step_s_SC = own_s_SCR.max(axis=2) + rates.dispatch_s * tokens_SCR.max(axis=2)
+    done_s_SC = own_s_SCR.sum(axis=2) + rates.dispatch_s * tokens_SCR.sum(axis=2)
+    best = (-inf, nominal_s, caps[0])
+    for scale, efficiencies in zip(SCALES, (done_s_SC / step_s_SC / len(prompts)).tolist(), strict=True):
+        for cap, efficiency in zip(caps, efficiencies, strict=True):
+            if efficiency > best[0] + WORTH:
+                best = (efficiency, scale * nominal_s, cap)
+    return best[1], best[2]
+
+
+def _two_points(
+    prompts: Sequence[PromptView], rates: PrefillRates, num_mean: int, num_max: int
+) -> tuple[float, float, int, int, int]:  # fmt: skip
+    """Return a rank's seconds for the mean and for the most tokens, those tokens, and how many are not the oldest's."""
+    mean_s = most_s = 0.0
+    left_mean, left_most, num_tokens = num_mean, num_max, 0
+    for prompt in prompts:
+        num_tokens += prompt.num_tokens
+        if left_most:
+            size = min(prompt.num_tokens, left_most)
+            most_s += rates.chunk_s(prompt.num_context, size)
+            left_most -= size
+        if left_mean:
+            size = min(prompt.num_tokens, left_mean)
+            mean_s += rates.chunk_s(prompt.num_context, size)
+            left_mean -= size
+    return mean_s, most_s, num_mean - left_mean, num_max - left_most, num_tokens - prompts[0].num_tokens
+
+
+def predict(prompts: Sequence[Sequence[PromptView]], sizes: Sequence[Sequence[int]], rates: PrefillRates) -> float:
+    """Return the predicted efficiency of a step: its time if every rank did the mean, over that of the slowest."""
+    most_s, total_s, most_tokens, num_tokens = 0.0, 0.0, 0, 0
+    for of_rank, of_sizes in zip(prompts, sizes, strict=True):
+        rank_s = sum(rates.chunk_s(p.num_context, n) for p, n in zip(of_rank, of_sizes, strict=True) if n)
+        rank_tokens = sum(of_sizes)
+        most_s, total_s = max(most_s, rank_s), total_s + rank_s
+        most_tokens, num_tokens = max(most_tokens, rank_tokens), num_tokens + rank_tokens
+    step_s = most_s + rates.dispatch_s * most_tokens
+    return (total_s + rates.dispatch_s * num_tokens) / len(prompts) / step_s if step_s else 1.0

@@ -1,0 +1,214 @@
+"""prefill_balance: equal time within a token, caps kept, order kept, everybody gets on, equal inputs equal plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hadal.policy.prefill_balance import (
+    HEAD_SHARE,
+    PrefillQueueView,
+    PrefillRates,
+    RankCut,
+    StepCut,
+    StepLimits,
+    cost_s,
+    cut_rank,
+    plan_step,
+    predict,
+    step_budget_s,
+)
+from hadal.policy.views import PromptView
+
+RATES = PrefillRates(3.3e-5, 1e-8, 2e-5)
+LIMITS = StepLimits(8192, 16384)
+
+prompt_lists = st.lists(st.builds(PromptView, st.integers(1, 40_000), st.just(0), st.integers(0, 120_000)), max_size=6)
+waiting_lists = st.lists(
+    st.builds(PromptView, st.integers(1, 40_000), st.integers(1, 9), st.integers(0, 9_000)), max_size=12
+)
+rates = st.builds(PrefillRates, st.floats(1e-6, 1e-3), st.sampled_from([0.0, 1e-10, 1e-8, 1e-6]), st.floats(0, 1e-4))
+limits = st.tuples(st.integers(1, 9000), st.integers(0, 9000)).map(lambda pair: StepLimits(pair[0], sum(pair)))
+rank_lists = st.lists(st.tuples(prompt_lists, st.integers(0, 40), st.integers(0, 4)), max_size=5).map(
+    lambda ranks: [PrefillQueueView(2 * at, tuple(p), blocks, starts) for at, (p, blocks, starts) in enumerate(ranks)]
+)
+
+
+def time_s(prompts: Sequence[PromptView], sizes: Sequence[int], of: PrefillRates) -> float:
+    return sum(of.chunk_s(p.num_context, n) for p, n in zip(prompts, sizes, strict=True) if n)
+
+
+def prompts_of(view: PrefillQueueView, cut: RankCut, waiting: Sequence[PromptView]) -> list[PromptView]:
+    return [*view.prompts, *(waiting[index] for index in cut.starts)]
+
+
+@given(rates, st.integers(0, 200_000), st.integers(0, 40_000), st.floats(0, 100))
+def test_prefix_is_the_most_that_fits(of: PrefillRates, start: int, num_tokens: int, budget_s: float) -> None:
+    n = of.prefix(start, num_tokens, budget_s)
+    slack_s = 1e-9 * budget_s
+    assert 0 <= n <= num_tokens
+    assert n == 0 or of.chunk_s(start, n) <= budget_s + slack_s
+    assert n == num_tokens or of.chunk_s(start, n + 1) > budget_s - slack_s
+
+
+@given(prompt_lists, rates, st.floats(1e-4, 10), limits)
+def test_a_rank_takes_its_time_within_one_token(
+    prompts: list[PromptView], of: PrefillRates, budget_s: float, limit: StepLimits
+) -> None:
+    sizes = cut_rank(prompts, of, budget_s, limit.num_tokens_mean, limit.num_tokens_max)
+    taken_s = time_s(prompts, sizes, of)
+    assert all(0 <= n <= p.num_tokens for n, p in zip(sizes, prompts, strict=True))
+    assert sum(sizes) <= limit.num_tokens_max
+    if prompts:
+        head, size = prompts[0], sizes[0]
+        is_all = size == min(head.num_tokens, limit.num_tokens_max)
+        share_s = HEAD_SHARE * budget_s * (1 - 1e-9)
+        assert size >= 1
+        assert is_all or of.chunk_s(head.num_context, size + 1) >= share_s
+    assert taken_s <= budget_s * (1 + 1e-9) or sum(sizes) == 1
+    if sum(sizes) < limit.num_tokens_max:
+        for prompt, size in zip(prompts, sizes, strict=True):
+            if size < prompt.num_tokens:
+                assert taken_s + of.chunk_s(prompt.num_context + size, 1) > budget_s * (1 - 1e-9)
+
+
+@given(rank_lists, waiting_lists, rates, limits)
+def test_a_step_keeps_every_limit_and_the_order(
+    views: list[PrefillQueueView], waiting: list[PromptView], of: PrefillRates, limit: StepLimits
+) -> None:
+    step = plan_step(views, waiting, of, limit)
+    assert step == plan_step(views, waiting, of, limit)
+    assert [cut.rank for cut in step.ranks] == [view.rank for view in views]
+    started = sorted(index for cut in step.ranks for index in cut.starts)
+    assert started == list(range(len(started))), "somebody was overtaken"
+    assert 0 < step.efficiency <= 1 + 1e-9
+    for view, cut in zip(views, step.ranks, strict=True):
+        prompts = prompts_of(view, cut, waiting)
+        assert list(cut.starts) == sorted(cut.starts)
+        assert len(cut.starts) <= view.num_starts_free
+        assert sum(waiting[index].num_blocks_needed for index in cut.starts) <= view.num_blocks_free
+        assert sum(cut.sizes) <= min(step.cap_tokens, limit.num_tokens_max)
+        assert not prompts or cut.sizes[0] >= 1, "the oldest must get on"
+        assert time_s(prompts, cut.sizes, of) <= step.budget_s * (1 + 1e-9) or sum(cut.sizes) == 1
+        assert list(cut.sizes) == cut_rank(prompts, of, step.budget_s, limit.num_tokens_mean, step.cap_tokens)
+
+
+@given(rank_lists.filter(bool), waiting_lists, rates)
+def test_only_the_first_that_fits_nowhere_stops_starts(
+    views: list[PrefillQueueView], waiting: list[PromptView], of: PrefillRates
+) -> None:
+    """An idle rank with blocks and starts never stays without a prompt while one waits."""
+    step = plan_step(views, waiting, of, LIMITS)
+    num_started = sum(len(cut.starts) for cut in step.ranks)
+    if num_started < len(waiting):
+        for view, cut in zip(views, step.ranks, strict=True):
+            used = sum(waiting[index].num_blocks_needed for index in cut.starts)
+            fits = waiting[num_started].num_blocks_needed <= view.num_blocks_free - used
+            assert view.prompts or cut.starts or not fits or not view.num_starts_free
+
+
+def run_on(queues: list[list[PromptView]], step: StepCut, waiting: list[PromptView]) -> list[PromptView]:
+    """Apply a step; return who still waits."""
+    for at, cut in enumerate(step.ranks):
+        prompts = queues[at] + [waiting[index] for index in cut.starts]
+        queues[at] = [
+            PromptView(p.num_tokens - n, 0, p.num_context + n)
+            for p, n in zip(prompts, cut.sizes, strict=True) if n < p.num_tokens
+        ]  # fmt: skip
+    return waiting[sum(len(cut.starts) for cut in step.ranks) :]
+
+
+def views_of(queues: Sequence[Sequence[PromptView]]) -> list[PrefillQueueView]:
+    return [PrefillQueueView(rank, tuple(prompts), 99, 9) for rank, prompts in enumerate(queues)]
+
+
+@given(waiting_lists.filter(bool), rates)
+def test_everybody_is_done_in_the_end(waiting: list[PromptView], of: PrefillRates) -> None:
+    queues: list[list[PromptView]] = [[], [], []]
+    most_steps = 20 + sum(prompt.num_tokens for prompt in waiting) // 100
+    for _ in range(most_steps):
+        if not waiting and not any(queues):
+            return
+        waiting = run_on(queues, plan_step(views_of(queues), waiting, of, LIMITS), waiting)
+    pytest.fail(f"not done after {most_steps} steps")
+
+
+def test_a_dense_prompt_is_not_starved_by_a_stream_of_light_ones() -> None:
+    queues: list[list[PromptView]] = [[PromptView(60_000, 0, 60_000)], [], []]
+    num_left = []
+    for _ in range(400):
+        waiting = [PromptView(1000, 16, 0)] * 40
+        run_on(queues, plan_step(views_of(queues), waiting, RATES, LIMITS), waiting)
+        head = queues[0][0]
+        if head.num_context < 60_000:
+            break
+        assert not num_left or head.num_tokens < num_left[-1]
+        num_left.append(head.num_tokens)
+    else:
+        pytest.fail(f"the dense prompt has {num_left[-1]} tokens left after 400 steps")
+
+
+def test_dense_and_light_ranks_take_equal_time_where_equal_tokens_would_not() -> None:
+    views = [
+        PrefillQueueView(0, (PromptView(30_000, 0, 80_000),), 9, 9),
+        PrefillQueueView(1, (PromptView(30_000, 0, 20_000),), 9, 9),
+    ]
+    step = plan_step(views, [], RATES, LIMITS)
+    times_s = [time_s(view.prompts, cut.sizes, RATES) for view, cut in zip(views, step.ranks, strict=True)]
+    assert times_s == pytest.approx([step.budget_s] * 2, abs=RATES.chunk_s(110_000, 1))
+    equal_tokens = predict([view.prompts for view in views], [[8192], [8192]], RATES)
+    assert step.efficiency > equal_tokens + 0.2
+
+
+def test_light_prompts_beside_a_dense_one_make_up_its_tokens() -> None:
+    prompts = [PromptView(30_000, 0, 80_000), *[PromptView(2000, 0, 0)] * 5]
+    budget_s = 2.0
+    assert sum(cut_rank(prompts[:1], RATES, budget_s, 8192, 16384)) < 3000
+    sizes = cut_rank(prompts, RATES, budget_s, 8192, 16384)
+    assert sum(sizes) == pytest.approx(8192, abs=30)  # A dense token is worth as many light ones.
+    assert sizes[0] > 1500
+    assert time_s(prompts, sizes, RATES) == pytest.approx(budget_s, abs=RATES.chunk_s(82_000, 1))
+
+
+def test_arrivals_start_where_the_predicted_cost_is_least() -> None:
+    """Fewer tokens, but with so much context that they cost more."""
+    short_and_dense, long_and_light = PromptView(1000, 0, 120_000), PromptView(4000, 0, 0)
+    assert cost_s(short_and_dense, RATES) > cost_s(long_and_light, RATES)
+    views = views_of([[short_and_dense], [long_and_light]])
+    step = plan_step(views, [PromptView(500, 8, 0)], RATES, LIMITS)
+    assert [cut.starts for cut in step.ranks] == [(), (0,)]
+
+
+def test_a_cached_prefix_counts_as_context() -> None:
+    assert cost_s(PromptView(100, 9, 50_000), RATES) > 10 * cost_s(PromptView(100, 9, 0), RATES)
+
+
+def test_no_pairs_means_equal_tokens() -> None:
+    step = plan_step(views_of([[PromptView(30_000, 0, 9_000)], [PromptView(40_000, 0, 0)]]), [],
+                     PrefillRates(1e-5, 0.0), LIMITS)  # fmt: skip
+    sizes = [sum(cut.sizes) for cut in step.ranks]
+    assert abs(sizes[0] - sizes[1]) <= 1
+
+
+def test_a_step_takes_no_more_than_its_share_of_what_is_there() -> None:
+    dense = [PromptView(8000, 0, 100_000)]
+    alone_s = step_budget_s(dense, 32, RATES, 8192)
+    assert alone_s < step_budget_s(dense * 200, 32, RATES, 8192)
+    assert alone_s >= 0.5 * RATES.chunk_s(0, 8192)
+
+
+def test_nothing_to_do_is_an_empty_step() -> None:
+    assert plan_step([], [PromptView(5, 1)], RATES, LIMITS).ranks == ()
+    step = plan_step(views_of([[], []]), [], RATES, LIMITS)
+    assert [(cut.starts, cut.sizes) for cut in step.ranks] == [((), ()), ((), ())]
+    assert step.efficiency == 1
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="token_s"):
+        PrefillRates(0.0, 1e-8)
+    with pytest.raises(ValueError, match="mean"):
+        StepLimits(10, 5)
