@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.checkpoints import ROOT
-
+ROOT = Path(__file__).resolve().parents[1]
 BLOCK_TOKENS = 512
 """Of a hash id in the Mooncake traces."""
 
@@ -101,9 +100,9 @@ def loads(seed: int = 0) -> list[Load]:
     out = [
         mooncake(mooncake_path) if mooncake_path is not None
         else lognormal("mooncake-like", 12_000, 1.1, 128_000, 12_000, seed),
-        lognormal("chat, 32K cap", 2_500, 1.4, 32_768, 60_000, seed + 1),
+        lognormal("chat, 32K cap", 2_500, 1.4, 32_768, 20_000, seed + 1),
         azure("azure-code", code_path) if code_path is not None
-        else lognormal("azure-code-like", 2_050, 0.9, 7_437, 40_000, seed + 2),
+        else lognormal("azure-code-like", 2_050, 0.9, 7_437, 20_000, seed + 2),
     ]  # fmt: skip
     if conv_path is not None:
         out.append(azure("azure-conv", conv_path))

@@ -2,7 +2,8 @@
 
     step = max over ranks (pair_s * pairs + token_s * tokens) + dispatch_s * max tokens + mean_s * mean tokens
 
-Efficiency is that with means instead of maxima, over the actual; it knows no fixed cost of a step. One rule decides
+Efficiency is that with means instead of maxima, over the actual; it knows no fixed cost of a step, so a rule that
+makes shorter steps is not charged for them: look at its tokens per step too. One rule decides
 in each run where prompts go and what a step takes; `hadal.policy.prefill_balance` is called as the live system would.
 """
 
@@ -24,7 +25,9 @@ RATES = PrefillRates(3.3e-5, 1e-8, 2e-5)
 """1e-8 s a pair: MLA prefill of 61 layers at 500 TFLOP/s; the rest roofline estimates for an H800 unit."""
 MEAN_S = 7.3e-5
 WINDOW = 8
-"""Prompts a rank, started or waiting, that a rule sees at once."""
+"""Prompts a rank, started or waiting, that are there at any time when saturated."""
+AHEAD = 4
+"""Waiting prompts a rank that ours looks at: the others only make its plan dearer."""
 
 
 @dataclass(slots=True)
@@ -103,7 +106,7 @@ def _oldest_first(queue: Sequence[Running], budget: int) -> list[int]:
 def ours(queues: Queues, waiting: deque[Running], limits: StepLimits) -> Sizes:
     """hadal.policy.prefill_balance."""
     views = [PrefillQueueView(at, tuple(p.view() for p in queue), 1, 256) for at, queue in enumerate(queues)]
-    seen = list(islice(waiting, WINDOW * len(queues)))
+    seen = list(islice(waiting, AHEAD * len(queues)))
     cut = plan_step(views, [p.view() for p in seen], RATES, limits)
     num = sum(len(rank.starts) for rank in cut.ranks)
     for queue, rank in zip(queues, cut.ranks, strict=True):
