@@ -40,7 +40,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "overlap": overlap.main,
     "wire": wire_bytes.main,
     "distributed": distributed.main,
-    "balance-experts": balance_experts.main,
+    "balance_experts": balance_experts.main,
     "balance_decode": balance_decode.main,
     "balance_prefill": balance_prefill.main,
 }
