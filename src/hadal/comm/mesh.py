@@ -173,7 +173,7 @@ class MeshGroup:
                     raise PauseLink
                 return self._inbox.place(link.rank, frame)
         except TooLargeError as error:
-            self._fail((), str(error))
+            self._fail((), str(error), generation=frame.generation)
             return None
 
     def ended(self, link: Link, frame: Frame, payload: memoryview | None) -> None:
@@ -194,7 +194,7 @@ class MeshGroup:
                     self.bytes_received += frame.num_bytes
                     self._inbox.complete(link.rank, frame)
             except TooLargeError as error:
-                self._fail((), str(error))
+                self._fail((), str(error), generation=frame.generation)
             self._poller.wake()
 
     def sent(self, exchange: MeshExchange) -> None:
@@ -215,8 +215,9 @@ class MeshGroup:
             is_news = is_member and link.rank not in self._lost
             if is_news:
                 self._lost.add(link.rank)
+            generation = self.generation
         if is_news:
-            self._fail((link.rank,), reason)
+            self._fail((link.rank,), reason, generation=generation)
             if self._on_lost is not None:
                 self._on_lost(link.rank)
 
@@ -294,9 +295,10 @@ class MeshGroup:
             link.rank, link.epoch = hello.rank, hello.epoch
             link.generation = max(link.generation, generation)
             is_expected = generation == self.generation and self._epochs.get(hello.rank) == hello.epoch
-            is_ahead = generation > self.generation and self._links.get(hello.rank) is link
+            ours = self.generation
+            is_ahead = generation > ours and self._links.get(hello.rank) is link
         if is_ahead:  # It has given up ours.
-            self._fail((), f"rank {hello.rank} is in generation {generation} already", tell=False)
+            self._fail((), f"rank {hello.rank} is in generation {generation} already", tell=False, generation=ours)
         elif is_new and is_expected:
             self._adopt(link)
         self._poller.wake()
@@ -321,17 +323,23 @@ class MeshGroup:
     def _heed_abort(self, link: Link) -> None:
         generation, ranks, reason = link.aborted
         if generation == self.generation and self._links.get(link.rank) is link:
-            self._fail(ranks, reason, tell=False)
+            self._fail(ranks, reason, tell=False, generation=generation)
 
-    def _fail(self, ranks: tuple[int, ...], reason: str, tell: bool = True) -> None:
-        """End the generation, if it has not ended. The thread that waits raises PeerLost; the peers are told."""
+    def _fail(
+        self, ranks: tuple[int, ...], reason: str, *, tell: bool = True, generation: int | None = None
+    ) -> None:
+        """End the generation, if it has not ended. The thread that waits raises PeerLost; the peers are told.
+
+        `generation`: the one that the caller saw fail; another may have begun since, and goes on.
+        """
         with self._lock:
-            if self._failure is not None:
+            if self._failure is not None or generation not in (None, self.generation):
                 return
+            generation = self.generation
             self._failure = (ranks, reason)
             links = [self._links[rank] for rank in self._peers if rank in self._links]
         if tell:
-            message = frames.pack_abort(self.generation, ranks, reason)
+            message = frames.pack_abort(generation, ranks, reason)
             for link in links:
                 link.send(message)
         self._poller.wake()

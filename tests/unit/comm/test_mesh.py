@@ -197,6 +197,27 @@ def test_an_idle_loss_is_told_and_the_place_is_taken_by_another() -> None:
         run_threads([lambda group=group: exchange_sized(group, 1000) for group in groups])  # type: ignore[misc]
 
 
+def test_a_loss_in_the_generation_before_does_not_end_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread sees a connection end, and before it can say so the others have formed anew without that rank."""
+    with mesh_threads(3) as groups:
+        fail, held, seen, go_on = groups[0]._fail, [], threading.Event(), threading.Event()
+
+        def late(*arguments: object, **options: object) -> None:
+            if not held:
+                held.append(arguments)
+                seen.set()
+                assert go_on.wait(DEADLINE_S)
+            fail(*arguments, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(groups[0], "_fail", late)
+        groups[2].close()
+        assert seen.wait(DEADLINE_S)
+        # The thread that polls stands still; the one that forms polls for itself.
+        form_all(groups[:2], 2)
+        go_on.set()
+        run_threads([lambda group=group: shuffle(group, 5, 4) for group in groups[:2]])  # type: ignore[misc]
+
+
 def test_a_silent_peer_is_named_at_the_deadline() -> None:
     with mesh_threads(3, deadline_s=0.4) as groups:
         errors = run_threads([
