@@ -11,10 +11,11 @@ import asyncio
 import random
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
-from tests.dist.serving import StartServer
+from tests.dist.serving import Server, StartServer
 
 NUM_CASES = 200 if FULL else 40
 
@@ -51,13 +52,39 @@ def cases() -> list[Case]:
     return make_cases(NUM_CASES - NUM_CASES // 4, seed=17) + make_cases(NUM_CASES // 4, seed=fresh)
 
 
+async def trace(server: Server, unit: str) -> set[tuple[str, int]]:
+    """(schedule, micro-batches) of the next steps of a unit."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        reply = await client.get("/trace", params={"unit": unit, "steps": 10, "wait_s": 60})
+    assert reply.status_code == 200, reply.text
+    return {(schedule, num_micro_batches) for _, schedule, num_micro_batches, _, _ in reply.json()["steps"]}
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_fp32_wire_gives_the_plain_loops_tokens(start_server: StartServer, cases: list[Case], name: str) -> None:
     prefill, decode = DEPLOYMENTS[name]
     server = start_server(prefill=prefill, decode=decode, chunk_tokens=128)
-    outputs = asyncio.run(complete_all(server.url, server.model, cases))
+    seen: dict[str, set[tuple[str, int]]] = {}
+
+    async def watch() -> None:
+        units = ("prefill-0", "decode-0")
+        seen.update(zip(units, await asyncio.gather(*(trace(server, unit) for unit in units)), strict=True))
+
+    outputs = asyncio.run(complete_all(server.url, server.model, cases, while_running=watch))
     assert differences(cases, outputs) == []
+    for unit, fields in (("prefill-0", prefill), ("decode-0", decode)):
+        if fields["overlap"] in ("prefill_dual", "decode_five"):
+            assert (fields["overlap"], 2) in seen[unit], f"{unit} never ran the schedule this test is about"
+
+
+def logprobs_of(server: Server, case: Case) -> list[float]:
+    """Of a prompt's greedy tokens, alone on the server, so that its steps are the same at every width."""
+    body = {"model": server.model, "prompt": list(case.prompt), "temperature": 0, "max_tokens": 24, "logprobs": 1}
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    found: list[float] = reply.json()["choices"][0]["logprobs"]["token_logprobs"]
+    return found
 
 
 FP8_WIDTHS = [(1, 1), (2, 2), (4, 4), (8, 8)] if FULL else [(1, 1), (2, 4)]
@@ -68,11 +95,16 @@ FP8_WIDTHS = [(1, 1), (2, 2), (4, 4), (8, 8)] if FULL else [(1, 1), (2, 4)]
 def test_fp8_wire_gives_the_same_tokens_at_every_width(
     start_server: StartServer, cases: list[Case], wire: str
 ) -> None:
-    widths = []
+    widths, logprobs = [], []
     for prefill_ranks, decode_ranks in FP8_WIDTHS:
         server = start_server(prefill=units(prefill_ranks), decode=units(decode_ranks), wire=wire, chunk_tokens=128)
         widths.append(asyncio.run(complete_all(server.url, server.model, cases)))
+        logprobs.append(logprobs_of(server, cases[0]))
         server.stop()
+    # Tokens hardly tell that anything was rounded; their probabilities do.
+    assert all(of_width == logprobs[0] for of_width in logprobs[1:])
+    exact = start_server(prefill=units(1), decode=units(1))
+    assert logprobs_of(exact, cases[0]) != logprobs[0], "nothing was rounded on the way to the experts"
     narrow = [Case(case.prompt, output) for case, output in zip(cases, widths[0], strict=True)]
     for outputs in widths[1:]:
         assert differences(narrow, outputs) == []

@@ -1,8 +1,8 @@
 """A rank dies or freezes in the middle of serving: everybody else notices in time, and no request shows it.
 
 Rounds on one server: 16 streams run, a random rank of a random unit gets SIGKILL or SIGSTOP, all answers must be those
-of the plain loop, every survivor must have noticed within the promised time, and the unit must be whole again before the
-next round. `HADAL_FULL=1`: 50 kills and 20 stops.
+of the plain loop, every survivor must have noticed within the promised time, and the unit must be whole again before
+the next round. `HADAL_FULL=1`: 50 kills and 20 stops.
 """
 
 from __future__ import annotations

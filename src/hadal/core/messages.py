@@ -14,6 +14,8 @@ BLOCK_TOKENS = 64
 """Tokens of KV in one block (DeepSeek's storage unit and FlashMLA's page)."""
 SCRATCH_BLOCK = 0
 """Padded rows of a batch write there, so nobody ever owns it."""
+SUPERVISOR = "supervisor"
+"""Its name on the wire."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):

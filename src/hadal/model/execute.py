@@ -18,8 +18,10 @@ from typing import TypeVar
 from hadal.comm.group import Interval
 from hadal.core.plans import OpTime, TraceEvent
 from hadal.overlap.plan import (
+    COMBINE,
     COMBINE_FINISH,
     COMBINE_START,
+    DISPATCH,
     DISPATCH_FINISH,
     DISPATCH_START,
     Schedule,
@@ -30,7 +32,7 @@ M = TypeVar("M")
 RunOp = Callable[[M, int, str], Interval | None]
 """(micro-batch, layer, op) -> for a finishing op, when its exchange was on the link, None if nothing was sent."""
 
-LINK_OPS = {DISPATCH_FINISH: "dispatch", COMBINE_FINISH: "combine"}
+LINK_OPS = {DISPATCH_FINISH: DISPATCH, COMBINE_FINISH: COMBINE}
 _STARTS = (DISPATCH_START, COMBINE_START)
 
 

@@ -20,6 +20,8 @@ ATTN_IN, ATTN_CORE, GATE = "attn_in", "attn_core", "gate"
 DISPATCH_START, DISPATCH_FINISH = "dispatch>", ">dispatch"
 SHARED, EXPERTS = "shared", "experts"
 COMBINE_START, COMBINE_FINISH = "combine>", ">combine"
+DISPATCH, COMBINE = "dispatch", "combine"
+"""What lies between start and finish, on the link: names of times and traces, not ops of a schedule."""
 
 NEEDS: dict[str, tuple[str, ...]] = {
     ATTN_IN: (),

@@ -18,8 +18,10 @@ from hadal.core.plans import TraceEvent
 from hadal.overlap.plan import (
     ATTN_CORE,
     ATTN_IN,
+    COMBINE,
     COMBINE_FINISH,
     COMBINE_START,
+    DISPATCH,
     DISPATCH_FINISH,
     DISPATCH_START,
     EXPERTS,
@@ -30,7 +32,7 @@ from hadal.overlap.plan import (
 
 COMPUTE, LINK, WAIT = "compute", "link", "wait"
 LETTERS = {
-    ATTN_IN: "a", ATTN_CORE: "c", GATE: "g", SHARED: "s", EXPERTS: "E", "dispatch": "D", "combine": "M",
+    ATTN_IN: "a", ATTN_CORE: "c", GATE: "g", SHARED: "s", EXPERTS: "E", DISPATCH: "D", COMBINE: "M",
     DISPATCH_START: ">", DISPATCH_FINISH: ">", COMBINE_START: ">", COMBINE_FINISH: ">",
     "step": "S", "head": "h", "draw": "d",
 }  # fmt: skip
@@ -40,7 +42,7 @@ LEGEND = (
 )
 _COLOURS = {
     ATTN_IN: "thread_state_running", ATTN_CORE: "good", EXPERTS: "rail_response", SHARED: "rail_animation",
-    "dispatch": "thread_state_iowait", "combine": "rail_load",
+    DISPATCH: "thread_state_iowait", COMBINE: "rail_load",
 }  # fmt: skip
 """Names of chrome://tracing's palette; Perfetto chooses its own by the name of an op."""
 _THREADS = ("step", COMPUTE, WAIT, "link mb0", "link mb1")

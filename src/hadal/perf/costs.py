@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hadal.core.plans import OpTime
-from hadal.overlap.plan import ATTN_CORE, ATTN_IN, EXPERTS, GATE, SEQUENTIAL, SHARED, Schedule
+from hadal.overlap.plan import ATTN_CORE, ATTN_IN, COMBINE, DISPATCH, EXPERTS, GATE, SEQUENTIAL, SHARED, Schedule
 from hadal.perf.price import OpSeconds, price
 
-DISPATCH, COMBINE, POST = "dispatch", "combine", "post"
+POST = "post"
 EVERY_LAYER = (ATTN_IN, ATTN_CORE, SHARED)
 """Also in dense layers, whose network runs as `shared`: its time is spread evenly over all layers."""
 OPS = (*EVERY_LAYER, GATE, DISPATCH, EXPERTS, COMBINE, POST)

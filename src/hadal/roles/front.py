@@ -15,6 +15,7 @@ import msgspec
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
+    SUPERVISOR,
     AnyMessage,
     Audit,
     Cancel,
@@ -353,7 +354,7 @@ class Front:
                 self._fail(record, f"the request took longer than {timeout_s:g} s.", 504)
         for name in self.units.silent(now_s, self._config.unit_timeout_s):
             reason = f"silent for {self._config.unit_timeout_s:g} s"
-            self._send("supervisor", UnitDown(name, reason))
+            self._send(SUPERVISOR, UnitDown(name, reason))
             self._unit_down(now_s, name, reason)
 
     def _set_wake(self, now_s: float) -> None:

@@ -19,6 +19,7 @@ import msgspec
 from hadal.core.config import RANK_BEAT_S
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
+    SUPERVISOR,
     RankBeat,
     RankDone,
     RankForm,
@@ -31,8 +32,6 @@ from hadal.core.messages import (
 )
 from hadal.core.plans import Formed, FormPlan, KvPulled, StepDone
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Form, Freed, Pull, Send, Tick, WakeAt
-
-SUPERVISOR = "supervisor"
 
 
 class Progress(msgspec.Struct, frozen=True):

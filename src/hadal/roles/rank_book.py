@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Collection
 
 from hadal.core.config import RANK_BEAT_S
-from hadal.core.messages import RankBeat, RankForm, RankFormed, RankUp, UnitDown
+from hadal.core.messages import SUPERVISOR, RankBeat, RankForm, RankFormed, RankUp, UnitDown
 from hadal.core.placement import Placement, without
 from hadal.core.plans import FormPlan, Member
 from hadal.core.seams import Effect, Send
@@ -325,7 +325,7 @@ class RankBook:
 
     def _kill(self, now_s: float, index: int, reason: str) -> None:
         self._ranks[index].killed_s = now_s
-        self.effects.append(Send("supervisor", UnitDown(self._name(index), reason)))
+        self.effects.append(Send(SUPERVISOR, UnitDown(self._name(index), reason)))
 
     def _blame(self, observer: int, lost: tuple[int, ...]) -> None:
         for rank in lost:

@@ -35,12 +35,12 @@ from hadal.core.messages import (
 )
 from hadal.core.plans import DecodePlan, Draw, Formed, KvPulled, OpTime, PrefillPlan, StepDone, StepPlan, TraceEvent
 from hadal.core.seams import Effect, Event, Execute, Form, Freed, Pull, RankReset, Send, Tick, WakeAt
+from hadal.overlap.plan import COMBINE, DISPATCH
 from hadal.roles.rank_book import PEER_ERRORS, RankBook
 from hadal.roles.rank_states import Phase
 
 CHECK_S = 0.1
 """How often deadlines are looked at."""
-_LINK_OPS = ("dispatch", "combine")
 _PAUSE_S = 5 * CHECK_S
 """The leader itself stood still if it was not called for so long."""
 
@@ -317,7 +317,7 @@ def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) ->
             known = chosen.get(op_time.op)
             if known is not None:
                 # An exchange lasts until the last peer has sent: only where it is shortest is it the bytes' own time.
-                pick = min if op_time.op in _LINK_OPS else max
+                pick = min if op_time.op in (DISPATCH, COMBINE) else max
                 op_time = pick(known, op_time, key=lambda one: one.seconds)
             chosen[op_time.op] = op_time
         events += [msgspec.structs.replace(event, rank=rank) for event in part.events]

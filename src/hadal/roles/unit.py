@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from hadal.core.messages import FrontUp, Load, UnitUp
+from hadal.core.messages import SUPERVISOR, FrontUp, Load, UnitUp
 from hadal.core.seams import Effect, Send, WakeAt
 from hadal.roles.meters import StepMeter
 from hadal.roles.rank_pools import RankPools
@@ -37,15 +37,14 @@ class UnitReporter:
         self._wake_s = math.inf
 
     def up(self) -> list[Effect]:
-        """Say that the unit is up, once somebody can work in it."""
+        """Say that the unit is up, once somebody can work in it. The supervisor waits for it as the front does."""
         self._is_known = self._pools.num_living > 0
         if not self._is_known:
             return []
         self._was_up = True
         pools, most = self._pools, self._num_requests_max * self._pools.num_living
-        return [Send("front", UnitUp(
-            self.unit, self.role, self.epoch, pools.num_usable, most, pools.num_blocks_request,
-        ))]  # fmt: skip
+        up = UnitUp(self.unit, self.role, self.epoch, pools.num_usable, most, pools.num_blocks_request)
+        return [Send("front", up), Send(SUPERVISOR, up)]
 
     def reset(self) -> list[Effect]:
         """Ranks came or went: if the front does not know the unit yet, now may be the time."""

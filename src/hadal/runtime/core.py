@@ -1,9 +1,10 @@
-"""A unit's deciding core out of its deployment: the same for a unit of one process and for the leader of many ranks."""
+"""What a deployment says of a unit that more than one process has to know: its deciding core, its first placement."""
 
 from __future__ import annotations
 
 from hadal.core.config import PREFILL, Deployment
 from hadal.core.model_config import ModelConfig
+from hadal.core.placement import Placement, spread
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.prefill import PrefillLeader
 from hadal.runtime.memory import num_moe_layers
@@ -13,7 +14,10 @@ from hadal.runtime.topology import units_of
 def make_core(
     deployment: Deployment, config: ModelConfig, unit: str, role: str, epoch: str, pool_name: str = ""
 ) -> PrefillLeader | DecodeLeader:
-    """`pool_name`: of a unit that is one process; ranks bring their own."""
+    """The same for a unit of one process and for the leader of many ranks.
+
+    `pool_name`: of a unit that is one process; ranks bring their own.
+    """
     units = units_of(deployment, role)
     if role == PREFILL:
         return PrefillLeader(
@@ -29,3 +33,9 @@ def make_core(
         overlap=units.overlap, min_split_tokens=units.min_split_tokens, num_layers=config.num_hidden_layers,
         num_moe_layers=num_moe_layers(config),
     )  # fmt: skip
+
+
+def first_placement(deployment: Deployment, config: ModelConfig, role: str) -> Placement:
+    """Where a unit's experts lie at first: its leader and every rank of it have to mean the same."""
+    units = units_of(deployment, role)
+    return spread(num_moe_layers(config), config.n_routed_experts, units.ranks, units.redundant_experts)

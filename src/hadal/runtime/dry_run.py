@@ -16,9 +16,9 @@ from rich.text import Text
 from hadal.comm.layout import WireLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
 from hadal.core.config import PREFILL, ROLES, UnitsConfig
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.core.placement import Placement, spread
 from hadal.overlap.plan import SCHEDULES
-from hadal.runtime.memory import RankMemory, gb, max_step_tokens, mode_of, num_moe_layers
+from hadal.runtime.core import first_placement
+from hadal.runtime.memory import RankMemory, gb, max_step_tokens, mode_of
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.topology import UnitPlace, num_nodes, place_units, units_of
 
@@ -56,12 +56,6 @@ def sections(resolved: Resolved) -> Iterator[tuple[str, list[Row]]]:
             yield f"{role}: experts", list(_experts(role, resolved))
             yield f"{role}: on the wire", list(_wire(role, resolved))
         yield f"{role}: schedule", list(_schedule(units))
-
-
-def placement_of(resolved: Resolved, role: str) -> Placement:
-    """The even placement that a unit of this role starts with."""
-    units, config = units_of(resolved.deployment, role), resolved.config
-    return spread(num_moe_layers(config), config.n_routed_experts, units.ranks, units.redundant_experts)
 
 
 def _topology(resolved: Resolved, places: list[UnitPlace]) -> Iterator[Row]:
@@ -108,7 +102,7 @@ def _memory(role: str, resolved: Resolved, memory: RankMemory) -> Iterator[Row]:
 
 def _experts(role: str, resolved: Resolved) -> Iterator[Row]:
     config = resolved.config
-    placement = placement_of(resolved, role)
+    placement = first_placement(resolved.deployment, resolved.config, role)
     problems = placement.check()
     assert not problems, problems
     units = units_of(resolved.deployment, role)

@@ -26,12 +26,12 @@ from pathlib import Path
 
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
-from hadal.core.messages import Drain, RankUp, UnitDown, UnitUp
+from hadal.core.messages import SUPERVISOR, Drain, RankUp, UnitDown, UnitUp
 from hadal.runtime.child import PUT_OFF_S, Child, Phase
 from hadal.runtime.kv_wire import remove_segments, remove_stale_segments
 from hadal.runtime.listen import open_listener, url_of
 from hadal.runtime.probe import Probe
-from hadal.runtime.process import API_KEYS, EXIT_CONFIG, LISTEN_FD, SUPERVISOR, Run, write_run
+from hadal.runtime.process import API_KEYS, EXIT_CONFIG, LISTEN_FD, Run, write_run
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.status import Status, write_status
 from hadal.runtime.topology import process_names, rank_name, unit_of, units_of

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import os
@@ -17,19 +16,17 @@ from pathlib import Path
 
 import msgspec
 
-from hadal.core.config import DECODE, ROLES
-from hadal.core.messages import Load, RankDone, RankFormed, UnitUp
+from hadal.core.config import DECODE
+from hadal.core.messages import Load, RankDone, RankFormed
 from hadal.core.model_config import read_model_config
-from hadal.core.placement import spread
 from hadal.core.seams import Effect, Event, Send
 from hadal.roles.rank_book import RankBook
 from hadal.roles.ranks import RankedLeader
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.compute import IDLE
-from hadal.runtime.core import make_core
+from hadal.runtime.core import first_placement, make_core
 from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
-from hadal.runtime.memory import num_moe_layers
-from hadal.runtime.process import SUPERVISOR, Run, enter_child
+from hadal.runtime.process import Run, enter_child, unit_arguments
 from hadal.runtime.topology import units_of
 from hadal.runtime.wire import ZmqWire
 
@@ -41,13 +38,9 @@ _SMOOTHING = 0.1
 
 def main() -> int:
     """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--unit", required=True, help="name on the wire, such as decode-0")
-    parser.add_argument("--role", required=True, choices=ROLES)
-    parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
-    arguments = parser.parse_args()
-    run = enter_child(arguments.folder)
-    return run_host(lambda: make_host(run, arguments.unit, arguments.role, arguments.folder))
+    asked = unit_arguments(__doc__)
+    run = enter_child(asked.folder)
+    return run_host(lambda: make_host(run, asked.unit, asked.role, asked.folder))
 
 
 def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, list[Effect]]:
@@ -70,7 +63,7 @@ def make_leader(run: Run, unit: str, role: str, epoch: str) -> RankedLeader:
     deployment, units = run.deployment, units_of(run.deployment, role)
     config = read_model_config(Path(deployment.model))
     core = make_core(deployment, config, unit, role, epoch)
-    placement = spread(num_moe_layers(config), config.n_routed_experts, units.ranks, units.redundant_experts)
+    placement = first_placement(deployment, config, role)
     book = RankBook(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s)
     num_slots = units.max_requests if role == DECODE else 0
     step_timeout_s = deployment.collective_timeout_s + deployment.rank_timeout_s
@@ -87,7 +80,7 @@ class Spoken:
         self._idle_ms = 0.0
 
     def start(self, now_s: float) -> list[Effect]:
-        return self._told(self._leader.start(now_s))
+        return self._leader.start(now_s)
 
     def handle(self, now_s: float, event: Event) -> list[Effect]:
         """Take in one event and return what to do, in order."""
@@ -97,15 +90,10 @@ class Spoken:
             for op_time in event.done.op_times:
                 if op_time.op == IDLE:
                     self._idle_ms += _SMOOTHING * (1000.0 * op_time.seconds - self._idle_ms)
-        effects = self._told([self._measured(effect) for effect in self._leader.handle(now_s, event)])
+        effects = [self._measured(effect) for effect in self._leader.handle(now_s, event)]
         for note in self._leader.take_notes():
             self._say(note)
         return effects
-
-    def _told(self, effects: list[Effect]) -> list[Effect]:
-        """The supervisor waits for the unit as the front does."""
-        ups = [e for e in effects if isinstance(e, Send) and e.to == "front" and isinstance(e.message, UnitUp)]
-        return [*effects, *(Send(SUPERVISOR, up.message) for up in ups)]
 
     def _measured(self, effect: Effect) -> Effect:
         if isinstance(effect, Send) and isinstance(effect.message, Load):

@@ -5,6 +5,7 @@ Knows no role and loads no torch.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import faulthandler
 import logging
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from hadal.core.config import Deployment
+from hadal.core.config import ROLES, Deployment
 from hadal.core.errors import ConfigError
 
 EXIT_CONFIG = 2
@@ -28,8 +29,6 @@ EXIT_FATAL = 71
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _RUN_FILE = "run.json"
-SUPERVISOR = "supervisor"
-"""Name of `hadal serve`'s main process on the wire."""
 LISTEN_FD = "HADAL_LISTEN_FD"
 """Environment variable: the gateway's listening socket, opened by the supervisor so that it outlives the gateway."""
 API_KEYS = "HADAL_API_KEYS"
@@ -59,6 +58,17 @@ def read_run(folder: Path) -> Run:
         return msgspec.json.decode(path.read_bytes(), type=Run)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{path}: not the run folder of a supervisor ({error}).") from error
+
+
+def unit_arguments(description: str | None, *, of_rank: bool = False) -> argparse.Namespace:
+    """The command line of a unit's process: unit, role, folder and, `of_rank`, rank."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--unit", required=True, help="the unit's name on the wire, such as decode-0")
+    parser.add_argument("--role", required=True, choices=ROLES)
+    if of_rank:
+        parser.add_argument("--rank", required=True, type=int, help="place in the unit, from 0")
+    parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
+    return parser.parse_args()
 
 
 def enter_child(folder: Path) -> Run:

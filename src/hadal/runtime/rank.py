@@ -7,7 +7,6 @@ It listens for its peers before it says that it is ready; who they are it learns
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import os
@@ -21,11 +20,10 @@ from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Group
 from hadal.comm.mesh import MeshGroup
 from hadal.comm.torch_group import TorchGroup
-from hadal.core.config import ROLES, Deployment
+from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, read_model_config
-from hadal.core.placement import spread
 from hadal.core.seams import Effect
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
@@ -36,11 +34,12 @@ from hadal.model.weights import load_weights
 from hadal.roles.rank import RankRole
 from hadal.runtime.accelerator import open_device
 from hadal.runtime.clock import LiveClock
+from hadal.runtime.core import first_placement
 from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.kv_wire import KvPool, pool_name
-from hadal.runtime.memory import max_step_tokens, mode_of, num_moe_layers
+from hadal.runtime.memory import max_step_tokens, mode_of
 from hadal.runtime.news import News, Noticing
-from hadal.runtime.process import Run, enter_child
+from hadal.runtime.process import Run, enter_child, unit_arguments
 from hadal.runtime.topology import rank_name, units_of
 from hadal.runtime.wire import ZmqWire
 
@@ -52,14 +51,9 @@ ADDRESS = "127.0.0.1"
 
 def main() -> int:
     """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--unit", required=True, help="the unit's name on the wire, such as decode-0")
-    parser.add_argument("--role", required=True, choices=ROLES)
-    parser.add_argument("--rank", required=True, type=int, help="place in the unit, from 0")
-    parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
-    arguments = parser.parse_args()
-    run = enter_child(arguments.folder)
-    return run_host(lambda: make_host(run, arguments.unit, arguments.role, arguments.rank, arguments.folder))
+    asked = unit_arguments(__doc__, of_rank=True)
+    run = enter_child(asked.folder)
+    return run_host(lambda: make_host(run, asked.unit, asked.role, asked.rank, asked.folder))
 
 
 def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[UnitHost, list[Effect]]:
@@ -124,14 +118,11 @@ def make_runner(
 ) -> ModelRunner:
     """The model with this rank's experts of the full placement, and its membership in `group`. Raises ConfigError."""
     units, started_s = units_of(deployment, role), time.monotonic()
-    placement = spread(num_moe_layers(config), config.n_routed_experts, units.ranks, units.redundant_experts)
+    placement = first_placement(deployment, config, role)
     slots_LS = placement.slot_to_expert_LRS[:, rank]
     folder = Path(deployment.model)
     weights = load_weights(folder, slots_LS=slots_LS, device=device)
-    comm = ExpertComm(
-        group, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire=deployment.wire,
-        mode=mode_of(role, units), max_tokens=max_step_tokens(role, deployment), device=device,
-    )  # fmt: skip
+    comm = make_comm(deployment, config, role, group, device)
     model = DeepseekV3(weights, KvCache(config, units.kv_blocks, pool.cache, device=device), comm)
     store = ExpertStore(folder, placement.num_layers, slots_LS)
     log.info(
@@ -139,6 +130,16 @@ def make_runner(
         time.monotonic() - started_s, units.threads, device, deployment.transport,
     )  # fmt: skip
     return ModelRunner(model, units.max_requests, Membership(rank, group, comm, store))
+
+
+def make_comm(
+    deployment: Deployment, config: ModelConfig, role: str, group: Group | None, device: str
+) -> ExpertComm:
+    """What a step's tokens go through on their way to experts; `group` None: of a unit that is one process."""
+    return ExpertComm(
+        group, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire=deployment.wire,
+        mode=mode_of(role, units_of(deployment, role)), max_tokens=max_step_tokens(role, deployment), device=device,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

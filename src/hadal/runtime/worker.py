@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import os
@@ -16,23 +15,22 @@ from pathlib import Path
 import torch
 
 from hadal.comm.expert_comm import ExpertComm
-from hadal.core.config import ROLES, Deployment
+from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
-from hadal.core.messages import BLOCK_TOKENS, UnitUp
+from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, read_model_config
-from hadal.core.placement import spread
-from hadal.core.seams import Effect, Send
+from hadal.core.seams import Effect
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
 from hadal.model.weights import load_weights
 from hadal.runtime.accelerator import open_device
 from hadal.runtime.clock import LiveClock
-from hadal.runtime.core import make_core
+from hadal.runtime.core import first_placement, make_core
 from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.kv_wire import KvPool, pool_name
-from hadal.runtime.memory import max_step_tokens, num_moe_layers
-from hadal.runtime.process import SUPERVISOR, Run, enter_child
+from hadal.runtime.process import Run, enter_child, unit_arguments
+from hadal.runtime.rank import make_comm
 from hadal.runtime.topology import units_of
 from hadal.runtime.wire import ZmqWire
 
@@ -41,13 +39,9 @@ log = logging.getLogger("hadal.unit")
 
 def main() -> int:
     """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--unit", required=True, help="name on the wire, such as decode-0")
-    parser.add_argument("--role", required=True, choices=ROLES)
-    parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
-    arguments = parser.parse_args()
-    run = enter_child(arguments.folder)
-    return run_host(lambda: make_host(run, arguments.unit, arguments.role, arguments.folder))
+    asked = unit_arguments(__doc__)
+    run = enter_child(asked.folder)
+    return run_host(lambda: make_host(run, asked.unit, asked.role, asked.folder))
 
 
 def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, list[Effect]]:
@@ -79,10 +73,7 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     host = UnitHost(
         leader, runner, wire, pool, clock, step_deadline_s=STEP_DEADLINES * deployment.unit_timeout_s
     )
-    first = leader.start(clock.now())
-    # The supervisor wants to know too.
-    told = [Send(SUPERVISOR, e.message) for e in first if isinstance(e, Send) and isinstance(e.message, UnitUp)]
-    return host, [*first, *told]
+    return host, leader.start(clock.now())
 
 
 def lone_comm(deployment: Deployment, config: ModelConfig, role: str, device: str = "cpu") -> ExpertComm | None:
@@ -90,11 +81,8 @@ def lone_comm(deployment: Deployment, config: ModelConfig, role: str, device: st
     comes out, not the number of ranks. None where nothing is rounded."""
     if deployment.wire == "fp32":
         return None
-    comm = ExpertComm(
-        None, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire=deployment.wire, mode="normal",
-        max_tokens=max_step_tokens(role, deployment), device=device,
-    )  # fmt: skip
-    comm.install(spread(num_moe_layers(config), config.n_routed_experts, 1))
+    comm = make_comm(deployment, config, role, None, device)
+    comm.install(first_placement(deployment, config, role))
     return comm
 
 

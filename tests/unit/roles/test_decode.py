@@ -9,7 +9,7 @@ import pytest
 from hadal.core.errors import InvariantError
 from hadal.core.messages import Audit, AuditRequest, Cancel, FrontUp, Prefill, Pulled, Returned, Tokens, UnitUp
 from hadal.core.plans import DecodePlan, Draw, KvPulled, Sampling, StepDone
-from hadal.core.seams import Effect, Freed, Pull, RankReset
+from hadal.core.seams import Effect, Freed, Pull, RankReset, Send
 from hadal.roles.decode import DecodeLeader
 from tests.unit.roles.driving import decode, decode_plans, done, generation, of, sent
 
@@ -32,7 +32,8 @@ def drawn(effects: list[Effect]) -> list[tuple[str, int, int, str | None]]:
 
 
 def test_start_says_that_it_is_up() -> None:
-    assert sent(leader().start(0.0), UnitUp) == [UnitUp("decode-0", "decode", "e1", 16, 4, 16)]
+    up = UnitUp("decode-0", "decode", "e1", 16, 4, 16)
+    assert of(leader().start(0.0), Send)[:2] == [Send("front", up), Send("supervisor", up)]
 
 
 def test_kv_is_pulled_then_two_plans_go_out() -> None:
@@ -288,7 +289,7 @@ def test_a_new_front_finds_nothing_left() -> None:
     seat(unit, "a", max_tokens=50)  # Computed.
     unit.handle(0.0, decode("b"))  # Pulling.
     unit.handle(0.0, decode("c"))  # Waiting.
-    assert len(sent(unit.handle(0.0, FrontUp("f2")), UnitUp)) == 1
+    assert len(sent(unit.handle(0.0, FrontUp("f2")), UnitUp)) == 2  # Front and supervisor.
     unit.handle(0.1, KvPulled("b", 0, None))
     unit.handle(0.1, done(0, {0: 1}))
     assert drawn(unit.handle(0.2, done(1, {0: 1}))) == []

@@ -9,7 +9,7 @@ import pytest
 
 from hadal.core.messages import FrontUp, Load, Returned, Trace, TraceRequest, UnitUp
 from hadal.core.plans import DecodePlan, KvPulled
-from hadal.core.seams import Execute, Pull, RankReset
+from hadal.core.seams import Execute, Pull, RankReset, Send
 from hadal.roles.decode import DecodeLeader
 from tests.unit.roles.driving import decode, done, of, sent
 from tests.unit.roles.rank_worlds import DecodeWorld
@@ -78,7 +78,9 @@ def test_a_unit_says_that_it_is_up_once_a_rank_lives() -> None:
     unit = leader()
     assert sent(unit.start(0.0), UnitUp) == sent(unit.handle(0.0, FrontUp("f")), Load) == []
     effects = unit.handle(0.0, RankReset((), (1,), ("", "p1"), 3))
-    assert sent(effects, UnitUp) == [UnitUp("decode-0", "decode", "e1", 16, 4, 16)]
+    up = UnitUp("decode-0", "decode", "e1", 16, 4, 16)
+    said = [e for e in of(effects, Send) if isinstance(e.message, UnitUp)]
+    assert said == [Send("front", up), Send("supervisor", up)]
     (load,) = sent(effects, Load)
     assert (load.num_ranks, load.generation, load.num_blocks, load.num_blocks_request) == (1, 3, 16, 16)
     (load,) = sent(unit.handle(0.1, RankReset((), (0,), POOLS, 4)), Load)

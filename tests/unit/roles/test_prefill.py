@@ -20,7 +20,7 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.plans import Sampling
-from hadal.core.seams import Freed, Tick, WakeAt
+from hadal.core.seams import Freed, Send, Tick, WakeAt
 from hadal.roles.prefill import PrefillLeader
 from tests.unit.roles.driving import done, generation, of, prefill, prefill_plans, sent
 
@@ -35,7 +35,8 @@ def leader(**options: Any) -> PrefillLeader:
 
 def test_start_says_that_it_is_up_without_the_scratch_block() -> None:
     effects = leader().start(0.0)
-    assert sent(effects, UnitUp) == [UnitUp("prefill-0", "prefill", "e1", 8, 4, 8)]
+    up = UnitUp("prefill-0", "prefill", "e1", 8, 4, 8)
+    assert of(effects, Send)[:2] == [Send("front", up), Send("supervisor", up)]
     assert of(effects, WakeAt) == [WakeAt(0.5)]
 
 
@@ -206,7 +207,7 @@ def test_a_new_front_finds_nothing_left() -> None:
     assert of(unit.handle(0.2, FrontUp("f1")), Freed) == []  # The same front again.
     effects = unit.handle(0.2, FrontUp("f2"))
     assert len(of(effects, Freed)[0].block_ids) == 1
-    assert len(sent(effects, UnitUp)) == 1
+    assert len(sent(effects, UnitUp)) == 2  # Front and supervisor.
     unit.handle(0.3, done(1, {0: 1}))
     assert (unit.blocks.num_used, unit.num_requests) == (0, 0)
 

@@ -11,7 +11,8 @@ from hadal.comm.layout import WireLayout, deepep_buffer_bytes
 from hadal.core.config import Deployment, UnitsConfig, read_deployment
 from hadal.core.errors import ConfigError
 from hadal.overlap.plan import SCHEDULES, order
-from hadal.runtime.dry_run import placement_of, print_plan, sections
+from hadal.runtime.core import first_placement
+from hadal.runtime.dry_run import print_plan, sections
 from hadal.runtime.memory import num_moe_layers
 from hadal.runtime.resolve import Resolved, plan, resolve, why_not_run
 
@@ -34,7 +35,7 @@ def test_the_published_placement_is_288_replicas_in_58_layers(
     v3: Resolved, role: str, num_ranks: int, num_slots: int
 ) -> None:
     """DeepSeek-V3/R1 inference overview: 9 routed + 1 shared per GPU in prefill, 2 + 1 in decode."""
-    placement = placement_of(v3, role)
+    placement = first_placement(v3.deployment, v3.config, role)
     assert placement.slot_to_expert_LRS.shape == (58, num_ranks, num_slots)
     assert placement.check() == []
     counts = np.stack([np.bincount(layer.reshape(-1), minlength=256) for layer in placement.slot_to_expert_LRS])
