@@ -39,6 +39,11 @@ class UnitsConfig:
     mode: str = ""
     """How tokens travel to experts: "normal" (one copy per rank, counts first) or "low_latency" (fixed buffers). Empty:
     normal in prefill, low-latency in decode."""
+    expert_balance: str = "auto"
+    """"auto": replicas move and split anew while it serves, when that pays; "off": they stay as they were placed."""
+    request_balance: str = "auto"
+    """Over the unit's ranks. Prefill: "auto" cuts steps by cost, "off" by token budgets. Decode: "auto" places by KV
+    and counts and moves running requests when that pays, "no_moves" only places, "off" goes by counts alone."""
     threads: int = 0
     """CPU threads of a rank. 0: the cores divided by the unit's ranks."""
     kv_blocks: int = 0
@@ -191,6 +196,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
 _UNIT_NAMES: dict[str, tuple[str, ...]] = {
     "overlap": ("auto", "sequential", "prefill_dual", "decode_five"),
     "mode": ("", "normal", "low_latency"),
+    "expert_balance": ("auto", "off"),
+    "request_balance": ("auto", "no_moves", "off"),
 }
 
 
@@ -238,3 +245,5 @@ def _check_units(kind: str, units: UnitsConfig) -> None:
         )
     for name, known in _UNIT_NAMES.items():
         _check_name(f"{kind}.{name}", getattr(units, name), known)
+    if kind == PREFILL and units.request_balance == "no_moves":
+        raise ConfigError("prefill.request_balance is 'no_moves'; prompts never move, so it is 'auto' or 'off'.")

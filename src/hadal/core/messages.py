@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hadal.core.plans import Formed, FormPlan, KvPulled, Sampling, StepDone, StepPlan, TraceEvent
+from hadal.core.plans import Formed, FormPlan, KvPulled, Sampling, Staged, StagePlan, StepDone, StepPlan, TraceEvent
 
 BLOCK_TOKENS = 64
 """Tokens of KV in one block (DeepSeek's storage unit and FlashMLA's page)."""
@@ -36,6 +36,10 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     sampling: Sampling
     attempt: int
     """Counts retries. A reply about an older attempt is stale and is dropped."""
+    priority: int = 0
+    """Larger is sooner. Worth a bounded time of waiting, so nobody starves."""
+    arrived_s: float = 0.0
+    """When it came to the front, by the front's clock: for the order among those that wait."""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -170,6 +174,17 @@ class Load(Message, frozen=True):
     """Raised whenever the unit formed anew."""
     num_blocks_request: int = 0
     """Usable blocks of its largest living rank: what one request can hold at most."""
+    token_s: float = 0.0
+    """Prefill, measured: seconds of a token on its rank. 0: nothing is known yet."""
+    pair_s: float = 0.0
+    """Prefill, measured: seconds of a token and a position that it attends to."""
+    balance: dict[str, float] = {}
+    """Objective (core/balance) -> mean over maximum of the ranks, smoothed; objectives without data are left out."""
+    num_replicas_moved: int = 0
+    """Expert replicas whose weights travelled because the balancer wanted it."""
+    num_layers_flipped: int = 0
+    num_requests_moved: int = 0
+    """Decode: requests that went on on another rank."""
 
 
 # ---- supervisor / units -> front ----
@@ -231,6 +246,8 @@ class TracedStep(msgspec.Struct, frozen=True, array_like=True):
     num_micro_batches: int
     num_tokens: int
     events: tuple[TraceEvent, ...]
+    balance: dict[str, float] = {}
+    """Objective (core/balance) -> mean over maximum of the ranks in this step."""
 
 
 class Trace(Message, frozen=True):
@@ -252,6 +269,8 @@ class RankUp(Message, frozen=True):
     port: int
     pool: str
     """Name of its KV pool: the source of its leases."""
+    expert_port: int = 0
+    """Where other ranks get the weights of experts that it holds; 0: nowhere."""
 
 
 class RankDone(Message, frozen=True):
@@ -275,6 +294,12 @@ class RankPulled(Message, frozen=True):
     rank: int
     epoch: str
     pulled: KvPulled
+
+
+class RankStaged(Message, frozen=True):
+    rank: int
+    epoch: str
+    staged: Staged
 
 
 class RankBeat(Message, frozen=True):
@@ -301,6 +326,10 @@ class RankStep(Message, frozen=True):
     plan: StepPlan
 
 
+class RankStage(Message, frozen=True):
+    plan: StagePlan
+
+
 class RankPull(Message, frozen=True):
     request_id: str
     attempt: int
@@ -315,5 +344,5 @@ class RankFreed(Message, frozen=True):
 AnyMessage = (
     Submit | FrontUp | Prefill | Release | Cancel | PrefillDone | Decode | Pulled | Tokens | Returned | Load | UnitUp
     | UnitDown | Drain | AuditRequest | Audit | RankUp | RankDone | RankFormed | RankPulled | RankBeat | RankForm
-    | RankStep | RankPull | RankFreed | TraceRequest | Trace
+    | RankStep | RankStage | RankStaged | RankPull | RankFreed | TraceRequest | Trace
 )

@@ -9,7 +9,7 @@ Shapes: L MoE layers, R ranks of the deployment, S slots of a rank, E logical ex
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ Ints = NDArray[np.int64]
 
 EMPTY = -1
 """In a slot: no replica."""
+SPLIT_PARTS = 16
+"""Of an expert's tokens, the parts in which they are dealt out to its replicas."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +31,9 @@ class Placement:
 
     num_experts: int
     slot_to_expert_LRS: NDArray[np.int16]
+    weights_LRS: NDArray[np.uint8] | None = None
+    """How many of SPLIT_PARTS parts of its expert's tokens a slot takes; they add up to SPLIT_PARTS, or are all 1 where
+    replicas take equal parts. None: equal parts everywhere."""
 
     @property
     def num_layers(self) -> int:
@@ -43,7 +48,13 @@ class Placement:
         return int(self.slot_to_expert_LRS.shape[2])
 
     def replicas(self, layer: int) -> tuple[Ints, Ints]:
-        """Return (slot ids [E, M] in ascending order, padded with an expert's first; how many replicas [E])."""
+        """Return (slot ids [E, M] that an expert's tokens take in turn, padded with its first; how many of them [E]).
+
+        With equal parts these are its replicas in ascending order; else each stands there as often as it takes parts,
+        spread evenly, so that few tokens already come close to the split.
+        """
+        if self.weights_LRS is not None:
+            return self._in_turn(layer, self.weights_LRS[layer])
         slots = self.slot_to_expert_LRS[layer].reshape(-1).astype(np.int64)
         held = np.flatnonzero(slots != EMPTY)
         counts = np.bincount(slots[held], minlength=self.num_experts)
@@ -54,6 +65,33 @@ class Placement:
         at = np.minimum(first[:, None] + column, max(len(order) - 1, 0))
         table = order[at] if len(order) else np.full(at.shape, EMPTY)
         return table, counts
+
+    def _in_turn(self, layer: int, weights_RS: NDArray[np.uint8]) -> tuple[Ints, Ints]:
+        experts, weights = self.slot_to_expert_LRS[layer].reshape(-1), weights_RS.reshape(-1)
+        slots = np.repeat(np.arange(experts.size), np.where(experts == EMPTY, 0, weights))
+        counts = np.bincount(experts[slots], minlength=self.num_experts)
+        # A slot's k-th of n parts stands (k + 1/2) / n of the way through its expert's turns.
+        number = np.arange(slots.size) - np.searchsorted(slots, slots)
+        way = (number + 0.5) / weights[slots]
+        in_turn = slots[np.lexsort((slots, way, experts[slots]))]
+        first = np.cumsum(counts) - counts
+        column = np.arange(max(int(counts.max(initial=1)), 1))
+        at = first[:, None] + np.where(column < counts[:, None], column, 0)
+        if not in_turn.size:
+            return np.full(at.shape, EMPTY), counts
+        return np.where(counts[:, None] > 0, in_turn[np.minimum(at, in_turn.size - 1)], EMPTY), counts
+
+    def with_layer(self, layer: int, slots_RS: NDArray[np.int16], weights_RS: NDArray[np.uint8] | None) -> Placement:
+        """The placement after a flip of this layer. Raises ValueError if the number of ranks or slots is another."""
+        if slots_RS.shape != self.slot_to_expert_LRS.shape[1:]:
+            raise ValueError(f"a layer of {slots_RS.shape} for a placement of {self.slot_to_expert_LRS.shape}.")
+        slots = self.slot_to_expert_LRS.copy()
+        slots[layer] = slots_RS
+        weights = self.weights_LRS
+        if weights is not None or weights_RS is not None:
+            weights = np.ones(slots.shape, np.uint8) if weights is None else weights.copy()
+            weights[layer] = 1 if weights_RS is None else weights_RS
+        return replace(self, slot_to_expert_LRS=slots, weights_LRS=weights)
 
     def missing(self) -> list[set[int]]:
         """Experts without a replica, by layer."""
@@ -71,15 +109,48 @@ class Placement:
                 held = slots[slots != EMPTY]
                 if len(np.unique(held)) != len(held):
                     problems.append(f"layer {layer}: rank {rank} holds an expert twice")
+        if self.weights_LRS is not None:
+            for layer in range(self.num_layers):
+                none = np.flatnonzero(self.replicas(layer)[1] == 0).tolist()
+                if none and not problems:
+                    problems.append(f"layer {layer}: no replica takes tokens of experts {none[:8]}")
         return problems
 
     def to_bytes(self) -> bytes:
         return np.ascontiguousarray(self.slot_to_expert_LRS, np.int16).tobytes()
 
+    def weights_bytes(self) -> bytes:
+        """Empty: equal parts."""
+        return b"" if self.weights_LRS is None else np.ascontiguousarray(self.weights_LRS, np.uint8).tobytes()
+
     @classmethod
-    def from_bytes(cls, data: bytes, num_experts: int, num_ranks: int, num_slots: int) -> Placement:
-        """The placement that `to_bytes` wrote. Raises ValueError if the sizes do not fit."""
-        return cls(num_experts, np.frombuffer(data, np.int16).reshape(-1, num_ranks, num_slots))
+    def from_bytes(
+        cls, data: bytes, num_experts: int, num_ranks: int, num_slots: int, weights: bytes = b""
+    ) -> Placement:
+        """What `to_bytes` and `weights_bytes` wrote. Raises ValueError if the sizes do not fit."""
+        shape = (-1, num_ranks, num_slots)
+        weights_LRS = np.frombuffer(weights, np.uint8).reshape(shape) if weights else None
+        return cls(num_experts, np.frombuffer(data, np.int16).reshape(shape), weights_LRS)
+
+
+def parts_of(slots_RS: NDArray[np.int16], split_RS: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """A layer's split [R, S], fractions of each expert's tokens, as parts of SPLIT_PARTS: by largest remainder.
+
+    An expert whose replicas all get the same gets ones, for its turns need not be many. Empty slots get 0.
+    """
+    slots, split = slots_RS.reshape(-1), split_RS.reshape(-1)
+    parts = np.zeros(slots.shape, np.uint8)
+    for expert in np.unique(slots[slots != EMPTY]).tolist():
+        at = np.flatnonzero(slots == expert)
+        wanted = split[at] * (SPLIT_PARTS / max(float(split[at].sum()), 1e-12))
+        whole = np.floor(wanted).astype(np.int64)
+        rest = SPLIT_PARTS - int(whole.sum())
+        if not 0 <= rest <= len(at):  # Nothing is known of this expert's tokens.
+            whole[:] = 1
+        else:
+            whole[np.argsort(whole - wanted, kind="stable")[:rest]] += 1
+        parts[at] = 1 if (whole == whole[0]).all() else whole
+    return parts.reshape(slots_RS.shape)
 
 
 def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0) -> Placement:
@@ -108,7 +179,8 @@ def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
 def without(placement: Placement, lost: Collection[int]) -> Placement:
     """The placement when ranks are lost: what they held alone goes to the survivors with the fewest replicas.
 
-    Survivors keep what they have; slots are added where they need more. Raises ValueError if nobody survives.
+    Survivors keep what they have; slots are added where they need more. All replicas take equal parts, since a split is
+    made for those that are there. Raises ValueError if nobody survives.
     """
     survivors = [rank for rank in range(placement.num_ranks) if rank not in lost]
     if not survivors:

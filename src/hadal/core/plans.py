@@ -41,6 +41,20 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     min_tokens: int = 0
 
 
+class LayerFlip(msgspec.Struct, frozen=True, array_like=True):
+    """From this step on, a MoE layer's experts lie elsewhere. All ranks of the unit get the same flips in the same
+    step, none of them before every rank has staged what it needs."""
+
+    layer: int
+    """Among the MoE layers."""
+    stage_id: int
+    """Of the StagePlan that brought the weights. A rank whose slots stay as they are was sent none."""
+    slot_to_expert: bytes
+    """int16 [R, S]"""
+    weights: bytes = b""
+    """uint8 [R, S], see Placement.weights_LRS; empty: replicas of an expert take equal parts."""
+
+
 class PrefillPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One rank's part of a prefill unit's step: chunks of several prompts, computed together.
 
@@ -58,6 +72,10 @@ class PrefillPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """1 or 2, the same on every rank of the unit; with 2 each may be empty."""
     is_traced: bool = False
     """Record when every op ran: StepDone.events."""
+    is_counted: bool = False
+    """Answer with StepDone.slot_counts."""
+    flips: tuple[LayerFlip, ...] = ()
+    """Done before the step."""
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
@@ -99,6 +117,10 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Occupied slots that form the second micro-batch; all others are the first."""
     num_micro_batches: int = 1
     is_traced: bool = False
+    publishes: tuple[int, ...] = ()
+    """Slots whose KV has to be in the pool when the step is done: their requests are about to move to another rank."""
+    is_counted: bool = False
+    flips: tuple[LayerFlip, ...] = ()
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +146,33 @@ class FormPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The whole placement, int16 [L, R, S] (core/placement)."""
     num_slots: int
     """S"""
+    weights: bytes = b""
+    """Of the same placement, uint8 [L, R, S]; empty: equal parts."""
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """Where an expert's weights can be had."""
+
+    expert: int
+    host: str = ""
+    port: int = 0
+    """Of a rank that holds it; 0: read it from the checkpoint, as when that rank does not answer."""
+
+
+class StagePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Get a layer ready for a LayerFlip in the background: have the weights of its future slots in memory.
+
+    What a rank has staged and not flipped is dropped by the next StagePlan for the same layer and by any FormPlan.
+    """
+
+    generation: int
+    stage_id: int
+    """Raised by the leader with each layer that it stages."""
+    layer: int
+    slots: tuple[int, ...]
+    """Expert in every slot of this rank, EMPTY for none."""
+    sources: tuple[Source, ...]
+    """Of the experts among them that the rank does not hold."""
 
 
 StepPlan = PrefillPlan | DecodePlan
@@ -178,6 +227,9 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Where the step's time went, of this rank (of several ranks together: the slowest one's, op by op)."""
     events: tuple[TraceEvent, ...] = ()
     """Of a traced plan."""
+    slot_counts: bytes = b""
+    """Of a counted plan, int64 [L, S]: tokens that the rank's slots received since the counted plan before. A flip lets
+    its layer's counts begin anew. A leader of many ranks reads them itself; its core does not get them."""
 
 
 class Formed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -189,6 +241,20 @@ class Formed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Members that could not be reached."""
     num_loaded: int = 0
     """Expert replicas read from the checkpoint for it."""
+
+
+class Staged(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The outcome of a StagePlan. `error` None: the rank can flip the layer."""
+
+    generation: int
+    stage_id: int
+    layer: int
+    error: str | None = None
+    num_received: int = 0
+    """Replicas that came from another rank."""
+    num_read: int = 0
+    """Replicas read from the checkpoint."""
+    elapsed_s: float = 0.0
 
 
 class KvPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from hadal.core.messages import AnyMessage, KvLease, Token
-from hadal.core.plans import Formed, FormPlan, KvPulled, StepDone, StepPlan
+from hadal.core.plans import Formed, FormPlan, KvPulled, Staged, StagePlan, StepDone, StepPlan
 
 MAX_STEPS_IN_FLIGHT = 2
 """One runs, one waits behind it: the Runner never waits for a plan, and a plan is never long out of date."""
@@ -41,6 +41,12 @@ class Form(msgspec.Struct, frozen=True):
     """In a rank's process: break off whatever the Runner does, then let it execute the FormPlan."""
 
     plan: FormPlan
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """In a rank's process: have the plan's experts in memory, beside the steps that run, and answer with Staged."""
+
+    plan: StagePlan
 
 
 class Pull(msgspec.Struct, frozen=True):
@@ -80,7 +86,7 @@ class Deliver(msgspec.Struct, frozen=True):
     """With 429 and 503: when to try again."""
 
 
-Effect = Send | Execute | Form | Pull | WakeAt | Freed | Deliver
+Effect = Send | Execute | Form | Stage | Pull | WakeAt | Freed | Deliver
 
 
 # ---- events that are not messages ----
@@ -103,7 +109,7 @@ class RankReset(msgspec.Struct, frozen=True):
     """Of the unit's membership from now on."""
 
 
-Event = AnyMessage | StepDone | Formed | KvPulled | RankReset | Tick
+Event = AnyMessage | StepDone | Formed | Staged | KvPulled | RankReset | Tick
 
 
 class Clock(Protocol):

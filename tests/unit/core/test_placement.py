@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from hadal.core.placement import EMPTY, Placement, spread, without
+from hadal.core.placement import EMPTY, SPLIT_PARTS, Placement, parts_of, spread, without
 
 SEEDS = [0, 1, random.randrange(2**32)]
 
@@ -181,3 +181,50 @@ def test_bytes_round_trip(seed: int) -> None:
         assert (after.num_layers, after.num_experts) == (before.num_layers, before.num_experts)
     with pytest.raises(ValueError, match=r"reshape|size"):
         Placement.from_bytes(data[:-2], before.num_experts, before.num_ranks, before.num_slots)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_parts_follow_a_split(seed: int) -> None:
+    """Turns deal an expert's tokens out as the split says, to within a part, and evenly along the way."""
+    rng = np.random.default_rng(seed)
+    even = spread(2, 16, 4, 8)
+    slots = even.slot_to_expert_LRS[1]
+    split = rng.random(slots.shape)
+    for expert in range(16):
+        split[slots == expert] /= split[slots == expert].sum()
+    parts = parts_of(slots, split)
+    placement = even.with_layer(1, slots, parts)
+    assert placement.check() == [], seed
+    table, number = placement.replicas(1)
+    for expert in range(16):
+        turns = table[expert, : number[expert]]
+        for slot in np.flatnonzero(slots.reshape(-1) == expert):
+            share = np.count_nonzero(turns == slot) / len(turns)
+            assert abs(share - split.reshape(-1)[slot]) <= 1 / SPLIT_PARTS, (seed, expert)
+            # Any half of the turns is nearly the split already.
+            half = np.count_nonzero(turns[: len(turns) // 2] == slot)
+            assert abs(half - np.count_nonzero(turns == slot) / 2) <= 1, (seed, expert)
+    # The layer beside it goes on evenly, with its turns as they were.
+    for ours, theirs in zip(placement.replicas(0), even.replicas(0), strict=True):
+        assert np.array_equal(ours, theirs)
+    again = Placement.from_bytes(placement.to_bytes(), 16, 4, placement.num_slots, placement.weights_bytes())
+    assert np.array_equal(again.replicas(1)[0], table)
+
+
+def test_equal_splits_take_equal_turns() -> None:
+    even = spread(1, 8, 4, 8)
+    slots = even.slot_to_expert_LRS[0]
+    parts = parts_of(slots, np.full(slots.shape, 0.5))
+    assert (parts == 1).all()
+    for ours, theirs in zip(even.with_layer(0, slots, parts).replicas(0), even.replicas(0), strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_an_expert_whose_replicas_take_nothing_is_a_problem() -> None:
+    even = spread(1, 8, 4, 8)
+    parts = np.ones(even.slot_to_expert_LRS[0].shape, np.uint8)
+    parts[even.slot_to_expert_LRS[0] == 3] = 0
+    problems = even.with_layer(0, even.slot_to_expert_LRS[0], parts).check()
+    assert problems == ["layer 0: no replica takes tokens of experts [3]"]
+    with pytest.raises(ValueError, match="a layer of"):
+        even.with_layer(0, even.slot_to_expert_LRS[0][:2], None)

@@ -1,0 +1,31 @@
+"""What the balancers make equal, by name: keys of Load.balance and TracedStep.balance, labels of the gauges.
+
+Each is the mean over the ranks by the maximum of the ranks, 1 at best (DeepSeek-V3/R1 inference overview: the load
+balancers' objectives).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+ATTENTION = "attention"
+"""Prefill: (token, position it attends to) pairs of a step."""
+TOKENS = "tokens"
+"""Prefill: tokens of a step, which is also what a rank dispatches."""
+TIME = "time"
+"""Prefill: predicted seconds of a step, both of the above at what they cost."""
+KV = "kv"
+"""Decode: KV positions that a step reads."""
+REQUESTS = "requests"
+"""Decode: requests that a step computes."""
+EXPERTS = "experts"
+"""Tokens that a rank's experts receive in a step, mean of the MoE layers."""
+EXPERTS_WORST = "experts_worst"
+"""The same in the layer where it is least."""
+OBJECTIVES = (ATTENTION, TOKENS, TIME, KV, REQUESTS, EXPERTS, EXPERTS_WORST)
+
+
+def mean_over_max(amounts: Sequence[float]) -> float | None:
+    """None if there is nothing to share."""
+    most = max(amounts, default=0.0)
+    return sum(amounts) / len(amounts) / most if most > 0 else None
