@@ -2,20 +2,17 @@
 
 `python -m bench.balance_experts [--eplb FOLDER]`. The loads are read from HADAL_SHARED_DATA or a folder shared/data
 beside the checkout. EPLB runs beside ours when it is installed or its folder is given (its `eplb.py`); otherwise its
-measured figures are printed, marked with *. Times are medians of CPU time.
+measured figures are printed, marked with *. Then plans near today's, plans for windows of steps, and what plans cost
+in traffic between nodes. Times are medians of CPU time, one thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import importlib
 import itertools
-import json
-import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +21,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.checkpoints import ROOT
-from hadal.policy.expert_balance import Cluster, ExpertPlan, balance, balancedness
+from bench.balance_replan import replans, windows
+from bench.balance_traffic import traffic
+from bench.expert_loads import DECODE, NUM_GROUPS, NUM_NODES, PREFILL, loads_folder, read_loads, timed
+from hadal.policy.expert_balance import Cluster, balance
 from hadal.policy.expert_packing import Floats
 
-PREFILL = ("prefill_in512", "prefill_in1024", "prefill_in500out1500", "prefill_in1000out1000", "prefill_in2000out100")
-DECODE = ("decode_in500out1500", "decode_in1000out1000", "decode_in2000out100")
 CASES = (
     ("prefill 32", "fast", 32, 9, PREFILL), ("prefill 32", "global", 32, 9, PREFILL),
     ("prefill 32", "hierarchical", 32, 9, PREFILL), ("prefill 32", "hybrid", 32, 9, PREFILL),
@@ -43,17 +40,6 @@ MEASURED_EPLB = {
 }  # fmt: skip
 """DeepSeek's eplb.py on SGLang's load matrices (issue 6017 there), mean / worst / ms, two shared cores; its averages
 are over other lengths than ours in part (prefill in1024, 2048, 4096)."""
-NUM_GROUPS, NUM_NODES = 8, 4
-
-
-def loads_folder() -> Path | None:
-    folder = Path(os.environ.get("HADAL_SHARED_DATA", ROOT.parent / "shared" / "data")) / "expert_loads"
-    return folder if folder.is_dir() else None
-
-
-def read_loads(folder: Path, name: str) -> Floats:
-    loads = np.array(json.loads(gzip.decompress((folder / f"{name}.json.gz").read_bytes()))["tokens_per_expert"], float)
-    return loads[loads.sum(axis=1) > 0]
 
 
 def find_eplb(folder: str | None) -> Callable[..., Any] | None:
@@ -64,16 +50,6 @@ def find_eplb(folder: str | None) -> Callable[..., Any] | None:
     except ModuleNotFoundError:
         return None
     return found
-
-
-def timed(call: Callable[[], Any], repeats: int) -> tuple[Any, float]:
-    """Return (the result, median ms of CPU time)."""
-    times = []
-    for _ in range(repeats):
-        start = time.process_time()
-        result = call()
-        times.append(1e3 * (time.process_time() - start))
-    return result, statistics.median(times)
 
 
 def bound(loads: Floats, mode: str, num_ranks: int, num_slots: int) -> float:
@@ -133,50 +109,6 @@ def run_eplb(
     return float(result.mean()), float(result.min()), ms
 
 
-def sequences(folder: Path) -> dict[str, list[Floats]]:
-    """Loads that change: a drift (log-space Ornstein-Uhlenbeck, .9 kept, sigma .2) and a change of mix at each plan."""
-    mixes = [read_loads(folder, name) for name in (*DECODE, DECODE[0])]
-    random = np.random.default_rng(0)
-    drifts = {}
-    for kind, name in (("prefill", "prefill_in1024"), ("decode", "decode_in2000out100")):
-        base = read_loads(folder, name)
-        log, steps = np.zeros_like(base), [base]
-        for _ in range(4):
-            log = 0.9 * log + (1 - 0.81) ** 0.5 * 0.2 * random.standard_normal(base.shape)
-            steps.append(base * np.exp(log))
-        drifts[f"{kind} drift"] = steps
-    return {**drifts, "decode mixes": mixes}
-
-
-def migration(console: Console, folder: Path) -> None:
-    table = Table(title="replicas moved per plan, % of slots (EPLB from scratch: 93 to 97 *)", title_justify="left")
-    for column in ("case", "loads", "moved", "balancedness", "stale", "of the greedy from scratch", "ms"):
-        table.add_column(column, justify="left" if column in ("case", "loads") else "right")
-    for case, num_ranks, num_slots, limit, target in (
-        ("prefill 32", 32, 9, 0.10, 0.99), ("EP72", 72, 4, 0.16, 0.975), ("decode 144", 144, 2, 0.18, 1.0),
-    ):  # fmt: skip
-        cluster = Cluster.even(num_ranks, 1, num_slots)
-        for kind, steps in sequences(folder).items():
-            today: ExpertPlan = balance(steps[0], cluster)
-            rows = []
-            for loads in steps[1:]:
-                num_slots_in_all = len(loads) * num_ranks * num_slots
-                stale = balancedness(today.placement, loads).mean()
-                greedy = balance(loads, cluster, mode="fast").balancedness_L.mean()
-                today, ms = timed(
-                    lambda: balance(
-                        loads, cluster, current=today.placement, max_moves=int(limit * num_slots_in_all), target=target  # noqa: B023
-                    ), 1,
-                )  # fmt: skip
-                got = today.balancedness_L.mean()
-                rows.append((today.moved_replicas / num_slots_in_all, got, stale, got / greedy, ms))
-            moved, got, stale, of_greedy, ms = np.mean(rows, axis=0)
-            table.add_row(
-                case, kind, f"{moved:.1%}", f"{got:.4f}", f"{stale:.4f}", f"{of_greedy:.2%}", f"{ms:.0f}"
-            )  # fmt: skip
-    console.print(table)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.balance_experts", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one repetition")
@@ -188,7 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print("no measured expert loads: set HADAL_SHARED_DATA to the folder that holds expert_loads/")
         return
     placements(console, folder, find_eplb(options.eplb), 1 if options.quick else 5)
-    migration(console, folder)
+    replans(console, folder)
+    windows(console, folder)
+    traffic(console, folder, is_quick=options.quick)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -186,23 +187,34 @@ def trace(
 @app.command(
     epilog=(
         "[bold]Examples[/bold]\n\n"
-        "hadal balance --loads loads.json --ranks 32 --nodes 4 --slots 9 --mode hybrid --groups 8\n\n"
-        "hadal balance --loads loads.json.gz --ranks 144 --slots 2 --json > placement.json\n\n"
-        "hadal balance --loads new.json --ranks 144 --slots 2 --current placement.json --max-moves 500"
+        "echo '{\"tokens_per_expert\": [[90, 20, 10, 40]]}' > loads.json\n\n"
+        "hadal balance --loads loads.json --ranks 2 --slots 3\n\n"
+        "  one layer of 4 experts on 2 ranks of 3 slots: the busy experts get the 2 spare slots\n\n"
+        "hadal balance --loads v3.json.gz --ranks 32 --nodes 4 --slots 9 --mode hybrid\n\n"
+        "  DeepSeek-V3's prefill unit: groups stay on a node as far as 98 % balance allows\n\n"
+        "hadal balance --loads v3.json.gz --ranks 144 --slots 2 --json > placement.json\n\n"
+        "hadal balance --loads new.json --ranks 144 --slots 2 --current placement.json --max-moves 500\n\n"
+        "  other loads since: the best placement that moves at most 500 replicas\n\n"
+        "Loads are tokens, a row per layer, a number per expert. A list of such matrices is a window of steps, each of "
+        "which lasts as long as its busiest rank."
     )
 )
 def balance(
-    loads: Annotated[Path, typer.Option(help="JSON matrix, layers by experts, or an object with tokens_per_expert.")],
+    loads: Annotated[
+        Path, typer.Option(help="JSON or .gz: tokens, layers by experts, or an object with tokens_per_expert.")
+    ],
     ranks: Annotated[int, typer.Option(help="Ranks of the unit.", min=1)],
     slots: Annotated[
         int, typer.Option(help="Slots of each rank; as many as experts or more: of all ranks together.", min=1)
     ],
     nodes: Annotated[int, typer.Option(help="Nodes that the ranks are on.", min=1)] = 1,
-    mode: Annotated[str, typer.Option(help="global, hierarchical, hybrid or fast.")] = "global",
+    mode: Annotated[str, typer.Option(help="global, hierarchical (groups on one node), hybrid or fast.")] = "global",
     groups: Annotated[
         int, typer.Option(help="The gate's groups of experts, for modes with nodes (8 in DeepSeek-V3).", min=1)
     ] = 8,
-    target: Annotated[float, typer.Option(help="Balancedness hybrid asks of every layer.", min=0.01, max=1)] = 0.98,
+    target: Annotated[
+        float, typer.Option(help="Balancedness that hybrid and --max-moves ask of every layer.", min=0.01, max=1)
+    ] = 0.98,
     current: Annotated[Path | None, typer.Option(help="Today's placement, as --json prints it.")] = None,
     max_moves: Annotated[
         int | None, typer.Option(help="Stay near today's placement: at most so many replicas move.", min=0)
@@ -223,7 +235,7 @@ def balance(
             weighted=weighted,
         )  # fmt: skip
         elapsed_ms = 1e3 * (time.perf_counter() - start)
-    except (ValueError, OSError, EOFError) as error:
+    except ValueError as error:
         typer.echo(f"hadal balance: {error}", err=True)
         sys.exit(EXIT_CONFIG)
     if as_json:
@@ -233,11 +245,22 @@ def balance(
 
 
 def _read_json(path: Path) -> Any:
-    data = path.read_bytes()
+    """A file's JSON value, gzipped or not. Raises ValueError that says what is wrong with the file."""
     try:
-        return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        data = path.read_bytes()
+    except OSError as error:
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else (error.strerror or "").lower()
+        raise ValueError(f"{path} cannot be read: {why}.") from error
+    try:
+        text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is gzipped, but damaged or cut short; copy it again.") from error
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{path} nests deeper than any matrix.") from error
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON, gzipped or plain: {error}.") from error
 
 
 def _dry_run(config: Path | None, overrides: dict[str, Any]) -> int:

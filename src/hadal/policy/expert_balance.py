@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from hadal.core.placement import Placement
 from hadal.policy.expert_flat import place_flat, widened
-from hadal.policy.expert_increment import complete, improve
-from hadal.policy.expert_nodes import place_hierarchical, place_hybrid
+from hadal.policy.expert_increment import complete
+from hadal.policy.expert_near import place_near
+from hadal.policy.expert_nodes import node_homes, place_hierarchical, place_hybrid
 from hadal.policy.expert_packing import EMPTY, Floats, Ints
-from hadal.policy.expert_pairs import improve_pairs
+from hadal.policy.expert_paths import held_by
 from hadal.policy.expert_search import shares_of
 from hadal.policy.expert_split import split_loads
+from hadal.policy.expert_steady import sample, steadied
 
 MODES = ("global", "hierarchical", "hybrid", "fast")
 GOOD_ENOUGH = 0.9997
@@ -63,6 +65,8 @@ class ExpertPlan:
     """Mean over the window's steps of (mean / max) rank load, living ranks only; one step if loads were summed."""
     moved_replicas: int
     """Replicas that their rank did not hold before; 0 if there was no placement before."""
+    moved_across_nodes: int = 0
+    """Of an expert to a node that did not hold it before, so that its weights cross between nodes."""
 
 
 def balance(
@@ -73,36 +77,43 @@ def balance(
 
     `num_groups` are the gate's groups of neighbouring experts (modes with nodes). `target`: balancedness that `hybrid`
     and an incremental plan ask of every layer. `max_moves` with `current`: the best placement at most so many replicas
-    away, plus those that no living rank holds any more; 0 with `weighted` only splits anew.
+    away, plus those that no living rank holds any more; 0 with `weighted` only splits anew. In mode hierarchical each
+    group then stays on the node that holds most of it today, in hybrid where the target allows that. A window's plan
+    is chosen by the mean of its steps' maxima.
     Raises ValueError for sizes that fit nowhere, unknown modes, and loads that are negative or not numbers.
     """
     window = _checked(loads, mode, cluster, num_groups)
     num_layers, num_experts = window.shape[1:]
     living = np.flatnonzero(np.array(cluster.slots))
     capacity = np.array(cluster.slots, np.int64)[living]
+    node_R = np.array(cluster.nodes)[living]
     summed = _normalised(window.sum(axis=0), len(living))
+    # A window's steps, in the measure of their sums; None if there is but one.
+    steps = sample(window) * _scale(window, len(living)) if len(window) > 1 else None
     sizes = (num_experts, num_layers, len(cluster.slots))
     if current is not None and (current.num_experts, current.num_layers, current.num_ranks) != sizes:
         raise ValueError("the current placement has other layers, ranks or experts than the loads and ranks given.")
     if max_moves is not None:
         if current is None or max_moves < 0:
-            raise ValueError("max_moves is 0 or more and needs a current placement.")
-        if mode == "hierarchical":
-            raise ValueError("a plan near today's does not keep groups on nodes; use mode global or hybrid.")
+            raise ValueError("max_moves is 0 or more and needs the current placement it counts from.")
         today = complete(_today(current, living, capacity), summed, capacity)
-        ceiling = np.full(num_layers, 1.0 / max(target, 1e-6))
-        near = improve_pairs if (capacity == 2).all() else improve
-        table = near(today, summed, ceiling, capacity, max_moves=max_moves)
+        by_node = mode in ("hierarchical", "hybrid")
+        table = place_near(
+            today, summed, steps, np.full(num_layers, 1.0 / max(target, 1e-6)), capacity, max_moves=max_moves,
+            home_LRE=node_homes(today, num_groups, num_experts, node_R) if by_node else None,
+            may_leave_home=mode == "hybrid",
+        )  # fmt: skip
     else:
-        table = _from_scratch(summed, window, cluster, living, capacity, mode, num_groups, target)
+        table = _from_scratch(summed, steps, node_R, capacity, mode, num_groups, target)
     slots: NDArray[np.int16] = np.full((num_layers, len(cluster.slots), max(cluster.slots)), EMPTY, np.int16)
     slots[:, living, : table.shape[2]] = table
     if current is not None:
         slots = settled(slots, current.slot_to_expert_LRS)
     placement = Placement(num_experts, slots)
-    split = split_loads(slots.astype(np.int64), summed) if weighted else None
+    split = _split(slots.astype(np.int64), summed, steps) if weighted else None
     moved = moved_replicas(current, placement) if current is not None else 0
-    return ExpertPlan(placement, split, balancedness(placement, window, split, cluster), moved)
+    across = moved_replicas(current, placement, cluster.nodes) if current is not None else 0
+    return ExpertPlan(placement, split, balancedness(placement, window, split, cluster), moved, across)
 
 
 def rank_loads(placement: Placement, loads_LE: Floats, split_LRS: Floats | None = None) -> Floats:
@@ -134,9 +145,16 @@ def balancedness(
     return np.asarray(np.where(heaviest > 0, mean / np.where(heaviest > 0, heaviest, 1.0), 1.0))
 
 
-def moved_replicas(old: Placement, new: Placement) -> int:
-    """Replicas of the new placement whose rank does not hold that expert in the old one: weights that must travel."""
-    return int(_held(new)[~_held(old)].sum())
+def moved_replicas(old: Placement, new: Placement, nodes: tuple[int, ...] | None = None) -> int:
+    """Replicas of the new placement whose rank does not hold that expert in the old one: weights that must travel.
+
+    With the ranks' nodes: experts new to a node, whose weights must travel between nodes.
+    """
+    before, after = (held_by(each.slot_to_expert_LRS.astype(np.int64), each.num_experts) for each in (old, new))
+    if nodes is not None:
+        ranks = [np.flatnonzero(np.array(nodes) == node) for node in sorted(set(nodes))]
+        before, after = (np.stack([held[:, of].any(axis=1) for of in ranks], axis=1) for held in (before, after))
+    return int((after & ~before).sum())
 
 
 def settled(slots_LRS: NDArray[np.int16], before_LRS: NDArray[np.int16]) -> NDArray[np.int16]:
@@ -160,23 +178,40 @@ def settled(slots_LRS: NDArray[np.int16], before_LRS: NDArray[np.int16]) -> NDAr
 
 
 def _from_scratch(
-    summed: Floats, window: Floats, cluster: Cluster, living: Ints, capacity: Ints, mode: str, num_groups: int,
-    target: float,
-) -> Ints:  # fmt: skip
+    summed: Floats, steps: Floats | None, node_R: Ints, capacity: Ints, mode: str, num_groups: int, target: float
+) -> Ints:
     """The table of the living ranks [L, living, S] of a mode."""
     ceiling = np.full(len(summed), 1.0 / GOOD_ENOUGH)
     num_rounds = next(rounds for slots, rounds in NUM_ROUNDS.items() if capacity.min() >= slots)
+    barred = None
     if mode in ("global", "fast"):
         table = place_flat(summed, capacity, ceiling, num_rounds=num_rounds if mode == "global" else 0)
     else:
-        node_of = np.array(cluster.nodes)[living]
-        nodes = [np.flatnonzero(node_of == node) for node in np.unique(node_of)]
+        nodes = [np.flatnonzero(node_R == node) for node in np.unique(node_R)]
         table = place_hierarchical(summed, num_groups, nodes, capacity, num_rounds=num_rounds)
+        barred = ~node_homes(table, num_groups, summed.shape[1], node_R)
         if mode == "hybrid":
-            table = place_hybrid(table, summed, target=target)
-    if len(window) > 1 and mode == "global":
-        table = _steadier(table, place_flat(summed, capacity, ceiling, num_rounds=0), window)
+            table = place_hybrid(table, summed, num_groups, node_R, capacity, target=target)
+    if steps is not None and mode == "global":
+        table = _steadier(table, place_flat(summed, capacity, ceiling, num_rounds=0), steps)
+    if steps is not None and mode != "fast":
+        table = steadied(table, steps, barred_LRE=barred)
     return widened(table, int(capacity.max()))
+
+
+def _split(slots_LRS: Ints, summed: Floats, steps: Floats | None) -> Floats:
+    """The split of the sums; with a window, in each layer that, half of it or none, as suits the steps' maxima."""
+    split = split_loads(slots_LRS, summed)
+    if steps is None:
+        return split
+    even = shares_of(slots_LRS, np.ones_like(summed))
+    choices = np.stack([even, (even + split) / 2, split])
+    flat = np.where(slots_LRS == EMPTY, 0, slots_LRS).reshape(len(slots_LRS), -1)
+    heaviest = np.zeros((len(choices), len(slots_LRS)))
+    for step in steps:
+        held = np.take_along_axis(step, flat, axis=1).reshape(slots_LRS.shape)
+        heaviest += (choices * held).sum(axis=3).max(axis=2)
+    return np.asarray(choices[heaviest.argmin(axis=0), np.arange(len(slots_LRS))])
 
 
 def _steadier(table_LRS: Ints, greedy_LRS: Ints, window: Floats) -> Ints:
@@ -197,14 +232,6 @@ def _today(current: Placement, living: Ints, capacity: Ints) -> Ints:
     return np.asarray(np.where(np.arange(packed.shape[2]) < capacity[:, None], packed, EMPTY))
 
 
-def _held(placement: Placement) -> Ints:
-    """Whether a rank holds an expert [L, R, E]."""
-    table = placement.slot_to_expert_LRS
-    held = np.zeros((*table.shape[:2], placement.num_experts + 1), bool)
-    held[np.arange(len(table))[:, None, None], np.arange(table.shape[1])[None, :, None], table] = True
-    return np.asarray(held[:, :, :-1])
-
-
 def _checked(loads: Floats, mode: str, cluster: Cluster, num_groups: int) -> Floats:
     window = np.asarray(loads, np.float64)
     window = window[None] if window.ndim == 2 else window
@@ -214,9 +241,15 @@ def _checked(loads: Floats, mode: str, cluster: Cluster, num_groups: int) -> Flo
         raise ValueError("loads must be numbers of tokens, 0 or more.")
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is unknown; {', '.join(MODES)} are known.")
-    if num_groups < 1 or window.shape[2] % num_groups:
+    if mode in ("hierarchical", "hybrid") and (num_groups < 1 or window.shape[2] % num_groups):
         raise ValueError(f"{window.shape[2]} experts do not divide evenly into {num_groups} groups.")
     return window
+
+
+def _scale(window: Floats, num_ranks: int) -> Floats:
+    """What makes the mean rank load of a step 1 on average [L, 1]."""
+    total = window.sum(axis=(0, 2))[:, None]
+    return np.asarray(num_ranks * len(window) / np.where(total > 0, total, 1.0))
 
 
 def _normalised(loads_LE: Floats, num_ranks: int) -> Floats:

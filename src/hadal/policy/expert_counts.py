@@ -70,22 +70,24 @@ def improve_counts(loads_LE: Singles, counts_LE: Ints, best_L: Singles, num_rank
     chosen = np.full((num_layers, 2), -1)
     for taker_index in range(takers.shape[1]):
         taker = takers[:, taker_index]
-        for giver_index in range(num_givers):
-            giver = givers[:, giver_index]
-            can = np.flatnonzero(
-                (counts_LE[rows, giver] > 1) & (giver != taker) & (counts_LE[rows, taker] < num_ranks)
-                & (split[rows, giver] < found)
-            )  # fmt: skip
-            if not len(can):
-                continue
-            trial = counts_LE[can].copy()
-            trial[np.arange(len(can)), giver[can]] -= 1
-            trial[np.arange(len(can)), taker[can]] += 1
-            worth = heaviest_pair(loads_LE[can], trial)
-            better = worth < found[can] * (1 - 1e-6)
-            hit = can[better]
-            found[hit] = worth[better]
-            chosen[hit, 0], chosen[hit, 1] = giver[hit], taker[hit]
+        giver = givers[:, :num_givers]
+        can = (
+            (counts_LE[rows[:, None], giver] > 1) & (giver != taker[:, None])
+            & (counts_LE[rows, taker] < num_ranks)[:, None] & (split[rows[:, None], giver] < found[:, None])
+        )  # fmt: skip
+        layer, index = np.nonzero(can)
+        if not len(layer):
+            continue
+        trial = counts_LE[layer]
+        each = np.arange(len(layer))
+        trial[each, giver[layer, index]] -= 1
+        trial[each, taker[layer]] += 1
+        worth = np.full(can.shape, np.inf, np.float32)
+        worth[layer, index] = heaviest_pair(loads_LE[layer], trial)
+        best = worth.argmin(axis=1)
+        hit = np.flatnonzero(worth[rows, best] < found * (1 - 1e-6))
+        found[hit] = worth[hit, best[hit]]
+        chosen[hit, 0], chosen[hit, 1] = giver[hit, best[hit]], taker[hit]
     hit = np.flatnonzero(chosen[:, 0] >= 0)
     counts_LE[hit, chosen[hit, 0]] -= 1
     counts_LE[hit, chosen[hit, 1]] += 1

@@ -1,12 +1,14 @@
 """Better expert placements near today's: few replicas move, because each one that does is weights over a network.
 
-Two kinds of move relieve the heaviest rank of a layer: it trades a replica with another rank (two replicas travel), or
-a slot that holds a spare replica of some expert is given to another expert (one travels): elsewhere to one of the
-heaviest rank's own, which then shares it, or on the heaviest rank to a light one. Each round makes, in every layer
-that is not good enough, the move with the best relief per replica.
+Two kinds of move relieve the heaviest rank of a layer: it trades a replica with another rank, or a slot that holds a
+spare replica of some expert is given to another expert: elsewhere to one of the heaviest rank's own, which then shares
+it, or on the heaviest rank to a light one. A move costs what it adds to the distance from home: an expert that returns
+to a rank costs nothing, nor does a slot that was rewritten before. Each round makes, in every layer that is not good
+enough, the move with the best relief per replica; the tables on the way make the layer's path.
 Knows nothing of nodes or time. All layers at once.
 
-Shapes: L layers, E logical experts, R living ranks, S most slots of a rank, Q = R * S slots, U a layer's heaviest rank.
+Shapes: L layers, E logical experts, R living ranks, S most slots of a rank, Q = R * S slots, U a layer's heaviest rank,
+Z most spare slots of a layer, N rounds.
 """
 
 from __future__ import annotations
@@ -14,11 +16,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hadal.policy.expert_packing import EMPTY, Floats, Ints, Singles
+from hadal.policy.expert_paths import Flags, Path
 
 NO_MOVE = np.float32(1e9)
+FREE = np.float32(0.5)
+"""What a move that costs no replica is reckoned at: it comes first, but not for the sake of nothing."""
+WORTHWHILE = np.float32(2e-4)
+"""Relief per replica, as a part of the heaviest rank's load, below which a layer's path ends."""
+LIGHT_RANKS = 12
+"""The heaviest rank trades with one of so many lightest at least, or of half of all; of all if they have two slots:
+the right partner is rare then, and not among the lightest."""
 
 
 @dataclass
@@ -27,176 +36,287 @@ class _State:
 
     table_LQ: Ints
     loads_LE1: Singles
-    num_slots: int
-    closed_Q: NDArray[np.bool_]
-    held_LRE1: NDArray[np.bool_]
+    blocked_LRE1: Flags
+    """An expert may not come to a rank: it is there already, or must not be."""
+    barred_LRE1: Flags | None
+    """It must not be, whatever else."""
+    home_LRE1: Flags
+    """It is at home there: a replica there costs nothing."""
+    stray_LQ: Flags
+    """What a slot holds is not at home on its rank."""
     counts_LE1: Ints
     rank_loads_LR: Singles
+    closed_Q: Flags
+    num_slots: int
 
     @classmethod
-    def of(cls, table_LQ: Ints, loads_LE1: Singles, num_slots: int, closed_Q: NDArray[np.bool_]) -> _State:
+    def of(
+        cls, table_LQ: Ints, loads_LE1: Singles, home_LRE: Flags, closed_Q: Flags, barred_LRE: Flags | None,
+        num_slots: int,
+    ) -> _State:  # fmt: skip
         num_layers, num_experts = loads_LE1.shape
         rows = np.arange(num_layers)[:, None]
         counts = np.bincount((table_LQ + rows * num_experts).ravel(), minlength=num_layers * num_experts)
         counts = counts.reshape(num_layers, num_experts)
-        num_ranks = table_LQ.shape[1] // num_slots
-        held = np.zeros((num_layers, num_ranks, num_experts), bool)
-        held[rows, np.arange(table_LQ.shape[1])[None] // num_slots, table_LQ] = True
+        ranks = np.arange(table_LQ.shape[1])[None] // num_slots
+        blocked = np.zeros((num_layers, table_LQ.shape[1] // num_slots, num_experts), bool)
+        home = np.ones_like(blocked)
+        home[:, :, :-1] = home_LRE
+        barred = None
+        if barred_LRE is not None:
+            barred = np.zeros_like(blocked)
+            barred[:, :, :-1] = barred_LRE
+            blocked |= barred
+        blocked[rows, ranks, table_LQ] = True
+        blocked[:, :, -1] = False
         share = loads_LE1 / np.maximum(counts, 1)
-        loads = np.take_along_axis(share, table_LQ, axis=1).reshape(num_layers, num_ranks, num_slots).sum(axis=2)
-        return cls(table_LQ, loads_LE1, num_slots, closed_Q, held, counts, loads)
+        loads = np.take_along_axis(share, table_LQ, axis=1).reshape(num_layers, -1, num_slots).sum(axis=2)
+        stray = ~home[rows, ranks, table_LQ]
+        return cls(table_LQ.copy(), loads_LE1, blocked, barred, home, stray, counts, loads, closed_Q, num_slots)
+
+    def only(self, layers: Ints) -> _State:
+        return _State(
+            self.table_LQ[layers], self.loads_LE1[layers], self.blocked_LRE1[layers],
+            None if self.barred_LRE1 is None else self.barred_LRE1[layers], self.home_LRE1[layers],
+            self.stray_LQ[layers], self.counts_LE1[layers], self.rank_loads_LR[layers], self.closed_Q, self.num_slots,
+        )  # fmt: skip
+
+    def write(self, layers: Ints, slots: Ints, experts: Ints) -> None:
+        """Give slots [M] of layers [M], each layer once, to experts [M]."""
+        ranks, old = slots // self.num_slots, self.table_LQ[layers, slots]
+        self.table_LQ[layers, slots] = experts
+        self.stray_LQ[layers, slots] = ~self.home_LRE1[layers, ranks, experts]
+        self.blocked_LRE1[layers, ranks, old] = (
+            False if self.barred_LRE1 is None else self.barred_LRE1[layers, ranks, old]
+        )
+        self.blocked_LRE1[layers, ranks, experts] = True
+        self.blocked_LRE1[layers, ranks, -1] = False
+        self.counts_LE1[layers, old] -= 1
+        self.counts_LE1[layers, experts] += 1
+
+    def weigh(self) -> None:
+        share = self.loads_LE1 / np.maximum(self.counts_LE1, 1)
+        loads = np.take_along_axis(share, self.table_LQ, axis=1)
+        self.rank_loads_LR = loads.reshape(len(loads), -1, self.num_slots).sum(axis=2)
 
 
-def improve(
-    table_LRS: Ints, loads_LE: Floats, ceiling_L: Floats, capacity_R: Ints, *, max_moves: int, num_rounds: int = 200,
-    trades_only: bool = False,
-) -> Ints:  # fmt: skip
-    """Return a table [L, R, S] no heavier in any layer, at most `max_moves` replicas away from the given one.
+@dataclass
+class _Moves:
+    """The best move of each layer: slots to write and experts to write there [L, 2] (-1: none), cost and worth [L]."""
 
-    A layer rests when its heaviest rank is at its ceiling or no move helps. Every expert must have a replica
-    (`complete` sees to it). Empty slots may be filled. `trades_only` leaves every expert as many replicas as it has.
+    slots_L2: Ints
+    experts_L2: Ints
+    costs_L: Ints
+    worths_L: Singles
+
+
+def descend(
+    table_LRS: Ints, home_LRE: Flags, loads_LE: Floats, ceiling_L: Floats, capacity_R: Ints, *, max_moves: int,
+    num_rounds: int = 200, trades_only: bool = False, barred_LRE: Flags | None = None, num_light: int | None = None,
+) -> Path:  # fmt: skip
+    """Return the path of every layer from a table to the best that single moves find.
+
+    Distances count the replicas on a rank that is no home of their expert. The heaviest rank trades with one of the
+    `num_light` lightest.
     """
-    num_layers, _, num_slots = table_LRS.shape
+    num_layers, num_ranks, num_slots = table_LRS.shape
+    if num_light is None:
+        num_light = num_ranks if num_slots < 3 else max(LIGHT_RANKS, num_ranks // 2)
     num_experts = loads_LE.shape[1]
     table = np.where(table_LRS == EMPTY, num_experts, table_LRS).reshape(num_layers, -1)
     loads = np.zeros((num_layers, num_experts + 1), np.float32)
     loads[:, :num_experts] = loads_LE
-    closed = _closed(capacity_R, num_slots).ravel()
+    state = _State.of(table, loads, home_LRE, _closed(capacity_R, num_slots).ravel(), barred_LRE, num_slots)
+    ceiling = ceiling_L.astype(np.float32)
+    distance = state.stray_LQ.sum(axis=1)
+    tables, tops, distances = [table.astype(np.int16)], [state.rank_loads_LR.max(axis=1)], [distance]
     active = np.arange(num_layers)
-    budget = max_moves
     for _ in range(num_rounds):
-        if budget < 1 or not len(active):
+        heaviest = state.rank_loads_LR.max(axis=1)
+        moves = _best_moves(state, ceiling[active], trades_only, min(num_light, num_ranks))
+        able = (moves.worths_L > WORTHWHILE * heaviest) & (heaviest > ceiling[active])
+        going = np.flatnonzero(able & (distances[-1][active] + moves.costs_L <= max_moves))
+        if not len(going):
             break
-        state = _State.of(table[active], loads[active], num_slots, closed)
-        tops = state.rank_loads_LR.max(axis=1)
-        slots, experts, costs, gains = _best_moves(state, ceiling_L[active].astype(np.float32), budget, trades_only)
-        able = np.flatnonzero((gains > 1e-6 * tops) & (tops > ceiling_L[active]))
-        order = able[np.argsort(-gains[able], kind="stable")]
-        order = order[np.cumsum(costs[order]) <= budget]
-        budget -= int(costs[order].sum())
-        active = active[order]
         for column in range(2):
-            at = slots[order, column]
-            filled = at >= 0
-            table[active[filled], at[filled]] = experts[order[filled], column]
-    result: Ints = np.where(table == num_experts, EMPTY, table).reshape(table_LRS.shape)
-    return result
+            rows = going[moves.slots_L2[going, column] >= 0]
+            state.write(rows, moves.slots_L2[rows, column], moves.experts_L2[rows, column])
+        if len(going) < len(active):
+            active, state = active[going], state.only(going)
+        state.weigh()
+        tables.append(tables[-1].copy())
+        tables[-1][active] = state.table_LQ
+        tops.append(tops[-1].copy())
+        tops[-1][active] = state.rank_loads_LR.max(axis=1)
+        distances.append(distances[-1].copy())
+        distances[-1][active] += moves.costs_L[going]
+    found = np.stack(tables)
+    found[found == num_experts] = EMPTY
+    return Path(found, np.stack(tops), np.stack(distances))
 
 
-def _best_moves(state: _State, ceiling_L: Singles, budget: int, trades_only: bool) -> tuple[Ints, Ints, Ints, Singles]:
-    """Return (slots to write [L, 2], experts to write there [L, 2], replicas moved [L], relief per replica [L])."""
-    num_layers = len(state.table_LQ)
-    rows = np.arange(num_layers)
-    top = state.rank_loads_LR.argmax(axis=1)
-    tops = state.rank_loads_LR[rows, top]
-    mine = top[:, None] * state.num_slots + np.arange(state.num_slots)
-    floor = np.minimum(ceiling_L, tops)
-    slots = np.full((3, num_layers, 2), -1)
-    experts = np.full((3, num_layers, 2), 0)
-    gains = np.empty((3, num_layers), np.float32)
-    give, take, after = _trades(state, top, mine)
-    gains[0] = (tops - np.maximum(after, floor)) / 2 if budget >= 2 else 0
-    slots[0, :, 0], slots[0, :, 1] = mine[rows, give], take
-    experts[0, :, 0], experts[0, :, 1] = state.table_LQ[rows, take], state.table_LQ[rows, mine[rows, give]]
+@dataclass(frozen=True)
+class _Top:
+    """The heaviest rank of every layer, and what all kinds of moves ask about it."""
+
+    rows_L: Ints
+    rank_L: Ints
+    load_L: Singles
+    slots_LS: Ints
+    experts_LS: Ints
+    floor_L: Singles
+    """Relief below this is worth nothing."""
+    share_LE1: Singles
+    base_LR: Ints
+    """Where a rank's row of experts begins in the flat arrays of (layer, rank, expert)."""
+
+    @classmethod
+    def of(cls, state: _State, ceiling_L: Singles) -> _Top:
+        loads, num_slots = state.rank_loads_LR, state.num_slots
+        rows, rank = np.arange(len(loads)), loads.argmax(axis=1)
+        load = loads[rows, rank]
+        slots = rank[:, None] * num_slots + np.arange(num_slots)
+        share = state.loads_LE1 / np.maximum(state.counts_LE1, 1)
+        base = np.arange(loads.size).reshape(loads.shape) * share.shape[1]
+        experts = state.table_LQ[rows[:, None], slots]
+        return cls(rows, rank, load, slots, experts, np.minimum(ceiling_L, load), share.astype(np.float32), base)
+
+    def worth(self, after: Singles, costs: Singles) -> Singles:
+        shape = (-1,) + (1,) * (after.ndim - 1)
+        np.maximum(after, self.floor_L.reshape(shape), out=after)
+        np.subtract(self.load_L.reshape(shape), after, out=after)
+        after /= np.maximum(costs, FREE)
+        return after
+
+
+def _best_moves(state: _State, ceiling_L: Singles, trades_only: bool, num_light: int) -> _Moves:
+    top = _Top.of(state, ceiling_L)
+    best = _trades(state, top, num_light)
     if trades_only:
-        return slots[0], experts[0], np.full(num_layers, 2), gains[0]
-    rise, spare = _rise_elsewhere(state)
-    shared, at, after = _shares(state, top, mine, rise, spare)
-    gains[1] = tops - np.maximum(after, floor)
-    slots[1, :, 0], experts[1, :, 0] = at, state.table_LQ[rows, mine[rows, shared]]
-    dropped, instead, after = _drops(state, top, mine, rise, spare)
-    gains[2] = tops - np.maximum(after, floor)
-    slots[2, :, 0], experts[2, :, 0] = mine[rows, dropped], instead
-    kind = gains.argmax(axis=0)
-    costs = np.where(kind == 0, 2, 1)
-    return slots[kind, rows], experts[kind, rows], costs, gains[kind, rows]
+        return best
+    spare, rise = _spares(state, top)
+    for move in (_shares(state, top, spare, rise), _drops(state, top, spare, rise)):
+        better = move.worths_L > best.worths_L
+        best.slots_L2[better], best.experts_L2[better] = move.slots_L2[better], move.experts_L2[better]
+        best.costs_L[better], best.worths_L[better] = move.costs_L[better], move.worths_L[better]
+    return best
 
 
-def _trades(state: _State, top_L: Ints, mine_LS: Ints) -> tuple[Ints, Ints, Singles]:
-    """The heaviest rank's best trade: (its slot index, the other's slot, the heavier of the two after it)."""
-    table, loads = state.table_LQ, state.rank_loads_LR
-    rows = np.arange(len(table))
-    share = state.loads_LE1 / np.maximum(state.counts_LE1, 1)
-    slot_share = np.take_along_axis(share, table, axis=1)
-    other = np.repeat(loads, state.num_slots, axis=1)
-    ours = np.take_along_axis(table, mine_LS, axis=1)
-    our_share = np.take_along_axis(slot_share, mine_LS, axis=1)
-    delta = our_share[:, :, None] - slot_share[:, None, :]
-    after = np.maximum(loads[rows, top_L][:, None, None] - delta, other[:, None, :] + delta)
-    # Not where one would hold an expert twice; the weightless expert may be anywhere.
-    they_hold = np.repeat(np.take_along_axis(state.held_LRE1, ours[:, None, :], axis=2), state.num_slots, axis=1)
-    i_hold = np.take_along_axis(state.held_LRE1[rows, top_L], table, axis=1)
-    i_hold[table == state.loads_LE1.shape[1] - 1] = False
-    after[they_hold.transpose(0, 2, 1) | i_hold[:, None, :]] = NO_MOVE
-    after[state.closed_Q[mine_LS][:, :, None] | state.closed_Q] = NO_MOVE
-    return _least(after)
+def _trades(state: _State, top: _Top, num_light: int) -> _Moves:
+    """The heaviest rank's best trade with one of the lightest."""
+    loads, num_slots, rows = state.rank_loads_LR, state.num_slots, top.rows_L
+    num_ranks = loads.shape[1]
+    light = np.argpartition(loads, num_light - 1, axis=1)[:, :num_light]
+    table3 = state.table_LQ.reshape(-1, num_slots)
+    held = table3.take(light + rows[:, None] * num_ranks, axis=0).reshape(len(rows), -1)
+    slots = (light[:, :, None] * num_slots + np.arange(num_slots)).reshape(len(rows), -1)
+    their_share = top.share_LE1[rows[:, None], held]
+    base = np.take_along_axis(top.base_LR, light, axis=1)
+    cells = base[:, None, :] + top.experts_LS[:, :, None]
+    my_row = top.base_LR[rows, top.rank_L][:, None] + held
+    forbidden = state.blocked_LRE1.reshape(-1).take(my_row) | state.closed_Q[slots]
+    mine = np.where(state.closed_Q[top.slots_LS], -NO_MOVE, top.share_LE1[rows[:, None], top.experts_LS])
+    delta = mine[:, :, None] - np.where(forbidden, NO_MOVE, their_share)[:, None, :]
+    other = loads[rows[:, None], light][:, None, :] + state.blocked_LRE1.reshape(-1).take(cells) * NO_MOVE
+    after = np.repeat(other.astype(np.float32), num_slots, axis=2)
+    after += delta
+    np.maximum(after, top.load_L[:, None, None] - delta, out=after)
+    home = state.home_LRE1.reshape(-1)
+    theirs = (~home.take(my_row)).astype(np.float32) - state.stray_LQ[rows[:, None], slots]
+    ours = np.repeat((~home.take(cells)).astype(np.float32), num_slots, axis=2)
+    ours -= state.stray_LQ[rows[:, None], top.slots_LS][:, :, None]
+    ours += theirs[:, None, :]
+    give, take, best = _most(top.worth(after, ours))
+    return _Moves(
+        np.stack((top.slots_LS[rows, give], slots[rows, take]), axis=1),
+        np.stack((held[rows, take], top.experts_LS[rows, give]), axis=1),
+        ours[rows, give, take].astype(np.int64), best,
+    )  # fmt: skip
 
 
-def _rise_elsewhere(state: _State) -> tuple[Singles, NDArray[np.bool_]]:
-    """Of every slot: (the heaviest of its expert's other ranks once this replica is gone [L, Q], is it spare)."""
+def _spares(state: _State, top: _Top) -> tuple[Ints, Singles]:
+    """Return (slots [L, Z] whose replica can be spared, -1 padded; the heaviest of the expert's other ranks then)."""
     table, counts = state.table_LQ, state.counts_LE1
-    spare = np.take_along_axis(counts, table, axis=1) > 1
-    extra = state.loads_LE1 / np.maximum(counts - 1, 1) - state.loads_LE1 / np.maximum(counts, 1)
-    loads = np.repeat(state.rank_loads_LR, state.num_slots, axis=1)
-    order = np.lexsort((-loads, table), axis=1)
-    sorted_table = np.take_along_axis(table, order, axis=1)
-    sorted_loads = np.take_along_axis(loads, order, axis=1)
-    first = np.ones_like(sorted_table, bool)
-    first[:, 1:] = sorted_table[:, 1:] != sorted_table[:, :-1]
-    start = np.maximum.accumulate(np.where(first, np.arange(table.shape[1]), 0), axis=1)
+    num_experts = counts.shape[1] - 1
+    rows = top.rows_L[:, None]
+    is_spare = ((counts[rows, table] > 1) | (table == num_experts)) & ~state.closed_Q
+    layers, slots = np.nonzero(is_spare)
+    number = is_spare.sum(axis=1)
+    most = max(int(number.max()), 1)
+    spare = np.full((len(table), most), -1)
+    spare[layers, np.arange(len(layers)) - np.repeat(np.cumsum(number) - number, number)] = slots
+    held = np.where(spare < 0, num_experts, table[rows, spare])
+    loads = state.rank_loads_LR[rows, spare // state.num_slots]
+    # By expert, then heaviest rank first.
+    order = np.argsort(held * (1.0 + float(loads.max())) - loads, axis=1, kind="stable")
+    sorted_held, sorted_loads = held[rows, order], loads[rows, order]
+    first = np.ones_like(order, bool)
+    first[:, 1:] = sorted_held[:, 1:] != sorted_held[:, :-1]
+    start = np.maximum.accumulate(np.where(first, np.arange(most), 0), axis=1)
     # The heaviest other rank is the group's first, or for the first itself its second.
-    at = np.where(first, np.minimum(start + 1, table.shape[1] - 1), start)
+    at = np.where(first, np.minimum(start + 1, most - 1), start)
     other = np.empty_like(loads)
-    np.put_along_axis(other, order, np.take_along_axis(sorted_loads, at, axis=1), axis=1)
-    empty = table == state.loads_LE1.shape[1] - 1
-    return np.where(empty, 0, other + np.take_along_axis(extra, table, axis=1)), (spare | empty) & ~state.closed_Q
+    other[rows, order] = sorted_loads[rows, at]
+    extra = state.loads_LE1 / np.maximum(counts - 1, 1) - top.share_LE1
+    return spare, np.where(held == num_experts, np.float32(0), other + extra[rows, held])
 
 
-def _shares(
-    state: _State, top_L: Ints, mine_LS: Ints, rise_LQ: Singles, spare_LQ: NDArray[np.bool_]
-) -> tuple[Ints, Ints, Singles]:
-    """The best new replica of an expert of the heaviest rank: (its slot index, the slot for it, heaviest after)."""
-    table, loads = state.table_LQ, state.rank_loads_LR
-    rows = np.arange(len(table))
-    share = state.loads_LE1 / np.maximum(state.counts_LE1, 1)
-    ours = np.take_along_axis(table, mine_LS, axis=1)
-    new = np.take_along_axis(state.loads_LE1 / (state.counts_LE1 + 1), ours, axis=1)
-    relief = np.take_along_axis(share, ours, axis=1) - new
-    left = np.repeat(loads, state.num_slots, axis=1) - np.take_along_axis(share, table, axis=1)
-    after = np.maximum(left[:, None, :] + new[:, :, None], (loads[rows, top_L][:, None] - relief)[:, :, None])
-    np.maximum(after, rise_LQ[:, None, :], out=after)
-    they_hold = np.repeat(np.take_along_axis(state.held_LRE1, ours[:, None, :], axis=2), state.num_slots, axis=1)
-    after[they_hold.transpose(0, 2, 1) | ~spare_LQ[:, None, :]] = NO_MOVE
-    after[ours == state.loads_LE1.shape[1] - 1] = NO_MOVE
-    return _least(after)
+def _shares(state: _State, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> _Moves:
+    """The best new replica of an expert of the heaviest rank, in a spare slot elsewhere."""
+    rows = top.rows_L[:, None]
+    slots = np.maximum(spare_LZ, 0)
+    ranks = slots // state.num_slots
+    ours = top.experts_LS
+    new = state.loads_LE1[rows, ours] / (state.counts_LE1[rows, ours] + 1)
+    relieved = top.load_L[:, None] - top.share_LE1[rows, ours] + new
+    relieved[ours == state.loads_LE1.shape[1] - 1] = NO_MOVE
+    left = state.rank_loads_LR[rows, ranks] - top.share_LE1[rows, state.table_LQ[rows, slots]]
+    left[spare_LZ < 0] = NO_MOVE
+    after = left[:, None, :] + new[:, :, None]
+    np.maximum(after, relieved[:, :, None], out=after)
+    np.maximum(after, rise_LZ[:, None, :], out=after)
+    cells = top.base_LR[rows, ranks][:, None, :] + ours[:, :, None]
+    after[state.blocked_LRE1.reshape(-1).take(cells)] = NO_MOVE
+    costs = (~state.home_LRE1.reshape(-1).take(cells)).astype(np.float32)
+    costs -= state.stray_LQ[rows, slots][:, None, :]
+    shared, at, best = _most(top.worth(after.astype(np.float32), costs))
+    rows = top.rows_L
+    return _Moves(
+        np.stack((spare_LZ[rows, at], np.full(len(rows), -1)), axis=1),
+        np.stack((ours[rows, shared], np.zeros(len(rows), np.int64)), axis=1),
+        costs[rows, shared, at].astype(np.int64), best,
+    )  # fmt: skip
 
 
-def _drops(
-    state: _State, top_L: Ints, mine_LS: Ints, rise_LQ: Singles, spare_LQ: NDArray[np.bool_]
-) -> tuple[Ints, Ints, Singles]:
-    """The best spare replica to take from the heaviest rank: (its slot index, the expert instead, heaviest after)."""
-    rows = np.arange(len(state.table_LQ))
-    share = state.loads_LE1 / np.maximum(state.counts_LE1, 1)
-    ours = np.take_along_axis(state.table_LQ, mine_LS, axis=1)
-    instead = np.where(state.held_LRE1[rows, top_L], NO_MOVE, state.loads_LE1 / (state.counts_LE1 + 1))
+def _drops(state: _State, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> _Moves:
+    """The best spare replica to take from the heaviest rank, for the expert that weighs least there."""
+    rows = top.rows_L
+    instead = np.where(state.blocked_LRE1[rows, top.rank_L], NO_MOVE, state.loads_LE1 / (state.counts_LE1 + 1))
     instead[:, -1] = NO_MOVE
     expert = instead.argmin(axis=1)
-    after = (state.rank_loads_LR[rows, top_L] + instead[rows, expert])[:, None]
-    after = after - np.take_along_axis(share, ours, axis=1)
-    np.maximum(after, np.take_along_axis(rise_LQ, mine_LS, axis=1), out=after)
-    after[~np.take_along_axis(spare_LQ, mine_LS, axis=1)] = NO_MOVE
-    dropped = after.argmin(axis=1)
-    return dropped, expert, after[rows, dropped]
+    slots = np.maximum(spare_LZ, 0)
+    shares = top.share_LE1[rows[:, None], state.table_LQ[rows[:, None], slots]]
+    after = np.maximum((top.load_L + instead[rows, expert])[:, None] - shares, rise_LZ).astype(np.float32)
+    after[(spare_LZ < 0) | (slots // state.num_slots != top.rank_L[:, None])] = NO_MOVE
+    costs = (~state.home_LRE1[rows, top.rank_L, expert])[:, None].astype(np.float32)
+    costs = costs - state.stray_LQ[rows[:, None], slots]
+    worth = top.worth(after, costs)
+    at = worth.argmax(axis=1)
+    return _Moves(
+        np.stack((spare_LZ[rows, at], np.full(len(rows), -1)), axis=1),
+        np.stack((expert, np.zeros(len(rows), np.int64)), axis=1),
+        costs[rows, at].astype(np.int64), worth[rows, at],
+    )  # fmt: skip
 
 
-def _least(after_LSQ: Singles) -> tuple[Ints, Ints, Singles]:
-    flat = after_LSQ.reshape(len(after_LSQ), -1)
-    best = flat.argmin(axis=1)
-    mine, other = np.divmod(best, after_LSQ.shape[2])
+def _most(worth_LSX: Singles) -> tuple[Ints, Ints, Singles]:
+    flat = worth_LSX.reshape(len(worth_LSX), -1)
+    best = flat.argmax(axis=1)
+    mine, other = np.divmod(best, worth_LSX.shape[2])
     return mine, other, flat[np.arange(len(flat)), best]
 
 
-def _closed(capacity_R: Ints, num_slots: int) -> NDArray[np.bool_]:
+def _closed(capacity_R: Ints, num_slots: int) -> Flags:
     """The slots [R, S] that a rank with fewer slots than others does not have."""
     return np.asarray(np.arange(num_slots) >= capacity_R[:, None])
 

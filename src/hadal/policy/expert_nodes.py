@@ -14,11 +14,16 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hadal.policy.expert_flat import place_flat
+from hadal.policy.expert_increment import descend
 from hadal.policy.expert_packing import EMPTY, Floats, Ints, pack
+from hadal.policy.expert_paths import held_by
 from hadal.policy.expert_search import exchange
 
+NUM_LIGHT = 6
+"""Ranks that the heaviest may trade with. With more, up to 1.5 % less traffic and twice the time."""
 MAX_PARTITIONS = 3000
 """Enumerate the ways to deal groups to nodes up to this many (105 for 8 groups on 4 nodes); search beyond."""
 
@@ -85,16 +90,27 @@ def place_hierarchical(
 
 
 def place_hybrid(
-    table_LRS: Ints, loads_LE: Floats, *, target: float, toll: float = 0.6, num_rounds: int = 60
+    table_LRS: Ints, loads_LE: Floats, num_groups: int, node_R: Ints, capacity_R: Ints, *, target: float
 ) -> Ints:
-    """Return the hierarchical table [L, R, S] with the trades that bring each layer's mean/max to the target.
+    """Return the hierarchical table [L, R, S] with the moves that bring each layer's mean/max to the target.
 
-    First trades that bring little load back; where they do not suffice, any; then trades among all ranks.
+    A move costs the replicas it adds on nodes that are not their group's; within a node it is free. Where single moves
+    do not suffice, any ranks trade.
     """
     ceiling = loads_LE.sum(axis=1) / table_LRS.shape[1] / target
-    for price, only_above in ((toll, True), (0.0, True), (0.0, False)):
-        table_LRS = exchange(table_LRS, loads_LE, ceiling, num_rounds=num_rounds, only_above=only_above, toll=price)
-    return table_LRS
+    homes = node_homes(table_LRS, num_groups, loads_LE.shape[1], node_R)
+    path = descend(table_LRS, homes, loads_LE, ceiling, capacity_R, max_moves=table_LRS[0].size, num_light=NUM_LIGHT)
+    last = path.tables_NLQ[-1].astype(np.int64).reshape(table_LRS.shape)
+    return exchange(last, loads_LE, ceiling, num_rounds=60)
+
+
+def node_homes(table_LRS: Ints, num_groups: int, num_experts: int, node_R: Ints) -> NDArray[np.bool_]:
+    """Whether a rank is on the node that holds most of an expert's group [L, R, E]."""
+    num_nodes = int(node_R.max()) + 1
+    held = held_by(table_LRS, num_experts).reshape(*table_LRS.shape[:2], num_groups, -1).sum(axis=3)
+    on_node = np.stack([held[:, node_R == node].sum(axis=1) for node in range(num_nodes)], axis=1)
+    home_LG = on_node.argmax(axis=1)
+    return np.repeat(home_LG[:, None, :] == node_R[:, None], num_experts // num_groups, axis=2)
 
 
 def _partitions(num_items: int, num_parts: int) -> Ints | None:

@@ -1,8 +1,8 @@
 """Expert placements near today's for ranks of two slots, where single moves soon find nothing more.
 
-With two slots, trades alone reach the fold, the best pairing for the replica counts there are. To get past it, a
-replica passes from one expert to another even where that makes a rank heavier at first; trades then repair the
-pairing, and a layer that ends no better goes back to what it was.
+With two slots, trades alone reach the fold, the best pairing for the replica counts there are. So the counts come
+first: as the greedy would have them for the new loads, then a replica at a time from one expert to another, even where
+that makes a rank heavier at first. Trades then repair the pairing; a layer that ends no better goes back.
 Knows nothing of nodes or time. All layers at once.
 
 Shapes: L layers, E logical experts, R living ranks, S = 2 slots of a rank.
@@ -13,24 +13,38 @@ from __future__ import annotations
 import numpy as np
 
 from hadal.policy.expert_counts import heaviest_pair, improve_counts
-from hadal.policy.expert_increment import improve
-from hadal.policy.expert_packing import EMPTY, Floats, Ints
+from hadal.policy.expert_increment import descend
+from hadal.policy.expert_packing import EMPTY, Floats, Ints, replicate
+from hadal.policy.expert_paths import choose, held_by, standing
 from hadal.policy.expert_search import shares_of
 
+WORTHWHILE = 1e-3
+"""What a replica that passes on must take from the heaviest pair, as a part of it."""
 MOVES_A_PASS = 6
 """What passing a replica on and repairing the pairing is reckoned to move."""
 
 
 def improve_pairs(
-    table_LRS: Ints, loads_LE: Floats, ceiling_L: Floats, capacity_R: Ints, *, max_moves: int, num_passes: int = 20
+    table_LRS: Ints, loads_LE: Floats, ceiling_L: Floats, capacity_R: Ints, *, max_moves: int, num_passes: int = 8
 ) -> Ints:
-    """Return a table [L, R, 2] no heavier in any layer, at most `max_moves` replicas away from the given one."""
-    best = improve(table_LRS, loads_LE, ceiling_L, capacity_R, max_moves=max_moves)
-    num_ranks = table_LRS.shape[1]
-    open_layers = np.flatnonzero((best != EMPTY).all(axis=(1, 2)))
+    """Return a table [L, R, 2] no heavier in any layer, at most `max_moves` replicas away from the given one.
+
+    No slot of the given table is empty.
+    """
+    num_layers, num_ranks, _ = table_LRS.shape
+    stay = standing(table_LRS, loads_LE, np.zeros(num_layers, np.int64))
+    counts, _ = replicate(loads_LE, 2 * num_ranks, num_ranks)
+    homes = held_by(table_LRS, loads_LE.shape[1])
+    counted = with_counts(table_LRS, loads_LE, counts)
+    paths = [stay, descend(
+        counted, homes, loads_LE, ceiling_L, capacity_R, max_moves=max_moves, trades_only=True,
+    )]  # fmt: skip
+    best = choose(paths, max_moves).reshape(table_LRS.shape)
+    open_layers = np.arange(num_layers)
     for _ in range(num_passes):
         open_layers = open_layers[_tops(best, loads_LE)[open_layers] > ceiling_L[open_layers]]
-        left = max_moves - _num_moved(table_LRS, best)
+        moved = _num_moved(table_LRS, best)
+        left = max_moves - int(moved.sum())
         if not len(open_layers) or left < MOVES_A_PASS:
             break
         loads = loads_LE[open_layers].astype(np.float32)
@@ -40,31 +54,50 @@ def improve_pairs(
         improve_counts(loads, after, pairs, num_ranks)
         gain = heaviest - pairs
         chosen = np.argsort(-gain, kind="stable")
-        chosen = chosen[gain[chosen] > 0][: left // MOVES_A_PASS]
+        chosen = chosen[gain[chosen] > WORTHWHILE * heaviest[chosen]]
         layers = open_layers[chosen]
         if not len(layers):
             break
         trial = best[layers]
         for index, row in enumerate(chosen):
-            _pass_on(trial[index], loads_LE[layers[index]], after[row] - before[row])
-        left -= _num_moved(best[layers], trial)
-        trial = improve(trial, loads_LE[layers], ceiling_L[layers], capacity_R, max_moves=left, trades_only=True)
-        better = _tops(trial, loads_LE[layers]) < _tops(best[layers], loads_LE[layers]) * (1 - 1e-6)
-        best[layers[better]] = trial[better]
+            change = after[row] - before[row]
+            _pass_on(trial[index], loads_LE[layers[index]], int(change.argmin()), int(change.argmax()))
+        stay = standing(best[layers], loads_LE[layers], moved[layers])
+        path = descend(
+            trial, homes[layers], loads_LE[layers], ceiling_L[layers], capacity_R, max_moves=max_moves, trades_only=True
+        )
+        new = choose([stay, path], left + int(moved[layers].sum())).reshape(trial.shape)
+        better = _tops(new, loads_LE[layers]) < _tops(best[layers], loads_LE[layers]) * (1 - 1e-6)
+        best[layers] = new
         # A layer that was not chosen had too little to gain for the budget left.
         open_layers = layers[better]
     return best
 
 
-def _pass_on(table_RS: Ints, loads_E: Floats, change_E: Ints) -> None:
+def with_counts(table_LRS: Ints, loads_LE: Floats, counts_LE: Ints) -> Ints:
+    """Return the table with as many replicas of every expert, as far as no rank need hold one twice."""
+    table = table_LRS.copy()
+    changes = counts_LE - _counts(table, loads_LE.shape[1])
+    for layer, change in enumerate(changes):
+        while change.max() > 0:
+            taker = int(np.argmax(np.where(change > 0, loads_LE[layer], -1.0)))
+            giver = int(np.argmin(np.where(change < 0, loads_LE[layer], np.inf)))
+            _pass_on(table[layer], loads_LE[layer], giver, taker)
+            change[giver] += 1
+            change[taker] -= 1
+    return table
+
+
+def _pass_on(table_RS: Ints, loads_E: Floats, giver: int, taker: int) -> None:
     """Give a slot of the expert that loses a replica to the one that gains it, on the rank that is then lightest."""
-    giver, taker = int(change_E.argmin()), int(change_E.argmax())
-    can = (table_RS == giver) & ~(table_RS == taker).any(axis=1)[:, None]
-    if change_E[giver] >= 0 or not can.any():
+    slots = np.argwhere(table_RS == giver)
+    others = table_RS[slots[:, 0], 1 - slots[:, 1]]
+    can = np.flatnonzero(others != taker)
+    if not len(can):
         return
-    other_LR = shares_of(table_RS[None], loads_E[None])[0].sum(axis=1)
-    at = np.unravel_index(int(np.argmin(np.where(can, other_LR[:, None], np.inf))), table_RS.shape)
-    table_RS[at] = taker
+    counts = [np.count_nonzero(table_RS == expert) for expert in others[can]]
+    rank, slot = slots[can[int(np.argmin(loads_E[others[can]] / counts))]]
+    table_RS[rank, slot] = taker
 
 
 def _tops(table_LRS: Ints, loads_LE: Floats) -> Floats:
@@ -76,6 +109,7 @@ def _counts(table_LRS: Ints, num_experts: int) -> Ints:
     return np.bincount((table_LRS + rows).ravel(), minlength=len(table_LRS) * num_experts).reshape(-1, num_experts)
 
 
-def _num_moved(old_LRS: Ints, new_LRS: Ints) -> int:
-    """Replicas that their rank did not hold before."""
-    return int(((new_LRS[:, :, :, None] != old_LRS[:, :, None, :]).all(axis=3) & (new_LRS != EMPTY)).sum())
+def _num_moved(old_LRS: Ints, new_LRS: Ints) -> Ints:
+    """Replicas that their rank did not hold before [L]."""
+    strange = (new_LRS[:, :, :, None] != old_LRS[:, :, None, :]).all(axis=3) & (new_LRS != EMPTY)
+    return np.asarray(strange.sum(axis=(1, 2)))

@@ -25,14 +25,23 @@ def loads_of(value: Any) -> Floats:
     """Loads [L, E] or [T, L, E], or an object's `tokens_per_expert`. Raises ValueError for anything else."""
     if isinstance(value, dict):
         if "tokens_per_expert" not in value:
-            raise ValueError("the loads are an object without tokens_per_expert.")
+            found = ", ".join(list(map(str, value))[:5]) or "nothing"
+            raise ValueError(f"the loads are an object without tokens_per_expert (it has {found}).")
         value = value["tokens_per_expert"]
     try:
         loads = np.asarray(value, np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the loads are not a matrix of numbers, layers by experts: {error}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            "the loads are not a matrix: give one row per layer, all equally long, of numbers of tokens."
+        ) from error
     if loads.ndim not in (2, 3) or not loads.size:
-        raise ValueError(f"the loads are [layers, experts], not of shape {list(loads.shape)}.")
+        raise ValueError(
+            f"the loads are {list(loads.shape)} in shape; give [layers, experts], or [steps, layers, experts]."
+        )
+    wrong = np.argwhere(~np.isfinite(loads) | (loads < 0))
+    if len(wrong):
+        at = tuple(wrong[0].tolist())
+        raise ValueError(f"the loads are tokens, 0 or more; at {list(at)} stands {loads[at]:g}.")
     return loads
 
 
@@ -51,16 +60,19 @@ def cluster_of(loads: Floats, num_ranks: int, num_nodes: int, num_slots: int) ->
 def placement_of(value: Any, loads: Floats, cluster: Cluster) -> Placement:
     """A placement from `physical_to_logical` rows, slots rank by rank. Raises ValueError if it does not fit."""
     rows = value.get("physical_to_logical") if isinstance(value, dict) else value
-    try:
-        slots = np.asarray(rows, np.int64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the current placement is no matrix of expert numbers: {error}") from error
     num_layers, num_experts = loads.shape[-2:]
     num_ranks = len(cluster.slots)
-    if slots.ndim != 2 or len(slots) != num_layers or slots.shape[1] % num_ranks:
-        raise ValueError(f"the current placement is not {num_layers} layers of slots for {num_ranks} ranks.")
-    if slots.max() >= num_experts or slots.min() < EMPTY:
-        raise ValueError(f"the current placement names experts outside 0 to {num_experts - 1}.")
+    try:
+        slots = np.asarray(rows, np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError("the current placement is no matrix; give what --json printed, or its rows.") from error
+    if slots.ndim != 2 or not slots.size or len(slots) != num_layers or slots.shape[1] % num_ranks:
+        raise ValueError(
+            f"the current placement is {list(slots.shape)} in shape; give {num_layers} layers of slots, as many for "
+            f"each of {num_ranks} ranks."
+        )
+    if not ((slots >= EMPTY) & (slots < num_experts) & (slots == np.floor(slots))).all():
+        raise ValueError(f"the current placement names experts that are not 0 to {num_experts - 1}.")
     return Placement(num_experts, slots.reshape(num_layers, num_ranks, -1).astype(np.int16))
 
 

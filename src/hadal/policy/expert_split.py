@@ -14,6 +14,11 @@ import numpy as np
 from hadal.policy.expert_packing import EMPTY, Floats, Ints
 from hadal.policy.expert_search import shares_of
 
+NOWHERE = 1e30
+"""Height of the rank of a padded slot."""
+STILL = 2e-5
+"""A sweep that lowers no layer's heaviest rank by this part of the heaviest is the last."""
+
 
 def split_loads(table_LRS: Ints, loads_LE: Floats, *, num_sweeps: int = 12) -> Floats:
     """Return the fraction of its expert's tokens that every slot takes [L, R, S]; 0 in empty slots.
@@ -29,16 +34,21 @@ def split_loads(table_LRS: Ints, loads_LE: Floats, *, num_sweeps: int = 12) -> F
     groups = _replicated(table_LRS, num_experts)
     flat = np.concatenate((amounts.reshape(num_layers, -1), np.zeros((num_layers, 1))), axis=1)
     rows = np.arange(num_layers)[:, None]
-    for _ in range(num_sweeps):
-        for slots in groups:
-            real = slots >= 0
-            mine = np.where(real, flat[rows, slots], 0.0)
-            ranks = np.where(real, slots // num_slots, 0)
-            others = np.where(real, rank_loads[rows, ranks] - mine, np.inf)
+    # A padded slot is the last one of `flat`, on a rank that is not there.
+    places = [(np.where(slots < 0, flat.shape[1] - 1, slots), slots >= 0) for slots in groups]
+    ranks = [np.where(real, at // num_slots, rank_loads.shape[1]) for at, real in places]
+    heights = np.concatenate((rank_loads, np.full((num_layers, 1), NOWHERE)), axis=1)
+    heaviest = rank_loads.max(axis=1)
+    for sweep in range(num_sweeps):
+        for (at, real), rank in zip(places, ranks, strict=True):
+            mine = flat[rows, at]
+            others = heights[rows, rank] - mine
             wanted = _level(others, mine.sum(axis=1))
-            flat[rows, slots] = wanted
-            np.add.at(rank_loads, (np.broadcast_to(rows, ranks.shape), ranks), np.where(real, wanted - mine, 0.0))
-            flat[:, -1] = 0.0
+            flat[rows, at] = wanted
+            heights[rows, rank] = np.where(real, others + wanted, NOWHERE)
+        before, heaviest = heaviest, heights[:, :-1].max(axis=1)
+        if sweep and (before - heaviest).max() <= STILL * heaviest.max():
+            break
     amounts = flat[:, :-1].reshape(table_LRS.shape)
     worse = amounts.sum(axis=2).max(axis=1) > even.sum(axis=2).max(axis=1)
     amounts[worse] = even[worse]
@@ -65,16 +75,11 @@ def _replicated(table_LRS: Ints, num_experts: int) -> list[Ints]:
 
 
 def _level(others_LM: Floats, amount_L: Floats) -> Floats:
-    """Pour an amount over ranks so that what it reaches stands equally high; an infinite rank takes nothing."""
-    order = np.argsort(others_LM, axis=1, kind="stable")
-    height = np.take_along_axis(others_LM, order, axis=1)
-    known = np.where(np.isinf(height), 0.0, height)
-    number = np.arange(1, others_LM.shape[1] + 1)
-    level = (np.cumsum(known, axis=1) + amount_L[:, None]) / number
-    # The last rank whose own height is under the level that it would give.
-    last = (height <= level).sum(axis=1) - 1
-    top = level[np.arange(len(level)), np.maximum(last, 0)]
-    poured = np.maximum(top[:, None] - others_LM, 0.0)
+    """Pour an amount over ranks so that what it reaches stands equally high; a rank at NOWHERE takes nothing."""
+    height = np.sort(others_LM, axis=1)
+    # Over the lowest ranks alone, over one more, and so on: the level sinks until a rank stands out of it.
+    level = (height.cumsum(axis=1) + amount_L[:, None]) / np.arange(1, others_LM.shape[1] + 1)
+    poured = np.maximum(level.min(axis=1, keepdims=True) - others_LM, 0.0)
     total = poured.sum(axis=1)
     result: Floats = poured * (amount_L / np.where(total > 0, total, 1.0))[:, None]
     return result

@@ -56,6 +56,62 @@ def test_slots_of_all_ranks_together() -> None:
     assert cluster_of(np.ones((1, 16)), 4, 2, 24) == cluster_of(np.ones((1, 16)), 4, 2, 6)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no such file"),
+        (b"no json", "is not JSON"),
+        (gzip.compress(json.dumps([list(range(99))]).encode())[:60], "damaged or cut short"),
+        (b"\x1f\x8b\x08 but not really", "damaged or cut short"),
+        (b"[[1, 2], [3]]", "all equally long"),
+        (b"[1, 2]", "[layers, experts]"),
+        (b'{"loads": [[1]]}', "without tokens_per_expert (it has loads)"),
+        (b"[[1, NaN, 2, 3]]", "at [0, 1] stands nan"),
+        (b"[[1, 2, -3, 3]]", "at [0, 2] stands -3"),
+        (b"[[1, 2, 3, Infinity]]", "at [0, 3] stands inf"),
+        (b"[" * 100_000, "nests deeper"),
+    ],
+)
+def test_a_bad_file_is_one_line_that_says_what_to_do(tmp_path: Path, content: bytes | None, words: str) -> None:
+    path = tmp_path / "loads.json"
+    if content is not None:
+        path.write_bytes(content)
+    result = CliRunner().invoke(app, ["balance", "--loads", str(path), "--ranks", "2", "--slots", "3"])
+    assert result.exit_code == EXIT_CONFIG
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert "Errno" not in result.stderr
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    code, output = run("--loads", str(tmp_path), "--ranks", "2", "--slots", "3")
+    assert code == EXIT_CONFIG
+    assert "is a directory" in output
+    assert "Errno" not in output
+
+
+def test_moves_are_counted_from_a_current_placement(loads_file: Path) -> None:
+    code, output = run("--loads", str(loads_file), "--ranks", "4", "--slots", "6", "--max-moves", "3")
+    assert code == EXIT_CONFIG
+    assert "needs the current placement" in output
+
+
+def test_help_teaches_with_an_example_that_works(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["balance", "--help"], terminal_width=200)
+    assert """echo '{"tokens_per_expert": [[90, 20, 10, 40]]}' > loads.json""" in " ".join(result.output.split())
+    (tmp_path / "loads.json").write_text('{"tokens_per_expert": [[90, 20, 10, 40]]}')
+    code, output = run("--loads", str(tmp_path / "loads.json"), "--ranks", "2", "--slots", "3", "--json")
+    assert code == 0
+    assert json.loads(output)["balancedness"]["worst"] > 0.9
+
+
+def test_a_window_of_steps_is_read(tmp_path: Path) -> None:
+    (tmp_path / "window.json").write_text(json.dumps([[[9, 0, 1, 1]], [[0, 9, 1, 1]], [[9, 0, 1, 1]]]))
+    code, output = run("--loads", str(tmp_path / "window.json"), "--ranks", "2", "--slots", "2", "--json")
+    assert code == 0
+    assert len(json.loads(output)["physical_to_logical"]) == 1
+
+
 def test_refuses(loads_file: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no json")
     assert run("--loads", str(tmp_path / "text"), "--ranks", "4", "--slots", "6")[0] == EXIT_CONFIG
@@ -65,6 +121,6 @@ def test_refuses(loads_file: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="loads are"):
             loads_of(value)
     cluster = cluster_of(np.ones((1, 4)), 2, 1, 3)
-    for value in ([[0, 1, 2]], [[0, 1, 2, 3, 4, 0]], {"other": 1}, [["a"] * 6]):
+    for value in ([[0, 1, 2]], [[0, 1, 2, 3, 4, 0]], {"other": 1}, [["a"] * 6], [[]], [[0.5, 1, 2, 3, 0, 1]]):
         with pytest.raises(ValueError, match="current placement"):
             placement_of(value, np.ones((1, 4)), cluster)
