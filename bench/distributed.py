@@ -61,7 +61,7 @@ def deployment(ranks: int, model: Path) -> str:
 def split(steps: Sequence[Sequence[Any]]) -> dict[str, float]:
     """Where the time of traced steps went, seconds: medians over ranks and steps, of a rank's own lane."""
     by_rank: dict[int, list[tuple[float, float, dict[str, float]]]] = defaultdict(list)
-    for _, _, _, _, events in steps:
+    for _, _, _, _, events, *_ in steps:
         of_rank: dict[int, list[Any]] = defaultdict(list)
         for event in events:
             of_rank[event[0]].append(event)

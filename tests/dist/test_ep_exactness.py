@@ -57,7 +57,7 @@ async def trace(server: Server, unit: str) -> set[tuple[str, int]]:
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
         reply = await client.get("/trace", params={"unit": unit, "steps": 10, "wait_s": 60})
     assert reply.status_code == 200, reply.text
-    return {(schedule, num_micro_batches) for _, schedule, num_micro_batches, _, _ in reply.json()["steps"]}
+    return {(schedule, num_micro_batches) for _, schedule, num_micro_batches, *_ in reply.json()["steps"]}
 
 
 @pytest.mark.timeout(900)

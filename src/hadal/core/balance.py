@@ -6,7 +6,8 @@ balancers' objectives).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 ATTENTION = "attention"
 """Prefill: (token, position it attends to) pairs of a step."""
@@ -29,3 +30,9 @@ def mean_over_max(amounts: Sequence[float]) -> float | None:
     """None if there is nothing to share."""
     most = max(amounts, default=0.0)
     return sum(amounts) / len(amounts) / most if most > 0 else None
+
+
+def shown(balance: Mapping[str, float]) -> dict[str, float]:
+    """What of a unit's report can be shown, in the order of OBJECTIVES: no other names, nothing but finite numbers."""
+    numbers = {name: balance[name] for name in OBJECTIVES if isinstance(balance.get(name), int | float)}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hadal.core.balance import shown
 from hadal.core.config import ROLES
 from hadal.core.messages import Load
 from hadal.roles.front_snapshot import FrontSnapshot
@@ -30,6 +31,12 @@ _UNIT_GAUGES = {
     "hadal_step_ms": ("Smoothed duration of a unit's step.", "step_ms"),
     "hadal_overhead_ms": ("Smoothed time per step a unit stood idle though there was work.", "overhead_ms"),
 }  # fmt: skip
+_UNIT_COUNTERS = {
+    "hadal_steps": ("Steps of a unit since it started.", "num_steps"),
+    "hadal_replicas_moved": ("Expert replicas whose weights travelled for the sake of balance.", "num_replicas_moved"),
+    "hadal_layers_flipped": ("Times a layer's experts were placed or split anew while serving.", "num_layers_flipped"),
+    "hadal_requests_moved": ("Running requests that went on on another rank.", "num_requests_moved"),
+}
 
 
 class Metrics:
@@ -94,12 +101,20 @@ class _FrontCollector(Collector):
 
 
 def _unit_metrics(loads: dict[str, Load]) -> Iterator[Metric]:
-    steps = CounterMetricFamily("hadal_steps", "Steps of a unit since it started.", labels=("unit",))
-    for unit, load in loads.items():
-        steps.add_metric((unit,), load.num_steps)
-    yield steps
+    for name, (text, field) in _UNIT_COUNTERS.items():
+        counter = CounterMetricFamily(name, text, labels=("unit",))
+        for unit, load in loads.items():
+            counter.add_metric((unit,), getattr(load, field))
+        yield counter
     for name, (text, field) in _UNIT_GAUGES.items():
         gauge = GaugeMetricFamily(name, text, labels=("unit",))
         for unit, load in loads.items():
             gauge.add_metric((unit,), getattr(load, field))
         yield gauge
+    balance = GaugeMetricFamily(
+        "hadal_balance", "Mean over maximum of a unit's ranks, smoothed; 1 is even.", labels=("unit", "objective")
+    )
+    for unit, load in loads.items():
+        for objective, value in shown(load.balance).items():
+            balance.add_metric((unit, objective), value)
+    yield balance

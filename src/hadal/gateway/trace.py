@@ -12,7 +12,9 @@ from typing import Any
 
 import httpx
 import msgspec
+from msgspec.structs import replace
 
+from hadal.core.balance import shown
 from hadal.core.errors import HadalError
 from hadal.core.messages import TracedStep
 from hadal.gateway.errors import ApiError
@@ -27,7 +29,7 @@ _CONNECT_S = 5.0
 
 
 class TraceReply(msgspec.Struct, frozen=True):
-    """The body of GET /trace. A step is an array: id, schedule, micro-batches, tokens, events."""
+    """The body of GET /trace. A step is an array: id, schedule, micro-batches, tokens, events, balance."""
 
     unit: str
     steps: tuple[TracedStep, ...]
@@ -60,7 +62,8 @@ async def answer_trace(host: Host, units: Collection[str], query: Mapping[str, s
             504, f"{unit} did not run {num_steps:g} more steps within {wait_s:g} s. Send it a request meanwhile: "
             "a unit without work takes no steps.", code="no_step",
         )  # fmt: skip
-    return TraceReply(unit, trace.steps)
+    # JSON knows numbers only: a NaN would become null, which is no balance.
+    return TraceReply(unit, tuple(replace(step, balance=shown(step.balance)) for step in trace.steps))
 
 
 def _number(query: Mapping[str, str], name: str, default: float, low: float, high: float) -> float:
@@ -115,14 +118,19 @@ def describe(reply: TraceReply) -> str:
 def _describe_step(unit: str, step: TracedStep) -> str:
     head = f"{unit} step {step.step_id}: {step.schedule}, {_count(step.num_micro_batches, 'micro-batch', 'es')}, "
     head += f"{_count(step.num_tokens, 'token', 's')}, {duration_s(step.events) * 1e3:.2f} ms"
+    balance = ", ".join(f"{objective} {value:.3f}" for objective, value in shown(step.balance).items())
+    return f"{head}; {_describe_link(step)}{f'; balance {balance}' if balance else ''}"
+
+
+def _describe_link(step: TracedStep) -> str:
     if not step.events:
-        return f"{head}; its ranks sent no events"
+        return "its ranks sent no events"
     by_rank = shares(step.events)
     covered = covered_share(step.events)
     if covered is None:
-        return f"{head}; {_count(len(by_rank), 'rank', 's')}, nothing travelled: no link lanes"
+        return f"{_count(len(by_rank), 'rank', 's')}, nothing travelled: no link lanes"
     exposed_ms = sum(share.exposed_s for share in by_rank) / len(by_rank) * 1e3
-    text = f"{head}; {covered:.0%} of link time covered, {exposed_ms:.2f} ms exposed wait"
+    text = f"{covered:.0%} of link time covered, {exposed_ms:.2f} ms exposed wait"
     if len(by_rank) > 1:
         text += f" (mean of ranks: {', '.join(map(_describe_share, by_rank))})"
     return text

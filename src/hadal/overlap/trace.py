@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hadal.core.balance import shown
 from hadal.core.messages import TracedStep
 from hadal.core.plans import TraceEvent
 from hadal.overlap.plan import (
@@ -97,7 +98,10 @@ def duration_s(events: Sequence[TraceEvent]) -> float:
 
 
 def chrome_trace(unit: str, steps: Sequence[TracedStep]) -> dict[str, Any]:
-    """The steps as one Trace Event Format object: a process for each rank, a thread for each lane; times in us."""
+    """The steps as one Trace Event Format object: a process for each rank, a thread for each lane; times in us.
+
+    What the balancers made of a step is a counter of its own for each objective, in the first rank's process.
+    """
     everything = [event for step in steps for event in step.events]
     zero_s = min((event.start_s for event in everything), default=0.0)
     found: list[dict[str, Any]] = []
@@ -108,17 +112,30 @@ def chrome_trace(unit: str, steps: Sequence[TracedStep]) -> dict[str, Any]:
             found.append({"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": name}})
             found.append({"ph": "M", "pid": rank, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
     for step in steps:
+        found += _counters(step, zero_s)
         for share in shares(step.events):
             mine = [event for event in step.events if event.rank == share.rank]
             args = {
                 "step_id": step.step_id, "num_micro_batches": step.num_micro_batches, "num_tokens": step.num_tokens,
-                "covered_share": share.covered, "exposed_ms": share.exposed_s * 1e3,
+                "covered_share": share.covered, "exposed_ms": share.exposed_s * 1e3, "balance": shown(step.balance),
             }  # fmt: skip
             start_s = min(event.start_s for event in mine)
             name = f"step {step.step_id} {step.schedule}"
             found.append(_span(name, "step", share.rank, 0, start_s - zero_s, duration_s(mine), args))
             found += [_event(event, zero_s) for event in mine]
     return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def _counters(step: TracedStep, zero_s: float) -> list[dict[str, Any]]:
+    """Objectives as steps of a line over time. A step that left no events has no time to be drawn at."""
+    if not step.events:
+        return []
+    pid = min(event.rank for event in step.events)
+    ts = round((min(event.start_s for event in step.events) - zero_s) * 1e6, 3)
+    return [
+        {"ph": "C", "pid": pid, "name": f"balance: {objective}", "ts": ts, "args": {"mean over maximum": value}}
+        for objective, value in shown(step.balance).items()
+    ]
 
 
 def _event(event: TraceEvent, zero_s: float) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from hadal.core.balance import mean_over_max
+from hadal.core.balance import OBJECTIVES, mean_over_max, shown
 
 
 def test_mean_over_max() -> None:
@@ -12,3 +14,10 @@ def test_mean_over_max() -> None:
     assert mean_over_max([4, 0]) == pytest.approx(0.5)
     assert mean_over_max([0, 0]) is None
     assert mean_over_max([]) is None
+
+
+def test_shown_are_known_names_with_finite_numbers_in_order() -> None:
+    assert list(shown(dict.fromkeys(reversed(OBJECTIVES), 0.5)).items()) == [(name, 0.5) for name in OBJECTIVES]
+    assert shown({"luck": 0.5, "kv": math.nan, "tokens": math.inf, "experts": 1}) == {"experts": 1.0}
+    assert shown({"kv": None, "tokens": "0.5"}) == {}  # type: ignore[dict-item]
+    assert shown({}) == {}

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hadal.core.messages import Load
+from hadal.core.balance import OBJECTIVES
+from hadal.core.messages import AnyMessage, Load
 from hadal.gateway.metrics import Metrics
 from hadal.roles.front_snapshot import FrontSnapshot, Totals
+
+
+def scraped(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """(name, values of the labels in the order of their names) -> value"""
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(metrics.text().decode())
+        for sample in family.samples
+    }
+
+
+def scraped_units(*loads: Load) -> dict[tuple[str, ...], float]:
+    snapshot = FrontSnapshot(False, {}, {load.unit: load for load in loads}, {}, Totals())
+    return scraped(Metrics(lambda: snapshot))
 
 
 def test_every_number_of_the_front_and_the_units() -> None:
@@ -20,11 +39,7 @@ def test_every_number_of_the_front_and_the_units() -> None:
     metrics = Metrics(lambda: snapshot)
     metrics.requests.labels("chat", "200").inc(2)
     metrics.first_token_s.observe(0.3)
-    samples = {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(metrics.text().decode())
-        for sample in family.samples
-    }
+    samples = scraped(metrics)
     expected = {
         ("hadal_requests_total", "chat", "200"): 2,
         ("hadal_time_to_first_token_seconds_count",): 1,
@@ -45,3 +60,47 @@ def test_every_number_of_the_front_and_the_units() -> None:
         ("hadal_overhead_ms", "decode-0"): 0.25,
     }
     assert {name: samples.get(name) for name in expected} == expected
+
+
+def test_what_the_balancers_did() -> None:
+    decode = Load(
+        "decode-0", "e", 100, 40, 3, 8, 0, balance={"kv": 0.97, "requests": 1, "experts": 0.88, "experts_worst": 0.8},
+        num_replicas_moved=12, num_layers_flipped=3, num_requests_moved=2,
+    )  # fmt: skip
+    prefill = Load("prefill-0", "e", 100, 0, 0, 8, 0, balance=dict.fromkeys(OBJECTIVES, 0.5), num_replicas_moved=1)
+    samples = scraped_units(decode, prefill)
+    assert {name[1:]: value for name, value in samples.items() if name[0] == "hadal_balance"} == {
+        ("kv", "decode-0"): 0.97,
+        ("requests", "decode-0"): 1.0,
+        ("experts", "decode-0"): 0.88,
+        ("experts_worst", "decode-0"): 0.8,
+        **{(objective, "prefill-0"): 0.5 for objective in OBJECTIVES},
+    }
+    names = ("hadal_replicas_moved_total", "hadal_layers_flipped_total", "hadal_requests_moved_total")
+    assert [samples[name, "decode-0"] for name in names] == [12, 3, 2]
+    assert [samples[name, "prefill-0"] for name in names] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "0.5", [0.5]])
+def test_what_is_no_number_is_left_out(value: object) -> None:
+    """The scrape goes on: a unit's mistake hides neither its other numbers nor the other units'."""
+    odd = Load("decode-0", "e", 100, 40, 3, 8, 0, balance={"kv": value, "requests": 0.9})  # type: ignore[dict-item]
+    silent = Load("decode-1", "e", 100, 40, 3, 8, 0)
+    samples = scraped_units(odd, silent)
+    assert [name[1:] for name in samples if name[0] == "hadal_balance"] == [("requests", "decode-0")]
+    assert samples["hadal_kv_blocks", "decode-1"] == 100
+
+
+def test_names_of_nobody_make_no_series() -> None:
+    samples = scraped_units(Load("decode-0", "e", 1, 0, 0, 8, 0, balance={"luck": 0.5, 'k"v\n': 0.5, "time": 0.5}))
+    assert [name[1:] for name in samples if name[0] == "hadal_balance"] == [("time", "decode-0")]
+
+
+def test_a_load_of_before_there_was_balance() -> None:
+    """What a unit does not send has a value all the same."""
+    short = msgspec.msgpack.encode(("Load", "decode-0", "e", 100, 40, 3, 8, 0))
+    load = msgspec.msgpack.decode(short, type=AnyMessage)
+    assert isinstance(load, Load)
+    samples = scraped_units(load)
+    assert samples["hadal_layers_flipped_total", "decode-0"] == 0
+    assert not [name for name in samples if name[0] == "hadal_balance"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,7 +39,9 @@ def traced(step_id: int, num_ranks: int = 2) -> TracedStep:
         if num_ranks > 1:
             events.append(TraceEvent(rank, "link", "dispatch", 0, 0, 5.004, 5.012))
             events.append(TraceEvent(rank, "wait", ">dispatch", 0, 0, 5.008, 5.012))
-    return TracedStep(step_id, "prefill_dual" if num_ranks > 1 else "sequential", num_ranks, 12, tuple(events))
+    schedule = "prefill_dual" if num_ranks > 1 else "sequential"
+    balance = {"time": 0.9375, "tokens": 1.0} if num_ranks > 1 else {}
+    return TracedStep(step_id, schedule, num_ranks, 12, tuple(events), balance)
 
 
 def answers(units: FakeUnits, num_ranks: int = 2, unit: str = "decode-0") -> list[tuple[str, TraceRequest]]:
@@ -78,6 +81,28 @@ def test_traces_the_next_steps(model: ServedModel) -> None:
         assert body == TraceReply("decode-0", (traced(0), traced(1)))
         # The front was told too, and goes on.
         assert (await it.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+    play(model, scene)
+
+
+def test_balance_that_is_no_number_is_left_out(model: ServedModel) -> None:
+    """JSON would make null of it, which no reader of a trace takes for a number."""
+
+    async def scene(it: World) -> None:
+        await up(it)
+        send = it.units.send
+
+        def answering(to: str, message: AnyMessage) -> None:
+            send(to, message)
+            if isinstance(message, TraceRequest):
+                steps = (msgspec.structs.replace(traced(0), balance={"kv": math.nan, "requests": 0.5}),)
+                it.units.tell(Trace(to, message.reply_id, steps))
+
+        it.units.send = answering  # type: ignore[method-assign]
+        reply = await it.client.get("/trace", params={"steps": "1"})
+        body = msgspec.json.decode(reply.content, type=TraceReply)
+        assert body.steps[0].balance == {"requests": 0.5}
+        assert "; balance requests 0.500" in describe(body).splitlines()[0]
 
     play(model, scene)
 
@@ -180,10 +205,11 @@ def test_command_writes_a_trace(ready: Serving, tmp_path: Path) -> None:
     code, text = run(ready, output, "--steps", "2")
     assert code == 0, text
     assert "decode-0 step 1: prefill_dual, 2 micro-batches, 12 tokens, 12.00 ms; 50% of link time covered" in text
-    assert "4.00 ms exposed wait (mean of ranks: 0: 50% 4.00 ms, 1: 50% 4.00 ms)" in text
+    assert "4.00 ms exposed wait (mean of ranks: 0: 50% 4.00 ms, 1: 50% 4.00 ms); balance tokens 1.000, time " in text
     assert "link mb0" in text
     trace = json.loads(output.read_text())
     assert {e["pid"] for e in trace["traceEvents"]} == {0, 1}
+    assert [e["name"] for e in trace["traceEvents"] if e["ph"] == "C"] == 2 * ["balance: tokens", "balance: time"]
 
 
 def test_command_says_why_not(ready: Serving, tmp_path: Path) -> None:
@@ -211,4 +237,10 @@ def test_a_unit_of_one_rank_has_no_link() -> None:
     text = describe(TraceReply("decode-0", (traced(4, num_ranks=1),)))
     assert "decode-0 step 4: sequential, 1 micro-batch, 12 tokens, 8.00 ms; 1 rank, nothing travelled: no link" in text
     assert "link mb0" not in text
+    assert "balance" not in text
     assert "compute mb0" in text
+
+
+def test_a_step_without_events_says_its_balance() -> None:
+    text = describe(TraceReply("decode-0", (TracedStep(4, "sequential", 1, 12, (), {"kv": 0.25}),)))
+    assert text.endswith("0.00 ms; its ranks sent no events; balance kv 0.250")

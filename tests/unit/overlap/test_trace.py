@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 
 import pytest
@@ -108,6 +109,25 @@ def test_chrome_trace() -> None:
             lane = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if (e["pid"], e["tid"]) == (pid, tid))
             assert all(end <= start + 0.01 for (_, end), (start, _) in pairwise(lane))
     assert any(e["name"] == "wait >dispatch" and e["tid"] == 2 for e in spans)
+
+
+def test_chrome_trace_draws_balance_over_time() -> None:
+    first, second = played(SEQUENTIAL, 1), played(SEQUENTIAL, 1)
+    second = [TraceEvent(2, e.lane, e.op, e.micro_batch, e.layer, e.start_s + 1, e.end_s + 1) for e in second]
+    steps = [
+        TracedStep(7, "sequential", 1, 9, tuple(first), {"experts": 0.5, "kv": 0.75, "luck": 1.0}),
+        TracedStep(8, "sequential", 1, 9, tuple(second), {"kv": 1.0, "experts": math.nan}),
+        TracedStep(9, "sequential", 1, 9, (), {"kv": 0.1}),
+    ]
+    entries = json.loads(json.dumps(chrome_trace("decode-0", steps), allow_nan=False))["traceEvents"]
+    counters = [(e["name"], e["pid"], e["ts"], list(e["args"].values())) for e in entries if e["ph"] == "C"]
+    assert counters == [
+        ("balance: kv", 0, 0.0, [0.75]),
+        ("balance: experts", 0, 0.0, [0.5]),
+        ("balance: kv", 2, 1e6, [1.0]),
+    ]
+    heads = [e["args"]["balance"] for e in entries if e.get("cat") == "step"]
+    assert heads == [{"kv": 0.75, "experts": 0.5}, {"kv": 1.0}]
 
 
 def test_an_empty_trace_is_a_valid_one() -> None:
