@@ -114,7 +114,7 @@ class Rank:
             return
         nothing = np.empty((num_layers, 0), np.int16)
         self.model = Listened(load_weights(folder, slots_LS=nothing), cache, comm, self._logits)
-        membership = Membership(self.rank, group, comm, ExpertStore(folder, num_layers))
+        membership = Membership(self.rank, group, comm, ExpertStore(folder, self.model.weights, nothing))
         self.runner = ModelRunner(self.model, max_slots, membership)
 
     def form(self, generation: int, members: tuple[Member, ...], placement: Placement) -> Formed:

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hadal.comm.expert_comm import Received
+from hadal.comm.expert_comm import Received, replicas_of
 from hadal.comm.group import Interval
+from hadal.comm.slot_counts import SlotCounts
 from hadal.core.placement import Placement
 from hadal.core.rows import SCALE_GROUP, row_bytes
 from hadal.reference.codec import decode, encode
@@ -123,6 +124,7 @@ class DeepEpComm:
         self.rank = self.members[process_group.rank()]
         self.num_experts = len(self.members) * num_slots
         self.replicas: list[Replicas] = []
+        self.counts = SlotCounts(0, num_slots, "cuda")
         buffer = deep_ep.Buffer
         if mode == "low_latency":
             size = buffer.get_low_latency_rdma_size_hint(max_tokens, hidden_size, len(self.members), self.num_experts)
@@ -136,10 +138,19 @@ class DeepEpComm:
 
     def install(self, placement: Placement) -> None:
         """See ExpertComm.install."""
-        self.replicas = []
-        for layer in range(placement.num_layers):
-            slots_EM, counts_E = (torch.from_numpy(a).to("cuda", torch.int32) for a in placement.replicas(layer))
-            self.replicas.append(Replicas(slots_EM, counts_E, placement.num_ranks, placement.num_slots))
+        self.replicas = [replicas_of(placement, layer, "cuda") for layer in range(placement.num_layers)]
+        self.counts = SlotCounts(placement.num_layers, placement.num_slots, "cuda")
+
+    def install_layer(self, layer: int, placement: Placement) -> None:
+        """See ExpertComm.install_layer."""
+        if placement.num_slots * len(self.members) != self.num_experts:
+            raise ValueError(f"a placement of {placement.num_slots} slots; the buffers have {self.num_experts} in all.")
+        self.replicas[layer] = replicas_of(placement, layer, "cuda")
+        self.counts.clear(layer)
+
+    def take_counts(self) -> Tensor:
+        """See ExpertComm.take_counts."""
+        return self.counts.take()
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, layer: int) -> DeepEpHandle:
         """See ExpertComm.dispatch."""
@@ -147,7 +158,7 @@ class DeepEpComm:
         ids_TK = ids_TK.gather(1, order_TK)
         slots_TK = slot_ids(ids_TK, self.replicas[layer], layer + self.rank, self.members)
         kind = _LowLatencyHandle if self.mode == "low_latency" else _NormalHandle
-        return kind(self, x_TD, slots_TK, order_TK)
+        return kind(self, x_TD, slots_TK, order_TK, layer)
 
 
 class DeepEpHandle:
@@ -156,8 +167,11 @@ class DeepEpHandle:
     dispatch_interval: Interval | None = None
     combine_interval: Interval | None = None
 
-    def __init__(self, comm: DeepEpComm, x_TD: Tensor, slots_TK: Tensor, order_TK: Tensor) -> None:
+    def __init__(
+        self, comm: DeepEpComm, x_TD: Tensor, slots_TK: Tensor, order_TK: Tensor, layer: int
+    ) -> None:
         self._comm = comm
+        self._layer = layer
         self._slots_TK = slots_TK
         self._order_TK = order_TK
         self._start(x_TD)
@@ -198,6 +212,7 @@ class _NormalHandle(DeepEpHandle):
     def finish_dispatch(self) -> Received:
         self._event.current_stream_wait()
         slot_M = self._slots_N1.flatten()
+        self._comm.counts.add(self._layer, slot_M)
         return Received(fp32_rows(*self._received), torch.arange(len(slot_M), device=slot_M.device), slot_M)
 
     def start_combine(self, y_MD: Tensor) -> None:
@@ -231,6 +246,7 @@ class _LowLatencyHandle(DeepEpHandle):
 
     def finish_dispatch(self) -> Received:
         self._hook()
+        self._comm.counts.add_sums(self._layer, self._counts_S)
         codes_SCD, scale_SCG = self._received
         self._slot_M, self._position_M = filled(self._counts_S, codes_SCD.shape[1])
         at = (self._slot_M, self._position_M)

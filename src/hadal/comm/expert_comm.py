@@ -7,9 +7,11 @@
 
 Results are the same bits whatever the number of ranks, the placement, the mode and the order of arrival, if the
 experts' outputs are: every row, the rank's own included, goes through the same codec, and the only sum is the source's.
-Knows no schedule and no clock; the group knows links and deadlines.
+What a rank's slots receive is counted where it is unpacked (comm/slot_counts). Knows no schedule and no clock; the
+group knows links and deadlines.
 
-Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, P pairs sent, R ranks of the deployment.
+Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, P pairs sent, R ranks of the deployment,
+L MoE layers, S slots of a rank.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from hadal.comm.group import Exchange, Group, Interval
 from hadal.comm.layout import MODES, WireLayout
 from hadal.comm.low_latency import Buffers, LowLatencyMode
 from hadal.comm.normal import NormalMode
+from hadal.comm.slot_counts import SlotCounts
 from hadal.core.errors import InvariantError
 from hadal.core.placement import EMPTY, Placement
 from hadal.kernels.codec import MAX_TOP_K
@@ -34,6 +37,12 @@ from hadal.reference.route import Replicas, Route
 
 MAX_LIVE = 2
 """Handles: the two micro-batches."""
+
+
+def replicas_of(placement: Placement, layer: int, device: str) -> Replicas:
+    """The table from which dispatch takes a token's replica in this layer."""
+    slots_EM, counts_E = (torch.from_numpy(a).to(device, torch.int32) for a in placement.replicas(layer))
+    return Replicas(slots_EM.contiguous(), counts_E, placement.num_ranks, placement.num_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,7 @@ class ExpertComm:
         self._normal = NormalMode(self._codec, device)
         self._low_latency: LowLatencyMode | None = None
         self._replicas: list[Replicas] = []
+        self._counts = SlotCounts(0, 0, device)
         self._num_slots = 0
         self._free: list[int] = []
 
@@ -92,33 +102,44 @@ class ExpertComm:
         self.rank = self._group.rank if self._group is not None else 0
         members = self._group.members if self._group is not None else (0,)
         self.peers = tuple(member for member in members if member != self.rank)
-        dead = set(range(placement.num_ranks)) - set(members)
-        slots_LRS = placement.slot_to_expert_LRS
-        if any((slots_LRS[:, rank] != EMPTY).any() for rank in dead):
+        self._check(placement)
+        self._num_slots = placement.num_slots
+        self._replicas = [replicas_of(placement, layer, self._device) for layer in range(placement.num_layers)]
+        self._counts = SlotCounts(placement.num_layers, placement.num_slots, self._device)
+        self._free = list(range(MAX_LIVE))
+        self._low_latency = None
+        if self.mode == "low_latency" and self.peers:
+            # Of all slots, filled or not: a layer's flip may fill more of them.
+            self._low_latency = LowLatencyMode(
+                self._codec, self._device,
+                max_tokens=self._max_tokens, top_k=self._top_k, peers=self.peers, num_held=placement.num_slots,
+            )  # fmt: skip
+
+    def install_layer(self, layer: int, placement: Placement) -> None:
+        """Take over one MoE layer of a placement of as many slots, between two steps; its counts begin anew.
+
+        Raises ValueError as `install`; everything is as it was then.
+        """
+        if not 0 <= layer < len(self._replicas) or placement.num_slots != self._num_slots:
+            raise ValueError(
+                f"layer {layer} of a placement with {placement.num_slots} slots; there are {len(self._replicas)} "
+                f"layers and {self._num_slots} slots."
+            )
+        self._check(placement.of_layer(layer))
+        self._replicas[layer] = replicas_of(placement, layer, self._device)
+        self._counts.clear(layer)
+
+    def _check(self, placement: Placement) -> None:
+        dead = set(range(placement.num_ranks)) - {self.rank, *self.peers}
+        if any((placement.slot_to_expert_LRS[:, rank] != EMPTY).any() for rank in dead):
             raise ValueError(f"the placement gives experts to ranks {sorted(dead)}, which are not members.")
         problems = placement.check()
         if problems:
             raise ValueError(f"the placement cannot be used: {'; '.join(problems[:3])}.")
-        self._num_slots = placement.num_slots
-        self._replicas = []
-        for layer in range(placement.num_layers):
-            slots_EM, counts_E = placement.replicas(layer)
-            self._replicas.append(
-                Replicas(
-                    torch.from_numpy(slots_EM).to(self._device, torch.int32).contiguous(),
-                    torch.from_numpy(counts_E).to(self._device, torch.int32),
-                    placement.num_ranks,
-                    placement.num_slots,
-                )
-            )
-        self._free = list(range(MAX_LIVE))
-        self._low_latency = None
-        if self.mode == "low_latency" and self.peers:
-            held = int((slots_LRS != EMPTY).sum(axis=2).max(initial=0))
-            self._low_latency = LowLatencyMode(
-                self._codec, self._device,
-                max_tokens=self._max_tokens, top_k=self._top_k, peers=self.peers, num_held=held,
-            )  # fmt: skip
+
+    def take_counts(self) -> Tensor:
+        """Pairs received by every own slot in every MoE layer since this was last asked, int64 [L, S] on the CPU."""
+        return self._counts.take()
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, layer: int) -> Handle:
         """Send every token to the ranks of its experts; `layer` counts MoE layers. T may be 0.
@@ -215,8 +236,9 @@ class Handle:
         row_M = torch.empty(num_pairs, dtype=torch.int64, device=comm._device)
         slot_M = torch.empty_like(row_M)
         if not unpack(
-            arrived, self._x_TD, own, comm._num_slots, comm.layout.wire, mode is comm._low_latency, row_M, slot_M, x_ND
-        ):
+            arrived, self._x_TD, own, comm._counts.rows_S[self._layer], comm.layout.wire, mode is comm._low_latency,
+            row_M, slot_M, x_ND,
+        ):  # fmt: skip
             self._own_rows(token_N, x_ND[:own_rows])
             row_M[:own_pairs], slot_M[:own_pairs] = row_P, slot_P
             row, pair = own_rows, own_pairs
@@ -225,6 +247,7 @@ class Handle:
                 row_P, slot_P = mode.lists(message, pairs)
                 row_M[pair : pair + pairs], slot_M[pair : pair + pairs] = row_P + row, slot_P
                 row, pair = row + rows, pair + pairs
+            comm._counts.add(self._layer, slot_M)
         return Received(x_ND, row_M, slot_M)
 
     def _own_part(self) -> tuple[Tensor, Tensor, Tensor]:

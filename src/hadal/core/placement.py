@@ -93,6 +93,12 @@ class Placement:
             weights[layer] = 1 if weights_RS is None else weights_RS
         return replace(self, slot_to_expert_LRS=slots, weights_LRS=weights)
 
+    def of_layer(self, layer: int) -> Placement:
+        """The placement of this layer alone."""
+        one = slice(layer, layer + 1)
+        weights = None if self.weights_LRS is None else self.weights_LRS[one]
+        return replace(self, slot_to_expert_LRS=self.slot_to_expert_LRS[one], weights_LRS=weights)
+
     def missing(self) -> list[set[int]]:
         """Experts without a replica, by layer."""
         everyone = set(range(self.num_experts))

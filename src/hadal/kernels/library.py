@@ -44,7 +44,7 @@ _ABI = {
     "hadal_weighted_sum": ("ppiiipppiip", ctypes.c_int),
     "hadal_route": ("p" * 12, ctypes.c_int),
     "hadal_pack": ("p" * 12, ctypes.c_int),
-    "hadal_unpack": ("p" * 10, ctypes.c_int),
+    "hadal_unpack": ("p" * 11, ctypes.c_int),
     "hadal_heads_in": ("ppll" + "iiipip", ctypes.c_int),
     "hadal_heads_out": ("ppiiipip", ctypes.c_int),
     "hadal_step_new": ("pppp", ctypes.c_void_p),

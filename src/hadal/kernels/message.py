@@ -1,7 +1,8 @@
 """Whole messages of a dispatch written and read in one call each. Knows their layout (comm/layout), no links.
 
 Where the kernels cannot run, both answer that they did nothing; the plain path is comm/normal and comm/low_latency,
-which give the same bytes. Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, R ranks.
+which give the same bytes. Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, R ranks,
+S slots of a rank.
 """
 
 from __future__ import annotations
@@ -49,16 +50,18 @@ def pack(
 
 
 def unpack(
-    messages: Sequence[Arrived], x_TD: Tensor, own: tuple[Tensor, Tensor, Tensor], num_slots: int, wire: str,
+    messages: Sequence[Arrived], x_TD: Tensor, own: tuple[Tensor, Tensor, Tensor], counts_S: Tensor, wire: str,
     is_low_latency: bool, row_M: Tensor, slot_M: Tensor, out_ND: Tensor,
 ) -> bool:  # fmt: skip
     """Fill row_M, slot_M (int64) and out_ND: the own part (tokens, rows, slots; int32), then the messages in order.
 
-    False: nothing was done. Raises ValueError if a message names a row or slot that is not there.
+    Every slot's pairs are added to counts_S (int64). False: nothing was done. Raises ValueError if a message names a
+    row or slot that is not there.
     """
     lib = library.load()
     if lib is None or not library.fits(x_TD, out_ND) or any(m.device.type != "cpu" for m, _, _ in messages):
         return False
+    num_slots = counts_S.shape[0]
     token_N, row_P, slot_P = own
     first_row, first_pair = token_N.shape[0], row_P.shape[0]
     shape = (ctypes.c_int32 * 7)(
@@ -75,7 +78,8 @@ def unpack(
     library.check_status(
         lib.hadal_unpack(
             library.team(), ctypes.addressof(shape), ctypes.addressof(arrived), x_TD.data_ptr(), token_N.data_ptr(),
-            row_P.data_ptr(), slot_P.data_ptr(), row_M.data_ptr(), slot_M.data_ptr(), out_ND.data_ptr(),
+            row_P.data_ptr(), slot_P.data_ptr(), row_M.data_ptr(), slot_M.data_ptr(), counts_S.data_ptr(),
+            out_ND.data_ptr(),
         )
     )  # fmt: skip
     return True

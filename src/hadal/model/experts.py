@@ -1,70 +1,290 @@
-"""A rank's routed experts: which replica lies in which slot, and how that changes with a new placement.
+"""A rank's routed experts: which replica lies in which slot, and how that changes, all at once or layer by layer.
 
-What stays is copied within memory and what is new is read from the checkpoint; layers that stay as they are cost
-nothing. What changed is in memory twice until the caller lets go of the old weights. Knows no ranks and no tokens.
+A layer's replicas are one record that is never written again: to change a layer is to put another record in its place.
+`install` does so for all layers of a new placement, between two generations. For one layer at a time `stage` builds the
+record beside the steps that run, in another thread, and `flip` exchanges it between two of them:
 
-Shapes: L MoE layers, S slots, I expert width, D hidden.
+    background   | stage: copy what stays, fetch or read what is new |                    | the next stage frees the old
+    compute       step  step  step  step  step  step  step  step  step  | flip | step  step
+
+Knows no tokens, and ranks only as what a Fetch is asked with. A layer that is staged is in memory twice until it is
+flipped and the next one is staged; so is whatever `install` changes, until the caller lets go of the old weights.
+
+Shapes: L MoE layers, R ranks, S slots, I expert width, D hidden.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from hadal.core.errors import HadalError, InvariantError
+from hadal.core.model_config import ModelConfig
 from hadal.core.placement import EMPTY
+from hadal.core.plans import LayerFlip, Source, Staged, StagePlan
 from hadal.model.checkpoint import Checkpoint
 from hadal.model.weights import read_expert
-from hadal.reference.params import ModelWeights, MoeWeights
+from hadal.reference.params import ModelWeights
+
+_log = logging.getLogger(__name__)
 
 Slots = NDArray[np.int16]
+Bring = Callable[[int, Tensor, Tensor], None]
+"""(expert, gate_up [2I, D] and down [D, I] to fill)"""
+Fetch = Callable[[int, Source, Tensor, Tensor], bool]
+"""(MoE layer, source, gate_up [2I, D] and down [D, I] to fill) -> False: the expert could not be had there."""
+
+MAX_STAGED = 4
+"""Layers. A leader changes one at a time; what it gave up does not pile up in memory."""
+_TURN_S = 0.0005
+"""Of computing, after which a background thread rests as long: it takes half a core at most."""
+
+
+class Overtaken(HadalError):
+    """The unit formed anew while a layer was staged."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A layer's replicas."""
+
+    slots: tuple[int, ...]
+    gate_up_S: Tensor
+    """[S, 2I, D]; what lies in empty slots is undefined."""
+    down_S: Tensor
+    """[S, D, I]"""
+    expert_to_slot: dict[int, int]
+
+    @classmethod
+    def of(cls, slots: Iterable[int], gate_up_S: Tensor, down_S: Tensor) -> _Held:
+        slots = tuple(slots)
+        if not len(slots) == len(gate_up_S) == len(down_S):
+            raise ValueError(f"{len(slots)} slots for the weights of {len(gate_up_S)} experts.")
+        return cls(slots, gate_up_S, down_S, {expert: slot for slot, expert in enumerate(slots) if expert != EMPTY})
 
 
 class ExpertStore:
-    """Keeps the experts in a model's weights as its placement says."""
+    """The experts of one rank. `install` and `flip` belong to the computing thread, `stage` to one background thread;
+    `expert` may be called from any."""
 
-    def __init__(self, folder: Path, num_layers: int, slots_LS: Slots | None = None) -> None:
-        """`slots_LS`: what the weights held when they were loaded; None: no expert."""
+    def __init__(self, folder: Path, weights: ModelWeights, slots_LS: Slots | None = None) -> None:
+        """`weights` were loaded from `folder` with these slots; None: all experts, in order."""
         self._folder = folder
-        self.slots_LS: Slots = np.empty((num_layers, 0), np.int16) if slots_LS is None else slots_LS.copy()
+        self._config = config = weights.config
+        moes = [layer.moe for layer in weights.layers if layer.moe is not None]
+        all_LS = np.tile(np.arange(config.n_routed_experts, dtype=np.int16), (len(moes), 1))
+        slots = (all_LS if slots_LS is None else slots_LS).tolist()
+        self._held = [_Held.of(s, moe.gate_up_E, moe.down_E) for s, moe in zip(slots, moes, strict=True)]
+        self._lock = threading.Lock()
+        """Over what follows. `_held` needs none: a record is taken or exchanged as one reference."""
+        self._generation = 0
+        self._staged: dict[int, tuple[int, _Held]] = {}
+        """Layer -> stage id and record."""
+        self._let_go: list[_Held] = []
+        """Records of before a flip. Giving back their memory takes longer than a flip may."""
 
-    def install(self, weights: ModelWeights, slots_LS: Slots) -> tuple[ModelWeights, int]:
+    def expert(self, layer: int, expert: int) -> tuple[Tensor, Tensor] | None:
+        """Return gate_up [2I, D] and down [D, I] of a replica that is held, None if there is none.
+
+        Views of what is never written again. From any thread.
+        """
+        held = self._held[layer]
+        slot = held.expert_to_slot.get(expert)
+        return None if slot is None else (held.gate_up_S[slot], held.down_S[slot])
+
+    def install(self, weights: ModelWeights, slots_LS: Slots, generation: int) -> tuple[ModelWeights, int]:
         """Return the weights with these experts in their slots and how many replicas were read for it.
 
+        Layers that stay cost nothing. All that was staged is void, as is what older generations stage from now on.
         Raises CheckpointError; the given weights are as they were then. Raises ValueError for another number of layers.
         """
-        if len(slots_LS) != len(self.slots_LS):
-            raise ValueError(f"a placement of {len(slots_LS)} MoE layers; the model has {len(self.slots_LS)}.")
-        config, layers, num_read = weights.config, list(weights.layers), 0
-        with Checkpoint(self._folder, config.weight_block_size) as checkpoint:
-            for layer, (old, new) in enumerate(zip(self.slots_LS, slots_LS, strict=True)):
-                index = config.first_k_dense_replace + layer
-                moe = layers[index].moe
-                assert moe is not None
-                if not np.array_equal(old, new):
-                    moe, count = _rearrange(checkpoint, index, moe, old.tolist(), new.tolist())
-                    layers[index] = replace(layers[index], moe=moe)
-                    num_read += count
-        self.slots_LS = slots_LS.copy()
-        return replace(weights, layers=tuple(layers)), num_read
+        with self._lock:
+            self._generation = generation
+            self._staged.clear()
+            self._let_go.clear()
+        if len(slots_LS) != len(self._held):
+            raise ValueError(f"a placement of {len(slots_LS)} MoE layers; the model has {len(self._held)}.")
+        records = []
+        with _Reader(self._folder, self._config) as reader:
+            for layer, (held, slots) in enumerate(zip(self._held, slots_LS.tolist(), strict=True)):
+                records.append(held if held.slots == tuple(slots) else _arrange(held, slots, reader.of_layer(layer)))
+        self._held = records
+        return self._with_records(weights, range(len(records))), reader.num_read
+
+    def stage(self, plan: StagePlan, fetch: Fetch) -> Staged:
+        """Build the layer's record for a later flip. An expert that a peer does not give is read from the checkpoint.
+
+        What goes wrong is the answer's `error`; whatever the layer holds stays in force.
+        """
+        start_s = time.perf_counter()
+        num_received = 0
+
+        def bring(expert: int, gate_up: Tensor, down: Tensor) -> None:
+            nonlocal num_received
+            source = sources.get(expert)
+            if source is not None and source.port and fetch(plan.layer, source, gate_up, down):
+                num_received += 1
+            else:
+                read(expert, gate_up, down)
+
+        try:
+            with _Reader(self._folder, self._config) as reader:
+                held = self._begin(plan)
+                sources, read = {source.expert: source for source in plan.sources}, reader.of_layer(plan.layer)
+                self._keep(plan, _arrange(held, plan.slots, bring, _Turns(lambda: self._check(plan))))
+        except torch.AcceleratorError:
+            raise  # As in a step: the device's context is gone.
+        except Exception as failure:
+            is_bug = not isinstance(failure, HadalError)
+            _log.warning("layer %d was not staged: %s", plan.layer, failure, exc_info=is_bug)
+            error = f"{type(failure).__name__}: {failure}"
+            return Staged(
+                plan.generation, plan.stage_id, plan.layer, error, elapsed_s=time.perf_counter() - start_s
+            )
+        return Staged(
+            plan.generation, plan.stage_id, plan.layer, None, num_received, reader.num_read,
+            time.perf_counter() - start_s,
+        )  # fmt: skip
+
+    def flip(self, weights: ModelWeights, flip: LayerFlip, rank: int) -> ModelWeights:
+        """Return the weights with this rank's slots as the flip has them: those that were staged, or the same.
+
+        Raises InvariantError if they are others and were not staged under its id, ValueError if it fits no placement of
+        this model; weights and store are as they were then.
+        """
+        held = self._layer(flip.layer)
+        slots_RS, _ = flip_arrays(flip, len(held.slots))
+        slots = tuple(slots_RS[rank].tolist())
+        if slots == held.slots:
+            return weights
+        with self._lock:
+            stage_id, record = self._staged.get(flip.layer, (None, None))
+            if record is None or (stage_id, record.slots) != (flip.stage_id, slots):
+                raise InvariantError(
+                    f"layer {flip.layer} flips to what stage {flip.stage_id} brought; staged is {stage_id}"
+                    + (", with other slots." if stage_id == flip.stage_id else ".")
+                )
+            del self._staged[flip.layer]
+            self._let_go.append(held)
+        self._held[flip.layer] = record
+        return self._with_records(weights, (flip.layer,))
+
+    def _layer(self, layer: int) -> _Held:
+        if not 0 <= layer < len(self._held):
+            raise ValueError(f"there is no MoE layer {layer}; the model has {len(self._held)}.")
+        return self._held[layer]
+
+    def _with_records(self, weights: ModelWeights, changed: Iterable[int]) -> ModelWeights:
+        layers = list(weights.layers)
+        for layer in changed:
+            index, held = self._config.first_k_dense_replace + layer, self._held[layer]
+            moe = layers[index].moe
+            assert moe is not None
+            if moe.gate_up_E is not held.gate_up_S:
+                layers[index] = replace(layers[index], moe=replace(moe, gate_up_E=held.gate_up_S, down_E=held.down_S))
+        return replace(weights, layers=tuple(layers))
+
+    def _begin(self, plan: StagePlan) -> _Held:
+        """Make room. Raises ValueError if the plan is not for what is here."""
+        held = self._layer(plan.layer)
+        if len(plan.slots) != len(held.slots):
+            raise ValueError(f"{len(plan.slots)} slots to stage; this rank has {len(held.slots)}.")
+        strange = [e for e in plan.slots if e != EMPTY and not 0 <= e < self._config.n_routed_experts]
+        if strange:
+            raise ValueError(f"there are no experts {strange[:8]}.")
+        self._check(plan)
+        with self._lock:
+            # Both are freed when this returns: not under the lock, for which a flip might wait.
+            _let_go, self._let_go = self._let_go, []
+            _older = self._staged.pop(plan.layer, None)
+        return held
+
+    def _check(self, plan: StagePlan) -> None:
+        if plan.generation != self._generation:
+            raise Overtaken(f"staged for generation {plan.generation}; it is {self._generation}.")
+
+    def _keep(self, plan: StagePlan, record: _Held) -> None:
+        with self._lock:
+            self._check(plan)
+            self._staged[plan.layer] = (plan.stage_id, record)
+            while len(self._staged) > MAX_STAGED:
+                del self._staged[min(self._staged, key=lambda layer: self._staged[layer][0])]
 
 
-def _rearrange(
-    checkpoint: Checkpoint, index: int, moe: MoeWeights, old: list[int], new: list[int]
-) -> tuple[MoeWeights, int]:
-    gate_up = moe.gate_up_E.new_empty(len(new), *moe.gate_up_E.shape[1:])
-    down = moe.down_E.new_empty(len(new), *moe.down_E.shape[1:])
-    slot_of = {expert: slot for slot, expert in enumerate(old) if expert != EMPTY}
-    num_read = 0
-    for slot, expert in enumerate(new):
+def flip_arrays(flip: LayerFlip, num_slots: int) -> tuple[Slots, NDArray[np.uint8] | None]:
+    """Return slots [R, S] and weights [R, S] (None: equal parts) of a flip. Raises ValueError if they do not fit."""
+    if not num_slots:
+        raise ValueError("a layer without slots cannot flip.")
+    slots_RS = np.frombuffer(flip.slot_to_expert, np.int16).reshape(-1, num_slots)
+    return slots_RS, np.frombuffer(flip.weights, np.uint8).reshape(slots_RS.shape) if flip.weights else None
+
+
+def _arrange(held: _Held, slots: Iterable[int], bring: Bring, between: Callable[[], None] = lambda: None) -> _Held:
+    """Make a layer's record: what is held is copied, the rest brought; `between` is called before each."""
+    slots = tuple(slots)
+    gate_up_S = held.gate_up_S.new_empty(len(slots), *held.gate_up_S.shape[1:])
+    down_S = held.down_S.new_empty(len(slots), *held.down_S.shape[1:])
+    for slot, expert in enumerate(slots):
         if expert == EMPTY:
             continue
-        if expert in slot_of:
-            gate_up[slot].copy_(moe.gate_up_E[slot_of[expert]])
-            down[slot].copy_(moe.down_E[slot_of[expert]])
+        between()
+        old = held.expert_to_slot.get(expert)
+        if old is None:
+            bring(expert, gate_up_S[slot], down_S[slot])
         else:
-            read_expert(checkpoint, index, expert, gate_up[slot], down[slot])
-            num_read += 1
-    return replace(moe, gate_up_E=gate_up, down_E=down), num_read
+            gate_up_S[slot].copy_(held.gate_up_S[old])
+            down_S[slot].copy_(held.down_S[old])
+    return _Held.of(slots, gate_up_S, down_S)
+
+
+class _Turns:
+    """Called before each expert: looks whether to go on, and rests."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._begun_s = time.thread_time()
+
+    def __call__(self) -> None:
+        self._check()
+        worked_s = time.thread_time() - self._begun_s
+        if worked_s >= _TURN_S:
+            time.sleep(worked_s)
+            self._begun_s = time.thread_time()
+
+
+class _Reader:
+    """Experts out of the checkpoint, which is opened when the first one is asked for. Raises CheckpointError."""
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        self.num_read = 0
+        self._folder = folder
+        self._config = config
+        self._checkpoint: Checkpoint | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def of_layer(self, layer: int) -> Bring:
+        def read(expert: int, gate_up: Tensor, down: Tensor) -> None:
+            if self._checkpoint is None:
+                self._checkpoint = self._stack.enter_context(
+                    Checkpoint(self._folder, self._config.weight_block_size)
+                )
+            read_expert(self._checkpoint, self._config.first_k_dense_replace + layer, expert, gate_up, down)
+            self.num_read += 1
+
+        return read

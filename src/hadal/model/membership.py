@@ -13,9 +13,9 @@ from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Group, PeerLost
 from hadal.core.errors import HadalError
 from hadal.core.placement import Placement
-from hadal.core.plans import Formed, FormPlan
+from hadal.core.plans import Formed, FormPlan, LayerFlip
 from hadal.model.deepseek import DeepseekV3
-from hadal.model.experts import ExpertStore
+from hadal.model.experts import ExpertStore, flip_arrays
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ class Membership:
         self._is_over.set()  # Until the first is formed.
         self._generation = 0
         self._blamed: tuple[int, ...] = ()
+        self._placement: Placement | None = None
+        """In force."""
 
     def form(self, plan: FormPlan, model: DeepseekV3) -> Formed:
         """Join the plan's generation, read the replicas that are new, drop those that went. Answers with its errors."""
@@ -48,18 +50,32 @@ class Membership:
             # Connect first: nobody need wait in a connection's deadline for one who has much to read.
             self._group.form(plan.generation, plan.members)
             placement = Placement.from_bytes(
-                plan.slot_to_expert, model.config.n_routed_experts, plan.num_ranks, plan.num_slots
+                plan.slot_to_expert, model.config.n_routed_experts, plan.num_ranks, plan.num_slots, plan.weights
             )
             model.weights, num_loaded = self._store.install(
-                model.weights, placement.slot_to_expert_LRS[:, self.rank]
+                model.weights, placement.slot_to_expert_LRS[:, self.rank], plan.generation
             )
             self._comm.install(placement)
+            self._placement = placement
         except Exception as failure:
             log_failure(f"generation {plan.generation} was not formed", failure)
             self._is_over.set()
             self.blame(failure)
             error = f"{type(failure).__name__}: {failure}"
         return Formed(plan.generation, error, self.lost, num_loaded)
+
+    def flip(self, flip: LayerFlip, model: DeepseekV3) -> None:
+        """Between two steps: let a layer's experts lie where they have been staged, and its tokens go there.
+
+        Raises ValueError if the flip does not fit the placement, InvariantError if it was not staged. A caller blames
+        either: what the other ranks flipped has to be formed anew.
+        """
+        assert self._placement is not None, "the generation was checked before"
+        slots_RS, weights_RS = flip_arrays(flip, self._placement.num_slots)
+        placement = self._placement.with_layer(flip.layer, slots_RS, weights_RS)
+        weights = self._store.flip(model.weights, flip, self.rank)
+        self._comm.install_layer(flip.layer, placement)
+        model.weights, self._placement = weights, placement
 
     def check(self) -> None:
         """Raise Aborted unless the generation goes on."""

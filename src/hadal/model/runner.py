@@ -25,6 +25,8 @@ from hadal.overlap.plan import SCHEDULES, Schedule
 
 _log = logging.getLogger(__name__)
 _NOTHING = Drawn(np.zeros(0, np.int64))
+FLIP = "flip"
+"""Among the op times of a step: a layer's experts and its table were exchanged before it."""
 
 
 class ModelRunner:
@@ -62,6 +64,7 @@ class ModelRunner:
         try:
             if self._membership is not None:
                 self._membership.check()
+            self._flip(plan, recorder)
             run = self._prefill(plan, recorder) if isinstance(plan, PrefillPlan) else self._decode(plan, recorder)
             keys, drawn = run
         except torch.AcceleratorError:
@@ -79,7 +82,7 @@ class ModelRunner:
         elapsed_s = time.perf_counter() - start_s
         return StepDone(
             plan.step_id, tuple(keys), tuple(drawn.tokens.tolist()), drawn.draws, elapsed_s, failed=drawn.failed,
-            op_times=recorder.op_times(), events=tuple(recorder.events),
+            op_times=recorder.op_times(), events=tuple(recorder.events), slot_counts=self._slot_counts(plan),
         )
 
     def abort(self) -> None:
@@ -114,6 +117,18 @@ class ModelRunner:
         self._prefill_sampler = Sampler(self._max_slots, vocab_size, self._device)
         self._decode_sampler = Sampler(self._max_slots, vocab_size, self._device)
         return self._membership.form(plan, self._model)
+
+    def _flip(self, plan: StepPlan, recorder: Recorder) -> None:
+        for flip in plan.flips:
+            if self._membership is None:
+                raise ValueError(f"layer {flip.layer} flips, but a rank by itself holds every expert")
+            recorder.begin(FLIP)
+            self._membership.flip(flip, self._model)
+            recorder.end(FLIP)
+
+    def _slot_counts(self, plan: StepPlan) -> bytes:
+        comm = self._model.comm
+        return comm.take_counts().numpy().tobytes() if plan.is_counted and comm is not None else b""
 
     def _prefill(self, plan: PrefillPlan, recorder: Recorder) -> tuple[list[int], Drawn]:
         parts = (plan.chunks, plan.second)[: plan.num_micro_batches]

@@ -124,7 +124,7 @@ def make_runner(
     weights = load_weights(folder, slots_LS=slots_LS, device=device)
     comm = make_comm(deployment, config, role, group, device)
     model = DeepseekV3(weights, KvCache(config, units.kv_blocks, pool.cache, device=device), comm)
-    store = ExpertStore(folder, placement.num_layers, slots_LS)
+    store = ExpertStore(folder, weights, slots_LS)
     log.info(
         "%d of %d experts a layer loaded in %.1f s, threads: %d, %s, %s", placement.num_slots, config.n_routed_experts,
         time.monotonic() - started_s, units.threads, device, deployment.transport,

@@ -62,13 +62,21 @@ def test_messages_that_name_what_is_not_there_are_refused(built: None) -> None:
     nothing = torch.zeros(0, dtype=torch.int32)
     row_M, slot_M, out_ND = torch.zeros(pairs, dtype=torch.int64), torch.zeros(pairs, dtype=torch.int64), x_TD[:rows]
 
-    def read(num_slots: int) -> bool:
+    counts_S = torch.zeros(where.num_slots + 1, dtype=torch.int64)
+
+    def read() -> bool:
         own = (nothing, nothing, nothing)
         return message.unpack(
-            [(written, rows, pairs)], x_TD, own, num_slots, "fp32", False, row_M, slot_M, torch.empty_like(out_ND)
+            [(written, rows, pairs)], x_TD, own, counts_S[:-1], "fp32", False, row_M, slot_M, torch.empty_like(out_ND)
         )
 
-    assert read(where.num_slots)
+    assert read()
+    assert counts_S.tolist() == torch.bincount(slot_M, minlength=len(counts_S)).tolist()
+    written[16 + 4 * pairs : 20 + 4 * pairs].view(torch.int32).fill_(where.num_slots)
+    with pytest.raises(ValueError, match="row"):
+        read()
+    assert counts_S[-1] == 0, "nothing is counted behind the slots"
+    written[16 + 4 * pairs : 20 + 4 * pairs].view(torch.int32).fill_(0)
     written[16:20].view(torch.int32).fill_(rows)
     with pytest.raises(ValueError, match="row"):
-        read(where.num_slots)
+        read()

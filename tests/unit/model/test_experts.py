@@ -1,16 +1,21 @@
-"""A rank's experts: after any row of placements its slots hold exactly what loading from nothing would give."""
+"""A rank's experts: after any placements and flips its slots hold exactly what loading from nothing would give."""
 
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from hadal.core.errors import CheckpointError
+from hadal.core.errors import CheckpointError, InvariantError
 from hadal.core.placement import EMPTY, Placement, spread, without
-from hadal.model.experts import ExpertStore
+from hadal.core.plans import LayerFlip, Source, Staged, StagePlan
+from hadal.model.experts import MAX_STAGED, ExpertStore
 from hadal.model.weights import load_weights
 from hadal.reference.params import ModelWeights
 from tests.unit.model.checkpoints import Peer
@@ -50,11 +55,11 @@ def test_placements_come_and_go(plain: Peer) -> None:
     num_layers, num_experts = 2, plain.weights.config.n_routed_experts
     first = spread(num_layers, num_experts, 4, 4)
     weights = load_weights(plain.folder, slots_LS=np.empty((num_layers, 0), np.int16))
-    store = ExpertStore(plain.folder, num_layers)
+    store = ExpertStore(plain.folder, weights, np.empty((num_layers, 0), np.int16))
     held: list[set[int]] = [set() for _ in range(num_layers)]
     for placement in (first, first, without(first, {2}), without(first, {1, 2}), without(first, {3}), first):
         slots_LS = rank_slots(placement, 0)
-        weights, num_read = store.install(weights, slots_LS)
+        weights, num_read = store.install(weights, slots_LS, 1)
         check_slots(weights, slots_LS, plain.weights)
         now = [set(slots.tolist()) - {EMPTY} for slots in slots_LS]
         assert num_read == sum(len(new - old) for new, old in zip(now, held, strict=True))
@@ -68,29 +73,238 @@ def test_any_slots(plain: Peer) -> None:
     rng = np.random.default_rng(seed)
     num_experts = plain.weights.config.n_routed_experts
     weights = load_weights(plain.folder, slots_LS=np.empty((2, 0), np.int16))
-    store = ExpertStore(plain.folder, 2)
+    store = ExpertStore(plain.folder, weights, np.empty((2, 0), np.int16))
     for _ in range(6):
         num_slots = int(rng.integers(0, num_experts))
         slots_LS = np.stack([rng.permutation(num_experts)[:num_slots] for _ in range(2)]).astype(np.int16)
         slots_LS[rng.random(slots_LS.shape) < 0.2] = EMPTY
-        weights, _ = store.install(weights, slots_LS)
+        weights, _ = store.install(weights, slots_LS, 1)
         check_slots(weights, slots_LS, plain.weights)
 
 
 def test_layers_that_stay_cost_nothing(plain: Peer) -> None:
     slots_LS = np.array([[1, 2], [3, 4]], np.int16)
     weights = load_weights(plain.folder, slots_LS=slots_LS)
-    changed, num_read = ExpertStore(plain.folder, 2, slots_LS).install(weights, np.array([[1, 2], [4, 5]], np.int16))
+    store = ExpertStore(plain.folder, weights, slots_LS)
+    changed, num_read = store.install(weights, np.array([[1, 2], [4, 5]], np.int16), 1)
     assert num_read == 1
     assert changed.layers[1].moe is weights.layers[1].moe
     assert changed.layers[0] is weights.layers[0]
 
 
 def test_errors(plain: Peer) -> None:
-    store = ExpertStore(plain.folder, 2)
     weights = load_weights(plain.folder, slots_LS=np.empty((2, 0), np.int16))
+    store = ExpertStore(plain.folder, weights, np.empty((2, 0), np.int16))
     with pytest.raises(ValueError, match="3 MoE layers"):
-        store.install(weights, np.zeros((3, 1), np.int16))
+        store.install(weights, np.zeros((3, 1), np.int16), 1)
     with pytest.raises(CheckpointError, match=r"experts\.99"):
-        store.install(weights, np.full((2, 1), 99, np.int16))
-    assert store.install(weights, np.zeros((2, 1), np.int16))[1] == 2
+        store.install(weights, np.full((2, 1), 99, np.int16), 1)
+    assert store.install(weights, np.zeros((2, 1), np.int16), 1)[1] == 2
+
+
+TIMEOUT_S = 20.0
+"""Only a hang reaches it."""
+
+
+def flip_of(slots: Sequence[int], stage_id: int, layer: int = 0) -> LayerFlip:
+    """For rank 1 of two; rank 0 has nothing."""
+    return LayerFlip(layer, stage_id, np.array([[EMPTY] * len(slots), slots], np.int16).tobytes())
+
+
+def nobody(layer: int, source: Source, gate_up: Tensor, down: Tensor) -> bool:
+    return False
+
+
+class Half:
+    """A rank with experts 0 to 7 of every layer, the first of two generations installed."""
+
+    def __init__(self, peer: Peer, folder: Path | None = None) -> None:
+        self.whole = peer.weights
+        self.slots_LS = np.tile(np.arange(8, dtype=np.int16), (2, 1))
+        self.weights = load_weights(peer.folder, slots_LS=self.slots_LS)
+        self.store = ExpertStore(folder or peer.folder, self.weights, self.slots_LS)
+        self.weights, num_read = self.store.install(self.weights, self.slots_LS, 1)
+        assert num_read == 0
+
+    def stage(self, slots: Sequence[int], stage_id: int, layer: int = 0, generation: int = 1) -> Staged:
+        """The odd experts are asked for at another rank, the even ones have no source."""
+        self.asked: list[tuple[int, int]] = []
+        plan = StagePlan(generation, stage_id, layer, tuple(slots), tuple(Source(e, "a", 5) for e in slots if e % 2))
+        return self.store.stage(plan, self.give)
+
+    def give(self, layer: int, source: Source, gate_up: Tensor, down: Tensor) -> bool:
+        """Expert 9 is nowhere, and what came of it is rubbish."""
+        self.asked.append((layer, source.expert))
+        moe = self.whole.layers[1 + layer].moe
+        assert moe is not None
+        gate_up.copy_(moe.gate_up_E[source.expert])
+        down.copy_(moe.down_E[source.expert])
+        if source.expert == 9:
+            gate_up.fill_(float("nan"))
+        return source.expert != 9
+
+    def flip(self, slots: Sequence[int], stage_id: int, layer: int = 0) -> None:
+        self.weights = self.store.flip(self.weights, flip_of(slots, stage_id, layer), 1)
+        self.slots_LS[layer] = slots
+
+    def check(self) -> None:
+        check_slots(self.weights, self.slots_LS, self.whole)
+        for layer, slots in enumerate(self.slots_LS.tolist()):
+            moe = self.whole.layers[1 + layer].moe
+            assert moe is not None
+            for expert in range(16):
+                found = self.store.expert(layer, expert)
+                assert (found is not None) == (expert in slots)
+                if found is not None:
+                    assert torch.equal(found[0], moe.gate_up_E[expert])
+                    assert torch.equal(found[1], moe.down_E[expert])
+
+
+def test_a_layer_is_staged_and_flipped(plain: Peer) -> None:
+    """Held experts are copied, others fetched, what no peer gives is read; until the flip the old ones are in force."""
+    half = Half(plain)
+    before, new = half.weights, [7, 11, 9, EMPTY, 2, 12, 13, 3]
+    staged = half.stage(new, 1)
+    assert (staged.error, staged.num_received, staged.num_read) == (None, 2, 2)
+    assert half.asked == [(0, 11), (0, 9), (0, 13)], "only what is not held"
+    half.check()
+    half.flip(new, 1)
+    half.check()
+    assert half.weights.layers[2] is before.layers[2], "the other layer is as it was"
+    check_slots(before, np.tile(np.arange(8, dtype=np.int16), (2, 1)), half.whole)  # Nothing was written in place.
+    again = half.weights
+    half.flip(new, 99)
+    assert half.weights is again, "the same slots need no stage: a new split alone"
+
+
+def test_a_flip_without_its_stage_is_refused(plain: Peer) -> None:
+    half, new, other = Half(plain), [9, 1, 2, 3, 4, 5, 6, 7], [1, 10, 2, 3, 4, 5, 6, 7]
+    flips = [(new, 1, 0)]
+    assert half.stage(new, 1).error is None
+    flips += [(new, 2, 0), (other, 1, 0), (new, 1, 1)]
+    assert half.stage(other, 2).error is None
+    for slots, stage_id, layer in (flips[0], *flips[2:]):
+        with pytest.raises(InvariantError, match="stage"):
+            half.store.flip(half.weights, flip_of(slots, stage_id, layer), 1)
+    with pytest.raises(InvariantError, match="stage"):
+        half.store.flip(half.weights, flip_of(new, 2), 1)
+    for flip in (flip_of(new, 1, 2), flip_of(new, 1, -1), LayerFlip(0, 1, b"123456")):
+        with pytest.raises(ValueError, match=r"layer|reshape"):
+            half.store.flip(half.weights, flip, 1)
+    half.check()
+    half.flip(other, 2)
+    half.check()
+
+
+def test_a_stage_that_fails_says_so(plain: Peer, own_folder: Path) -> None:
+    half = Half(plain, own_folder)
+    new = [9, 1, 2, 3, 4, 5, 6, 7]
+    assert "no experts [99]" in (half.stage([99, *new[1:]], 1).error or "")
+    assert "7 slots" in (half.stage(new[1:], 1).error or "")
+    assert "layer 5" in (half.stage(new, 1, layer=5).error or "")
+    file = own_folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    staged = half.stage(new, 2)
+    assert "CheckpointError" in (staged.error or "")
+    assert half.asked == [(0, 9)]
+    with pytest.raises(InvariantError, match="stage 2"):
+        half.flip(new, 2)
+    half.check()
+    # What peers give needs no file.
+    assert half.stage([11, *new[1:]], 3).error is None
+    half.flip([11, *new[1:]], 3)
+    half.check()
+
+
+def test_a_new_generation_drops_what_is_staged(plain: Peer) -> None:
+    """Finished before, finished after, and begun after: none of the three can be flipped."""
+    half, new = Half(plain), [9, 1, 2, 3, 4, 5, 6, 11]
+    begun, may_go_on = threading.Event(), threading.Event()
+    results: list[Staged] = []
+
+    def slow(layer: int, source: Source, gate_up: Tensor, down: Tensor) -> bool:
+        begun.set()
+        assert may_go_on.wait(TIMEOUT_S)
+        return half.give(layer, source, gate_up, down)
+
+    assert half.stage(new, 1).error is None
+    # The last expert is the slow one: nothing comes after it that could notice.
+    plan = StagePlan(1, 2, 1, tuple(new), (Source(11, "a", 5),))
+    thread = threading.Thread(target=lambda: results.append(half.store.stage(plan, slow)), daemon=True)
+    thread.start()
+    assert begun.wait(TIMEOUT_S)
+    half.weights, _ = half.store.install(half.weights, half.slots_LS, 2)
+    may_go_on.set()
+    thread.join(TIMEOUT_S)
+    assert "generation 1" in (results[0].error or "")
+    assert "generation 1" in (half.stage(new, 3).error or "")
+    for stage_id, layer in ((1, 0), (2, 1), (3, 0)):
+        with pytest.raises(InvariantError, match="stage"):
+            half.flip(new, stage_id, layer)
+    half.check()
+    assert half.stage(new, 4, generation=2).error is None
+    half.flip(new, 4)
+    half.check()
+
+
+def test_a_placement_after_flips_copies_from_where_they_led(plain: Peer) -> None:
+    half, new = Half(plain), [15, 14, 13, 12, 11, 10, 9, 8]
+    assert half.stage(new, 1).error is None
+    stale = half.weights
+    half.flip(new, 1)
+    # A flip whose step failed: the model has the old weights, and the next placement sets it right.
+    half.weights, num_read = half.store.install(stale, half.slots_LS, 2)
+    assert num_read == 0
+    half.check()
+    half.slots_LS[0] = [15, 14, 13, 12, 11, 10, 9, 0]
+    half.weights, num_read = half.store.install(half.weights, half.slots_LS, 3)
+    assert num_read == 1
+    half.check()
+
+
+def test_what_is_given_up_does_not_pile_up(plain: Peer) -> None:
+    """More staged layers than are kept: the earliest stage goes."""
+    num_layers = MAX_STAGED + 1
+    layer = plain.weights.layers[1]
+    weights = ModelWeights(**{**vars(plain.weights), "layers": (plain.weights.layers[0], *[layer] * num_layers)})
+    store = ExpertStore(plain.folder, weights)
+    slots = (*range(1, 16), 0)
+    for at in range(num_layers):
+        assert store.stage(StagePlan(0, at + 1, at, slots, ()), nobody).error is None
+    with pytest.raises(InvariantError, match="stage 1"):
+        store.flip(weights, flip_of(slots, 1, 0), 1)
+    for at in range(1, num_layers):
+        weights = store.flip(weights, flip_of(slots, at + 1, at), 1)
+
+
+def test_experts_are_read_while_layers_flip(plain: Peer) -> None:
+    """As another rank's fetch does, from a thread of its own."""
+    half, seed = Half(plain), random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    rng, is_over = np.random.default_rng(seed), threading.Event()
+    num_found, wrong = [0], []
+
+    def look() -> None:
+        moe = half.whole.layers[1].moe
+        assert moe is not None
+        while not is_over.is_set():
+            for expert in range(16):
+                found = half.store.expert(0, expert)
+                if found is None:
+                    continue
+                num_found[0] += 1
+                if not (torch.equal(found[0], moe.gate_up_E[expert]) and torch.equal(found[1], moe.down_E[expert])):
+                    wrong.append(expert)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    for stage_id in range(1, 40):
+        new = rng.permutation(16)[:8].tolist()
+        assert half.stage(new, stage_id).error is None
+        half.flip(new, stage_id)
+    is_over.set()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert num_found[0] > 100
+    assert wrong == []
+    half.check()

@@ -1,27 +1,48 @@
-"""Generations of a unit: formed, broken by a lost peer or an abort, formed anew with what is left, and whole again."""
+"""Generations of a unit: formed, broken by a lost peer or an abort, formed anew with what is left, and whole again; and
+within one, layers whose experts move between two steps."""
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.mesh import MeshGroup
-from hadal.core.placement import Placement, spread, without
-from hadal.core.plans import Chunk, DecodePlan, Formed, FormPlan, Join, PrefillPlan, Sampling, StepDone
+from hadal.core.placement import EMPTY, SPLIT_PARTS, Placement, spread, without
+from hadal.core.plans import (
+    Chunk,
+    DecodePlan,
+    Formed,
+    FormPlan,
+    Join,
+    LayerFlip,
+    PrefillPlan,
+    Sampling,
+    Source,
+    Staged,
+    StagePlan,
+    StepDone,
+)
+from hadal.kernels import library
+from hadal.model.block import MicroBatch
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
+from hadal.model.execute import Recorder
 from hadal.model.experts import ExpertStore
 from hadal.model.membership import Membership
-from hadal.model.runner import ModelRunner
+from hadal.model.runner import FLIP, ModelRunner
 from hadal.model.weights import load_weights
+from hadal.overlap.plan import Schedule
 from hadal.reference.generate import generate
 from tests.unit.comm.groups import member, run_threads
 from tests.unit.model.checkpoints import Peer
-from tests.unit.model.test_deepseek import random_tokens
+from tests.unit.model.test_deepseek import TOLERANCE, random_tokens
 
 GREEDY = Sampling(temperature=0.0)
 NUM_RANKS = 3
@@ -29,37 +50,69 @@ DEADLINE_S = 20.0
 SOON_S = 5.0
 
 
+class Listened(DeepseekV3):
+    """A model that keeps its logits."""
+
+    def _all_layers(
+        self, states: Sequence[MicroBatch], schedule: Schedule, recorder: Recorder | None
+    ) -> list[Tensor]:
+        logits = super()._all_layers(states, schedule, recorder)
+        self.kept = [*getattr(self, "kept", []), torch.cat(logits).clone()]
+        return logits
+
+
 class Rank:
     """A rank's runner over a mesh."""
 
-    def __init__(self, peer: Peer, number: int, epoch: str = "a") -> None:
+    def __init__(self, peer: Peer, number: int, epoch: str = "a", mode: str = "low_latency") -> None:
         config = peer.weights.config
         self.group = MeshGroup(number, f"{epoch}{number}", deadline_s=DEADLINE_S)
         comm = ExpertComm(
             self.group, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire="fp32",
-            mode="low_latency", max_tokens=64,
+            mode=mode, max_tokens=64,
         )  # fmt: skip
-        weights = load_weights(peer.folder, slots_LS=np.empty((2, 0), np.int16))
-        model = DeepseekV3(weights, KvCache(config, 8), comm)
-        model.cache.cache_PLSD.fill_(float("nan"))
-        self.runner = ModelRunner(model, 2, Membership(number, self.group, comm, ExpertStore(peer.folder, 2)))
-        self.prompt = tuple(random_tokens(peer, 11 + 20 * number, seed=number))
+        nothing = np.empty((2, 0), np.int16)
+        weights = load_weights(peer.folder, slots_LS=nothing)
+        self.model = Listened(weights, KvCache(config, 8), comm)
+        self.store = ExpertStore(peer.folder, weights, nothing)
+        self.model.cache.cache_PLSD.fill_(float("nan"))
+        self.runner = ModelRunner(self.model, 2, Membership(number, self.group, comm, self.store))
+        self.prompt = tuple(random_tokens(peer, 11 + 15 * number, seed=number))
 
     def form(self, ranks: list[Rank], generation: int, placement: Placement) -> Formed:
         members = tuple(member(rank.group) for rank in ranks)
-        formed = self.runner.execute(
-            FormPlan(generation, NUM_RANKS, members, placement.to_bytes(), placement.num_slots)
-        )
+        plan = FormPlan(
+            generation, placement.num_ranks, members, placement.to_bytes(), placement.num_slots,
+            placement.weights_bytes(),
+        )  # fmt: skip
+        formed = self.runner.execute(plan)
         assert isinstance(formed, Formed)
         return formed
 
-    def prefill(self) -> StepDone:
-        return self.step(PrefillPlan(0, (Chunk("a", self.prompt, 0, (1,), GREEDY, 0),)))
+    def prefill(self, flips: tuple[LayerFlip, ...] = (), is_counted: bool = False) -> StepDone:
+        chunk = Chunk("a", self.prompt, 0, (1,), GREEDY, 0)
+        return self.step(PrefillPlan(0, (chunk,), flips=flips, is_counted=is_counted))
 
-    def decode(self, token: int | None = None) -> StepDone:
+    def decode(
+        self, token: int | None = None, flips: tuple[LayerFlip, ...] = (), is_counted: bool = False
+    ) -> StepDone:
         """`token`: it joins, else it goes on."""
         join = () if token is None else (Join(0, (1,), len(self.prompt), token, 1, GREEDY),)
-        return self.step(DecodePlan(1, (), join, ()))
+        return self.step(DecodePlan(1, (), join, (), flips=flips, is_counted=is_counted))
+
+    def stage(self, ranks: Sequence[Rank], layer: int, stage_id: int, slots_RS: np.ndarray) -> Staged:
+        """With what the other ranks hold; expert 0 and what the asked one has not is read."""
+        def fetch(layer: int, source: Source, gate_up: Tensor, down: Tensor) -> bool:
+            found = ranks[source.port - 1].store.expert(layer, source.expert)
+            if found is not None:
+                gate_up.copy_(found[0])
+                down.copy_(found[1])
+            return found is not None
+
+        # Some hold it, some do not, some have flipped already.
+        sources = tuple(Source(expert, "a", 1 + expert % len(ranks)) for expert in range(1, 16))
+        slots = tuple(slots_RS[self.group.rank].tolist())
+        return self.store.stage(StagePlan(1, stage_id, layer, slots, sources), fetch)
 
     def step(self, plan: PrefillPlan | DecodePlan) -> StepDone:
         done = self.runner.execute(plan)
@@ -169,3 +222,150 @@ def test_a_placement_that_cannot_be(plain: Peer, ranks: list[Rank]) -> None:
     assert any("no replica" in (one.error or "") for one in formed), "the first to see it says why"
     form(ranks, 2, placement)
     serve(plain, ranks)
+
+
+def shuffled(placement: Placement, rng: random.Random) -> np.ndarray:
+    """Another layer of the same shape: the experts under other names, in other slots."""
+    names = rng.sample(range(16), 16)
+    ranks_RS = [[names[e] if e != EMPTY else e for e in rank] for rank in placement.slot_to_expert_LRS[0].tolist()]
+    return np.array([rng.sample(slots, len(slots)) for slots in ranks_RS], np.int16)
+
+
+def random_parts(slots_RS: np.ndarray, rng: random.Random) -> np.ndarray:
+    parts_RS = np.zeros(slots_RS.shape, np.uint8)
+    for expert in range(16):
+        at = np.argwhere(slots_RS == expert).tolist()
+        cuts = sorted(rng.sample(range(1, SPLIT_PARTS), len(at) - 1))
+        for (rank, slot), part in zip(at, np.diff([0, *cuts, SPLIT_PARTS]).tolist(), strict=True):
+            parts_RS[rank, slot] = part
+    return parts_RS
+
+
+@pytest.mark.parametrize("mode", ["normal", "low_latency"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: str) -> None:
+    """The same requests with layers that move between any two steps and without: the logits are the same bits. What
+    was counted are all pairs since the counted step before, of a flipped layer those since its flip."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    placement, num_steps = spread(2, 16, num_ranks, 4 * (num_ranks - 1) if num_ranks < 4 else 4), 7
+    ranks = [Rank(plain, number, mode=mode) for number in range(num_ranks)]
+
+    def one(rank: Rank, is_moving: bool) -> list[list[int]]:
+        rng, staged, counted = random.Random(seed), {}, []  # The same draws on every rank, as from a leader.
+        held_RS, slots_RS = list(placement.slot_to_expert_LRS), shuffled(placement, rng)
+        if is_moving:
+            assert rank.stage(ranks, 1, 50, slots_RS).error is None
+            held_RS[1] = slots_RS
+        last = rank.prefill((LayerFlip(1, 50, slots_RS.tobytes()),) if is_moving else ())
+        assert last.error is None
+        for step in range(num_steps):
+            flips, layer = (), rng.randrange(2)
+            if step and staged:
+                flips += (staged.popitem()[1],)
+                held_RS[flips[0].layer] = np.frombuffer(flips[0].slot_to_expert, np.int16).reshape(num_ranks, -1)
+            if rng.random() < 0.5:  # A split alone, of what is held or was just flipped.
+                parts = random_parts(held_RS[layer], rng)
+                flips += (LayerFlip(layer, 0, held_RS[layer].tobytes(), parts.tobytes()),)
+            done = rank.decode(last.tokens[0] if not step else None, flips if is_moving else (), step % 3 == 2)
+            assert done.error is None
+            assert sum(t.count for t in done.op_times if t.op == FLIP) == (len(flips) if is_moving else 0)
+            if step % 3 == 2:
+                counted.append(np.frombuffer(done.slot_counts, np.int64).reshape(2, -1).sum(1).tolist())
+            else:
+                assert done.slot_counts == b""
+            slots_RS = shuffled(placement, rng)
+            staged = {layer: LayerFlip(layer, step, slots_RS.tobytes())}
+            if is_moving:
+                assert rank.stage(ranks, layer, step, slots_RS).error is None
+        return counted
+
+    results = []
+    for generation, is_moving in enumerate((True, False), 1):
+        form(ranks, generation, placement)
+        for rank in ranks:
+            rank.model.kept = []
+        counted = run_threads([lambda r=r, m=is_moving: one(r, m) for r in ranks])
+        results.append([torch.cat(rank.model.kept) for rank in ranks])
+        if not is_moving:
+            prompts = sum(len(rank.prompt) for rank in ranks)
+            sums = np.sum(counted, axis=0) / 4  # Top 4.
+            assert sums[0].tolist() == [prompts + 3 * num_ranks, 4 * num_ranks], "prefill's last layer needs one row"
+            assert sums[1].tolist() == [3 * num_ranks, 3 * num_ranks]
+    for rank in ranks:
+        rank.runner.close()
+    for moved, still in zip(*results, strict=True):
+        assert moved.shape == (1 + num_steps, plain.vocab_size)
+        if library.load() is not None:
+            assert torch.equal(moved, still), seed
+        else:  # torch's products promise less.
+            assert float((moved - still).abs().max()) <= TOLERANCE
+
+
+def test_a_flip_begins_its_layers_counts_anew(plain: Peer, ranks: list[Rank]) -> None:
+    placement = whole(plain)
+    form(ranks, 1, placement)
+    tokens = [done.tokens[0] for done in run_threads([rank.prefill for rank in ranks])]
+    slots_RS = placement.slot_to_expert_LRS[1]
+    flips = (LayerFlip(1, 0, slots_RS.tobytes(), random_parts(slots_RS, random.Random(1)).tobytes()),)
+
+    def one(number: int) -> np.ndarray:
+        ranks[number].decode(tokens[number])
+        done = ranks[number].decode(flips=flips, is_counted=True)
+        assert done.error is None
+        return np.frombuffer(done.slot_counts, np.int64).reshape(2, -1)
+
+    counts = np.stack(run_threads([lambda n=n: one(n) for n in range(NUM_RANKS)]))
+    prompts = sum(len(rank.prompt) for rank in ranks)
+    assert counts.sum((0, 2)).tolist() == [4 * (prompts + 2 * NUM_RANKS), 4 * NUM_RANKS]
+
+
+def test_a_split_comes_with_the_placement_or_a_flip(plain: Peer, ranks: list[Rank]) -> None:
+    placement = whole(plain)
+    slots_RS = placement.slot_to_expert_LRS[0]
+    parts_RS = random_parts(slots_RS, random.Random(5))
+
+    def counts(generation: int, placement: Placement, flips: tuple[LayerFlip, ...] = ()) -> np.ndarray:
+        form(ranks, generation, placement)
+        done = run_threads([lambda r=r: r.prefill(flips, is_counted=True) for r in ranks])
+        return np.stack([np.frombuffer(one.slot_counts, np.int64).reshape(2, -1) for one in done])
+
+    split = counts(1, placement.with_layer(0, slots_RS, parts_RS))
+    even = counts(2, placement)
+    flipped = counts(3, placement, (LayerFlip(0, 0, slots_RS.tobytes(), parts_RS.tobytes()),))
+    assert np.array_equal(split, flipped)
+    assert not np.array_equal(split[:, 0], even[:, 0])
+    assert np.array_equal(split[:, 1], even[:, 1])
+
+
+def test_a_flip_that_one_rank_did_not_stage_fails_the_step(plain: Peer, ranks: list[Rank]) -> None:
+    placement, rng = whole(plain), random.Random(3)
+    form(ranks, 1, placement)
+    tokens = [done.tokens[0] for done in run_threads([rank.prefill for rank in ranks])]
+    slots_RS = shuffled(placement, rng)
+    for rank in ranks[1:]:
+        assert rank.stage(ranks, 0, 7, slots_RS).error is None
+    before, flip = ranks[0].model.weights, (LayerFlip(0, 7, slots_RS.tobytes()),)
+    start_s = time.monotonic()
+    done = run_threads([lambda n=n: ranks[n].decode(tokens[n], flip) for n in range(NUM_RANKS)])
+    assert "stage 7" in (done[0].error or "")
+    assert all(one.error is not None for one in done)
+    assert time.monotonic() - start_s < SOON_S
+    assert ranks[0].model.weights is before
+    # The generation is over; the next has the placement of its leader, whoever had flipped.
+    form(ranks, 2, placement)
+    serve(plain, ranks)
+    done = run_threads([lambda r=r: r.decode(flips=(LayerFlip(0, 1, b"12"),)) for r in ranks])
+    assert all("ValueError" in (one.error or "") or "PeerLost" in (one.error or "") for one in done)
+    form(ranks, 3, placement.with_layer(1, slots_RS, random_parts(slots_RS, rng)))
+    serve(plain, ranks)
+
+
+def test_a_rank_by_itself_does_not_flip(plain: Peer) -> None:
+    runner = ModelRunner(DeepseekV3(plain.weights, KvCache(plain.weights.config, 8)), 2)
+    done = runner.execute(DecodePlan(1, (), (), (), flips=(LayerFlip(0, 1, b""),)))
+    assert isinstance(done, StepDone)
+    assert "holds every expert" in (done.error or "")
+    done = runner.execute(DecodePlan(2, (), (), (), is_counted=True))
+    assert isinstance(done, StepDone)
+    assert (done.error, done.slot_counts) == (None, b"")

@@ -298,11 +298,11 @@ int hadal_pack(void* team_, const PackShape* shape, const float* x, const int32_
     return kOk;
 }
 
-// See message.h. row_M and slot_M [M], out [N, D]: the own rows first.
+// See message.h. row_M and slot_M [M], counts [num_slots], out [N, D]: the own rows first.
 int hadal_unpack(void* team_, const UnpackShape* shape, const Arrived* messages, const float* x,
                  const int32_t* own_token_N, const int32_t* own_row_P, const int32_t* own_slot_P, int64_t* row_M,
-                 int64_t* slot_M, float* out) {
-    if (!unpack_pairs(*shape, messages, own_row_P, own_slot_P, row_M, slot_M)) return kBadRow;
+                 int64_t* slot_M, int64_t* counts_S, float* out) {
+    if (!unpack_pairs(*shape, messages, own_row_P, own_slot_P, row_M, slot_M, counts_S)) return kBadRow;
     Team& team = *static_cast<Team*>(team_);
     std::lock_guard<std::mutex> lock(team.mutex());
     const size_t row = (size_t(row_bytes_of(shape->D, shape->format)) + 63) / 64 * 64;

@@ -75,12 +75,21 @@ struct Arrived {
     int64_t address, num_rows, num_pairs, first_row, first_pair;
 };
 
-// Rows and slots of all pairs. Returns false if one names a row or slot that is not there.
+// Rows and slots of all pairs; counts_S, by slot, grows by those of this call. Returns false if a pair names a row or
+// slot that is not there.
 inline bool unpack_pairs(const UnpackShape& s, const Arrived* messages, const int32_t* own_row_P,
-                         const int32_t* own_slot_P, int64_t* row_M, int64_t* slot_M) {
+                         const int32_t* own_slot_P, int64_t* row_M, int64_t* slot_M, int64_t* counts_S) {
     const long message_bytes = kMessageHeadBytes + row_bytes_of(s.D, s.format);
-    for (int p = 0; p < s.own_pairs; p++) row_M[p] = own_row_P[p], slot_M[p] = own_slot_P[p];
     bool is_good = true;
+    const auto count = [&](int32_t slot) {
+        const bool is_there = slot >= 0 && slot < s.num_slots;
+        is_good &= is_there;
+        if (is_there) counts_S[slot]++;
+    };
+    for (int p = 0; p < s.own_pairs; p++) {
+        row_M[p] = own_row_P[p], slot_M[p] = own_slot_P[p];
+        count(own_slot_P[p]);
+    }
     for (int m = 0; m < s.num_messages; m++) {
         const Arrived& a = messages[m];
         const uint8_t* at = reinterpret_cast<const uint8_t*>(a.address) + kHeadBytes;
@@ -92,7 +101,8 @@ inline bool unpack_pairs(const UnpackShape& s, const Arrived* messages, const in
                 std::memcpy(&row, at + p * 4, sizeof row);
                 std::memcpy(&slot, at + (a.num_pairs + p) * 4, sizeof slot);
             }
-            is_good &= row >= 0 && row < a.num_rows && slot >= 0 && slot < s.num_slots;
+            is_good &= row >= 0 && row < a.num_rows;
+            count(slot);
             row_M[a.first_pair + p] = a.first_row + row, slot_M[a.first_pair + p] = slot;
         }
     }
