@@ -1,10 +1,11 @@
 """The role of a rank's process: does what its leader says for the generation it belongs to, and says that it lives.
 
     RankUp ... RankUp --RankForm--> Form ... Formed --RankFormed--> RankStep -> Execute -> StepDone -> RankDone
+                                                                    RankStage -> Stage -> Staged -> RankStaged
 
 Decides nothing: slots, blocks and plans are the leader's. What belongs to an older generation is dropped, both steps
-that arrive late and results of steps that were broken off. Pulls and freed blocks belong to no generation, for KV
-outlives them; they count from the first FormPlan on, as earlier ones were meant for this rank's predecessor.
+and stages that arrive late and results of those that were broken off. Pulls and freed blocks belong to no generation,
+for KV outlives them; they count from the first FormPlan on, as earlier ones were meant for this rank's predecessor.
 
 The wire between a leader and a rank keeps the order and repeats nothing; it may lose messages only with the process.
 """
@@ -27,11 +28,13 @@ from hadal.core.messages import (
     RankFreed,
     RankPull,
     RankPulled,
+    RankStage,
+    RankStaged,
     RankStep,
     RankUp,
 )
-from hadal.core.plans import Formed, FormPlan, KvPulled, StepDone
-from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Form, Freed, Pull, Send, Tick, WakeAt
+from hadal.core.plans import Formed, FormPlan, KvPulled, Staged, StagePlan, StepDone
+from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Form, Freed, Pull, Send, Stage, Tick, WakeAt
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -50,8 +53,8 @@ class RankRole:
     """Rank `rank` of `unit`, reached by its peers at `host`:`port`; `leader` is the unit's leader on the wire."""
 
     def __init__(
-        self, unit: str, rank: int, epoch: str, host: str, port: int, pool: str, *, leader: str = "",
-        beat_s: float = RANK_BEAT_S,
+        self, unit: str, rank: int, epoch: str, host: str, port: int, pool: str, *, expert_port: int = 0,
+        leader: str = "", beat_s: float = RANK_BEAT_S,
     ) -> None:  # fmt: skip
         self.generation = 0
         """Of the newest FormPlan taken; 0: none yet."""
@@ -61,7 +64,7 @@ class RankRole:
         self._rank = rank
         self._epoch = epoch
         self._leader = leader or unit
-        self._up = RankUp(unit, rank, epoch, host, port, pool)
+        self._up = RankUp(unit, rank, epoch, host, port, pool, expert_port)
         self._beat_s = beat_s
         self._is_formed = False
         self._progress = Progress(0, False)
@@ -83,6 +86,8 @@ class RankRole:
                 effects += self._form(plan)
             case RankStep():
                 effects += self._step(event)
+            case RankStage(plan):
+                effects += self._stage(plan)
             case RankPull(request_id, attempt, lease, into):
                 effects += self._if_member(Pull(request_id, attempt, lease, into))
             case RankFreed(block_ids):
@@ -91,6 +96,8 @@ class RankRole:
                 effects += self._step_done(event)
             case Formed():
                 effects += self._formed(event)
+            case Staged():
+                effects += self._staged(event)
             case KvPulled():
                 effects.append(Send(self._leader, RankPulled(self._rank, self._epoch, event)))
             case Progress():
@@ -131,6 +138,12 @@ class RankRole:
         self._in_flight.append((message.generation, message.plan.step_id))
         return [Execute((message.plan,))]
 
+    def _stage(self, plan: StagePlan) -> list[Effect]:
+        if plan.generation != self.generation or not self._is_formed:
+            self.num_stale += 1
+            return []
+        return [Stage(plan)]
+
     def _if_member(self, effect: Effect) -> list[Effect]:
         if self.generation:
             return [effect]
@@ -154,6 +167,12 @@ class RankRole:
             return []
         self._is_formed = formed.error is None
         return [Send(self._leader, RankFormed(self._rank, self._epoch, formed))]
+
+    def _staged(self, staged: Staged) -> list[Effect]:
+        if staged.generation != self.generation:
+            self.num_stale += 1
+            return []
+        return [Send(self._leader, RankStaged(self._rank, self._epoch, staged))]
 
     # ---- signs of life ----
     def _beat(self) -> RankUp | RankBeat:

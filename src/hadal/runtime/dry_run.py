@@ -93,6 +93,8 @@ def _memory(role: str, resolved: Resolved, memory: RankMemory) -> Iterator[Row]:
     yield "KV", f"{gb(memory.kv_bytes)}: {memory.kv_blocks} blocks, {tokens} tokens"
     if memory.comm_bytes:
         yield "buffers", f"{gb(memory.comm_bytes)} for dispatch and combine, {mode_of(role, units)} mode"
+    if memory.staged_bytes:
+        yield "staging", f"{gb(memory.staged_bytes)}: one layer's experts once more, while replicas move"
     limit = f" of {deployment.device_memory_gb:.0f} GB" if deployment.device_memory_gb else ""
     yield "together", f"{gb(memory.total_bytes)}{limit}"
     per_node = min(units.ranks, units.ranks_per_node)

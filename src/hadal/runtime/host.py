@@ -1,8 +1,8 @@
 """A leader or a rank at work: feeds one sans-IO role its messages, results and time, and applies what it asks for.
 
-One thread receives, decides and sends; steps are computed in a second, long copies made in a third. The thread sleeps
-in one place only, until a message, a result, a timer or a signal comes. Knows no role from another; the leader of many
-ranks has neither runner nor pool.
+One thread receives, decides and sends; steps are computed in a second, long copies made in a third, layers staged in a
+fourth. The thread sleeps in one place only, until a message, a result, a timer or a signal comes. Knows no role from
+another; the leader of many ranks has neither runner nor pool, and only a rank of many has a stager.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import msgspec
 
 from hadal.core.errors import ConfigError
 from hadal.core.messages import Load
-from hadal.core.seams import Clock, Effect, Event, Execute, Form, Freed, Pull, Runner, Send, Tick, WakeAt
+from hadal.core.seams import Clock, Effect, Event, Execute, Form, Freed, Pull, Runner, Send, Stage, Tick, WakeAt
 from hadal.runtime.compute import Compute
 from hadal.runtime.copier import Copier
 from hadal.runtime.kv_wire import KvPool, KvWire
 from hadal.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_STUCK
+from hadal.runtime.stager import Stager
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger(__name__)
@@ -47,10 +48,12 @@ class UnitHost:
     def __init__(
         self, leader: Leader, runner: Runner | None, wire: ZmqWire, pool: KvPool | None, clock: Clock, *,
         step_deadline_s: float, news: Callable[[float], list[Effect]] = lambda now_s: [],
+        make_stager: Callable[[Callable[[], None]], Stager] | None = None,
     ) -> None:  # fmt: skip
         """`step_deadline_s`: a step longer than this ends the process, so that the supervisor starts another.
 
         `news` feeds the role, before every tick and after every wake, what only the process can see: a rank's progress.
+        `make_stager` is given what wakes the host; None where nobody asks for a stage.
         """
         self._leader = leader
         self._runner = runner
@@ -66,6 +69,7 @@ class UnitHost:
         self._copier = (
             None if self._kv_wire is None or pool is None else Copier(self._kv_wire, pool.block_bytes, self.wake)
         )
+        self._stager = make_stager(self.wake) if make_stager else None
         self._wake_at_s: float | None = None
         self._step_ended = False
         """A step's end is among the events being handled: a plan made now follows it."""
@@ -93,9 +97,10 @@ class UnitHost:
                 self._take_news()  # Before a failed step: it tells whose fault it was.
             results = self._compute.take() if self._compute else []
             copied = self._copier.take() if self._copier else []
+            staged = self._stager.take() if self._stager else []
             self._step_ended = bool(results)
             # Results first: they free slots and blocks that the messages may want.
-            for event in (*results, *copied, *messages):
+            for event in (*results, *copied, *staged, *messages):
                 self._apply(self._leader.handle(self._clock.now(), event))
             self._tick_if_due()
             if self._compute:
@@ -110,6 +115,8 @@ class UnitHost:
             log.warning("leaving in the middle of a step")
         if self._copier:
             self._copier.stop(_STOP_S)
+        if self._stager and not self._stager.stop(_STOP_S):
+            log.warning("leaving in the middle of a stage")
         self._wire.close()
         if self._kv_wire:
             self._kv_wire.close()
@@ -128,7 +135,11 @@ class UnitHost:
             elif isinstance(effect, Execute) and self._compute:
                 self._compute.submit(effect.plans[0], follows=self._step_ended)
             elif isinstance(effect, Form) and self._compute:
+                if self._stager:
+                    self._stager.void(effect.plan.generation)
                 self._compute.form(effect.plan)
+            elif isinstance(effect, Stage) and self._stager:
+                self._stager.submit(effect.plan)
             elif isinstance(effect, Freed) and self._pool:
                 self._pool.free(effect.block_ids)
             elif isinstance(effect, Pull) and self._copier:

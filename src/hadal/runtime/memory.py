@@ -58,6 +58,8 @@ class RankMemory:
     kv_bytes: int
     comm_bytes: int
     """Buffers of dispatch and combine; 0 in a unit of one rank."""
+    staged_bytes: int = 0
+    """One MoE layer's experts once more: while replicas move, a layer is in memory as it was and as it will be."""
 
     @property
     def weight_bytes(self) -> int:
@@ -65,7 +67,7 @@ class RankMemory:
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes + self.comm_bytes
+        return self.weight_bytes + self.kv_bytes + self.comm_bytes + self.staged_bytes
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,11 @@ def mode_of(kind: str, units: UnitsConfig) -> str:
     return units.mode or ("normal" if kind == PREFILL else "low_latency")
 
 
+def moves_experts(units: UnitsConfig) -> bool:
+    """Replicas may move to other ranks while the unit serves: its ranks serve their experts and stage layers."""
+    return units.ranks > 1 and units.expert_balance != "off"
+
+
 def with_blocks(deployment: Deployment, plan: MemoryPlan) -> Deployment:
     """The deployment with the plan's blocks written in."""
     return dataclasses.replace(
@@ -268,6 +275,7 @@ def _rank_memory(
         kv_blocks=kv_blocks,
         kv_bytes=kv_blocks * config.num_hidden_layers * BLOCK_TOKENS * config.latent_dim * precision.kv,
         comm_bytes=_comm_bytes(kind, deployment, config),
+        staged_bytes=int(slots * expert * precision.matrix) if moves_experts(units) else 0,
     )
 
 
@@ -294,7 +302,9 @@ def _check_device_memory(kind: str, rank: RankMemory, deployment: Deployment) ->
     if deployment.device != "cuda" or not limit_bytes or rank.total_bytes <= limit_bytes:
         return
     parts = f"weights {gb(rank.weight_bytes)}, KV {gb(rank.kv_bytes)}, buffers {gb(rank.comm_bytes)}"
-    if rank.weight_bytes + rank.comm_bytes < limit_bytes:
+    if rank.staged_bytes:
+        parts += f", a layer being staged {gb(rank.staged_bytes)}"
+    if rank.total_bytes - rank.kv_bytes < limit_bytes:
         excess_mb = (rank.total_bytes - limit_bytes) / 2**20
         remedy = f"Lower {kind}.kv_memory_mb by {excess_mb:.0f} or more (below a whole context: {kind}.kv_blocks)."
     else:

@@ -35,11 +35,13 @@ from hadal.roles.rank import RankRole
 from hadal.runtime.accelerator import open_device
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.core import first_placement
+from hadal.runtime.expert_wire import ExpertWire, key_of
 from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.kv_wire import KvPool, pool_name
-from hadal.runtime.memory import max_step_tokens, mode_of
+from hadal.runtime.memory import max_step_tokens, mode_of, moves_experts
 from hadal.runtime.news import News, Noticing
 from hadal.runtime.process import Run, enter_child, unit_arguments
+from hadal.runtime.stager import Stager
 from hadal.runtime.topology import rank_name, units_of
 from hadal.runtime.wire import ZmqWire
 
@@ -75,7 +77,7 @@ def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[
         pool.close()
         raise
     try:
-        runner = make_runner(deployment, config, role, rank, group, pool, device)
+        runner, store = make_runner(deployment, config, role, rank, group, pool, device)
     except ConfigError:
         group.close()
         pool.close()
@@ -84,11 +86,14 @@ def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[
     gc.freeze()  # What is there now stays: no collection need look at it again.
     clock = LiveClock()
     port = group.port if isinstance(group, MeshGroup) else 0  # The others meet in a file.
-    rank_role = RankRole(unit, rank, epoch, ADDRESS, port, pool.name)
+    # Its experts stay where they are, or others may have them: then it needs theirs as well.
+    wire = ExpertWire(ADDRESS, key_of(run.run_id), store.expert) if moves_experts(units) else None
+    rank_role = RankRole(unit, rank, epoch, ADDRESS, port, pool.name, expert_port=wire.port if wire else 0)
     host = UnitHost(
         Noticing(rank_role, news), runner, ZmqWire(name, folder), pool, clock,
         step_deadline_s=STEP_DEADLINES * deployment.unit_timeout_s,
         news=lambda now_s: rank_role.handle(now_s, news.take(runner)),
+        make_stager=(lambda wake: Stager(store.stage, wire, wake)) if wire else None,
     )  # fmt: skip
     news.wake, news.is_stopping = host.wake, lambda: host.is_stopping
     return host, rank_role.start(clock.now())
@@ -115,8 +120,9 @@ def make_group(
 
 def make_runner(
     deployment: Deployment, config: ModelConfig, role: str, rank: int, group: Group, pool: KvPool, device: str = "cpu"
-) -> ModelRunner:
-    """The model with this rank's experts of the full placement, and its membership in `group`. Raises ConfigError."""
+) -> tuple[ModelRunner, ExpertStore]:
+    """The model with this rank's experts of the full placement, and its membership in `group`; also what keeps those
+    experts. Raises ConfigError."""
     units, started_s = units_of(deployment, role), time.monotonic()
     placement = first_placement(deployment, config, role)
     slots_LS = placement.slot_to_expert_LRS[:, rank]
@@ -129,7 +135,7 @@ def make_runner(
         "%d of %d experts a layer loaded in %.1f s, threads: %d, %s, %s", placement.num_slots, config.n_routed_experts,
         time.monotonic() - started_s, units.threads, device, deployment.transport,
     )  # fmt: skip
-    return ModelRunner(model, units.max_requests, Membership(rank, group, comm, store))
+    return ModelRunner(model, units.max_requests, Membership(rank, group, comm, store)), store
 
 
 def make_comm(

@@ -14,11 +14,13 @@ from hadal.core.messages import (
     RankFreed,
     RankPull,
     RankPulled,
+    RankStage,
+    RankStaged,
     RankStep,
     RankUp,
 )
-from hadal.core.plans import DecodePlan, Formed, FormPlan, KvPulled, Member, StepDone
-from hadal.core.seams import Execute, Form, Freed, Pull, Send, Tick, WakeAt
+from hadal.core.plans import DecodePlan, Formed, FormPlan, KvPulled, Member, Staged, StagePlan, StepDone
+from hadal.core.seams import Execute, Form, Freed, Pull, Send, Stage, Tick, WakeAt
 from hadal.roles.rank import Progress, RankRole
 from tests.unit.roles.driving import done, of, sent
 
@@ -103,6 +105,37 @@ def test_three_steps_at_once_are_one_too_many() -> None:
     rank.handle(0.0, step(1))
     with pytest.raises(InvariantError, match="too many"):
         rank.handle(0.0, step(2))
+
+
+def test_it_says_where_its_experts_can_be_had() -> None:
+    rank = RankRole("decode-0", 2, "e1", "127.0.0.1", 7000, "pool-2", expert_port=7001)
+    assert sent(rank.start(0.0), RankUp)[0].expert_port == 7001
+    assert sent(make_rank().start(0.0), RankUp)[0].expert_port == 0
+
+
+def test_stages_of_its_generation_are_begun_and_answered() -> None:
+    rank = make_rank()
+    rank.start(0.0)
+    plan = StagePlan(1, 4, 0, (1, 2), ())
+    assert rank.handle(0.0, RankStage(plan)) == []  # Its predecessor's.
+    rank.handle(0.0, form(1))
+    assert rank.handle(0.0, RankStage(plan)) == []  # Not formed yet.
+    rank.handle(0.0, Formed(1, None))
+    assert rank.handle(0.0, RankStage(plan)) == [Stage(plan)]
+    staged = Staged(1, 4, 0, None, 2)
+    assert rank.handle(0.0, staged) == [Send("decode-0", RankStaged(2, "e1", staged))]
+    assert rank.num_stale == 2
+
+
+def test_a_new_generation_makes_the_stages_before_it_void() -> None:
+    rank = formed_rank()
+    rank.handle(0.0, RankStage(StagePlan(1, 4, 0, (1, 2), ())))
+    rank.handle(0.0, form(2))
+    assert rank.handle(0.0, Staged(1, 4, 0)) == []
+    rank.handle(0.0, Formed(2, None))
+    assert rank.handle(0.0, RankStage(StagePlan(1, 5, 1, (1, 2), ()))) == []
+    assert rank.num_stale == 2
+    assert of(rank.handle(0.0, RankStage(StagePlan(2, 5, 1, (1, 2), ()))), Stage)
 
 
 def test_pulls_and_freed_blocks_outlive_generations_but_not_the_process() -> None:

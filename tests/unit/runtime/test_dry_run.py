@@ -74,7 +74,8 @@ def test_what_a_person_reads_of_the_published_plan(v3: Resolved) -> None:
     for words in (
         "240 ranks (GPUs) on 30 nodes", "EP144, nodes 12-29", "9 routed + 1 shared, in each of 58 layers",
         "2 routed + 1 shared", "7,408 bytes a message", "14,336 bytes a row", "DeepEP 2.15 GB",
-        "decode_five", "prefill_dual", "cannot run on this host: it needs 30 nodes of 8 GPUs",
+        "decode_five", "prefill_dual", "one layer's experts once more",
+        "cannot run on this host: it needs 30 nodes of 8 GPUs",
     ):  # fmt: skip
         assert words in text
 

@@ -11,14 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, Load, RankStep, RankUp
-from hadal.core.plans import Formed, FormPlan, KvPulled, PrefillPlan, StepDone, StepPlan
-from hadal.core.seams import Deliver, Effect, Event, Execute, Form, Freed, Pull, Send, Tick, WakeAt
+from hadal.core.plans import Formed, FormPlan, KvPulled, PrefillPlan, Source, Staged, StagePlan, StepDone, StepPlan
+from hadal.core.seams import Deliver, Effect, Event, Execute, Form, Freed, Pull, Send, Stage, Tick, WakeAt
 from hadal.runtime.clock import LiveClock
+from hadal.runtime.expert_wire import ExpertWire, key_of
 from hadal.runtime.host import UnitHost
 from hadal.runtime.kv_wire import KvPool, pool_name, remove_segments
 from hadal.runtime.process import EXIT_STUCK
+from hadal.runtime.stager import Fetch, Stager, Void
 from hadal.runtime.wire import ZmqWire
 
 RUN = f"testhost{os.getpid()}"
@@ -221,6 +224,60 @@ def test_a_generation_is_formed_by_the_runner_and_its_outcome_handled(world: Wor
     assert [event.generation for event in world.script.events if isinstance(event, Formed)] == [3]
     world.host.stop()
     world.join()
+
+
+def test_layers_are_staged_beside_the_steps_until_a_generation_voids_them() -> None:
+    held = torch.full((4, 3), 2.0), torch.full((3, 2), 3.0)
+    begun, go, voided = threading.Event(), threading.Event(), threading.Event()
+
+    def stage(plan: StagePlan, fetch: Fetch) -> Staged:
+        if plan.stage_id == 1:
+            begun.set()
+            assert go.wait(5)
+        got = torch.zeros(4, 3), torch.zeros(3, 2)
+        try:
+            num_received = sum(fetch(plan.layer, source, *got) for source in plan.sources)
+        except Void:
+            voided.set()
+            raise
+        assert all(torch.equal(a, b) for a, b in zip(got, held, strict=True))
+        return Staged(plan.generation, plan.stage_id, plan.layer, None, num_received)
+
+    def answer(now_s: float, event: Event) -> list[Effect]:
+        if isinstance(event, StepDone):
+            assert begun.wait(5), "the step did not wait for the stage, nor the stage for the step"
+            return [Form(FormPlan(2, 2, (), b"", 0))]
+        if isinstance(event, Formed):
+            go.set()
+            assert voided.wait(5), "the generation did it, not the next stage"
+            return [Stage(StagePlan(2, 2, 0, (), sources))]
+        return [Send("front", Cancel("staged", 0))] if isinstance(event, Staged) else []
+
+    threads = set(threading.enumerate())
+    with tempfile.TemporaryDirectory(prefix="hadal-w-") as name:
+        wire = ExpertWire("127.0.0.1", key_of("a run"), lambda layer, expert: held)
+        sources = (Source(7, "127.0.0.1", wire.port),)
+        script, front = Script(answer), ZmqWire("front", Path(name))
+        host = UnitHost(
+            script, Runner(), ZmqWire("decode-0.0", Path(name)), None, LiveClock(), step_deadline_s=60,
+            make_stager=lambda wake: Stager(stage, wire, wake),
+        )  # fmt: skip
+        first = [Stage(StagePlan(1, 1, 0, (), sources)), Execute((PrefillPlan(0, ()),))]
+        thread = threading.Thread(target=lambda: host.run(first))
+        thread.start()
+        assert front.receive(5) == [Cancel("staged", 0)]
+        host.stop()
+        thread.join(5)
+        host.close()
+        front.close()
+    assert [event for event in script.events if isinstance(event, Staged)] == [Staged(2, 2, 0, None, 1)]
+    assert set(threading.enumerate()) <= threads
+
+
+def test_without_a_stager_nothing_can_be_staged(world: World) -> None:
+    world.run(Stage(StagePlan(1, 1, 0, (), ())))
+    world.join()
+    assert isinstance(world.failure, TypeError)
 
 
 def test_news_come_before_the_results_they_explain() -> None:

@@ -14,7 +14,14 @@ from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.model_config import ModelConfig, parse_model_config, read_model_config
 from hadal.model.cache import block_bytes
 from hadal.model.weights import load_weights
-from hadal.runtime.memory import checkpoint_precision, count_parameters, plan_memory, with_blocks
+from hadal.runtime.memory import (
+    RankMemory,
+    checkpoint_precision,
+    count_parameters,
+    num_moe_layers,
+    plan_memory,
+    with_blocks,
+)
 from hadal.runtime.resolve import model_folder
 
 V3: dict[str, Any] = {
@@ -124,6 +131,18 @@ def test_a_rank_holds_its_share_of_the_experts_and_all_else() -> None:
     assert whole.decode.comm_bytes == 0 < split.decode.comm_bytes
     assert split.kv_bytes == split.prefill.kv_bytes + 4 * split.decode.kv_bytes
     assert split.total_bytes == split.prefill.total_bytes + 4 * split.decode.total_bytes
+
+
+def test_a_layer_is_in_memory_twice_while_replicas_move() -> None:
+    config = read_model_config(model_folder(""))
+
+    def decode(**fields: Any) -> RankMemory:
+        return plan_memory(Deployment(device="cpu", decode=UnitsConfig(**fields)), config).decode
+
+    moving, fixed = decode(ranks=4, redundant_experts=32), decode(ranks=4, redundant_experts=32, expert_balance="off")
+    assert moving.staged_bytes * num_moe_layers(config) == moving.expert_bytes
+    assert fixed.staged_bytes == decode().staged_bytes == 0
+    assert moving.total_bytes - moving.staged_bytes == fixed.total_bytes
 
 
 def test_experts_that_do_not_divide_say_which_number_would(v3: ModelConfig) -> None:

@@ -69,7 +69,7 @@ def first_tokens(num_ranks: int, folder: Path, transport: str = "tcp") -> list[i
         for rank in range(num_ranks)
     ]
     runners: list[ModelRunner] = [
-        make_runner(resolved.deployment, config, "prefill", rank, group, pool)
+        make_runner(resolved.deployment, config, "prefill", rank, group, pool)[0]
         for rank, (group, pool) in enumerate(zip(groups, pools, strict=True))
     ]
     placement = spread(num_moe_layers(config), config.n_routed_experts, num_ranks)

@@ -1,0 +1,45 @@
+"""How a thread keeps out of the way of the one that computes: a lower priority, and a share of a core at most.
+
+Knows nothing of what the threads do.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+NICE = 5
+"""Of background threads; 0 is everybody else's. A third of the others' weight where cores are short (sched(7)). Not
+more: a thread that is put aside while it holds the interpreter holds up the computing thread as well."""
+SHARE = 0.25
+"""Of one core, at most. A rank's step waits for its slowest peer, so what one rank loses all lose; a quarter of a core
+still moves an expert of 44 MB several times a second."""
+MIN_REST_S = 0.001
+"""Shorter rests are put off until they add up: waking takes a good part of it."""
+
+
+def lower_priority() -> None:
+    """Make the calling thread, and threads that it starts from now on, yield to the others. Linux: a priority is a
+    thread's own."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+class Pace:
+    """Tells one thread when to rest, so that it takes `share` of a core over any stretch of work. Idle time before the
+    work is not saved up."""
+
+    def __init__(self, share: float = SHARE) -> None:
+        self._share = share
+        self._since_s: float | None = None
+        self._worked_s = 0.0
+
+    def owed_s(self) -> float:
+        """How long to rest now; 0: go on. From the thread whose pace it is."""
+        worked_s, now_s = time.thread_time(), time.monotonic()
+        if self._since_s is None:
+            self._since_s, self._worked_s = now_s, worked_s
+        owed_s = (worked_s - self._worked_s) / self._share - (now_s - self._since_s)
+        if owed_s <= 0:
+            self._since_s, self._worked_s = now_s, worked_s
+        return owed_s if owed_s >= MIN_REST_S else 0.0

@@ -1,0 +1,311 @@
+"""Weights of experts from one rank's memory to another's, over TCP: every rank serves what it holds to whoever asks.
+
+    asks     key 16 | layer, expert
+    answers  key 16 | held? | dtype, both shapes, CRC-32 | bytes of gate_up | bytes of down
+
+The weights of (layer, expert) are constants of the model. Any holder's bytes are right, whatever generation it or the
+asker belongs to, so neither side knows generations, placements or plans. The key is the run's: a port that was used
+again by another deployment's rank answers nobody here.
+
+One connection an expert: nothing is kept warm, and a failure leaves nothing behind. The asker says how many bytes it
+takes, so no answer is too big; it fills its tensors in place and trusts them once the sum is right. Device memory goes
+over the host's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hadal.core.errors import HadalError
+from hadal.core.plans import Source
+from hadal.runtime.background import SHARE, Pace, lower_priority
+
+log = logging.getLogger(__name__)
+
+Held = Callable[[int, int], tuple[Tensor, Tensor] | None]
+"""(MoE layer, expert) -> its gate_up [2I, D] and down [D, I], None if it is not held here. From any thread."""
+
+SILENCE_S = 1.0
+"""A peer that is dead or frozen costs this long, connecting, asking or receiving."""
+MIN_BYTES_PER_S = 10e6
+"""A peer that trickles is given up: a transfer may take SILENCE_S and its bytes at this rate. A disk is faster."""
+SHUN_S = 5.0
+"""Having failed once, a peer is not asked for this long: a layer's experts may all be due from it."""
+MAX_CONNECTIONS = 64
+"""Served at once; more wait to be accepted."""
+PIECE_BYTES = 1 << 20
+"""Sent or received between two looks at the clock."""
+_MAX_SHUNNED = 1024
+_ASK = struct.Struct("<16sII")
+_ANSWER = struct.Struct("<16sB16s4II")
+
+
+class BadAnswer(HadalError):
+    """What came is not the expert that was asked for."""
+
+
+def key_of(run_id: str) -> bytes:
+    """The 16 bytes by which processes of a run know each other."""
+    return hashlib.blake2b(f"hadal experts 1 {run_id}".encode(), digest_size=16).digest()
+
+
+class ExpertServer:
+    """Answers from a thread of its own until closed. `port` is where."""
+
+    def __init__(self, host: str, key: bytes, held: Held, share: float = SHARE) -> None:
+        """`share` of a core, at most."""
+        self._key = key
+        self._held = held
+        self._sums: dict[tuple[int, int], int] = {}
+        """CRC-32 of what was sent before: constants, like the weights."""
+        self._pace = Pace(share)
+        self._listener = socket.create_server((host, 0), backlog=MAX_CONNECTIONS)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="experts", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> bool:
+        """Break off what is being sent and free the port. False if the thread has not ended within `timeout_s`."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        lower_priority()
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._listener.close()
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        tasks: set[asyncio.Task[None]] = set()
+        accepting = asyncio.create_task(self._accept(tasks))
+        accepting.add_done_callback(lambda _: self._stopping.set())
+        await self._stopping.wait()
+        for task in (accepting, *tasks):
+            task.cancel()
+        for outcome in await asyncio.gather(accepting, *tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):  # Being cancelled is none.
+                raise outcome
+
+    async def _accept(self, tasks: set[asyncio.Task[None]]) -> None:
+        room = asyncio.Semaphore(MAX_CONNECTIONS)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            room.release()
+
+        while True:
+            await room.acquire()
+            try:
+                connection, _ = await self._loop.sock_accept(self._listener)
+            except OSError as error:  # Gone again, or no descriptor left. Peers that are not answered read their disk.
+                log.warning("a rank that wanted an expert was not let in: %s", error)
+                room.release()
+                await asyncio.sleep(SILENCE_S)
+                continue
+            connection.setblocking(False)
+            task = asyncio.create_task(self._talk(connection))
+            tasks.add(task)
+            task.add_done_callback(ended)
+
+    async def _talk(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                await self._answer(connection)
+            except OSError as error:  # A deadline's TimeoutError is one.
+                log.debug("a rank that wanted an expert is gone: %r", error)
+            except Exception:
+                log.exception("an expert could not be sent")  # Its asker reads the checkpoint.
+
+    async def _answer(self, connection: socket.socket) -> None:
+        asked = bytearray(_ASK.size)
+        view = memoryview(asked)
+        async with asyncio.timeout(SILENCE_S):
+            while view:
+                count = await self._loop.sock_recv_into(connection, view)
+                if not count:
+                    return
+                view = view[count:]
+        key, layer, expert = _ASK.unpack(asked)
+        if key != self._key:
+            return
+        found = self._held(layer, expert)
+        if found is None:
+            await self._send(connection, memoryview(_ANSWER.pack(key, 0, b"", 0, 0, 0, 0, 0)))
+            return
+        parts = [_bytes_of(_on_host(tensor)) for tensor in found]
+        checksum = await self._sum(layer, expert, parts)
+        head = _ANSWER.pack(key, 1, _dtype(found[0]), *found[0].shape, *found[1].shape, checksum)
+        for part in (memoryview(head), *parts):
+            for piece in _pieces(part):
+                await self._send(connection, piece)
+                await self._rest()
+
+    async def _send(self, connection: socket.socket, piece: memoryview) -> None:
+        async with asyncio.timeout(SILENCE_S):
+            await self._loop.sock_sendall(connection, piece)
+
+    async def _sum(self, layer: int, expert: int, parts: list[memoryview]) -> int:
+        known = self._sums.get((layer, expert))
+        if known is not None:
+            return known
+        checksum = 0
+        for part in parts:
+            for piece in _pieces(part):
+                checksum = zlib.crc32(piece, checksum)
+                await self._rest()
+        self._sums[layer, expert] = checksum
+        return checksum
+
+    async def _rest(self) -> None:
+        owed_s = self._pace.owed_s()
+        if owed_s:
+            await asyncio.sleep(owed_s)
+
+
+class ExpertClient:
+    """Fetches experts from other ranks' servers, one at a time. One thread may use it."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._shunned_until_s: dict[tuple[str, int], float] = {}
+
+    def fetch(
+        self, layer: int, source: Source, gate_up: Tensor, down: Tensor, rest: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Fill gate_up [2I, D] and down [D, I] with the expert. False: it could not be had there, and what the tensors
+        hold is void. `rest` is called between pieces; what it raises is raised."""
+        address = (source.host, source.port)
+        if not source.port or time.monotonic() < self._shunned_until_s.get(address, 0.0):
+            return False
+        try:
+            return self._receive(address, layer, source.expert, gate_up, down, rest)
+        except (OSError, BadAnswer) as error:
+            log.warning(
+                "expert %d of MoE layer %d was not had from %s:%d: %s", source.expert, layer, *address,
+                str(error) or type(error).__name__,
+            )  # fmt: skip
+            if len(self._shunned_until_s) >= _MAX_SHUNNED:
+                self._shunned_until_s.clear()
+            self._shunned_until_s[address] = time.monotonic() + SHUN_S
+            return False
+
+    def _receive(
+        self, address: tuple[str, int], layer: int, expert: int, gate_up: Tensor, down: Tensor,
+        rest: Callable[[], None],
+    ) -> bool:  # fmt: skip
+        num_bytes = gate_up.nbytes + down.nbytes
+        deadline_s = time.monotonic() + SILENCE_S + num_bytes / MIN_BYTES_PER_S
+        with socket.create_connection(address, timeout=SILENCE_S) as connection:
+            connection.sendall(_ASK.pack(self._key, layer, expert))
+            head = bytearray(_ANSWER.size)
+            _fill(connection, memoryview(head), deadline_s)
+            key, is_held, dtype, *shapes, wanted = _ANSWER.unpack(head)
+            if key != self._key:
+                raise BadAnswer("it is not a rank of this run")
+            if not is_held:
+                return False
+            found = (dtype.rstrip(b"\0"), *shapes)
+            asked = (_dtype(gate_up), *gate_up.shape, *down.shape)
+            if found != asked:
+                raise BadAnswer(f"it holds {found}, not {asked}")
+            checksum = 0
+            for tensor in (gate_up, down):
+                is_direct = tensor.device.type == "cpu" and tensor.is_contiguous()
+                host = tensor if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+                for piece in _pieces(_bytes_of(host)):
+                    _fill(connection, piece, deadline_s)
+                    checksum = zlib.crc32(piece, checksum)
+                    rest()
+                if not is_direct:
+                    _from_host(host, tensor)
+        if checksum != wanted:
+            raise BadAnswer("its bytes do not add up to their sum")
+        return True
+
+
+class ExpertWire:
+    """A rank's server and its client: what its stager needs of other ranks, and they of it."""
+
+    def __init__(self, host: str, key: bytes, held: Held) -> None:
+        self._server = ExpertServer(host, key, held)
+        self._client = ExpertClient(key)
+        self.fetch = self._client.fetch
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    def close(self, timeout_s: float) -> bool:
+        return self._server.close(timeout_s)
+
+
+def _fill(connection: socket.socket, view: memoryview, deadline_s: float) -> None:
+    """Receive exactly these bytes. Raises OSError: silence for SILENCE_S, the deadline, or an end in the middle."""
+    while view:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("it is too slow")
+        connection.settimeout(min(SILENCE_S, left_s))
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionResetError("it closed the connection")
+        view = view[count:]
+
+
+def _pieces(view: memoryview) -> Iterator[memoryview]:
+    return (view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES))
+
+
+def _dtype(tensor: Tensor) -> bytes:
+    return str(tensor.dtype).removeprefix("torch.").encode()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, shared with it."""
+    array: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return array.data
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor.cpu().contiguous()
+    with torch.cuda.stream(_beside(tensor.device)):
+        return tensor.to("cpu").contiguous()
+
+
+def _from_host(host: Tensor, into: Tensor) -> None:
+    if into.device.type != "cuda":
+        into.copy_(host)
+        return
+    stream = _beside(into.device)
+    with torch.cuda.stream(stream):
+        into.copy_(host)
+    stream.synchronize()  # Whoever computes with it next does so on another stream.
+
+
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """A stream after what is queued to compute so far (it may be writing, or still read what lay there before), and
+    which what is queued from now on does not wait for."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.default_stream(device))
+    return stream

@@ -1,0 +1,34 @@
+"""Experts between ranks whose weights lie on a GPU: over the host, beside what the device computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hadal.core.plans import Source
+from hadal.runtime.expert_wire import ExpertClient, ExpertServer, key_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device (torch.cuda.is_available() is false)"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_what_was_queued_before_is_sent_and_what_arrived_is_there_for_whatever_comes_next(dtype: torch.dtype) -> None:
+    key, busy = key_of("a run"), torch.randn(4096, 4096, device="cuda")
+    held = torch.zeros(1024, 2048, device="cuda").to(dtype), torch.zeros(2048, 512, device="cuda").to(dtype)
+    server = ExpertServer("127.0.0.1", key, lambda layer, expert: held)
+    client = ExpertClient(key)
+    try:
+        for value in (1.0, 2.0, 4.0):
+            key_layer = int(value)  # A sum is kept for each expert, and these weights change.
+            got = torch.empty_like(held[0]), torch.empty_like(held[1])
+            for _ in range(10):
+                busy = busy @ busy / 64.0
+            for part in held:
+                part.copy_(torch.full(part.shape, value, device="cuda"))  # Queued behind the products.
+            assert client.fetch(key_layer, Source(7, "127.0.0.1", server.port), *got)
+            assert all(bool((part.float() == value).all()) for part in got)
+    finally:
+        assert server.close(5)

@@ -1,0 +1,359 @@
+"""Experts over the wire: the same bytes or none; peers that die, freeze, lie or babble cost a second and no more."""
+
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from hadal.core.plans import Source
+from hadal.runtime import expert_wire
+from hadal.runtime.expert_wire import MAX_CONNECTIONS, PIECE_BYTES, ExpertClient, ExpertServer, ExpertWire, key_of
+
+HOST = "127.0.0.1"
+KEY = key_of("a run")
+TINY = (64, 192, 32)
+"""2I, D, I"""
+HANG_S = 20.0
+"""Nothing here takes this long unless it hangs."""
+Pair = tuple[Tensor, Tensor]
+
+
+def expert_of(seed: int, shape: tuple[int, int, int] = TINY, dtype: torch.dtype = torch.float32) -> Pair:
+    generator = torch.Generator().manual_seed(seed)
+    rows, dim, width = shape
+    size = torch.empty((), dtype=dtype).element_size()
+
+    def part(*of: int) -> Tensor:
+        bits = torch.randint(0, 256, (of[0], of[1] * size), dtype=torch.uint8, generator=generator)
+        return bits.view(dtype)
+
+    return part(rows, dim), part(dim, width)
+
+
+def empty(pair: Pair) -> Pair:
+    return torch.zeros_like(pair[0]), torch.zeros_like(pair[1])
+
+
+def is_same(one: Pair, other: Pair) -> bool:
+    """Bit by bit: some are not numbers."""
+    return all(
+        torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True)
+    )
+
+
+@contextmanager
+def serving(experts: dict[tuple[int, int], Pair], key: bytes = KEY) -> Iterator[ExpertServer]:
+    server = ExpertServer(HOST, key, lambda layer, expert: experts.get((layer, expert)))
+    try:
+        yield server
+    finally:
+        assert server.close(5)
+
+
+def source(port: int, expert: int = 7) -> Source:
+    return Source(expert, HOST, port)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [TINY, (2, 3, 1), (1024, 771, 512)])
+def test_what_is_held_arrives_as_it_is(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    seed = secrets.randbelow(2**31)
+    print("seed", seed)
+    held = expert_of(seed, shape, dtype)
+    with serving({(3, 7): held}) as server:
+        client = ExpertClient(KEY)
+        for _ in range(2):  # The second time the sum is known.
+            got = empty(held)
+            assert client.fetch(3, source(server.port), *got)
+            assert is_same(got, held)
+
+
+def test_a_place_among_others_is_filled_and_nothing_beside_it() -> None:
+    held = expert_of(1)
+    stacked = (torch.zeros(3, *held[0].shape), torch.zeros(3, *held[1].shape))
+    apart = (torch.zeros(held[0].shape[::-1]).T, torch.zeros(held[1].shape[::-1]).T)
+    with serving({(0, 7): held}) as server:
+        client = ExpertClient(KEY)
+        assert client.fetch(0, source(server.port), stacked[0][1], stacked[1][1])
+        assert client.fetch(0, source(server.port), *apart)
+    assert is_same((stacked[0][1], stacked[1][1]), held)
+    assert not any(part[slot].any() for part in stacked for slot in (0, 2))
+    assert is_same(apart, held)
+
+
+def test_what_is_not_held_is_said_and_nobody_is_blamed() -> None:
+    held = expert_of(1)
+    with serving({(0, 7): held}) as server:
+        client, got = ExpertClient(KEY), empty(held)
+        assert not client.fetch(0, source(server.port, 8), *got)
+        assert not client.fetch(1, source(server.port, 7), *got)
+        assert client.fetch(0, source(server.port, 7), *got)
+
+
+def test_bytes_that_changed_are_refused() -> None:
+    held = expert_of(1)
+    with serving({(0, 7): held}) as server:
+        assert ExpertClient(KEY).fetch(0, source(server.port), *empty(held))
+        held[1].view(torch.uint8)[5, 5] ^= 1  # One bit; what was sent before gives the sum.
+        assert not ExpertClient(KEY).fetch(0, source(server.port), *empty(held))
+
+
+@pytest.mark.parametrize(
+    "into", [expert_of(1, (64, 96, 32)), expert_of(1, (32, 192, 64)), expert_of(1, dtype=torch.bfloat16)]
+)
+def test_another_shape_or_type_is_refused(into: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    with serving({(0, 7): expert_of(1)}) as server:
+        assert not ExpertClient(KEY).fetch(0, source(server.port), *into)
+    assert "it holds" in caplog.text
+
+
+def test_another_run_is_told_nothing() -> None:
+    held = expert_of(1)
+    with serving({(0, 7): held}, key_of("another run")) as server:
+        assert not ExpertClient(KEY).fetch(0, source(server.port), *empty(held))
+
+
+def test_without_a_port_there_is_nobody_to_ask(caplog: pytest.LogCaptureFixture) -> None:
+    assert not ExpertClient(KEY).fetch(0, Source(7), *empty(expert_of(1)))
+    assert not caplog.text
+
+
+def test_one_that_failed_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = expert_of(1)
+    with serving({(0, 7): held}) as server:
+        port = server.port
+    client, got = ExpertClient(KEY), empty(held)
+    assert not client.fetch(0, source(port), *got), "nobody listens"
+    with socket.create_server((HOST, port)) as listener:
+        listener.settimeout(0.2)
+        assert not client.fetch(0, source(port), *got)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+        with serving({(0, 7): held}) as server:
+            assert client.fetch(0, source(server.port), *got), "others are asked"
+        monkeypatch.setattr(expert_wire.time, "monotonic", lambda: time.perf_counter() + 2 * expert_wire.SHUN_S)
+        threading.Thread(target=lambda: listener.accept()[0].close()).start()
+        assert not client.fetch(0, source(port), *got), "asked again, in vain"
+
+
+# ---- peers that are processes ----
+_PEER = f"""
+import torch, sys, time
+torch.set_num_threads(1)
+from hadal.runtime.expert_wire import ExpertServer
+held = torch.full((4096, 2048), 3.0), torch.full((2048, 2048), 4.0)
+server = ExpertServer({HOST!r}, {KEY!r}, lambda layer, expert: held)
+print(server.port, flush=True)
+time.sleep(60)
+"""
+BIG = (4096, 2048, 2048)
+"""48 MiB: more than the kernel holds on the way."""
+
+
+@pytest.fixture
+def peer() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", _PEER], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    yield process, int(process.stdout.readline())
+    process.kill()
+    process.wait(5)
+    process.stdout.close()
+
+
+def big() -> Pair:
+    return torch.zeros(BIG[0], BIG[1]), torch.zeros(BIG[1], BIG[2])
+
+
+def after(pieces: int, act: Callable[[], object]) -> Callable[[], None]:
+    """Called between pieces: acts once so many have come."""
+    seen = [0]
+
+    def rest() -> None:
+        seen[0] += 1
+        if seen[0] == pieces:
+            act()
+
+    return rest
+
+
+def test_a_peer_that_is_killed_in_the_middle_costs_nothing_but_the_expert(
+    peer: tuple[subprocess.Popen[str], int]
+) -> None:
+    process, port = peer
+    got, client = big(), ExpertClient(KEY)
+    assert client.fetch(0, source(port), *got)
+    assert (got[0] == 3.0).all()
+    assert (got[1] == 4.0).all()
+    begun_s = time.monotonic()
+    assert not client.fetch(0, source(port), *got, after(3, process.kill))
+    assert not client.fetch(0, source(port), *got)
+    assert time.monotonic() - begun_s < HANG_S
+
+
+@pytest.mark.parametrize("pieces", [0, 3])
+def test_a_frozen_peer_costs_a_second_once(peer: tuple[subprocess.Popen[str], int], pieces: int) -> None:
+    process, port = peer
+    got, client, begun_s = big(), ExpertClient(KEY), time.monotonic()
+    if not pieces:
+        process.send_signal(signal.SIGSTOP)
+    freeze = after(pieces, lambda: process.send_signal(signal.SIGSTOP))
+    assert not client.fetch(0, source(port), *got, freeze)
+    process.send_signal(signal.SIGCONT)
+    assert not any(client.fetch(0, source(port, expert), *got) for expert in range(100)), "not asked again so soon"
+    assert time.monotonic() - begun_s < HANG_S
+    assert ExpertClient(KEY).fetch(0, source(port), *got)
+
+
+# ---- peers that are not ours ----
+def answering(talk: Callable[[socket.socket], None]) -> int:
+    """A port where one connection is talked to so."""
+    listener = socket.create_server((HOST, 0))
+
+    def run() -> None:
+        with listener:
+            listener.settimeout(HANG_S)
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(HANG_S)
+                try:
+                    connection.recv(4096)
+                    talk(connection)
+                except OSError:
+                    return  # It hung up on us, as it should.
+
+    threading.Thread(target=run, daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+def babble(connection: socket.socket) -> None:
+    connection.sendall(random.Random(5).randbytes(8 << 20))
+
+
+def claim_to_be_huge(connection: socket.socket) -> None:
+    connection.sendall(expert_wire._ANSWER.pack(KEY, 1, b"float32", 2**31, 2**31, 2**31, 2**31, 0) + bytes(4 << 20))
+
+
+def trickle(connection: socket.socket) -> None:
+    connection.sendall(expert_wire._ANSWER.pack(KEY, 1, b"float32", 64, 192, 192, 32, 0))
+    for _ in range(1000):
+        connection.sendall(b"x")
+        time.sleep(0.01)
+
+
+def send_too_little(connection: socket.socket) -> None:
+    connection.sendall(expert_wire._ANSWER.pack(KEY, 1, b"float32", 64, 192, 192, 32, 0) + bytes(1000))
+
+
+def send_zeros(connection: socket.socket) -> None:
+    connection.sendall(expert_wire._ANSWER.pack(KEY, 1, b"float32", 64, 192, 192, 32, 1) + bytes(4 << 20))
+
+
+def say_nothing(connection: socket.socket) -> None:
+    connection.recv(1)  # Until it has had enough.
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [babble, claim_to_be_huge, trickle, send_too_little, send_zeros, say_nothing, lambda connection: None],
+)
+def test_answers_that_are_none(talk: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_wire, "SILENCE_S", 0.2)
+    begun_s = time.monotonic()
+    assert not ExpertClient(KEY).fetch(0, source(answering(talk)), *empty(expert_of(1)))
+    assert time.monotonic() - begun_s < 5.0
+
+
+def test_a_server_outlives_whoever_babbles_or_says_nothing() -> None:
+    held, generator = expert_of(1), random.Random(6)
+    with serving({(0, 7): held}) as server:
+        address = (HOST, server.port)
+        for size in (0, 1, expert_wire._ASK.size - 1, expert_wire._ASK.size, 100_000):
+            with socket.create_connection(address, timeout=5) as connection:
+                connection.sendall(generator.randbytes(size))
+        with socket.create_connection(address, timeout=5) as connection:  # One that hangs up on a long answer.
+            connection.sendall(expert_wire._ASK.pack(KEY, 0, 7))
+        silent = [socket.create_connection(address, timeout=5) for _ in range(MAX_CONNECTIONS)]
+        got, deadline_s = empty(held), time.monotonic() + HANG_S
+        while not ExpertClient(KEY).fetch(0, source(server.port), *got):
+            assert time.monotonic() < deadline_s, "they take all the room, and for ever"
+        assert is_same(got, held)
+        for connection in silent:
+            connection.close()
+
+
+def test_a_holder_that_fails_is_a_failed_fetch_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    held = expert_of(1)
+
+    def look(layer: int, expert: int) -> Pair:
+        if layer:
+            raise IndexError("no such layer")
+        return held
+
+    server, got = ExpertServer(HOST, KEY, look), empty(held)
+    assert not ExpertClient(KEY).fetch(9, source(server.port), *got)
+    assert ExpertClient(KEY).fetch(0, source(server.port), *got)
+    assert server.close(5)
+    assert "no such layer" in caplog.text
+
+
+# ---- together ----
+def test_many_fetches_at_once() -> None:
+    experts = {(0, number): expert_of(number) for number in range(32)}
+    experts |= {(1, number): expert_of(100 + number, (1024, 771, 512)) for number in range(4)}
+    right: list[bool] = []
+
+    def run(seed: int) -> None:
+        client = ExpertClient(KEY)
+        for layer, number in random.Random(seed).sample(sorted(experts), 20):
+            held = experts[layer, number]
+            got = empty(held)
+            right.append(client.fetch(layer, source(server.port, number), *got) and is_same(got, held))
+
+    with serving(experts) as server:
+        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(HANG_S)
+    assert right == [True] * 160
+
+
+def test_whoever_fetches_may_break_it_off() -> None:
+    held = expert_of(1, (1024, 771, 512))
+    assert held[0].nbytes > 2 * PIECE_BYTES
+
+    def stop() -> None:
+        raise KeyError("enough")
+
+    with serving({(0, 7): held}) as server:
+        client = ExpertClient(KEY)
+        with pytest.raises(KeyError, match="enough"):
+            client.fetch(0, source(server.port), *empty(held), stop)
+        assert client.fetch(0, source(server.port), *empty(held))
+
+
+def test_a_closed_wire_has_no_thread_and_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_wire, "SILENCE_S", 60.0)  # It does not wait for whoever does not read.
+    held = expert_of(1, (8192, 2048, 2))
+    before = set(threading.enumerate())
+    wire = ExpertWire(HOST, KEY, lambda layer, expert: held)
+    with socket.create_connection((HOST, wire.port), timeout=5) as connection:
+        connection.sendall(expert_wire._ASK.pack(KEY, 0, 7))
+        assert connection.recv(1000)  # It is sending.
+        assert wire.close(5)
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HOST, wire.port), timeout=5)
+    assert wire.close(5), "closing twice is closing once"
