@@ -12,16 +12,20 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from hadal.core.messages import AnyMessage
-from hadal.core.placement import Placement
-from hadal.core.plans import Formed, FormPlan, StepDone, StepPlan
-from hadal.core.seams import Effect, Event, Execute, Form, Tick
+from hadal.core.plans import Formed, FormPlan, Staged, StagePlan, StepDone, StepPlan
+from hadal.core.seams import Effect, Event, Execute, Form, Stage, Tick
 from hadal.roles.rank import Progress, RankRole
 from tests.sim.clock import SimClock
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine
+from tests.sim.experts import SimExperts, Traffic, skewed
 from tests.sim.host import Host
 
-NUM_EXPERTS = 12
+STAGE_S = 0.05
+"""What staging a replica takes, at most."""
 COLLECTIVE_TIMEOUT_S = 10.0
 NOTICE_S = 0.05
 """How long a broken connection stays unnoticed, at most."""
@@ -38,6 +42,10 @@ class Fabric:
         self.clock = clock
         self.random = random
         self.living: dict[Ident, SimCompute] = {}
+        seed = random.randrange(2**32)
+        self.traffic = Traffic(skewed(seed), np.random.default_rng(seed))
+        self.stage_fault_rate = 0.0
+        self.stage_s = STAGE_S
         self._arrived: dict[Key, dict[int, SimCompute]] = {}
 
     def arrive(self, compute: SimCompute, key: Key) -> None:
@@ -49,8 +57,24 @@ class Fabric:
                 self.break_link(compute, ident[0])
         if arrived.keys() >= compute.members.keys():
             del self._arrived[key]
+            if key[2] is not None:
+                self._exchange(list(arrived.values()))
             for each in arrived.values():
                 each.complete_soon(key)
+
+    def _exchange(self, computes: list[SimCompute]) -> None:
+        """All ranks send each other a step's tokens."""
+        experts = [compute.experts for compute in computes]
+        assert len({each.digest() for each in experts}) == 1, "ranks that meet in a step have different tables"
+        placement = experts[0].placement
+        assert placement is not None
+        dealt = self.traffic.deal(placement, len(experts))
+        for each in experts:
+            each.received(dealt)
+
+    def holder(self, rank: int) -> SimExperts | None:
+        """The experts of whoever has this number and lives."""
+        return next((compute.experts for ident, compute in self.living.items() if ident[0] == rank), None)
 
     def absent(self, compute: SimCompute, key: Key) -> tuple[int, ...]:
         """Members that have not come."""
@@ -100,6 +124,7 @@ class SimCompute:
         """Its next op never ends."""
         self.is_stopped = False
         self.lost: tuple[int, ...] = ()
+        self.experts = SimExperts(rank)
         self._fabric = fabric
         self._clock = fabric.clock
         self._random = fabric.random
@@ -139,13 +164,17 @@ class SimCompute:
         elif self._is_broken:
             self._fail("Aborted: this generation is over")
             return
+        else:
+            for flip in plan.flips:
+                self.experts.flip(flip)
         self.num_ops += 1
         if not self.is_hung:
             self._clock.after(self._step_s * self._random.uniform(0.3, 1.0), lambda: self._own_part_done(plan))
 
     def _begin(self, plan: FormPlan) -> None:
-        placement = Placement.from_bytes(plan.slot_to_expert, NUM_EXPERTS, plan.num_ranks, plan.num_slots)
-        assert not placement.check(), placement.check()
+        self.experts.form(plan)
+        placement = self.experts.placement
+        assert placement is not None
         self.members = {member.rank: member.epoch for member in plan.members}
         for rank in set(range(plan.num_ranks)) - self.members.keys():
             assert (placement.slot_to_expert_LRS[:, rank] < 0).all(), f"rank {rank} is gone and holds experts"
@@ -184,7 +213,22 @@ class SimCompute:
         if isinstance(plan, FormPlan):
             self._end(Formed(plan.generation, None))
         else:
-            self._end(self._engine.execute(plan, self._step_s, None))  # type: ignore[arg-type]
+            done = self._engine.execute(plan, self._step_s, None)  # type: ignore[arg-type]
+            self._end(msgspec.structs.replace(done, slot_counts=self.experts.counted(plan, done)))
+
+    def stage(self, plan: StagePlan, answer: Callable[[Staged], None]) -> None:
+        """In the background, beside the steps."""
+        took_s = sum(self._random.uniform(0.1, 1.0) * self._fabric.stage_s for _ in plan.sources)
+        self._clock.after(took_s, lambda: self._staged(plan, took_s, answer))
+
+    def _staged(self, plan: StagePlan, took_s: float, answer: Callable[[Staged], None]) -> None:
+        if self.is_stopped or plan.generation != self.formed_generation or plan.generation != self._generation:
+            return  # The rank's role drops what belongs to an older generation; so does the background thread.
+        if self._random.random() < self._fabric.stage_fault_rate:
+            answer(Staged(plan.generation, plan.stage_id, plan.layer, "CheckpointError: no such tensor"))
+            return
+        num_received, num_read = self.experts.stage(plan, self._fabric.holder)
+        answer(Staged(plan.generation, plan.stage_id, plan.layer, None, num_received, num_read, took_s))
 
     def _time_out(self, plan: StepPlan | FormPlan) -> None:
         if self._running is plan and not self._is_completing and not self.is_stopped:
@@ -258,6 +302,8 @@ class RankHost(Host):
                     self.compute.submit(plan)
                 case Form(plan):
                     self.compute.form(plan)
+                case Stage(plan):
+                    self.compute.stage(plan, lambda staged: self.handle(staged))
                 case _:
                     super()._apply([effect])
 

@@ -125,7 +125,9 @@ def ranked_world(seed: int) -> World:
         Faults(until_s=0.0),
         Faults(engine_rate=0.01, until_s=0.0),
         Faults(crash_every_s=0.4, until_s=5.0),
+        Faults(stage_rate=0.5, until_s=0.0),
         Faults(crash_every_s=0.5, stuck_share=0.5, until_s=8.0),
+        Faults(crash_every_s=1.0, stuck_share=0.3, stage_rate=0.2, engine_rate=0.005, until_s=6.0),
         Faults(crash_every_s=1.0, stuck_share=0.3, duplicate_rate=0.05, engine_rate=0.005, until_s=6.0),
         Faults(crash_every_s=1.5, stuck_share=0.3, front_restarts=2, until_s=6.0),
     ])  # fmt: skip

@@ -18,8 +18,9 @@ from hadal.core.messages import RankForm, UnitUp
 from hadal.core.plans import DecodePlan, PrefillPlan, StepDone
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, RankReset, Send, WakeAt
 from hadal.roles.ranks import RankedLeader
+from tests.sim.experts import NUM_EXPERTS
 from tests.sim.host import Host
-from tests.sim.ranks import NUM_EXPERTS, RankHost
+from tests.sim.ranks import RankHost
 from tests.sim.world import Faults, World, is_whole
 
 FIXED_SEEDS = list(range(15))
@@ -98,7 +99,7 @@ def make_world(seed: int, faults: Faults | None = None) -> SteppingWorld:
     )
     faults = faults or random.choice([
         Faults(until_s=0.0),
-        Faults(crash_every_s=3.0, until_s=20.0),
+        Faults(crash_every_s=3.0, stage_rate=0.2, until_s=20.0),
         Faults(crash_every_s=1.0, stuck_share=0.5, until_s=20.0),
         Faults(crash_every_s=0.3, stuck_share=0.3, until_s=10.0),
         Faults(crash_every_s=2.0, stuck_share=0.3, engine_rate=0.01, until_s=10.0),

@@ -18,6 +18,7 @@ from hadal.core.messages import AnyMessage, Cancel, Drain, Generation, Returned,
 from hadal.core.placement import spread
 from hadal.core.seams import Deliver
 from hadal.roles.decode import DecodeLeader
+from hadal.roles.experts import ExpertBalancer
 from hadal.roles.front import Front
 from hadal.roles.prefill import PrefillLeader
 from hadal.roles.rank import RankRole
@@ -27,8 +28,9 @@ from hadal.roles.ranks import RankedLeader
 from hadal.roles.reasons import kind_of
 from tests.sim.clock import SimClock
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, expected_output
+from tests.sim.experts import GROWING_S, NUM_EXPERTS, NUM_LAYERS, PORT, TERMS
 from tests.sim.host import Host
-from tests.sim.ranks import NUM_EXPERTS, Fabric, RankHost
+from tests.sim.ranks import Fabric, RankHost
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Faults:
     """Mean time between deaths of units; 0: never."""
     stuck_share: float = 0.0
     """Of those deaths that are silences: the process lives and does nothing."""
+    stage_rate: float = 0.0
+    """Of stagings of a layer's experts that fail."""
     front_restarts: int = 0
     until_s: float = 20.0
     """Nothing goes wrong after this, so that everything can end."""
@@ -117,7 +121,8 @@ class World:
         """The connections between the ranks of a unit that has more than one process."""
         for name in process_names(config):
             if "." in name:
-                self.fabrics[name.partition(".")[0]] = Fabric(self.clock, self.random)
+                fabric = self.fabrics.setdefault(name.partition(".")[0], Fabric(self.clock, self.random))
+                fabric.stage_fault_rate = faults.stage_rate
             self.clock.after(self.random.uniform(0, 0.1), lambda n=name: self.start_unit(n))
         self.clock.after(self.random.uniform(0, 0.1), self.start_front)
         if faults.crash_every_s:
@@ -183,16 +188,21 @@ class World:
         )  # fmt: skip
 
     def _ranked(self, name: str, core: PrefillLeader | DecodeLeader, units: UnitsConfig) -> RankedLeader:
-        placement = spread(2, NUM_EXPERTS, units.ranks, units.redundant_experts)
+        placement = spread(NUM_LAYERS, NUM_EXPERTS, units.ranks, units.redundant_experts)
         book = RankBook(name, units.ranks, placement, rank_timeout_s=self.config.rank_timeout_s, grace_s=2.0)
-        return RankedLeader(name, core, book, num_slots=units.max_requests)
+        experts = ExpertBalancer(
+            placement, (0,) * units.ranks, terms=TERMS, is_planning=units.expert_balance == "auto"
+        )  # fmt: skip
+        return RankedLeader(
+            name, core, book, num_slots=units.max_requests, experts=experts, growing_s=lambda: GROWING_S
+        )  # fmt: skip
 
     def _rank_host(self, name: str, role: str, epoch: str) -> RankHost:
         unit, _, rank = name.partition(".")
         pool_name = f"{name}.{epoch}"
         pool = self.pools[pool_name] = Pool(self.pool_blocks[role])
         engine = PrefillEngine(pool) if role == "prefill" else DecodeEngine(pool)
-        rank_role = RankRole(unit, int(rank), epoch, "host", 1, pool_name)
+        rank_role = RankRole(unit, int(rank), epoch, "host", 1, pool_name, expert_port=PORT + int(rank))
         return RankHost(
             name, rank_role, self.clock, self.random, self._sender(name), self.fabrics[unit], engine, epoch=epoch,
             pools=self.pools, pool_name=pool_name, step_s=self._step_s, pull_s=self._pull_s,

@@ -36,6 +36,8 @@ _PRIOR = 0.003
 _SHARES = (0.1, 0.9, 0.0)
 _SHARES_CORE = (0.1, 0.3, 0.6)
 """(fixed, per token, per pair) where measurements cannot tell them apart."""
+_RECENT = 0.05
+"""Weight of a new step in the size of a step."""
 _EXACT_LAYERS = 8
 _REFIT_STEPS = 8
 """Between two fits once there are many steps; a size never seen before is fitted at once."""
@@ -92,6 +94,8 @@ class StepCosts:
         self.num_moe_layers = num_moe_layers
         self._bins: dict[tuple[int, int], _Bin] = {}
         self._num_steps = 0
+        self._step_tokens = 0.0
+        """Recent steps' mean, of the rank with most to do, its micro-batches together."""
         self._models: dict[str, tuple[float, ...]] | None = None
         self._fitted_at = 0
 
@@ -117,6 +121,8 @@ class StepCosts:
         if not op_to_seconds:
             return
         self._num_steps += 1
+        gain = max(_RECENT, 1.0 / self._num_steps)
+        self._step_tokens += gain * (num * mean.num_tokens - self._step_tokens)
         key = (int(2.0 * mean.num_tokens).bit_length(), int(mean.num_pairs).bit_length())
         if key not in self._bins:
             if len(self._bins) >= MAX_BINS:
@@ -151,6 +157,16 @@ class StepCosts:
             token_s += per_token * num_layers
             pair_s += per_pair * num_layers
         return token_s, pair_s
+
+    def growing_s(self, op: str) -> float:
+        """Seconds of an op in one layer, in a step of recent steps' mean size, as far as they grow with tokens.
+
+        Of `experts`: what becomes less when the rank that has most tokens gets fewer. Reading weights does not.
+        """
+        if self._models is None:
+            self._models = self._fit()
+        _, per_token, _ = self._models.get(op, (0.0, 0.0, 0.0))
+        return per_token * self._step_tokens
 
     def _fit(self) -> dict[str, tuple[float, ...]]:
         self._fitted_at = self._num_steps

@@ -10,14 +10,15 @@ Knows no plans, blocks or requests. `effects` is what it wants sent; its owner t
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Collection
+from collections import deque
 
 from hadal.core.config import RANK_BEAT_S
+from hadal.core.errors import InvariantError
 from hadal.core.messages import SUPERVISOR, RankBeat, RankForm, RankFormed, RankUp, UnitDown
 from hadal.core.placement import Placement, without
 from hadal.core.plans import FormPlan, Member
 from hadal.core.seams import Effect, Send
+from hadal.roles.rank_blame import Blame, name_peers
 from hadal.roles.rank_states import Phase, RankState, RankView, next_phase, next_rank_state
 
 SILENT_S = 2.4 * RANK_BEAT_S
@@ -53,15 +54,16 @@ class RankBook:
         self.notes: deque[str] = deque(maxlen=_NUM_NOTES)
         """What a person should read in the log, in order; the host takes them out."""
         self.num_stale = 0
+        self.placement = placement
+        """Of the newest generation."""
         self._unit = unit
-        self._placement = placement
+        self._full = placement
         self._rank_timeout_s = rank_timeout_s
         self._grace_s = grace_s
         self._form_timeout_s = form_timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._ranks = [RankView() for _ in range(num_ranks)]
-        self._blamed_by: dict[int, set[int]] = {}
-        """Of this generation: rank -> members that lost their connection to it."""
+        self._blame = Blame()
         self._answered: dict[int, str | None] = {}
         """rank -> error of its RankFormed."""
         self._num_failed_forms = 0
@@ -80,9 +82,19 @@ class RankBook:
         """Whether this process lives and belongs to the newest generation."""
         return 0 <= rank < len(self._ranks) and self._ranks[rank].is_living and self.members.get(rank) == epoch
 
+    def up_of(self, rank: int) -> RankUp | None:
+        """What its present process said of itself."""
+        return self._ranks[rank].up
+
     def pool_of(self, rank: int) -> str:
         up = self._ranks[rank].up
         return up.pool if up is not None else ""
+
+    def adopt(self, placement: Placement) -> None:
+        """All ranks did a step with it: from now on generations form with it, and with what is left of it."""
+        if not self.is_running or len(self.members) != len(self._ranks):
+            raise InvariantError(f"{self._unit}: a placement is adopted by {sorted(self.members)}, {self.phase}.")
+        self.placement = self._full = placement
 
     @property
     def num_ranks(self) -> int:
@@ -171,7 +183,7 @@ class RankBook:
             if rank.state is RankState.FORMING:
                 self._move_rank(message.rank, "formed")
         elif formed.error.startswith(PEER_ERRORS):
-            self._blame(message.rank, formed.lost)
+            self._blame.add(message.rank, formed.lost, self.members)
             self._failed_s = now_s if self._failed_s is None else self._failed_s
         else:
             self._drop(now_s, message.rank, f"cannot form: {formed.error}")
@@ -180,10 +192,10 @@ class RankBook:
 
     def broke(self, now_s: float, observer: int, lost: tuple[int, ...]) -> None:
         """A member of the present generation lost peers, or a step of it: no step will succeed any more."""
-        self._blame(observer, lost)
+        self._blame.add(observer, lost, self.members)
         if self.phase in (Phase.RUNNING, Phase.DRAINING):
             self._move(now_s, "break")
-            self.notes.append(f"rank {observer} lost {_names(lost)}: waiting to hear who is gone")
+            self.notes.append(f"rank {observer} lost {name_peers(lost)}: waiting to hear who is gone")
         self._believe_blamers(now_s)
 
     def tick(self, now_s: float, is_stepping: bool) -> None:
@@ -192,20 +204,16 @@ class RankBook:
         self._begun_s = now_s if self._begun_s is None else self._begun_s
         for index, rank in enumerate(self._ranks):
             is_member = self.is_member(index, rank.epoch)
-            reason = ""
-            if rank.is_living and now_s - rank.heard_s > self._rank_timeout_s:
-                reason = f"silent for {now_s - rank.heard_s:.1f} s"
-            elif is_stepping and is_member and self.is_running and now_s - rank.moved_s > self._rank_timeout_s:
-                reason = f"stuck in one op for {now_s - rank.moved_s:.1f} s"
+            reason = rank.fault(now_s, self._rank_timeout_s, must_move=is_stepping and is_member and self.is_running)
+            if reason:
+                self._give_up(now_s, index, reason)
+                is_over = is_over or is_member
             elif rank.state is RankState.DROPPED and now_s - rank.killed_s > KILL_AGAIN_S:
                 self._kill(now_s, index, "given up before")
             elif rank.state is RankState.ABSENT and now_s - max(
                 self._begun_s, rank.ended_s, rank.killed_s
             ) > self._grace_s:  # One that froze before it was heard here. One that still starts is let be.
                 self._kill(now_s, index, f"its leader has not heard of it for {self._grace_s:g} s")
-            if reason:
-                self._give_up(now_s, index, reason)
-                is_over = is_over or is_member
         if is_over:
             self.form(now_s)
         match self.phase:
@@ -227,10 +235,7 @@ class RankBook:
     def forgive(self, gap_s: float) -> None:
         """The leader itself stood still for so long: what it did not hear is nobody's silence."""
         for rank in self._ranks:
-            rank.heard_s += gap_s
-            rank.moved_s += gap_s
-            rank.progressed_s += gap_s
-            rank.ended_s += gap_s
+            rank.forgive(gap_s)
         self._phase_s += gap_s
         self._begun_s = None if self._begun_s is None else self._begun_s + gap_s
 
@@ -241,7 +246,8 @@ class RankBook:
         if self._whole_until_s is None:
             self._whole_until_s = now_s
         self.members = {index: self._ranks[index].epoch for index in living}
-        self._blamed_by, self._answered, self._failed_s = {}, {}, None
+        self._blame.clear()
+        self._answered, self._failed_s = {}, None
         self.generation += 1
         if not living:
             self._first_up_s = None
@@ -250,10 +256,10 @@ class RankBook:
             return
         self._move(now_s, "form")
         absent = [index for index in range(len(self._ranks)) if index not in self.members]
-        placement = self._placement if not absent else without(self._placement, absent)
+        self.placement = placement = self._full if not absent else without(self._full, absent)
         plan = FormPlan(
             self.generation, len(self._ranks), tuple(self._member(index) for index in living), placement.to_bytes(),
-            placement.num_slots,
+            placement.num_slots, placement.weights_bytes(),
         )  # fmt: skip
         for index in living:
             self._move_rank(index, "form")
@@ -261,7 +267,7 @@ class RankBook:
 
     def _form_again(self, now_s: float) -> None:
         """Form without those that others lost and that are silent or stuck."""
-        for index in self._blamed_by:
+        for index in self._blame:
             rank = self._ranks[index]
             if now_s - rank.heard_s > SILENT_S or now_s - rank.moved_s > self._rank_timeout_s:
                 self._give_up(now_s, index, "others lost it, and it is silent or stuck")
@@ -291,8 +297,8 @@ class RankBook:
             self._num_failed_forms += 1
             if self._num_failed_forms >= FAILED_FORMS_MAX:
                 self._num_failed_forms = 0
-                counts = Counter({rank: len(observers) for rank, observers in self._blamed_by.items()})
-                for worst, _ in counts.most_common(1):
+                worst = self._blame.most_blamed()
+                if worst is not None:
                     self._give_up(now_s, worst, "the others do not reach it")
             self._form_again(now_s)
         elif now_s - self._phase_s >= self._form_timeout_s:
@@ -327,15 +333,10 @@ class RankBook:
         self._ranks[index].killed_s = now_s
         self.effects.append(Send(SUPERVISOR, UnitDown(self._name(index), reason)))
 
-    def _blame(self, observer: int, lost: tuple[int, ...]) -> None:
-        for rank in lost:
-            if rank in self.members and rank != observer:
-                self._blamed_by.setdefault(rank, set()).add(observer)
-
     def _believe_blamers(self, now_s: float) -> None:
         """In phase BROKEN: a rank that all others lost, and that says nothing itself, is gone."""
-        for index, observers in list(self._blamed_by.items()):
-            rank = self._ranks[index]
+        for index in self._blame:
+            rank, observers = self._ranks[index], self._blame.observers(index)
             others = {other for other, epoch in self.members.items() if self.is_member(other, epoch)} - {index}
             if rank.is_living and others <= observers and now_s - rank.heard_s > SILENT_S:
                 self._drop(now_s, index, "all others lost it, and it is silent")
@@ -394,7 +395,3 @@ class RankBook:
         if self.phase is Phase.WAITING and any(rank.state is RankState.MEMBER for rank in self._ranks):
             problems.append("a member of nothing")
         return problems
-
-
-def _names(ranks: Collection[int]) -> str:
-    return "its connection to rank " + ", ".join(map(str, ranks)) if ranks else "a peer"

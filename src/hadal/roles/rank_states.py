@@ -80,6 +80,23 @@ class RankView:
     def is_living(self) -> bool:
         return self.state in _LIVING
 
+    def fault(self, now_s: float, timeout_s: float, *, must_move: bool) -> str:
+        """Why it is to be given up; empty if it is not. `must_move`: a step runs in which it takes part."""
+        if not self.is_living:
+            return ""
+        if now_s - self.heard_s > timeout_s:
+            return f"silent for {now_s - self.heard_s:.1f} s"
+        if must_move and now_s - self.moved_s > timeout_s:
+            return f"stuck in one op for {now_s - self.moved_s:.1f} s"
+        return ""
+
+    def forgive(self, gap_s: float) -> None:
+        """Nobody listened for so long."""
+        self.heard_s += gap_s
+        self.moved_s += gap_s
+        self.progressed_s += gap_s
+        self.ended_s += gap_s
+
 
 def next_rank_state(state: RankState, move: str) -> RankState:
     """Return a rank's state after `move`. Raises InvariantError for a pair that cannot happen."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
@@ -23,19 +24,35 @@ import msgspec
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     Audit,
+    Load,
     RankBeat,
     RankDone,
     RankFormed,
     RankFreed,
     RankPull,
     RankPulled,
+    RankStage,
+    RankStaged,
     RankStep,
     RankUp,
+    Trace,
     UnitDown,
 )
-from hadal.core.plans import DecodePlan, Draw, Formed, KvPulled, OpTime, PrefillPlan, StepDone, StepPlan, TraceEvent
+from hadal.core.plans import (
+    DecodePlan,
+    Draw,
+    Formed,
+    KvPulled,
+    OpTime,
+    PrefillPlan,
+    Staged,
+    StepDone,
+    StepPlan,
+    TraceEvent,
+)
 from hadal.core.seams import Effect, Event, Execute, Form, Freed, Pull, RankReset, Send, Tick, WakeAt
 from hadal.overlap.plan import COMBINE, DISPATCH
+from hadal.roles.experts import ExpertBalancer
 from hadal.roles.rank_book import PEER_ERRORS, RankBook
 from hadal.roles.rank_states import Phase
 
@@ -68,14 +85,18 @@ class RankedLeader:
     """`num_slots`: slots of one rank, in a decode unit; a prefill core numbers chunks instead.
 
     `step_timeout_s`: a step in which no rank's compute thread moves for so long is broken off; above the deadline of
-    an exchange.
+    an exchange. `growing_s` tells the seconds of the experts of one MoE layer in a step, as far as they grow with
+    tokens: without it nothing is gained by moving experts, and they stay.
     """
 
     def __init__(
-        self, unit: str, core: Core, book: RankBook, *, num_slots: int = 0, step_timeout_s: float = 15.0
-    ) -> None:
+        self, unit: str, core: Core, book: RankBook, *, num_slots: int = 0, step_timeout_s: float = 15.0,
+        experts: ExpertBalancer | None = None, growing_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:  # fmt: skip
         self.core = core
         self.book = book
+        self.experts = experts or ExpertBalancer(book.placement, (0,) * book.num_ranks, is_planning=False)
+        self._growing_s = growing_s
         self.num_stale = 0
         """Messages of older generations and processes, dropped."""
         self._unit = unit
@@ -99,8 +120,9 @@ class RankedLeader:
 
     def take_notes(self) -> list[str]:
         """What happened to the unit since the last call, in sentences, for the log."""
-        notes = list(self.book.notes)
+        notes = [*self.book.notes, *self.experts.notes]
         self.book.notes.clear()
+        self.experts.notes.clear()
         return notes
 
     def start(self, now_s: float) -> list[Effect]:
@@ -116,6 +138,7 @@ class RankedLeader:
         self._out = []
         if self._called_s is not None and now_s - self._called_s > _PAUSE_S:
             self.book.forgive(now_s - self._called_s)
+            self.experts.forgive(now_s - self._called_s)
         self._called_s = now_s
         match event:
             case RankUp():
@@ -130,9 +153,11 @@ class RankedLeader:
                 self._rank_done(now_s, event)
             case RankPulled():
                 self._rank_pulled(now_s, event)
+            case RankStaged():
+                self._rank_staged(now_s, event)
             case Tick():
                 self._tick(now_s)
-            case StepDone() | Formed() | KvPulled() | RankReset():
+            case StepDone() | Formed() | Staged() | KvPulled() | RankReset():
                 raise InvariantError(f"{self._unit}: no {type(event).__name__} is for a leader that is no rank.")
             case _:
                 self._feed(now_s, event)
@@ -160,6 +185,10 @@ class RankedLeader:
                 case Send(to, Audit() as audit):
                     problems = (*audit.problems, *self.check())
                     self._out.append(Send(to, msgspec.structs.replace(audit, problems=problems)))
+                case Send(to, Load() as load):
+                    self._out.append(Send(to, self.experts.seen(load)))
+                case Send(to, Trace() as trace):
+                    self._out.append(Send(to, self.experts.traced(trace)))
                 case Form():
                     raise InvariantError(f"{self._unit}: a core does not form.")
                 case _:
@@ -171,7 +200,7 @@ class RankedLeader:
         if epoch is not None and self.book.is_member(rank, epoch):
             self._send_rank(rank, message)
 
-    def _send_rank(self, rank: int, message: RankPull | RankFreed | RankStep) -> None:
+    def _send_rank(self, rank: int, message: RankPull | RankFreed | RankStep | RankStage) -> None:
         self._out.append(Send(f"{self._unit}.{rank}", message))
 
     # ---- steps ----
@@ -179,7 +208,7 @@ class RankedLeader:
         if self.book.phase is not Phase.RUNNING or self.book.generation != self._generation:
             self._held.append(effect)
             return
-        plans = effect.plans
+        plans = self.experts.planned(effect.plans[0].step_id, effect.plans)
         self._in_flight.append(_Step(plans[0].step_id, self._offsets(plans), now_s))
         for rank in self.book.members:
             self._send_rank(rank, RankStep(self._generation, plans[rank]))
@@ -226,6 +255,8 @@ class RankedLeader:
             if not is_whole or any(part.error is not None for part in step.parts.values()):
                 return
             self._in_flight.popleft()
+            if self.experts.done(step.step_id, step.parts):
+                self.book.adopt(self.experts.placement)
             self._feed(now_s, merge(step.step_id, step.offsets, step.parts))
 
     def _rank_pulled(self, now_s: float, message: RankPulled) -> None:
@@ -238,6 +269,21 @@ class RankedLeader:
         del self._pulling[key]
         self._feed(now_s, pulled)
 
+    # ---- experts ----
+    def _rank_staged(self, now_s: float, message: RankStaged) -> None:
+        is_member = self.book.is_member(message.rank, message.epoch)
+        if not is_member or not self.experts.staged(now_s, message.rank, message.staged):
+            self.num_stale += 1
+
+    def _may_plan_experts(self, now_s: float) -> bool:
+        return self.book.phase is Phase.RUNNING and self.experts.may_plan(now_s)
+
+    def _plan_experts(self, now_s: float) -> None:
+        """In a Tick of its own, when what the steps wait for is sent."""
+        if self._may_plan_experts(now_s):
+            for rank, plan in self.experts.plan(now_s, self._growing_s()).items():
+                self._send_rank(rank, RankStage(plan))
+
     # ---- generations ----
     def _follow_book(self, now_s: float) -> None:
         """Do what the book decided: give up steps of an older generation, tell the core of a new one."""
@@ -249,12 +295,16 @@ class RankedLeader:
             self._in_flight.clear()
             self._held.clear()
             self._was_running = False
+            self.experts.ended()
         # Forms go out before whatever the core wants of the ranks in them.
         self._out += book.effects
         book.effects.clear()
         if book.is_running and not self._was_running:
             self._was_running = True
             self._held.clear()
+            ups = {rank: up for rank in book.members if (up := book.up_of(rank)) is not None}
+            addresses = {rank: (up.host, up.expert_port) for rank, up in ups.items()}
+            self.experts.began(book.generation, book.placement, addresses)
             self._reset_core(now_s)
         elif book.phase is Phase.WAITING and self._core_members:
             self._reset_core(now_s)  # Nobody is left: what they held is given back now, not when they are replaced.
@@ -274,6 +324,7 @@ class RankedLeader:
         if now_s >= self._check_s:
             self._check_s = now_s + CHECK_S
             self.book.tick(now_s, bool(self._in_flight))
+            self.experts.tick(now_s)
             if self._in_flight and self.book.is_idle_since(self._in_flight[0].sent_s, now_s - self._step_timeout_s):
                 step_id = self._in_flight[0].step_id
                 self.book.notes.append(f"step {step_id} is broken off: no rank moved for {self._step_timeout_s:g} s")
@@ -281,16 +332,19 @@ class RankedLeader:
         if now_s >= self._core_wake_s:
             self._core_wake_s = math.inf
             self._feed(now_s, Tick())
+        self._plan_experts(now_s)
 
     def _wake(self, now_s: float) -> None:
-        wake_s = min(self._check_s, self._core_wake_s)
+        wake_s = min(self._check_s, self._core_wake_s, now_s if self._may_plan_experts(now_s) else math.inf)
         if self._wake_s <= now_s or wake_s < self._wake_s:
             self._wake_s = wake_s
             self._out.append(WakeAt(wake_s))
 
     def check(self) -> list[str]:
         """Problems of the book and of the steps in flight; empty when they agree."""
-        problems = self.book.check()
+        problems = [*self.book.check(), *self.experts.check()]
+        if self._was_running and self.experts.placement is not self.book.placement:
+            problems.append("the placement that the ranks have is not the one that the unit would form with")
         strangers = {rank for step in self._in_flight for rank in step.parts} - self.book.members.keys()
         if strangers and self.book.generation == self._generation:
             problems.append(f"ranks {sorted(strangers)} did steps of a generation they are not in")

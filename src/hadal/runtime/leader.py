@@ -20,6 +20,8 @@ from hadal.core.config import DECODE
 from hadal.core.messages import Load, RankDone, RankFormed
 from hadal.core.model_config import read_model_config
 from hadal.core.seams import Effect, Event, Send
+from hadal.overlap.plan import EXPERTS
+from hadal.roles.experts import ExpertBalancer
 from hadal.roles.rank_book import RankBook
 from hadal.roles.ranks import RankedLeader
 from hadal.runtime.clock import LiveClock
@@ -65,9 +67,15 @@ def make_leader(run: Run, unit: str, role: str, epoch: str) -> RankedLeader:
     core = make_core(deployment, config, unit, role, epoch)
     placement = first_placement(deployment, config, role)
     book = RankBook(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s)
+    nodes = tuple(rank // units.ranks_per_node for rank in range(units.ranks))
+    experts = ExpertBalancer(placement, nodes, is_planning=units.expert_balance != "off")
     num_slots = units.max_requests if role == DECODE else 0
     step_timeout_s = deployment.collective_timeout_s + deployment.rank_timeout_s
-    return RankedLeader(unit, core, book, num_slots=num_slots, step_timeout_s=step_timeout_s)
+    costs = core.scheduler.costs
+    return RankedLeader(
+        unit, core, book, num_slots=num_slots, step_timeout_s=step_timeout_s, experts=experts,
+        growing_s=lambda: costs.growing_s(EXPERTS),
+    )  # fmt: skip
 
 
 class Spoken:

@@ -245,3 +245,18 @@ def test_long_models_are_extrapolated() -> None:
 
 def test_halve_works() -> None:
     assert halve_works(Work(7, 100)) == (Work(4, 50), Work(3, 50))
+
+
+def test_what_grows_with_tokens_is_per_token_and_of_the_usual_step() -> None:
+    rng, costs = random.Random(3), new()
+    assert costs.growing_s("experts") == 0.0
+    for _ in range(400):
+        works = [Work(rng.choice([200, 800]), 1000)] * rng.choice([1, 2])
+        costs.observe(works, step(LINEAR, works, rng, 0.01))
+    # 1 us a token and layer; 500 tokens in one micro-batch or two: 750 in a step.
+    assert costs.growing_s("experts") == pytest.approx(750e-6, rel=0.25)
+    fixed = new()
+    for _ in range(400):
+        works = [Work(rng.choice([20, 40, 80]), 1000)]
+        fixed.observe(works, step(FIXED, works, rng, 0.01))
+    assert fixed.growing_s("experts") < 100e-6 < 2000e-6, "reading weights does not become less"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from hadal.core.errors import InvariantError
 from hadal.core.messages import RankBeat, RankForm, RankFormed, RankUp, UnitDown
-from hadal.core.placement import EMPTY, Placement, spread
+from hadal.core.placement import EMPTY, Placement, spread, without
 from hadal.core.plans import Formed, FormPlan
 from hadal.core.seams import Send
 from hadal.roles.rank_book import FAILED_FORMS_MAX, NEWS_S, SILENT_S, RankBook
@@ -325,6 +327,28 @@ def test_strangers_are_not_heard() -> None:
     driver.book.formed(0.0, RankFormed(-1, "e", Formed(1, None)))
     assert driver.book.phase is Phase.RUNNING
     assert driver.book.num_stale >= 5
+
+
+def test_an_adopted_placement_is_formed_with_from_then_on() -> None:
+    driver = Driver()
+    driver.run()
+    before = driver.book.placement
+    slots = before.slot_to_expert_LRS[1, ::-1].copy()
+    adopted = before.with_layer(1, slots, np.ones(slots.shape, np.uint8))
+    driver.book.adopt(adopted)
+    driver.book.unit_down(5.0, UnitDown("decode-0.2", "killed"))
+    plan = driver.take()[0]["decode-0.0"]
+    left = without(adopted, [2])
+    assert (plan.slot_to_expert, plan.weights) == (left.to_bytes(), b"")
+    assert driver.book.placement.to_bytes() == left.to_bytes()
+    driver.answer()
+    with pytest.raises(InvariantError, match="adopted"):
+        driver.book.adopt(before)
+    driver.book.rank_up(6.0, up(2, "new"))
+    driver.book.form(6.0)
+    plan = driver.take()[0]["decode-0.2"]
+    assert (plan.slot_to_expert, plan.weights) == (adopted.to_bytes(), adopted.weights_bytes())
+    assert plan.weights
 
 
 def test_a_placement_of_another_size_is_refused() -> None:

@@ -23,8 +23,20 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.placement import spread
-from hadal.core.plans import Chunk, DecodePlan, Draw, Formed, KvPulled, OpTime, PrefillPlan, StepDone, TraceEvent
+from hadal.core.plans import (
+    Chunk,
+    DecodePlan,
+    Draw,
+    Formed,
+    KvPulled,
+    OpTime,
+    PrefillPlan,
+    StepDone,
+    TraceEvent,
+)
 from hadal.core.seams import Effect, Event, Execute, Freed, Pull, RankReset, Send, Tick, WakeAt
+from hadal.roles.expert_gain import ExpertTerms
+from hadal.roles.experts import ExpertBalancer
 from hadal.roles.rank_book import RankBook
 from hadal.roles.rank_states import Phase
 from hadal.roles.ranks import RankedLeader, merge
@@ -52,12 +64,16 @@ class Core:
 
 
 class Driver:
-    """A leader of three ranks with its core."""
+    """A leader of three ranks with its core. With `terms` experts are balanced."""
 
-    def __init__(self, num_ranks: int = 3) -> None:
+    def __init__(self, num_ranks: int = 3, terms: ExpertTerms | None = None) -> None:
         self.core = Core()
         book = RankBook("decode-0", num_ranks, spread(1, 12, num_ranks), rank_timeout_s=1.5)
-        self.leader = RankedLeader("decode-0", self.core, book, num_slots=NUM_SLOTS, step_timeout_s=15.0)
+        experts = None if terms is None else ExpertBalancer(book.placement, (0,) * num_ranks, terms=terms)
+        self.leader = RankedLeader(
+            "decode-0", self.core, book, num_slots=NUM_SLOTS, step_timeout_s=15.0, experts=experts,
+            growing_s=lambda: 1e-3,
+        )  # fmt: skip
         self.now_s = 0.0
         self.leader.start(0.0)
 
@@ -67,7 +83,7 @@ class Driver:
         return effects
 
     def up(self, rank: int, epoch: str = "") -> list[Effect]:
-        return self.handle(RankUp("decode-0", rank, epoch or f"e{rank}", "h", 1, f"pool-{rank}"))
+        return self.handle(RankUp("decode-0", rank, epoch or f"e{rank}", "h", 1, f"pool-{rank}", 7000 + rank))
 
     def formed(self) -> list[Effect]:
         effects: list[Effect] = []

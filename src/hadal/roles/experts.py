@@ -1,0 +1,352 @@
+"""Where a unit's experts lie while it serves: measured, planned layer by layer, installed one layer at a time.
+
+    counted steps --> window of loads --> a layer pays? --> RankStage to ranks that need weights --> flip in a step
+
+First a new split of a layer's tokens is tried, which moves nothing, then a placement some moves away. What is installed
+counts as the unit's placement when all ranks did the step with its flip; until then, and whenever a rank fails to stage
+or the generation ends, the placement before it stays in force. Nothing is planned unless every rank is there.
+
+Sans-IO: knows no wire and no requests. Its owner (roles/ranks) says what happened and sends what it returns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.messages import Load, Trace
+from hadal.core.placement import EMPTY, Placement, parts_of
+from hadal.core.plans import LayerFlip, Staged, StagePlan, StepDone, StepPlan
+from hadal.policy.expert_balance import Cluster, balance, moved_replicas
+from hadal.policy.expert_split import split_loads
+from hadal.roles.expert_gain import ExpertTerms, Floats, fractions, heaviest, pays, sure_gain
+from hadal.roles.expert_install import Address, Installation, InstallState
+from hadal.roles.expert_window import LoadWindow
+
+_SMOOTHING = 0.2
+"""Weight of a new measurement of a step, a pause or a replica."""
+_NUM_TRACED = 2048
+"""Traced steps whose balance is remembered until their trace passes: as many as may be asked for at once."""
+_SETTLE_INTERVALS = 2
+"""A layer that flipped is left alone so long: one interval to judge by and one to plan by are new then."""
+_NUM_NOTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    placement: Placement
+    """In force in that step."""
+    is_traced: bool
+
+
+class ExpertBalancer:
+    """`placement`: the unit's first. `is_planning` False: it only measures.
+
+    `nodes`: by rank, the node it is on.
+    """
+
+    def __init__(
+        self, placement: Placement, nodes: tuple[int, ...], *, terms: ExpertTerms | None = None,
+        is_planning: bool = True,
+    ) -> None:  # fmt: skip
+        self.placement = placement
+        """In force on all ranks."""
+        self.terms = terms if terms is not None else ExpertTerms()
+        self.num_replicas_moved = 0
+        self.num_layers_flipped = 0
+        self.num_abandoned = 0
+        """Installations that came to nothing."""
+        self.notes: deque[str] = deque(maxlen=_NUM_NOTES)
+        self.window = LoadWindow(
+            placement.num_layers, placement.num_experts, self.terms.num_intervals, self.terms.half_life
+        )
+        self.installing: Installation | None = None
+        self._nodes = nodes
+        self._is_planning = is_planning
+        self._generation = 0
+        self._addresses: dict[int, Address] = {}
+        """Of the ranks of a generation that runs; empty otherwise."""
+        self._issued = placement
+        """With the flip that is in flight."""
+        self._fractions_LRS = fractions(placement)
+        self._problems = placement.check()
+        self._counted: dict[int, _Counted] = {}
+        """Steps in flight whose counts are to come."""
+        self._traced: OrderedDict[int, dict[str, float]] = OrderedDict()
+        self._is_wrong_noted = False
+        self._num_uncounted = 0
+        self._num_unplanned = 0
+        """Steps since the last planning call."""
+        self._rested_until = np.zeros(placement.num_layers, np.int64)
+        """By layer, in intervals."""
+        self._rested_lack = np.ones(placement.num_layers)
+        """By layer: what it lacked to perfect balance when it was put to rest. If it lacks more, the rest is over."""
+        self._try_moves: int | None = None
+        """A layer for which no split paid."""
+        self._stage_id = 0
+        self._num_failures = 0
+        self._retry_s = -math.inf
+        self._step_s = 0.0
+        self._replica_s = self.terms.replica_s
+        self._pause_s = self.terms.pause_s
+
+    # ---- generations ----
+    def began(self, generation: int, placement: Placement, addresses: Mapping[int, Address]) -> None:
+        """A generation runs, with this placement and these ranks. What was under way in the one before is void."""
+        self.ended()
+        self._generation = generation
+        self._adopt(placement)
+        self._addresses = dict(addresses)
+
+    def ended(self) -> None:
+        """The generation is over: ranks have dropped what they had staged, and no step in flight will be done."""
+        if self.installing is not None:
+            self._drop("the generation is over")
+        self._addresses = {}
+        self._counted.clear()
+        self._num_uncounted = 0
+        self._is_wrong_noted = False
+
+    # ---- steps ----
+    def planned(self, step_id: int, plans: tuple[StepPlan, ...]) -> tuple[StepPlan, ...]:
+        """The plans as they are sent: counted every so many steps, with a flip if one is ready."""
+        flips: tuple[LayerFlip, ...] = ()
+        install = self.installing
+        if install is not None and install.state is InstallState.READY:
+            flips = (install.flip(step_id),)
+            self._issued = self.placement.with_layer(install.layer, install.slots_RS, install.weights_RS)
+        self._num_uncounted += 1
+        is_traced = plans[0].is_traced
+        is_counted = is_traced or self._num_uncounted >= self.terms.count_every_steps
+        if is_counted:
+            self._num_uncounted = 0
+            self._counted[step_id] = _Counted(self._issued, is_traced)
+        if not is_counted and not flips:
+            return plans
+        return tuple(msgspec.structs.replace(plan, is_counted=is_counted, flips=flips) for plan in plans)
+
+    def done(self, step_id: int, parts: Mapping[int, StepDone]) -> bool:
+        """All ranks did a step. Whether a flip went with it: `placement` is another one from now on."""
+        self._num_unplanned += 1
+        counted = self._counted.pop(step_id, None)
+        if counted is not None:
+            self._count(step_id, counted, parts)
+        elapsed_s = max(part.elapsed_s for part in parts.values())
+        install = self.installing
+        if install is None or install.state is not InstallState.FLIPPING or install.step_id != step_id:
+            self._step_s += (_SMOOTHING if self._step_s else 1.0) * (elapsed_s - self._step_s)
+            return False
+        self._pause_s += _SMOOTHING * (max(elapsed_s - self._step_s, 0.0) - self._pause_s)
+        self.installing = None
+        self._adopt(self._issued)
+        self.num_layers_flipped += 1
+        self.num_replicas_moved += install.num_moved
+        self._num_failures = 0
+        self._rest(install.layer, _SETTLE_INTERVALS)
+        return True
+
+    def _adopt(self, placement: Placement) -> None:
+        self.placement = self._issued = placement
+        self._fractions_LRS = fractions(placement)
+        self._problems = placement.check()
+
+    def _count(self, step_id: int, counted: _Counted, parts: Mapping[int, StepDone]) -> None:
+        shape = counted.placement.slot_to_expert_LRS.shape
+        counts_LRS = np.zeros(shape, np.int64)
+        for rank, part in parts.items():
+            if len(part.slot_counts) != 8 * shape[0] * shape[2]:
+                if not self._is_wrong_noted:
+                    self.notes.append(f"rank {rank} counts {len(part.slot_counts)} bytes where {shape} slots are")
+                self._is_wrong_noted = True
+                return
+            counts_LRS[:, rank] = np.frombuffer(part.slot_counts, np.int64).reshape(shape[0], shape[2])
+        found = self.window.add(counted.placement, counts_LRS, parts.keys())
+        if counted.is_traced and found:
+            self._traced[step_id] = found
+            while len(self._traced) > _NUM_TRACED:
+                self._traced.popitem(last=False)
+
+    # ---- planning ----
+    def may_plan(self, now_s: float) -> bool:
+        """Whether `plan` would look at a layer."""
+        return (
+            self._is_planning and self.installing is None and len(self._addresses) == self.placement.num_ranks > 1
+            and self._num_unplanned >= self.terms.plan_every_steps and now_s >= self._retry_s
+            and len(self.window) >= self.terms.num_intervals_min
+        )  # fmt: skip
+
+    def plan(self, now_s: float, growing_s: float) -> dict[int, StagePlan]:
+        """Look at one layer; if another split or placement of it pays, begin to install that: what to send to whom.
+
+        `growing_s`: seconds of the experts of one MoE layer in a step, as far as they grow with tokens.
+        """
+        if not self.may_plan(now_s):
+            return {}
+        self._num_unplanned = 0
+        loads_LR = self._rank_loads()
+        layer_s = _layer_seconds(loads_LR, growing_s)
+        layer = self._try_moves if self._try_moves is not None else self._most_promising(loads_LR, layer_s)
+        if layer is None:
+            return {}
+        to_plan, to_judge = self.window.halves(layer)
+        tries_moves = self._try_moves is not None
+        self._try_moves = None
+        slots_RS, weights_RS = self._moved(layer, to_plan) if tries_moves else self._split(layer, to_plan)
+        now = self.placement.slot_to_expert_LRS[layer]
+        new = Placement(self.placement.num_experts, slots_RS[None], None if weights_RS is None else weights_RS[None])
+        num_moved = moved_replicas(Placement(new.num_experts, now[None]), new)
+        gain = sure_gain(
+            heaviest(to_judge, now, self._fractions_LRS[layer]), heaviest(to_judge, slots_RS, fractions(new)[0]),
+            self.terms,
+        )  # fmt: skip
+        if not pays(gain, float(layer_s[layer]), num_moved, self._replica_s, self._pause_s, self.terms):
+            if tries_moves:
+                lack = 1.0 - float(loads_LR[layer].mean()) / max(float(loads_LR[layer].max()), 1e-12)
+                # What little there was to judge by has doubled by then.
+                num_intervals = min(self.terms.rest_intervals, len(self.window))
+                self._rest(layer, num_intervals, lack + self.terms.worse_min)
+            else:
+                self._try_moves = layer
+            return {}
+        self._stage_id += 1
+        self.installing = Installation(
+            layer, self._stage_id, self._generation, slots_RS, weights_RS, num_moved,
+            now_s + self.terms.stage_timeout_s,
+        )  # fmt: skip
+        return self.installing.stage_plans(self.placement, self._addresses)
+
+    def _rank_loads(self) -> Floats:
+        """Faded loads that the ranks would have had under the placement in force [L, R]."""
+        slots = self.placement.slot_to_expert_LRS.astype(np.int64)
+        flat = np.where(slots == EMPTY, 0, slots).reshape(len(slots), -1)
+        held = np.take_along_axis(self.window.summed(), flat, axis=1).reshape(slots.shape)
+        return np.asarray((held * self._fractions_LRS).sum(axis=2))
+
+    def _most_promising(self, loads_LR: Floats, layer_s: Floats) -> int | None:
+        """The layer in which perfect balance would save most, of those worth a look."""
+        heaviest_L = loads_LR.max(axis=1)
+        lack_L = np.where(heaviest_L > 0, 1.0 - loads_LR.mean(axis=1) / np.where(heaviest_L > 0, heaviest_L, 1.0), 0.0)
+        saved_L = lack_L * layer_s * self.terms.horizon_steps
+        is_due = (self._rested_until <= self.window.number) | (lack_L > self._rested_lack)
+        is_due &= lack_L >= self.terms.gain_min
+        is_due &= saved_L > self.terms.payback * self._pause_s
+        tokens_min = self.terms.tokens_per_expert_min * self.placement.num_experts
+        for layer in np.argsort(-saved_L, kind="stable").tolist():
+            if is_due[layer] and self.window.num_tokens(layer) >= tokens_min:
+                return int(layer)
+        return None
+
+    def _rest(self, layer: int, num_intervals: int, lack: float = 1.0) -> None:
+        self._rested_until[layer] = self.window.number + num_intervals
+        self._rested_lack[layer] = lack
+
+    def _split(self, layer: int, loads_TE: Floats) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
+        """The layer's slots as they are, and the parts that level its ranks."""
+        slots_RS = self.placement.slot_to_expert_LRS[layer]
+        split = split_loads(slots_RS[None].astype(np.int64), loads_TE.sum(axis=0)[None])
+        return slots_RS, _weights(slots_RS, split[0])
+
+    def _moved(self, layer: int, loads_TE: Floats) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
+        """A better placement of the layer within the budget of moves, and its parts."""
+        slots = self.placement.slot_to_expert_LRS[layer : layer + 1]
+        num_moves = max(2, int(self.terms.moves_share * int((slots != EMPTY).sum())))  # Two are a trade.
+        plan = balance(
+            loads_TE[:, None], Cluster((slots.shape[2],) * slots.shape[1], self._nodes), target=self.terms.target,
+            current=Placement(self.placement.num_experts, slots), max_moves=num_moves, weighted=True,
+        )  # fmt: skip
+        slots_RS = plan.placement.slot_to_expert_LRS[0]
+        assert plan.split_LRS is not None
+        return slots_RS, _weights(slots_RS, plan.split_LRS[0])
+
+    # ---- staging ----
+    def staged(self, now_s: float, rank: int, staged: Staged) -> bool:
+        """A rank of this generation answers. False: to something that is not asked any more."""
+        install = self.installing
+        if install is None or not install.expects(rank, staged):
+            return False
+        if staged.error is not None:
+            self._fail(now_s, f"rank {rank}: {staged.error}")
+            return True
+        num_got = staged.num_received + staged.num_read
+        if num_got:
+            self._replica_s += _SMOOTHING * (staged.elapsed_s / num_got - self._replica_s)
+        install.staged(rank)
+        return True
+
+    def tick(self, now_s: float) -> None:
+        """Look at the deadline of staging."""
+        install = self.installing
+        if install is not None and install.state is InstallState.STAGING and now_s >= install.deadline_s:
+            late = ", ".join(map(str, sorted(install.waiting)))
+            self._fail(now_s, f"rank {late} did not stage within {self.terms.stage_timeout_s:g} s")
+
+    def forgive(self, gap_s: float) -> None:
+        """The leader itself stood still for so long."""
+        if self.installing is not None:
+            self.installing.deadline_s += gap_s
+
+    def _fail(self, now_s: float, reason: str) -> None:
+        """Staging came to nothing: the old placement stays, and the next attempt waits, longer each time."""
+        backoff_s = min(self.terms.backoff_s * 2.0**self._num_failures, self.terms.backoff_max_s)
+        self._num_failures = min(self._num_failures + 1, 32)
+        self._retry_s = now_s + backoff_s
+        self._drop(f"{reason}; nothing is staged for {backoff_s:g} s")
+
+    def _drop(self, reason: str) -> None:
+        assert self.installing is not None
+        self.notes.append(f"MoE layer {self.installing.layer} keeps its placement: {reason}")
+        self._rest(self.installing.layer, _SETTLE_INTERVALS)
+        self.installing, self._issued = None, self.placement
+        self.num_abandoned += 1
+
+    # ---- what is seen of it ----
+    def seen(self, load: Load) -> Load:
+        """The unit's load with what is known here."""
+        return msgspec.structs.replace(
+            load, balance={**load.balance, **self.window.balance()}, num_replicas_moved=self.num_replicas_moved,
+            num_layers_flipped=self.num_layers_flipped,
+        )  # fmt: skip
+
+    def traced(self, trace: Trace) -> Trace:
+        """The trace with the balancedness of its steps; each counts from the counted step before it."""
+        steps = tuple(
+            msgspec.structs.replace(step, balance={**step.balance, **self._traced.pop(step.step_id, {})})
+            for step in trace.steps
+        )
+        return msgspec.structs.replace(trace, steps=steps)
+
+    def check(self) -> list[str]:
+        """Problems; empty when what is installed, in flight and in force agrees."""
+        problems = [f"experts: {problem}" for problem in self._problems]
+        install = self.installing
+        is_flipping = install is not None and install.state is InstallState.FLIPPING
+        if not is_flipping and self._issued is not self.placement:
+            problems.append("experts: ranks were told of a flip that is not in flight")
+        if install is None:
+            return problems
+        if install.generation != self._generation or not self._addresses:
+            problems.append(f"experts: layer {install.layer} is {install.state} for generation {install.generation}")
+        if bool(install.waiting) != (install.state is InstallState.STAGING):
+            problems.append(f"experts: {install.layer=} is {install.state} and waits for {sorted(install.waiting)}")
+        if not install.waiting <= self._addresses.keys():
+            problems.append(f"experts: strangers stage layer {install.layer}: {sorted(install.waiting)}")
+        return problems
+
+
+def _layer_seconds(loads_LR: Floats, growing_s: float) -> Floats:
+    """By layer: its part of all layers' growing seconds is as its heaviest rank's of all layers' heaviest."""
+    heaviest_L = loads_LR.max(axis=1)
+    mean = float(heaviest_L.mean())
+    return np.asarray(growing_s * heaviest_L / mean if mean > 0 else np.zeros(len(heaviest_L)))
+
+
+def _weights(slots_RS: NDArray[np.int16], split_RS: Floats) -> NDArray[np.uint8] | None:
+    """A split in parts; None where all replicas take equal ones."""
+    parts = parts_of(slots_RS, split_RS)
+    return None if (parts[slots_RS != EMPTY] == 1).all() else parts

@@ -1,0 +1,184 @@
+"""Live balancing of experts in simulated units: skewed loads become even, whatever happens in the middle of it.
+
+The world itself asserts that ranks which meet in a step hold the same tables, that nobody flips what was not staged and
+that no giver lacks what it is asked for (tests/sim/experts); `check` of the leader runs after every event.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from random import Random
+
+import numpy as np
+import pytest
+
+from hadal.core.config import Deployment, UnitsConfig
+from hadal.core.placement import without
+from hadal.roles.expert_install import InstallState
+from hadal.roles.ranks import RankedLeader
+from tests.sim.experts import NUM_LAYERS, Traffic, skewed
+from tests.sim.ranks import RankHost
+from tests.sim.test_membership import RANK_TIMEOUT_S, SteppingWorld
+from tests.sim.world import Faults, is_whole
+
+FIXED_SEEDS = list(range(6))
+FRESH_SEEDS = [secrets.randbelow(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "2")))]
+UNIT = "decode-0"
+STEPS_TO_FOLLOW = 400
+"""After a change of regime: the window's 64 steps must be of the new one by half, then layers flip one by one."""
+
+
+class Balanced:
+    """A decode unit of four ranks with 2 layers of 12 experts, which steps without requests."""
+
+    def __init__(
+        self, seed: int, *, redundant: int = 4, expert_balance: str = "auto", stage_rate: float = 0.0
+    ) -> None:  # fmt: skip
+        units = UnitsConfig(ranks=4, redundant_experts=redundant, max_requests=4, expert_balance=expert_balance)
+        config = Deployment(
+            heartbeat_s=0.1, rank_timeout_s=RANK_TIMEOUT_S, unit_timeout_s=1e6,
+            decode=units,
+        )  # fmt: skip
+        faults = Faults(stage_rate=stage_rate, until_s=0.0)
+        self.random = Random(f"experts {seed}")
+        self.world = SteppingWorld(seed, config, max_context=100, pool_blocks=(4, 4), faults=faults, wire_s=0.002)
+        self.world.clock.run(30.0, lambda: UNIT in self.world.hosts and is_whole(self.leader))
+        assert is_whole(self.leader)
+
+    @property
+    def leader(self) -> RankedLeader:
+        role = self.world.hosts[UNIT].role
+        assert isinstance(role, RankedLeader)
+        return role
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.world.fabrics[UNIT].traffic
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.traffic.balance)
+
+    def ranks(self) -> list[RankHost]:
+        return [host for host in self.world.hosts.values() if isinstance(host, RankHost) and host.name.startswith(UNIT)]
+
+    def run_steps(self, number: int) -> None:
+        until = self.num_steps + number
+        self.world.clock.run(self.world.clock.now() + 120.0, lambda: self.num_steps >= until)
+        assert self.num_steps >= until, "the unit stands still"
+
+    def run_until(self, state: InstallState) -> None:
+        def is_there() -> bool:
+            install = self.leader.experts.installing
+            return install is not None and install.state is state
+
+        self.world.clock.run(self.world.clock.now() + 60.0, is_there)
+        assert is_there(), f"no layer was ever {state}"
+
+    def recent(self, number: int = 100) -> float:
+        return float(np.mean(self.traffic.balance[-number:]))
+
+
+@pytest.mark.parametrize("seed", [*FIXED_SEEDS, *FRESH_SEEDS])
+def test_balance_rises_and_rests(seed: int) -> None:
+    unit = Balanced(seed)
+    unit.run_steps(20)
+    before = unit.recent(20)
+    unit.run_steps(500)
+    experts = unit.leader.experts
+    after, reported = unit.recent(), experts.window.balance()["experts"]
+    print(f"seed {seed}: {before:.3f} -> {after:.3f}, {experts.num_layers_flipped} flips, "
+          f"{experts.num_replicas_moved} moved")  # fmt: skip
+    assert after >= 0.85, (seed, before, after)
+    assert abs(reported - after) < 0.1, (seed, reported, after)
+    assert experts.num_replicas_moved == sum(rank.compute.experts.num_moved for rank in unit.ranks())
+    assert experts.num_layers_flipped == max(rank.compute.experts.num_flips for rank in unit.ranks()), seed
+    flips = experts.num_layers_flipped
+    unit.run_steps(500)
+    assert experts.num_layers_flipped - flips <= NUM_LAYERS, f"seed {seed}: back and forth by noise"
+
+
+def test_without_balancing_only_gauges_move() -> None:
+    unit = Balanced(3, expert_balance="off")
+    unit.run_steps(300)
+    experts = unit.leader.experts
+    assert (experts.num_layers_flipped, experts.installing) == (0, None)
+    assert experts.window.balance().keys() == {"experts", "experts_worst"}
+
+
+def test_even_loads_are_left_alone() -> None:
+    unit = Balanced(5, redundant=12)  # Two replicas of each.
+    unit.traffic.loads_LE = np.full_like(unit.traffic.loads_LE, 30.0)
+    unit.run_steps(500)
+    assert unit.leader.experts.num_layers_flipped == 0
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_new_regime_is_followed(seed: int) -> None:
+    unit = Balanced(seed)
+    unit.run_steps(400)
+    settled = unit.recent()
+    moved = unit.leader.experts.num_replicas_moved
+    unit.traffic.loads_LE = skewed(seed + 1000)
+    unit.run_steps(30)
+    fallen = unit.recent(30)
+    unit.run_steps(STEPS_TO_FOLLOW)
+    print(f"seed {seed}: {settled:.3f}, then {fallen:.3f} -> {unit.recent():.3f}")
+    assert unit.recent() >= 0.85, (seed, settled, fallen, unit.recent())
+    assert unit.leader.experts.num_replicas_moved > moved
+
+
+@pytest.mark.parametrize("how", ["kill", "stop", "hang"])
+@pytest.mark.parametrize("state", list(InstallState))
+@pytest.mark.parametrize("seed", [0, *FRESH_SEEDS[:1]])
+def test_a_rank_lost_in_the_middle_leaves_the_old_placement(seed: int, state: InstallState, how: str) -> None:
+    unit = Balanced(seed)
+    unit.run_until(state)
+    experts = unit.leader.experts
+    before, flips = experts.placement, experts.num_layers_flipped
+    victim = unit.random.choice(unit.ranks())
+    if how == "kill":
+        unit.world.kill_unit(victim.name)
+    elif how == "stop":
+        victim.stop()
+    else:
+        victim.compute.is_hung = True
+    generation = unit.leader.book.generation
+    unit.world.clock.run(unit.world.clock.now() + 60.0, lambda: unit.leader.book.generation > generation)
+    assert unit.leader.book.generation > generation, (seed, state, how)
+    # It may have been done by all before the loss was known; then it counts, else nothing is left of it.
+    num_done = experts.num_layers_flipped - flips
+    assert num_done + experts.num_abandoned >= 1, (seed, state, how)
+    absent = set(range(4)) - unit.leader.book.members.keys()
+    left = without(before, absent) if absent else before
+    assert num_done or unit.leader.book.placement.to_bytes() == left.to_bytes(), (seed, state, how)
+    unit.world.clock.run(unit.world.clock.now() + 60.0, lambda: is_whole(unit.leader))
+    unit.run_steps(400)
+    assert unit.recent() >= 0.85, (seed, state, how)
+
+
+def test_errors_of_staging_are_survived() -> None:
+    unit = Balanced(1, stage_rate=1.0)
+    unit.run_steps(300)
+    experts = unit.leader.experts
+    assert experts.num_abandoned >= 1
+    assert experts.num_replicas_moved == 0
+    unit.world.fabrics[UNIT].stage_fault_rate = 0.0
+    unit.run_steps(600)
+    assert experts.num_replicas_moved > 0
+    assert unit.recent() >= 0.85
+    assert any("no such tensor" in note for note in unit.leader.take_notes())
+
+
+def test_staging_that_never_ends_stops_no_step() -> None:
+    unit = Balanced(1)
+    unit.world.fabrics[UNIT].stage_s = 1000.0
+    unit.run_steps(400)
+    experts = unit.leader.experts
+    assert experts.num_abandoned >= 1
+    assert experts.num_replicas_moved == 0
+    assert any("did not stage" in note for note in unit.leader.take_notes())
+    unit.world.fabrics[UNIT].stage_s = 0.01
+    unit.run_steps(600)
+    assert unit.recent() >= 0.85

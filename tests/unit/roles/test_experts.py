@@ -1,0 +1,307 @@
+"""Live expert balancing by hand: what pays, in which order, and what becomes of it when something goes wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hadal.core.balance import EXPERTS
+from hadal.core.messages import Load, Trace, TracedStep
+from hadal.core.placement import Placement, spread
+from hadal.core.plans import DecodePlan, LayerFlip, Staged, StagePlan, StepDone, StepPlan
+from hadal.roles.expert_gain import ExpertTerms
+from hadal.roles.expert_install import InstallState
+from hadal.roles.experts import ExpertBalancer
+
+NUM_EXPERTS, NUM_RANKS = 8, 4
+TERMS = ExpertTerms(
+    count_every_steps=2, num_intervals=12, num_intervals_min=4, plan_every_steps=1, moves_share=0.25, backoff_s=10.0,
+    stage_timeout_s=5.0,
+)  # fmt: skip
+GROWING_S = 1e-3
+EVEN = [100] * NUM_EXPERTS
+HOT = [400, 100, 90, 100, 100, 90, 100, 100]
+"""On `replicated`, rank 0 has 390 and rank 3 250 when replicas take equal parts."""
+
+
+class Unit:
+    """Ranks that do every step and deal tokens as planned; `loads` are a step's tokens by layer and expert."""
+
+    def __init__(
+        self, placement: Placement, loads: list[list[int]], *, noise: float = 0.0, terms: ExpertTerms = TERMS,
+        is_planning: bool = True, num_addresses: int = NUM_RANKS,
+    ) -> None:  # fmt: skip
+        self.experts = ExpertBalancer(placement, (0,) * NUM_RANKS, terms=terms, is_planning=is_planning)
+        self.loads = np.array(loads, np.float64)
+        self.noise = noise
+        self.rng = np.random.default_rng(5)
+        self.now_s = 0.0
+        self.step_id = 0
+        self.held = placement
+        """By the ranks."""
+        self.counts = np.zeros(placement.slot_to_expert_LRS.shape)
+        self.flips: list[LayerFlip] = []
+        addresses = {rank: ("h", 7000 + rank) for rank in range(num_addresses)}
+        self.experts.began(1, placement, addresses)
+
+    def send(self, *, is_traced: bool = False) -> tuple[int, tuple[StepPlan, ...]]:
+        """Let the leader plan a step, and the ranks do it."""
+        self.step_id += 1
+        plans = self.experts.planned(self.step_id, (DecodePlan(self.step_id, (), (), (), is_traced=is_traced),) * 4)
+        assert len({plan.flips for plan in plans}) == 1
+        assert len(plans[0].flips) <= 1
+        for flip in plans[0].flips:
+            shape = self.held.slot_to_expert_LRS.shape[1:]
+            weights = np.frombuffer(flip.weights, np.uint8).reshape(shape) if flip.weights else None
+            slots = np.frombuffer(flip.slot_to_expert, np.int16).reshape(shape)
+            self.held = self.held.with_layer(flip.layer, slots, weights)
+            assert self.held.check() == []
+            self.counts[flip.layer] = 0
+            self.flips.append(flip)
+        self.deal()
+        assert self.experts.check() == []
+        return self.step_id, plans
+
+    def deal(self) -> None:
+        loads = self.loads * self.rng.lognormal(0.0, self.noise, self.loads.shape)
+        for layer in range(self.held.num_layers):
+            turns, counts = self.held.replicas(layer)
+            for expert in range(NUM_EXPERTS):
+                for slot in turns[expert, : counts[expert]].tolist():
+                    self.counts[layer].reshape(-1)[slot] += loads[layer, expert] / counts[expert]
+
+    def done(self, step_id: int, plans: tuple[StepPlan, ...], elapsed_s: float = 0.01) -> bool:
+        counts = self.counts.round().astype(np.int64)
+        parts = {
+            rank: StepDone(
+                step_id, (), (), {}, elapsed_s, slot_counts=counts[:, rank].tobytes() if plans[0].is_counted else b""
+            ) for rank in range(NUM_RANKS)
+        }  # fmt: skip
+        if plans[0].is_counted:
+            self.counts[:] = 0
+        is_flipped = self.experts.done(step_id, parts)
+        assert self.experts.check() == []
+        return is_flipped
+
+    def step(self, number: int = 1) -> None:
+        for _ in range(number):
+            self.done(*self.send())
+
+    def think(self) -> dict[int, StagePlan]:
+        plans = self.experts.plan(self.now_s, GROWING_S)
+        assert self.experts.check() == []
+        return plans
+
+    def run(self, number: int = 60) -> dict[int, StagePlan]:
+        """Step until something is to be staged."""
+        for _ in range(number):
+            self.step()
+            plans = self.think()
+            if plans:
+                return plans
+        return {}
+
+    def stage(self, plans: dict[int, StagePlan], error: str | None = None) -> None:
+        for rank, plan in plans.items():
+            staged = Staged(plan.generation, plan.stage_id, plan.layer, error, len(plan.sources), 0, 0.01)
+            assert self.experts.staged(self.now_s, rank, staged) == (error is None or rank == min(plans))
+            assert self.experts.check() == []
+
+
+def replicated() -> Placement:
+    """One layer; experts 0 and 1 have second replicas on rank 3."""
+    slots = np.array([[[0, 2, 4], [1, 3, 5], [6, 7, -1], [0, 1, -1]]], np.int16)
+    return Placement(NUM_EXPERTS, slots)
+
+
+def plain(num_layers: int = 1) -> Placement:
+    """Two slots on each of four ranks: experts 0 and 4 on rank 0, and so on."""
+    return spread(num_layers, NUM_EXPERTS, NUM_RANKS)
+
+
+SKEWED = [300, 100, 100, 50, 300, 100, 100, 50]
+"""On `plain`, rank 0 has both hot ones: trades with rank 3 level it."""
+
+
+def test_even_loads_move_nothing() -> None:
+    unit = Unit(plain(), [EVEN], noise=0.05)
+    assert unit.run(200) == {}
+    assert unit.flips == []
+
+
+def test_a_new_split_comes_first_and_needs_no_weights() -> None:
+    unit = Unit(replicated(), [HOT])
+    unit.step(10)
+    assert unit.think() == {}
+    installing = unit.experts.installing
+    assert installing is not None
+    assert installing.state is InstallState.READY
+    before = unit.experts.placement
+    unit.step()
+    assert (len(unit.flips), unit.experts.installing) == (1, None)
+    assert unit.flips[0].slot_to_expert == before.to_bytes()
+    assert unit.flips[0].weights != b""
+    assert (unit.experts.num_layers_flipped, unit.experts.num_replicas_moved) == (1, 0)
+    assert unit.experts.placement.to_bytes() == before.to_bytes()
+    assert unit.experts.placement.weights_bytes() == unit.held.weights_bytes() != b""
+
+
+def test_replicas_move_where_no_split_helps() -> None:
+    unit = Unit(plain(), [SKEWED])
+    plans = unit.run()
+    assert plans
+    assert all(source.port == 7000 + other for plan in plans.values() for source in plan.sources
+               for other in range(4) if source.expert % 4 == other)  # fmt: skip
+    unit.stage(plans)
+    unit.step()
+    assert (unit.experts.num_layers_flipped, unit.experts.num_replicas_moved) == (1, 2)
+    unit.step(40)
+    assert unit.experts.window.balance()[EXPERTS] == pytest.approx(275 / 350, abs=0.02), "the best that pairs can be"
+    load = unit.experts.seen(Load("u", "e", 1, 0, 0, 1, 0, balance={"kv": 0.5}))
+    assert load.balance.keys() == {"kv", "experts", "experts_worst"}
+    assert (load.num_replicas_moved, load.num_layers_flipped) == (2, 1)
+
+
+@pytest.mark.parametrize("growing_s", [0.0, 1e-6])
+def test_what_costs_no_time_is_left_alone(growing_s: float) -> None:
+    unit = Unit(plain(), [SKEWED])
+    for _ in range(60):
+        unit.step()
+        assert unit.experts.plan(unit.now_s, growing_s) == {}
+    assert unit.experts.installing is None
+
+
+def test_moves_that_cost_more_than_they_save_are_not_made() -> None:
+    dear = ExpertTerms(
+        count_every_steps=2, num_intervals=12, num_intervals_min=4, plan_every_steps=1, replica_s=100.0,
+    )  # fmt: skip
+    assert Unit(plain(), [SKEWED], terms=dear).run() == {}
+
+
+def test_noise_moves_nothing() -> None:
+    """Every interval another expert is hot, by chance: over the window nobody is."""
+    unit = Unit(plain(), [[10] * NUM_EXPERTS], noise=1.0)
+    num_tries = sum(bool(unit.run(1)) or unit.experts.installing is not None for _ in range(300))
+    assert num_tries == 0
+
+
+def test_too_few_tokens_are_no_reason() -> None:
+    few = Unit(plain(), [SKEWED])
+    few.loads /= 400
+    assert few.run() == {}
+    few.loads *= 400
+    assert few.run() != {}
+
+
+def test_not_while_a_rank_is_missing_and_not_when_off() -> None:
+    assert Unit(plain(), [SKEWED], num_addresses=3).run() == {}
+    unit = Unit(plain(), [SKEWED], is_planning=False)
+    assert unit.run() == {}
+    assert unit.experts.window.balance()[EXPERTS] == pytest.approx(275 / 600)
+
+
+def test_the_worst_layer_is_first_and_one_at_a_time() -> None:
+    unit = Unit(plain(3), [EVEN, [200, 100, 100, 100, 200, 100, 100, 50], SKEWED])
+    plans = unit.run()
+    assert {plan.layer for plan in plans.values()} == {2}
+    unit.step(20)
+    assert unit.think() == {}, "one is under way"
+    unit.stage(plans)
+    unit.step()
+    assert {plan.layer for plan in unit.run().values()} == {1}
+
+
+def test_a_flip_waits_for_the_next_plan_and_counts_when_all_did_it() -> None:
+    unit = Unit(plain(), [SKEWED])
+    unit.stage(unit.run())
+    unit.now_s += 1000.0
+    unit.experts.tick(unit.now_s)  # An idle unit: no deadline of staging matters any more.
+    before = unit.experts.placement
+    sent = unit.send()
+    assert sent[1][0].flips
+    later = unit.send()
+    assert later[1][0].flips == ()
+    assert unit.experts.placement is before
+    assert unit.done(*sent)
+    assert unit.experts.placement.to_bytes() == unit.held.to_bytes() != before.to_bytes()
+    assert not unit.done(*later)
+
+
+@pytest.mark.parametrize("state", list(InstallState))
+def test_a_new_generation_abandons_it(state: InstallState) -> None:
+    unit = Unit(plain(), [SKEWED])
+    plans = unit.run()
+    before = unit.experts.placement
+    if state is not InstallState.STAGING:
+        unit.stage(plans)
+    if state is InstallState.FLIPPING:
+        unit.send()
+    assert unit.experts.installing is not None
+    assert unit.experts.installing.state is state
+    unit.experts.ended()
+    assert (unit.experts.placement, unit.experts.num_abandoned) == (before, 1)
+    assert unit.experts.check() == []
+    plan = plans[min(plans)]
+    assert not unit.experts.staged(0.0, min(plans), Staged(1, plan.stage_id, plan.layer))
+    assert unit.run() == {}, "nothing while it forms"
+    unit.held, unit.counts[:] = before, 0
+    unit.experts.began(2, before, {rank: ("h", 7000 + rank) for rank in range(4)})
+    again = unit.run(100)
+    assert {each.generation for each in again.values()} == {2}
+    assert min(each.stage_id for each in again.values()) > plan.stage_id
+
+
+def test_an_error_abandons_it_and_the_next_try_waits_longer_each_time() -> None:
+    unit = Unit(plain(), [SKEWED])
+    waited_s = []
+    for _ in range(3):
+        plans = unit.run()
+        assert plans
+        unit.stage(plans, "CheckpointError: no")
+        assert unit.experts.installing is None
+        failed_s = unit.now_s
+        while not (plans := unit.run(1)):
+            unit.now_s += 0.5
+        waited_s.append(unit.now_s - failed_s)
+        unit.stage(plans, "again")
+        unit.now_s += 1000.0
+    assert waited_s == [10.5, 40.5, 160.5], "and a half, for splits are tried before moves"
+    assert unit.experts.num_replicas_moved == 0
+    assert "rank 0: CheckpointError: no; nothing is staged for 10 s" in unit.experts.notes[0]
+
+
+def test_staging_has_a_deadline_that_a_pause_of_the_leader_moves() -> None:
+    unit = Unit(plain(), [SKEWED])
+    plans = unit.run()
+    unit.experts.forgive(3.0)
+    unit.experts.tick(7.9)
+    assert unit.experts.installing is not None
+    unit.experts.tick(8.0)
+    assert unit.experts.installing is None
+    late = ", ".join(map(str, sorted(plans)))
+    assert f"rank {late} did not stage within 5 s" in unit.experts.notes[0]
+
+
+def test_traced_steps_are_counted_and_tell_their_balance() -> None:
+    unit = Unit(plain(), [SKEWED])
+    ids = []
+    for _ in range(3):
+        sent = unit.send(is_traced=True)
+        assert all(plan.is_counted for plan in sent[1])
+        unit.done(*sent)
+        ids.append(sent[0])
+    steps = tuple(TracedStep(step_id, "sequential", 1, 5, (), {"kv": 0.5}) for step_id in (*ids, 99))
+    trace = unit.experts.traced(Trace("u", 1, steps))
+    for step in trace.steps[:3]:
+        measured = pytest.approx(275 / 600)
+        assert step.balance == {"kv": 0.5, "experts": measured, "experts_worst": measured}
+    assert trace.steps[3].balance == {"kv": 0.5}
+
+
+def test_counts_of_another_size_are_told_once() -> None:
+    unit = Unit(plain(), [SKEWED])
+    for step_id in range(1, 9):
+        unit.experts.planned(step_id, (DecodePlan(step_id, (), (), ()),) * 4)
+        unit.experts.done(step_id, {rank: StepDone(step_id, (), (), {}, 0.01, slot_counts=b"12") for rank in range(4)})
+    assert list(unit.experts.notes) == ["rank 0 counts 2 bytes where (1, 4, 2) slots are"]
+    assert len(unit.experts.window) == 0
