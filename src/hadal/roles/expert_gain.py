@@ -1,11 +1,12 @@
 """Does another placement of a layer's experts pay? The terms of that decision, and its arithmetic.
 
     gain = growing seconds of the layer's experts in a step * (1 - heaviest new / heaviest now) * steps it will hold
-    cost = replicas that travel * seconds of staging one * share by which that slows steps  +  pause of the flip
+    cost = most replicas that a rank gets * seconds of staging one * share by which that slows steps + pause of the flip
 
-The heaviest rank is what a step waits for, so both heaviest loads are means of the intervals' own maxima. They are
-judged on intervals that the plan has not seen; the difference must stand out of what it varies by from one interval to
-the next, or chance would move experts to and fro. Knows no ranks' processes and no steps.
+Ranks stage side by side, and a step is slowed as long as any of them does; how many replicas travel in all is bounded
+by a budget instead. The heaviest rank is what a step waits for, so both heaviest loads are means of the intervals' own
+maxima. They are judged on intervals that the plan has not seen; the difference must stand out of what it varies by from
+one interval to the next, or chance would move experts to and fro. Knows no ranks' processes and no steps.
 
 Shapes: T intervals, E logical experts, R ranks, S slots of a rank, L layers.
 """
@@ -53,19 +54,19 @@ class ExpertTerms:
     """Balancedness at which an incremental plan stops to look for moves."""
     background_share: float = 0.25
     """By how much staging slows the steps that run beside it: it takes memory bandwidth and, on CPUs, a core."""
-    replica_s: float = 0.02
-    """Staging of a replica before one was measured: 44 MB of a V3 expert in FP8 from a disk of 2 GB/s."""
+    replica_s: float = 0.003
+    """Staging of a replica before one was measured: 44 MB of a V3 expert in FP8 through a NIC of 25 GB/s are 2 ms."""
     pause_s: float = 0.002
     """A flip before one was measured: pointers and a table of 256 experts."""
     stage_timeout_s: float = 60.0
-    """A tenth of V3's slots on one rank, from a disk a hundred times slower than that."""
+    """Three replicas for one rank (a tenth of 288 slots, on ten ranks at least) from the slowest of disks."""
     backoff_s: float = 10.0
     """After a failure nothing is staged for so long, and for twice as long after each further one."""
     backoff_max_s: float = 600.0
     plan_every_steps: int = 4
-    """One planning call in so many steps. Measured on one shared core with E = 256: 11 ms for a split, 12 to 17 ms for
-    moves (144 ranks of 2 slots and 32 of 9 alike). It begins when the step's plans are sent; with two steps in flight
-    the ranks do not wait for it while a step takes longer than that."""
+    """One planning call in so many steps. Measured with E = 256 on a shared core: 11 ms for a split, 12 to 20 ms for
+    moves, 33 ms at worst (144 ranks of 2 slots and 32 of 9 alike). It begins when the step's plans are sent: with two
+    steps in flight, the ranks do not wait for it while a step takes longer than that."""
     rest_intervals: int = 32
     """A layer for which nothing paid is looked at again when the whole window is another, or once its balancedness is
     worse than it was by `worse_min`."""
@@ -114,7 +115,7 @@ def sure_gain(now_T: Floats, new_T: Floats, terms: ExpertTerms) -> float:
     return gain if is_sure and gain >= terms.gain_min else 0.0
 
 
-def pays(gain: float, layer_s: float, num_moved: int, replica_s: float, pause_s: float, terms: ExpertTerms) -> bool:
-    """`layer_s`: growing seconds of the layer's experts in a step; `replica_s`, `pause_s` as measured."""
-    cost_s = num_moved * replica_s * terms.background_share + pause_s
+def pays(gain: float, layer_s: float, num_staged: int, replica_s: float, pause_s: float, terms: ExpertTerms) -> bool:
+    """`layer_s`: growing seconds of the layer's experts in a step; `num_staged`: most that one rank stages."""
+    cost_s = num_staged * replica_s * terms.background_share + pause_s
     return gain > 0.0 and gain * layer_s * terms.horizon_steps > terms.payback * cost_s

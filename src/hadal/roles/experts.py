@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from hadal.core.messages import Load, Trace
 from hadal.core.placement import EMPTY, Placement, parts_of
 from hadal.core.plans import LayerFlip, Staged, StagePlan, StepDone, StepPlan
-from hadal.policy.expert_balance import Cluster, balance, moved_replicas
+from hadal.policy.expert_balance import Cluster, balance
 from hadal.policy.expert_split import split_loads
 from hadal.roles.expert_gain import ExpertTerms, Floats, fractions, heaviest, pays, sure_gain
 from hadal.roles.expert_install import Address, Installation, InstallState
@@ -35,6 +35,8 @@ _NUM_TRACED = 2048
 """Traced steps whose balance is remembered until their trace passes: as many as may be asked for at once."""
 _SETTLE_INTERVALS = 2
 """A layer that flipped is left alone so long: one interval to judge by and one to plan by are new then."""
+_FEW = 0.25
+"""Share of the budget of moves that is tried when the whole would help and does not pay."""
 _NUM_NOTES = 256
 
 
@@ -87,8 +89,8 @@ class ExpertBalancer:
         """By layer, in intervals."""
         self._rested_lack = np.ones(placement.num_layers)
         """By layer: what it lacked to perfect balance when it was put to rest. If it lacks more, the rest is over."""
-        self._try_moves: int | None = None
-        """A layer for which no split paid."""
+        self._next_try: tuple[int, float] | None = None
+        """A layer for which something did not pay, and the share of the budget of moves to try next."""
         self._stage_id = 0
         self._num_failures = 0
         self._retry_s = -math.inf
@@ -191,32 +193,34 @@ class ExpertBalancer:
         self._num_unplanned = 0
         loads_LR = self._rank_loads()
         layer_s = _layer_seconds(loads_LR, growing_s)
-        layer = self._try_moves if self._try_moves is not None else self._most_promising(loads_LR, layer_s)
+        layer, share = self._next_try or (self._most_promising(loads_LR, layer_s), 0.0)
+        self._next_try = None
         if layer is None:
             return {}
         to_plan, to_judge = self.window.halves(layer)
-        tries_moves = self._try_moves is not None
-        self._try_moves = None
-        slots_RS, weights_RS = self._moved(layer, to_plan) if tries_moves else self._split(layer, to_plan)
+        slots_RS, weights_RS = self._moved(layer, to_plan, share) if share else self._split(layer, to_plan)
         now = self.placement.slot_to_expert_LRS[layer]
         new = Placement(self.placement.num_experts, slots_RS[None], None if weights_RS is None else weights_RS[None])
-        num_moved = moved_replicas(Placement(new.num_experts, now[None]), new)
+        before_and_after = zip(now.tolist(), slots_RS.tolist(), strict=True)
+        num_new = [len(set(after) - set(before) - {EMPTY}) for before, after in before_and_after]
         gain = sure_gain(
             heaviest(to_judge, now, self._fractions_LRS[layer]), heaviest(to_judge, slots_RS, fractions(new)[0]),
             self.terms,
         )  # fmt: skip
-        if not pays(gain, float(layer_s[layer]), num_moved, self._replica_s, self._pause_s, self.terms):
-            if tries_moves:
+        if not pays(gain, float(layer_s[layer]), max(num_new), self._replica_s, self._pause_s, self.terms):
+            if not share:
+                self._next_try = (layer, 1.0)
+            elif share > _FEW and gain > 0.0:
+                self._next_try = (layer, _FEW)  # Too dear: the first moves save most.
+            else:
                 lack = 1.0 - float(loads_LR[layer].mean()) / max(float(loads_LR[layer].max()), 1e-12)
                 # What little there was to judge by has doubled by then.
                 num_intervals = min(self.terms.rest_intervals, len(self.window))
                 self._rest(layer, num_intervals, lack + self.terms.worse_min)
-            else:
-                self._try_moves = layer
             return {}
         self._stage_id += 1
         self.installing = Installation(
-            layer, self._stage_id, self._generation, slots_RS, weights_RS, num_moved,
+            layer, self._stage_id, self._generation, slots_RS, weights_RS, sum(num_new),
             now_s + self.terms.stage_timeout_s,
         )  # fmt: skip
         return self.installing.stage_plans(self.placement, self._addresses)
@@ -252,10 +256,12 @@ class ExpertBalancer:
         split = split_loads(slots_RS[None].astype(np.int64), loads_TE.sum(axis=0)[None])
         return slots_RS, _weights(slots_RS, split[0])
 
-    def _moved(self, layer: int, loads_TE: Floats) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
-        """A better placement of the layer within the budget of moves, and its parts."""
+    def _moved(
+        self, layer: int, loads_TE: Floats, share: float
+    ) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
+        """A better placement of the layer within a share of the budget of moves, and its parts."""
         slots = self.placement.slot_to_expert_LRS[layer : layer + 1]
-        num_moves = max(2, int(self.terms.moves_share * int((slots != EMPTY).sum())))  # Two are a trade.
+        num_moves = max(2, int(share * self.terms.moves_share * int((slots != EMPTY).sum())))  # Two are a trade.
         plan = balance(
             loads_TE[:, None], Cluster((slots.shape[2],) * slots.shape[1], self._nodes), target=self.terms.target,
             current=Placement(self.placement.num_experts, slots), max_moves=num_moves, weighted=True,
