@@ -1,10 +1,10 @@
 """Simulate prefill units of synchronous ranks under a rule, priced by the constants of the study they come from.
 
-    step = max over ranks (pair_s * pairs + token_s * tokens) + dispatch_s * max tokens + mean_s * mean tokens
+    step = fixed + max over ranks (pair_s * pairs + token_s * tokens) + dispatch_s * max tokens + mean_s * mean tokens
 
-Efficiency is that with means instead of maxima, over the actual; it knows no fixed cost of a step, so a rule that
-makes shorter steps is not charged for them: look at its tokens per step too. One rule decides
-in each run where prompts go and what a step takes; `hadal.policy.prefill_balance` is called as the live system would.
+Efficiency is that with means instead of maxima and without the fixed cost, over the actual: a rule that makes shorter
+steps pays for them. One rule decides in each run where prompts go and what a step takes;
+`hadal.policy.prefill_balance` is called as the live system does.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 
 from bench.balance_loads import Arrival, Load
-from hadal.policy.prefill_balance import PrefillQueueView, PrefillRates, StepLimits, plan_step
+from hadal.policy.prefill_balance import PrefillQueueView, StepLimits, look_ahead, plan_step
+from hadal.policy.prefill_rates import PrefillRates
 from hadal.policy.views import PromptView
 
-RATES = PrefillRates(3.3e-5, 1e-8, 2e-5)
-"""1e-8 s a pair: MLA prefill of 61 layers at 500 TFLOP/s; the rest roofline estimates for an H800 unit."""
+STEP_S = 0.03
+"""Of a step whatever it computes, argued: 14 ms for the 40 GB of FP8 weights that a rank of DeepSeek-V3 at EP32 reads
+(9 experts and the shared one in 58 layers, attention in 61, the head) at 2.8 TB/s as if no product hid them, and 12 ms
+for 61 layers x 2 micro-batches x some 25 launches of 4 us each; rounded up."""
 MEAN_S = 7.3e-5
+RATES = PrefillRates(3.3e-5, 1e-8, 2e-5, STEP_S)
+"""1e-8 s a pair: MLA prefill of 61 layers at 500 TFLOP/s; the rest roofline estimates for an H800 unit."""
 WINDOW = 8
 """Prompts a rank, started or waiting, that are there at any time when saturated."""
-AHEAD = 4
-"""Waiting prompts a rank that ours looks at: the others only make its plan dearer."""
 
 
 @dataclass(slots=True)
@@ -106,7 +108,7 @@ def _oldest_first(queue: Sequence[Running], budget: int) -> list[int]:
 def ours(queues: Queues, waiting: deque[Running], limits: StepLimits) -> Sizes:
     """hadal.policy.prefill_balance."""
     views = [PrefillQueueView(at, tuple(p.view() for p in queue), 1, 256) for at, queue in enumerate(queues)]
-    seen = list(islice(waiting, AHEAD * len(queues)))
+    seen = look_ahead(waiting, len(queues), limits, lambda prompt: prompt.num_left)
     cut = plan_step(views, [p.view() for p in seen], RATES, limits)
     num = sum(len(rank.starts) for rank in cut.ranks)
     for queue, rank in zip(queues, cut.ranks, strict=True):
@@ -157,11 +159,17 @@ class Outcome:
 
     @property
     def efficiency(self) -> float:
+        """With every step's fixed cost lost."""
         return self.ideal_s / self.actual_s if self.actual_s else 0.0
+
+    @property
+    def efficiency_free(self) -> float:
+        """If a step had no fixed cost, but were cut as it was with it."""
+        return self.ideal_s / (self.actual_s - STEP_S * self.num_steps) if self.actual_s else 0.0
 
 
 def ideal_s(load: Load, num_ranks: int) -> float:
-    """Time of all of it if every step were balanced."""
+    """Time of all of it if every step were balanced and cost nothing beside its work."""
     token_s = RATES.dispatch_s + MEAN_S
     return sum(RATES.chunk_s(a.num_cached, a.num_tokens) + token_s * a.num_tokens for a in load.arrivals) / num_ranks
 
@@ -210,6 +218,7 @@ def _step(queues: Queues, sizes: Sizes, out: Outcome) -> float:
     step_s = float(own_s.max() + RATES.dispatch_s * num_tokens.max() + MEAN_S * num_tokens.mean())
     if step_s <= 0.0:
         raise RuntimeError("a rule took nothing although prompts wait")
+    step_s += STEP_S
     out.actual_s += step_s
     out.ideal_s += float(own_s.mean() + (RATES.dispatch_s + MEAN_S) * num_tokens.mean())
     out.attention += step_s * float(pairs.mean() / pairs.max())

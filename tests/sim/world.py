@@ -180,6 +180,7 @@ class World:
                 num_requests_max=config.prefill.max_requests, num_waiting_max=config.prefill.max_waiting,
                 lease_s=config.lease_s, heartbeat_s=config.heartbeat_s, num_ranks=num_ranks,
                 overlap=config.prefill.overlap, min_split_tokens=config.prefill.min_split_tokens,
+                request_balance=config.prefill.request_balance,
             )  # fmt: skip
         return DecodeLeader(
             name, epoch, num_blocks, num_slots=config.decode.max_requests, num_waiting_max=config.decode.max_waiting,

@@ -8,6 +8,7 @@ from bench.balance_loads import Arrival, Load, find_data, lognormal, mooncake
 from bench.balance_prefill_sim import (
     MEAN_S,
     RATES,
+    STEP_S,
     Rule,
     by_cost,
     by_tokens,
@@ -28,10 +29,11 @@ def test_one_prompt_on_one_rank_costs_what_the_formula_says() -> None:
     load = Load("one", "", (Arrival(0.0, 100, 2000),))
     out = simulate(load, by_tokens(least_tokens), LIMITS, num_ranks=1, is_saturated=False)
     expected_s = RATES.chunk_s(100, 2000) + 2000 * (RATES.dispatch_s + MEAN_S)
-    assert out.end_s == pytest.approx(expected_s)
-    assert out.ttfts_s == pytest.approx([expected_s])
+    assert out.end_s == pytest.approx(expected_s + STEP_S)
+    assert out.ttfts_s == pytest.approx([expected_s + STEP_S])
     assert ideal_s(load, 1) == pytest.approx(expected_s)
-    assert out.efficiency == pytest.approx(1.0)
+    assert out.efficiency == pytest.approx(expected_s / (expected_s + STEP_S))
+    assert out.efficiency_free == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ class Ask:
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
     return_token_ids: bool
+    priority: int = 0
+    """Larger is sooner among those that wait."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ def _ask(request: ChatRequest | CompletionRequest, max_tokens: int | None, max_n
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
         ignore_eos=bool(request.ignore_eos),
         return_token_ids=bool(request.return_token_ids),
+        priority=request.priority or 0,
     )
 
 

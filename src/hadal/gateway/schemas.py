@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 MAX_LEGACY_LOGPROBS = 5
 INT64_MAX = 2**63 - 1
+MAX_PRIORITY = 4
+"""Of a request, and its negative; what a level is worth is policy/batching's."""
 
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Count = Annotated[int, Meta(ge=1, le=INT64_MAX)]
@@ -72,6 +74,8 @@ class Common(msgspec.Struct, kw_only=True):
     stop_token_ids: list[_TokenId] | None = None
     ignore_eos: bool | None = None
     user: str | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    """An extension: larger is sooner among those that wait, 0 if left out."""
     return_token_ids: bool | None = None
     """Also give the tokens of a reply as ids; only where it is not streamed."""
 

@@ -200,4 +200,5 @@ class Service:
             min_tokens=min(ask.min_tokens, max_tokens),
             sampling=with_defaults(ask, self.model.temperature, self.model.top_p, seed, index),
             attempt=0,
+            priority=ask.priority,
         )

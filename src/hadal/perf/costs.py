@@ -84,6 +84,20 @@ class _Bin:
             self.seconds[op] = mean_s + gain * (seconds - mean_s)
 
 
+@dataclass(frozen=True, slots=True)
+class StepRates:
+    """What a step of a rank takes, as a line: a leader balances its ranks by it."""
+
+    token_s: float
+    """Of a token, computed: all ops of all layers."""
+    pair_s: float
+    """Of a (token, position it attends to) pair."""
+    dispatch_s: float
+    """Of a token on the rank with most of them: its part of what is not hidden of the link, and of posting to it."""
+    step_s: float
+    """Of a step whatever it computes."""
+
+
 class StepCosts:
     """An estimator for one unit. Before the first step everything costs nothing, and `choose` says sequential."""
 
@@ -146,8 +160,8 @@ class StepCosts:
             seconds[COMBINE], seconds[POST],
         )  # fmt: skip
 
-    def rates(self) -> tuple[float, float]:
-        """Return (token_s, pair_s) over all layers, for overlap/split. Link time is not in it: it is hidden."""
+    def rates(self, schedule: Schedule = SEQUENTIAL, num_micro_batches: int = 1) -> StepRates:
+        """Return what a step's time goes into, over all layers, run like this at the sizes seen; all 0 before any."""
         if self._models is None:
             self._models = self._fit()
         token_s = pair_s = 0.0
@@ -156,7 +170,19 @@ class StepCosts:
             num_layers = self.num_layers if op in EVERY_LAYER else self.num_moe_layers
             token_s += per_token * num_layers
             pair_s += per_pair * num_layers
-        return token_s, pair_s
+        if not self._bins:
+            return StepRates(token_s, pair_s, 0.0, 0.0)
+        bins = self._bins.values()
+        num_tokens, num_pairs = sum(b.num_tokens for b in bins) / len(bins), sum(b.num_pairs for b in bins) / len(bins)
+        # What is exposed bends with the size, so it is taken as a line around the mean of the sizes.
+        small_s, large_s = (
+            step_s(self, schedule, [Work(num_tokens * by, num_pairs * by)] * num_micro_batches, self.num_layers)
+            for by in (0.5, 1.5)
+        )
+        compute_s = num_micro_batches * (token_s * num_tokens + pair_s * num_pairs)
+        others_s = max(0.0, large_s - small_s - compute_s)
+        fixed_s = small_s - 0.5 * (compute_s + others_s)
+        return StepRates(token_s, pair_s, others_s / (num_micro_batches * num_tokens), max(0.0, fixed_s))
 
     def growing_s(self, op: str) -> float:
         """Seconds of an op in one layer, in a step of recent steps' mean size, as far as they grow with tokens.

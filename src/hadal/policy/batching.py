@@ -1,8 +1,12 @@
-"""Pack chunks of waiting prompts into one prefill step: first come, first served, under a token budget.
+"""The order of those that wait, and chunks of them packed into one step of a prefill rank under a token budget.
+
+Priority is worth a bounded time of waiting, so whoever waits longer than that by more than another is ahead of him
+whatever his priority: nobody starves.
 
 Sarathi's chunked prefill (arXiv 2308.16369): a step never computes more than `chunk_tokens`, so a long prompt costs the
 others one bounded step at a time. Nobody is overtaken: a prompt whose blocks are not free stops everybody behind it,
-so the largest prompt waits no longer than for those before it.
+so the largest prompt waits no longer than for those before it. A unit of several ranks cuts its steps by cost instead
+(policy/prefill_balance); a rank alone keeps nobody waiting, and the token budget fills its step.
 """
 
 from __future__ import annotations
@@ -10,6 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hadal.policy.views import PromptView
+
+AGE_S = 5.0
+"""Seconds of waiting that a level of priority is worth: about a mean time to first token at a unit three quarters full
+(bench/balance_prefill), so that a level shows there and eight of them keep nobody waiting for a minute."""
+
+
+def turn_s(arrived_s: float, priority: int) -> float:
+    """Return the place among those that wait, the smallest first; the caller breaks ties by sequence."""
+    return arrived_s - AGE_S * priority
 
 
 def pack_chunks(

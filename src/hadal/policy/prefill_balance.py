@@ -1,76 +1,49 @@
 """Cut a step of a prefill unit so that all its ranks take equal time, and as nearly equal tokens as that allows.
 
-    seconds of positions start .. start+n-1 = n token_s + pair_s (n start + n (n + 1) / 2)
-
 Ranks of a unit step together, so a rank is only as fast as the slowest. Attention is quadratic in context (a cached
 prefix counts as context), hence equal tokens are not equal time: each rank gets a budget of seconds instead, and its
-last chunk is cut where the quadratic above meets it. Tokens matter a second time, in dispatch, where the rank with most
+last chunk is cut where its cost (policy/prefill_rates) meets it. Tokens matter twice: in dispatch the rank with most
 of them holds up the others: so a rank whose oldest prompt is dense takes lighter prompts beside it, and no rank takes
 more than a multiple of the mean, which is chosen for each step by what it predicts.
 
-Nobody starves: prompts start in the order they came, a started one keeps its rank, and the oldest of a rank has at
+Nobody starves: prompts start in their order, a started one keeps its rank, and the oldest of a rank has at
 least `HEAD_SHARE` of the rank's budget (one token at least) in every step. Knows no blocks but their number, no clock,
 and not where its rates come from (perf/costs.StepCosts.rates).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf, sqrt
+from typing import TypeVar
 
 import numpy as np
 
+from hadal.policy.prefill_rates import PrefillRates, cost_s
 from hadal.policy.views import PromptView
 
-HEAD_SHARE = 0.25
+T = TypeVar("T")
+
+HEAD_SHARE = 0.1
 """Of a rank's budget, for its oldest prompt, before lighter ones may run beside it."""
 CAPS = (1.0, 1.25, 1.5, 2.0)
 """Most tokens of a rank over the mean that a step may have; `StepLimits.num_tokens_max` bounds all of them."""
-DRAIN = 1 / 3
+DRAIN = 0.25
 """Most of what is there that a step may take: the last dense prompts do not make those that arrive wait for long."""
 ROOM = 1.25
 """Prompts start on a rank while those before take surely less than so many times the mean number of tokens."""
-SCALES = (1.0, 0.85, 0.7, 0.6, 0.5)
+GAIN = 0.25
+"""How much cheaper a token of a lighter prompt must be than one of the densest, to be computed out of its turn."""
+FIXED_SHARE = 0.1
+"""Of a step's time, what its fixed cost may be where more could be done: steps of little work are that long."""
+LOOK_AHEAD = 4
+"""Mean steps of waiting tokens that a plan looks at: enough that `DRAIN` of them is more than a step."""
+SCALES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4)
 """Of the nominal budget, what a step may be given."""
-WORTH = 0.003
+WORTH = 0.002
 """What a wider cap or a shorter step must gain in predicted efficiency over those before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillRates:
-    """What a unit's time goes into. Only ratios matter for a plan, so any unit will do."""
-
-    token_s: float
-    """Of a token on its rank."""
-    pair_s: float
-    """Of a (token, position it attends to) pair on its rank."""
-    dispatch_s: float = 0.0
-    """Of a token on the rank that has most of them, for which all wait; 0 where transfers are hidden."""
-
-    def __post_init__(self) -> None:
-        if self.token_s <= 0 or self.pair_s < 0 or self.dispatch_s < 0:
-            raise ValueError(f"{self}: token_s must be positive and the others not negative.")
-
-    def chunk_s(self, start: int, num_tokens: int) -> float:
-        """Seconds of `num_tokens` positions from `start` on."""
-        return num_tokens * (self.token_s + self.pair_s * (start + 0.5 * (num_tokens + 1)))
-
-    def prefix(self, start: int, num_tokens: int, budget_s: float) -> int:
-        """The most of `num_tokens` positions from `start` on that fit into `budget_s`."""
-        if budget_s <= 0.0 or num_tokens <= 0:
-            return 0
-        half_s, linear = 0.5 * self.pair_s, self.token_s + self.pair_s * (start + 0.5)
-        if num_tokens * (linear + half_s * num_tokens) <= budget_s:
-            return num_tokens
-        # The root of half_s n^2 + linear n - budget, in the form that does not cancel and allows half_s = 0.
-        n = int(2.0 * budget_s / (linear + sqrt(linear * linear + 4.0 * half_s * budget_s)))
-        if n < num_tokens and (n + 1) * (linear + half_s * (n + 1)) <= budget_s:
-            return n + 1
-        while n > 0 and n * (linear + half_s * n) > budget_s:
-            n -= 1
-        return n
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +90,17 @@ class StepCut:
     """Predicted: step time if all ranks did the mean, over that of the slowest; 1 for an empty step."""
 
 
-def cost_s(prompt: PromptView, rates: PrefillRates) -> float:
-    """Predicted cost of all that is left of a prompt: what `plan_step` chooses its rank by."""
-    return rates.chunk_s(prompt.num_context, prompt.num_tokens)
+def look_ahead(
+    waiting: Iterable[T], num_ranks: int, limits: StepLimits, num_tokens_of: Callable[[T], int]
+) -> list[T]:
+    """Return the first of `waiting` that a plan has to see: those of the next steps, the others only make it dearer."""
+    seen, left = [], LOOK_AHEAD * num_ranks * limits.num_tokens_mean
+    for prompt in waiting:
+        if left <= 0:
+            break
+        seen.append(prompt)
+        left -= num_tokens_of(prompt)
+    return seen
 
 
 def step_budget_s(
@@ -128,8 +109,8 @@ def step_budget_s(
     """Most seconds that each rank gets: the mean number of tokens at the mean price of those that wait.
 
     But not more than `DRAIN` of everything that is there, so that a few dense prompts do not make short ones that
-    arrive meanwhile wait; and no less than half of what a fresh prompt of that many tokens takes, since every step
-    costs something that is not in the rates.
+    arrive meanwhile wait; and no less than half of what a fresh prompt of that many tokens takes, or than what makes
+    the fixed cost of the step a small part of it.
     """
     num_tokens, num_pairs = 0, 0.0
     for prompt in prompts:
@@ -138,7 +119,9 @@ def step_budget_s(
         num_pairs += n * (prompt.num_context + 0.5 * (n + 1))
     total_s = rates.token_s * num_tokens + rates.pair_s * num_pairs
     nominal_s = num_tokens_mean * total_s / num_tokens if num_tokens else 0.0
-    return max(0.5 * rates.chunk_s(0, num_tokens_mean), min(nominal_s, DRAIN * total_s / num_ranks))
+    fresh_s = rates.chunk_s(0, num_tokens_mean)
+    least_s = max(0.5 * fresh_s, min(fresh_s, rates.step_s * (1.0 / FIXED_SHARE - 1.0)))
+    return max(least_s, min(nominal_s, DRAIN * total_s / num_ranks))
 
 
 def cut_rank(
@@ -191,15 +174,17 @@ def _blend(
     heavy = prompts[densest]
     floor_s = max(HEAD_SHARE * budget_s, rates.chunk_s(heavy.num_context, 1)) if densest == 0 else 0.0
     heavy_s = rates.chunk_s(heavy.num_context, sizes[densest])
+    # One that is nearly as dense would only overtake.
+    light_s = (1.0 - GAIN) * (rates.token_s + rates.pair_s * (heavy.num_context + sizes[densest]))
     missing = goal - sum(sizes)
     for at, prompt in enumerate(prompts):
         if missing <= 0:
             break
         done = sizes[at]
         rest = min(prompt.num_tokens - done, goal)
-        if at == densest or not rest or prompt.num_context + done >= heavy.num_context:
-            continue
         start = prompt.num_context + done
+        if at == densest or not rest or rates.token_s + rates.pair_s * (start + 0.5 * rest) > light_s:
+            continue
         both_s = heavy_s + spare_s
         most = rates.prefix(start, rest, both_s - floor_s)
         low = min(most, _light_share(start, heavy.num_context, sizes[densest] + missing, both_s, rates))
@@ -353,7 +338,7 @@ def choose_budget(
     dense_S1R = np.minimum(mean_R, mean_R * budget_s_S11 / mean_s_R + others_R)
     rise_R = (most_R - mean_R) / np.maximum(most_s_R - mean_s_R, 1e-30)
     tokens_SCR = np.where(own_s_SCR < mean_s_R, dense_S1R, mean_R + rise_R * (own_s_SCR - mean_s_R))
-    step_s_SC = own_s_SCR.max(axis=2) + rates.dispatch_s * tokens_SCR.max(axis=2)
+    step_s_SC = rates.step_s + own_s_SCR.max(axis=2) + rates.dispatch_s * tokens_SCR.max(axis=2)
     done_s_SC = own_s_SCR.sum(axis=2) + rates.dispatch_s * tokens_SCR.sum(axis=2)
     best = (-inf, nominal_s, caps[0])
     for scale, efficiencies in zip(SCALES, (done_s_SC / step_s_SC / len(prompts)).tolist(), strict=True):
@@ -383,12 +368,17 @@ def _two_points(
 
 
 def predict(prompts: Sequence[Sequence[PromptView]], sizes: Sequence[Sequence[int]], rates: PrefillRates) -> float:
-    """Return the predicted efficiency of a step: its time if every rank did the mean, over that of the slowest."""
+    """Return the predicted efficiency of a step: its time if every rank did the mean, over that of the slowest.
+
+    What a step costs whatever it computes is no work, so it is only in the latter.
+    """
     most_s, total_s, most_tokens, num_tokens = 0.0, 0.0, 0, 0
     for of_rank, of_sizes in zip(prompts, sizes, strict=True):
         rank_s = sum(rates.chunk_s(p.num_context, n) for p, n in zip(of_rank, of_sizes, strict=True) if n)
         rank_tokens = sum(of_sizes)
         most_s, total_s = max(most_s, rank_s), total_s + rank_s
         most_tokens, num_tokens = max(most_tokens, rank_tokens), num_tokens + rank_tokens
-    step_s = most_s + rates.dispatch_s * most_tokens
-    return (total_s + rates.dispatch_s * num_tokens) / len(prompts) / step_s if step_s else 1.0
+    if not num_tokens:
+        return 1.0
+    step_s = rates.step_s + most_s + rates.dispatch_s * most_tokens
+    return (total_s + rates.dispatch_s * num_tokens) / len(prompts) / step_s

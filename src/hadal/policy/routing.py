@@ -1,6 +1,7 @@
 """Choose the prefill unit, and later the decode unit, of a request.
 
-Goals (DeepSeek-V3/R1 inference overview): equal prefill work; equal KV use and similar request counts in decode.
+Goals (DeepSeek-V3/R1 inference overview): equal prefill work, so the unit that will be done first; equal KV use and
+similar request counts in decode.
 A unit is chosen only if the request can ever fit; whether it fits now is the admission's question.
 """
 
@@ -8,18 +9,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hadal.policy.prefill_rates import PrefillRates
+from hadal.policy.rank_choice import PAIRS_PER_TOKEN
 from hadal.policy.views import DecodeUnitView, PrefillUnitView
 
 
-def choose_prefill_unit(units: Sequence[PrefillUnitView], num_blocks_needed: int) -> str | None:
-    """The unit with the fewest tokens waiting; None if every one is full or too small."""
+def choose_prefill_unit(
+    units: Sequence[PrefillUnitView], num_blocks_needed: int, num_tokens: int
+) -> str | None:
+    """The unit that has prefilled `num_tokens` first, as far as can be predicted; None if all are full or too small.
+
+    What waits there is shared by its ranks; the prompt itself is on one of them. What the unit has in its cache is
+    context, not work. A unit that has measured nothing yet is taken to be like the others.
+    """
     fitting = [
         unit for unit in units
         if unit.num_requests < unit.num_requests_max and num_blocks_needed <= unit.num_blocks
     ]  # fmt: skip
     if not fitting:
         return None
-    return min(fitting, key=lambda unit: (unit.num_tokens_waiting, unit.num_requests, unit.unit)).unit
+    rates = _unknown_rates(units)
+    return min(fitting, key=lambda unit: (_done_s(unit, num_tokens, rates), unit.num_requests, unit.unit)).unit
+
+
+def _unknown_rates(units: Sequence[PrefillUnitView]) -> tuple[float, float]:
+    """(token_s, pair_s) of a unit that has none: the mean of those that have, else the model's ratio."""
+    known = [unit for unit in units if unit.token_s > 0.0]
+    if not known:
+        return 1.0, 1.0 / PAIRS_PER_TOKEN
+    return sum(unit.token_s for unit in known) / len(known), sum(unit.pair_s for unit in known) / len(known)
+
+
+def _done_s(unit: PrefillUnitView, num_tokens: int, unknown: tuple[float, float]) -> float:
+    """Predicted seconds until the unit is done with a prompt of `num_tokens` that comes now."""
+    token_s, pair_s = (unit.token_s, unit.pair_s) if unit.token_s > 0.0 else unknown
+    waits_s = (unit.num_tokens_waiting * token_s + unit.num_pairs_waiting * pair_s) / max(1, unit.num_ranks)
+    num_cached = min(unit.num_cached, num_tokens - 1)  # The last position is computed in any case: a token is drawn.
+    return waits_s + PrefillRates(token_s, pair_s).chunk_s(num_cached, num_tokens - num_cached)
 
 
 def choose_decode_unit(

@@ -21,9 +21,18 @@ class PrefillUnitView:
     num_blocks: int
     """Usable KV blocks of one rank: a longer prompt never fits."""
     num_tokens_waiting: int
-    """Tokens sent there and not yet prefilled."""
+    """Tokens sent there whose prompts are not yet prefilled, those out of a cache aside."""
     num_requests: int
     num_requests_max: int
+    num_pairs_waiting: int = 0
+    """(token, position it attends to) pairs of those tokens."""
+    num_ranks: int = 1
+    """Living ranks."""
+    token_s: float = 0.0
+    """Measured there: seconds of a token on its rank. 0: not known yet."""
+    pair_s: float = 0.0
+    num_cached: int = 0
+    """Positions of the request in question that this unit has already."""
 
 
 @dataclass(frozen=True, slots=True)

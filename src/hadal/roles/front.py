@@ -145,6 +145,7 @@ class Front:
             self._out.append(Deliver(request_id, (), True, reason, status, refusal.retry_after_s))
             return
         self.totals.tokens_in += len(generation.prompt)
+        generation = msgspec.structs.replace(generation, arrived_s=now_s)
         self.requests.add(generation, now_s + self._config.limits.request_timeout_s)
 
     def _fit(self, record: Record) -> bool:
@@ -173,10 +174,10 @@ class Front:
         view = self.units.downstream(self.requests.num_placed, self.requests.num_blocks_placed, num_transferring)
         if not may_prefill(view, blocks_for(num_tokens + 1)):
             return None
-        return choose_prefill_unit(self.units.prefill_views(), blocks_for(num_tokens))
+        return choose_prefill_unit(self.units.prefill_views(), blocks_for(num_tokens), num_tokens)
 
     def _place(self, now_s: float) -> None:
-        """Send the oldest that wait to prefill, as long as there is room ahead of them."""
+        """Send those that wait to prefill, in their turn, as long as there is room ahead of them."""
         while (record := self.requests.next_queued(now_s)) is not None:
             if not self._fit(record):
                 continue
@@ -185,7 +186,7 @@ class Front:
                 return  # Those behind it wait too: nobody is overtaken.
             self.requests.move(record, Move.PLACE)
             record.prefill_unit = unit
-            self.units.sent_to_prefill(unit, record.num_tokens)
+            self.units.sent_to_prefill(unit, record)
             self._send(unit, Prefill(self._current(record)))
 
     def _current(self, record: Record) -> Generation:
@@ -204,7 +205,7 @@ class Front:
             self._let_go(record)
             self._retry(now_s, record, f"{done.unit} drew token {token.index}, not {len(record.output)}")
             return
-        self.units.left_prefill(done.unit, record.num_tokens)
+        self.units.left_prefill(done.unit, record)
         self.totals.tokens_out += 1
         self.requests.grow(record, token.token)
         if done.lease is None:
@@ -284,7 +285,7 @@ class Front:
         record.prefill_unit = record.decode_unit = None
         if prefill_unit is not None:
             if record.state is State.PREFILLING:
-                self.units.left_prefill(prefill_unit, record.num_tokens)
+                self.units.left_prefill(prefill_unit, record)
             if prefill_unit != lost:
                 self._send(prefill_unit, Release(record.request_id, record.attempt))
         if decode_unit is not None:

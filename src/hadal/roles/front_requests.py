@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from hadal.core.messages import Generation
 from hadal.core.request import OWNS, Move, State, next_state
 from hadal.kv.blocks import blocks_for
+from hadal.policy.batching import turn_s
 
+Place = tuple[float, int, str]
+"""In the queue: whose turn is first, then who came first."""
 PLACED = (State.PREFILLING, State.TRANSFERRING, State.DECODING)
 """States in which a unit works, or will, for the request."""
 
@@ -24,13 +27,15 @@ class Record:
 
     generation: Generation
     number: int
-    """In the order of arrival: the place in the queue, also when it comes back."""
+    """In the order of arrival."""
     deadline_s: float
     output: list[int]
     state: State = State.QUEUED
     attempt: int = 0
     prefill_unit: str | None = None
     decode_unit: str | None = None
+    num_cached: int = 0
+    """Positions that its prefill unit had when it was sent there."""
     not_before_s: float = 0.0
     num_retries: int = 0
     is_fitted: bool = False
@@ -41,6 +46,11 @@ class Record:
     @property
     def request_id(self) -> str:
         return self.generation.request_id
+
+    @property
+    def place(self) -> Place:
+        """In the queue; the same when it comes back."""
+        return turn_s(self.generation.arrived_s, self.generation.priority), self.number, self.request_id
 
     @property
     def num_tokens(self) -> int:
@@ -54,7 +64,7 @@ class RequestBook:
     by_id: dict[str, Record] = field(default_factory=dict)
     counts: dict[State, int] = field(default_factory=lambda: dict.fromkeys(State, 0))
     num_blocks_placed: int = 0
-    _queue: list[tuple[int, str]] = field(default_factory=list)
+    _queue: list[Place] = field(default_factory=list)
     _num_arrived: int = 0
 
     @property
@@ -66,12 +76,12 @@ class RequestBook:
         return len(self._queue)
 
     def add(self, generation: Generation, deadline_s: float) -> Record:
-        """A new request, queued behind all others."""
+        """A new request, queued behind all whose turn is before its own (policy/batching)."""
         record = Record(generation, self._num_arrived, deadline_s, list(generation.output), attempt=generation.attempt)
         self._num_arrived += 1
         self.by_id[record.request_id] = record
         self.counts[State.QUEUED] += 1
-        insort(self._queue, (record.number, record.request_id))
+        insort(self._queue, record.place)
         return record
 
     def move(self, record: Record, move: Move) -> None:
@@ -81,9 +91,9 @@ class RequestBook:
         self.counts[before] -= 1
         self.counts[after] += 1
         if before is State.QUEUED:
-            del self._queue[bisect_left(self._queue, (record.number, record.request_id))]
+            del self._queue[bisect_left(self._queue, record.place)]
         if after is State.QUEUED:
-            insort(self._queue, (record.number, record.request_id))
+            insort(self._queue, record.place)
         if before not in PLACED and after in PLACED:
             record.num_blocks = blocks_for(record.num_tokens + 1)
             self.num_blocks_placed += record.num_blocks
@@ -103,8 +113,8 @@ class RequestBook:
         return grown
 
     def next_queued(self, now_s: float) -> Record | None:
-        """The oldest that waits and is not backing off."""
-        for _, request_id in self._queue:
+        """The first in turn that waits and is not backing off."""
+        for _, _, request_id in self._queue:
             record = self.by_id[request_id]
             if record.not_before_s <= now_s:
                 return record
@@ -112,7 +122,7 @@ class RequestBook:
 
     def next_retry_s(self, now_s: float) -> float:
         """When the next back-off ends; infinity if nothing backs off."""
-        times = [self.by_id[request_id].not_before_s for _, request_id in self._queue]
+        times = [self.by_id[request_id].not_before_s for _, _, request_id in self._queue]
         return min((time_s for time_s in times if time_s > now_s), default=math.inf)
 
     def overdue(self, now_s: float) -> list[Record]:
@@ -140,8 +150,7 @@ class RequestBook:
                 problems.append(f"{record.request_id} is {record.state} and owns {sorted(owns)}")
             if record.state in PLACED and record.num_blocks != blocks_for(record.num_tokens + 1):
                 problems.append(f"{record.request_id} counts {record.num_blocks} blocks for {record.num_tokens} tokens")
-        queued = [(record.number, request_id) for request_id, record in self.by_id.items()
-                  if record.state is State.QUEUED]  # fmt: skip
+        queued = [record.place for record in self.by_id.values() if record.state is State.QUEUED]
         if sorted(queued) != self._queue:
             problems.append("the queue does not hold those that are queued")
         if self.num_blocks_placed != sum(record.num_blocks for record in self.placed()):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hadal.core.config import DECODE, PREFILL, ROLES
 from hadal.core.messages import BLOCK_TOKENS, Load, UnitUp
 from hadal.core.request import State
+from hadal.overlap.split import num_pairs_of
 from hadal.policy.views import DecodeUnitView, DownstreamView, PrefillUnitView
 from hadal.roles.front_requests import Record
 
@@ -31,10 +32,18 @@ class Unit:
     seen_s: float
     num_requests: int = 0
     num_tokens: int = 0
-    """Prefill: tokens sent there and not yet prefilled."""
+    """Prefill: tokens sent there whose prompts are not yet prefilled, those out of its cache aside."""
+    num_pairs: int = 0
+    """Prefill: (token, position it attends to) pairs of those."""
     num_blocks_used: int = 0
     """Decode: blocks of the requests sent there."""
     load: Load | None = None
+
+
+def prefill_work(record: Record) -> tuple[int, int]:
+    """Tokens and pairs that its prefill unit computes for a request: what is cached there is context only."""
+    num_tokens = record.num_tokens - record.num_cached
+    return num_tokens, num_pairs_of(record.num_cached, num_tokens)
 
 
 class UnitBook:
@@ -71,16 +80,19 @@ class UnitBook:
         return num_blocks * BLOCK_TOKENS or None
 
     # ---- what was sent to them ----
-    def sent_to_prefill(self, name: str, num_tokens: int) -> None:
-        unit = self.by_name[name]
+    def sent_to_prefill(self, name: str, record: Record) -> None:
+        unit, (num_tokens, num_pairs) = self.by_name[name], prefill_work(record)
         unit.num_requests += 1
         unit.num_tokens += num_tokens
+        unit.num_pairs += num_pairs
 
-    def left_prefill(self, name: str, num_tokens: int) -> None:
+    def left_prefill(self, name: str, record: Record) -> None:
         unit = self.by_name.get(name)
         if unit is not None:
+            num_tokens, num_pairs = prefill_work(record)
             unit.num_requests -= 1
             unit.num_tokens -= num_tokens
+            unit.num_pairs -= num_pairs
 
     def sent_to_decode(self, name: str, num_blocks: int) -> None:
         unit = self.by_name[name]
@@ -95,11 +107,16 @@ class UnitBook:
 
     # ---- what the policies see ----
     def prefill_views(self) -> list[PrefillUnitView]:
-        return [
-            PrefillUnitView(
-                unit.name, unit.num_blocks_request, unit.num_tokens, unit.num_requests, unit.num_requests_max
-            ) for unit in self.of_role(PREFILL)
-        ]  # fmt: skip
+        """Nothing is cached anywhere before there is a cache; then a request's views say where."""
+        views = []
+        for unit in self.of_role(PREFILL):
+            load = unit.load
+            views.append(PrefillUnitView(
+                unit.name, unit.num_blocks_request, unit.num_tokens, unit.num_requests, unit.num_requests_max,
+                unit.num_pairs, load.num_ranks if load else 1, load.token_s if load else 0.0,
+                load.pair_s if load else 0.0,
+            ))  # fmt: skip
+        return views
 
     def decode_views(self) -> list[DecodeUnitView]:
         return [
@@ -122,10 +139,12 @@ class UnitBook:
         for unit in self.by_name.values():
             if unit.role == PREFILL:
                 records = [r for r in placed if r.prefill_unit == unit.name and r.state is State.PREFILLING]
-                counted, true = unit.num_tokens, sum(record.num_tokens for record in records)
+                works = [prefill_work(record) for record in records]
+                counted = [unit.num_tokens, unit.num_pairs]
+                true = [sum(num_tokens for num_tokens, _ in works), sum(num_pairs for _, num_pairs in works)]
             else:
                 records = [r for r in placed if r.decode_unit == unit.name]
-                counted, true = unit.num_blocks_used, sum(record.num_blocks for record in records)
+                counted, true = [unit.num_blocks_used], [sum(record.num_blocks for record in records)]
             if unit.num_requests != len(records) or counted != true:
                 problems.append(f"{unit.name} counts {unit.num_requests}, {counted}, not {len(records)}, {true}")
         owners = {name for record in placed for name in (record.prefill_unit, record.decode_unit) if name is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 
 class StepMeter:
@@ -18,6 +19,25 @@ class StepMeter:
         weight = self._smoothing if self.num_steps else 1.0
         self.step_ms += weight * (elapsed_s * 1e3 - self.step_ms)
         self.num_steps += 1
+
+
+class BalanceMeter:
+    """Smooths what each step says of the balance between ranks, by objective (core/balance)."""
+
+    def __init__(self, smoothed: dict[str, float], smoothing: float = 0.05) -> None:
+        """`smoothed` is kept up to date in place; an objective that no step spoke of yet is not in it."""
+        self._smoothed = smoothed
+        self._smoothing = smoothing
+
+    def add(self, balance: Mapping[str, float]) -> None:
+        """A step was balanced like this."""
+        for name, value in balance.items():
+            before = self._smoothed.get(name, value)
+            self._smoothed[name] = before + self._smoothing * (value - before)
+
+    def reset(self) -> None:
+        """Other ranks share the work now."""
+        self._smoothed.clear()
 
 
 class RateMeter:

@@ -2,9 +2,10 @@
 
     waiting --start: all its blocks--> started --last chunk planned--> (in flight) --StepDone--> leased --> gone
 
-Prompts start in the order they came, each on one rank; all ranks step together. Two plans may be in flight, so a
-prompt's next chunk is planned while the one before is computed. When the unit forms anew, the plans in flight are void:
-their chunks are planned again. Knows nothing of other units; the front decides what comes here and what becomes of it.
+Prompts start in their turn (policy/batching.turn_s), each on one rank; all ranks step together. Two plans may be in
+flight, so a prompt's next chunk is planned while the one before is computed. When the unit forms anew, the plans in
+flight are void: their chunks are planned again. Knows nothing of other units; the front decides what comes here and
+what becomes of it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from hadal.core.balance import ATTENTION, TIME, TOKENS, mean_over_max
 from hadal.core.config import PREFILL
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
@@ -34,7 +36,8 @@ from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, RankRe
 from hadal.kv.blocks import blocks_for
 from hadal.kv.handover import HeldLease, LeaseBook
 from hadal.roles.ending import finish_of
-from hadal.roles.prefill_prompts import Key, Part, Prompt, cut, pack, work_on
+from hadal.roles.meters import BalanceMeter
+from hadal.roles.prefill_prompts import Key, Part, Prompt, Step, cut, pack, work_on
 from hadal.roles.rank_pools import RankPools
 from hadal.roles.reasons import LEASE_EXPIRED, QUEUE_FULL, RANK_LOST, STEP_FAILED, TOO_LONG
 from hadal.roles.schedule import AUTO, Choice, StepScheduler
@@ -59,7 +62,7 @@ class PrefillLeader:
     def __init__(
         self, unit: str, epoch: str, pool_name: str, num_blocks: int, *, chunk_tokens: int, num_requests_max: int,
         num_waiting_max: int, lease_s: float, heartbeat_s: float, num_ranks: int = 1, overlap: str = AUTO,
-        min_split_tokens: int = 32, num_layers: int = 0, num_moe_layers: int = 0,
+        min_split_tokens: int = 32, num_layers: int = 0, num_moe_layers: int = 0, request_balance: str = AUTO,
     ) -> None:  # fmt: skip
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {chunk_tokens}; a step must compute at least one token.")
@@ -73,11 +76,16 @@ class PrefillLeader:
         self._num_requests_max = num_requests_max
         self._num_waiting_max = num_waiting_max
         self._lease_s = lease_s
+        # A rank alone keeps no other waiting: a token budget fills its steps as well, and plans faster.
+        self._is_by_cost = request_balance == AUTO and num_ranks > 1
         self._waiting: dict[Key, Prompt] = {}
+        """In their turn."""
+        self._num_arrived = 0
         self._started: dict[Key, Prompt] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._num_plans = 0
         self._reporter = UnitReporter(unit, PREFILL, epoch, self.blocks, num_requests_max, heartbeat_s)
+        self._balance = BalanceMeter(self._reporter.balance)
         self._tracer = Tracer(unit)
 
     def start(self, now_s: float) -> list[Effect]:
@@ -118,7 +126,7 @@ class PrefillLeader:
 
     # ---- what comes in ----
     def _accept(self, generation: Generation, out: list[Effect]) -> None:
-        prompt = Prompt(generation, generation.prompt + generation.output)
+        prompt = Prompt(generation, generation.prompt + generation.output, number=self._num_arrived)
         if prompt.key in self._waiting or prompt.key in self._started or prompt.key in self.leases:
             return  # The same message twice.
         num_most = self._num_waiting_max + self._num_requests_max * self.blocks.num_living
@@ -127,7 +135,11 @@ class PrefillLeader:
         elif len(self._waiting) >= num_most or not self.blocks.num_living:
             self._give_back(prompt.key, QUEUE_FULL, out)
         else:
+            self._num_arrived += 1
+            last = next(reversed(self._waiting.values()), None)
             self._waiting[prompt.key] = prompt
+            if last is not None and prompt.turn < last.turn:
+                self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].turn))
 
     def _drop(self, key: Key) -> None:
         self._waiting.pop(key, None)
@@ -167,6 +179,7 @@ class PrefillLeader:
         self._in_flight.clear()
         self.scheduler.reset()
         self._tracer.reset()
+        self._balance.reset()
         lost = self.blocks.lost(event)
         for prompt in list(self._started.values()):
             if prompt.rank in lost and not prompt.is_dropped:
@@ -190,6 +203,9 @@ class PrefillLeader:
         step = self._in_flight.popleft()
         self._reporter.meter.done(done.elapsed_s)
         self.scheduler.done(done.step_id, done.op_times)
+        if self.scheduler.is_calibrated:
+            rates = self.scheduler.rates
+            self._reporter.rates_s = (rates.token_s + rates.dispatch_s, rates.pair_s)
         if done.error is not None:
             for part in step.parts:
                 self._give_up(part.prompt, done.error, out)
@@ -237,16 +253,16 @@ class PrefillLeader:
     # ---- what goes to the Runner ----
     def _plan(self, out: list[Effect]) -> None:
         while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
-            ranks = pack(
-                self._started.values(), self._waiting.values(), self.blocks, self._chunk_tokens, self._num_requests_max
-            )
-            if not any(ranks):
+            step = pack(
+                self._started.values(), self._waiting.values(), self.blocks, self._chunk_tokens,
+                self._num_requests_max, self.scheduler.rates if self._is_by_cost else None,
+            )  # fmt: skip
+            if not any(step.parts):
                 return
             step_id = self._num_plans
             self._num_plans += 1
-            for rank, parts in enumerate(ranks):
-                for part in parts:
-                    self._take(part, rank, step_id)
+            self._take(step, step_id)
+            ranks = step.parts
             works = [work_on(parts) for parts in ranks]
             choice = self.scheduler.choose(step_id, works)
             halves: list[tuple[Sequence[Part], Sequence[Part]]] = [(parts, ()) for parts in ranks]
@@ -257,26 +273,40 @@ class PrefillLeader:
                 ]
             flat = tuple(part for first, second in halves for part in chain(first, second))
             self._in_flight.append(_InFlight(step_id, flat))
-            out.append(Execute(self._plans(step_id, halves, choice, sum(num_tokens for num_tokens, _ in works))))
+            out.append(Execute(self._plans(step_id, halves, choice, works)))
 
-    def _take(self, part: Part, rank: int, step_id: int) -> None:
-        """Count a part as planned; the first time, take its prompt's blocks."""
-        prompt = part.prompt
-        if not prompt.block_ids:
+    def _take(self, step: Step, step_id: int) -> None:
+        """Count parts as planned, and take the blocks of those that start."""
+        for prompt, rank in step.starts:
             block_ids = self.blocks[rank].allocate(blocks_for(len(prompt.tokens)), prompt.key)
             if block_ids is None:
                 raise InvariantError(f"{self._unit}: packed a prompt whose blocks are not free.")
             prompt.rank, prompt.block_ids = rank, block_ids
             self._started[prompt.key] = self._waiting.pop(prompt.key)
-        prompt.num_planned, prompt.last_step_id = part.end, step_id
+        for part in chain.from_iterable(step.parts):
+            part.prompt.num_planned, part.prompt.last_step_id = part.end, step_id
+
+    def _balances(self, works: Sequence[tuple[int, int]]) -> dict[str, float]:
+        """How equal a step's ranks are; nothing where there is nobody to be equal to."""
+        living, rates = self.blocks.living, self.scheduler.rates
+        if len(living) < 2:
+            return {}
+        tokens, pairs = zip(*(works[rank] for rank in living), strict=True)
+        times_s = [rates.token_s * n + rates.pair_s * m for n, m in zip(tokens, pairs, strict=True)]
+        balances = {ATTENTION: mean_over_max(pairs), TOKENS: mean_over_max(tokens), TIME: mean_over_max(times_s)}
+        return {name: balance for name, balance in balances.items() if balance is not None}
 
     def _plans(
-        self, step_id: int, halves: Sequence[tuple[Sequence[Part], Sequence[Part]]], choice: Choice, num_tokens: int
-    ) -> tuple[PrefillPlan, ...]:
-        """The step's plans, one for each rank."""
+        self, step_id: int, halves: Sequence[tuple[Sequence[Part], Sequence[Part]]], choice: Choice,
+        works: Sequence[tuple[int, int]],
+    ) -> tuple[PrefillPlan, ...]:  # fmt: skip
+        """The step's plans, one for each rank. `works`: tokens and pairs by rank."""
+        balance = self._balances(works)
+        self._balance.add(balance)
         is_traced = self._tracer.is_wanted
         if is_traced:
-            self._tracer.planned(step_id, choice.schedule, choice.num_micro_batches, num_tokens)
+            num_tokens = sum(num_tokens for num_tokens, _ in works)
+            self._tracer.planned(step_id, choice.schedule, choice.num_micro_batches, num_tokens, balance)
         return tuple(
             PrefillPlan(
                 step_id, tuple(part.chunk() for part in first), choice.schedule,

@@ -15,6 +15,7 @@ from hadal.core.plans import OpTime
 from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL, Schedule
 from hadal.overlap.split import split_chunks, split_rows
 from hadal.perf.costs import StepCosts, Work, choose, halve_works
+from hadal.policy.prefill_rates import PrefillRates
 from hadal.policy.rank_choice import PAIRS_PER_TOKEN
 
 AUTO = "auto"
@@ -24,6 +25,8 @@ _ALLOWED = (PREFILL_DUAL, DECODE_FIVE)
 _KEPT_STEPS = 32
 """A price is asked for again after so many observed steps; earlier while few were seen."""
 _KEPT_CHOICES = 256
+_NO_RATES = PrefillRates(1.0, 1.0 / PAIRS_PER_TOKEN)
+"""Before anything was measured: only the ratio is known, from the model's shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +55,19 @@ class StepScheduler:
         self._current = SEQUENTIAL
         self._choices: dict[tuple[int, int], tuple[Schedule, int, int]] = {}
         """Size of the work -> (schedule, micro-batches, steps observed when it was chosen)."""
-        self._rates = (0.0, 0.0)
+        self._rates = _NO_RATES
         self._rates_at = -1
+        self._last: tuple[Schedule, int] = (SEQUENTIAL, 1)
+        """How the last step was run."""
         self._in_flight: dict[int, tuple[Work, ...]] = {}
 
     def choose(self, step_id: int, rank_to_work: Sequence[tuple[int, int]]) -> Choice:
         """Decide for step `step_id`; by rank, (tokens, pairs of a token and a position that it attends to)."""
-        token_s, pair_s = self._now_rates()
-        if not token_s and not pair_s:
-            token_s, pair_s = 1.0, 1.0 / PAIRS_PER_TOKEN
-        num_tokens, num_pairs = max(rank_to_work, key=lambda work: token_s * work[0] + pair_s * work[1])
+        rates = self.rates
+        num_tokens, num_pairs = max(rank_to_work, key=lambda work: rates.token_s * work[0] + rates.pair_s * work[1])
         whole = Work(num_tokens, num_pairs)
         schedule, num = self._decide(whole, max(tokens for tokens, _ in rank_to_work))
+        self._last = (schedule, num)
         works = (whole,) if num == 1 else halve_works(whole)
         self._in_flight[step_id] = works
         return Choice(schedule.name, num, works)
@@ -91,10 +95,22 @@ class StepScheduler:
     def _is_old(self, num_steps: int) -> bool:
         return self.costs.num_steps > num_steps + min(num_steps, _KEPT_STEPS)
 
-    def _now_rates(self) -> tuple[float, float]:
-        if self._num_ranks > 1 and (self._rates_at < 0 or self._is_old(self._rates_at)):
-            self._rates, self._rates_at = self.costs.rates(), self.costs.num_steps
+    @property
+    def rates(self) -> PrefillRates:
+        """What the unit's time goes into, as the steps so far show; asked for again only now and then."""
+        if self.costs.num_steps and (self._rates_at < 0 or self._is_old(self._rates_at)):
+            found = self.costs.rates(*self._last)
+            # A token attends to itself at least; a fit that says that nothing costs anything knows nothing yet.
+            token_s = max(found.token_s, found.pair_s)
+            if token_s > 0.0:
+                self._rates = PrefillRates(token_s, found.pair_s, found.dispatch_s, found.step_s)
+            self._rates_at = self.costs.num_steps
         return self._rates
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether `rates` were measured: before, they are in no unit of time."""
+        return self.rates is not _NO_RATES
 
     def done(self, step_id: int, op_times: Sequence[OpTime]) -> None:
         """Learn from a step's times."""
@@ -108,8 +124,8 @@ class StepScheduler:
 
     def cut_chunks(self, chunks: Sequence[tuple[int, int]]) -> list[int]:
         """Tokens of each (start, num_tokens) of a rank that go into the first micro-batch."""
-        return split_chunks(chunks, *self._now_rates())
+        return split_chunks(chunks, self.rates.token_s, self.rates.pair_s)
 
     def second_rows(self, lengths: Sequence[int]) -> list[bool]:
         """Which rows of a rank, by the positions they attend to, go into the second micro-batch."""
-        return split_rows(lengths, *self._now_rates())
+        return split_rows(lengths, self.rates.token_s, self.rates.pair_s)

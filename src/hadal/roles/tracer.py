@@ -28,6 +28,7 @@ class _Planned:
     schedule: str
     num_micro_batches: int
     num_tokens: int
+    balance: dict[str, float]
 
 
 class Tracer:
@@ -50,11 +51,14 @@ class Tracer:
         """The next plan is to be recorded."""
         return any(asked.num_planned < asked.num_steps for asked in self._asked)
 
-    def planned(self, step_id: int, schedule: str, num_micro_batches: int, num_tokens: int) -> None:
-        """A plan that is recorded was made."""
+    def planned(
+        self, step_id: int, schedule: str, num_micro_batches: int, num_tokens: int,
+        balance: dict[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        """A plan that is recorded was made. `balance`: of its ranks, by objective (core/balance)."""
         asked = next(asked for asked in self._asked if asked.num_planned < asked.num_steps)
         asked.num_planned += 1
-        self._in_flight[step_id] = _Planned(schedule, num_micro_batches, num_tokens)
+        self._in_flight[step_id] = _Planned(schedule, num_micro_batches, num_tokens, balance or {})
 
     def done(self, step_id: int, events: tuple[TraceEvent, ...]) -> list[Effect]:
         """A step is done; steps are done in the order of their plans."""
@@ -62,7 +66,9 @@ class Tracer:
             return []
         asked = self._asked[0]
         asked.steps.append(
-            TracedStep(step_id, planned.schedule, planned.num_micro_batches, planned.num_tokens, events)
+            TracedStep(
+                step_id, planned.schedule, planned.num_micro_batches, planned.num_tokens, events, planned.balance
+            )
         )
         if len(asked.steps) < asked.num_steps:
             return []

@@ -25,6 +25,10 @@ class UnitReporter:
         self.role = role
         self.epoch = epoch
         self.meter = StepMeter()
+        self.balance: dict[str, float] = {}
+        """Objective (core/balance) -> mean over maximum of the ranks, smoothed: the leader keeps it (BalanceMeter)."""
+        self.rates_s = (0.0, 0.0)
+        """Seconds of a token and of a pair, measured; 0 while unknown. A prefill leader keeps it."""
         self._pools = pools
         self._num_requests_max = num_requests_max
         self._heartbeat_s = heartbeat_s
@@ -79,4 +83,5 @@ class UnitReporter:
             self.unit, self.epoch, self._pools.num_usable, num_blocks_used, num_requests,
             self._num_requests_max * num_ranks, num_tokens_waiting, self.meter.num_steps, self.meter.step_ms,
             num_ranks=num_ranks, generation=generation, num_blocks_request=self._pools.num_blocks_request,
+            token_s=self.rates_s[0], pair_s=self.rates_s[1], balance=dict(self.balance),
         )  # fmt: skip

@@ -25,7 +25,7 @@ def make_core(
             num_requests_max=units.max_requests, num_waiting_max=units.max_waiting, lease_s=deployment.lease_s,
             heartbeat_s=deployment.heartbeat_s, num_ranks=units.ranks, overlap=units.overlap,
             min_split_tokens=units.min_split_tokens, num_layers=config.num_hidden_layers,
-            num_moe_layers=num_moe_layers(config),
+            num_moe_layers=num_moe_layers(config), request_balance=units.request_balance,
         )  # fmt: skip
     return DecodeLeader(
         unit, epoch, units.kv_blocks, num_slots=units.max_requests, num_waiting_max=units.max_waiting,

@@ -11,7 +11,7 @@ CHAT_FIELDS = [
     "model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p",
     "top_k", "min_p", "n", "stop", "stop_token_ids", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "logprobs", "top_logprobs", "min_tokens", "ignore_eos", "user",
-    "response_format", "tools", "thinking", "chat_template_kwargs", "unknown",
+    "priority", "response_format", "tools", "thinking", "chat_template_kwargs", "unknown",
 ]  # fmt: skip
 COMPLETION_FIELDS = ["prompt", "echo", "suffix", "best_of", *CHAT_FIELDS]
 _NUMBERS = [

@@ -86,6 +86,12 @@ def test_stop_ids_and_min_tokens(model: ServedModel) -> None:
     assert work_of(model, {"ignore_eos": True}).choices[0].generation.stop_ids == ()
 
 
+def test_priority_goes_along(model: ServedModel) -> None:
+    priorities = [work_of(model, fields).choices[0].generation.priority
+                  for fields in ({}, {"priority": None}, {"priority": 3}, {"priority": -4})]  # fmt: skip
+    assert priorities == [0, 0, 3, -4]
+
+
 def test_seeds(model: ServedModel) -> None:
     seeds = [choice.generation.sampling.seed for choice in work_of(model, {"n": 2}).choices]
     assert seeds == [0x0101010101010101 >> 1, (0x0101010101010101 >> 1) + 1]

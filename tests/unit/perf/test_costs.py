@@ -9,8 +9,20 @@ from dataclasses import astuple
 import pytest
 
 from hadal.core.plans import OpTime
-from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL
-from hadal.perf.costs import EVERY_LAYER, MAX_BINS, NUM_POSTS, OPS, POST, StepCosts, Work, choose, halve_works, step_s
+from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL, Schedule
+from hadal.perf.costs import (
+    EVERY_LAYER,
+    MAX_BINS,
+    NUM_POSTS,
+    OPS,
+    POST,
+    StepCosts,
+    StepRates,
+    Work,
+    choose,
+    halve_works,
+    step_s,
+)
 from hadal.perf.price import price
 
 NUM_LAYERS, NUM_MOE_LAYERS = 8, 7
@@ -124,7 +136,8 @@ def test_never_negative_and_never_falling() -> None:
         costs.observe([Work(n, rng.randint(0, 100_000))], times)
         small, large = costs.op_seconds(Work(1, 1)), costs.op_seconds(Work(300, 100_000))
         assert all(0 <= a <= b for a, b in zip(astuple(small), astuple(large), strict=True))
-    assert min(costs.rates()) >= 0
+    for schedule, num in ((SEQUENTIAL, 1), (PREFILL_DUAL, 2)):
+        assert min(astuple(costs.rates(schedule, num))) >= 0
 
 
 def test_odd_steps_are_ignored() -> None:
@@ -135,7 +148,7 @@ def test_odd_steps_are_ignored() -> None:
     costs.observe([Work(8, 8)], [])
     assert costs.num_steps == 0
     assert set(astuple(costs.op_seconds(Work(8, 8)))) == {0.0}
-    assert costs.rates() == (0.0, 0.0)
+    assert costs.rates() == StepRates(0.0, 0.0, 0.0, 0.0)
     for i in range(200):
         costs.observe([Work(2.0 ** (i % 20), 3.0**(i % 17))], [OpTime("attn_in", 1, 1e-3)])
     assert len(costs._bins) <= MAX_BINS
@@ -149,9 +162,44 @@ def test_rates_are_sums_over_layers() -> None:
     for _ in range(10):
         for n, length in [(32, 10), (64, 500), (256, 100), (512, 20), (128, 900)]:
             costs.observe([work := Work(n, n * length)], step(LINEAR, [work], rng, 0.0))
-    token_s, pair_s = costs.rates()
-    assert token_s == pytest.approx((8 * 2 + 7 * 1.1) * 1e-6, rel=0.1)
-    assert pair_s == pytest.approx(8 * 0.01e-6, rel=0.1)
+    rates = costs.rates()
+    assert rates.token_s == pytest.approx((8 * 2 + 7 * 1.1) * 1e-6, rel=0.1)
+    assert rates.pair_s == pytest.approx(8 * 0.01e-6, rel=0.1)
+
+
+@pytest.mark.parametrize(("schedule", "num"), [(SEQUENTIAL, 1), (PREFILL_DUAL, 2)])
+def test_rates_add_up_to_the_price_of_a_step(schedule: Schedule, num: int) -> None:
+    """Near the sizes that were seen: what is not computed is the exposed link, posting, and the fixed cost."""
+    rng = random.Random(1)
+    costs = new()
+    for _ in range(10):
+        for n, length in [(200, 100), (260, 50), (300, 120), (220, 140)]:
+            costs.observe([work := Work(n, n * length)] * num, step(FIXED, [work] * num, rng, 0.0))
+    rates = costs.rates(schedule, num)
+    for by in (0.6, 1.0, 1.4):
+        n, pairs = 245 * by, 245 * 102 * by
+        priced_s = step_s(costs, schedule, [Work(n, pairs)] * num, costs.num_layers)
+        line_s = rates.step_s + num * (n * (rates.token_s + rates.dispatch_s) + pairs * rates.pair_s)
+        assert line_s == pytest.approx(priced_s, rel=0.05)
+    assert rates.step_s > 0
+
+
+def test_a_link_that_is_hidden_costs_no_token_anything() -> None:
+    rng = random.Random(1)
+    slow, fast = ({**LINEAR, "dispatch": (0.0, link, 0.0), "combine": (0.0, link, 0.0)} for link in (40.0, 2.0))
+    exposed, hidden = (
+        learned.rates(PREFILL_DUAL, 2).dispatch_s
+        for learned in (_learned(truth, rng) for truth in (slow, fast))
+    )
+    assert hidden < 0.2 * exposed
+    assert _learned(slow, rng).rates(SEQUENTIAL, 1).dispatch_s > exposed
+
+
+def _learned(truth: dict[str, tuple[float, float, float]], rng: random.Random) -> StepCosts:
+    costs = new()
+    for n in (100, 200, 300, 400) * 5:
+        costs.observe([work := Work(n, n * 100)], step(truth, [work], rng, 0.0))
+    return costs
 
 
 # ---- choose ----

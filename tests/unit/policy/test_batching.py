@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.policy.batching import pack_chunks
+from hadal.policy.batching import AGE_S, pack_chunks, turn_s
 from hadal.policy.views import PromptView
 
 
@@ -28,6 +28,13 @@ def test_started_prompts_go_on_when_no_other_may_start() -> None:
 
 def test_nothing_waits_nothing_is_packed() -> None:
     assert pack_chunks([], 64, 9, 9) == []
+
+
+@given(st.floats(0, 1e6), st.integers(-4, 4), st.integers(-4, 4))
+def test_whoever_waited_longer_than_a_priority_is_worth_is_first(at_s: float, low: int, high: int) -> None:
+    late_s = at_s + AGE_S * abs(high - low)
+    assert turn_s(at_s, low) < turn_s(late_s + 1e-3, high)
+    assert turn_s(at_s, 1) < turn_s(at_s, 0) < turn_s(at_s + 1e-3, 0)
 
 
 prompt_lists = st.lists(st.builds(PromptView, st.integers(1, 50), st.integers(0, 4)), max_size=12)

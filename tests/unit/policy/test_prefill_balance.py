@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.policy.prefill_balance import (
+    DRAIN,
     HEAD_SHARE,
+    LOOK_AHEAD,
     PrefillQueueView,
-    PrefillRates,
     RankCut,
     StepCut,
     StepLimits,
-    cost_s,
     cut_rank,
+    look_ahead,
     plan_step,
     predict,
     step_budget_s,
 )
+from hadal.policy.prefill_rates import PrefillRates, cost_s
 from hadal.policy.views import PromptView
 
 RATES = PrefillRates(3.3e-5, 1e-8, 2e-5)
@@ -30,7 +33,10 @@ prompt_lists = st.lists(st.builds(PromptView, st.integers(1, 40_000), st.just(0)
 waiting_lists = st.lists(
     st.builds(PromptView, st.integers(1, 40_000), st.integers(1, 9), st.integers(0, 9_000)), max_size=12
 )
-rates = st.builds(PrefillRates, st.floats(1e-6, 1e-3), st.sampled_from([0.0, 1e-10, 1e-8, 1e-6]), st.floats(0, 1e-4))
+rates = st.builds(
+    PrefillRates, st.floats(1e-6, 1e-3), st.sampled_from([0.0, 1e-10, 1e-8, 1e-6]), st.floats(0, 1e-4),
+    st.sampled_from([0.0, 1e-3, 1.0]),
+)  # fmt: skip
 limits = st.tuples(st.integers(1, 9000), st.integers(0, 9000)).map(lambda pair: StepLimits(pair[0], sum(pair)))
 rank_lists = st.lists(st.tuples(prompt_lists, st.integers(0, 40), st.integers(0, 4)), max_size=5).map(
     lambda ranks: [PrefillQueueView(2 * at, tuple(p), blocks, starts) for at, (p, blocks, starts) in enumerate(ranks)]
@@ -43,15 +49,6 @@ def time_s(prompts: Sequence[PromptView], sizes: Sequence[int], of: PrefillRates
 
 def prompts_of(view: PrefillQueueView, cut: RankCut, waiting: Sequence[PromptView]) -> list[PromptView]:
     return [*view.prompts, *(waiting[index] for index in cut.starts)]
-
-
-@given(rates, st.integers(0, 200_000), st.integers(0, 40_000), st.floats(0, 100))
-def test_prefix_is_the_most_that_fits(of: PrefillRates, start: int, num_tokens: int, budget_s: float) -> None:
-    n = of.prefix(start, num_tokens, budget_s)
-    slack_s = 1e-9 * budget_s
-    assert 0 <= n <= num_tokens
-    assert n == 0 or of.chunk_s(start, n) <= budget_s + slack_s
-    assert n == num_tokens or of.chunk_s(start, n + 1) > budget_s - slack_s
 
 
 @given(prompt_lists, rates, st.floats(1e-4, 10), limits)
@@ -182,10 +179,6 @@ def test_arrivals_start_where_the_predicted_cost_is_least() -> None:
     assert [cut.starts for cut in step.ranks] == [(), (0,)]
 
 
-def test_a_cached_prefix_counts_as_context() -> None:
-    assert cost_s(PromptView(100, 9, 50_000), RATES) > 10 * cost_s(PromptView(100, 9, 0), RATES)
-
-
 def test_no_pairs_means_equal_tokens() -> None:
     step = plan_step(views_of([[PromptView(30_000, 0, 9_000)], [PromptView(40_000, 0, 0)]]), [],
                      PrefillRates(1e-5, 0.0), LIMITS)  # fmt: skip
@@ -200,6 +193,39 @@ def test_a_step_takes_no_more_than_its_share_of_what_is_there() -> None:
     assert alone_s >= 0.5 * RATES.chunk_s(0, 8192)
 
 
+def test_a_step_that_costs_much_beside_its_work_is_longer() -> None:
+    """Both where little waits, and where dense prompts on few ranks would have it shortened."""
+    cheap, dear = (PrefillRates(3.3e-5, 1e-8, 2e-5, step_s) for step_s in (0.0, 1.0))
+    little = [PromptView(9000, 0)]
+    assert step_budget_s(little, 32, cheap, 8192) < step_budget_s(little, 32, dear, 8192)
+    random = Random(5)
+    budgets_s = {0.0: 0.0, 1.0: 0.0}
+    for _ in range(30):
+        queues = [
+            [PromptView(random.randint(500, 60_000), 0, random.choice([0, 0, 60_000])) for _ in range(4)]
+            for _ in range(8)
+        ]  # fmt: skip
+        short, long = (plan_step(views_of(queues), [], rates, LIMITS) for rates in (cheap, dear))
+        assert long.efficiency < short.efficiency  # The fixed cost is no work.
+        budgets_s[0.0] += short.budget_s
+        budgets_s[1.0] += long.budget_s
+    assert budgets_s[1.0] > 1.05 * budgets_s[0.0]
+
+
+def test_prompts_of_one_kind_are_not_overtaken() -> None:
+    """A prompt barely denser than the others gives way to nobody: nothing would be gained."""
+    prompts = [PromptView(900, 0, 100), *[PromptView(500, 0, 0)] * 9]
+    sizes = cut_rank(prompts, RATES, RATES.chunk_s(100, 400), 8192, 16384)
+    assert sizes == [400, *[0] * 9]
+
+
+def test_a_plan_sees_enough_to_fill_a_step_and_no_more() -> None:
+    seen = look_ahead(iter([1000] * 10_000), 4, StepLimits(500, 800), lambda num_tokens: num_tokens)
+    assert len(seen) == LOOK_AHEAD * 4 * 500 / 1000
+    assert LOOK_AHEAD * DRAIN >= 1
+    assert look_ahead([5, 6], 4, LIMITS, lambda num_tokens: num_tokens) == [5, 6]
+
+
 def test_nothing_to_do_is_an_empty_step() -> None:
     assert plan_step([], [PromptView(5, 1)], RATES, LIMITS).ranks == ()
     step = plan_step(views_of([[], []]), [], RATES, LIMITS)
@@ -208,7 +234,5 @@ def test_nothing_to_do_is_an_empty_step() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="token_s"):
-        PrefillRates(0.0, 1e-8)
     with pytest.raises(ValueError, match="mean"):
         StepLimits(10, 5)

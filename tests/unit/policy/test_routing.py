@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hadal.policy.routing import choose_decode_unit, choose_prefill_unit
 from hadal.policy.views import DecodeUnitView, PrefillUnitView
 
 
-def prefill(name: str, waiting: int = 0, requests: int = 0, blocks: int = 10) -> PrefillUnitView:
-    return PrefillUnitView(name, blocks, waiting, requests, 4)
+def prefill(name: str, waiting: int = 0, requests: int = 0, blocks: int = 10, **more: Any) -> PrefillUnitView:
+    return PrefillUnitView(name, blocks, waiting, requests, 4, **more)
 
 
 def decode(name: str, used: int = 0, requests: int = 0, blocks: int = 10, slots: int = 4) -> DecodeUnitView:
@@ -15,16 +17,47 @@ def decode(name: str, used: int = 0, requests: int = 0, blocks: int = 10, slots:
 
 
 def test_prefill_goes_where_fewest_tokens_wait() -> None:
-    assert choose_prefill_unit([prefill("p0", 100), prefill("p1", 50, 3)], 1) == "p1"
+    assert choose_prefill_unit([prefill("p0", 100), prefill("p1", 50, 3)], 1, 10) == "p1"
 
 
 def test_prefill_ties_break_by_name() -> None:
-    assert choose_prefill_unit([prefill("p1"), prefill("p0")], 1) == "p0"
+    assert choose_prefill_unit([prefill("p1"), prefill("p0")], 1, 10) == "p0"
 
 
 def test_prefill_skips_full_and_small_units() -> None:
-    assert choose_prefill_unit([prefill("p0", 0, 4), prefill("p1", 9, 0, 2), prefill("p2", 99)], 3) == "p2"
-    assert choose_prefill_unit([prefill("p0", 0, 4)], 1) is None
+    assert choose_prefill_unit([prefill("p0", 0, 4), prefill("p1", 9, 0, 2), prefill("p2", 99)], 3, 150) == "p2"
+    assert choose_prefill_unit([prefill("p0", 0, 4)], 1, 10) is None
+
+
+def test_prefill_counts_attention_ranks_and_speed() -> None:
+    """Fewer tokens wait at p0 in every pair, and it would be done later."""
+    fast = {"token_s": 1e-5, "pair_s": 1e-9}
+    slow = {"token_s": 1e-4, "pair_s": 1e-8}
+    for worse, better in (
+        (prefill("p0", 100, num_pairs_waiting=10**9), prefill("p1", 200, num_pairs_waiting=10**4)),
+        (prefill("p0", 1000, num_ranks=1), prefill("p1", 1500, num_ranks=4)),
+        (prefill("p0", 1000, **slow), prefill("p1", 1500, **fast)),
+        # Nothing waits anywhere: its own time is what counts.
+        (prefill("p0", **slow), prefill("p1", **fast)),
+    ):
+        assert choose_prefill_unit([worse, better], 1, 1000) == "p1"
+
+
+def test_a_cached_prefix_is_context_and_not_work() -> None:
+    units = [prefill("p0", 3000), prefill("p1", 5000, num_cached=9000)]
+    assert choose_prefill_unit(units, 1, 10_000) == "p1"
+    assert choose_prefill_unit(units, 1, 100) == "p0"  # All but one token is there, but so much waits.
+    rates = {"token_s": 1e-5, "pair_s": 1e-6}  # Context is dear: a thousand tokens behind a prefix are not cheap.
+    units = [prefill("p0", 400, num_pairs_waiting=9_000_000, num_cached=9000, **rates), prefill("p1", 0, **rates)]
+    assert choose_prefill_unit(units, 1, 10_000) == "p0"
+    units[0] = prefill("p0", 400, num_pairs_waiting=90_000_000, num_cached=9000, **rates)
+    assert choose_prefill_unit(units, 1, 10_000) == "p1"
+
+
+def test_a_unit_that_measured_nothing_is_taken_to_be_like_the_others() -> None:
+    slow = {"token_s": 1.0, "pair_s": 1e-3}
+    assert choose_prefill_unit([prefill("p0", 5000), prefill("p1", 4000, **slow)], 1, 100) == "p1"
+    assert choose_prefill_unit([prefill("p0", 3000), prefill("p1", 4000, **slow)], 1, 100) == "p0"
 
 
 def test_decode_balances_kv_when_kv_is_scarce() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from hadal.core.config import Deployment, LimitsConfig
@@ -28,6 +29,7 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.seams import Deliver, Effect, Send, Tick, WakeAt
+from hadal.policy.batching import AGE_S
 from hadal.roles.front import Front
 from tests.unit.roles.driving import finals, generation, of, sent
 
@@ -212,6 +214,43 @@ def test_a_silent_unit_is_given_up() -> None:
     assert down.unit == "decode-0"
     assert [e.to for e in of(effects, Send)] == ["supervisor"]
     assert made.requests.by_id["a"].state == "queued"
+    ok(made)
+
+
+def test_priority_passes_those_that_have_not_waited_much_longer() -> None:
+    made = front(max_running=1)
+    made.handle(0.0, Submit(generation("first")))
+    for at_s, name, priority in ((1.0, "a", 0), (2.0, "b", 1), (3.0, "c", -1), (1.5 + AGE_S, "d", 1)):
+        request = msgspec.structs.replace(generation(name), priority=priority, arrived_s=99.0)
+        made.handle(at_s, Submit(request))
+    order = []
+    now_s, name = 20.0, "first"
+    while name:
+        done = made.handle(now_s, first_token(name, finish="length"))
+        placed = sent(done, Prefill)
+        name = placed[0].generation.request_id if placed else ""
+        order += [(m.generation.request_id, m.generation.arrived_s, m.generation.priority) for m in placed]
+        ok(made)
+    assert order == [("b", 2.0, 1), ("a", 1.0, 0), ("d", 1.5 + AGE_S, 1), ("c", 3.0, -1)]
+
+
+def test_a_retry_keeps_the_time_of_its_arrival() -> None:
+    made = front()
+    made.handle(3.0, Submit(generation()))
+    (again,) = sent(made.handle(4.0, Returned("prefill-0", "a", 0, "rank lost")), Prefill)
+    assert (again.generation.attempt, again.generation.arrived_s) == (1, 3.0)
+
+
+def test_prefill_goes_to_the_unit_that_will_be_done_first() -> None:
+    made = front()
+    made.handle(0.0, UnitUp("prefill-1", "prefill", "p2", 20, 4))
+    for name, token_s in (("prefill-0", 1e-3), ("prefill-1", 1e-4)):
+        epoch = "p1" if name == "prefill-0" else "p2"
+        made.handle(0.0, Load(name, epoch, 20, 0, 0, 4, 0, token_s=token_s, pair_s=1e-9))
+    # Ten times as fast: the first three together are done there before one is at the other.
+    placed = [made.handle(0.0, Submit(generation(name, 300))) for name in "abc"]
+    to = [effect.to for effects in placed for effect in of(effects, Send) if isinstance(effect.message, Prefill)]
+    assert to == ["prefill-1"] * 3
     ok(made)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from hadal.core.errors import InvariantError
 from hadal.core.request import Move, State
+from hadal.policy.batching import AGE_S
 from hadal.roles.front_requests import RequestBook
 from tests.unit.roles.driving import generation
 
@@ -28,6 +30,24 @@ def test_one_that_comes_back_is_ahead_of_those_that_came_after_it() -> None:
     book.move(first, Move.REQUEUE)
     assert book.next_queued(0.0) is first
     assert book.num_queued == 3
+
+
+def test_priority_is_worth_so_much_waiting_and_no_more() -> None:
+    book = RequestBook()
+    for name, arrived_s, priority in (("a", 0.0, 0), ("b", 1.0, 1), ("c", 2 * AGE_S + 1.0, 2), ("d", 0.0, 0)):
+        book.add(msgspec.structs.replace(generation(name), arrived_s=arrived_s, priority=priority), 100.0)
+    order = []
+    while (record := book.next_queued(0.0)) is not None:
+        order.append(record.request_id)
+        book.move(record, Move.PLACE)
+        record.prefill_unit = "prefill-0"
+    assert order == ["b", "a", "d", "c"]  # c came so late that two levels do not make up for it.
+    assert book.check() == []
+    first = book.by_id["a"]
+    first.prefill_unit = None
+    book.move(first, Move.LOSE)
+    book.move(first, Move.REQUEUE)
+    assert book.next_queued(0.0) is first
 
 
 def test_one_that_backs_off_is_passed_over_until_then() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from hadal.core.messages import Load, UnitUp
+from hadal.core.request import Move
+from hadal.roles.front_requests import RequestBook
 from hadal.roles.front_units import UnitBook
+from tests.unit.roles.driving import generation
 
 
 def book() -> UnitBook:
@@ -22,18 +25,22 @@ def test_capacity_is_the_largest_unit_of_the_smaller_role() -> None:
 
 def test_what_was_sent_shows_in_the_views() -> None:
     made = book()
-    made.sent_to_prefill("prefill-0", 100)
+    record = RequestBook().add(generation(prompt=100), 9.0)
+    record.num_cached = 60
+    made.sent_to_prefill("prefill-0", record)
     made.sent_to_decode("decode-0", 3)
-    assert [(view.num_tokens_waiting, view.num_requests) for view in made.prefill_views()] == [(100, 1), (0, 0)]
+    views = made.prefill_views()
+    assert [(view.num_tokens_waiting, view.num_requests) for view in views] == [(40, 1), (0, 0)]
+    assert views[0].num_pairs_waiting == sum(range(61, 101))
     assert [(view.num_blocks_used, view.num_requests) for view in made.decode_views()] == [(3, 1)]
-    made.left_prefill("prefill-0", 100)
+    made.left_prefill("prefill-0", record)
     made.left_decode("decode-0", 3)
     assert made.check([]) == []
 
 
 def test_leaving_a_unit_that_is_down_counts_nowhere() -> None:
     made = book()
-    made.left_prefill("prefill-9", 5)
+    made.left_prefill("prefill-9", RequestBook().add(generation(), 9.0))
     made.left_decode("decode-9", 5)
     assert made.check([]) == []
 
@@ -49,6 +56,25 @@ def test_silence_counts_from_the_last_sign() -> None:
     made = book()
     made.by_name["decode-0"].seen_s = 9.0
     assert made.silent(11.0, 5.0) == ["prefill-0", "prefill-1"]
+
+
+def test_the_views_say_what_the_units_measured() -> None:
+    made = book()
+    load = Load("prefill-1", "e", 30, 0, 0, 4, 0, num_ranks=3, token_s=2e-5, pair_s=1e-9)
+    made.heard(made.by_name["prefill-1"], load, 2.0)
+    known = [(view.num_ranks, view.token_s, view.pair_s) for view in made.prefill_views()]
+    assert known == [(1, 0.0, 0.0), (3, 2e-5, 1e-9)]
+
+
+def test_check_sees_a_wrong_sum_of_pairs() -> None:
+    made, requests = book(), RequestBook()
+    record = requests.add(generation(prompt=100), 9.0)
+    requests.move(record, Move.PLACE)
+    record.prefill_unit = "prefill-0"
+    made.sent_to_prefill("prefill-0", record)
+    assert made.check([record]) == []
+    record.num_cached = 1
+    assert made.check([record])
 
 
 def test_check_sees_a_count_for_nobody() -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random, SystemRandom
 from typing import Any
 
+import msgspec
 import pytest
 
-from hadal.core.messages import PrefillDone, Returned, UnitUp
-from hadal.core.plans import PrefillPlan
-from hadal.core.seams import Execute, Freed, RankReset
+from hadal.core.balance import ATTENTION, TIME, TOKENS
+from hadal.core.messages import Load, Prefill, PrefillDone, Release, Returned, Trace, TraceRequest, UnitUp
+from hadal.core.plans import OpTime, PrefillPlan
+from hadal.core.seams import Execute, Freed, RankReset, Tick
+from hadal.kv.blocks import blocks_for
+from hadal.policy.batching import AGE_S
+from hadal.policy.prefill_rates import PrefillRates
 from hadal.roles.prefill import PrefillLeader
-from hadal.roles.prefill_prompts import Part, Prompt, cut
+from hadal.roles.prefill_prompts import Part, Prompt, cut, pack
+from hadal.roles.rank_pools import RankPools
 from tests.unit.roles.driving import done, generation, of, prefill, sent
 from tests.unit.roles.rank_worlds import PrefillWorld
 
@@ -37,15 +44,15 @@ def plans_of(effects: Any) -> list[tuple[PrefillPlan, ...]]:
     return [effect.plans for effect in of(effects, Execute)]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("overlap", ["auto", "prefill_dual"])
+@pytest.mark.parametrize(("overlap", "balance"), [("auto", "auto"), ("prefill_dual", "auto"), ("auto", "off")])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_prompt_is_prefilled_once_whatever_the_ranks_do(seed: int, overlap: str) -> None:
+def test_every_prompt_is_prefilled_once_whatever_the_ranks_do(seed: int, overlap: str, balance: str) -> None:
     print("seed", seed)
     random = Random(seed)
     num_ranks = random.choice([2, 3, 4])
     unit = leader(
         num_ranks, chunk_tokens=96, num_blocks=random.choice([5, 9]), overlap=overlap, min_split_tokens=2,
-        num_layers=4, num_moe_layers=3,
+        num_layers=4, num_moe_layers=3, request_balance=balance,
     )  # fmt: skip
     world = PrefillWorld(random, unit, num_ranks)
     assert sent(unit.start(0.0), UnitUp) == []
@@ -58,8 +65,8 @@ def test_every_prompt_is_prefilled_once_whatever_the_ranks_do(seed: int, overlap
     assert overlap == "auto" or ("prefill_dual", 2) in world.schedules
 
 
-def test_prompts_start_where_there_is_less_to_do() -> None:
-    unit = leader()
+def test_by_token_budgets_prompts_start_where_there_is_less_to_do() -> None:
+    unit = leader(request_balance="off")
     up(unit)
     ((first, second),) = plans_of(unit.handle(0.0, prefill("fill", 10)))
     assert (len(first.chunks), second.chunks, first.step_id, second.step_id) == (1, (), 0, 0)
@@ -77,7 +84,7 @@ def test_prompts_start_where_there_is_less_to_do() -> None:
 
 
 def test_a_lost_rank_gives_back_its_prompts_and_leases_and_survivors_plan_again() -> None:
-    unit = leader()
+    unit = leader(request_balance="off")
     up(unit)
     unit.handle(0.0, prefill("a", 30))
     unit.handle(0.0, prefill("b", 150))  # On rank 1.
@@ -109,3 +116,136 @@ def test_a_prompt_may_be_cut_between_micro_batches() -> None:
     assert [(p.start, p.end) for p in (*first, *second)] == [(30, 70), (70, 100), (0, 10)]
     assert [part.chunk().sampling is None for part in (*first, *second)] == [True, False, False]
     assert [part.chunk().block_ids for part in (*first, *second)] == [(4, 5), (4, 5), (6,)]
+
+
+# ---- cut by cost ----
+def pools_of(num_ranks: int, num_blocks: int = 200) -> RankPools:
+    pools = RankPools(num_blocks, num_ranks)
+    pools.reset(RankReset((), tuple(range(num_ranks)), tuple(f"p{rank}" for rank in range(num_ranks)), 1))
+    return pools
+
+
+def waiting_of(*lengths: int) -> list[Prompt]:
+    prompts = (generation(f"r{number}", length) for number, length in enumerate(lengths))
+    return [Prompt(prompt, prompt.prompt, number=number) for number, prompt in enumerate(prompts)]
+
+
+def started_on(pools: RankPools, rank: int, name: str, num_tokens: int, num_planned: int) -> Prompt:
+    prompt = Prompt(made := generation(name, num_tokens), made.prompt, rank, num_planned=num_planned)
+    prompt.block_ids = pools[rank].allocate(blocks_for(num_tokens), prompt.key) or ()
+    return prompt
+
+
+RATES = PrefillRates(1e-4, 1e-7, 1e-5, 1e-3)
+
+
+def seconds_of(parts: Sequence[Part], rates: PrefillRates = RATES) -> float:
+    return sum(rates.chunk_s(part.start, part.end - part.start) for part in parts)
+
+
+def test_ranks_take_equal_time_where_token_budgets_would_not() -> None:
+    pools = pools_of(2)
+    started = [started_on(pools, 0, "dense", 9000, 7000), started_on(pools, 1, "light", 3000, 0)]
+    by_cost = pack(started, [], pools, 512, 8, RATES)
+    times_s = [seconds_of(parts) for parts in by_cost.parts]
+    assert times_s[0] == pytest.approx(times_s[1], rel=0.1)
+    assert all(sum(part.end - part.start for part in parts) <= 512 for parts in by_cost.parts)
+    by_tokens = [seconds_of(parts) for parts in pack(started, [], pools, 512, 8).parts]
+    assert by_tokens[0] > 5 * by_tokens[1]
+
+
+def test_a_step_keeps_blocks_starts_and_tokens() -> None:
+    pools = pools_of(3, num_blocks=5)
+    step = pack([], waiting_of(*[100] * 20), pools, 64, 2, RATES)
+    by_rank = [[prompt for prompt, at in step.starts if at == rank] for rank in range(3)]
+    assert all(1 <= len(prompts) <= 2 for prompts in by_rank)  # Two blocks each, of four.
+    assert [prompt.number for prompt, _ in step.starts] == list(range(len(step.starts)))
+    assert all(0 < sum(part.end - part.start for part in parts) <= 64 for parts in step.parts)
+    assert all(part.end > part.start for parts in step.parts for part in parts)
+    held = started_on(pools, 1, "held", 200, 200)  # All its blocks, and one of its starts.
+    step = pack([held], waiting_of(100, 100, 100), pools, 64, 2, RATES)
+    assert {rank for _, rank in step.starts} == {0, 2}
+
+
+def test_one_that_starts_without_time_keeps_its_rank_and_is_not_overtaken() -> None:
+    """Bound beside a dense prompt: it may get nothing in this step, but never again be behind those that come later."""
+    unit = leader(2, chunk_tokens=64, num_blocks=400, num_requests_max=8)
+    up(unit)
+    names = [f"r{number}" for number in range(12)]
+    for number, name in enumerate(names):
+        unit.handle(0.0, prefill(name, 60 if number % 3 else 3000))
+        assert unit.audit() == []
+    numbers = [prompt.number for prompt in unit._started.values()]
+    assert numbers == sorted(numbers)
+    assert min(prompt.number for prompt in unit._waiting.values()) > max(numbers)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_dense_prompt_is_not_starved_by_light_ones_that_keep_coming(seed: int) -> None:
+    print("seed", seed)
+    random = Random(seed)
+    unit = leader(2, chunk_tokens=64, num_blocks=400, num_requests_max=16)
+    up(unit)
+    unit.handle(0.0, prefill("dense", 4000))
+    ended: set[str] = set()
+    for number in range(900):
+        if len(unit._waiting) < 30:
+            for _ in range(10):
+                name = f"light{number}-{random.randrange(1 << 40)}"
+                unit.handle(0.0, prefill(name, random.randint(5, 60)))
+        step = unit._in_flight[0]
+        keys = {key: 1 for key, part in enumerate(step.parts) if part.end == len(part.prompt.tokens)}
+        for answer in sent(unit.handle(0.0, done(step.step_id, keys)), PrefillDone):
+            ended.add(answer.token.request_id)
+            unit.handle(0.0, Release(answer.token.request_id, 0))
+        if "dense" in ended:
+            break
+    # A tenth of every step at least is its own, and its tokens are about as dear as others.
+    assert "dense" in ended, f"{unit._started[('dense', 0)].num_left} tokens left"
+    assert len(ended) > 100
+
+
+def test_priority_and_age_order_those_that_wait() -> None:
+    unit = leader(2, num_blocks=400)
+    up(unit)
+    for name in ("fill0", "fill1"):
+        unit.handle(0.0, prefill(name, 500))
+    late = 2 * AGE_S + 1.0
+    for name, arrived_s, priority in (("a", 0.0, 0), ("b", 0.5, 0), ("c", late, 2), ("d", 1.0, 1), ("e", 0.0, 0)):
+        made = msgspec.structs.replace(generation(name, 9000), arrived_s=arrived_s, priority=priority)
+        unit.handle(0.0, Prefill(made))
+    assert [name for name, _ in unit._waiting if name in "abcde"] == ["d", "a", "e", "b", "c"]
+
+
+# ---- seen ----
+def test_balance_is_in_load_and_exact_in_a_trace() -> None:
+    unit = leader(2, num_blocks=400)
+    unit.start(0.0)
+    up(unit)
+    unit.handle(0.0, TraceRequest(7, 1))
+    effects = unit.handle(0.0, prefill("a", 300))
+    first, second = plans_of(effects)[0]
+    load = sent(effects, Load)[-1]
+    assert (len(first.chunks), len(second.chunks)) == (1, 0)
+    assert load.balance == {ATTENTION: 0.5, TOKENS: 0.5, TIME: 0.5}  # One of two ranks works.
+    assert (load.token_s, load.pair_s) == (0.0, 0.0)
+    effects = unit.handle(0.1, done(0))
+    (trace,) = sent(effects, Trace)
+    assert trace.steps[0].balance == {ATTENTION: 0.5, TOKENS: 0.5, TIME: 0.5}
+    unit.handle(0.2, RankReset((1,), (), ("p0", ""), 2))
+    assert unit._reporter.balance == {}  # Nobody is left to be equal to.
+
+
+def test_a_unit_of_one_rank_has_no_balance_and_reports_what_it_measured() -> None:
+    unit = PrefillLeader(
+        "prefill-0", "e1", "pool", 40, chunk_tokens=64, num_requests_max=4, num_waiting_max=9, lease_s=2.0,
+        heartbeat_s=0.5, num_layers=4, num_moe_layers=3,
+    )  # fmt: skip
+    unit.handle(0.0, prefill("a", 40))
+    times = (OpTime("attn_in", 4, 4e-3), OpTime("attn_core", 4, 4e-3), OpTime("experts", 3, 6e-3))
+    answer = msgspec.structs.replace(done(0, {0: 1}), op_times=times)
+    unit.handle(0.1, answer)
+    (load,) = sent(unit.handle(0.7, Tick()), Load)
+    assert load.balance == {}
+    # 14 ms of 40 tokens and their pairs, of which a part is taken to be fixed.
+    assert 0.5 * 14e-3 < 40 * load.token_s + 820 * load.pair_s < 14e-3

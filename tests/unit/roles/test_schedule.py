@@ -6,6 +6,7 @@ import pytest
 
 from hadal.core.plans import OpTime
 from hadal.perf.costs import Work
+from hadal.policy.rank_choice import PAIRS_PER_TOKEN
 from hadal.roles.schedule import StepScheduler
 
 SECONDS = {"attn_in": 1e-3, "attn_core": 1e-3, "gate": 1e-4, "shared": 1e-3, "experts": 2e-3, "post": 1e-5}
@@ -69,3 +70,17 @@ def test_parts_are_about_equal() -> None:
     assert first[0] == 100
     with pytest.raises(ValueError, match="known are auto"):
         StepScheduler(2, "faster")
+
+
+def test_rates_are_sane_before_and_measured_after() -> None:
+    fresh = StepScheduler(4, num_layers=8, num_moe_layers=8)
+    assert not fresh.is_calibrated
+    assert fresh.rates.pair_s * PAIRS_PER_TOKEN == pytest.approx(fresh.rates.token_s)
+    scheduler = learned(1e-3)
+    assert scheduler.is_calibrated
+    assert 1e-4 < scheduler.rates.token_s < 2e-3
+    assert scheduler.rates.dispatch_s > 0
+    silent = StepScheduler(4, num_layers=8, num_moe_layers=8)
+    silent.costs.observe([Work(8, 80)], [OpTime("attn_in", 8, 0.0)])
+    assert not silent.is_calibrated
+    assert silent.rates == fresh.rates

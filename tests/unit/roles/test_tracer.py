@@ -40,3 +40,13 @@ def test_nothing_and_too_much_are_answered_at_once() -> None:
     for number in range(REQUESTS_MAX):
         assert tracer.ask(TraceRequest(number, 1)) == []
     assert sent(tracer.ask(TraceRequest(99, 1)), Trace) == [Trace("decode-0", 99, ())]
+
+
+def test_a_step_says_how_its_ranks_were_balanced() -> None:
+    tracer = Tracer("decode-0")
+    tracer.ask(TraceRequest(1, 2))
+    tracer.planned(0, "sequential", 1, 3, {"kv": 0.5})
+    tracer.planned(1, "sequential", 1, 3)
+    tracer.done(0, ())
+    (trace,) = sent(tracer.done(1, ()), Trace)
+    assert [step.balance for step in trace.steps] == [{"kv": 0.5}, {}]

@@ -34,3 +34,12 @@ def test_a_front_is_new_once() -> None:
     unit = reporter()
     answers = [unit.is_new_front(FrontUp(epoch)) for epoch in ("f1", "f1", "f2")]
     assert answers == [True, False, True]
+
+
+def test_load_says_what_the_leader_keeps_of_balance_and_rates() -> None:
+    unit = reporter()
+    unit.balance["kv"] = 0.5
+    unit.rates_s = (1e-3, 1e-6)
+    (load,) = sent(unit.beat(0.0, 0, 0, None), Load)
+    unit.balance["kv"] = 0.75  # A message is never changed after it was sent.
+    assert (load.balance, load.token_s, load.pair_s) == ({"kv": 0.5}, 1e-3, 1e-6)
