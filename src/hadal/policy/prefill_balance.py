@@ -133,17 +133,27 @@ def cut_rank(
     densest until there are that many. No time is left that another token would fit in, unless `num_tokens_max` or the
     end of the prompts was reached; time is exceeded only by a single token that takes longer than the budget.
     """
+    return _cut(prompts, rates, budget_s, num_tokens_mean, num_tokens_max)[0]
+
+
+def _cut(
+    prompts: Sequence[PromptView], rates: PrefillRates, budget_s: float, num_tokens_mean: int, num_tokens_max: int
+) -> tuple[list[int], float]:
+    """`cut_rank`, and the seconds of what it takes."""
     sizes = [0] * len(prompts)
     left_s, num_left = budget_s, num_tokens_max
+    least_s = rates.token_s + rates.pair_s  # Of any token.
     densest, most_s = -1, -inf
     for at, prompt in enumerate(prompts):
-        size = rates.prefix(prompt.num_context, min(prompt.num_tokens, num_left), left_s)
+        if at and left_s < least_s:
+            break
+        size, seconds = rates.fit(prompt.num_context, min(prompt.num_tokens, num_left), left_s)
         if not size and at == 0:
-            size = 1
+            size, seconds = 1, rates.chunk_s(prompt.num_context, 1)
         if not size:
             break
         sizes[at] = size
-        left_s -= rates.chunk_s(prompt.num_context, size)
+        left_s -= seconds
         num_left -= size
         if prompt.num_context + size > most_s:
             densest, most_s = at, prompt.num_context + size
@@ -151,16 +161,16 @@ def cut_rank(
         left_s = _blend(prompts, sizes, densest, rates, budget_s, left_s, num_tokens_mean)
         num_left = num_tokens_max - sum(sizes)
     for at, prompt in enumerate(prompts):  # What rounding left, oldest first.
-        if num_left <= 0 or left_s <= 0.0:
+        if num_left <= 0 or left_s < least_s:
             break
         rest = prompt.num_tokens - sizes[at]
         if rest:
             start = prompt.num_context + sizes[at]
-            more = rates.prefix(start, min(rest, num_left), left_s)
+            more, seconds = rates.fit(start, min(rest, num_left), left_s)
             sizes[at] += more
-            left_s -= rates.chunk_s(start, more)
+            left_s -= seconds
             num_left -= more
-    return sizes
+    return sizes, budget_s - left_s
 
 
 def _blend(
@@ -190,12 +200,12 @@ def _blend(
         low = min(most, _light_share(start, heavy.num_context, sizes[densest] + missing, both_s, rates))
         if not low:
             continue
-        kept = rates.prefix(heavy.num_context, sizes[densest], both_s - rates.chunk_s(start, low))
-        if densest == 0:
-            kept = max(1, kept)
-        spare_s += heavy_s - rates.chunk_s(start, low)
-        heavy_s = rates.chunk_s(heavy.num_context, kept)
-        spare_s -= heavy_s
+        low_s = rates.chunk_s(start, low)
+        kept, kept_s = rates.fit(heavy.num_context, sizes[densest], both_s - low_s)
+        if densest == 0 and not kept:
+            kept, kept_s = 1, rates.chunk_s(heavy.num_context, 1)
+        spare_s += heavy_s - low_s - kept_s
+        heavy_s = kept_s
         missing -= low + kept - sizes[densest]
         sizes[at] += low
         sizes[densest] = kept
@@ -282,9 +292,13 @@ def _queue(view: PrefillQueueView, rates: PrefillRates, budget_s: float, limits:
 
 def _reserve(queue: _Queue, prompt: PromptView, rates: PrefillRates, budget_s: float, *, is_head: bool) -> None:
     """Count what a prompt will surely take of the step."""
+    if queue.room_s <= 0.0 or queue.room_tokens <= 0:
+        return
     share_s = HEAD_SHARE * budget_s if is_head else queue.room_s
-    size = max(1, rates.prefix(prompt.num_context, min(prompt.num_tokens, queue.room_tokens), share_s))
-    queue.room_s -= rates.chunk_s(prompt.num_context, size)
+    size, seconds = rates.fit(prompt.num_context, min(prompt.num_tokens, queue.room_tokens), share_s)
+    if not size:
+        size, seconds = 1, rates.chunk_s(prompt.num_context, 1)
+    queue.room_s -= seconds
     queue.room_tokens -= size
 
 
@@ -306,12 +320,13 @@ def plan_step(
         for view, indices in zip(ranks, starts, strict=True)
     ]  # fmt: skip
     budget_s, cap_tokens = choose_budget(prompts, rates, nominal_s, limits)
-    sizes = [cut_rank(of_rank, rates, budget_s, limits.num_tokens_mean, cap_tokens) for of_rank in prompts]
+    taken = [_cut(of_rank, rates, budget_s, limits.num_tokens_mean, cap_tokens) for of_rank in prompts]
     cuts = tuple(
         RankCut(view.rank, tuple(indices), tuple(of_rank))
-        for view, indices, of_rank in zip(ranks, starts, sizes, strict=True)
+        for view, indices, (of_rank, _) in zip(ranks, starts, taken, strict=True)
     )  # fmt: skip
-    return StepCut(cuts, budget_s, cap_tokens, predict(prompts, sizes, rates))
+    efficiency = predict([(seconds, sum(of_rank)) for of_rank, seconds in taken], rates)
+    return StepCut(cuts, budget_s, cap_tokens, efficiency)
 
 
 def choose_budget(
@@ -367,18 +382,13 @@ def _two_points(
     return mean_s, most_s, num_mean - left_mean, num_max - left_most, num_tokens - prompts[0].num_tokens
 
 
-def predict(prompts: Sequence[Sequence[PromptView]], sizes: Sequence[Sequence[int]], rates: PrefillRates) -> float:
+def predict(rank_to_work: Sequence[tuple[float, int]], rates: PrefillRates) -> float:
     """Return the predicted efficiency of a step: its time if every rank did the mean, over that of the slowest.
 
-    What a step costs whatever it computes is no work, so it is only in the latter.
+    By rank, (seconds, tokens). What a step costs whatever it computes is no work, so it is only in the latter.
     """
-    most_s, total_s, most_tokens, num_tokens = 0.0, 0.0, 0, 0
-    for of_rank, of_sizes in zip(prompts, sizes, strict=True):
-        rank_s = sum(rates.chunk_s(p.num_context, n) for p, n in zip(of_rank, of_sizes, strict=True) if n)
-        rank_tokens = sum(of_sizes)
-        most_s, total_s = max(most_s, rank_s), total_s + rank_s
-        most_tokens, num_tokens = max(most_tokens, rank_tokens), num_tokens + rank_tokens
-    if not num_tokens:
+    seconds, tokens = zip(*rank_to_work, strict=True)
+    if not any(tokens):
         return 1.0
-    step_s = rates.step_s + most_s + rates.dispatch_s * most_tokens
-    return (total_s + rates.dispatch_s * num_tokens) / len(prompts) / step_s
+    step_s = rates.step_s + max(seconds) + rates.dispatch_s * max(tokens)
+    return float((sum(seconds) + rates.dispatch_s * sum(tokens)) / len(rank_to_work) / step_s)

@@ -36,18 +36,24 @@ class PrefillRates:
 
     def prefix(self, start: int, num_tokens: int, budget_s: float) -> int:
         """The most of `num_tokens` positions from `start` on that fit into `budget_s`."""
+        return self.fit(start, num_tokens, budget_s)[0]
+
+    def fit(self, start: int, num_tokens: int, budget_s: float) -> tuple[int, float]:
+        """`prefix`, and the seconds of it."""
         if budget_s <= 0.0 or num_tokens <= 0:
-            return 0
+            return 0, 0.0
         half_s, linear = 0.5 * self.pair_s, self.token_s + self.pair_s * (start + 0.5)
-        if num_tokens * (linear + half_s * num_tokens) <= budget_s:
-            return num_tokens
+        seconds = num_tokens * (linear + half_s * num_tokens)
+        if seconds <= budget_s:
+            return num_tokens, seconds
         # The root of half_s n^2 + linear n - budget, in the form that does not cancel and allows half_s = 0.
         n = int(2.0 * budget_s / (linear + sqrt(linear * linear + 4.0 * half_s * budget_s)))
         if n < num_tokens and (n + 1) * (linear + half_s * (n + 1)) <= budget_s:
-            return n + 1
+            n += 1
         while n > 0 and n * (linear + half_s * n) > budget_s:
             n -= 1
-        return n
+        return n, n * (linear + half_s * n)
+
 
 
 def cost_s(prompt: PromptView, rates: PrefillRates) -> float:

@@ -82,6 +82,7 @@ def test_a_step_keeps_every_limit_and_the_order(
     started = sorted(index for cut in step.ranks for index in cut.starts)
     assert started == list(range(len(started))), "somebody was overtaken"
     assert 0 < step.efficiency <= 1 + 1e-9
+    works: list[tuple[float, int]] = []
     for view, cut in zip(views, step.ranks, strict=True):
         prompts = prompts_of(view, cut, waiting)
         assert list(cut.starts) == sorted(cut.starts)
@@ -90,7 +91,9 @@ def test_a_step_keeps_every_limit_and_the_order(
         assert sum(cut.sizes) <= min(step.cap_tokens, limit.num_tokens_max)
         assert not prompts or cut.sizes[0] >= 1, "the oldest must get on"
         assert time_s(prompts, cut.sizes, of) <= step.budget_s * (1 + 1e-9) or sum(cut.sizes) == 1
+        works.append((time_s(prompts, cut.sizes, of), sum(cut.sizes)))
         assert list(cut.sizes) == cut_rank(prompts, of, step.budget_s, limit.num_tokens_mean, step.cap_tokens)
+    assert not views or step.efficiency == pytest.approx(predict(works, of), rel=1e-6)
 
 
 @given(rank_lists.filter(bool), waiting_lists, rates)
@@ -156,7 +159,7 @@ def test_dense_and_light_ranks_take_equal_time_where_equal_tokens_would_not() ->
     step = plan_step(views, [], RATES, LIMITS)
     times_s = [time_s(view.prompts, cut.sizes, RATES) for view, cut in zip(views, step.ranks, strict=True)]
     assert times_s == pytest.approx([step.budget_s] * 2, abs=RATES.chunk_s(110_000, 1))
-    equal_tokens = predict([view.prompts for view in views], [[8192], [8192]], RATES)
+    equal_tokens = predict([(time_s(view.prompts, [8192], RATES), 8192) for view in views], RATES)
     assert step.efficiency > equal_tokens + 0.2
 
 
