@@ -48,7 +48,8 @@ class Running:
         return self.arrival.num_tokens - self.num_done
 
     def view(self) -> PromptView:
-        return PromptView(self.num_left, 0, self.context)
+        arrival, num_done = self.arrival, self.num_done
+        return PromptView(arrival.num_tokens - num_done, 0, arrival.num_cached + num_done)
 
 
 Queues = list[list[Running]]

@@ -372,13 +372,14 @@ def _two_points(
     for prompt in prompts:
         num_tokens += prompt.num_tokens
         if left_most:
-            size = min(prompt.num_tokens, left_most)
-            most_s += rates.chunk_s(prompt.num_context, size)
-            left_most -= size
-        if left_mean:
-            size = min(prompt.num_tokens, left_mean)
-            mean_s += rates.chunk_s(prompt.num_context, size)
-            left_mean -= size
+            most = min(prompt.num_tokens, left_most)
+            seconds = rates.chunk_s(prompt.num_context, most)
+            most_s += seconds
+            left_most -= most
+            if left_mean:  # Never more than is left of the most.
+                size = min(most, left_mean)
+                mean_s += seconds if size == most else rates.chunk_s(prompt.num_context, size)
+                left_mean -= size
     return mean_s, most_s, num_mean - left_mean, num_max - left_most, num_tokens - prompts[0].num_tokens
 
 
