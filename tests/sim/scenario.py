@@ -138,3 +138,39 @@ def ranked_world(seed: int) -> World:
     )  # fmt: skip
     add_clients(world, random)
     return world
+
+
+def uneven_world(seed: int, request_balance: str = "auto", *, is_calm: bool = False) -> World:
+    """A decode unit of several ranks with room enough, whose requests differ so much in length that no placement lasts;
+    what goes wrong does so while some of them move."""
+    random = Random(f"uneven {seed}")
+    config = Deployment(
+        chunk_tokens=2048, heartbeat_s=0.05, unit_timeout_s=2 * RANK_TIMEOUT_S, rank_timeout_s=RANK_TIMEOUT_S,
+        prefill=UnitsConfig(max_requests=16),
+        decode=UnitsConfig(ranks=random.choice([3, 4]), max_requests=8, request_balance=request_balance),
+        limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
+    )
+    faults = random.choice([
+        Faults(until_s=0.0),
+        Faults(engine_rate=0.02, until_s=0.0),
+        Faults(crash_every_s=0.5, until_s=6.0),
+        Faults(crash_every_s=0.7, stuck_share=0.4, engine_rate=0.002, until_s=6.0),
+        Faults(crash_every_s=1.0, stuck_share=0.2, duplicate_rate=0.05, front_restarts=2, until_s=6.0),
+    ])  # fmt: skip
+    world = World(
+        seed, config, max_context=4000, pool_blocks=(200, random.choice([60, 120])),
+        faults=Faults(until_s=0.0) if is_calm else faults, wire_s=random.choice([0.0005, 0.002]),
+        pull_s=random.choice([0.005, 0.02, 0.1]),
+    )  # fmt: skip
+    for number in range(30):
+        num_prompt, num_output = random.choice([(30, 40), (60, 300), (500, 120), (random.randint(1, 1200), 200)])
+        generation = Generation(
+            f"r{number}", tuple(random.randrange(VOCAB) for _ in range(num_prompt)), (), num_output,
+            tuple(random.sample(range(VOCAB), random.choice([0, 0, 0, 1]))), random.choice([0, 30]),
+            random_sampling(random), 0,
+        )  # fmt: skip
+        at_s = random.uniform(0.1, 2.0)
+        world.submit_at(at_s, generation, longest_output(world, num_prompt))
+        if not is_calm and random.random() < 0.15:
+            world.clock.at(at_s + random.expovariate(0.5), lambda name=f"r{number}": world.cancel(name))
+    return world

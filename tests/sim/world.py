@@ -186,6 +186,7 @@ class World:
             name, epoch, num_blocks, num_slots=config.decode.max_requests, num_waiting_max=config.decode.max_waiting,
             max_context=self.max_context, heartbeat_s=config.heartbeat_s, num_ranks=num_ranks,
             overlap=config.decode.overlap, min_split_tokens=config.decode.min_split_tokens,
+            request_balance=config.decode.request_balance,
         )  # fmt: skip
 
     def _ranked(self, name: str, core: PrefillLeader | DecodeLeader, units: UnitsConfig) -> RankedLeader:

@@ -191,6 +191,8 @@ class ModelRunner:
         tokens_B = np.empty_like(drawn.tokens)
         tokens_B[rows_B] = drawn.tokens
         table.advance(tokens_B)
+        if plan.publishes:
+            self._model.cache.publish([block_id for slot in plan.publishes for block_id in table.written_blocks(slot)])
         recorder.end("draw")
         return slots_B.tolist(), drawn
 

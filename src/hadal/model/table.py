@@ -65,6 +65,14 @@ class RankTable:
         if row is not None:
             self._blocks[row, index] = block_id
 
+    def written_blocks(self, slot: int) -> list[int]:
+        """The blocks that hold the positions so far; none for a slot that is not there."""
+        row = self._row_of_slot.get(slot)
+        if row is None:
+            return []
+        num_blocks = -(-int(self._positions[row]) // BLOCK_TOKENS)
+        return [int(block_id) for block_id in self._blocks[row, :num_blocks]]
+
     def clear(self) -> None:
         self._row_of_slot.clear()
 

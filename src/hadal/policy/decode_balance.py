@@ -159,6 +159,19 @@ def place(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, preempts: bool
     return ranks.ranks[rows].tolist() if rows else []
 
 
+def place_by_counts(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, preempts: bool) -> list[int]:
+    """The same by numbers of requests alone: each to the rank that has fewest, the lowest of equals. What others do."""
+    shares, rows = Shares(ranks, 0, 0, preempts=preempts), list[int]()
+    for arrival in arrivals:
+        fits_R = shares.fits(arrival)
+        if not fits_R.any():
+            break
+        row = int(np.where(fits_R, shares.requests_R, np.iinfo(np.int64).max).argmin())
+        shares.add(row, arrival)
+        rows.append(row)
+    return ranks.ranks[rows].tolist() if rows else []
+
+
 def _num_at_most(ranks: DecodeRanksView, arrivals: Sequence[Arrival], preempts: bool) -> int:
     """So many of the first arrivals might fit, were the unit one rank. A long queue is not worth a longer look."""
     num_slots = int(np.maximum(ranks.num_requests_max - ranks.num_requests, 0).sum())

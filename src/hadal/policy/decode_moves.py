@@ -14,7 +14,7 @@ Knows nothing of the hand-over that carries it out. Shapes: R ranks, S slots of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -46,7 +46,9 @@ class MoveTerms:
     stall_steps: float = 3.0
     """Steps that a moved request stands still."""
     gain_steps: float = 50.0
-    """Steps after which the unit would be about as uneven again."""
+    """Steps after which the unit would be about as uneven again. A request that moved stays for as long."""
+    num_tokens_left_min: int = 8
+    """A request with fewer tokens to go at its longest is left where it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,30 @@ class Move:
     to_rank: int
 
 
+def terms_of(kv_s: float, request_s: float, step_s: float, known: MoveTerms) -> MoveTerms:
+    """`known` with what a mean rank's KV and requests take of a step of `step_s` seconds; as it is if nobody knows."""
+    step_s = max(step_s, kv_s + request_s)
+    if step_s <= 0.0 or kv_s <= 0.0:
+        return known
+    return replace(known, kv_time_share=kv_s / step_s, request_time_share=request_s / step_s)
+
+
+def is_uneven(ranks: DecodeRanksView, terms: MoveTerms) -> bool:
+    """The trigger alone: whether looking at requests is worth while."""
+    if ranks.ranks.size < 2:
+        return False
+    share_R = ranks.num_blocks_used / np.maximum(ranks.num_blocks, 1)
+    mean = float(ranks.num_blocks_used.sum()) / max(float(ranks.num_blocks.sum()), 1.0)
+    return float(share_R.max()) > terms.trigger * mean
+
+
 def choose_moves(ranks: DecodeRanksView, running: RunningView, terms: MoveTerms, *, preempts: bool) -> list[Move]:
-    """Return moves, best prefix first to last, empty where they do not pay. No request is moved twice."""
+    """Return moves, best prefix first to last, empty where they do not pay. No request is moved twice, and no rank that
+    gave takes: what a request leaves comes free only when it has arrived."""
     shares = Shares(ranks, 0, 0, preempts=preempts)
     num_running = int(shares.requests_R.sum())
     is_movable_RS = running.num_blocks_RS > 0
+    gives_R = np.zeros(ranks.ranks.size, np.bool_)
     moves: list[Move] = []
     best_gain, num_best = 0.0, 0
     before = _step_time(shares, terms)
@@ -70,14 +91,14 @@ def choose_moves(ranks: DecodeRanksView, running: RunningView, terms: MoveTerms,
         source = int(shares.kv_R.argmax())
         if shares.kv_R[source] <= terms.trigger:
             break
-        found = _best(shares, running, is_movable_RS, source)
+        found = _best(shares, running, is_movable_RS, gives_R, source)
         if found is None:
             break
         slot, target = found
         request = Arrival(int(running.num_blocks_RS[source, slot]), int(running.num_blocks_worst_RS[source, slot]))
         shares.add(source, request, -1)
         shares.add(target, request)
-        is_movable_RS[source, slot] = False
+        is_movable_RS[source, slot], gives_R[source] = False, True
         moves.append(Move(int(ranks.ranks[source]), slot, int(ranks.ranks[target])))
         gain = (before - _step_time(shares, terms)) * terms.gain_steps * num_running - terms.stall_steps * len(moves)
         if gain > best_gain:
@@ -91,7 +112,9 @@ def _step_time(shares: Shares, terms: MoveTerms) -> float:
     return float((kv_R + request_R).max() + request_R.max())
 
 
-def _best(shares: Shares, running: RunningView, is_movable_RS: Bools, source: int) -> tuple[int, int] | None:
+def _best(
+    shares: Shares, running: RunningView, is_movable_RS: Bools, gives_R: Bools, source: int
+) -> tuple[int, int] | None:
     """(slot, target row) after which the larger of both ranks' shares is smallest; None if none is better than now."""
     slots_C = np.flatnonzero(is_movable_RS[source])
     if not slots_C.size:
@@ -101,7 +124,7 @@ def _best(shares: Shares, running: RunningView, is_movable_RS: Bools, source: in
     left_C: Floats = kv_R[source] - blocks_C * shares.per_block_R[source]
     kv_CR = kv_R + blocks_C[:, None] * shares.per_block_R
     score_CR = np.maximum(np.maximum(kv_CR, request_R + shares.per_request_R), left_C[:, None])
-    score_CR[:, source] = np.inf
+    score_CR[:, source] = score_CR[:, gives_R] = np.inf
     # Most pairs fit, so only the best is looked at before the next.
     while True:
         row, target = divmod(int(score_CR.argmin()), score_CR.shape[1])

@@ -15,7 +15,6 @@ other units.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,15 +33,19 @@ from hadal.core.messages import (
     Tokens,
     TraceRequest,
 )
-from hadal.core.plans import DecodePlan, Join, KvPulled, StepDone
+from hadal.core.plans import KvPulled, StepDone
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Pull, RankReset, Send, Tick
 from hadal.kv.blocks import blocks_for
-from hadal.roles.decode_slots import DecodeSlots, Key
+from hadal.policy.decode_moves import MoveTerms, terms_of
+from hadal.roles.decode_plans import balance_of, join_of, make_plans
+from hadal.roles.decode_slots import AUTO, DecodeSlots, Key
 from hadal.roles.decode_table import Bools, DecodeTable, Ints, SlotState
-from hadal.roles.ending import LENGTH, STOP, has_penalty
+from hadal.roles.ending import LENGTH, STOP
+from hadal.roles.meters import BalanceMeter
 from hadal.roles.rank_pools import RankPools
 from hadal.roles.reasons import PULL_FAILED, QUEUE_FULL, STEP_FAILED, TOO_LONG
-from hadal.roles.schedule import AUTO, Choice, StepScheduler
+from hadal.roles.schedule import AUTO as AUTO_OVERLAP
+from hadal.roles.schedule import Choice, StepScheduler
 from hadal.roles.tracer import Tracer
 from hadal.roles.unit import UnitReporter
 
@@ -59,15 +62,19 @@ class DecodeLeader:
     """`max_context` is the longest prompt and output together; it bounds a request's list of blocks.
 
     `num_blocks` and `num_slots` are those of one rank; keys of StepDone are rank * num_slots + the rank's slot.
+    `request_balance`: see UnitsConfig. `terms`: when a move pays, as far as measured steps do not say it better.
     """
 
     def __init__(
         self, unit: str, epoch: str, num_blocks: int, *, num_slots: int, num_waiting_max: int, max_context: int,
-        heartbeat_s: float, num_ranks: int = 1, overlap: str = AUTO, min_split_tokens: int = 32, num_layers: int = 0,
-        num_moe_layers: int = 0,
+        heartbeat_s: float, num_ranks: int = 1, overlap: str = AUTO_OVERLAP, min_split_tokens: int = 32,
+        num_layers: int = 0, num_moe_layers: int = 0, request_balance: str = AUTO, terms: MoveTerms | None = None,
     ) -> None:  # fmt: skip
         self.blocks = RankPools(num_blocks, num_ranks)
-        self.slots = DecodeSlots(self.blocks, num_slots, max_context, self._give_back)
+        self.slots = DecodeSlots(
+            self.blocks, num_slots, max_context, self._give_back, request_balance=request_balance
+        )
+        self._known_terms = MoveTerms() if terms is None else terms
         self.scheduler = StepScheduler(
             num_ranks, overlap, min_split_tokens, num_layers=num_layers, num_moe_layers=num_moe_layers
         )
@@ -79,6 +86,7 @@ class DecodeLeader:
         self._second: tuple[tuple[int, ...], ...] | None = None
         """By rank, slots of the second micro-batch; kept while nobody joins or leaves: all grow alike."""
         self._reporter = UnitReporter(unit, DECODE, epoch, self.blocks, num_slots, heartbeat_s)
+        self._balance = BalanceMeter(self._reporter.balance)
         self._tracer = Tracer(unit)
         self._out: list[Effect] = []
 
@@ -132,7 +140,7 @@ class DecodeLeader:
     def _accept(self, decode: Decode) -> None:
         generation, lease = decode.generation, decode.lease
         key = (generation.request_id, generation.attempt)
-        if key in self._waiting or key in self.slots.key_to_slot:
+        if key in self._waiting or key in self.slots.key_to_slot or key in self.slots.moving.arriving:
             return  # The same message twice.
         num_known = len(generation.prompt) + len(generation.output)
         fits = lease.num_tokens == num_known - 1 and len(lease.block_ids) == blocks_for(lease.num_tokens)
@@ -155,6 +163,10 @@ class DecodeLeader:
 
     def _pulled(self, pulled: KvPulled) -> None:
         key = (pulled.request_id, pulled.attempt)
+        if key in self.slots.moving.arriving:
+            self.slots.moving.pulled(key, pulled.error)
+            self._reporter.num_requests_moved = self.slots.moving.num_moved
+            return
         slot = self.slots.key_to_slot.get(key)
         if slot is None or self.table.state[slot] != SlotState.PULLING:
             raise InvariantError(f"{self._unit}: KV of {key} was pulled, but nobody asked for it.")
@@ -186,6 +198,7 @@ class DecodeLeader:
         self._second = None
         self.scheduler.reset()
         self._tracer.reset()
+        self._balance.reset()
         for rank in self.blocks.lost(event):
             self.slots.lose(rank)
         self.slots.roll_back(num_void)
@@ -209,6 +222,7 @@ class DecodeLeader:
             self._fail(done.error)
         for slot in self.table.releasable(done.step_id).tolist():
             self.slots.vacate(slot)
+        self._out += self.slots.moving.done(done.step_id)
         self._out += self._tracer.done(done.step_id, done.events)
 
     def _take_tokens(self, step: _InFlight, done: StepDone) -> None:
@@ -240,13 +254,12 @@ class DecodeLeader:
                 tokens.append(Token(request_id, attempt, at, value, finish, draw.logprob, draw.top))
         if tokens:
             self._out.append(Send("front", Tokens(self._unit, tuple(tokens))))
-        ended = slots[is_stop | is_last]
-        table.is_muted[ended] = True
-        table.state[ended] = SlotState.CLOSING
+        self.slots.end(slots[is_stop | is_last])
 
     def _fail(self, error: str) -> None:
         """A step failed: unknown are what its requests' KV holds and what became of its joins and leaves."""
-        for slot in self.table.slots_in(SlotState.ACTIVE, SlotState.CLOSING).tolist():
+        computed = self.table.slots_in(SlotState.ACTIVE, SlotState.CLOSING).tolist()
+        for slot in (*computed, *self.slots.moving.in_flight()):
             self._give_up(slot, error)
         # Let the next plan empty every slot, wherever the Runner stopped. Leaving an empty slot does nothing.
         self.table.is_in_runner[:] = np.repeat(self.blocks.is_living, self.slots.per_rank)
@@ -255,42 +268,67 @@ class DecodeLeader:
         """A computed slot's token is void: give its request back, and close it."""
         if not self.table.is_muted[slot]:
             self._give_back(self.table.seat(slot).key, f"{STEP_FAILED}: {error}")
-            self.table.is_muted[slot] = True
-        self.table.state[slot] = SlotState.CLOSING
+        self.slots.end(np.array([slot]))
 
     # ---- what goes to the Runner ----
     def _plan(self) -> None:
         while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
-            table = self.table
+            table, moving, step_id = self.table, self.slots.moving, self._num_plans
             table.state[table.at_max_tokens()] = SlotState.CLOSING
+            moving.call_off_late(step_id)
             if not (table.state == SlotState.ACTIVE).any() and not (table.state == SlotState.READY).any():
                 self.slots.is_starved = False
                 return
             grown = self.slots.grow(self._done_step_id)
             if grown is None:
                 return
-            leaves = np.flatnonzero(table.is_in_runner & (table.state != SlotState.ACTIVE))
+            publishes = self.slots.choose_moves(step_id, self._known_terms, self._terms)
+            leaves = np.flatnonzero(table.is_in_runner & (table.state != SlotState.ACTIVE)).tolist()
             table.is_in_runner[leaves] = False
             ready = table.slots_in(SlotState.READY).tolist()
-            joins = [self._join(slot) for slot in ready]
-            step_id = self._num_plans
+            joins = [(slot, join_of(table, slot, self.slots.per_rank)) for slot in ready]
+            table.state[ready], table.is_in_runner[ready] = SlotState.ACTIVE, True
+            moving.joined(ready, step_id)
             computed = table.advance(step_id)
+            moving.depart(publishes)
             self._in_flight.append(_InFlight(step_id, computed, int(np.count_nonzero(computed))))
             self._num_plans += 1
-            choice = self._choose(step_id, computed)
+            work = self._work(computed)
+            choice = self.scheduler.choose(step_id, work)
             if choice.num_micro_batches == 1:
                 self._second = None
-            elif self._second is None or joins or leaves.size:
+            elif self._second is None or joins or leaves:
                 self._second = self._split(computed)
-            self._out.append(Execute(self._plans(step_id, leaves.tolist(), ready, joins, grown, choice)))
+            is_traced = self._trace(step_id, choice, work)
+            self._out.append(Execute(make_plans(
+                step_id, self.blocks.num_ranks, self.slots.per_rank, leaves, joins, grown, publishes, choice,
+                self._second, is_traced=is_traced,
+            )))  # fmt: skip
 
-    def _choose(self, step_id: int, computed: Bools) -> Choice:
-        """How to run this step; from it on, its work is noted."""
+    def _terms(self) -> MoveTerms:
+        """When a move pays, by what steps took so far."""
+        token_s, pair_s = self.scheduler.costs.rates()
+        active, num_living = self.table.state == SlotState.ACTIVE, self.blocks.num_living
+        kv_s = pair_s * float(self.table.length[active].sum()) / num_living
+        request_s = token_s * float(np.count_nonzero(active)) / num_living
+        return terms_of(kv_s, request_s, self._reporter.meter.step_ms / 1e3, self._known_terms)
+
+    def _work(self, computed: Bools) -> list[tuple[int, int]]:
+        """By rank, requests of a plan and the positions that they attend to: lengths count the one it writes."""
         shape = (-1, self.slots.per_rank)
         num_tokens = np.count_nonzero(computed.reshape(shape), axis=1).tolist()
-        # Lengths count the position that this plan writes: that is how many each row attends to.
         num_pairs = (self.table.length * computed).reshape(shape).sum(axis=1).tolist()
-        return self.scheduler.choose(step_id, list(zip(num_tokens, num_pairs, strict=True)))
+        return list(zip(num_tokens, num_pairs, strict=True))
+
+    def _trace(self, step_id: int, choice: Choice, work: list[tuple[int, int]]) -> bool:
+        """Note how balanced a plan is; whether it is recorded."""
+        balance = balance_of(self.blocks.living, work)
+        self._balance.add(balance)
+        is_traced = self._tracer.is_wanted
+        if is_traced:
+            num_tokens = self._in_flight[-1].num_computed
+            self._tracer.planned(step_id, choice.schedule, choice.num_micro_batches, num_tokens, balance)
+        return is_traced
 
     def _split(self, computed: Bools) -> tuple[tuple[int, ...], ...]:
         """By rank, its own slots of the second micro-batch."""
@@ -302,45 +340,6 @@ class DecodeLeader:
             second.append(tuple(slot for slot, goes in zip(slots.tolist(), is_second, strict=True) if goes))
         return tuple(second)
 
-    def _plans(
-        self, step_id: int, leaves: Sequence[int], ready: Sequence[int], joins: Sequence[Join],
-        grown: Sequence[tuple[int, int, int]], choice: Choice,
-    ) -> tuple[DecodePlan, ...]:  # fmt: skip
-        """The step's plans, one for each rank, with the ranks' own slots."""
-        per_rank, num_ranks = self.slots.per_rank, self.blocks.num_ranks
-        rank_leaves: list[list[int]] = [[] for _ in range(num_ranks)]
-        rank_joins: list[list[Join]] = [[] for _ in range(num_ranks)]
-        rank_grown: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
-        for slot in leaves:
-            rank_leaves[slot // per_rank].append(slot % per_rank)
-        for slot, join in zip(ready, joins, strict=True):
-            rank_joins[slot // per_rank].append(join)
-        for slot, position, block_id in grown:
-            rank_grown[slot // per_rank].append((slot % per_rank, position, block_id))
-        is_traced = self._tracer.is_wanted
-        if is_traced:
-            num_tokens = self._in_flight[-1].num_computed
-            self._tracer.planned(step_id, choice.schedule, choice.num_micro_batches, num_tokens)
-        second = self._second or ((),) * num_ranks
-        return tuple(
-            DecodePlan(
-                step_id, tuple(rank_leaves[rank]), tuple(rank_joins[rank]), tuple(rank_grown[rank]), choice.schedule,
-                second[rank], choice.num_micro_batches, is_traced,
-            ) for rank in range(num_ranks)
-        )  # fmt: skip
-
-    def _join(self, slot: int) -> Join:
-        """From the last token delivered: the first time that is prefill's."""
-        table, generation = self.table, self.table.seat(slot).generation
-        table.state[slot] = SlotState.ACTIVE
-        table.is_in_runner[slot] = True
-        prompt, output = generation.prompt if has_penalty(generation.sampling) else (), table.outputs.get(slot, ())
-        return Join(
-            slot % self.slots.per_rank, table.blocks_of(slot), int(table.length[slot]), int(table.last_token[slot]),
-            int(table.output_index[slot]), generation.sampling, prompt, tuple(output),
-            stop_ids=generation.stop_ids, min_tokens=generation.min_tokens, is_pulled=table.is_as_pulled(slot),
-        )  # fmt: skip
-
     # ---- what the front hears ----
     def _give_back(self, key: Key, reason: str) -> None:
         self._out.append(Send("front", Returned(self._unit, *key, reason)))
@@ -348,7 +347,9 @@ class DecodeLeader:
     @property
     def num_requests(self) -> int:
         """Attempts of which something is held here."""
-        return len(self._waiting) + len(self.slots.key_to_slot)
+        slots = self.slots
+        num_orphans = sum(key not in slots.key_to_slot for key in slots.moving.arriving)  # Until their copies end.
+        return len(self._waiting) + len(slots.key_to_slot) + num_orphans
 
     def audit(self) -> list[str]:
         """Problems of all ledgers; empty when table, allocators and plans in flight agree."""

@@ -1,5 +1,7 @@
 """What the requests of a decode unit hold: a slot and blocks of one rank each, and who has to let go of them.
 
+While a request moves, `decode_moving` holds as much for it on a second rank.
+
 Joins the table of slots with the ranks' allocators, so that both always change together. Knows no plans and no tokens;
 its owner says which plan was done last.
 """
@@ -12,32 +14,49 @@ import numpy as np
 
 from hadal.core.messages import BLOCK_TOKENS, Decode
 from hadal.kv.blocks import blocks_for
-from hadal.policy.decode_balance import Arrival, place
+from hadal.policy.decode_balance import Arrival, place, place_by_counts
+from hadal.policy.decode_moves import MoveTerms, choose_moves, is_uneven
 from hadal.policy.preemption import choose_victims
 from hadal.policy.views import DecodeRanksView, HolderView
-from hadal.roles.decode_table import DecodeTable, Ints, SlotState
+from hadal.roles.decode_moving import DecodeMoving
+from hadal.roles.decode_table import ARRIVING, DecodeTable, Ints, SlotState
 from hadal.roles.rank_pools import RankPools
 from hadal.roles.reasons import PREEMPTED, RANK_LOST
 
 Key = tuple[str, int]
+AUTO = "auto"
+OFF = "off"
+"""Of UnitsConfig.request_balance; "no_moves" lies between them."""
+LOOK_STEPS = 8
+"""Plans from one look at the imbalance to the next; more and more while moves fail, up to the second."""
+LOOK_STEPS_MAX = 512
 
 
 class DecodeSlots:
     """`give_back` is called with every request that has to go to the front again."""
 
     def __init__(
-        self, pools: RankPools, slots_per_rank: int, max_context: int, give_back: Callable[[Key, str], None]
-    ) -> None:
+        self, pools: RankPools, slots_per_rank: int, max_context: int, give_back: Callable[[Key, str], None], *,
+        request_balance: str = AUTO,
+    ) -> None:  # fmt: skip
         self.per_rank = slots_per_rank
         self.table = DecodeTable(
             pools.num_ranks * slots_per_rank, min(pools.num_blocks_rank, blocks_for(max_context))
         )
         self.key_to_slot: dict[Key, int] = {}
+        self.moving = DecodeMoving(self.table, pools, slots_per_rank, self.key_to_slot)
         self.is_starved = False
         """The next plan waits for blocks: nobody is seated before it has them."""
         self._pools = pools
         self._give_back = give_back
         self._num_arrivals = 0
+        self._place = place_by_counts if request_balance == OFF else place
+        self._moves = request_balance == AUTO and pools.num_ranks > 1
+        self._look_step_id = 0
+        """The next plan before which the imbalance is looked at."""
+        self._look_steps = LOOK_STEPS
+        self._num_moves_seen = (0, 0)
+        """Moved and called off, at the last look."""
 
     def of_rank(self, rank: int) -> slice:
         return slice(rank * self.per_rank, (rank + 1) * self.per_rank)
@@ -53,7 +72,7 @@ class DecodeSlots:
         num_slots = int((view.num_requests_max - view.num_requests).sum())
         arrivals = [self._arrival(decode) for decode in waiting[:num_slots]]
         # A rank that runs short lets its latest arrived go (`_preempt`).
-        ranks = place(view, arrivals, preempts=True)
+        ranks = self._place(view, arrivals, preempts=True)
         seated = []
         for decode, arrival, rank in zip(waiting, arrivals, ranks, strict=False):
             key = (decode.generation.request_id, decode.generation.attempt)
@@ -83,7 +102,35 @@ class DecodeSlots:
         num_blocks_worst = blocks_for(len(generation.prompt) + generation.max_tokens - 1)
         return Arrival(num_blocks, max(num_blocks, num_blocks_worst))
 
+    # ---- from rank to rank ----
+    def choose_moves(self, step_id: int, known: MoveTerms, measured: Callable[[], MoveTerms]) -> list[int]:
+        """Look whether the ranks are so uneven that moving pays. Returns the slots that plan `step_id` is to compute
+        for the last time; room for them is taken elsewhere. `measured` is asked only if the trigger says so."""
+        if not self._moves or step_id < self._look_step_id:
+            return []
+        seen = self.moving.num_moved, self.moving.num_called_off
+        if seen[0] > self._num_moves_seen[0]:
+            self._look_steps = LOOK_STEPS
+        elif seen[1] > self._num_moves_seen[1]:  # Copies take too long for these steps, or fail: try seldom.
+            self._look_steps = min(2 * self._look_steps, LOOK_STEPS_MAX)
+        self._num_moves_seen = seen
+        self._look_step_id = step_id + self._look_steps
+        view = self._view()
+        if len(self.moving) or not is_uneven(view, known):
+            return []
+        now = measured()
+        running = self.moving.movable(view.ranks.tolist(), step_id, now)
+        return self.moving.reserve(choose_moves(view, running, now, preempts=True), step_id)
+
     # ---- out ----
+    def end(self, slots: Ints) -> None:
+        """The last token that these requests get was delivered, or given back."""
+        self.table.is_muted[slots] = True
+        self.table.state[slots] = SlotState.CLOSING
+        if len(self.moving):
+            for slot in slots.tolist():
+                self.moving.abandon(slot)
+
     def close(self, slot: int, done_step_id: int) -> None:
         """Nobody wants this slot's tokens any more; free it as soon as nothing writes its blocks."""
         self.table.is_muted[slot] = True
@@ -92,6 +139,7 @@ class DecodeSlots:
     def _let_go(self, slot: int, done_step_id: int) -> None:
         if self.table.state[slot] == SlotState.PULLING:
             return  # The copy still writes its blocks; KvPulled will find the slot muted or preempted.
+        self.moving.abandon(slot)
         self.table.state[slot] = SlotState.CLOSING
         if self.table.last_step_id[slot] <= done_step_id:
             self.vacate(slot)
@@ -109,14 +157,19 @@ class DecodeSlots:
         """The rank is gone with all that was on it: its requests go back to the front."""
         first = rank * self.per_rank
         for slot in (first + np.flatnonzero(self.table.state[self.of_rank(rank)])).tolist():
+            if self.table.state[slot] in ARRIVING:
+                self.moving.lose_target(slot)
+                continue
             key = self.table.seat(slot).key
             if not self.table.is_muted[slot]:
                 self._give_back(key, RANK_LOST)
                 self.table.is_muted[slot] = True
+            self.moving.abandon(slot)
             self.vacate(slot)
 
     def roll_back(self, num_void: Ints) -> None:
         """No plan in flight will be done: survivors join again, and what was only waiting to leave is freed."""
+        self.moving.roll_back()
         self.table.roll_back(num_void)
         for slot in self.table.slots_in(SlotState.CLOSING).tolist():
             self.vacate(slot)
@@ -127,6 +180,9 @@ class DecodeSlots:
         """Give a block to every slot that needs one for the next plan; None if one of them has to wait for it."""
         needing = self.table.needing_block()
         if needing.size and self._is_short(needing):
+            if len(self.moving):
+                self.moving.call_off_into(self._short_ranks(needing))
+                needing = self.table.needing_block()
             for rank in np.unique(needing // self.per_rank).tolist():
                 self._preempt(rank, set(needing[needing // self.per_rank == rank].tolist()), done_step_id)
             needing = self.table.needing_block()
@@ -141,8 +197,11 @@ class DecodeSlots:
         return grown
 
     def _is_short(self, needing: Ints) -> bool:
+        return bool(self._short_ranks(needing))
+
+    def _short_ranks(self, needing: Ints) -> list[int]:
         counts = np.bincount(needing // self.per_rank)
-        return any(count > self._pools[rank].num_free for rank, count in enumerate(counts.tolist()))
+        return [rank for rank, count in enumerate(counts.tolist()) if count > self._pools[rank].num_free]
 
     def _preempt(self, rank: int, needing: set[int], done_step_id: int) -> None:
         """Let a rank's latest arrived go until enough blocks are free or will be, when what is in flight is done."""
@@ -154,7 +213,9 @@ class DecodeSlots:
         for slot in (rank * self.per_rank + np.flatnonzero(table.state[self.of_rank(rank)])).tolist():
             # One that goes asks for no block any more.
             num_blocks = int(table.num_blocks[slot]) + int(slot in needing)
-            if table.state[slot] == SlotState.CLOSING or table.is_muted[slot] or table.is_preempted[slot]:
+            state = table.state[slot]
+            is_closing = state == SlotState.CLOSING or table.is_muted[slot] or table.is_preempted[slot]
+            if is_closing or state in ARRIVING or self.moving.is_going(slot):
                 num_blocks_coming += int(table.num_blocks[slot])
             else:
                 holders.append(HolderView(slot, table.seat(slot).arrival, num_blocks))
@@ -165,16 +226,19 @@ class DecodeSlots:
     def check(self) -> list[str]:
         """Problems; empty when table, names and allocators agree."""
         table = self.table
-        problems = self._pools.check() + table.check()
+        problems = self._pools.check() + table.check() + self.moving.check()
         for rank in range(self._pools.num_ranks):
             held = {
-                block: key for key, slot in self.key_to_slot.items() if slot // self.per_rank == rank
-                for block in table.blocks_of(slot)
+                block: key for names in (self.key_to_slot, self.moving.arriving) for key, slot in names.items()
+                if slot // self.per_rank == rank for block in table.blocks_of(slot)
             }  # fmt: skip
             owned = self._pools[rank].owners()
             if held != owned:
                 problems.append(f"rank {rank}: blocks {sorted(held.keys() ^ owned.keys())} are owned but not held")
-        seated = {seat.key: slot for slot, seat in enumerate(table.seats) if seat is not None}
+        seated = {
+            seat.key: slot for slot, seat in enumerate(table.seats)
+            if seat is not None and table.state[slot] not in ARRIVING
+        }  # fmt: skip
         if seated != self.key_to_slot:
             problems.append("names and slots disagree")
         return problems

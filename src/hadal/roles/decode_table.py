@@ -3,16 +3,22 @@
     FREE --reserve--> PULLING --KvPulled--> READY --join--> ACTIVE --leave--> CLOSING --last plan done--> FREE
                                               ^---- roll_back: the plans in flight are void ---'
 
+A request that changes its rank has two slots for a while (roles/decode_moving):
+
+    source   ACTIVE --depart--> MOVING --KvPulled--> FREE        (called off, or the copy failed: READY or ACTIVE)
+    target   FREE --reserve--> RESERVED --last plan of the source done--> FILLING --KvPulled--> READY (else FREE)
+
 A unit's table holds its ranks' slots one after another: slot = rank * slots of a rank + the rank's own slot.
 Every position is counted up to the last *emitted* plan, so the next plan can be made while two are in flight. A slot
 stays CLOSING, with its blocks, until the last plan that computes it is done: only then may somebody else write there.
+So does one that is FILLING until the copy has ended, whatever became of its request.
 Knows neither messages nor the allocator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -23,6 +29,7 @@ from hadal.roles.ending import has_penalty
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+_NEVER = -(1 << 40)
 
 
 class SlotState(IntEnum):
@@ -31,7 +38,15 @@ class SlotState(IntEnum):
     READY = 2
     ACTIVE = 3
     CLOSING = 4
+    MOVING = 5
+    """Holds the request and its KV, and is not computed any more: a copy is going to another rank, or will."""
+    RESERVED = 6
+    """Holds room for a request that is MOVING; nothing is written there yet."""
+    FILLING = 7
+    """A copy of a MOVING request's KV is written there, or of one that needs it no more."""
 
+
+ARRIVING = (SlotState.RESERVED, SlotState.FILLING)
 
 @dataclass(frozen=True, slots=True)
 class Seat:
@@ -71,6 +86,10 @@ class DecodeTable:
         self.block_ids: Ints = np.zeros((num_slots, num_blocks_max), np.int64)
         self.last_step_id: Ints = np.full(num_slots, -1, np.int64)
         """The last emitted plan that computes the slot."""
+        self.moved_step_id: Ints = np.zeros(num_slots, np.int64)
+        """The plan with which it last began to move; negative: never."""
+        self.left_step_id: Ints = np.full(num_slots, -1, np.int64)
+        """While it stands still for a move: the last plan that computed it. Else -1."""
         self.last_token: Ints = np.zeros(num_slots, np.int64)
         """The last token delivered, with which a join begins."""
         self.outputs: dict[int, list[int]] = {}
@@ -84,7 +103,7 @@ class DecodeTable:
 
     def reserve(self, decode: Decode, arrival: int, block_ids: Sequence[int], among: slice = slice(None)) -> int:
         """Seat a request whose KV is about to be pulled. The caller made sure that a slot is free `among` these."""
-        slot = (among.start or 0) + int(np.flatnonzero(self.state[among] == SlotState.FREE)[0])
+        slot = self._free_slot(among)
         generation = decode.generation
         self.state[slot] = SlotState.PULLING
         self.is_muted[slot] = self.is_preempted[slot] = False
@@ -95,12 +114,43 @@ class DecodeTable:
         self._set_stop_ids(slot, generation.stop_ids)
         self.num_blocks[slot] = len(block_ids)
         self.block_ids[slot, : len(block_ids)] = block_ids
-        self.last_step_id[slot] = -1
+        self.last_step_id[slot] = self.left_step_id[slot] = -1
+        self.moved_step_id[slot] = _NEVER
         self.last_token[slot] = generation.output[-1]
         if has_penalty(generation.sampling):
             self.outputs[slot] = list(generation.output)
         self.seats[slot] = Seat(generation, decode.lease, arrival)
         return slot
+
+    def _free_slot(self, among: slice) -> int:
+        return (among.start or 0) + int(np.flatnonzero(self.state[among] == SlotState.FREE)[0])
+
+    def reserve_for(self, source: int, block_ids: Sequence[int], among: slice) -> int:
+        """Take a slot `among` these for the request at `source`, which goes on there for now."""
+        slot = self._free_slot(among)
+        self.state[slot] = SlotState.RESERVED
+        self.is_muted[slot] = self.is_preempted[slot] = False
+        self.num_blocks[slot] = len(block_ids)
+        self.block_ids[slot, : len(block_ids)] = block_ids
+        self.last_step_id[slot] = -1
+        self._copy_row(source, slot)
+        self.seats[slot] = self.seat(source)
+        return slot
+
+    def go_on_at(self, source: int, target: int, lease: KvLease) -> None:
+        """The request's KV is at `target`, as `lease` had it: it joins there next. `source` still has to be freed."""
+        self._copy_row(source, target)
+        if source in self.outputs:
+            self.outputs[target] = self.outputs.pop(source)
+        self.seats[target] = replace(self.seat(source), lease=lease)
+        self.state[target] = SlotState.READY
+
+    def _copy_row(self, source: int, target: int) -> None:
+        for array in (
+            self.length, self.output_index, self.max_tokens, self.min_tokens, self.stop_ids, self.last_token,
+            self.moved_step_id, self.left_step_id,
+        ):  # fmt: skip
+            array[target] = array[source]
 
     def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
         missing = len(stop_ids) - self.stop_ids.shape[1]
@@ -170,6 +220,7 @@ class DecodeTable:
         self.length -= num_void
         self.output_index -= num_void
         self.last_step_id[:] = -1
+        self.left_step_id[self.state != SlotState.MOVING] = -1
         self.is_in_runner[:] = False
         wanted = ~self.is_muted & ~self.is_preempted
         self.state[((self.state == SlotState.ACTIVE) | (self.state == SlotState.CLOSING)) & wanted] = SlotState.READY
@@ -188,8 +239,8 @@ class DecodeTable:
                 problems.append(f"slot {slot} is {state.name} with {blocks} blocks and seat {seat and seat.key}")
             if state is not SlotState.FREE and length > blocks * BLOCK_TOKENS:
                 problems.append(f"slot {slot} has {length} positions in {blocks} blocks")
-            if state is SlotState.ACTIVE and self.is_muted[slot]:
-                problems.append(f"slot {slot} is computed for nobody")
+            if state in (SlotState.ACTIVE, SlotState.MOVING) and self.is_muted[slot]:
+                problems.append(f"slot {slot} is {state.name} for nobody")
             if state is SlotState.ACTIVE and not self.is_in_runner[slot]:
                 problems.append(f"slot {slot} is active and not in the Runner")
             if seat is not None and length - int(self.output_index[slot]) != len(seat.generation.prompt) - 1:

@@ -29,6 +29,8 @@ class UnitReporter:
         """Objective (core/balance) -> mean over maximum of the ranks, smoothed: the leader keeps it (BalanceMeter)."""
         self.rates_s = (0.0, 0.0)
         """Seconds of a token and of a pair, measured; 0 while unknown. A prefill leader keeps it."""
+        self.num_requests_moved = 0
+        """From rank to rank. A decode leader keeps it."""
         self._pools = pools
         self._num_requests_max = num_requests_max
         self._heartbeat_s = heartbeat_s
@@ -84,4 +86,5 @@ class UnitReporter:
             self._num_requests_max * num_ranks, num_tokens_waiting, self.meter.num_steps, self.meter.step_ms,
             num_ranks=num_ranks, generation=generation, num_blocks_request=self._pools.num_blocks_request,
             token_s=self.rates_s[0], pair_s=self.rates_s[1], balance=dict(self.balance),
+            num_requests_moved=self.num_requests_moved,
         )  # fmt: skip

@@ -31,7 +31,7 @@ def make_core(
         unit, epoch, units.kv_blocks, num_slots=units.max_requests, num_waiting_max=units.max_waiting,
         max_context=config.max_position_embeddings, heartbeat_s=deployment.heartbeat_s, num_ranks=units.ranks,
         overlap=units.overlap, min_split_tokens=units.min_split_tokens, num_layers=config.num_hidden_layers,
-        num_moe_layers=num_moe_layers(config),
+        num_moe_layers=num_moe_layers(config), request_balance=units.request_balance,
     )  # fmt: skip
 
 

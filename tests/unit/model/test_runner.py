@@ -293,6 +293,33 @@ def test_kv_is_handed_over_between_staged_caches(plain: Peer) -> None:
     assert outputs == expected
 
 
+def test_a_request_moves_between_staged_caches(plain: Peer) -> None:
+    """The last step at its source publishes it; the target fetches what was pulled and goes on."""
+    prompt = random_tokens(plain, 126, seed=3)
+    expected = generate(plain.weights, prompt, 12)
+    (source, theirs), (target, ours) = staged(plain, 8), staged(plain, 8)
+    done = source.execute(PrefillPlan(0, (Chunk("a", tuple(prompt), 0, (5, 3), GREEDY, 0),)))
+    assert isinstance(done, StepDone)
+    output = list(done.tokens)
+    join = Join(2, (5, 3, 6), 126, output[0], 1, GREEDY, is_pulled=True)
+    theirs[6] = 0.0  # The leader's blocks may be ahead of what is written.
+    plans = [DecodePlan(1, (), (join,), ()), *(DecodePlan(step_id, (), (), ()) for step_id in range(2, 5))]
+    for plan in [*plans, DecodePlan(5, (), (), (), publishes=(2,))]:
+        done = source.execute(plan)
+        assert isinstance(done, StepDone)
+        output += done.tokens
+    ours[[1, 7, 4]] = theirs[[5, 3, 6]]
+    length = len(prompt) + len(output) - 1
+    for plan in [
+        DecodePlan(6, (), (Join(0, (1, 7, 4), length, output[-1], len(output), GREEDY, is_pulled=True),), ()),
+        *(DecodePlan(step_id, (), (), ()) for step_id in range(7, 12)),
+    ]:
+        done = target.execute(plan)
+        assert isinstance(done, StepDone)
+        output += done.tokens
+    assert output == expected[: len(output)]
+
+
 def test_plans_that_cannot_run(plain: Peer) -> None:
     bench = Bench(plain)
     chunk = Chunk("a", (1, 2), 0, tuple(bench.take(1)), GREEDY, 0)

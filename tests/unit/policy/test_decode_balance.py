@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hadal.policy.admission import fits_decode
-from hadal.policy.decode_balance import SLACK, SLACK_MAX, Arrival, Sent, place, with_sent
+from hadal.policy.decode_balance import SLACK, SLACK_MAX, Arrival, Sent, place, place_by_counts, with_sent
 from hadal.policy.views import DecodeRanksView
 
 SEEDS = [*range(3), *(SystemRandom().randrange(1 << 30) for _ in range(2))]
@@ -228,3 +228,12 @@ def test_both_shares_stay_even_under_a_stream(seed: int) -> None:
             worst["requests"] = min(worst["requests"], float(view.num_requests.mean() / view.num_requests.max()))
     assert worst["kv"] > 0.8
     assert worst["requests"] > 0.85
+
+
+def test_by_counts_the_fewest_requests_win_and_the_lowest_rank_of_equals() -> None:
+    ranks = unit((90, 1), (10, 2), (0, 1))
+    assert place_by_counts(ranks, [ask(1)] * 4, preempts=False) == [0, 2, 0, 1]
+    assert place_by_counts(ranks, [ask(20)], preempts=False) == [2]  # It does not fit on the first.
+    assert place_by_counts(ranks, [ask(101), ask(1)], preempts=False) == []  # Nobody is overtaken.
+    assert place_by_counts(unit((0, 8), (0, 8)), [ask(1)], preempts=True) == []
+    assert place_by_counts(replace(ranks, ranks=np.array([4, 5, 9])), [ask(1)], preempts=True) == [4]

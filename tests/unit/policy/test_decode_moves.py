@@ -8,7 +8,7 @@ from random import Random, SystemRandom
 import numpy as np
 import pytest
 
-from hadal.policy.decode_moves import Move, MoveTerms, RunningView, choose_moves
+from hadal.policy.decode_moves import Move, MoveTerms, RunningView, choose_moves, is_uneven, terms_of
 from hadal.policy.views import DecodeRanksView
 
 SEEDS = [*range(20), *(SystemRandom().randrange(1 << 30) for _ in range(5))]
@@ -71,6 +71,22 @@ def test_what_cannot_be_moved_stays() -> None:
     assert all(move.slot == 0 for move in choose_moves(view, running, TERMS, preempts=True))
 
 
+def test_the_trigger_alone_says_whether_to_look() -> None:
+    assert not is_uneven(unit([[50, 51, 0], [50, 50, 0]])[0], TERMS)
+    assert is_uneven(unit([[60, 30, 0], [50, 20, 0]])[0], TERMS)
+    assert not is_uneven(unit([[60, 20]])[0], TERMS)
+    assert not is_uneven(unit([[0], [0]])[0], TERMS)
+
+
+def test_shares_come_from_what_steps_took() -> None:
+    assert terms_of(0.0, 0.0, 0.0, TERMS) == terms_of(0.0, 0.01, 0.05, TERMS) == TERMS
+    terms = terms_of(0.01, 0.02, 0.1, TERMS)
+    assert (terms.kv_time_share, terms.request_time_share) == pytest.approx((0.1, 0.2))
+    assert terms_of(0.03, 0.01, 0.01, TERMS).kv_time_share == pytest.approx(0.75)
+    uneven = unit([[60, 20, 20, 0], [40, 20, 0, 0]])
+    assert choose_moves(*uneven, terms_of(1e-6, 0.01, 0.1, TERMS), preempts=True) == []
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("preempts", [False, True])
 def test_moves_level_and_keep_every_limit(seed: int, preempts: bool) -> None:
@@ -85,7 +101,10 @@ def test_moves_level_and_keep_every_limit(seed: int, preempts: bool) -> None:
     assert len(moves) <= terms.num_moves_max
     assert len({(move.from_rank, move.slot) for move in moves}) == len(moves)
     used, worst, requests = view.num_blocks_used.copy(), view.num_blocks_worst.copy(), view.num_requests.copy()
+    gave = set()
     for move in moves:
+        gave.add(move.from_rank)
+        assert move.to_rank not in gave  # What was left there is not free yet.
         source, target = move.from_rank - 10, move.to_rank - 10
         num, longest = running.num_blocks_RS[source, move.slot], running.num_blocks_worst_RS[source, move.slot]
         assert source != target

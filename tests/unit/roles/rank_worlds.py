@@ -13,19 +13,15 @@ from typing import Any
 
 from hadal.core.messages import (
     BLOCK_TOKENS,
-    Cancel,
-    Decode,
     Generation,
     KvLease,
     Prefill,
     PrefillDone,
     Release,
     Returned,
-    Tokens,
 )
-from hadal.core.plans import DecodePlan, Join, KvPulled, OpTime, PrefillPlan, Sampling, StepDone
-from hadal.core.seams import Effect, Event, Execute, Pull, RankReset, Send, Tick
-from hadal.kv.blocks import blocks_for
+from hadal.core.plans import OpTime, PrefillPlan, Sampling, StepDone
+from hadal.core.seams import Effect, Event, Execute, RankReset, Send, Tick
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.prefill import PrefillLeader
 
@@ -43,14 +39,24 @@ def op_times(random: Random) -> tuple[OpTime, ...]:
 
 @dataclass
 class Rank:
-    """KV by (block, offset), and a decode rank's table by slot."""
+    """KV by (block, offset), and a decode rank's table by slot. A decode rank's pool is apart, as on a GPU."""
 
     kv: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
+    pool: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     table: dict[int, list[Any]] = field(default_factory=dict)
     """slot -> [name, blocks, num_tokens, output_index]"""
 
     def write(self, name: str, blocks: Any, position: int) -> None:
         self.kv[blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = (name, position)
+
+    def copy(self, blocks: Any, *, to_pool: bool) -> None:
+        """Publish or fetch."""
+        source, target = (self.kv, self.pool) if to_pool else (self.pool, self.kv)
+        for block in blocks:
+            for offset in range(BLOCK_TOKENS):
+                target.pop((block, offset), None)
+                if (block, offset) in source:
+                    target[block, offset] = source[block, offset]
 
     def verify(self, name: str, blocks: Any, num_tokens: int) -> None:
         for position in range(num_tokens):
@@ -190,114 +196,6 @@ class World:
         assert output == [token_of(name, index) for index in range(len(output))]
         assert STOP not in output[:-1]
         assert len(output) == self.prompts[name].max_tokens or output[-1] == STOP
-
-
-class DecodeWorld(World):
-    """A decode unit; KV comes ready-made with every pull."""
-
-    leader: DecodeLeader
-
-    def __init__(self, random: Random, leader: DecodeLeader, num_ranks: int) -> None:
-        super().__init__(random, leader, num_ranks)
-        self.pulls: list[Pull] = []
-        self.lazy: list[str] = []
-
-    def submit(self, name: str) -> None:
-        self.prompts[name], self.attempts[name] = self.make(name), 0
-        first = token_of(name, 0)
-        self.outputs[name] = [first]
-        if first == STOP:
-            self.ended.add(name)
-        else:
-            self.send(name)
-
-    def send(self, name: str) -> None:
-        g = self.current(name)
-        num_tokens = len(g.prompt) + len(g.output) - 1
-        blocks = tuple(range(1, 1 + blocks_for(num_tokens)))
-        self.feed(Decode(g, KvLease("p", blocks, (0,) * len(blocks), num_tokens)))
-
-    def retry(self, name: str) -> None:
-        self.lazy.append(name)
-
-    def apply(self, effect: Effect) -> None:
-        super().apply(effect)
-        match effect:
-            case Pull():
-                self.pulls.append(effect)
-                assert effect.rank in self.living
-            case Send(_, Tokens(_, tokens)):
-                for token in tokens:
-                    output = self.outputs[token.request_id]
-                    if token.attempt != self.attempts[token.request_id] or token.request_id in self.ended:
-                        continue
-                    assert token.index == len(output)
-                    output.append(token.token)
-                    if token.finish is not None:
-                        self.ended.add(token.request_id)
-
-    def pulled(self) -> None:
-        pull = self.pulls.pop(self.random.randrange(len(self.pulls)))
-        fails = self.random.random() < 0.05
-        for position in range(0 if fails else pull.lease.num_tokens):
-            self.ranks[pull.rank].write(pull.request_id, pull.into, position)
-        self.feed(KvPulled(pull.request_id, pull.attempt, "void" if fails else None))
-
-    def reset(self, lost: set[int], fresh: set[int]) -> None:
-        self.pulls = [pull for pull in self.pulls if pull.rank not in lost]
-        super().reset(lost, fresh)
-
-    def run(self, rank: int, plan: DecodePlan) -> tuple[dict[int, int], int]:
-        at = self.ranks[rank]
-        for slot in plan.leaves:
-            at.table.pop(slot, None)
-        for join in plan.joins:
-            self.join(rank, join)
-        for slot, position, block in plan.grown:
-            assert len(at.table[slot][1]) == position
-            at.table[slot][1].append(block)
-        assert set(plan.second) <= at.table.keys()
-        drawn = {}
-        for slot, row in at.table.items():
-            name, blocks, num_tokens, index = row
-            assert num_tokens < len(blocks) * BLOCK_TOKENS
-            if self.random.random() < 0.1:
-                at.verify(name, blocks, num_tokens)
-            at.write(name, blocks, num_tokens)
-            row[2], row[3] = num_tokens + 1, index + 1
-            drawn[slot] = token_of(name, index)
-        return drawn, self.leader.slots.per_rank
-
-    def join(self, rank: int, join: Join) -> None:
-        """The block list alone says whose slot it is: find the name by its KV."""
-        at = self.ranks[rank]
-        assert join.slot not in at.table
-        name, _ = at.kv[join.block_ids[0], 0]
-        at.verify(name, join.block_ids, join.num_tokens)
-        assert join.last_token == token_of(name, join.output_index - 1)
-        assert join.num_tokens == len(self.prompts[name].prompt) + join.output_index - 1
-        if self.prompts[name].sampling == self.penalties:
-            assert join.output == tuple(token_of(name, index) for index in range(join.output_index))
-        at.table[join.slot] = [name, list(join.block_ids), join.num_tokens, join.output_index]
-
-    def event(self) -> None:
-        """Whatever comes next."""
-        if self.lazy and self.random.random() < 0.3:
-            name = self.lazy.pop(0)
-            if name not in self.ended:
-                self.send(name)
-        chance = self.random.random()
-        if chance < 0.35 and self.pulls:
-            self.pulled()
-        elif chance < 0.96 and self.steps:
-            self.step_done()
-        elif chance < 0.97:
-            names = [name for name in self.prompts if name not in self.ended]
-            if names:
-                name = self.random.choice(names)
-                self.feed(Cancel(name, self.attempts[name]))
-                self.attempts[name] += 1
-                self.lazy.append(name)
 
 
 class PrefillWorld(World):

@@ -10,9 +10,10 @@ import pytest
 from hadal.core.messages import FrontUp, Load, Returned, Trace, TraceRequest, UnitUp
 from hadal.core.plans import DecodePlan, KvPulled
 from hadal.core.seams import Execute, Pull, RankReset, Send
+from hadal.policy.decode_moves import MoveTerms
 from hadal.roles.decode import DecodeLeader
+from tests.unit.roles.decode_worlds import DecodeWorld
 from tests.unit.roles.driving import decode, done, of, sent
-from tests.unit.roles.rank_worlds import DecodeWorld
 
 SEEDS = [*range(4), *(SystemRandom().randrange(1 << 30) for _ in range(2))]
 POOLS = ("p0", "p1")
@@ -38,15 +39,20 @@ def seat(unit: DecodeLeader, name: str, **options: Any) -> int:
     return pull.rank
 
 
+EAGER = MoveTerms(stall_steps=0.01, gain_steps=12.0, num_tokens_left_min=3)
+"""Nearly every move pays."""
+
+
+@pytest.mark.parametrize("terms", [None, EAGER])
 @pytest.mark.parametrize("overlap", ["auto", "decode_five"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_token_comes_once_whatever_the_ranks_do(seed: int, overlap: str) -> None:
+def test_every_token_comes_once_whatever_the_ranks_do(seed: int, overlap: str, terms: MoveTerms | None) -> None:
     print("seed", seed)
     random = Random(seed)
     num_ranks = random.choice([2, 3, 4])
     unit = leader(
         num_ranks, num_slots=random.choice([2, 4]), num_blocks=random.choice([7, 12, 30]), overlap=overlap,
-        min_split_tokens=2, num_layers=4, num_moe_layers=3,
+        min_split_tokens=2, num_layers=4, num_moe_layers=3, terms=terms,
     )  # fmt: skip
     world = DecodeWorld(random, unit, num_ranks)
     assert sent(unit.start(0.0), UnitUp) == []
@@ -129,3 +135,27 @@ def test_a_trace_is_of_the_next_steps_that_are_done() -> None:
     assert sent(unit.handle(0.3, done(3, {0: 1})), Trace) == []
     (trace,) = sent(unit.handle(0.4, done(4, {0: 1})), Trace)
     assert [(step.step_id, step.num_tokens) for step in trace.steps] == [(3, 1), (4, 1)]
+
+
+def test_balance_is_told_smoothed_and_by_step() -> None:
+    unit = leader()
+    up(unit)
+    assert [seat(unit, "a", prompt=200, max_tokens=50), seat(unit, "b", prompt=66, max_tokens=50)] == [0, 1]
+    unit.handle(0.0, TraceRequest(9, 1))
+    unit.handle(0.1, done(0, {0: 1}))
+    unit.handle(0.2, done(1, {0: 1}))
+    (trace,) = sent(unit.handle(0.3, done(2, {0: 1, 4: 1})), Trace)
+    (step,) = trace.steps
+    # The plan is the third: it writes position 202 of the one, and 66 of the other.
+    assert step.balance == {"kv": pytest.approx((203 + 67) / 2 / 203), "requests": 1.0}
+    (load,) = sent(unit.handle(9.0, FrontUp("f")), Load)[-1:]
+    assert 0.5 < load.balance["requests"] < 1.0
+    assert 0.5 < load.balance["kv"] < 1.0
+
+
+def test_by_counts_alone_requests_take_turns() -> None:
+    unit = leader(request_balance="off")
+    up(unit)
+    assert [seat(unit, name, prompt=length) for name, length in zip("abcd", (200, 10, 10, 10), strict=True)] == [
+        0, 1, 0, 1,
+    ]  # fmt: skip

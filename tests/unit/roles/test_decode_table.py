@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hadal.core.messages import KvLease
 from hadal.roles.decode_table import DecodeTable, SlotState
 from tests.unit.roles.driving import decode
 
@@ -85,3 +86,32 @@ def test_check_sees_what_does_not_agree() -> None:
         spoil(table)
         assert table.check()
     assert np.count_nonzero(table.state) == 1
+
+
+def test_a_row_goes_to_another_slot_with_all_that_its_request_needs() -> None:
+    table = table_with(70, 7, 8, stop_ids=(3, 4))
+    table.outputs[0] = [0, 5]
+    table.state[0] = SlotState.MOVING
+    table.length[0] += 1
+    table.output_index[0] += 1
+    table.last_token[0] = 5
+    assert table.reserve_for(0, (1, 2), slice(2, 4)) == 2
+    assert (table.state[2], table.blocks_of(2), table.check()) == (SlotState.RESERVED, (1, 2), [])
+    table.length[0] += 1
+    table.output_index[0] += 1
+    lease = KvLease("p0", (7, 8), (0, 0), 72)
+    table.go_on_at(0, 2, lease)
+    table.vacate(0)
+    assert (int(table.length[2]), int(table.output_index[2]), int(table.last_token[2])) == (72, 3, 5)
+    assert (table.stop_ids[2].tolist(), table.outputs, table.is_as_pulled(2)) == ([3, 4], {2: [0, 5]}, True)
+    assert (table.state[2], table.seat(2).lease, table.check()) == (SlotState.READY, lease, [])
+
+
+def test_one_that_moves_is_neither_computed_nor_grown() -> None:
+    table = table_with(64, 7)
+    for state in (SlotState.MOVING, SlotState.RESERVED, SlotState.FILLING):
+        table.state[0] = state
+        assert table.needing_block().size == 0
+        assert not table.advance(0).any()
+        table.roll_back(np.zeros(4, np.int64))
+        assert table.state[0] == state

@@ -1,0 +1,63 @@
+"""The decode unit's plans as they leave the leader: a step's changes by the unit's slots in, one plan a rank out.
+
+Decides nothing and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hadal.core.balance import KV, REQUESTS, mean_over_max
+from hadal.core.plans import DecodePlan, Join
+from hadal.roles.decode_table import DecodeTable
+from hadal.roles.ending import has_penalty
+from hadal.roles.schedule import Choice
+
+
+def make_plans(
+    step_id: int, num_ranks: int, per_rank: int, leaves: Sequence[int], joins: Sequence[tuple[int, Join]],
+    grown: Sequence[tuple[int, int, int]], publishes: Sequence[int], choice: Choice,
+    second: tuple[tuple[int, ...], ...] | None, *, is_traced: bool,
+) -> tuple[DecodePlan, ...]:  # fmt: skip
+    """The step's plans, one for each rank, with the ranks' own slots; `second` has them so already."""
+    rank_leaves: list[list[int]] = [[] for _ in range(num_ranks)]
+    rank_joins: list[list[Join]] = [[] for _ in range(num_ranks)]
+    rank_grown: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
+    rank_publishes: list[list[int]] = [[] for _ in range(num_ranks)]
+    for slot in leaves:
+        rank_leaves[slot // per_rank].append(slot % per_rank)
+    for slot, join in joins:
+        rank_joins[slot // per_rank].append(join)
+    joining = {slot for slot, _ in joins}  # With the grown block already: they go on at the rank that they never left.
+    for slot, position, block_id in grown:
+        if slot not in joining:
+            rank_grown[slot // per_rank].append((slot % per_rank, position, block_id))
+    for slot in publishes:
+        rank_publishes[slot // per_rank].append(slot % per_rank)
+    second = second or ((),) * num_ranks
+    return tuple(
+        DecodePlan(
+            step_id, tuple(rank_leaves[rank]), tuple(rank_joins[rank]), tuple(rank_grown[rank]), choice.schedule,
+            second[rank], choice.num_micro_batches, is_traced, tuple(rank_publishes[rank]),
+        ) for rank in range(num_ranks)
+    )  # fmt: skip
+
+
+def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
+    """How a slot enters its rank's table: from the last token delivered, the first time prefill's."""
+    generation = table.seat(slot).generation
+    prompt, output = generation.prompt if has_penalty(generation.sampling) else (), table.outputs.get(slot, ())
+    return Join(
+        slot % per_rank, table.blocks_of(slot), int(table.length[slot]), int(table.last_token[slot]),
+        int(table.output_index[slot]), generation.sampling, prompt, tuple(output),
+        stop_ids=generation.stop_ids, min_tokens=generation.min_tokens, is_pulled=table.is_as_pulled(slot),
+    )  # fmt: skip
+
+
+def balance_of(living: Sequence[int], rank_to_work: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """How even a step's (requests, KV positions) lie on the living ranks; empty for a step without work."""
+    objectives = {
+        KV: mean_over_max([rank_to_work[rank][1] for rank in living]),
+        REQUESTS: mean_over_max([rank_to_work[rank][0] for rank in living]),
+    }
+    return {name: value for name, value in objectives.items() if value is not None}

@@ -1,0 +1,35 @@
+"""Requests move between the ranks of a live decode unit, and every token is the plain loop's."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import httpx
+import pytest
+
+from tests.dist.oracle import FULL, complete_all, differences, make_cases
+from tests.dist.serving import Server, StartServer
+
+NUM_CASES = 160 if FULL else 48
+
+
+def num_moved(server: Server) -> float:
+    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    (line,) = (line for line in text.splitlines() if line.startswith('hadal_requests_moved_total{unit="decode-0"}'))
+    return float(line.rpartition(" ")[2])
+
+
+@pytest.mark.timeout(600)
+def test_tokens_are_the_plain_loops_while_requests_move(start_server: StartServer) -> None:
+    """Each third prompt is long, and ends come when they come: no placement stays even."""
+    fresh = random.SystemRandom().randrange(2**31)
+    print(f"fresh prompts: seed {fresh}")
+    cases = make_cases(NUM_CASES // 2, seed=23) + make_cases(NUM_CASES // 2, seed=fresh)
+    server = start_server(
+        prefill={"kv_memory_mb": 32, "max_requests": 8},
+        decode={"ranks": 4, "kv_memory_mb": 32, "max_requests": 8, "min_split_tokens": 2}, chunk_tokens=512,
+    )  # fmt: skip
+    outputs = asyncio.run(complete_all(server.url, server.model, cases, concurrency=20))
+    assert differences(cases, outputs) == []
+    assert num_moved(server) > 0

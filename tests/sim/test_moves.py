@@ -1,0 +1,80 @@
+"""Seeds against moves between the ranks of a decode unit: they happen, in the middle of everything that goes wrong, and
+no client notices; nobody stands still for long; and the unit is evener than without them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import Counter
+from statistics import fmean
+
+import pytest
+
+from hadal.core.balance import KV, REQUESTS
+from hadal.core.messages import AnyMessage, Load
+from hadal.roles.decode import DecodeLeader
+from hadal.roles.decode_moving import STALL_STEPS_MAX
+from tests.sim.scenario import uneven_world
+from tests.sim.test_world import run_seed
+from tests.sim.world import World
+
+FIXED_SEEDS = list(range(10))
+FRESH_SEEDS = [secrets.randbelow(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "3")))]
+
+
+class Watch:
+    """Sees what the decode leaders of a world say and do."""
+
+    def __init__(self, world: World) -> None:
+        self.leaders: list[DecodeLeader] = []
+        self.balances: dict[str, list[float]] = {KV: [], REQUESTS: []}
+        self._core, self._watch = world._core, world._watch
+        world._core = self.core  # type: ignore[method-assign]
+        world._watch = self.watch  # type: ignore[method-assign]
+
+    def core(self, name: str, *args: object) -> object:
+        core = self._core(name, *args)  # type: ignore[arg-type]
+        if isinstance(core, DecodeLeader):
+            self.leaders.append(core)
+        return core
+
+    def watch(self, life: int, message: AnyMessage) -> None:
+        self._watch(life, message)
+        if isinstance(message, Load) and message.unit.startswith("decode") and message.num_requests >= 8:
+            for name, values in self.balances.items():
+                values += [message.balance[name]] if name in message.balance else []
+
+    @property
+    def stalls(self) -> Counter[int]:
+        return sum((leader.slots.moving.stalls for leader in self.leaders), Counter())
+
+    @property
+    def num_moved(self) -> int:
+        return sum(leader.slots.moving.num_moved for leader in self.leaders)
+
+
+def run_watched(seed: int, request_balance: str = "auto", *, is_calm: bool = False) -> Watch:
+    watches = []
+
+    def make(seed: int) -> World:
+        world = uneven_world(seed, request_balance, is_calm=is_calm)
+        watches.append(Watch(world))
+        return world
+
+    run_seed(seed, make)
+    return watches[0]
+
+
+@pytest.mark.parametrize("seed", [*FIXED_SEEDS, *FRESH_SEEDS])
+def test_nobody_notices_a_move(seed: int) -> None:
+    watch = run_watched(seed)
+    assert max(watch.stalls, default=0) <= STALL_STEPS_MAX, watch.stalls
+
+
+def test_moves_make_the_unit_evener() -> None:
+    kinds = {kind: [run_watched(seed, kind, is_calm=True) for seed in range(3)] for kind in ("auto", "no_moves")}
+    kv = {kind: fmean(value for watch in watches for value in watch.balances[KV]) for kind, watches in kinds.items()}
+    assert kv["auto"] > kv["no_moves"] + 0.02, kv
+    assert [sum(watch.num_moved for watch in kinds[kind]) > 0 for kind in kinds] == [True, False]
+    assert sum(watch.num_moved for watch in kinds["auto"]) < 0.5 * 3 * 30  # Few: nobody is sent back and forth.

@@ -1,0 +1,161 @@
+"""A decode unit's ranks on pretended KV (see rank_worlds), whose pools are apart from what steps read, as on a GPU."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hadal.core.messages import BLOCK_TOKENS, Cancel, Decode, KvLease, Tokens
+from hadal.core.plans import DecodePlan, Join, KvPulled
+from hadal.core.seams import Effect, Pull, Send
+from hadal.kv.blocks import blocks_for
+from hadal.roles.decode import DecodeLeader
+from hadal.roles.decode_moving import STALL_STEPS_MAX
+from tests.unit.roles.rank_worlds import STOP, World, token_of
+
+
+class DecodeWorld(World):
+    """A decode unit; KV comes ready-made with every pull."""
+
+    leader: DecodeLeader
+
+    def __init__(self, random: Random, leader: DecodeLeader, num_ranks: int) -> None:
+        super().__init__(random, leader, num_ranks)
+        self.pulls: list[Pull] = []
+        self.lazy: list[str] = []
+        self.num_steps = 0
+        self.last_step: dict[str, int] = {}
+        """name -> the last step that computed it, of this attempt and generation."""
+        self.newly_pulled: set[str] = set()
+        """Names of attempts that have not joined yet."""
+
+    def submit(self, name: str) -> None:
+        self.prompts[name], self.attempts[name] = self.make(name), 0
+        first = token_of(name, 0)
+        self.outputs[name] = [first]
+        if first == STOP:
+            self.ended.add(name)
+        else:
+            self.send(name)
+
+    def send(self, name: str) -> None:
+        g = self.current(name)
+        num_tokens = len(g.prompt) + len(g.output) - 1
+        blocks = tuple(range(1, 1 + blocks_for(num_tokens)))
+        self.feed(Decode(g, KvLease("p", blocks, (0,) * len(blocks), num_tokens)))
+
+    def retry(self, name: str) -> None:
+        self.lazy.append(name)
+
+    def apply(self, effect: Effect) -> None:
+        super().apply(effect)
+        match effect:
+            case Pull():
+                self.pulls.append(effect)
+                assert effect.rank in self.living
+            case Send(_, Tokens(_, tokens)):
+                for token in tokens:
+                    output = self.outputs[token.request_id]
+                    if token.attempt != self.attempts[token.request_id] or token.request_id in self.ended:
+                        continue
+                    assert token.index == len(output)
+                    output.append(token.token)
+                    if token.finish is not None:
+                        self.ended.add(token.request_id)
+
+    def pulled(self) -> None:
+        pull = self.pulls.pop(self.random.randrange(len(self.pulls)))
+        fails = self.random.random() < 0.05 or not self.copies(pull)
+        self.feed(KvPulled(pull.request_id, pull.attempt, "void" if fails else None))
+
+    def copies(self, pull: Pull) -> bool:
+        """Out of another rank's pool, or ready-made; False if the blocks are not what was leased any more."""
+        into, lease = self.ranks[pull.rank].pool, pull.lease
+        if lease.source == "p":
+            self.newly_pulled.add(pull.request_id)
+        if lease.source != "p":
+            if lease.source not in self.pools:
+                return False
+            rank = self.pools.index(lease.source)
+            assert rank != pull.rank
+            if self.leader.blocks[rank].generations(lease.block_ids) != lease.generations:
+                return False
+        for position in range(lease.num_tokens):
+            index, offset = divmod(position, BLOCK_TOKENS)
+            cell = (pull.request_id, position)
+            if lease.source != "p":
+                cell = self.ranks[rank].pool.get((lease.block_ids[index], offset), ("nobody", -1))
+                assert cell == (pull.request_id, position), f"{pull.request_id} moves with {cell} at {position}"
+            into[pull.into[index], offset] = cell
+        return True
+
+    def step_done(self) -> None:
+        self.num_steps += 1
+        super().step_done()
+
+    def reset(self, lost: set[int], fresh: set[int]) -> None:
+        self.pulls = [pull for pull in self.pulls if pull.rank not in lost]
+        self.last_step.clear()
+        super().reset(lost, fresh)
+        self.last_step.clear()
+
+    def run(self, rank: int, plan: DecodePlan) -> tuple[dict[int, int], int]:
+        at = self.ranks[rank]
+        for slot in plan.leaves:
+            at.table.pop(slot, None)
+        for join in plan.joins:
+            self.join(rank, join)
+        for slot, position, block in plan.grown:
+            assert len(at.table[slot][1]) == position
+            at.table[slot][1].append(block)
+        assert set(plan.second) <= at.table.keys()
+        drawn = {}
+        for slot, row in at.table.items():
+            name, blocks, num_tokens, index = row
+            assert num_tokens < len(blocks) * BLOCK_TOKENS
+            if self.random.random() < 0.1:
+                at.verify(name, blocks, num_tokens)
+            at.write(name, blocks, num_tokens)
+            row[2], row[3] = num_tokens + 1, index + 1
+            drawn[slot] = token_of(name, index)
+            stall = plan.step_id - self.last_step.get(name, plan.step_id - 1) - 1
+            assert 0 <= stall <= STALL_STEPS_MAX, f"{name} stood still for {stall} steps"
+            self.last_step[name] = plan.step_id
+        for slot in plan.publishes:
+            at.copy(at.table[slot][1], to_pool=True)
+        return drawn, self.leader.slots.per_rank
+
+    def join(self, rank: int, join: Join) -> None:
+        """The block list alone says whose slot it is: find the name by its KV."""
+        at = self.ranks[rank]
+        assert join.slot not in at.table
+        if join.is_pulled:
+            at.copy(join.block_ids[: blocks_for(join.num_tokens)], to_pool=False)
+        name, _ = at.kv[join.block_ids[0], 0]
+        if name in self.newly_pulled:
+            self.newly_pulled.remove(name)
+            self.last_step.pop(name, None)
+        at.verify(name, join.block_ids, join.num_tokens)
+        assert join.last_token == token_of(name, join.output_index - 1)
+        assert join.num_tokens == len(self.prompts[name].prompt) + join.output_index - 1
+        if self.prompts[name].sampling == self.penalties:
+            assert join.output == tuple(token_of(name, index) for index in range(join.output_index))
+        at.table[join.slot] = [name, list(join.block_ids), join.num_tokens, join.output_index]
+
+    def event(self) -> None:
+        """Whatever comes next."""
+        if self.lazy and self.random.random() < 0.3:
+            name = self.lazy.pop(0)
+            if name not in self.ended:
+                self.send(name)
+        chance = self.random.random()
+        if chance < 0.35 and self.pulls:
+            self.pulled()
+        elif chance < 0.96 and self.steps:
+            self.step_done()
+        elif chance < 0.97:
+            names = [name for name in self.prompts if name not in self.ended]
+            if names:
+                name = self.random.choice(names)
+                self.feed(Cancel(name, self.attempts[name]))
+                self.attempts[name] += 1
+                self.lazy.append(name)

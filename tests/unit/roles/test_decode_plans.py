@@ -1,0 +1,24 @@
+"""Plans by rank: the unit's slots become the ranks' own, and how even they are."""
+
+from __future__ import annotations
+
+from hadal.core.balance import KV, REQUESTS
+from hadal.core.plans import DecodePlan, Join, Sampling
+from hadal.roles.decode_plans import balance_of, make_plans
+from hadal.roles.schedule import Choice
+
+
+def test_every_rank_gets_its_own_slots() -> None:
+    join = Join(1, (3,), 9, 1, 1, Sampling())
+    choice = Choice("sequential", 2, ())
+    plans = make_plans(7, 2, 4, [0, 6], [(5, join)], [(2, 1, 8), (5, 0, 3)], [3], choice, ((1,), (2,)), is_traced=True)
+    assert plans == (
+        DecodePlan(7, (0,), (), ((2, 1, 8),), "sequential", (1,), 2, True, (3,)),
+        DecodePlan(7, (2,), (join,), (), "sequential", (2,), 2, True, ()),  # The join has its grown block already.
+    )
+
+
+def test_balance_is_of_living_ranks_and_of_a_step_with_work() -> None:
+    assert balance_of([0, 2], [(2, 100), (0, 0), (4, 100)]) == {KV: 1.0, REQUESTS: 0.75}
+    assert balance_of([0, 1], [(0, 0), (0, 0)]) == {}
+    assert balance_of([], [(0, 0)]) == {}
