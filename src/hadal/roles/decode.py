@@ -307,10 +307,12 @@ class DecodeLeader:
 
     def _terms(self) -> MoveTerms:
         """When a move pays, by what steps took so far."""
-        token_s, pair_s = self.scheduler.costs.rates()
+        if not self.scheduler.is_calibrated:
+            return self._known_terms
+        rates = self.scheduler.rates
         active, num_living = self.table.state == SlotState.ACTIVE, self.blocks.num_living
-        kv_s = pair_s * float(self.table.length[active].sum()) / num_living
-        request_s = token_s * float(np.count_nonzero(active)) / num_living
+        kv_s = rates.pair_s * float(self.table.length[active].sum()) / num_living
+        request_s = rates.token_s * float(np.count_nonzero(active)) / num_living
         return terms_of(kv_s, request_s, self._reporter.meter.step_ms / 1e3, self._known_terms)
 
     def _work(self, computed: Bools) -> list[tuple[int, int]]:
