@@ -46,12 +46,10 @@ Fetch = Callable[[int, Source, Tensor, Tensor], bool]
 
 MAX_STAGED = 4
 """Layers. A leader changes one at a time; what it gave up does not pile up in memory."""
-_TURN_S = 0.0005
-"""Of computing, after which a background thread rests as long: it takes half a core at most."""
 
 
 class Overtaken(HadalError):
-    """The unit formed anew while a layer was staged."""
+    """The unit formed anew while a layer was staged, or the process ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +92,12 @@ class ExpertStore:
         """Records of before a flip. Giving back their memory takes longer than a flip may."""
 
     def expert(self, layer: int, expert: int) -> tuple[Tensor, Tensor] | None:
-        """Return gate_up [2I, D] and down [D, I] of a replica that is held, None if there is none.
+        """Return gate_up [2I, D] and down [D, I] of a replica that is held, None if there is none, nor such a layer.
 
         Views of what is never written again. From any thread.
         """
+        if not 0 <= layer < len(self._held):
+            return None
         held = self._held[layer]
         slot = held.expert_to_slot.get(expert)
         return None if slot is None else (held.gate_up_S[slot], held.down_S[slot])
@@ -121,10 +121,11 @@ class ExpertStore:
         self._held = records
         return self._with_records(weights, range(len(records))), reader.num_read
 
-    def stage(self, plan: StagePlan, fetch: Fetch) -> Staged:
+    def stage(self, plan: StagePlan, fetch: Fetch, rest: Callable[[], None] = lambda: None) -> Staged:
         """Build the layer's record for a later flip. An expert that a peer does not give is read from the checkpoint.
 
-        What goes wrong is the answer's `error`; whatever the layer holds stays in force.
+        `rest` is called before each expert: it may wait, and may raise Overtaken. What goes wrong is the answer's
+        `error`; whatever the layer holds stays in force.
         """
         start_s = time.perf_counter()
         num_received = 0
@@ -137,16 +138,21 @@ class ExpertStore:
             else:
                 read(expert, gate_up, down)
 
+        def between() -> None:
+            self._check(plan)
+            rest()
+
         try:
             with _Reader(self._folder, self._config) as reader:
                 held = self._begin(plan)
                 sources, read = {source.expert: source for source in plan.sources}, reader.of_layer(plan.layer)
-                self._keep(plan, _arrange(held, plan.slots, bring, _Turns(lambda: self._check(plan))))
+                self._keep(plan, _arrange(held, plan.slots, bring, between))
         except torch.AcceleratorError:
             raise  # As in a step: the device's context is gone.
         except Exception as failure:
+            level = logging.DEBUG if isinstance(failure, Overtaken) else logging.WARNING
             is_bug = not isinstance(failure, HadalError)
-            _log.warning("layer %d was not staged: %s", plan.layer, failure, exc_info=is_bug)
+            _log.log(level, "layer %d was not staged: %s", plan.layer, failure, exc_info=is_bug)
             error = f"{type(failure).__name__}: {failure}"
             return Staged(
                 plan.generation, plan.stage_id, plan.layer, error, elapsed_s=time.perf_counter() - start_s
@@ -245,21 +251,6 @@ def _arrange(held: _Held, slots: Iterable[int], bring: Bring, between: Callable[
             gate_up_S[slot].copy_(held.gate_up_S[old])
             down_S[slot].copy_(held.down_S[old])
     return _Held.of(slots, gate_up_S, down_S)
-
-
-class _Turns:
-    """Called before each expert: looks whether to go on, and rests."""
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
-        self._begun_s = time.thread_time()
-
-    def __call__(self) -> None:
-        self._check()
-        worked_s = time.thread_time() - self._begun_s
-        if worked_s >= _TURN_S:
-            time.sleep(worked_s)
-            self._begun_s = time.thread_time()
 
 
 class _Reader:

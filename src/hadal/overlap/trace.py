@@ -35,11 +35,11 @@ COMPUTE, LINK, WAIT = "compute", "link", "wait"
 LETTERS = {
     ATTN_IN: "a", ATTN_CORE: "c", GATE: "g", SHARED: "s", EXPERTS: "E", DISPATCH: "D", COMBINE: "M",
     DISPATCH_START: ">", DISPATCH_FINISH: ">", COMBINE_START: ">", COMBINE_FINISH: ">",
-    "step": "S", "head": "h", "draw": "d",
+    "step": "S", "head": "h", "draw": "d", "flip": "f",
 }  # fmt: skip
 LEGEND = (
     "a attn_in, c attn_core, g gate, s shared, E experts, > start or finish, D dispatch, M combine, w exposed wait; "
-    "outside of layers: h head, d draw, S a step as one kernel"
+    "outside of layers: h head, d draw, f flip of a layer's experts, S a step as one kernel"
 )
 _COLOURS = {
     ATTN_IN: "thread_state_running", ATTN_CORE: "good", EXPERTS: "rail_response", SHARED: "rail_animation",

@@ -18,12 +18,12 @@ import msgspec
 
 from hadal.core.errors import ConfigError
 from hadal.core.messages import Load
+from hadal.core.plans import Staged, StagePlan
 from hadal.core.seams import Clock, Effect, Event, Execute, Form, Freed, Pull, Runner, Send, Stage, Tick, WakeAt
 from hadal.runtime.compute import Compute
 from hadal.runtime.copier import Copier
 from hadal.runtime.kv_wire import KvPool, KvWire
 from hadal.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_STUCK
-from hadal.runtime.stager import Stager
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,18 @@ class Leader(Protocol):
     """The part of a leader role that a host needs."""
 
     def handle(self, now_s: float, event: Event) -> list[Effect]: ...
+
+
+class Stager(Protocol):
+    """The part of runtime/stager that a host needs; the leader of many ranks is not to load it."""
+
+    def submit(self, plan: StagePlan) -> None: ...
+
+    def void(self, generation: int) -> None: ...
+
+    def take(self) -> list[Staged]: ...
+
+    def stop(self, timeout_s: float) -> bool: ...
 
 
 class UnitHost:

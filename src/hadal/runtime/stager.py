@@ -16,21 +16,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hadal.core.errors import HadalError
 from hadal.core.plans import Source, Staged, StagePlan
+from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.background import Pace, lower_priority
 
 MAX_WAITING = 8
 """A leader installs one layer at a time, so this many wait only if it gave the ones before up."""
 _WAIT_S = 1.0
 
-Fetch = Callable[[int, Source, Tensor, Tensor], bool]
-"""(MoE layer, source, gate_up [2I, D] and down [D, I] to fill) -> False: it could not be had there."""
-Stage = Callable[[StagePlan, Fetch], Staged]
-
-
-class Void(HadalError):
-    """Raised through `Fetch` into the store: the plan's generation is over, or the process ends. Drop the layer."""
+Stage = Callable[[StagePlan, Fetch, Callable[[], None]], Staged]
+"""(plan, fetch, rest) -> what came of it; see model/experts.ExpertStore.stage."""
 
 
 class Wire(Protocol):
@@ -113,12 +108,9 @@ class Stager:
     def _run(self) -> None:
         lower_priority()
         while (plan := self._next()) is not None:
-            fetch = self._fetch_for(plan)
             result: Staged | BaseException
             try:
-                result = self._stage(plan, fetch)
-            except Void:
-                continue
+                result = self._stage(plan, *self._means(plan))
             except BaseException as error:
                 result = error  # A store answers with its errors; one that raises is broken, and the host ends.
             if not self._is_void(plan):
@@ -134,17 +126,16 @@ class Stager:
     def _is_void(self, plan: StagePlan) -> bool:
         return self._stopping or plan.generation < self._generation
 
-    def _fetch_for(self, plan: StagePlan) -> Fetch:
+    def _means(self, plan: StagePlan) -> tuple[Fetch, Callable[[], None]]:
         def rest() -> None:
             owed_s = self._pace.owed_s()
             if owed_s:
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_void(plan), owed_s)
             if self._is_void(plan):
-                raise Void(f"stage {plan.stage_id} of generation {plan.generation}")
+                raise Overtaken(f"stage {plan.stage_id} of generation {plan.generation}")
 
         def fetch(layer: int, source: Source, gate_up: Tensor, down: Tensor) -> bool:
-            rest()  # For what the store did since the last one: reading the checkpoint, copying what it has.
             return self._wire.fetch(layer, source, gate_up, down, rest)
 
-        return fetch
+        return fetch, rest

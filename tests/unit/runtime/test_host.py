@@ -16,12 +16,13 @@ import torch
 from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, Load, RankStep, RankUp
 from hadal.core.plans import Formed, FormPlan, KvPulled, PrefillPlan, Source, Staged, StagePlan, StepDone, StepPlan
 from hadal.core.seams import Deliver, Effect, Event, Execute, Form, Freed, Pull, Send, Stage, Tick, WakeAt
+from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.expert_wire import ExpertWire, key_of
 from hadal.runtime.host import UnitHost
 from hadal.runtime.kv_wire import KvPool, pool_name, remove_segments
 from hadal.runtime.process import EXIT_STUCK
-from hadal.runtime.stager import Fetch, Stager, Void
+from hadal.runtime.stager import Stager
 from hadal.runtime.wire import ZmqWire
 
 RUN = f"testhost{os.getpid()}"
@@ -230,16 +231,17 @@ def test_layers_are_staged_beside_the_steps_until_a_generation_voids_them() -> N
     held = torch.full((4, 3), 2.0), torch.full((3, 2), 3.0)
     begun, go, voided = threading.Event(), threading.Event(), threading.Event()
 
-    def stage(plan: StagePlan, fetch: Fetch) -> Staged:
+    def stage(plan: StagePlan, fetch: Fetch, rest: Callable[[], None]) -> Staged:
         if plan.stage_id == 1:
             begun.set()
             assert go.wait(5)
         got = torch.zeros(4, 3), torch.zeros(3, 2)
         try:
+            rest()
             num_received = sum(fetch(plan.layer, source, *got) for source in plan.sources)
-        except Void:
+        except Overtaken as over:
             voided.set()
-            raise
+            return Staged(plan.generation, plan.stage_id, plan.layer, str(over))
         assert all(torch.equal(a, b) for a, b in zip(got, held, strict=True))
         return Staged(plan.generation, plan.stage_id, plan.layer, None, num_received)
 

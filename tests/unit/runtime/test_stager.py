@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from hadal.core.plans import Source, Staged, StagePlan
+from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.background import NICE
 from hadal.runtime.expert_wire import ExpertWire, key_of
-from hadal.runtime.stager import MAX_WAITING, Fetch, Stager
+from hadal.runtime.stager import MAX_WAITING, Stager
 
 HOST = "127.0.0.1"
 HELD = torch.full((64, 192), 2.0), torch.full((192, 32), 3.0)
@@ -32,7 +33,7 @@ class Store:
         self.got: list[float] = []
         self.go = threading.Event()
 
-    def stage(self, plan: StagePlan, fetch: Fetch) -> Staged:
+    def stage(self, plan: StagePlan, fetch: Fetch, rest: Callable[[], None]) -> Staged:
         self.begun.append(plan.stage_id)
         self.priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         if plan.layer == 99:
@@ -41,7 +42,11 @@ class Store:
         num_received = 0
         for source in plan.sources:
             gate_up, down = torch.zeros(64, 192), torch.zeros(192, 32)
-            num_received += fetch(plan.layer, source, gate_up, down)
+            try:
+                rest()
+                num_received += fetch(plan.layer, source, gate_up, down)
+            except Overtaken as over:
+                return Staged(plan.generation, plan.stage_id, plan.layer, str(over))
             self.got.append(float(gate_up.sum() + down.sum()))
         return Staged(plan.generation, plan.stage_id, plan.layer, None, num_received)
 
