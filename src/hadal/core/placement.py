@@ -182,6 +182,24 @@ def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
     return Placement(num_experts, _without_doubles(slots))
 
 
+def spread_by_node(
+    num_layers: int, num_experts: int, num_ranks: int, num_redundant: int, num_nodes: int
+) -> Placement:
+    """`spread` within each node of its part of the experts: neighbours, such as a gate's group, are on one node.
+
+    So a token that is limited to a few groups goes to few nodes (DeepSeek-V3, arXiv 2412.19437, 2.1.2). Raises
+    ValueError as `spread` does, or if something does not divide evenly over the nodes.
+    """
+    if num_nodes < 1 or num_experts % num_nodes or num_ranks % num_nodes or num_redundant % num_nodes:
+        raise ValueError(
+            f"{num_experts} experts, {num_redundant} redundant ones and {num_ranks} ranks do not divide evenly over "
+            f"{num_nodes} nodes."
+        )
+    of_node = num_experts // num_nodes
+    part = spread(num_layers, of_node, num_ranks // num_nodes, num_redundant // num_nodes).slot_to_expert_LRS
+    return Placement(num_experts, np.concatenate([part + node * of_node for node in range(num_nodes)], axis=1))
+
+
 def without(placement: Placement, lost: Collection[int]) -> Placement:
     """The placement when ranks are lost: what they held alone goes to the survivors with the fewest replicas.
 

@@ -50,12 +50,13 @@ class _Counted:
 class ExpertBalancer:
     """`placement`: the unit's first. `is_planning` False: it only measures.
 
-    `nodes`: by rank, the node it is on.
+    `nodes`: by rank, the node it is on. `num_groups`: the gate's groups, if each is to stay on a node as far as balance
+    allows; 0: nodes do not matter.
     """
 
     def __init__(
         self, placement: Placement, nodes: tuple[int, ...], *, terms: ExpertTerms | None = None,
-        is_planning: bool = True,
+        is_planning: bool = True, num_groups: int = 0,
     ) -> None:  # fmt: skip
         self.placement = placement
         """In force on all ranks."""
@@ -70,6 +71,7 @@ class ExpertBalancer:
         )
         self.installing: Installation | None = None
         self._nodes = nodes
+        self._num_groups = num_groups
         self._is_planning = is_planning
         self._generation = 0
         self._addresses: dict[int, Address] = {}
@@ -264,6 +266,7 @@ class ExpertBalancer:
         num_moves = max(2, int(share * self.terms.moves_share * int((slots != EMPTY).sum())))  # Two are a trade.
         plan = balance(
             loads_TE[:, None], Cluster((slots.shape[2],) * slots.shape[1], self._nodes), target=self.terms.target,
+            mode="hybrid" if self._num_groups else "global", num_groups=max(self._num_groups, 1),
             current=Placement(self.placement.num_experts, slots), max_moves=num_moves, weighted=True,
         )  # fmt: skip
         slots_RS = plan.placement.slot_to_expert_LRS[0]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hadal.core.config import PREFILL, Deployment
+from hadal.core.config import PREFILL, Deployment, UnitsConfig
 from hadal.core.model_config import ModelConfig
-from hadal.core.placement import Placement, spread
+from hadal.core.placement import Placement, spread, spread_by_node
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.prefill import PrefillLeader
 from hadal.runtime.memory import num_moe_layers
@@ -38,4 +38,17 @@ def make_core(
 def first_placement(deployment: Deployment, config: ModelConfig, role: str) -> Placement:
     """Where a unit's experts lie at first: its leader and every rank of it have to mean the same."""
     units = units_of(deployment, role)
-    return spread(num_moe_layers(config), config.n_routed_experts, units.ranks, units.redundant_experts)
+    sizes = num_moe_layers(config), config.n_routed_experts, units.ranks, units.redundant_experts
+    return spread_by_node(*sizes, num_nodes(units)) if keeps_groups(units, config, role) else spread(*sizes)
+
+
+def num_nodes(units: UnitsConfig) -> int:
+    """Nodes of a unit."""
+    return -(-units.ranks // units.ranks_per_node)
+
+
+def keeps_groups(units: UnitsConfig, config: ModelConfig, role: str) -> bool:
+    """Whether a group of experts stays on a node, so that a token goes to few nodes: prefill's traffic between nodes is
+    large, and a decode unit has more nodes than the gate has groups (DeepSeek EPLB's two policies)."""
+    nodes = num_nodes(units)
+    return role == PREFILL and nodes > 1 and config.n_group % nodes == 0 and units.redundant_experts % nodes == 0

@@ -26,7 +26,7 @@ from hadal.roles.rank_book import RankBook
 from hadal.roles.ranks import RankedLeader
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.compute import IDLE
-from hadal.runtime.core import first_placement, make_core
+from hadal.runtime.core import first_placement, keeps_groups, make_core
 from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.process import Run, enter_child, unit_arguments
 from hadal.runtime.topology import units_of
@@ -68,7 +68,10 @@ def make_leader(run: Run, unit: str, role: str, epoch: str) -> RankedLeader:
     placement = first_placement(deployment, config, role)
     book = RankBook(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s)
     nodes = tuple(rank // units.ranks_per_node for rank in range(units.ranks))
-    experts = ExpertBalancer(placement, nodes, is_planning=units.expert_balance != "off")
+    experts = ExpertBalancer(
+        placement, nodes, is_planning=units.expert_balance != "off",
+        num_groups=config.n_group if keeps_groups(units, config, role) else 0,
+    )  # fmt: skip
     num_slots = units.max_requests if role == DECODE else 0
     step_timeout_s = deployment.collective_timeout_s + deployment.rank_timeout_s
     costs = core.scheduler.costs

@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from hadal.core.placement import EMPTY, SPLIT_PARTS, Placement, parts_of, spread, without
+from hadal.core.placement import EMPTY, SPLIT_PARTS, Placement, parts_of, spread, spread_by_node, without
 
 SEEDS = [0, 1, random.randrange(2**32)]
 
@@ -228,3 +228,15 @@ def test_an_expert_whose_replicas_take_nothing_is_a_problem() -> None:
     assert problems == ["layer 0: no replica takes tokens of experts [3]"]
     with pytest.raises(ValueError, match="a layer of"):
         even.with_layer(0, even.slot_to_expert_LRS[0][:2], None)
+
+
+def test_neighbours_share_a_node() -> None:
+    """The published prefill unit: 8 groups on 4 nodes of 8 ranks, two each, replicas among them."""
+    placement = spread_by_node(3, 256, 32, 32, 4)
+    assert placement.check() == []
+    assert placement.slot_to_expert_LRS.shape == (3, 32, 9)
+    for node in range(4):
+        of_node = placement.slot_to_expert_LRS[:, 8 * node : 8 * node + 8]
+        assert {int(expert) // 64 for expert in of_node.flat} == {node}
+    with pytest.raises(ValueError, match="over 3 nodes"):
+        spread_by_node(1, 256, 33, 0, 3)

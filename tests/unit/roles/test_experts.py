@@ -7,7 +7,7 @@ import pytest
 
 from hadal.core.balance import EXPERTS
 from hadal.core.messages import Load, Trace, TracedStep
-from hadal.core.placement import Placement, spread
+from hadal.core.placement import Placement, spread, spread_by_node
 from hadal.core.plans import DecodePlan, LayerFlip, Staged, StagePlan, StepDone, StepPlan
 from hadal.roles.expert_gain import ExpertTerms
 from hadal.roles.expert_install import InstallState
@@ -202,6 +202,29 @@ def test_where_many_moves_do_not_pay_few_may() -> None:
             experts.plan(0.0, GROWING_S / 10)
         found[replica_s] = experts.installing.num_moved if experts.installing is not None else 0
     assert found[0.029] == 4 < found[1e-4], found
+
+
+@pytest.mark.parametrize("num_groups", [2, 0])
+def test_groups_stay_on_their_node_where_balance_allows(num_groups: int) -> None:
+    """Rank 0 is hot. The lightest rank is on the other node; one on its own is light enough."""
+    placement = spread_by_node(1, NUM_EXPERTS, NUM_RANKS, 0, 2)
+    loads = np.array([300, 110, 300, 110, 300, 100, 200, 100])
+    terms = ExpertTerms(
+        count_every_steps=1, num_intervals=8, num_intervals_min=4, plan_every_steps=1, moves_share=0.25, target=0.9
+    )  # fmt: skip
+    experts = ExpertBalancer(placement, (0, 0, 1, 1), terms=terms, num_groups=num_groups)
+    experts.began(1, placement, {rank: ("h", 7000 + rank) for rank in range(NUM_RANKS)})
+    counts = loads[placement.slot_to_expert_LRS[0]].astype(np.int64)
+    for step_id in range(20):
+        experts.planned(step_id, (DecodePlan(step_id, (), (), ()),) * NUM_RANKS)
+        experts.done(step_id, {
+            rank: StepDone(step_id, (), (), {}, 0.01, slot_counts=counts[rank].tobytes()) for rank in range(NUM_RANKS)
+        })  # fmt: skip
+        experts.plan(0.0, GROWING_S)
+    assert experts.installing is not None
+    slots_RS = experts.installing.slots_RS
+    is_at_home = all(int(expert) // 4 == rank // 2 for rank in range(NUM_RANKS) for expert in slots_RS[rank])
+    assert is_at_home == (num_groups == 2)
 
 
 def test_a_flip_is_counted_under_the_placement_that_it_made() -> None:
