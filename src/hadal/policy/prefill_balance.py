@@ -197,7 +197,10 @@ def _blend(
             continue
         both_s = heavy_s + spare_s
         most = rates.prefix(start, rest, both_s - floor_s)
-        low = min(most, _light_share(start, heavy.num_context, sizes[densest] + missing, both_s, rates))
+        share = _light_share(start, heavy.num_context, sizes[densest] + missing, both_s, rates)
+        # Spare time may be enough for more of the densest than there is: what is missing is the lighter one's all the
+        # same.
+        low = min(most, max(missing, share))
         if not low:
             continue
         low_s = rates.chunk_s(start, low)

@@ -173,6 +173,15 @@ def test_light_prompts_beside_a_dense_one_make_up_its_tokens() -> None:
     assert time_s(prompts, sizes, RATES) == pytest.approx(budget_s, abs=RATES.chunk_s(82_000, 1))
 
 
+@pytest.mark.parametrize("num_missing", [1, 2, 3])
+def test_time_too_short_for_a_dense_token_goes_to_light_ones(num_missing: int) -> None:
+    prompts = [PromptView(2000, 0, 20_000), PromptView(3000, 0, 120_000), PromptView(500, 0, 0)]
+    budget_s = RATES.chunk_s(20_000, 2000) + 0.99 * RATES.chunk_s(120_000, 1)
+    # The first is taken whole, no token of the second fits, and few are missing: more of the first would fit.
+    goal = 2000 + num_missing
+    assert cut_rank(prompts, RATES, budget_s, goal, goal) == [2000, 0, num_missing]
+
+
 def test_arrivals_start_where_the_predicted_cost_is_least() -> None:
     """Fewer tokens, but with so much context that they cost more."""
     short_and_dense, long_and_light = PromptView(1000, 0, 120_000), PromptView(4000, 0, 0)
