@@ -79,7 +79,8 @@ class ExpertBalancer:
         self._issued = placement
         """With the flip that is in flight."""
         self._fractions_LRS = fractions(placement)
-        self._problems = placement.check()
+        self._checked: tuple[Placement, list[str]] | None = None
+        """The placement that was last looked at for problems, and what was found."""
         self._counted: dict[int, _Counted] = {}
         """Steps in flight whose counts are to come."""
         self._traced: OrderedDict[int, dict[str, float]] = OrderedDict()
@@ -158,7 +159,6 @@ class ExpertBalancer:
     def _adopt(self, placement: Placement) -> None:
         self.placement = self._issued = placement
         self._fractions_LRS = fractions(placement)
-        self._problems = placement.check()
 
     def _count(self, step_id: int, counted: _Counted, parts: Mapping[int, StepDone]) -> None:
         shape = counted.placement.slot_to_expert_LRS.shape
@@ -332,7 +332,10 @@ class ExpertBalancer:
 
     def check(self) -> list[str]:
         """Problems; empty when what is installed, in flight and in force agrees."""
-        problems = [f"experts: {problem}" for problem in self._problems]
+        if self._checked is None or self._checked[0] is not self.placement:
+            # Only when asked: of 58 layers on 144 ranks it takes tens of milliseconds, for which steps would wait.
+            self._checked = self.placement, self.placement.check()
+        problems = [f"experts: {problem}" for problem in self._checked[1]]
         install = self.installing
         is_flipping = install is not None and install.state is InstallState.FLIPPING
         if not is_flipping and self._issued is not self.placement:

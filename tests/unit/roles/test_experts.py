@@ -289,6 +289,32 @@ def test_a_flip_waits_for_the_next_plan_and_counts_when_all_did_it() -> None:
     assert not unit.done(*later)
 
 
+class Unchecked(Placement):
+    """Looking at all of its layers is for those who ask: it takes longer than a step may wait."""
+
+    def check(self) -> list[str]:
+        raise AssertionError("nobody asked")
+
+
+def test_no_step_waits_for_a_look_at_the_whole_placement() -> None:
+    unit = Unit(plain(), [SKEWED])
+    unit.stage(unit.run())
+    placement = Unchecked(NUM_EXPERTS, unit.experts.placement.slot_to_expert_LRS)
+    experts = unit.experts
+    experts.placement = placement
+    plans = experts.planned(unit.step_id + 1, (DecodePlan(unit.step_id + 1, (), (), ()),) * NUM_RANKS)
+    parts = {
+        rank: StepDone(unit.step_id + 1, (), (), {}, 0.01, slot_counts=bytes(unit.counts[:, rank].size * 8))
+        for rank in range(NUM_RANKS)
+    }
+    assert len(plans[0].flips) == 1
+    assert experts.done(unit.step_id + 1, parts)
+    assert isinstance(experts.placement, Unchecked)
+    experts.began(2, placement, {})
+    with pytest.raises(AssertionError, match="nobody asked"):
+        experts.check()
+
+
 @pytest.mark.parametrize("state", list(InstallState))
 def test_a_new_generation_abandons_it(state: InstallState) -> None:
     unit = Unit(plain(), [SKEWED])
