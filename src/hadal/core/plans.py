@@ -162,7 +162,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 class StagePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Get a layer ready for a LayerFlip in the background: have the weights of its future slots in memory.
 
-    What a rank has staged and not flipped is dropped by the next StagePlan for the same layer and by any FormPlan.
+    What a rank has staged and not flipped is dropped by the next StagePlan and by any FormPlan.
     """
 
     generation: int

@@ -44,9 +44,6 @@ Bring = Callable[[int, Tensor, Tensor], None]
 Fetch = Callable[[int, Source, Tensor, Tensor], bool]
 """(MoE layer, source, gate_up [2I, D] and down [D, I] to fill) -> False: the expert could not be had there."""
 
-MAX_STAGED = 4
-"""Layers. A leader changes one at a time; what it gave up does not pile up in memory."""
-
 
 class Overtaken(HadalError):
     """The unit formed anew while a layer was staged, or the process ends."""
@@ -87,7 +84,8 @@ class ExpertStore:
         """Over what follows. `_held` needs none: a record is taken or exchanged as one reference."""
         self._generation = 0
         self._staged: dict[int, tuple[int, _Held]] = {}
-        """Layer -> stage id and record."""
+        """Layer -> stage id and record. One at most: a leader changes one layer at a time, and what it gave up would
+        take memory that nobody planned for."""
         self._let_go: list[_Held] = []
         """Records of before a flip. Giving back their memory takes longer than a flip may."""
 
@@ -212,7 +210,7 @@ class ExpertStore:
         with self._lock:
             # Both are freed when this returns: not under the lock, for which a flip might wait.
             _let_go, self._let_go = self._let_go, []
-            _older = self._staged.pop(plan.layer, None)
+            _older, self._staged = self._staged, {}
         return held
 
     def _check(self, plan: StagePlan) -> None:
@@ -223,8 +221,6 @@ class ExpertStore:
         with self._lock:
             self._check(plan)
             self._staged[plan.layer] = (plan.stage_id, record)
-            while len(self._staged) > MAX_STAGED:
-                del self._staged[min(self._staged, key=lambda layer: self._staged[layer][0])]
 
 
 def flip_arrays(flip: LayerFlip, num_slots: int) -> tuple[Slots, NDArray[np.uint8] | None]:

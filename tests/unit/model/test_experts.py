@@ -15,7 +15,7 @@ from torch import Tensor
 from hadal.core.errors import CheckpointError, InvariantError
 from hadal.core.placement import EMPTY, Placement, spread, without
 from hadal.core.plans import LayerFlip, Source, Staged, StagePlan
-from hadal.model.experts import MAX_STAGED, ExpertStore
+from hadal.model.experts import ExpertStore
 from hadal.model.weights import load_weights
 from hadal.reference.params import ModelWeights
 from tests.unit.model.checkpoints import Peer
@@ -263,18 +263,18 @@ def test_a_placement_after_flips_copies_from_where_they_led(plain: Peer) -> None
 
 
 def test_what_is_given_up_does_not_pile_up(plain: Peer) -> None:
-    """More staged layers than are kept: the earliest stage goes."""
-    num_layers = MAX_STAGED + 1
+    """The memory plan knows of one layer beside those that are held."""
+    num_layers = 3
     layer = plain.weights.layers[1]
     weights = ModelWeights(**{**vars(plain.weights), "layers": (plain.weights.layers[0], *[layer] * num_layers)})
     store = ExpertStore(plain.folder, weights)
     slots = (*range(1, 16), 0)
     for at in range(num_layers):
         assert store.stage(StagePlan(0, at + 1, at, slots, ()), nobody).error is None
-    with pytest.raises(InvariantError, match="stage 1"):
-        store.flip(weights, flip_of(slots, 1, 0), 1)
-    for at in range(1, num_layers):
-        weights = store.flip(weights, flip_of(slots, at + 1, at), 1)
+    for at in range(num_layers - 1):
+        with pytest.raises(InvariantError, match=f"stage {at + 1} brought; staged is None"):
+            store.flip(weights, flip_of(slots, at + 1, at), 1)
+    store.flip(weights, flip_of(slots, num_layers, num_layers - 1), 1)
 
 
 def test_experts_are_read_while_layers_flip(plain: Peer) -> None:
