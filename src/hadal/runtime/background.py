@@ -10,8 +10,11 @@ import threading
 import time
 
 NICE = 5
-"""Of background threads; 0 is everybody else's. A third of the others' weight where cores are short (sched(7)). Not
-more: a thread that is put aside while it holds the interpreter holds up the computing thread as well."""
+"""Of background threads, above the process's own, which is everybody else's. A third of the others' weight where cores
+are short (sched(7)). Not more: a thread that is put aside while it holds the interpreter holds up the computing thread
+as well."""
+NICE_MAX = 19
+"""Of any thread (sched(7))."""
 SHARE = 0.25
 """Of one core, at most. A rank's step waits for its slowest peer, so what one rank loses all lose; a quarter of a core
 still moves an expert of 44 MB several times a second."""
@@ -21,8 +24,9 @@ MIN_REST_S = 0.001
 
 def lower_priority() -> None:
     """Make the calling thread, and threads that it starts from now on, yield to the others. Linux: a priority is a
-    thread's own."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    thread's own, and only the superuser may raise one."""
+    nice = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICE, NICE_MAX)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 class Pace:

@@ -1,8 +1,12 @@
 """Background threads: their priority is lower and their own, and they rest as long as their share asks."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
+
+import pytest
 
 from hadal.runtime.background import MIN_REST_S, NICE, Pace, lower_priority
 
@@ -25,8 +29,21 @@ def test_a_priority_is_a_threads_own() -> None:
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(5)
-    assert found == [NICE]
+    assert found == [min(before + NICE, 19)]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+@pytest.mark.parametrize(("own", "background"), [(10, 15), (19, 19)])
+def test_a_process_of_low_priority_keeps_its_order(own: int, background: int) -> None:
+    """Where others than the superuser run it, a priority above the process's own would be refused."""
+    code = (
+        "import os; from hadal.runtime.background import lower_priority; "
+        f"os.setpriority(os.PRIO_PROCESS, 0, {own}); "
+        "from threading import Thread; "
+        "t = Thread(target=lambda: (lower_priority(), print(os.getpriority(os.PRIO_PROCESS, 0)))); t.start(); t.join()"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == [str(background)], found.stderr
 
 
 def test_what_was_worked_is_rested_for() -> None:
