@@ -186,6 +186,10 @@ class Draw(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...]
 
 
+FLIP = "flip"
+"""Among the op times of a step: a layer's experts and its table were exchanged before it."""
+
+
 class OpTime(msgspec.Struct, frozen=True, array_like=True):
     """What one kind of op took in a step, summed over layers and micro-batches."""
 

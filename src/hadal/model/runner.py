@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.core.plans import Chunk, DecodePlan, Formed, FormPlan, PrefillPlan, StepDone, StepPlan
+from hadal.core.plans import FLIP, Chunk, DecodePlan, Formed, FormPlan, PrefillPlan, StepDone, StepPlan
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.execute import Progress, Recorder
 from hadal.model.membership import Membership, log_failure
@@ -25,8 +25,6 @@ from hadal.overlap.plan import SCHEDULES, Schedule
 
 _log = logging.getLogger(__name__)
 _NOTHING = Drawn(np.zeros(0, np.int64))
-FLIP = "flip"
-"""Among the op times of a step: a layer's experts and its table were exchanged before it."""
 
 
 class ModelRunner:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from hadal.core.messages import Load, Trace
 from hadal.core.placement import EMPTY, Placement, parts_of
-from hadal.core.plans import LayerFlip, Staged, StagePlan, StepDone, StepPlan
+from hadal.core.plans import FLIP, LayerFlip, Staged, StagePlan, StepDone, StepPlan
 from hadal.policy.expert_balance import Cluster, balance
 from hadal.policy.expert_split import split_loads
 from hadal.roles.expert_gain import ExpertTerms, Floats, fractions, heaviest, pays, sure_gain
@@ -30,7 +30,10 @@ from hadal.roles.expert_install import Address, Installation, InstallState
 from hadal.roles.expert_window import LoadWindow
 
 _SMOOTHING = 0.2
-"""Weight of a new measurement of a step, a pause or a replica."""
+"""Weight of a new measurement of a pause or a replica."""
+_OUTLIER = 3.0
+"""What took so many times what is known counts as that at most. They are measured only when layers move: one hiccup
+must not make moving look too dear ever to be measured again."""
 _NUM_TRACED = 2048
 """Traced steps whose balance is remembered until their trace passes: as many as may be asked for at once."""
 _SETTLE_INTERVALS = 2
@@ -97,7 +100,6 @@ class ExpertBalancer:
         self._stage_id = 0
         self._num_failures = 0
         self._retry_s = -math.inf
-        self._step_s = 0.0
         self._replica_s = self.terms.replica_s
         self._pause_s = self.terms.pause_s
 
@@ -142,12 +144,11 @@ class ExpertBalancer:
         counted = self._counted.pop(step_id, None)
         if counted is not None:
             self._count(step_id, counted, parts)
-        elapsed_s = max(part.elapsed_s for part in parts.values())
         install = self.installing
         if install is None or install.state is not InstallState.FLIPPING or install.step_id != step_id:
-            self._step_s += (_SMOOTHING if self._step_s else 1.0) * (elapsed_s - self._step_s)
             return False
-        self._pause_s += _SMOOTHING * (max(elapsed_s - self._step_s, 0.0) - self._pause_s)
+        pauses_s = [time.seconds for part in parts.values() for time in part.op_times if time.op == FLIP]
+        self._pause_s = _toward(self._pause_s, max(pauses_s, default=self._pause_s))
         self.installing = None
         self._adopt(self._issued)
         self.num_layers_flipped += 1
@@ -284,7 +285,7 @@ class ExpertBalancer:
             return True
         num_got = staged.num_received + staged.num_read
         if num_got:
-            self._replica_s += _SMOOTHING * (staged.elapsed_s / num_got - self._replica_s)
+            self._replica_s = _toward(self._replica_s, staged.elapsed_s / num_got)
         install.staged(rank)
         return True
 
@@ -349,6 +350,10 @@ class ExpertBalancer:
         if not install.waiting <= self._addresses.keys():
             problems.append(f"experts: strangers stage layer {install.layer}: {sorted(install.waiting)}")
         return problems
+
+
+def _toward(known_s: float, measured_s: float) -> float:
+    return known_s + _SMOOTHING * (min(measured_s, _OUTLIER * known_s) - known_s)
 
 
 def _layer_seconds(loads_LR: Floats, growing_s: float) -> Floats:

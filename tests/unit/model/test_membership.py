@@ -16,6 +16,7 @@ from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.mesh import MeshGroup
 from hadal.core.placement import EMPTY, SPLIT_PARTS, Placement, spread, without
 from hadal.core.plans import (
+    FLIP,
     Chunk,
     DecodePlan,
     Formed,
@@ -36,7 +37,7 @@ from hadal.model.deepseek import DeepseekV3
 from hadal.model.execute import Recorder
 from hadal.model.experts import ExpertStore
 from hadal.model.membership import Membership
-from hadal.model.runner import FLIP, ModelRunner
+from hadal.model.runner import ModelRunner
 from hadal.model.weights import load_weights
 from hadal.overlap.plan import Schedule
 from hadal.reference.generate import generate

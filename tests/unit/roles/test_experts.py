@@ -8,7 +8,7 @@ import pytest
 from hadal.core.balance import EXPERTS
 from hadal.core.messages import Load, Trace, TracedStep
 from hadal.core.placement import Placement, spread, spread_by_node
-from hadal.core.plans import DecodePlan, LayerFlip, Staged, StagePlan, StepDone, StepPlan
+from hadal.core.plans import FLIP, DecodePlan, LayerFlip, OpTime, Staged, StagePlan, StepDone, StepPlan
 from hadal.roles.expert_gain import ExpertTerms
 from hadal.roles.expert_install import InstallState
 from hadal.roles.experts import ExpertBalancer
@@ -70,11 +70,14 @@ class Unit:
                 for slot in turns[expert, : counts[expert]].tolist():
                     self.counts[layer].reshape(-1)[slot] += loads[layer, expert] / counts[expert]
 
-    def done(self, step_id: int, plans: tuple[StepPlan, ...], elapsed_s: float = 0.01) -> bool:
+    def done(
+        self, step_id: int, plans: tuple[StepPlan, ...], elapsed_s: float = 0.01, pause_s: float = 1e-4
+    ) -> bool:  # fmt: skip
         counts = self.counts.round().astype(np.int64)
         parts = {
             rank: StepDone(
-                step_id, (), (), {}, elapsed_s, slot_counts=counts[:, rank].tobytes() if plans[0].is_counted else b""
+                step_id, (), (), {}, elapsed_s, op_times=(OpTime(FLIP, 1, pause_s),) if plans[0].flips else (),
+                slot_counts=counts[:, rank].tobytes() if plans[0].is_counted else b"",
             ) for rank in range(NUM_RANKS)
         }  # fmt: skip
         if plans[0].is_counted:
@@ -287,6 +290,23 @@ def test_a_flip_waits_for_the_next_plan_and_counts_when_all_did_it() -> None:
     assert unit.done(*sent)
     assert unit.experts.placement.to_bytes() == unit.held.to_bytes() != before.to_bytes()
     assert not unit.done(*later)
+
+
+@pytest.mark.parametrize("what", ["the step", "the flip", "staging"])
+def test_one_hiccup_does_not_end_balancing(what: str) -> None:
+    """What is measured only when layers move must not keep them from ever moving again."""
+    unit = Unit(plain(), [SKEWED])
+    plans = unit.run()
+    for rank, plan in plans.items():
+        took_s = 20.0 if what == "staging" else 0.01
+        unit.experts.staged(0.0, rank, Staged(1, plan.stage_id, plan.layer, None, len(plan.sources), 0, took_s))
+    pause_s = 1.0 if what == "the flip" else 1e-4
+    assert unit.done(*unit.send(), elapsed_s=0.01 if what == "staging" else 1.0, pause_s=pause_s)
+    for _ in range(40):  # Whatever else this regime has to offer.
+        unit.stage(unit.run(1))
+    unit.loads[:] = 60
+    unit.loads[0, unit.experts.placement.slot_to_expert_LRS[0, 0]] = 300
+    assert unit.run(100) != {}, "nothing moves after a change of regime"
 
 
 class Unchecked(Placement):
