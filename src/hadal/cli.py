@@ -224,13 +224,14 @@ def balance(
 ) -> None:
     """Place experts on ranks for measured loads; print the plan, or how balanced it is beside today's."""
     from hadal.policy import expert_report as report
+    from hadal.policy.expert_balance import balance as plan_experts
 
     try:
         window = report.loads_of(_read_json(loads))
         cluster = report.cluster_of(window, ranks, nodes, slots)
         before = report.placement_of(_read_json(current), window, cluster) if current is not None else None
         start = time.perf_counter()
-        plan = report.plan(
+        plan = plan_experts(
             window, cluster, mode=mode, num_groups=groups, target=target, current=before, max_moves=max_moves,
             weighted=weighted,
         )  # fmt: skip

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 EMPTY = -1
 """In a slot: no replica."""
@@ -80,6 +81,14 @@ class Placement:
         if not in_turn.size:
             return np.full(at.shape, EMPTY), counts
         return np.where(counts[:, None] > 0, in_turn[np.minimum(at, in_turn.size - 1)], EMPTY), counts
+
+    def by_expert(self, amounts_LRS: Floats) -> Floats:
+        """What the slots of each expert have together [L, E]; what stands at empty slots does not count."""
+        sizes = (self.num_layers, self.num_experts)
+        slots = self.slot_to_expert_LRS.astype(np.int64)
+        at = np.where(slots == EMPTY, 0, slots) + self.num_experts * np.arange(self.num_layers)[:, None, None]
+        amounts = np.where(slots == EMPTY, 0.0, amounts_LRS)
+        return np.bincount(at.ravel(), amounts.ravel(), sizes[0] * sizes[1]).astype(np.float64).reshape(sizes)
 
     def with_layer(self, layer: int, slots_RS: NDArray[np.int16], weights_RS: NDArray[np.uint8] | None) -> Placement:
         """The placement after a flip of this layer. Raises ValueError if the number of ranks or slots is another."""

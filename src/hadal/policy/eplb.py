@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from hadal.core.placement import EMPTY
 from hadal.policy.expert_balance import Cluster, balance
-from hadal.policy.expert_packing import EMPTY, Ints
+from hadal.policy.expert_packing import Ints
 
 
 def rebalance_experts(

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.placement import Placement
+from hadal.core.placement import EMPTY, Placement
 from hadal.policy.expert_flat import place_flat, widened
 from hadal.policy.expert_increment import complete
 from hadal.policy.expert_near import place_near
 from hadal.policy.expert_nodes import node_homes, place_hierarchical, place_hybrid
-from hadal.policy.expert_packing import EMPTY, Floats, Ints
+from hadal.policy.expert_packing import Floats, Ints
 from hadal.policy.expert_paths import held_by
-from hadal.policy.expert_search import shares_of
+from hadal.policy.expert_search import held_loads, shares_of
 from hadal.policy.expert_split import split_loads
-from hadal.policy.expert_steady import sample, steadied
+from hadal.policy.expert_steady import mean_of_maxima, sample, steadied
 
 MODES = ("global", "hierarchical", "hybrid", "fast")
 GOOD_ENOUGH = 0.9997
@@ -82,7 +82,7 @@ def balance(
     is chosen by the mean of its steps' maxima.
     Raises ValueError for sizes that fit nowhere, unknown modes, and loads that are negative or not numbers.
     """
-    window = _checked(loads, mode, cluster, num_groups)
+    window = _checked(loads, mode, num_groups)
     num_layers, num_experts = window.shape[1:]
     living = np.flatnonzero(np.array(cluster.slots))
     capacity = np.array(cluster.slots, np.int64)[living]
@@ -121,9 +121,7 @@ def rank_loads(placement: Placement, loads_LE: Floats, split_LRS: Floats | None 
     table = placement.slot_to_expert_LRS.astype(np.int64)
     if split_LRS is None:
         return np.asarray(shares_of(table, loads_LE).sum(axis=2))
-    flat = np.where(table == EMPTY, 0, table).reshape(len(table), -1)
-    held = np.take_along_axis(loads_LE, flat, axis=1).reshape(table.shape)
-    return np.asarray((held * np.where(table == EMPTY, 0.0, split_LRS)).sum(axis=2))
+    return np.asarray((held_loads(table, loads_LE) * np.where(table == EMPTY, 0.0, split_LRS)).sum(axis=2))
 
 
 def balancedness(
@@ -206,21 +204,15 @@ def _split(slots_LRS: Ints, summed: Floats, steps: Floats | None) -> Floats:
         return split
     even = shares_of(slots_LRS, np.ones_like(summed))
     choices = np.stack([even, (even + split) / 2, split])
-    flat = np.where(slots_LRS == EMPTY, 0, slots_LRS).reshape(len(slots_LRS), -1)
     heaviest = np.zeros((len(choices), len(slots_LRS)))
     for step in steps:
-        held = np.take_along_axis(step, flat, axis=1).reshape(slots_LRS.shape)
-        heaviest += (choices * held).sum(axis=3).max(axis=2)
+        heaviest += (choices * held_loads(slots_LRS, step)).sum(axis=3).max(axis=2)
     return np.asarray(choices[heaviest.argmin(axis=0), np.arange(len(slots_LRS))])
 
 
 def _steadier(table_LRS: Ints, greedy_LRS: Ints, window: Floats) -> Ints:
     """Of two placements, in each layer the one whose heaviest rank is lighter on the mean of the window's steps."""
-    heaviest = [
-        sum(shares_of(candidate, step).sum(axis=2).max(axis=1) for step in window)
-        for candidate in (table_LRS, greedy_LRS)
-    ]  # fmt: skip
-    better = np.asarray(heaviest[1] < heaviest[0])
+    better = mean_of_maxima(greedy_LRS, window) < mean_of_maxima(table_LRS, window)
     return np.asarray(np.where(better[:, None, None], greedy_LRS, table_LRS))
 
 
@@ -232,7 +224,7 @@ def _today(current: Placement, living: Ints, capacity: Ints) -> Ints:
     return np.asarray(np.where(np.arange(packed.shape[2]) < capacity[:, None], packed, EMPTY))
 
 
-def _checked(loads: Floats, mode: str, cluster: Cluster, num_groups: int) -> Floats:
+def _checked(loads: Floats, mode: str, num_groups: int) -> Floats:
     window = np.asarray(loads, np.float64)
     window = window[None] if window.ndim == 2 else window
     if window.ndim != 3 or not window.size:

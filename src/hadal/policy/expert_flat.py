@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from hadal.core.placement import EMPTY
 from hadal.policy.expert_counts import choose_counts
-from hadal.policy.expert_packing import EMPTY, Floats, Ints, expand, fold, pack, replicate, without_doubles
-from hadal.policy.expert_search import exchange, shares_of
+from hadal.policy.expert_packing import Floats, Ints, expand, fold, pack, replicate, without_doubles
+from hadal.policy.expert_search import exchange, heaviest_rank
 
 
 def place_flat(
@@ -37,7 +38,7 @@ def place_flat(
         return exchange(greedy, loads_LE, ceiling_L, num_rounds=num_rounds)
     counts = choose_counts(loads_LE, num_replicas, num_ranks, num_rounds=6 if num_replicas - num_experts <= 64 else 1)
     table = _packed(loads_LE, counts, capacity, two_each)
-    worse = shares_of(table, loads_LE).sum(axis=2).max(axis=1) > shares_of(greedy, loads_LE).sum(axis=2).max(axis=1)
+    worse = heaviest_rank(table, loads_LE) > heaviest_rank(greedy, loads_LE)
     table[worse] = greedy[worse]
     return table
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hadal.policy.expert_packing import EMPTY, Floats, Ints, Singles
+from hadal.core.placement import EMPTY
+from hadal.policy.expert_packing import Floats, Ints, Singles
 from hadal.policy.expert_paths import Flags, Path
 
 NO_MOVE = np.float32(1e9)

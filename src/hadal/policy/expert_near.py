@@ -7,10 +7,13 @@ Shapes: T steps, L layers, E logical experts, R living ranks, S most slots of a 
 
 from __future__ import annotations
 
+import numpy as np
+
+from hadal.core.placement import EMPTY
 from hadal.policy.expert_increment import descend
-from hadal.policy.expert_packing import EMPTY, Floats, Ints
+from hadal.policy.expert_packing import Floats, Ints
 from hadal.policy.expert_pairs import improve_pairs
-from hadal.policy.expert_paths import Flags, choose, held_by, standing
+from hadal.policy.expert_paths import Flags, choose, held_by, num_moved, standing
 from hadal.policy.expert_steady import judged_by, steadied
 
 
@@ -29,8 +32,8 @@ def place_near(
     num_slots = today_LRS.shape[2]
     if (capacity_R == 2).all() and (today_LRS != EMPTY).all() and barred is None:
         found = improve_pairs(today_LRS, loads_LE, ceiling_L, capacity_R, max_moves=max_moves)
-        distance = (held_by(found, loads_LE.shape[1]) & ~held).sum(axis=(1, 2))
-        paths = [standing(today_LRS, loads_LE, 0 * distance), standing(found, loads_LE, distance)]
+        stays = np.zeros(len(found), np.int64)
+        paths = [standing(today_LRS, loads_LE, stays), standing(found, loads_LE, num_moved(today_LRS, found))]
     else:
         paths = [descend(today_LRS, held, loads_LE, ceiling_L, capacity_R, max_moves=max_moves, barred_LRE=barred)]
     if window_TLE is not None:
@@ -43,5 +46,5 @@ def place_near(
         table = choose([path], max_moves).reshape(today_LRS.shape)
     if window_TLE is None:
         return table
-    left = max_moves - int((held_by(table, loads_LE.shape[1]) & ~held).sum())
+    left = max_moves - int(num_moved(today_LRS, table).sum())
     return steadied(table, window_TLE, home_LRE=held, max_moves=left, barred_LRE=barred)

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.placement import EMPTY
 from hadal.policy.expert_flat import place_flat
 from hadal.policy.expert_increment import descend
-from hadal.policy.expert_packing import EMPTY, Floats, Ints, pack
+from hadal.policy.expert_packing import Floats, Ints, pack
 from hadal.policy.expert_paths import held_by
 from hadal.policy.expert_search import exchange
 

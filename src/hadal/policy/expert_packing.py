@@ -11,11 +11,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.placement import EMPTY
+
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
-EMPTY = -1
 FULL = 1e30
 """Key of a rank that can take no more; loads are normalised to about 1 before they come here."""
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from hadal.policy.expert_counts import heaviest_pair, improve_counts
 from hadal.policy.expert_increment import descend
-from hadal.policy.expert_packing import EMPTY, Floats, Ints, replicate
-from hadal.policy.expert_paths import choose, held_by, standing
-from hadal.policy.expert_search import shares_of
+from hadal.policy.expert_packing import Floats, Ints, replicate
+from hadal.policy.expert_paths import choose, held_by, num_moved, standing
+from hadal.policy.expert_search import heaviest_rank
 
 WORTHWHILE = 1e-3
 """What a replica that passes on must take from the heaviest pair, as a part of it."""
@@ -42,8 +42,8 @@ def improve_pairs(
     best = choose(paths, max_moves).reshape(table_LRS.shape)
     open_layers = np.arange(num_layers)
     for _ in range(num_passes):
-        open_layers = open_layers[_tops(best, loads_LE)[open_layers] > ceiling_L[open_layers]]
-        moved = _num_moved(table_LRS, best)
+        open_layers = open_layers[heaviest_rank(best, loads_LE)[open_layers] > ceiling_L[open_layers]]
+        moved = num_moved(table_LRS, best)
         left = max_moves - int(moved.sum())
         if not len(open_layers) or left < MOVES_A_PASS:
             break
@@ -67,7 +67,7 @@ def improve_pairs(
             trial, homes[layers], loads_LE[layers], ceiling_L[layers], capacity_R, max_moves=max_moves, trades_only=True
         )
         new = choose([stay, path], left + int(moved[layers].sum())).reshape(trial.shape)
-        better = _tops(new, loads_LE[layers]) < _tops(best[layers], loads_LE[layers]) * (1 - 1e-6)
+        better = heaviest_rank(new, loads_LE[layers]) < heaviest_rank(best[layers], loads_LE[layers]) * (1 - 1e-6)
         best[layers] = new
         # A layer that was not chosen had too little to gain for the budget left.
         open_layers = layers[better]
@@ -100,16 +100,6 @@ def _pass_on(table_RS: Ints, loads_E: Floats, giver: int, taker: int) -> None:
     table_RS[rank, slot] = taker
 
 
-def _tops(table_LRS: Ints, loads_LE: Floats) -> Floats:
-    return np.asarray(shares_of(table_LRS, loads_LE).sum(axis=2).max(axis=1))
-
-
 def _counts(table_LRS: Ints, num_experts: int) -> Ints:
     rows = np.arange(len(table_LRS))[:, None, None] * num_experts
     return np.bincount((table_LRS + rows).ravel(), minlength=len(table_LRS) * num_experts).reshape(-1, num_experts)
-
-
-def _num_moved(old_LRS: Ints, new_LRS: Ints) -> Ints:
-    """Replicas that their rank did not hold before [L]."""
-    strange = (new_LRS[:, :, :, None] != old_LRS[:, :, None, :]).all(axis=3) & (new_LRS != EMPTY)
-    return np.asarray(strange.sum(axis=(1, 2)))

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.placement import EMPTY
 from hadal.policy.expert_packing import Floats, Ints, Singles
-from hadal.policy.expert_search import shares_of
+from hadal.policy.expert_search import heaviest_rank
 
 Flags = NDArray[np.bool_]
 
@@ -33,8 +34,7 @@ class Path:
 def standing(table_LRS: Ints, loads_LE: Floats, distance_L: Ints) -> Path:
     """A path of no move."""
     tables = table_LRS.reshape(1, len(table_LRS), -1).astype(np.int16)
-    tops = shares_of(table_LRS, loads_LE).sum(axis=2).max(axis=1)
-    return Path(tables, tops.astype(np.float32)[None], distance_L[None])
+    return Path(tables, heaviest_rank(table_LRS, loads_LE).astype(np.float32)[None], distance_L[None])
 
 
 def held_by(table_LRS: Ints, num_experts: int) -> Flags:
@@ -43,6 +43,12 @@ def held_by(table_LRS: Ints, num_experts: int) -> Flags:
     layers, ranks = np.arange(len(table_LRS))[:, None, None], np.arange(table_LRS.shape[1])[None, :, None]
     held[layers, ranks, table_LRS] = True  # EMPTY is -1, the last.
     return np.asarray(held[:, :, :-1])
+
+
+def num_moved(old_LRS: Ints, new_LRS: Ints) -> Ints:
+    """Replicas that their rank did not hold before [L]."""
+    strange = (new_LRS[:, :, :, None] != old_LRS[:, :, None, :]).all(axis=3) & (new_LRS != EMPTY)
+    return np.asarray(strange.sum(axis=(1, 2)))
 
 
 def choose(paths: Sequence[Path], max_moves: int) -> Ints:

@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 
 from hadal.core.placement import EMPTY, Placement, spread
-from hadal.policy.expert_balance import Cluster, ExpertPlan, balance, balancedness, rank_loads
+from hadal.policy.expert_balance import Cluster, ExpertPlan, balancedness, rank_loads
 from hadal.policy.expert_packing import Floats
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 BAR_CHARS = 50
-
-plan = balance
 
 
 def loads_of(value: Any) -> Floats:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hadal.policy.expert_packing import EMPTY, Floats, Ints, Singles
+from hadal.core.placement import EMPTY
+from hadal.policy.expert_packing import Floats, Ints, Singles
 
 NEVER = np.float32(1e9)
 
@@ -24,6 +25,17 @@ def shares_of(table_LRS: Ints, loads_LE: Floats) -> Floats:
     share[:, :num_experts] = loads_LE / np.maximum(counts[:, :num_experts], 1)
     result: Floats = share.ravel()[at].reshape(table_LRS.shape)
     return result
+
+
+def held_loads(table_LRS: Ints, loads_LE: Floats) -> Floats:
+    """Load of the whole expert in every slot [L, R, S]; whatever in empty slots: the caller takes nothing of it."""
+    flat = np.where(table_LRS == EMPTY, 0, table_LRS).reshape(len(table_LRS), -1)
+    return np.asarray(np.take_along_axis(loads_LE, flat, axis=1).reshape(table_LRS.shape))
+
+
+def heaviest_rank(table_LRS: Ints, loads_LE: Floats) -> Floats:
+    """Load of the heaviest rank [L] when the replicas of an expert share evenly."""
+    return np.asarray(shares_of(table_LRS, loads_LE).sum(axis=2).max(axis=1))
 
 
 def exchange(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hadal.policy.expert_packing import EMPTY, Floats, Ints
-from hadal.policy.expert_search import shares_of
+from hadal.core.placement import EMPTY
+from hadal.policy.expert_packing import Floats, Ints
+from hadal.policy.expert_search import held_loads, shares_of
 
 NOWHERE = 1e30
 """Height of the rank of a padded slot."""
@@ -88,7 +89,6 @@ def _level(others_LM: Floats, amount_L: Floats) -> Floats:
 def _fractions(table_LRS: Ints, amounts_LRS: Floats, loads_LE: Floats) -> Floats:
     """Amounts as parts of their expert's load; even parts for an expert without load."""
     ones = shares_of(table_LRS, np.ones_like(loads_LE))
-    flat = np.where(table_LRS == EMPTY, 0, table_LRS).reshape(len(table_LRS), -1)
-    load = np.take_along_axis(loads_LE, flat, axis=1).reshape(table_LRS.shape)
+    load = held_loads(table_LRS, loads_LE)
     result: Floats = np.where((load > 0) & (table_LRS != EMPTY), amounts_LRS / np.where(load > 0, load, 1.0), ones)
     return result

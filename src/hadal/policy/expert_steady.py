@@ -13,10 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from hadal.core.placement import EMPTY
 from hadal.policy.expert_increment import FREE
-from hadal.policy.expert_packing import EMPTY, Floats, Ints
+from hadal.policy.expert_packing import Floats, Ints
 from hadal.policy.expert_paths import Flags, Path
-from hadal.policy.expert_search import shares_of
+from hadal.policy.expert_search import heaviest_rank, shares_of
 
 MAX_STEPS = 16
 """A longer window is judged by as many of its steps, evenly chosen."""
@@ -32,7 +33,7 @@ def sample(window_TLE: Floats) -> Floats:
 
 def mean_of_maxima(tables_LRS: Ints, window_TLE: Floats) -> Floats:
     """Load of the heaviest rank of a step, mean of the steps [L]."""
-    return np.asarray(np.mean([shares_of(tables_LRS, step).sum(axis=2).max(axis=1) for step in window_TLE], axis=0))
+    return np.asarray(np.mean([heaviest_rank(tables_LRS, step) for step in window_TLE], axis=0))
 
 
 def judged_by(path: Path, window_TLE: Floats, num_slots: int) -> Path:

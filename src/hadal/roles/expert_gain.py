@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.placement import EMPTY, Placement
+from hadal.policy.expert_search import held_loads
 
 Floats = NDArray[np.float64]
 
@@ -82,13 +83,10 @@ class ExpertTerms:
 
 def fractions(placement: Placement) -> Floats:
     """Of its expert's tokens, what each slot takes [L, R, S]; 0 in empty slots."""
-    slots = placement.slot_to_expert_LRS.astype(np.int64)
-    weights = np.ones(slots.shape) if placement.weights_LRS is None else placement.weights_LRS.astype(np.float64)
-    weights = np.where(slots == EMPTY, 0.0, weights)
-    at = np.where(slots == EMPTY, 0, slots) + placement.num_experts * np.arange(len(slots))[:, None, None]
-    total = np.bincount(at.ravel(), weights.ravel(), len(slots) * placement.num_experts)
-    result: Floats = weights / np.where(total > 0, total, 1.0)[at]
-    return result
+    table = placement.slot_to_expert_LRS.astype(np.int64)
+    weights = np.ones(table.shape) if placement.weights_LRS is None else placement.weights_LRS.astype(np.float64)
+    total = held_loads(table, placement.by_expert(weights))
+    return np.asarray(np.where(table == EMPTY, 0.0, weights) / np.where(total > 0, total, 1.0))
 
 
 def heaviest(loads_TE: Floats, slots_RS: NDArray[np.int16], fractions_RS: Floats) -> Floats:

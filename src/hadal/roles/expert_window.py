@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.balance import EXPERTS, EXPERTS_WORST
-from hadal.core.placement import EMPTY, Placement
+from hadal.core.placement import Placement
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -45,12 +45,7 @@ class LoadWindow:
         """Take in an interval; return its own balancedness over `ranks`, empty if nothing was received."""
         if not counts_LRS.any():
             return {}
-        num_layers, num_experts = self._sizes
-        slots = placement.slot_to_expert_LRS.astype(np.int64)
-        at = np.where(slots == EMPTY, 0, slots) + num_experts * np.arange(num_layers)[:, None, None]
-        held = np.where(slots == EMPTY, 0, counts_LRS).astype(np.float64)
-        loads = np.bincount(at.ravel(), held.ravel(), num_layers * num_experts).astype(np.float64)
-        self._loads.append(loads.reshape(self._sizes))
+        self._loads.append(placement.by_expert(counts_LRS.astype(np.float64)))
         self._numbers.append(self.number)
         self.number += 1
         received_LR = counts_LRS.sum(axis=2)[:, sorted(ranks)].astype(np.float64)

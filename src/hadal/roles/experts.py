@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from hadal.core.messages import Load, Trace
 from hadal.core.placement import EMPTY, Placement, parts_of
 from hadal.core.plans import FLIP, LayerFlip, Staged, StagePlan, StepDone, StepPlan
-from hadal.policy.expert_balance import Cluster, balance
+from hadal.policy.expert_balance import Cluster, balance, rank_loads
 from hadal.policy.expert_split import split_loads
 from hadal.roles.expert_gain import ExpertTerms, Floats, fractions, heaviest, pays, sure_gain
 from hadal.roles.expert_install import Address, Installation, InstallState
@@ -230,10 +230,7 @@ class ExpertBalancer:
 
     def _rank_loads(self) -> Floats:
         """Faded loads that the ranks would have had under the placement in force [L, R]."""
-        slots = self.placement.slot_to_expert_LRS.astype(np.int64)
-        flat = np.where(slots == EMPTY, 0, slots).reshape(len(slots), -1)
-        held = np.take_along_axis(self.window.summed(), flat, axis=1).reshape(slots.shape)
-        return np.asarray((held * self._fractions_LRS).sum(axis=2))
+        return rank_loads(self.placement, self.window.summed(), self._fractions_LRS)
 
     def _most_promising(self, loads_LR: Floats, layer_s: Floats) -> int | None:
         """The layer in which perfect balance would save most, of those worth a look."""

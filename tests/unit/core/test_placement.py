@@ -240,3 +240,9 @@ def test_neighbours_share_a_node() -> None:
         assert {int(expert) // 64 for expert in of_node.flat} == {node}
     with pytest.raises(ValueError, match="over 3 nodes"):
         spread_by_node(1, 256, 33, 0, 3)
+
+
+def test_what_an_experts_slots_have_adds_up_and_empty_slots_do_not_count() -> None:
+    slots = np.array([[[0, 1], [1, EMPTY]], [[2, 0], [EMPTY, EMPTY]]], np.int16)
+    amounts = np.array([[[1.0, 2.0], [4.0, 8.0]], [[16.0, 32.0], [64.0, 128.0]]])
+    assert Placement(3, slots).by_expert(amounts).tolist() == [[1.0, 6.0, 0.0], [32.0, 0.0, 16.0]]

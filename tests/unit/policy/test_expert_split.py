@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hadal.core.placement import EMPTY
 from hadal.policy.expert_balance import Cluster, balance, balancedness, rank_loads
-from hadal.policy.expert_packing import EMPTY
 
 
 @settings(deadline=None, max_examples=50)

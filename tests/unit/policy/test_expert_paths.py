@@ -1,0 +1,45 @@
+"""Distances count what a rank did not hold, wherever it lies; a budget buys the tables that are worth most."""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+import pytest
+
+from hadal.core.placement import EMPTY
+from hadal.policy.expert_packing import Ints
+from hadal.policy.expert_paths import Path, choose, held_by, num_moved, standing
+
+
+def table_of(random: np.random.Generator, num_layers: int, num_ranks: int, num_slots: int, num_experts: int) -> Ints:
+    """No rank holds an expert twice; some slots are empty."""
+    rows = [random.permutation(num_experts)[:num_slots] for _ in range(num_layers * num_ranks)]
+    table = np.stack(rows).reshape(num_layers, num_ranks, num_slots)
+    return np.where(random.random(table.shape) < 0.2, EMPTY, table)
+
+
+@pytest.mark.parametrize("seed", [0, 1, secrets.randbelow(2**31)])
+def test_what_moved_is_what_the_rank_did_not_hold(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    old, new = (table_of(random, 3, 5, 4, 9) for _ in range(2))
+    expected = (held_by(new, 9) & ~held_by(old, 9)).sum(axis=(1, 2))
+    assert expected.any()
+    assert num_moved(old, new).tolist() == expected.tolist()
+    assert not num_moved(old, np.flip(old, axis=2)).any()
+
+
+def test_the_budget_goes_to_the_layer_that_gains_most_by_it() -> None:
+    """Two layers, one move each: from a top of 2 to 1, and from 2 to 1.5."""
+    tables = np.arange(4, dtype=np.int16).reshape(2, 2, 1)
+    path = Path(tables, np.array([[2, 2], [1, 1.5]], np.float32), np.array([[0, 0], [3, 3]]))
+    assert choose([path], 2).tolist() == [[0], [1]]
+    assert choose([path], 3).tolist() == [[2], [1]]
+    assert choose([path], 6).tolist() == [[2], [3]]
+
+
+def test_a_heavier_table_is_never_bought() -> None:
+    loads = np.array([[3.0, 1.0, 1.0, 1.0]])
+    even, odd = np.array([[[0, EMPTY], [1, 2], [3, EMPTY]]]), np.array([[[0, 1], [2, EMPTY], [3, EMPTY]]])
+    paths = [standing(even, loads, np.array([0])), standing(odd, loads, num_moved(even, odd))]
+    assert choose(paths, 9).reshape(even.shape).tolist() == even.tolist()
