@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bench.balance_loads import Arrival, Load
-from hadal.policy.prefill_balance import PrefillQueueView, StepLimits, look_ahead, plan_step
+from hadal.policy.prefill_balance import PrefillQueueView, look_ahead, plan_step
+from hadal.policy.prefill_budget import StepLimits
 from hadal.policy.prefill_rates import PrefillRates
 from hadal.policy.views import PromptView
 

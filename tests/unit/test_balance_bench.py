@@ -19,7 +19,7 @@ from bench.balance_prefill_sim import (
     round_robin,
     simulate,
 )
-from hadal.policy.prefill_balance import StepLimits
+from hadal.policy.prefill_budget import StepLimits
 
 LIMITS = StepLimits(2048, 4096)
 LOAD = lognormal("test", 1500.0, 1.2, 16_000, 300, seed=3)

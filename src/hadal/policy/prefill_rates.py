@@ -55,7 +55,13 @@ class PrefillRates:
         return n, n * (linear + half_s * n)
 
 
+PAIRS_PER_TOKEN = 14_800
+"""Attended positions that cost as much as all else of a token: DeepSeek-V3 activates 37e9 weights, 2 FLOP each, for a
+token, and spends 61 layers x 128 heads x (192 + 128) x 2 FLOP on a position that it attends to."""
+UNMEASURED = PrefillRates(1.0, 1.0 / PAIRS_PER_TOKEN)
+"""Before anything was measured: only the ratio is known, from the model's shape."""
+
 
 def cost_s(prompt: PromptView, rates: PrefillRates) -> float:
-    """Predicted cost of all that is left of a prompt: what `plan_step` chooses its rank by."""
+    """Predicted cost of all that is left of a prompt: what its rank is chosen by."""
     return rates.chunk_s(prompt.num_context, prompt.num_tokens)

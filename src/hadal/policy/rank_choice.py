@@ -1,4 +1,6 @@
-"""Choose the rank of a prefill unit that takes a prompt: equal work. (Decode's rule is in policy/decode_balance.)
+"""Choose the rank of a prefill unit that takes a prompt, where steps are cut by token budgets: equal work.
+
+(Where they are cut by cost, policy/prefill_balance chooses; decode's rule is in policy/decode_balance.)
 
 Knows nothing of tensors, networks or time. The caller owns the state and applies the choice.
 Goal (DeepSeek-V3/R1 inference overview): equal attention work and equal numbers of input tokens per GPU.
@@ -9,16 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hadal.policy.views import PrefillRankView
-
-PAIRS_PER_TOKEN = 14_800
-"""Attended positions that cost as much as all else of a token: DeepSeek-V3 activates 37e9 weights, 2 FLOP each, for a
-token, and spends 61 layers x 128 heads x (192 + 128) x 2 FLOP on a position that it attends to."""
-
-
-def work_of(num_done: int, num_tokens: int) -> float:
-    """Estimated work of prefilling positions num_done .. num_tokens-1, in tokens without context."""
-    num_left = num_tokens - num_done
-    return num_left + num_left * (num_done + num_tokens) / 2 / PAIRS_PER_TOKEN
 
 
 def choose_prefill_rank(ranks: Sequence[PrefillRankView], num_blocks_needed: int) -> int | None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hadal.policy.prefill_rates import PrefillRates
-from hadal.policy.rank_choice import PAIRS_PER_TOKEN
+from hadal.policy.prefill_rates import UNMEASURED, PrefillRates
 from hadal.policy.views import DecodeUnitView, PrefillUnitView
 
 
@@ -36,7 +35,7 @@ def _unknown_rates(units: Sequence[PrefillUnitView]) -> tuple[float, float]:
     """(token_s, pair_s) of a unit that has none: the mean of those that have, else the model's ratio."""
     known = [unit for unit in units if unit.token_s > 0.0]
     if not known:
-        return 1.0, 1.0 / PAIRS_PER_TOKEN
+        return UNMEASURED.token_s, UNMEASURED.pair_s
     return sum(unit.token_s for unit in known) / len(known), sum(unit.pair_s for unit in known) / len(known)
 
 

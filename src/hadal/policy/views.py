@@ -65,11 +65,11 @@ class DecodeRanksView:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRankView:
-    """A living rank of a prefill unit while its leader plans a step."""
+    """A living rank of a prefill unit while its leader plans a step by token budgets."""
 
     rank: int
     work: float
-    """Of the prompts that started there (policy/rank_choice.work_of)."""
+    """Of the prompts that started there, at unmeasured rates (policy/prefill_rates.cost_s)."""
     num_tokens_free: int
     """What the step still takes there."""
     num_blocks_free: int

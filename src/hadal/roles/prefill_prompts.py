@@ -19,9 +19,10 @@ from hadal.core.plans import Chunk
 from hadal.kv.blocks import blocks_for
 from hadal.overlap.split import num_pairs_of
 from hadal.policy.batching import pack_chunks, turn_s
-from hadal.policy.prefill_balance import PrefillQueueView, StepLimits, look_ahead, plan_step
-from hadal.policy.prefill_rates import PrefillRates
-from hadal.policy.rank_choice import choose_prefill_rank, work_of
+from hadal.policy.prefill_balance import PrefillQueueView, look_ahead, plan_step
+from hadal.policy.prefill_budget import StepLimits
+from hadal.policy.prefill_rates import UNMEASURED, PrefillRates, cost_s
+from hadal.policy.rank_choice import choose_prefill_rank
 from hadal.policy.views import PrefillRankView, PromptView
 from hadal.roles.ending import history_of
 from hadal.roles.rank_pools import RankPools
@@ -136,10 +137,10 @@ def _pack_cost(
     ]  # fmt: skip
     seen = look_ahead(islice(waiting, sum(max(0, num_starts[rank]) for rank in living)), len(living), limits,
                       lambda prompt: prompt.num_left)  # fmt: skip
-    cut = plan_step(views, [prompt.view() for prompt in seen], rates, limits)
+    plan = plan_step(views, [prompt.view() for prompt in seen], rates, limits)
     parts: list[tuple[Part, ...]] = [()] * pools.num_ranks
     starts: dict[int, Start] = {}
-    for of_rank in cut.ranks:
+    for of_rank in plan.ranks:
         starts.update({index: (seen[index], of_rank.rank) for index in of_rank.starts})
         prompts = [*rank_to_prompts[of_rank.rank], *(seen[index] for index in of_rank.starts)]
         parts[of_rank.rank] = tuple(
@@ -156,7 +157,7 @@ def _pack_tokens(
     """Every rank as many tokens as its budget."""
     views = {
         rank: PrefillRankView(
-            rank, sum(work_of(prompt.num_planned, len(prompt.tokens)) for prompt in rank_to_prompts[rank]),
+            rank, sum(cost_s(prompt.view(), UNMEASURED) for prompt in rank_to_prompts[rank]),
             max(0, chunk_tokens - sum(prompt.num_left for prompt in rank_to_prompts[rank])), pools[rank].num_free,
             num_starts[rank],
         ) for rank in pools.living
@@ -169,7 +170,7 @@ def _pack_tokens(
         rank_to_prompts[rank].append(prompt)
         view = views[rank]
         views[rank] = replace(
-            view, work=view.work + work_of(0, len(prompt.tokens)),
+            view, work=view.work + cost_s(prompt.view(), UNMEASURED),
             num_tokens_free=max(0, view.num_tokens_free - prompt.num_left),
             num_blocks_free=view.num_blocks_free - num_blocks, num_starts_free=view.num_starts_free - 1,
         )  # fmt: skip

@@ -15,8 +15,7 @@ from hadal.core.plans import OpTime
 from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL, Schedule
 from hadal.overlap.split import split_chunks, split_rows
 from hadal.perf.costs import StepCosts, Work, choose, halve_works
-from hadal.policy.prefill_rates import PrefillRates
-from hadal.policy.rank_choice import PAIRS_PER_TOKEN
+from hadal.policy.prefill_rates import UNMEASURED, PrefillRates
 
 AUTO = "auto"
 HYSTERESIS = 0.03
@@ -25,8 +24,6 @@ _ALLOWED = (PREFILL_DUAL, DECODE_FIVE)
 _KEPT_STEPS = 32
 """A price is asked for again after so many observed steps; earlier while few were seen."""
 _KEPT_CHOICES = 256
-_NO_RATES = PrefillRates(1.0, 1.0 / PAIRS_PER_TOKEN)
-"""Before anything was measured: only the ratio is known, from the model's shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ class StepScheduler:
         self._current = SEQUENTIAL
         self._choices: dict[tuple[int, int], tuple[Schedule, int, int]] = {}
         """Size of the work -> (schedule, micro-batches, steps observed when it was chosen)."""
-        self._rates = _NO_RATES
+        self._rates = UNMEASURED
         self._rates_at = -1
         self._last: tuple[Schedule, int] = (SEQUENTIAL, 1)
         """How the last step was run."""
@@ -110,7 +107,7 @@ class StepScheduler:
     @property
     def is_calibrated(self) -> bool:
         """Whether `rates` were measured: before, they are in no unit of time."""
-        return self.rates is not _NO_RATES
+        return self.rates is not UNMEASURED
 
     def done(self, step_id: int, op_times: Sequence[OpTime]) -> None:
         """Learn from a step's times."""

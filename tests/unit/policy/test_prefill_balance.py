@@ -10,19 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.policy.prefill_balance import (
-    DRAIN,
     HEAD_SHARE,
     LOOK_AHEAD,
     PrefillQueueView,
     RankCut,
     StepCut,
-    StepLimits,
     cut_rank,
     look_ahead,
     plan_step,
-    predict,
-    step_budget_s,
 )
+from hadal.policy.prefill_budget import DRAIN, StepLimits, predict, step_budget_s
 from hadal.policy.prefill_rates import PrefillRates, cost_s
 from hadal.policy.views import PromptView
 
@@ -198,13 +195,6 @@ def test_no_pairs_means_equal_tokens() -> None:
     assert abs(sizes[0] - sizes[1]) <= 1
 
 
-def test_a_step_takes_no_more_than_its_share_of_what_is_there() -> None:
-    dense = [PromptView(8000, 0, 100_000)]
-    alone_s = step_budget_s(dense, 32, RATES, 8192)
-    assert alone_s < step_budget_s(dense * 200, 32, RATES, 8192)
-    assert alone_s >= 0.5 * RATES.chunk_s(0, 8192)
-
-
 def test_a_step_that_costs_much_beside_its_work_is_longer() -> None:
     """Both where little waits, and where dense prompts on few ranks would have it shortened."""
     cheap, dear = (PrefillRates(3.3e-5, 1e-8, 2e-5, step_s) for step_s in (0.0, 1.0))
@@ -243,8 +233,3 @@ def test_nothing_to_do_is_an_empty_step() -> None:
     step = plan_step(views_of([[], []]), [], RATES, LIMITS)
     assert [(cut.starts, cut.sizes) for cut in step.ranks] == [((), ()), ((), ())]
     assert step.efficiency == 1
-
-
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="mean"):
-        StepLimits(10, 5)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.policy.prefill_rates import PrefillRates, cost_s
+from hadal.policy.prefill_rates import UNMEASURED, PrefillRates, cost_s
 from hadal.policy.views import PromptView
 
 RATES = PrefillRates(3.3e-5, 1e-8, 2e-5)
@@ -16,7 +16,9 @@ rates = st.builds(PrefillRates, st.floats(1e-6, 1e-3), st.sampled_from([0.0, 1e-
 
 @given(rates, st.integers(0, 200_000), st.integers(0, 40_000), st.floats(0, 100))
 def test_prefix_is_the_most_that_fits(of: PrefillRates, start: int, num_tokens: int, budget_s: float) -> None:
-    n = of.prefix(start, num_tokens, budget_s)
+    n, seconds = of.fit(start, num_tokens, budget_s)
+    assert of.prefix(start, num_tokens, budget_s) == n
+    assert seconds == pytest.approx(of.chunk_s(start, n))
     slack_s = 1e-9 * budget_s
     assert 0 <= n <= num_tokens
     assert n == 0 or of.chunk_s(start, n) <= budget_s + slack_s
@@ -25,6 +27,15 @@ def test_prefix_is_the_most_that_fits(of: PrefillRates, start: int, num_tokens: 
 
 def test_a_cached_prefix_counts_as_context() -> None:
     assert cost_s(PromptView(100, 9, 50_000), RATES) > 10 * cost_s(PromptView(100, 9, 0), RATES)
+
+
+def test_pieces_of_a_prompt_cost_what_it_costs() -> None:
+    whole, first, rest = (
+        cost_s(prompt, UNMEASURED)
+        for prompt in (PromptView(300, 9, 0), PromptView(100, 9, 0), PromptView(200, 0, 100))
+    )
+    assert whole > 300
+    assert whole == pytest.approx(first + rest)
 
 
 @pytest.mark.parametrize("wrong", [(0.0, 1e-8), (1e-5, -1.0), (1e-5, 0.0, -1.0), (1e-5, 0.0, 0.0, -1.0)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.policy.rank_choice import choose_prefill_rank, work_of
+from hadal.policy.rank_choice import choose_prefill_rank
 from hadal.policy.views import PrefillRankView
 
 
@@ -14,9 +14,3 @@ def test_prefill_takes_the_least_work_where_the_prompt_can_start() -> None:
     assert choose_prefill_rank([prefill(0, work=9.0), prefill(1, work=3.0)], 2) == 1
     assert choose_prefill_rank([prefill(0, work=9.0), prefill(1, tokens=0)], 2) == 0
     assert choose_prefill_rank([prefill(0, blocks=1), prefill(1, starts=0)], 2) is None
-
-
-def test_work_counts_attention_to_what_was_done_before() -> None:
-    assert work_of(0, 100) < work_of(0, 101)
-    assert work_of(1000, 1100) > work_of(0, 100) > 100
-    assert work_of(0, 300) == work_of(0, 100) + work_of(100, 300)

@@ -6,7 +6,7 @@ import pytest
 
 from hadal.core.plans import OpTime
 from hadal.perf.costs import Work
-from hadal.policy.rank_choice import PAIRS_PER_TOKEN
+from hadal.policy.prefill_rates import PAIRS_PER_TOKEN
 from hadal.roles.schedule import StepScheduler
 
 SECONDS = {"attn_in": 1e-3, "attn_core": 1e-3, "gate": 1e-4, "shared": 1e-3, "experts": 2e-3, "post": 1e-5}

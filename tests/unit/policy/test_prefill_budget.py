@@ -1,0 +1,50 @@
+"""prefill_budget: steps as long as what is there is worth, shorter while few ranks have dense prompts."""
+
+from __future__ import annotations
+
+import pytest
+
+from hadal.policy.prefill_budget import CAPS, SCALES, StepLimits, choose_budget, predict, step_budget_s
+from hadal.policy.prefill_rates import PrefillRates
+from hadal.policy.views import PromptView
+
+RATES = PrefillRates(3.3e-5, 1e-8, 2e-5)
+LIMITS = StepLimits(8192, 16384)
+
+
+def test_a_step_takes_no_more_than_its_share_of_what_is_there() -> None:
+    dense = [PromptView(8000, 0, 100_000)]
+    alone_s = step_budget_s(dense, 32, RATES, 8192)
+    assert alone_s < step_budget_s(dense * 200, 32, RATES, 8192)
+    assert alone_s >= 0.5 * RATES.chunk_s(0, 8192)
+
+
+def test_few_dense_ranks_get_less_time_and_all_dense_ones_all_of_it() -> None:
+    dense, light = [PromptView(60_000, 0, 60_000)], [PromptView(3000, 0, 0)] * 4
+    nominal_s = RATES.chunk_s(60_000, 8192)
+    few_s, _ = choose_budget([dense, *[light] * 7], RATES, nominal_s, LIMITS)
+    all_s, _ = choose_budget([dense] * 8, RATES, nominal_s, LIMITS)
+    assert few_s < all_s == nominal_s
+    assert few_s == pytest.approx(min(SCALES) * nominal_s)
+
+
+def test_light_ranks_may_take_more_tokens_where_dispatch_is_free() -> None:
+    dense, light = [PromptView(60_000, 0, 60_000)], [PromptView(3000, 0, 0)] * 9
+    free, dear = PrefillRates(3.3e-5, 1e-8), PrefillRates(3.3e-5, 1e-8, 1e-3)
+    caps = [choose_budget([dense, light], rates, 1.0, LIMITS)[1] for rates in (free, dear)]
+    assert caps == [CAPS[-1] * 8192, CAPS[0] * 8192]
+
+
+def test_without_prompts_the_budget_is_the_nominal_one() -> None:
+    assert choose_budget([[], []], RATES, 0.5, LIMITS) == (0.5, 16384)
+
+
+def test_efficiency_is_the_mean_over_the_slowest_and_what_a_step_costs_anyway() -> None:
+    rates = PrefillRates(1.0, 0.0, dispatch_s=0.5, step_s=4.0)
+    assert predict([(6.0, 2), (2.0, 6)], rates) == pytest.approx((4.0 + 0.5 * 4) / (4.0 + 6.0 + 0.5 * 6))
+    assert predict([(0.0, 0), (0.0, 0)], rates) == 1.0
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="mean"):
+        StepLimits(10, 5)
