@@ -32,6 +32,12 @@ def mean_over_max(amounts: Sequence[float]) -> float | None:
     return sum(amounts) / len(amounts) / most if most > 0 else None
 
 
+def balance_of(amounts: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Objective -> the ranks' amounts, as objective -> mean over maximum; without those that nobody has any of."""
+    found = {name: mean_over_max(of_ranks) for name, of_ranks in amounts.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def shown(balance: Mapping[str, float]) -> dict[str, float]:
     """What of a unit's report can be shown, in the order of OBJECTIVES: no other names, nothing but finite numbers."""
     numbers = {name: balance[name] for name in OBJECTIVES if isinstance(balance.get(name), int | float)}

@@ -6,13 +6,19 @@ Knows nothing of what is in a block. Block 0 is scratch: padded rows of a batch 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hadal.core.errors import InvariantError
 from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
 
+Counts = TypeVar("Counts", int, NDArray[np.int64])
 
-def blocks_for(num_tokens: int) -> int:
-    """Blocks that hold `num_tokens` tokens of KV."""
+
+def blocks_for(num_tokens: Counts) -> Counts:
+    """Blocks that hold `num_tokens` tokens of KV; of an array, one by one."""
     return -(-num_tokens // BLOCK_TOKENS)
 
 

@@ -37,7 +37,7 @@ from hadal.core.plans import KvPulled, StepDone
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Pull, RankReset, Send, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_moves import MoveTerms, terms_of
-from hadal.roles.decode_plans import balance_of, join_of, make_plans
+from hadal.roles.decode_plans import join_of, make_plans, step_balance
 from hadal.roles.decode_slots import AUTO, DecodeSlots, Key
 from hadal.roles.decode_table import Bools, DecodeTable, Ints, SlotState
 from hadal.roles.ending import LENGTH, STOP
@@ -324,7 +324,7 @@ class DecodeLeader:
 
     def _trace(self, step_id: int, choice: Choice, work: list[tuple[int, int]]) -> bool:
         """Note how balanced a plan is; whether it is recorded."""
-        balance = balance_of(self.blocks.living, work)
+        balance = step_balance(self.blocks.living, work)
         self._balance.add(balance)
         is_traced = self._tracer.is_wanted
         if is_traced:

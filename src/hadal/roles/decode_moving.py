@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hadal.core.messages import BLOCK_TOKENS, KvLease
+from hadal.core.messages import KvLease
 from hadal.core.seams import Pull
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_moves import Move, MoveTerms, RunningView
@@ -27,6 +27,10 @@ from hadal.roles.decode_table import ARRIVING, DecodeTable, SlotState
 from hadal.roles.rank_pools import RankPools
 
 STALL_STEPS_MAX = 3
+"""Two plans are made before any copy can have ended; one more gives it the time of another step."""
+_NUM_MORE = 2
+"""Positions that a request's first blocks at its target hold beside those written when its move is decided: the one of
+its last plan at the source, and the one of its first at the target."""
 Key = tuple[str, int]
 
 
@@ -75,8 +79,8 @@ class DecodeMoving:
         for key in self.arriving:  # A copy of it still runs, and there is only one of a request at a time.
             if key in self._key_to_slot:
                 may_move[self._key_to_slot[key]] = False
-        num_blocks = (table.length + 1) // BLOCK_TOKENS + 1
-        num_blocks_worst = (table.length - table.output_index + table.max_tokens - 1) // BLOCK_TOKENS + 1
+        num_blocks = blocks_for(table.length + _NUM_MORE)
+        num_blocks_worst = blocks_for(table.length - table.output_index + table.max_tokens)
         return RunningView(
             np.where(may_move, num_blocks, 0).reshape(shape)[list(rows)],
             np.where(may_move, np.maximum(num_blocks, num_blocks_worst), 0).reshape(shape)[list(rows)],
@@ -89,7 +93,7 @@ class DecodeMoving:
         for move in moves:
             source = move.from_rank * self._per_rank + move.slot
             key = table.seat(source).key
-            num_blocks = (int(table.length[source]) + 1) // BLOCK_TOKENS + 1
+            num_blocks = blocks_for(int(table.length[source]) + _NUM_MORE)
             block_ids = self._pools[move.to_rank].allocate(num_blocks, key)
             assert block_ids is not None, "a move was chosen to where it does not fit"
             table.moved_step_id[source] = step_id

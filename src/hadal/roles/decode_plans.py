@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hadal.core.balance import KV, REQUESTS, mean_over_max
+from hadal.core.balance import KV, REQUESTS, balance_of
 from hadal.core.plans import DecodePlan, Join
 from hadal.roles.decode_table import DecodeTable
 from hadal.roles.ending import has_penalty
@@ -54,10 +54,8 @@ def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
     )  # fmt: skip
 
 
-def balance_of(living: Sequence[int], rank_to_work: Sequence[tuple[int, int]]) -> dict[str, float]:
+def step_balance(living: Sequence[int], rank_to_work: Sequence[tuple[int, int]]) -> dict[str, float]:
     """How even a step's (requests, KV positions) lie on the living ranks; empty for a step without work."""
-    objectives = {
-        KV: mean_over_max([rank_to_work[rank][1] for rank in living]),
-        REQUESTS: mean_over_max([rank_to_work[rank][0] for rank in living]),
-    }
-    return {name: value for name, value in objectives.items() if value is not None}
+    return balance_of({
+        KV: [rank_to_work[rank][1] for rank in living], REQUESTS: [rank_to_work[rank][0] for rank in living],
+    })  # fmt: skip

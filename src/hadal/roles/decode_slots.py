@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hadal.core.messages import BLOCK_TOKENS, Decode
+from hadal.core.messages import Decode
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_balance import Arrival, place, place_by_counts
 from hadal.policy.decode_moves import MoveTerms, choose_moves, is_uneven
@@ -96,8 +96,7 @@ class DecodeSlots:
         )
 
     def _arrival(self, decode: Decode) -> Arrival:
-        # One block more than the KV if it ends with a full one: the first step writes the next position.
-        num_blocks = decode.lease.num_tokens // BLOCK_TOKENS + 1
+        num_blocks = blocks_for(decode.lease.num_tokens + 1)  # The first step writes the next position.
         generation = decode.generation
         num_blocks_worst = blocks_for(len(generation.prompt) + generation.max_tokens - 1)
         return Arrival(num_blocks, max(num_blocks, num_blocks_worst))

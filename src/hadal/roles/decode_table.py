@@ -48,6 +48,7 @@ class SlotState(IntEnum):
 
 ARRIVING = (SlotState.RESERVED, SlotState.FILLING)
 
+
 @dataclass(frozen=True, slots=True)
 class Seat:
     """What a slot's request is called and asked for; the numbers that change are in the arrays."""

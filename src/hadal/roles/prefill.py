@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from hadal.core.balance import ATTENTION, TIME, TOKENS, mean_over_max
+from hadal.core.balance import ATTENTION, TIME, TOKENS, balance_of
 from hadal.core.config import PREFILL
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
@@ -286,22 +286,21 @@ class PrefillLeader:
         for part in chain.from_iterable(step.parts):
             part.prompt.num_planned, part.prompt.last_step_id = part.end, step_id
 
-    def _balances(self, works: Sequence[tuple[int, int]]) -> dict[str, float]:
+    def _step_balance(self, works: Sequence[tuple[int, int]]) -> dict[str, float]:
         """How equal a step's ranks are; nothing where there is nobody to be equal to."""
         living, rates = self.blocks.living, self.scheduler.rates
         if len(living) < 2:
             return {}
         tokens, pairs = zip(*(works[rank] for rank in living), strict=True)
         times_s = [rates.token_s * n + rates.pair_s * m for n, m in zip(tokens, pairs, strict=True)]
-        balances = {ATTENTION: mean_over_max(pairs), TOKENS: mean_over_max(tokens), TIME: mean_over_max(times_s)}
-        return {name: balance for name, balance in balances.items() if balance is not None}
+        return balance_of({ATTENTION: pairs, TOKENS: tokens, TIME: times_s})
 
     def _plans(
         self, step_id: int, halves: Sequence[tuple[Sequence[Part], Sequence[Part]]], choice: Choice,
         works: Sequence[tuple[int, int]],
     ) -> tuple[PrefillPlan, ...]:  # fmt: skip
         """The step's plans, one for each rank. `works`: tokens and pairs by rank."""
-        balance = self._balances(works)
+        balance = self._step_balance(works)
         self._balance.add(balance)
         is_traced = self._tracer.is_wanted
         if is_traced:

@@ -28,6 +28,7 @@ from hadal.runtime.clock import LiveClock
 from hadal.runtime.compute import IDLE
 from hadal.runtime.core import first_placement, keeps_groups, make_core
 from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
+from hadal.runtime.memory import moves_experts
 from hadal.runtime.process import Run, enter_child, unit_arguments
 from hadal.runtime.topology import units_of
 from hadal.runtime.wire import ZmqWire
@@ -69,7 +70,7 @@ def make_leader(run: Run, unit: str, role: str, epoch: str) -> RankedLeader:
     book = RankBook(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s)
     nodes = tuple(rank // units.ranks_per_node for rank in range(units.ranks))
     experts = ExpertBalancer(
-        placement, nodes, is_planning=units.expert_balance != "off",
+        placement, nodes, is_planning=moves_experts(units),
         num_groups=config.n_group if keeps_groups(units, config, role) else 0,
     )  # fmt: skip
     num_slots = units.max_requests if role == DECODE else 0

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hadal.core.balance import OBJECTIVES, mean_over_max, shown
+from hadal.core.balance import OBJECTIVES, balance_of, mean_over_max, shown
 
 
 def test_mean_over_max() -> None:
@@ -14,6 +14,10 @@ def test_mean_over_max() -> None:
     assert mean_over_max([4, 0]) == pytest.approx(0.5)
     assert mean_over_max([0, 0]) is None
     assert mean_over_max([]) is None
+
+
+def test_objectives_that_nobody_has_any_of_are_left_out() -> None:
+    assert balance_of({"kv": [3, 1], "tokens": [0, 0], "requests": []}) == {"kv": pytest.approx(2 / 3)}
 
 
 def test_shown_are_known_names_with_finite_numbers_in_order() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hadal.core.balance import KV, REQUESTS
 from hadal.core.plans import DecodePlan, Join, Sampling
-from hadal.roles.decode_plans import balance_of, make_plans
+from hadal.roles.decode_plans import make_plans, step_balance
 from hadal.roles.schedule import Choice
 
 
@@ -19,6 +19,6 @@ def test_every_rank_gets_its_own_slots() -> None:
 
 
 def test_balance_is_of_living_ranks_and_of_a_step_with_work() -> None:
-    assert balance_of([0, 2], [(2, 100), (0, 0), (4, 100)]) == {KV: 1.0, REQUESTS: 0.75}
-    assert balance_of([0, 1], [(0, 0), (0, 0)]) == {}
-    assert balance_of([], [(0, 0)]) == {}
+    assert step_balance([0, 2], [(2, 100), (0, 0), (4, 100)]) == {KV: 1.0, REQUESTS: 0.75}
+    assert step_balance([0, 1], [(0, 0), (0, 0)]) == {}
+    assert step_balance([], [(0, 0)]) == {}
