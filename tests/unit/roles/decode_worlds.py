@@ -21,7 +21,6 @@ class DecodeWorld(World):
     def __init__(self, random: Random, leader: DecodeLeader, num_ranks: int) -> None:
         super().__init__(random, leader, num_ranks)
         self.pulls: list[Pull] = []
-        self.lazy: list[str] = []
         self.num_steps = 0
         self.last_step: dict[str, int] = {}
         """name -> the last step that computed it, of this attempt and generation."""
@@ -42,9 +41,6 @@ class DecodeWorld(World):
         num_tokens = len(g.prompt) + len(g.output) - 1
         blocks = tuple(range(1, 1 + blocks_for(num_tokens)))
         self.feed(Decode(g, KvLease("p", blocks, (0,) * len(blocks), num_tokens)))
-
-    def retry(self, name: str) -> None:
-        self.lazy.append(name)
 
     def apply(self, effect: Effect) -> None:
         super().apply(effect)
@@ -143,10 +139,7 @@ class DecodeWorld(World):
 
     def event(self) -> None:
         """Whatever comes next."""
-        if self.lazy and self.random.random() < 0.3:
-            name = self.lazy.pop(0)
-            if name not in self.ended:
-                self.send(name)
+        self.send_again(0.3)
         chance = self.random.random()
         if chance < 0.35 and self.pulls:
             self.pulled()

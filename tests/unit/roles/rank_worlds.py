@@ -82,6 +82,8 @@ class World:
         self.ended: set[str] = set()
         self.reasons: list[str] = []
         self.schedules: set[tuple[str, int]] = set()
+        self.lazy: list[str] = []
+        """Names to be sent again, some time."""
         self.penalties = Sampling(frequency_penalty=1.0)
 
     def feed(self, event: Event) -> None:
@@ -108,6 +110,16 @@ class World:
                     self.retry(name)
 
     def retry(self, name: str) -> None:
+        self.lazy.append(name)
+
+    def send_again(self, chance: float) -> None:
+        """With this chance, the one that has waited longest for it."""
+        if self.lazy and self.random.random() < chance:
+            name = self.lazy.pop(0)
+            if name not in self.ended:
+                self.send(name)
+
+    def send(self, name: str) -> None:
         raise NotImplementedError
 
     def submit(self, name: str) -> None:
@@ -206,7 +218,6 @@ class PrefillWorld(World):
     def __init__(self, random: Random, leader: PrefillLeader, num_ranks: int) -> None:
         super().__init__(random, leader, num_ranks)
         self.leases: list[tuple[str, int, KvLease]] = []
-        self.lazy: list[str] = []
 
     def submit(self, name: str) -> None:
         self.prompts[name], self.attempts[name], self.outputs[name] = self.make(name), 0, []
@@ -217,7 +228,7 @@ class PrefillWorld(World):
 
     def retry(self, name: str) -> None:
         self.leases = [lease for lease in self.leases if lease[0] != name]
-        self.lazy.append(name)
+        super().retry(name)
 
     def apply(self, effect: Effect) -> None:
         super().apply(effect)
@@ -254,10 +265,7 @@ class PrefillWorld(World):
 
     def event(self) -> None:
         """Whatever comes next."""
-        if self.lazy and self.random.random() < 0.4:
-            name = self.lazy.pop(0)
-            if name not in self.ended:
-                self.send(name)
+        self.send_again(0.4)
         chance = self.random.random()
         if chance < 0.3 and self.leases:
             self.release()
