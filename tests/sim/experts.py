@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.placement import Placement
+from hadal.core.placement import Placement, flip_arrays
 from hadal.core.plans import FormPlan, LayerFlip, StagePlan, StepDone, StepPlan
 from hadal.roles.expert_gain import ExpertTerms
 
@@ -108,8 +108,7 @@ class SimExperts:
     def flip(self, flip: LayerFlip) -> None:
         assert self.placement is not None
         before = self.placement.slot_to_expert_LRS
-        slots_RS = np.frombuffer(flip.slot_to_expert, np.int16).reshape(before.shape[1:])
-        weights_RS = np.frombuffer(flip.weights, np.uint8).reshape(before.shape[1:]) if flip.weights else None
+        slots_RS, weights_RS = flip_arrays(flip, self.placement.num_slots)
         if not np.array_equal(before[flip.layer, self.rank], slots_RS[self.rank]):
             staged = self.staged.pop(flip.layer, None)
             self.num_moved += len(set(slots_RS[self.rank].tolist()) - set(before[flip.layer, self.rank].tolist()))

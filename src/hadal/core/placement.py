@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.plans import LayerFlip
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -146,6 +148,14 @@ class Placement:
         shape = (-1, num_ranks, num_slots)
         weights_LRS = np.frombuffer(weights, np.uint8).reshape(shape) if weights else None
         return cls(num_experts, np.frombuffer(data, np.int16).reshape(shape), weights_LRS)
+
+
+def flip_arrays(flip: LayerFlip, num_slots: int) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
+    """Return slots [R, S] and weights [R, S] (None: equal parts) of a flip. Raises ValueError if they do not fit."""
+    if not num_slots:
+        raise ValueError("a layer without slots cannot flip.")
+    slots_RS = np.frombuffer(flip.slot_to_expert, np.int16).reshape(-1, num_slots)
+    return slots_RS, np.frombuffer(flip.weights, np.uint8).reshape(slots_RS.shape) if flip.weights else None
 
 
 def parts_of(slots_RS: NDArray[np.int16], split_RS: NDArray[np.float64]) -> NDArray[np.uint8]:

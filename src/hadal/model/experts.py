@@ -30,7 +30,7 @@ from torch import Tensor
 
 from hadal.core.errors import HadalError, InvariantError
 from hadal.core.model_config import ModelConfig
-from hadal.core.placement import EMPTY
+from hadal.core.placement import EMPTY, flip_arrays
 from hadal.core.plans import LayerFlip, Source, Staged, StagePlan
 from hadal.model.checkpoint import Checkpoint
 from hadal.model.weights import read_expert
@@ -221,14 +221,6 @@ class ExpertStore:
         with self._lock:
             self._check(plan)
             self._staged[plan.layer] = (plan.stage_id, record)
-
-
-def flip_arrays(flip: LayerFlip, num_slots: int) -> tuple[Slots, NDArray[np.uint8] | None]:
-    """Return slots [R, S] and weights [R, S] (None: equal parts) of a flip. Raises ValueError if they do not fit."""
-    if not num_slots:
-        raise ValueError("a layer without slots cannot flip.")
-    slots_RS = np.frombuffer(flip.slot_to_expert, np.int16).reshape(-1, num_slots)
-    return slots_RS, np.frombuffer(flip.weights, np.uint8).reshape(slots_RS.shape) if flip.weights else None
 
 
 def _arrange(held: _Held, slots: Iterable[int], bring: Bring, between: Callable[[], None] = lambda: None) -> _Held:

@@ -12,10 +12,10 @@ import threading
 from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Group, PeerLost
 from hadal.core.errors import HadalError
-from hadal.core.placement import Placement
+from hadal.core.placement import Placement, flip_arrays
 from hadal.core.plans import Formed, FormPlan, LayerFlip
 from hadal.model.deepseek import DeepseekV3
-from hadal.model.experts import ExpertStore, flip_arrays
+from hadal.model.experts import ExpertStore
 
 _log = logging.getLogger(__name__)
 

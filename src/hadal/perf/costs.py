@@ -37,7 +37,7 @@ _SHARES = (0.1, 0.9, 0.0)
 _SHARES_CORE = (0.1, 0.3, 0.6)
 """(fixed, per token, per pair) where measurements cannot tell them apart."""
 _RECENT = 0.05
-"""Weight of a new step in the size of a step."""
+"""Weight of a new step in the size of a step: twenty are remembered, so that one long prompt does not show."""
 _EXACT_LAYERS = 8
 _REFIT_STEPS = 8
 """Between two fits once there are many steps; a size never seen before is fitted at once."""

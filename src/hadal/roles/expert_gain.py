@@ -54,7 +54,7 @@ class ExpertTerms:
     target: float = 0.98
     """Balancedness at which an incremental plan stops to look for moves."""
     background_share: float = 0.25
-    """By how much staging slows the steps that run beside it: it takes memory bandwidth and, on CPUs, a core."""
+    """By how much staging slows the steps that run beside it: it may take a quarter of a core (runtime/background)."""
     replica_s: float = 0.003
     """Staging of a replica before one was measured: 44 MB of a V3 expert in FP8 through a NIC of 25 GB/s are 2 ms."""
     pause_s: float = 0.002
@@ -66,8 +66,8 @@ class ExpertTerms:
     backoff_max_s: float = 600.0
     plan_every_steps: int = 4
     """One planning call in so many steps. Measured with E = 256 on a shared core: 11 ms for a split, 12 to 20 ms for
-    moves, 33 ms at worst (144 ranks of 2 slots and 32 of 9 alike). It begins when the step's plans are sent: with two
-    steps in flight, the ranks do not wait for it while a step takes longer than that."""
+    moves (bench/balance_experts, `1 layer ms`), 33 ms at worst (144 ranks of 2 slots and 32 of 9 alike). It begins when
+    the step's plans are sent: with two steps in flight, the ranks do not wait for it while a step takes longer."""
     rest_intervals: int = 32
     """A layer for which nothing paid is looked at again when the whole window is another, or once its balancedness is
     worse than it was by `worse_min`."""

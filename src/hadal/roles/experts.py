@@ -30,7 +30,7 @@ from hadal.roles.expert_install import Address, Installation, InstallState
 from hadal.roles.expert_window import LoadWindow
 
 _SMOOTHING = 0.2
-"""Weight of a new measurement of a pause or a replica."""
+"""Weight of a new measurement of a pause or a replica: the last five count for two thirds."""
 _OUTLIER = 3.0
 """What took so many times what is known counts as that at most. They are measured only when layers move: one hiccup
 must not make moving look too dear ever to be measured again."""
@@ -41,6 +41,7 @@ _SETTLE_INTERVALS = 2
 _FEW = 0.25
 """Share of the budget of moves that is tried when the whole would help and does not pay."""
 _NUM_NOTES = 256
+"""The owner takes them out after every event; a stream of failures that nobody takes out has an end."""
 
 
 @dataclass(frozen=True, slots=True)

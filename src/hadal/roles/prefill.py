@@ -262,14 +262,13 @@ class PrefillLeader:
             step_id = self._num_plans
             self._num_plans += 1
             self._take(step, step_id)
-            ranks = step.parts
-            works = [work_on(parts) for parts in ranks]
+            works = [work_on(parts) for parts in step.parts]
             choice = self.scheduler.choose(step_id, works)
-            halves: list[tuple[Sequence[Part], Sequence[Part]]] = [(parts, ()) for parts in ranks]
+            halves: list[tuple[Sequence[Part], Sequence[Part]]] = [(parts, ()) for parts in step.parts]
             if choice.num_micro_batches == 2:
                 halves = [
                     cut(parts, self.scheduler.cut_chunks([(part.start, part.end - part.start) for part in parts]))
-                    for parts in ranks
+                    for parts in step.parts
                 ]
             flat = tuple(part for first, second in halves for part in chain(first, second))
             self._in_flight.append(_InFlight(step_id, flat))

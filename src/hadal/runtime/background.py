@@ -17,7 +17,7 @@ NICE_MAX = 19
 """Of any thread (sched(7))."""
 SHARE = 0.25
 """Of one core, at most. A rank's step waits for its slowest peer, so what one rank loses all lose; a quarter of a core
-still moves an expert of 44 MB several times a second."""
+still moves an expert of 44 MB several times a second (bench/staging)."""
 MIN_REST_S = 0.001
 """Shorter rests are put off until they add up: waking takes a good part of it."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from hadal.core.balance import EXPERTS
 from hadal.core.messages import Load, Trace, TracedStep
-from hadal.core.placement import Placement, spread, spread_by_node
+from hadal.core.placement import Placement, flip_arrays, spread, spread_by_node
 from hadal.core.plans import FLIP, DecodePlan, LayerFlip, OpTime, Staged, StagePlan, StepDone, StepPlan
 from hadal.roles.expert_gain import ExpertTerms
-from hadal.roles.expert_install import InstallState
+from hadal.roles.expert_install import Installation, InstallState
 from hadal.roles.experts import ExpertBalancer
 
 NUM_EXPERTS, NUM_RANKS = 8, 4
@@ -51,10 +52,7 @@ class Unit:
         assert len({plan.flips for plan in plans}) == 1
         assert len(plans[0].flips) <= 1
         for flip in plans[0].flips:
-            shape = self.held.slot_to_expert_LRS.shape[1:]
-            weights = np.frombuffer(flip.weights, np.uint8).reshape(shape) if flip.weights else None
-            slots = np.frombuffer(flip.slot_to_expert, np.int16).reshape(shape)
-            self.held = self.held.with_layer(flip.layer, slots, weights)
+            self.held = self.held.with_layer(flip.layer, *flip_arrays(flip, self.held.num_slots))
             assert self.held.check() == []
             self.counts[flip.layer] = 0
             self.flips.append(flip)
@@ -181,29 +179,35 @@ def test_moves_that_cost_more_than_they_save_are_not_made() -> None:
     assert Unit(plain(), [SKEWED], terms=dear).run() == {}
 
 
+def installing_under(experts: ExpertBalancer, loads_E: NDArray[np.int64], growing_s: float) -> Installation:
+    """What is under way after twenty steps of these tokens; one layer, without a second replica of anything."""
+    placement, num_ranks = experts.placement, experts.placement.num_ranks
+    experts.began(1, placement, {rank: ("h", 7000 + rank) for rank in range(num_ranks)})
+    counts_RS = loads_E[placement.slot_to_expert_LRS[0]].astype(np.int64)
+    for step_id in range(20):
+        experts.planned(step_id, (DecodePlan(step_id, (), (), ()),) * num_ranks)
+        experts.done(step_id, {
+            rank: StepDone(step_id, (), (), {}, 0.01, slot_counts=counts_RS[rank].tobytes())
+            for rank in range(num_ranks)
+        })  # fmt: skip
+        experts.plan(0.0, growing_s)
+    assert experts.installing is not None
+    return experts.installing
+
+
 def test_where_many_moves_do_not_pay_few_may() -> None:
     """Rank 0 has all that is hot: each trade helps it, the first ones most."""
     num_ranks, num_experts = 8, 64
-    loads = np.full((1, num_experts), 100.0)
-    loads[0, :num_experts:num_ranks] = [900, 800, 700, 600, 500, 400, 300, 100]
+    loads = np.full(num_experts, 100)
+    loads[::num_ranks] = [900, 800, 700, 600, 500, 400, 300, 100]
     found = {}
     for replica_s in (1e-4, 0.029):
         terms = ExpertTerms(
             count_every_steps=1, num_intervals=8, num_intervals_min=4, plan_every_steps=1, replica_s=replica_s,
             moves_share=0.25, target=1.0,
         )  # fmt: skip
-        placement = spread(1, num_experts, num_ranks)
-        experts = ExpertBalancer(placement, (0,) * num_ranks, terms=terms)
-        experts.began(1, placement, {rank: ("h", 7000 + rank) for rank in range(num_ranks)})
-        counts = loads[0][placement.slot_to_expert_LRS[0]].astype(np.int64)
-        for step_id in range(20):
-            experts.planned(step_id, (DecodePlan(step_id, (), (), ()),) * num_ranks)
-            experts.done(step_id, {
-                rank: StepDone(step_id, (), (), {}, 0.01, slot_counts=counts[rank].tobytes())
-                for rank in range(num_ranks)
-            })  # fmt: skip
-            experts.plan(0.0, GROWING_S / 10)
-        found[replica_s] = experts.installing.num_moved if experts.installing is not None else 0
+        experts = ExpertBalancer(spread(1, num_experts, num_ranks), (0,) * num_ranks, terms=terms)
+        found[replica_s] = installing_under(experts, loads, GROWING_S / 10).num_moved
     assert found[0.029] == 4 < found[1e-4], found
 
 
@@ -216,16 +220,7 @@ def test_groups_stay_on_their_node_where_balance_allows(num_groups: int) -> None
         count_every_steps=1, num_intervals=8, num_intervals_min=4, plan_every_steps=1, moves_share=0.25, target=0.9
     )  # fmt: skip
     experts = ExpertBalancer(placement, (0, 0, 1, 1), terms=terms, num_groups=num_groups)
-    experts.began(1, placement, {rank: ("h", 7000 + rank) for rank in range(NUM_RANKS)})
-    counts = loads[placement.slot_to_expert_LRS[0]].astype(np.int64)
-    for step_id in range(20):
-        experts.planned(step_id, (DecodePlan(step_id, (), (), ()),) * NUM_RANKS)
-        experts.done(step_id, {
-            rank: StepDone(step_id, (), (), {}, 0.01, slot_counts=counts[rank].tobytes()) for rank in range(NUM_RANKS)
-        })  # fmt: skip
-        experts.plan(0.0, GROWING_S)
-    assert experts.installing is not None
-    slots_RS = experts.installing.slots_RS
+    slots_RS = installing_under(experts, loads, GROWING_S).slots_RS
     is_at_home = all(int(expert) // 4 == rank // 2 for rank in range(NUM_RANKS) for expert in slots_RS[rank])
     assert is_at_home == (num_groups == 2)
 
