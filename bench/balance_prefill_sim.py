@@ -88,8 +88,8 @@ def by_cost(dispatch: Callable[[Queues], int], budget_s: float) -> Rule:
         for queue in queues:
             left_s, of_queue, room = budget_s, [0] * len(queue), limits.num_tokens_max
             for at, prompt in enumerate(queue):
-                of_queue[at] = RATES.prefix(prompt.context, min(prompt.num_left, room), left_s)
-                left_s -= RATES.chunk_s(prompt.context, of_queue[at])
+                of_queue[at], seconds = RATES.fit(prompt.context, min(prompt.num_left, room), left_s)
+                left_s -= seconds
                 room -= of_queue[at]
                 if of_queue[at] < prompt.num_left:
                     break

@@ -82,20 +82,13 @@ def look_ahead(
 
 def cut_rank(
     prompts: Sequence[PromptView], rates: PrefillRates, budget_s: float, num_tokens_mean: int, num_tokens_max: int
-) -> list[int]:
-    """Return the tokens of each of a rank's prompts (oldest first) for a step of `budget_s`.
+) -> tuple[list[int], float]:
+    """Return the tokens of each of a rank's prompts (oldest first) for a step of `budget_s`, and their seconds.
 
     Oldest first. Where the time is used up with fewer than `num_tokens_mean`, lighter prompts take time from the
     densest until there are that many. No time is left that another token would fit in, unless `num_tokens_max` or the
     end of the prompts was reached; time is exceeded only by a single token that takes longer than the budget.
     """
-    return _cut(prompts, rates, budget_s, num_tokens_mean, num_tokens_max)[0]
-
-
-def _cut(
-    prompts: Sequence[PromptView], rates: PrefillRates, budget_s: float, num_tokens_mean: int, num_tokens_max: int
-) -> tuple[list[int], float]:
-    """`cut_rank`, and the seconds of what it takes."""
     sizes = [0] * len(prompts)
     left_s, num_left = budget_s, num_tokens_max
     least_s = rates.token_s + rates.pair_s  # Of any token.
@@ -152,7 +145,7 @@ def _blend(
         if at == densest or not rest or rates.token_s + rates.pair_s * (start + 0.5 * rest) > light_s:
             continue
         both_s = heavy_s + spare_s
-        most = rates.prefix(start, rest, both_s - floor_s)
+        most, _ = rates.fit(start, rest, both_s - floor_s)
         share = _light_share(start, heavy.num_context, sizes[densest] + missing, both_s, rates)
         # Spare time may be enough for more of the densest than there is: what is missing is the lighter one's all the
         # same.
@@ -279,7 +272,7 @@ def plan_step(
         for view, indices in zip(ranks, starts, strict=True)
     ]  # fmt: skip
     budget_s, cap_tokens = choose_budget(prompts, rates, nominal_s, limits)
-    taken = [_cut(of_rank, rates, budget_s, limits.num_tokens_mean, cap_tokens) for of_rank in prompts]
+    taken = [cut_rank(of_rank, rates, budget_s, limits.num_tokens_mean, cap_tokens) for of_rank in prompts]
     cuts = tuple(
         RankCut(view.rank, tuple(indices), tuple(of_rank))
         for view, indices, (of_rank, _) in zip(ranks, starts, taken, strict=True)

@@ -34,12 +34,8 @@ class PrefillRates:
         """Seconds of `num_tokens` positions from `start` on."""
         return num_tokens * (self.token_s + self.pair_s * (start + 0.5 * (num_tokens + 1)))
 
-    def prefix(self, start: int, num_tokens: int, budget_s: float) -> int:
-        """The most of `num_tokens` positions from `start` on that fit into `budget_s`."""
-        return self.fit(start, num_tokens, budget_s)[0]
-
     def fit(self, start: int, num_tokens: int, budget_s: float) -> tuple[int, float]:
-        """`prefix`, and the seconds of it."""
+        """Return the most of `num_tokens` positions from `start` on that fit into `budget_s`, and their seconds."""
         if budget_s <= 0.0 or num_tokens <= 0:
             return 0, 0.0
         half_s, linear = 0.5 * self.pair_s, self.token_s + self.pair_s * (start + 0.5)

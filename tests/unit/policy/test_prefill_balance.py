@@ -52,8 +52,8 @@ def prompts_of(view: PrefillQueueView, cut: RankCut, waiting: Sequence[PromptVie
 def test_a_rank_takes_its_time_within_one_token(
     prompts: list[PromptView], of: PrefillRates, budget_s: float, limit: StepLimits
 ) -> None:
-    sizes = cut_rank(prompts, of, budget_s, limit.num_tokens_mean, limit.num_tokens_max)
-    taken_s = time_s(prompts, sizes, of)
+    sizes, taken_s = cut_rank(prompts, of, budget_s, limit.num_tokens_mean, limit.num_tokens_max)
+    assert taken_s == pytest.approx(time_s(prompts, sizes, of), abs=1e-9 * budget_s)
     assert all(0 <= n <= p.num_tokens for n, p in zip(sizes, prompts, strict=True))
     assert sum(sizes) <= limit.num_tokens_max
     if prompts:
@@ -89,7 +89,7 @@ def test_a_step_keeps_every_limit_and_the_order(
         assert not prompts or cut.sizes[0] >= 1, "the oldest must get on"
         assert time_s(prompts, cut.sizes, of) <= step.budget_s * (1 + 1e-9) or sum(cut.sizes) == 1
         works.append((time_s(prompts, cut.sizes, of), sum(cut.sizes)))
-        assert list(cut.sizes) == cut_rank(prompts, of, step.budget_s, limit.num_tokens_mean, step.cap_tokens)
+        assert list(cut.sizes) == cut_rank(prompts, of, step.budget_s, limit.num_tokens_mean, step.cap_tokens)[0]
     assert not views or step.efficiency == pytest.approx(predict(works, of), rel=1e-6)
 
 
@@ -163,8 +163,8 @@ def test_dense_and_light_ranks_take_equal_time_where_equal_tokens_would_not() ->
 def test_light_prompts_beside_a_dense_one_make_up_its_tokens() -> None:
     prompts = [PromptView(30_000, 0, 80_000), *[PromptView(2000, 0, 0)] * 5]
     budget_s = 2.0
-    assert sum(cut_rank(prompts[:1], RATES, budget_s, 8192, 16384)) < 3000
-    sizes = cut_rank(prompts, RATES, budget_s, 8192, 16384)
+    assert sum(cut_rank(prompts[:1], RATES, budget_s, 8192, 16384)[0]) < 3000
+    sizes, _ = cut_rank(prompts, RATES, budget_s, 8192, 16384)
     assert sum(sizes) == pytest.approx(8192, abs=30)  # A dense token is worth as many light ones.
     assert sizes[0] > 1500
     assert time_s(prompts, sizes, RATES) == pytest.approx(budget_s, abs=RATES.chunk_s(82_000, 1))
@@ -217,7 +217,7 @@ def test_a_step_that_costs_much_beside_its_work_is_longer() -> None:
 def test_prompts_of_one_kind_are_not_overtaken() -> None:
     """A prompt barely denser than the others gives way to nobody: nothing would be gained."""
     prompts = [PromptView(900, 0, 100), *[PromptView(500, 0, 0)] * 9]
-    sizes = cut_rank(prompts, RATES, RATES.chunk_s(100, 400), 8192, 16384)
+    sizes, _ = cut_rank(prompts, RATES, RATES.chunk_s(100, 400), 8192, 16384)
     assert sizes == [400, *[0] * 9]
 
 
