@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
+from hadal.core.balance import AUTO
 from hadal.core.config import Deployment, UnitsConfig
 from hadal.core.messages import AnyMessage, Cancel, Drain, Generation, Returned, Submit, Tokens, UnitDown
 from hadal.core.placement import spread
@@ -193,7 +194,7 @@ class World:
         placement = spread(NUM_LAYERS, NUM_EXPERTS, units.ranks, units.redundant_experts)
         book = RankBook(name, units.ranks, placement, rank_timeout_s=self.config.rank_timeout_s, grace_s=2.0)
         experts = ExpertBalancer(
-            placement, (0,) * units.ranks, terms=TERMS, is_planning=units.expert_balance == "auto"
+            placement, (0,) * units.ranks, terms=TERMS, is_planning=units.expert_balance == AUTO
         )  # fmt: skip
         return RankedLeader(
             name, core, book, num_slots=units.max_requests, experts=experts, growing_s=lambda: GROWING_S

@@ -1,7 +1,7 @@
 """What the balancers make equal, by name: keys of Load.balance and TracedStep.balance, labels of the gauges.
 
 Each is the mean over the ranks by the maximum of the ranks, 1 at best (DeepSeek-V3/R1 inference overview: the load
-balancers' objectives).
+balancers' objectives). Also the names by which a deployment says how far a balancer may go.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ EXPERTS = "experts"
 EXPERTS_WORST = "experts_worst"
 """The same in the layer where it is least."""
 OBJECTIVES = (ATTENTION, TOKENS, TIME, KV, REQUESTS, EXPERTS, EXPERTS_WORST)
+
+AUTO, NO_MOVES, OFF = "auto", "no_moves", "off"
+"""What UnitsConfig.request_balance and, but for the second, UnitsConfig.expert_balance may be."""
 
 
 def mean_over_max(amounts: Sequence[float]) -> float | None:

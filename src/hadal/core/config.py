@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hadal.core.balance import AUTO, NO_MOVES, OFF
 from hadal.core.errors import ConfigError
 
 PREFILL = "prefill"
@@ -39,9 +40,9 @@ class UnitsConfig:
     mode: str = ""
     """How tokens travel to experts: "normal" (one copy per rank, counts first) or "low_latency" (fixed buffers). Empty:
     normal in prefill, low-latency in decode."""
-    expert_balance: str = "auto"
+    expert_balance: str = AUTO
     """"auto": replicas move and split anew while it serves, when that pays; "off": they stay as they were placed."""
-    request_balance: str = "auto"
+    request_balance: str = AUTO
     """Over the unit's ranks. Prefill: "auto" cuts steps by cost, "off" by token budgets. Decode: "auto" places by KV
     and counts and moves running requests when that pays, "no_moves" only places, "off" goes by counts alone."""
     threads: int = 0
@@ -196,8 +197,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
 _UNIT_NAMES: dict[str, tuple[str, ...]] = {
     "overlap": ("auto", "sequential", "prefill_dual", "decode_five"),
     "mode": ("", "normal", "low_latency"),
-    "expert_balance": ("auto", "off"),
-    "request_balance": ("auto", "no_moves", "off"),
+    "expert_balance": (AUTO, OFF),
+    "request_balance": (AUTO, NO_MOVES, OFF),
 }
 
 
@@ -245,5 +246,5 @@ def _check_units(kind: str, units: UnitsConfig) -> None:
         )
     for name, known in _UNIT_NAMES.items():
         _check_name(f"{kind}.{name}", getattr(units, name), known)
-    if kind == PREFILL and units.request_balance == "no_moves":
+    if kind == PREFILL and units.request_balance == NO_MOVES:
         raise ConfigError("prefill.request_balance is 'no_moves'; prompts never move, so it is 'auto' or 'off'.")

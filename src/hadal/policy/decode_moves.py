@@ -37,14 +37,16 @@ class MoveTerms:
     """When a move pays. The shares of a step's time come from the step model (perf), or from measured steps."""
 
     trigger: float = 1.02
-    """Largest share of a rank over the mean that is left alone."""
+    """Largest share of a rank over the mean that is left alone. At 1.01 some five times as many
+    requests move for a point of balance (simulated: facts)."""
     num_moves_max: int = 4
     """Of one decision."""
     kv_time_share: float = 0.28
     """Of a balanced step's time, what grows with a rank's KV (facts: 2.9e-8 s a token, 96 requests of 4.4k tokens)."""
     request_time_share: float = 0.26
+    """The same of its requests, 1.2e-4 s each: half of it on the rank itself, half in the exchange all wait for."""
     stall_steps: float = 3.0
-    """Steps that a moved request stands still."""
+    """Steps that a moved request stands still: at most, as roles/decode_moving has it."""
     gain_steps: float = 50.0
     """Steps after which the unit would be about as uneven again. A request that moved stays for as long."""
     num_tokens_left_min: int = 8

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hadal.core.balance import AUTO
 from hadal.core.config import DECODE
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
@@ -38,7 +39,7 @@ from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Pull, 
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_moves import MoveTerms, terms_of
 from hadal.roles.decode_plans import join_of, make_plans, step_balance
-from hadal.roles.decode_slots import AUTO, DecodeSlots, Key
+from hadal.roles.decode_slots import DecodeSlots, Key
 from hadal.roles.decode_table import Bools, DecodeTable, Ints, SlotState
 from hadal.roles.ending import LENGTH, STOP
 from hadal.roles.meters import BalanceMeter

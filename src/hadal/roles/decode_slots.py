@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hadal.core.balance import AUTO, OFF
 from hadal.core.messages import Decode
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_balance import Arrival, place, place_by_counts
@@ -24,9 +25,6 @@ from hadal.roles.rank_pools import RankPools
 from hadal.roles.reasons import PREEMPTED, RANK_LOST
 
 Key = tuple[str, int]
-AUTO = "auto"
-OFF = "off"
-"""Of UnitsConfig.request_balance; "no_moves" lies between them."""
 LOOK_STEPS = 8
 """Plans from one look at the imbalance to the next; more and more while moves fail, up to the second."""
 LOOK_STEPS_MAX = 512
@@ -51,7 +49,7 @@ class DecodeSlots:
         self._give_back = give_back
         self._num_arrivals = 0
         self._place = place_by_counts if request_balance == OFF else place
-        self._moves = request_balance == AUTO and pools.num_ranks > 1
+        self._may_move = request_balance == AUTO and pools.num_ranks > 1
         self._look_step_id = 0
         """The next plan before which the imbalance is looked at."""
         self._look_steps = LOOK_STEPS
@@ -105,7 +103,7 @@ class DecodeSlots:
     def choose_moves(self, step_id: int, known: MoveTerms, measured: Callable[[], MoveTerms]) -> list[int]:
         """Look whether the ranks are so uneven that moving pays. Returns the slots that plan `step_id` is to compute
         for the last time; room for them is taken elsewhere. `measured` is asked only if the trigger says so."""
-        if not self._moves or step_id < self._look_step_id:
+        if not self._may_move or step_id < self._look_step_id:
             return []
         seen = self.moving.num_moved, self.moving.num_called_off
         if seen[0] > self._num_moves_seen[0]:

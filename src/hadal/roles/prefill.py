@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from hadal.core.balance import ATTENTION, TIME, TOKENS, balance_of
+from hadal.core.balance import ATTENTION, AUTO, TIME, TOKENS, balance_of
 from hadal.core.config import PREFILL
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
@@ -40,7 +40,8 @@ from hadal.roles.meters import BalanceMeter
 from hadal.roles.prefill_prompts import Key, Part, Prompt, Step, cut, pack, work_on
 from hadal.roles.rank_pools import RankPools
 from hadal.roles.reasons import LEASE_EXPIRED, QUEUE_FULL, RANK_LOST, STEP_FAILED, TOO_LONG
-from hadal.roles.schedule import AUTO, Choice, StepScheduler
+from hadal.roles.schedule import AUTO as AUTO_OVERLAP
+from hadal.roles.schedule import Choice, StepScheduler
 from hadal.roles.tracer import Tracer
 from hadal.roles.unit import UnitReporter
 
@@ -61,7 +62,7 @@ class PrefillLeader:
 
     def __init__(
         self, unit: str, epoch: str, pool_name: str, num_blocks: int, *, chunk_tokens: int, num_requests_max: int,
-        num_waiting_max: int, lease_s: float, heartbeat_s: float, num_ranks: int = 1, overlap: str = AUTO,
+        num_waiting_max: int, lease_s: float, heartbeat_s: float, num_ranks: int = 1, overlap: str = AUTO_OVERLAP,
         min_split_tokens: int = 32, num_layers: int = 0, num_moe_layers: int = 0, request_balance: str = AUTO,
     ) -> None:  # fmt: skip
         if chunk_tokens < 1:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hadal.comm.layout import WireLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
+from hadal.core.balance import OFF
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, UnitsConfig
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.messages import BLOCK_TOKENS
@@ -179,7 +180,7 @@ def mode_of(kind: str, units: UnitsConfig) -> str:
 
 def moves_experts(units: UnitsConfig) -> bool:
     """Replicas may move to other ranks while the unit serves: its ranks serve their experts and stage layers."""
-    return units.ranks > 1 and units.expert_balance != "off"
+    return units.ranks > 1 and units.expert_balance != OFF
 
 
 def with_blocks(deployment: Deployment, plan: MemoryPlan) -> Deployment:
