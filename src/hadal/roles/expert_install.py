@@ -47,6 +47,8 @@ class Installation:
     weights_RS: NDArray[np.uint8] | None
     num_moved: int
     deadline_s: float
+    begun_step_id: int = -1
+    """The last step planned before it."""
     waiting: set[int] = field(default_factory=set)
     """Ranks that have not staged."""
     state: InstallState = InstallState.STAGING

@@ -1,6 +1,6 @@
 """What a unit's experts were lately asked for, and how evenly that fell on its ranks. From counts alone.
 
-An interval is what ranks received between two counted steps, all under the placements given with it. Logical loads are
+An interval is what ranks received between two counted steps, or several such parts. Logical loads are
 kept for the last intervals, faded with age: they say what any other placement would have had to bear. Balancedness is
 measured on the ranks, as it fell. Knows no seconds and decides nothing.
 
@@ -35,24 +35,37 @@ class LoadWindow:
         self._fade = 0.5 ** (1.0 / half_life)
         self._loads: deque[Floats] = deque(maxlen=num_intervals)
         self._numbers: deque[int] = deque(maxlen=num_intervals)
+        self._part: tuple[Floats, Floats] | None = None
+        """(loads [L, E], received [L, ranks]) of the interval that is not whole yet."""
         self._mean_L = np.zeros(num_layers)
         self._heaviest_L = np.zeros(num_layers)
 
     def __len__(self) -> int:
         return len(self._loads)
 
-    def add(self, placement: Placement, counts_LRS: Ints, ranks: Collection[int]) -> dict[str, float]:
-        """Take in an interval; return its own balancedness over `ranks`, empty if nothing was received."""
-        if not counts_LRS.any():
-            return {}
-        self._loads.append(placement.by_expert(counts_LRS.astype(np.float64)))
-        self._numbers.append(self.number)
-        self.number += 1
+    def add(
+        self, placement: Placement, counts_LRS: Ints, ranks: Collection[int], *, is_whole: bool = True
+    ) -> dict[str, float]:
+        """Take in an interval, or a part of one until the last makes it whole.
+
+        Returns the balancedness of these counts over `ranks`, empty if nothing was received.
+        """
         received_LR = counts_LRS.sum(axis=2)[:, sorted(ranks)].astype(np.float64)
-        mean_L, heaviest_L = received_LR.mean(axis=1), received_LR.max(axis=1)
-        self._mean_L = GAUGE_FADE * self._mean_L + mean_L
-        self._heaviest_L = GAUGE_FADE * self._heaviest_L + heaviest_L
-        return _objectives(mean_L, heaviest_L)
+        loads_LE, all_LR = placement.by_expert(counts_LRS.astype(np.float64)), received_LR
+        if self._part is not None:
+            loads_LE, all_LR = loads_LE + self._part[0], all_LR + self._part[1]
+        self._part = None if is_whole else (loads_LE, all_LR)
+        if is_whole and loads_LE.any():
+            self._loads.append(loads_LE)
+            self._numbers.append(self.number)
+            self.number += 1
+            self._mean_L = GAUGE_FADE * self._mean_L + all_LR.mean(axis=1)
+            self._heaviest_L = GAUGE_FADE * self._heaviest_L + all_LR.max(axis=1)
+        return _objectives(received_LR.mean(axis=1), received_LR.max(axis=1))
+
+    def drop_part(self) -> None:
+        """What is not whole will not be: the ranks are others."""
+        self._part = None
 
     def balance(self) -> dict[str, float]:
         """Measured balancedness by objective, smoothed; empty until tokens were counted."""

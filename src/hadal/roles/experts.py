@@ -49,6 +49,8 @@ class _Counted:
     placement: Placement
     """In force in that step."""
     is_traced: bool
+    is_whole: bool
+    """An interval ends with it. Others are counted because they are traced: looking must not change what is decided."""
 
 
 class ExpertBalancer:
@@ -90,6 +92,9 @@ class ExpertBalancer:
         self._traced: OrderedDict[int, dict[str, float]] = OrderedDict()
         self._is_wrong_noted = False
         self._num_uncounted = 0
+        """Steps planned since an interval ended."""
+        self._step_id = -1
+        """Of the last plan."""
         self._num_unplanned = 0
         """Steps since the last planning call."""
         self._rested_until = np.zeros(placement.num_layers, np.int64)
@@ -119,11 +124,13 @@ class ExpertBalancer:
         self._addresses = {}
         self._counted.clear()
         self._num_uncounted = 0
+        self.window.drop_part()
         self._is_wrong_noted = False
 
     # ---- steps ----
     def planned(self, step_id: int, plans: tuple[StepPlan, ...]) -> tuple[StepPlan, ...]:
         """The plans as they are sent: counted every so many steps, with a flip if one is ready."""
+        self._step_id = step_id
         flips: tuple[LayerFlip, ...] = ()
         install = self.installing
         if install is not None and install.state is InstallState.READY:
@@ -131,10 +138,12 @@ class ExpertBalancer:
             self._issued = self.placement.with_layer(install.layer, install.slots_RS, install.weights_RS)
         self._num_uncounted += 1
         is_traced = plans[0].is_traced
-        is_counted = is_traced or self._num_uncounted >= self.terms.count_every_steps
+        is_whole = self._num_uncounted >= self.terms.count_every_steps
+        is_counted = is_traced or is_whole
         if is_counted:
+            self._counted[step_id] = _Counted(self._issued, is_traced, is_whole)
+        if is_whole:
             self._num_uncounted = 0
-            self._counted[step_id] = _Counted(self._issued, is_traced)
         if not is_counted and not flips:
             return plans
         return tuple(msgspec.structs.replace(plan, is_counted=is_counted, flips=flips) for plan in plans)
@@ -154,6 +163,10 @@ class ExpertBalancer:
         self._adopt(self._issued)
         self.num_layers_flipped += 1
         self.num_replicas_moved += install.num_moved
+        self.notes.append(
+            f"MoE layer {install.layer} flipped in step {step_id}, begun after step {install.begun_step_id}; "
+            f"replicas moved: {install.num_moved}"
+        )
         self._num_failures = 0
         self._rest(install.layer, _SETTLE_INTERVALS)
         return True
@@ -172,7 +185,7 @@ class ExpertBalancer:
                 self._is_wrong_noted = True
                 return
             counts_LRS[:, rank] = np.frombuffer(part.slot_counts, np.int64).reshape(shape[0], shape[2])
-        found = self.window.add(counted.placement, counts_LRS, parts.keys())
+        found = self.window.add(counted.placement, counts_LRS, parts.keys(), is_whole=counted.is_whole)
         if counted.is_traced and found:
             self._traced[step_id] = found
             while len(self._traced) > _NUM_TRACED:
@@ -225,8 +238,11 @@ class ExpertBalancer:
         self._stage_id += 1
         self.installing = Installation(
             layer, self._stage_id, self._generation, slots_RS, weights_RS, sum(num_new),
-            now_s + self.terms.stage_timeout_s,
+            now_s + self.terms.stage_timeout_s, self._step_id,
         )  # fmt: skip
+        self.notes.append(
+            f"MoE layer {layer}: staging begins after step {self._step_id}; replicas to move: {sum(num_new)}"
+        )
         return self.installing.stage_plans(self.placement, self._addresses)
 
     def _rank_loads(self) -> Floats:

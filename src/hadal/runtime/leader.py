@@ -36,6 +36,8 @@ from hadal.runtime.wire import ZmqWire
 log = logging.getLogger("hadal.leader")
 
 _FORMED = re.compile(r"generation (\d+) formed")
+_ROUTINE = re.compile(r"MoE layer \d+(: staging begins| flipped)")
+"""Notes of what goes as it should."""
 _SMOOTHING = 0.1
 
 
@@ -115,7 +117,7 @@ class Spoken:
     def _say(self, note: str) -> None:
         formed = _FORMED.match(note)
         if formed is None:
-            log.warning("%s", note)
+            log.log(logging.INFO if _ROUTINE.match(note) else logging.WARNING, "%s", note)
             return
         num_loaded = self._num_loaded[int(formed[1])]
         self._num_loaded.clear()

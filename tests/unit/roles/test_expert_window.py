@@ -51,6 +51,28 @@ def test_intervals_fade_and_fall_out() -> None:
     assert window.halves(0)[1].tolist() == [[0, 0, 0, 4, 0, 0]], "an interval stays in its half"
 
 
+def test_parts_make_one_interval() -> None:
+    """Traced steps are counted one by one; the window must not become shorter for that."""
+    loads = [[1, 2, 3, 4, 5, 6], [9, 0, 0, 0, 0, 7]]
+    first, second = spread(2, NUM_EXPERTS, 3), spread(2, NUM_EXPERTS, 3, 6)
+    once, parts = LoadWindow(2, NUM_EXPERTS, 4, 2.0), LoadWindow(2, NUM_EXPERTS, 4, 2.0)
+    for _ in range(2):
+        once.add(first, 2 * dealt(first, loads), (0, 1, 2))
+        alone = parts.add(first, dealt(first, loads), (0, 1, 2), is_whole=False)
+        assert alone == pytest.approx(once.balance()), "a part has a balance of its own"
+        parts.add(first, dealt(first, loads), (0, 1, 2))
+    assert (len(parts), parts.number, parts.balance()) == (len(once), once.number, once.balance())
+    assert (parts.halves(0)[0] == once.halves(0)[0]).all()
+    # A part of before a flip and one of after it are of the same experts.
+    parts.add(first, dealt(first, loads), (0, 1, 2), is_whole=False)
+    parts.add(second, np.zeros_like(dealt(second, loads)), (0, 1, 2))
+    assert parts.halves(1)[0][-1].tolist() == loads[1]
+    parts.add(first, dealt(first, loads), (0, 1, 2), is_whole=False)
+    parts.drop_part()
+    parts.add(first, dealt(first, [[1] * 6, [1] * 6]), (0, 2))
+    assert parts.halves(0)[1][-1].tolist() == [1] * 6
+
+
 def test_nothing_received_is_no_interval() -> None:
     placement, window = spread(1, NUM_EXPERTS, 3), LoadWindow(1, NUM_EXPERTS, 3, 1.0)
     assert window.add(placement, np.zeros((1, 3, 2), np.int64), (0, 1, 2)) == {}

@@ -272,7 +272,7 @@ def test_an_error_abandons_it_and_the_next_try_waits_longer_each_time() -> None:
         unit.now_s += 1000.0
     assert waited_s == [10.5, 40.5, 160.5], "and a half, for splits are tried before moves"
     assert unit.experts.num_replicas_moved == 0
-    assert "rank 0: CheckpointError: no; nothing is staged for 10 s" in unit.experts.notes[0]
+    assert any("rank 0: CheckpointError: no; nothing is staged for 10 s" in note for note in unit.experts.notes)
 
 
 def test_staging_has_a_deadline_that_a_pause_of_the_leader_moves() -> None:
@@ -284,7 +284,7 @@ def test_staging_has_a_deadline_that_a_pause_of_the_leader_moves() -> None:
     unit.experts.tick(8.0)
     assert unit.experts.installing is None
     late = ", ".join(map(str, sorted(plans)))
-    assert f"rank {late} did not stage within 5 s" in unit.experts.notes[0]
+    assert any(f"rank {late} did not stage within 5 s" in note for note in unit.experts.notes)
 
 
 def test_traced_steps_are_counted_and_tell_their_balance() -> None:
@@ -301,6 +301,17 @@ def test_traced_steps_are_counted_and_tell_their_balance() -> None:
         measured = pytest.approx(275 / 600)
         assert step.balance == {"kv": 0.5, "experts": measured, "experts_worst": measured}
     assert trace.steps[3].balance == {"kv": 0.5}
+
+
+def test_tracing_does_not_change_what_is_decided() -> None:
+    """Counts come sooner and oftener, intervals end where they would have."""
+    traced, plain_one = Unit(plain(), [SKEWED]), Unit(plain(), [SKEWED])
+    for number in range(20):
+        traced.done(*traced.send(is_traced=number % 3 != 1))
+        plain_one.done(*plain_one.send())
+        assert len(traced.experts.window) == len(plain_one.experts.window)
+    assert (traced.experts.window.summed() == plain_one.experts.window.summed()).all()
+    assert len(traced.experts.window) > 1
 
 
 def test_counts_of_another_size_are_told_once() -> None:
