@@ -14,6 +14,7 @@ from rich.console import Console
 from bench import (
     balance_decode,
     balance_experts,
+    balance_live,
     balance_prefill,
     distributed,
     engine,
@@ -45,6 +46,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "balance_experts": balance_experts.main,
     "balance_decode": balance_decode.main,
     "balance_prefill": balance_prefill.main,
+    "balance_live": balance_live.main,
 }
 
 

@@ -79,19 +79,24 @@ def request(
 
 
 @contextlib.contextmanager
-def launched(deployment: str = "", environment: Mapping[str, str] | None = None) -> Iterator[Running]:
-    """Start `hadal serve` on a free port with this deployment (TOML); does not wait until it is ready."""
+def launched(
+    deployment: str = "", environment: Mapping[str, str] | None = None, module: str = "hadal.cli"
+) -> Iterator[Running]:
+    """Start `hadal serve` on a free port with this deployment (TOML); does not wait until it is ready.
+
+    `module` takes its place: what has the same command line.
+    """
     with tempfile.TemporaryDirectory(prefix="hadal-b-") as name:
         folder = Path(name)
         config = folder / "deployment.toml"
         config.write_text("port = 0\n" + deployment, encoding="utf-8")
         log = folder / "server.log"
         arguments = ["serve", "--config", str(config), "--run-folder", str(folder / "r")]
-        python_path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))))
+        python_path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))))
         env = {**os.environ, "PYTHONPATH": python_path, **(environment or {})}
         started_s = time.monotonic()
         with log.open("wb") as out:
-            command = [sys.executable, "-m", "hadal.cli", *arguments]
+            command = [sys.executable, "-m", module, *arguments]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
         running = Running(process, folder / "r", log, started_s)
         try:

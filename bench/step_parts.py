@@ -12,14 +12,14 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.hadal_engine import HadalSubject
 from hadal.core.messages import BLOCK_TOKENS, Decode, Generation, KvLease, Token, Tokens
 from hadal.core.plans import DecodePlan, KvPulled, Sampling, StepDone
-from hadal.core.seams import Execute, Pull
+from hadal.core.seams import Effect, Execute, Pull
 from hadal.roles.decode import DecodeLeader
 from hadal.runtime.wire import ZmqWire
 
@@ -70,12 +70,12 @@ def planning(batch: int, context: int, steps: int) -> float:
     for index in range(batch):
         generation = Generation(f"r{index}", (5,) * context, (6,), 2 * steps, (1,), 0, SAMPLING, 0)
         lease = KvLease("pool", blocks, (0,) * len(blocks), context)
-        for effect in leader.handle(0.0, Decode(generation, lease)):
-            if isinstance(effect, Execute):
-                plans += [plan for plan in effect.plans if isinstance(plan, DecodePlan)]
+        accepted = leader.handle(0.0, Decode(generation, lease))
+        plans += _plans(accepted)
+        for effect in accepted:
             if isinstance(effect, Pull):
                 pulled = leader.handle(0.0, KvPulled(effect.request_id, effect.attempt, None))
-                plans += [e.plan for e in pulled if isinstance(e, Execute) and isinstance(e.plan, DecodePlan)]
+                plans += _plans(pulled)
     slots: set[int] = set()
     seconds, counted = 0.0, 0
     for number in range(steps):
@@ -88,8 +88,15 @@ def planning(batch: int, context: int, steps: int) -> float:
         if len(keys) == batch:
             seconds += time.perf_counter() - start
             counted += 1
-        plans += [e.plan for e in effects if isinstance(e, Execute) and isinstance(e.plan, DecodePlan)]
+        plans += _plans(effects)
     return 1e3 * seconds / counted
+
+
+def _plans(effects: Sequence[Effect]) -> list[DecodePlan]:
+    return [
+        plan for effect in effects if isinstance(effect, Execute) for plan in effect.plans
+        if isinstance(plan, DecodePlan)
+    ]  # fmt: skip
 
 
 def wire(batch: int, rounds: int) -> float:

@@ -1,0 +1,108 @@
+"""A rank's process that is a device of its own: real messages, weights and tokens, but heavy ops take a device's time.
+
+    python -m bench.balance_device --unit decode-0 --role decode --rank 2 --folder RUN_FOLDER
+
+Ranks that share cores take the same time together however the work is spread over them, so on one machine balance
+shows in no clock. Here the routed experts' op lasts as long as the rows that the rank received ask for, and attention
+as long as the positions that its tokens attend to: the thread computes, then sleeps until the op's time is over. The
+slowest rank decides when a step ends, as on GPUs. What is measured is what balance is worth where ops take such times,
+and not how fast anything is. How many ops computed for longer than their time is said in the log now and then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import msgspec
+
+from hadal.comm.group import Interval
+from hadal.model.batch import DecodeBatch, PrefillBatch
+from hadal.model.block import OPS, MicroBatch, Op
+from hadal.overlap.plan import ATTN_CORE, EXPERTS
+from hadal.reference.params import LayerWeights
+from hadal.runtime import rank
+
+log = logging.getLogger("bench.device")
+
+COSTS = "HADAL_BENCH_DEVICE"
+"""Environment variable: DeviceCosts as JSON."""
+SAY_EVERY = 1000
+
+
+@dataclass(frozen=True)
+class DeviceCosts:
+    """Microseconds in one layer."""
+
+    row_us: float
+    """Of a row that a routed expert computes."""
+    position_us: float
+    """Of a token and a position that it attends to."""
+
+    def environment(self) -> dict[str, str]:
+        return {COSTS: msgspec.json.encode(asdict(self)).decode()}
+
+
+@dataclass
+class Overruns:
+    """Ops whose computing took longer than the device would have."""
+
+    num_ops: int = 0
+    num_late: int = 0
+
+    def note(self, *, is_late: bool) -> None:
+        """One op more."""
+        self.num_ops += 1
+        self.num_late += is_late
+        if self.num_ops % SAY_EVERY == 0:
+            log.info("%d of %d ops computed for longer than the device", self.num_late, self.num_ops)
+
+
+def num_rows(state: MicroBatch) -> int:
+    """Rows that this rank's experts are about to compute."""
+    return 0 if state.received is None else len(state.received.row_M)
+
+
+def num_positions(state: MicroBatch) -> int:
+    """(token, position) pairs that attention is about to look at, in this layer."""
+    if not len(state.hidden_TD):
+        return 0
+    if isinstance(state.batch, DecodeBatch):
+        return int(state.batch.lengths_B.sum())
+    assert isinstance(state.batch, PrefillBatch)
+    lengths_T = state.batch.lengths_T
+    # In the last layer only rows whose logits are wanted are left.
+    return int((lengths_T if len(lengths_T) == len(state.hidden_TD) else lengths_T[state.batch.final_rows]).sum())
+
+
+def lasting(op: Op, count: Callable[[MicroBatch], int], seconds: float, overruns: Overruns) -> Op:
+    """The same op; it ends `seconds` after its begin for each of what `count` finds, or when it is done."""
+
+    def run(state: MicroBatch, layer: LayerWeights, layer_index: int) -> Interval | None:
+        start_s, number = time.perf_counter(), count(state)
+        interval = op(state, layer, layer_index)
+        left_s = start_s + seconds * number - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+        if number:
+            overruns.note(is_late=left_s <= 0)
+        return interval
+
+    return run
+
+
+def main() -> int:
+    """`hadal.runtime.rank` with a device's ops."""
+    costs = msgspec.json.decode(os.environ[COSTS], type=DeviceCosts)
+    overruns = Overruns()
+    OPS[EXPERTS] = lasting(OPS[EXPERTS], num_rows, 1e-6 * costs.row_us, overruns)
+    OPS[ATTN_CORE] = lasting(OPS[ATTN_CORE], num_positions, 1e-6 * costs.position_us, overruns)
+    return rank.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

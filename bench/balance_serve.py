@@ -1,0 +1,31 @@
+"""`hadal serve` whose ranks are devices (bench/balance_device); everything else is as it is.
+
+    python -m bench.balance_serve serve --config FILE --run-folder FOLDER
+
+The supervisor starts every process by a module's name; here the ranks' is another. Only units of several ranks have
+processes of that kind: leader and gateway, and a unit of one rank, run as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hadal.cli import app
+from hadal.runtime import launch
+from hadal.runtime.child import Child
+
+RANK_MODULE = {"hadal.runtime.rank": "bench.balance_device"}
+
+
+class DeviceChild(Child):
+    """A child whose module is a bench's where the bench has one."""
+
+    def __init__(self, name: str, role: str, arguments: Sequence[str], log_path: Path | None) -> None:
+        module, *rest = arguments
+        super().__init__(name, role, [RANK_MODULE.get(module, module), *rest], log_path)
+
+
+if __name__ == "__main__":
+    launch.Child = DeviceChild  # type: ignore[attr-defined]
+    app()

@@ -1,0 +1,95 @@
+"""What bench/balance_live reckons with: steps' periods, what a log says of installations, and ops that take a time."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from bench.balance_device import Overruns, lasting, num_positions, num_rows
+from bench.live_installs import STAGING, Flip, Watched, ratio, read_flips
+from bench.live_load import LONGEST, balance_of, lognormal_lengths, task_prompts
+from bench.live_steps import Period, Step, periods
+from hadal.comm.expert_comm import Received
+from hadal.model.block import MicroBatch
+
+LOG = """\
+decode-0   | 17:00:01.100 INFO hadal.leader: MoE layer 2: staging begins after step 90; replicas to move: 7
+decode-1   | 17:00:01.200 INFO hadal.leader: MoE layer 0 flipped in step 94, begun after step 92; replicas moved: 3
+decode-0   | 17:00:01.300 INFO hadal.leader: MoE layer 2 flipped in step 93, begun after step 90; replicas moved: 7
+decode-0   | 17:00:02.200 INFO hadal.leader: MoE layer 1: staging begins after step 96; replicas to move: 0
+decode-0   | 17:00:02.300 INFO hadal.leader: MoE layer 1 flipped in step 97, begun after step 96; replicas moved: 0
+"""
+
+
+def test_flips_are_read_of_one_unit() -> None:
+    assert read_flips(LOG, "decode-0") == [Flip(2, 90, 93, 7), Flip(1, 96, 97, 0)]
+    assert read_flips(LOG, "decode") == []
+    assert re.findall(STAGING.format(unit="decode-0"), LOG, re.M) == [("2", "90", "7")]  # A new split moves nothing.
+
+
+def test_periods_are_of_steps_that_follow_one_another() -> None:
+    starts = ((3, 4.0), (1, 1.0), (2, 2.0), (7, 9.0), (8, 9.5))
+    steps = [Step(step_id, start_s, start_s + 0.5, 8, {}) for step_id, start_s in starts]
+    assert periods(steps) == [Period(1, 1.0, 1.0, 8), Period(2, 2.0, 2.0, 8), Period(7, 9.0, 0.5, 8)]
+
+
+def test_steps_of_installations_are_told_from_the_others() -> None:
+    watched = Watched(read_flips(LOG, "decode-0"), [Period(i, 0.0, float(i), 1) for i in range(88, 100)], [])
+    assert watched.during() == [91, 92, 93, 97]
+    assert watched.outside() == [88, 89, 90, 94, 95, 96, 98, 99]
+    assert ratio([1.0, 3.0], [2.0]) == 1.5
+    assert ratio([], [2.0]) is None
+
+
+def test_gauges_of_a_unit() -> None:
+    metrics = {
+        'hadal_balance{objective="kv",unit="decode-0"}': 0.5, 'hadal_balance{objective="kv",unit="decode-1"}': 0.7,
+        'hadal_balance{unit="decode-0",objective="experts"}': 0.9, 'hadal_steps_total{unit="decode-0"}': 4.0,
+    }  # fmt: skip
+    assert balance_of(metrics, "decode-0") == {"kv": 0.5, "experts": 0.9}
+
+
+def test_prompts_are_as_long_as_asked_for() -> None:
+    lengths = [10, 400, 2000, *lognormal_lengths(5, 200.0, 1.0, seed=1)]
+    prompts = task_prompts("sort", lengths, seed=3)
+    assert prompts == task_prompts("sort", lengths, seed=3)
+    for prompt, length in zip(prompts, lengths, strict=True):
+        assert length <= len(prompt) <= LONGEST
+        assert len(prompt) < length + 400
+
+
+def state_of(**fields: Any) -> MicroBatch:
+    return MicroBatch(**{"batch": None, "config": None, "hidden_TD": torch.zeros(0, 4)} | fields)
+
+
+def test_an_op_lasts_as_long_as_its_rows_ask_for() -> None:
+    rows = Received(torch.zeros(3, 4), torch.zeros(6, dtype=torch.int64), torch.zeros(6, dtype=torch.int64))
+    calls = []
+
+    def op(state: MicroBatch, layer: Any, layer_index: int) -> None:
+        calls.append(layer_index)
+        state.received = None  # As the real one does: rows are counted before.
+
+    overruns = Overruns()  # Of ops that had something to do.
+    start_s = time.perf_counter()
+    lasting(op, num_rows, 0.01, overruns)(state_of(received=rows), None, 2)  # type: ignore[arg-type]
+    assert time.perf_counter() - start_s >= 0.06
+    assert (calls, overruns.num_ops, overruns.num_late) == ([2], 1, 0)
+    lasting(op, num_rows, 0.01, overruns)(state_of(), None, 3)  # type: ignore[arg-type]
+    assert (overruns.num_ops, overruns.num_late) == (1, 0)  # Nothing was to be done.
+    lasting(op, num_rows, 1e-12, overruns)(state_of(received=rows), None, 4)  # type: ignore[arg-type]
+    assert (overruns.num_ops, overruns.num_late) == (2, 1)
+
+
+def test_a_rank_without_tokens_attends_to_nothing() -> None:
+    assert num_positions(state_of()) == 0
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_lengths_repeat(number: int) -> None:
+    assert lognormal_lengths(8, 100.0, 1.5, seed=number) == lognormal_lengths(8, 100.0, 1.5, seed=number)
+    assert all(16 <= length <= LONGEST for length in lognormal_lengths(500, 300.0, 2.0, seed=number))
