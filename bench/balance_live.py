@@ -49,7 +49,7 @@ class Sizes:
     """Times that all regimes are served, one after the other."""
 
 
-FULL = Sizes(num_rounds=5, warm_s=60.0, settle_s=4.0, window_s=20.0, regime_s=20.0, num_cycles=4)
+FULL = Sizes(num_rounds=3, warm_s=40.0, settle_s=4.0, window_s=12.0, regime_s=20.0, num_cycles=3)
 QUICK = Sizes(num_rounds=1, warm_s=20.0, settle_s=2.0, window_s=8.0, regime_s=15.0, num_cycles=1)
 
 

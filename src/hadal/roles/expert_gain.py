@@ -81,6 +81,11 @@ class ExpertTerms:
             raise ValueError("num_intervals_min is 2 at least (a half to plan by, one to judge by) and in the window.")
 
 
+PREFILL_TERMS = ExpertTerms(count_every_steps=4)
+"""A prefill step has hundreds of times the tokens of a decode step and takes several times as long: fewer of them say as
+much."""
+
+
 def fractions(placement: Placement) -> Floats:
     """Of its expert's tokens, what each slot takes [L, R, S]; 0 in empty slots."""
     table = placement.slot_to_expert_LRS.astype(np.int64)

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import msgspec
 
-from hadal.core.config import DECODE
+from hadal.core.config import DECODE, PREFILL
 from hadal.core.messages import Load, RankDone, RankFormed
 from hadal.core.model_config import read_model_config
 from hadal.core.seams import Effect, Event, Send
 from hadal.overlap.plan import EXPERTS
+from hadal.roles.expert_gain import PREFILL_TERMS
 from hadal.roles.experts import ExpertBalancer
 from hadal.roles.rank_book import RankBook
 from hadal.roles.ranks import RankedLeader
@@ -74,6 +75,7 @@ def make_leader(run: Run, unit: str, role: str, epoch: str) -> RankedLeader:
     experts = ExpertBalancer(
         placement, nodes, is_planning=moves_experts(units),
         num_groups=config.n_group if keeps_groups(units, config, role) else 0,
+        terms=PREFILL_TERMS if role == PREFILL else None,
     )  # fmt: skip
     num_slots = units.max_requests if role == DECODE else 0
     step_timeout_s = deployment.collective_timeout_s + deployment.rank_timeout_s
