@@ -49,7 +49,7 @@ class Sizes:
     """Times that all regimes are served, one after the other."""
 
 
-FULL = Sizes(num_rounds=3, warm_s=40.0, settle_s=4.0, window_s=12.0, regime_s=20.0, num_cycles=3)
+FULL = Sizes(num_rounds=3, warm_s=40.0, settle_s=4.0, window_s=12.0, regime_s=20.0, num_cycles=2)
 QUICK = Sizes(num_rounds=1, warm_s=20.0, settle_s=2.0, window_s=8.0, regime_s=15.0, num_cycles=1)
 
 
@@ -161,21 +161,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.balance_live", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="one short round, fewer scenes")
     known = scenes()
-    names = [*known, "installs"]
+    installs = {f"installs, {name}": known[name] for name in ("decode EP4, virtual devices", "decode EP4, real compute")}
+    names = [*known, *installs]
     parser.add_argument("--scene", action="append", choices=names, help="default: all; --quick: fewer")
     options = parser.parse_args(arguments)
     console = Console()
     sizes = QUICK if options.quick else FULL
-    chosen = options.scene or ([*list(known)[:3], "installs"] if options.quick else names)
+    chosen = options.scene or ([*list(known)[:3], *installs] if options.quick else names)
     for name in chosen:
-        if name == "installs":
+        if name in installs:
+            run_installs(installs[name], sizes, console)
             continue
         scene = known[name]
         variants = (OFF, EXPERTS, REQUESTS, BOTH) if scene.device is not None or not options.quick else (OFF, BOTH)
         console.print(run_scene(scene, variants, sizes, lambda text: console.print(f"  [dim]{text}[/dim]")))
-    if "installs" in chosen:
-        for name in ("decode EP4, virtual devices", "decode EP4, real compute"):
-            run_installs(known[name], sizes, console)
 
 
 if __name__ == "__main__":

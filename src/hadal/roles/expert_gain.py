@@ -53,8 +53,8 @@ class ExpertTerms:
     drift, and what is left comes with the next one."""
     target: float = 0.98
     """Balancedness at which an incremental plan stops to look for moves."""
-    background_share: float = 0.25
-    """By how much staging slows the steps that run beside it: it may take a quarter of a core (runtime/background)."""
+    background_share: float = 0.1
+    """By how much staging slows the steps that run beside it: it may take a tenth of a core (runtime/background)."""
     replica_s: float = 0.003
     """Staging of a replica before one was measured: 44 MB of a V3 expert in FP8 through a NIC of 25 GB/s are 2 ms."""
     pause_s: float = 0.002
@@ -82,8 +82,7 @@ class ExpertTerms:
 
 
 PREFILL_TERMS = ExpertTerms(count_every_steps=4)
-"""A prefill step has hundreds of times the tokens of a decode step and takes several times as long: fewer of them say as
-much."""
+"""A prefill step has hundreds of times the tokens of a decode step and takes several times as long: fewer say as much."""
 
 
 def fractions(placement: Placement) -> Floats:

@@ -15,9 +15,10 @@ are short (sched(7)). Not more: a thread that is put aside while it holds the in
 as well."""
 NICE_MAX = 19
 """Of any thread (sched(7))."""
-SHARE = 0.25
-"""Of one core, at most. A rank's step waits for its slowest peer, so what one rank loses all lose; a quarter of a core
-still moves an expert of 44 MB several times a second (bench/staging)."""
+SHARE = 0.1
+"""Of one core, at most. A rank's step waits for its slowest peer, so what one rank loses all lose, and ranks that share
+cores stage side by side: at a quarter, four of them on two cores made steps 1.5 times as long (bench/balance_live). A
+tenth of a core still moves an expert of 44 MB several times a second (bench/staging)."""
 MIN_REST_S = 0.001
 """Shorter rests are put off until they add up: waking takes a good part of it."""
 
