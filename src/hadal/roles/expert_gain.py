@@ -82,7 +82,7 @@ class ExpertTerms:
 
 
 PREFILL_TERMS = ExpertTerms(count_every_steps=4)
-"""A prefill step has hundreds of times the tokens of a decode step and takes several times as long: fewer say as much."""
+"""A prefill step has hundreds of times a decode step's tokens and takes several times as long: fewer say as much."""
 
 
 def fractions(placement: Placement) -> Floats:
