@@ -217,7 +217,8 @@ def balance(
     ] = 0.98,
     current: Annotated[Path | None, typer.Option(help="Today's placement, as --json prints it.")] = None,
     max_moves: Annotated[
-        int | None, typer.Option(help="Stay near today's placement: at most so many replicas move.", min=0)
+        int | None,
+        typer.Option(help="Stay near today's placement: at most so many replicas move, and those it lacks.", min=0),
     ] = None,
     weighted: Annotated[bool, typer.Option("--weighted", help="Split experts unevenly over their replicas.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
@@ -229,7 +230,11 @@ def balance(
     try:
         window = report.loads_of(_read_json(loads))
         cluster = report.cluster_of(window, ranks, nodes, slots)
-        before = report.placement_of(_read_json(current), window, cluster) if current is not None else None
+        before = split = None
+        if current is not None:
+            today = _read_json(current)
+            before = report.placement_of(today, window, cluster)
+            split = report.split_of(today, before)
         start = time.perf_counter()
         plan = plan_experts(
             window, cluster, mode=mode, num_groups=groups, target=target, current=before, max_moves=max_moves,
@@ -242,7 +247,7 @@ def balance(
     if as_json:
         typer.echo(json.dumps(report.as_json(plan, window, elapsed_ms)))
     else:
-        typer.echo(report.bars(plan, window, cluster, before, elapsed_ms))
+        typer.echo(report.bars(plan, window, cluster, before, elapsed_ms, split))
 
 
 def _read_json(path: Path) -> Any:

@@ -39,7 +39,9 @@ def rebalance_experts(
     arrays = (filled, *logical_maps(filled, loads.shape[1]))
     if not is_tensor:
         return arrays
-    physical, logical, counts = (weight.new_tensor(array, device="cpu").long() for array in arrays)
+    # Not through the loads' own type: in bfloat16 there is no slot 257.
+    int64 = weight.new_zeros(()).long().dtype
+    physical, logical, counts = (weight.new_tensor(array, dtype=int64, device="cpu") for array in arrays)
     return physical, logical, counts
 
 

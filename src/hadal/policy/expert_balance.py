@@ -90,6 +90,10 @@ def balance(
     summed = _normalised(window.sum(axis=0), len(living))
     # A window's steps, in the measure of their sums; None if there is but one.
     steps = sample(window) * _scale(window, len(living)) if len(window) > 1 else None
+    if mode in ("hierarchical", "hybrid") and len(np.unique(node_R)) > num_groups:
+        raise ValueError(
+            f"{num_groups} groups are too few for {len(np.unique(node_R))} nodes to keep each on one; use mode global."
+        )
     sizes = (num_experts, num_layers, len(cluster.slots))
     if current is not None and (current.num_experts, current.num_layers, current.num_ranks) != sizes:
         raise ValueError("the current placement has other layers, ranks or experts than the loads and ranks given.")

@@ -17,6 +17,8 @@ from hadal.policy.expert_packing import Floats
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 BAR_CHARS = 50
+MOST_TOKENS = 1e18
+"""Of an expert: a thousand million years of one rank's tokens."""
 
 
 def loads_of(value: Any) -> Floats:
@@ -40,6 +42,8 @@ def loads_of(value: Any) -> Floats:
     if len(wrong):
         at = tuple(wrong[0].tolist())
         raise ValueError(f"the loads are tokens, 0 or more; at {list(at)} stands {loads[at]:g}.")
+    if loads.max() > MOST_TOKENS:
+        raise ValueError(f"the loads are numbers of tokens; {loads.max():g} of one expert are too many to add up.")
     return loads
 
 
@@ -88,14 +92,32 @@ def as_json(plan: ExpertPlan, loads: Floats, elapsed_ms: float) -> dict[str, Any
     }
 
 
-def bars(plan: ExpertPlan, loads: Floats, cluster: Cluster, before: Placement | None, elapsed_ms: float) -> str:
+def split_of(value: Any, placement: Placement) -> Floats | None:
+    """The split beside a placement in what --json printed [L, R, S]; None: even. Raises ValueError if it is none."""
+    rows = value.get("split") if isinstance(value, dict) else None
+    if rows is None:
+        return None
+    shape = placement.slot_to_expert_LRS.shape
+    try:
+        split = np.asarray(rows, np.float64).reshape(shape)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"the current split is no matrix of {shape[0]} x {shape[1] * shape[2]} fractions.") from error
+    if not ((split >= 0) & (split <= 1)).all():
+        raise ValueError("the current split has values that are no fractions, 0 to 1.")
+    return np.asarray(split)
+
+
+def bars(
+    plan: ExpertPlan, loads: Floats, cluster: Cluster, before: Placement | None, elapsed_ms: float,
+    before_split: Floats | None = None,
+) -> str:  # fmt: skip
     """Balancedness before and after as bars, and the ranks' loads of the layer that was worst before."""
     name = "today" if before is not None else "experts in order"
     start = before if before is not None else _in_order(loads, cluster)
     lines = []
     worst_layer = int(np.argmin(plan.balancedness_L))
     if start is not None:
-        ours = balancedness(start, loads, None, cluster)
+        ours = balancedness(start, loads, before_split, cluster)
         worst_layer = int(np.argmin(ours))
         lines += [f"before ({name})", *_two_bars(ours, loads)]
     lines += ["after", *_two_bars(plan.balancedness_L, loads), ""]
@@ -103,7 +125,7 @@ def bars(plan: ExpertPlan, loads: Floats, cluster: Cluster, before: Placement | 
     after = rank_loads(plan.placement, summed, plan.split_LRS)[worst_layer]
     rows = [("after", after)]
     if start is not None:
-        rows.insert(0, ("before", rank_loads(start, summed)[worst_layer]))
+        rows.insert(0, ("before", rank_loads(start, summed, before_split)[worst_layer]))
     top = max(row.max() for _, row in rows) or 1.0
     lines.append(f"tokens by rank, layer {worst_layer}")
     for label, row in rows:

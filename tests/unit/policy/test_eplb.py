@@ -35,3 +35,12 @@ def test_more_slots_than_experts_leaves_none_empty() -> None:
     physical, _, counts = rebalance_experts(np.ones((1, 2)), 12, 1, 1, 4)
     assert (physical >= 0).all()
     assert counts.sum() == 12
+
+
+def test_slots_do_not_pass_through_the_loads_own_type() -> None:
+    """The published decode size: slot 257 and above cannot be written in bfloat16."""
+    loads = torch.rand(1, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
+    for ours, wider in zip(
+        rebalance_experts(loads, 288, 8, 18, 144), rebalance_experts(loads.float(), 288, 8, 18, 144), strict=True
+    ):
+        assert torch.equal(ours, wider)

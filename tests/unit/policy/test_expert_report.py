@@ -124,3 +124,40 @@ def test_refuses(loads_file: Path, tmp_path: Path) -> None:
     for value in ([[0, 1, 2]], [[0, 1, 2, 3, 4, 0]], {"other": 1}, [["a"] * 6], [[]], [[0.5, 1, 2, 3, 0, 1]]):
         with pytest.raises(ValueError, match="current placement"):
             placement_of(value, np.ones((1, 4)), cluster)
+
+
+def test_fewer_groups_than_nodes_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "loads.json"
+    path.write_text(json.dumps(np.random.default_rng(3).lognormal(size=(2, 64)).tolist()))
+    for mode, groups, nodes in (("hybrid", 1, 2), ("hierarchical", 2, 4)):
+        sizes = ("--ranks", "8", "--slots", "12", "--groups", str(groups), "--nodes", str(nodes))
+        code, output = run("--loads", str(path), "--mode", mode, *sizes)
+        assert code == EXIT_CONFIG
+        assert f"{groups} groups are too few for {nodes} nodes" in output
+
+
+def test_loads_too_large_to_add_up_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "loads.json"
+    path.write_text("[[1e308, 1e308, 1e308, 1e308]]")
+    code, output = run("--loads", str(path), "--ranks", "2", "--slots", "3")
+    assert code == EXIT_CONFIG
+    assert "too many to add up" in output
+
+
+def test_todays_placement_comes_with_its_split(tmp_path: Path) -> None:
+    loads = np.random.default_rng(4).lognormal(sigma=1.0, size=(3, 16))
+    path, today = tmp_path / "loads.json", tmp_path / "today.json"
+    path.write_text(json.dumps(loads.tolist()))
+    sizes = ("--loads", str(path), "--ranks", "4", "--slots", "6")
+    code, made = run(*sizes, "--weighted", "--json")
+    assert code == 0
+    value = json.loads(made)
+    assert value["split"] is not None
+    today.write_text(made)
+    code, shown = run(*sizes, "--current", str(today))
+    before = next(line for line in shown.splitlines() if "mean" in line)
+    assert float(before.split()[1]) == pytest.approx(value["balancedness"]["mean"], abs=2e-4)
+    today.write_text(json.dumps({**value, "split": value["split"][:1]}))
+    code, output = run(*sizes, "--current", str(today))
+    assert code == EXIT_CONFIG
+    assert "the current split is no matrix" in output
