@@ -48,9 +48,9 @@ def test_no_gain_between_equals_whatever_is_drawn() -> None:
 
 
 def test_a_gain_has_to_pay_for_what_travels() -> None:
-    # 10 % of 1 ms over 1000 steps is 100 ms; 8 replicas of 20 ms that slow steps by a quarter are 40 ms.
-    assert pays(0.1, 1e-3, 8, 0.02, 0.002, TERMS)
-    assert not pays(0.1, 1e-3, 12, 0.02, 0.002, TERMS)
+    # 10 % of 1 ms over 1000 steps is 100 ms; 20 replicas of 20 ms that slow steps by a tenth are 40 ms.
+    assert pays(0.1, 1e-3, 20, 0.02, 0.002, TERMS)
+    assert not pays(0.1, 1e-3, 30, 0.02, 0.002, TERMS)
     assert pays(0.1, 1e-3, 0, 0.02, 0.002, TERMS)
     assert not pays(0.1, 3e-5, 0, 0.02, 0.002, TERMS), "not even a flip"
     assert not pays(0.0, 1.0, 0, 0.0, 0.0, TERMS)
