@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bench.balance_loads import Arrival, Load
+from hadal.core.rates import StepRates
 from hadal.policy.prefill_balance import PrefillQueueView, look_ahead, plan_step
 from hadal.policy.prefill_budget import StepLimits
-from hadal.policy.prefill_rates import PrefillRates
 from hadal.policy.views import PromptView
 
 STEP_S = 0.03
@@ -27,7 +27,7 @@ STEP_S = 0.03
 (9 experts and the shared one in 58 layers, attention in 61, the head) at 2.8 TB/s as if no product hid them, and 12 ms
 for 61 layers x 2 micro-batches x some 25 launches of 4 us each; rounded up."""
 MEAN_S = 7.3e-5
-RATES = PrefillRates(3.3e-5, 1e-8, 2e-5, STEP_S)
+RATES = StepRates(3.3e-5, 1e-8, 2e-5, STEP_S)
 """1e-8 s a pair: MLA prefill of 61 layers at 500 TFLOP/s; the rest roofline estimates for an H800 unit."""
 WINDOW = 8
 """Prompts a rank, started or waiting, that are there at any time when saturated."""

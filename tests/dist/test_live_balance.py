@@ -49,6 +49,8 @@ REGIME_S = 15.0
 NUM_MOVING = 48 if FULL else 20
 LONG_TOKENS = 600 if FULL else 220
 STALL_STEPS = 3
+NUM_SCENES = 5
+"""Until a move is seen."""
 ABANDONED = "keeps its placement: the generation is over"
 
 Expected = dict[Ask, tuple[int, ...]]
@@ -268,9 +270,9 @@ def test_requests_move_and_go_on(start_server: StartServer, answers: Answers) ->
     expected = answers(stay)
     # Else a step might wait for a flip, too.
     server = start(start_server, max_requests=NUM_MOVING // 2, expert_balance="off")
-    steps: list[Step] = []
 
-    async def scene() -> None:
+    async def scene() -> list[int]:
+        steps: list[Step] = []
         async with http_client(server.url, NUM_MOVING) as http:
             serving = Serving(server, http, expected)
             staying = asyncio.gather(*map(serving.loop.ask, stay))
@@ -280,7 +282,7 @@ def test_requests_move_and_go_on(start_server: StartServer, answers: Answers) ->
                 assert not staying.done(), "the first had ended before the last began"
                 await asyncio.sleep(0.05)
             leaving.cancel()
-            left_s, num_before = time.perf_counter(), await serving.gauge("hadal_requests_moved_total")
+            left_s = time.perf_counter()
             found = await staying
             # One more, alone, whose steps let the last traces end.
             await serving.loop.ask(Ask(asks[0].prompt, 3 * STEPS_AT_ONCE, ignore_eos=True))
@@ -290,10 +292,10 @@ def test_requests_move_and_go_on(start_server: StartServer, answers: Answers) ->
             dips = stalls([step for step in steps if step.start_s > left_s])
             print(f"{num_moved:.0f} requests moved; steps that somebody stood still: {dips}")
             assert num_moved > 0
-            # Those that moved while others still joined stand among rows that come and go.
-            assert dips or num_moved == num_before, "nobody stood still: what was watched were not the moves"
             assert max(dips, default=0) <= STALL_STEPS
             assert (await read_metrics(http))["hadal_retries_total"] == 0
             assert (await http.get("/audit")).status_code == 200
+            return dips
 
-    asyncio.run(scene())
+    # Who moved while others still joined stands among rows that come and go: then once more.
+    assert any(asyncio.run(scene()) for _ in range(NUM_SCENES)), "nobody stood still where it could be seen"

@@ -69,6 +69,7 @@ def run_watched(seed: int, request_balance: str = "auto", *, is_calm: bool = Fal
 @pytest.mark.parametrize("seed", [*FIXED_SEEDS, *FRESH_SEEDS])
 def test_nobody_notices_a_move(seed: int) -> None:
     watch = run_watched(seed)
+    print(f"stalls by steps: {dict(watch.stalls)}; moved: {watch.num_moved}")
     assert max(watch.stalls, default=0) <= STALL_STEPS_MAX, watch.stalls
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hadal.core.plans import OpTime
+from hadal.core.rates import StepRates
 from hadal.overlap.plan import ATTN_CORE, ATTN_IN, COMBINE, DISPATCH, EXPERTS, GATE, SEQUENTIAL, SHARED, Schedule
 from hadal.perf.price import OpSeconds, price
 
@@ -84,20 +85,6 @@ class _Bin:
             self.seconds[op] = mean_s + gain * (seconds - mean_s)
 
 
-@dataclass(frozen=True, slots=True)
-class StepRates:
-    """What a step of a rank takes, as a line: a leader balances its ranks by it."""
-
-    token_s: float
-    """Of a token, computed: all ops of all layers."""
-    pair_s: float
-    """Of a (token, position it attends to) pair."""
-    dispatch_s: float
-    """Of a token on the rank with most of them: its part of what is not hidden of the link, and of posting to it."""
-    step_s: float
-    """Of a step whatever it computes."""
-
-
 class StepCosts:
     """An estimator for one unit. Before the first step everything costs nothing, and `choose` says sequential."""
 
@@ -160,8 +147,9 @@ class StepCosts:
             seconds[COMBINE], seconds[POST],
         )  # fmt: skip
 
-    def rates(self, schedule: Schedule = SEQUENTIAL, num_micro_batches: int = 1) -> StepRates:
-        """Return what a step's time goes into, over all layers, run like this at the sizes seen; all 0 before any."""
+    def rates(self, schedule: Schedule = SEQUENTIAL, num_micro_batches: int = 1) -> StepRates | None:
+        """Return what a step's time goes into, over all layers, run like this at the sizes seen; None before any, and
+        where nothing seems to cost anything."""
         if self._models is None:
             self._models = self._fit()
         token_s = pair_s = 0.0
@@ -170,8 +158,9 @@ class StepCosts:
             num_layers = self.num_layers if op in EVERY_LAYER else self.num_moe_layers
             token_s += per_token * num_layers
             pair_s += per_pair * num_layers
-        if not self._bins:
-            return StepRates(token_s, pair_s, 0.0, 0.0)
+        token_s = max(token_s, pair_s)  # A token attends to itself at least.
+        if token_s <= 0.0:
+            return None
         bins = self._bins.values()
         num_tokens, num_pairs = sum(b.num_tokens for b in bins) / len(bins), sum(b.num_pairs for b in bins) / len(bins)
         # What is exposed bends with the size, so it is taken as a line around the mean of the sizes.

@@ -63,7 +63,10 @@ class Move:
 
 
 def terms_of(kv_s: float, request_s: float, step_s: float, known: MoveTerms) -> MoveTerms:
-    """`known` with what a mean rank's KV and requests take of a step of `step_s` seconds; as it is if nobody knows."""
+    """`known` with what a mean rank's KV and requests take of a step of `step_s` seconds.
+
+    As it is where steps show no cost of KV (a small model's may not): equal KV is wanted for memory's sake, too.
+    """
     step_s = max(step_s, kv_s + request_s)
     if step_s <= 0.0 or kv_s <= 0.0:
         return known

@@ -19,8 +19,9 @@ from heapq import heappop, heappush
 from math import inf, sqrt
 from typing import TypeVar
 
+from hadal.core.rates import StepRates
 from hadal.policy.prefill_budget import StepLimits, choose_budget, predict, step_budget_s
-from hadal.policy.prefill_rates import PrefillRates, cost_s
+from hadal.policy.prefill_rates import cost_s
 from hadal.policy.views import PromptView
 
 T = TypeVar("T")
@@ -81,7 +82,7 @@ def look_ahead(
 
 
 def cut_rank(
-    prompts: Sequence[PromptView], rates: PrefillRates, budget_s: float, num_tokens_mean: int, num_tokens_max: int
+    prompts: Sequence[PromptView], rates: StepRates, budget_s: float, num_tokens_mean: int, num_tokens_max: int
 ) -> tuple[list[int], float]:
     """Return the tokens of each of a rank's prompts (oldest first) for a step of `budget_s`, and their seconds.
 
@@ -123,7 +124,7 @@ def cut_rank(
 
 
 def _blend(
-    prompts: Sequence[PromptView], sizes: list[int], densest: int, rates: PrefillRates, budget_s: float,
+    prompts: Sequence[PromptView], sizes: list[int], densest: int, rates: StepRates, budget_s: float,
     spare_s: float, goal: int,
 ) -> float:  # fmt: skip
     """Let lighter prompts, in their order, take time from prompts[densest] until there are `goal` tokens.
@@ -164,7 +165,7 @@ def _blend(
     return spare_s
 
 
-def _light_share(light: int, heavy: int, num_tokens: int, budget_s: float, rates: PrefillRates) -> int:
+def _light_share(light: int, heavy: int, num_tokens: int, budget_s: float, rates: StepRates) -> int:
     """The least y of `num_tokens` from position `light` on that, with the others from `heavy` on, fit the budget.
 
     chunk_s(heavy, G - y) + chunk_s(light, y) = budget, with x = G - y: pair_s x^2 + linear x + constant = 0, of which
@@ -193,7 +194,7 @@ class _Queue:
 
 
 def bind(
-    ranks: Sequence[PrefillQueueView], waiting: Sequence[PromptView], rates: PrefillRates, budget_s: float,
+    ranks: Sequence[PrefillQueueView], waiting: Sequence[PromptView], rates: StepRates, budget_s: float,
     limits: StepLimits,
 ) -> list[list[int]]:  # fmt: skip
     """Return, by position in `ranks`, which of `waiting` start there in this step.
@@ -232,7 +233,7 @@ def _fits(queue: _Queue, prompt: PromptView) -> bool:
     return queue.num_starts > 0 and prompt.num_blocks_needed <= queue.num_blocks
 
 
-def _queue(view: PrefillQueueView, rates: PrefillRates, budget_s: float, limits: StepLimits) -> _Queue:
+def _queue(view: PrefillQueueView, rates: StepRates, budget_s: float, limits: StepLimits) -> _Queue:
     room = min(limits.num_tokens_max, int(ROOM * limits.num_tokens_mean))
     queue = _Queue([], [], 0.0, budget_s, room, view.num_blocks_free, view.num_starts_free)
     for prompt in view.prompts:
@@ -242,7 +243,7 @@ def _queue(view: PrefillQueueView, rates: PrefillRates, budget_s: float, limits:
     return queue
 
 
-def _reserve(queue: _Queue, prompt: PromptView, rates: PrefillRates, budget_s: float, *, is_head: bool) -> None:
+def _reserve(queue: _Queue, prompt: PromptView, rates: StepRates, budget_s: float, *, is_head: bool) -> None:
     """Count what a prompt will surely take of the step."""
     if queue.room_s <= 0.0 or queue.room_tokens <= 0:
         return
@@ -255,7 +256,7 @@ def _reserve(queue: _Queue, prompt: PromptView, rates: PrefillRates, budget_s: f
 
 
 def plan_step(
-    ranks: Sequence[PrefillQueueView], waiting: Sequence[PromptView], rates: PrefillRates, limits: StepLimits
+    ranks: Sequence[PrefillQueueView], waiting: Sequence[PromptView], rates: StepRates, limits: StepLimits
 ) -> StepCut:
     """Return which of `waiting` (oldest first) start on which rank, and what every rank computes.
 

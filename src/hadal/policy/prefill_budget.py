@@ -14,7 +14,7 @@ from math import inf
 
 import numpy as np
 
-from hadal.policy.prefill_rates import PrefillRates
+from hadal.core.rates import StepRates
 from hadal.policy.views import PromptView
 
 CAPS = (1.0, 1.25, 1.5, 2.0)
@@ -42,7 +42,7 @@ class StepLimits:
 
 
 def step_budget_s(
-    prompts: Iterable[PromptView], num_ranks: int, rates: PrefillRates, num_tokens_mean: int
+    prompts: Iterable[PromptView], num_ranks: int, rates: StepRates, num_tokens_mean: int
 ) -> float:
     """Most seconds that each rank gets: the mean number of tokens at the mean price of those that wait.
 
@@ -63,7 +63,7 @@ def step_budget_s(
 
 
 def choose_budget(
-    prompts: Sequence[Sequence[PromptView]], rates: PrefillRates, nominal_s: float, limits: StepLimits
+    prompts: Sequence[Sequence[PromptView]], rates: StepRates, nominal_s: float, limits: StepLimits
 ) -> tuple[float, int]:
     """Return (seconds, most tokens of a rank) that predict the best efficiency, from `SCALES` x `CAPS`.
 
@@ -96,7 +96,7 @@ def choose_budget(
 
 
 def _two_points(
-    prompts: Sequence[PromptView], rates: PrefillRates, num_mean: int, num_max: int
+    prompts: Sequence[PromptView], rates: StepRates, num_mean: int, num_max: int
 ) -> tuple[float, float, int, int, int]:
     """Return a rank's seconds for the mean and for the most tokens, those tokens, and how many are not the oldest's."""
     mean_s = most_s = 0.0
@@ -115,7 +115,7 @@ def _two_points(
     return mean_s, most_s, num_mean - left_mean, num_max - left_most, num_tokens - prompts[0].num_tokens
 
 
-def predict(rank_to_work: Sequence[tuple[float, int]], rates: PrefillRates) -> float:
+def predict(rank_to_work: Sequence[tuple[float, int]], rates: StepRates) -> float:
     """Return the predicted efficiency of a step: its time if every rank did the mean, over that of the slowest.
 
     By rank, (seconds, tokens). What a step costs whatever it computes is no work, so it is only in the latter.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hadal.policy.prefill_rates import UNMEASURED, PrefillRates
+from hadal.core.rates import StepRates
+from hadal.policy.prefill_rates import UNMEASURED
 from hadal.policy.views import DecodeUnitView, PrefillUnitView
 
 
@@ -44,7 +45,7 @@ def _done_s(unit: PrefillUnitView, num_tokens: int, unknown: tuple[float, float]
     token_s, pair_s = (unit.token_s, unit.pair_s) if unit.token_s > 0.0 else unknown
     waits_s = (unit.num_tokens_waiting * token_s + unit.num_pairs_waiting * pair_s) / max(1, unit.num_ranks)
     num_cached = min(unit.num_cached, num_tokens - 1)  # The last position is computed in any case: a token is drawn.
-    return waits_s + PrefillRates(token_s, pair_s).chunk_s(num_cached, num_tokens - num_cached)
+    return waits_s + StepRates(token_s, pair_s).chunk_s(num_cached, num_tokens - num_cached)
 
 
 def choose_decode_unit(

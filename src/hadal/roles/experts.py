@@ -28,6 +28,7 @@ from hadal.policy.expert_split import split_loads
 from hadal.roles.expert_gain import ExpertTerms, Floats, fractions, heaviest, pays, sure_gain
 from hadal.roles.expert_install import Address, Installation, InstallState
 from hadal.roles.expert_window import LoadWindow
+from hadal.roles.notes import Routine
 
 _SMOOTHING = 0.2
 """Weight of a new measurement of a pause or a replica: the last five count for two thirds."""
@@ -163,10 +164,10 @@ class ExpertBalancer:
         self._adopt(self._issued)
         self.num_layers_flipped += 1
         self.num_replicas_moved += install.num_moved
-        self.notes.append(
+        self.notes.append(Routine(
             f"MoE layer {install.layer} flipped in step {step_id}, begun after step {install.begun_step_id}; "
             f"replicas moved: {install.num_moved}"
-        )
+        ))  # fmt: skip
         self._num_failures = 0
         self._rest(install.layer, _SETTLE_INTERVALS)
         return True
@@ -240,9 +241,9 @@ class ExpertBalancer:
             layer, self._stage_id, self._generation, slots_RS, weights_RS, sum(num_new),
             now_s + self.terms.stage_timeout_s, self._step_id,
         )  # fmt: skip
-        self.notes.append(
+        self.notes.append(Routine(
             f"MoE layer {layer}: staging begins after step {self._step_id}; replicas to move: {sum(num_new)}"
-        )
+        ))  # fmt: skip
         return self.installing.stage_plans(self.placement, self._addresses)
 
     def _rank_loads(self) -> Floats:

@@ -16,12 +16,13 @@ from itertools import islice
 
 from hadal.core.messages import Generation
 from hadal.core.plans import Chunk
+from hadal.core.rates import StepRates
 from hadal.kv.blocks import blocks_for
 from hadal.overlap.split import num_pairs_of
 from hadal.policy.batching import pack_chunks, turn_s
 from hadal.policy.prefill_balance import PrefillQueueView, look_ahead, plan_step
 from hadal.policy.prefill_budget import StepLimits
-from hadal.policy.prefill_rates import UNMEASURED, PrefillRates, cost_s
+from hadal.policy.prefill_rates import UNMEASURED, cost_s
 from hadal.policy.rank_choice import choose_prefill_rank
 from hadal.policy.views import PrefillRankView, PromptView
 from hadal.roles.ending import history_of
@@ -105,7 +106,7 @@ class Step:
 
 def pack(
     started: Iterable[Prompt], waiting: Iterable[Prompt], pools: RankPools, chunk_tokens: int, num_requests_max: int,
-    rates: PrefillRates | None = None,
+    rates: StepRates | None = None,
 ) -> Step:  # fmt: skip
     """Return a step cut by cost if there are `rates`, by token budgets if not.
 
@@ -125,7 +126,7 @@ def pack(
 
 def _pack_cost(
     rank_to_prompts: Sequence[Sequence[Prompt]], num_starts: Sequence[int], waiting: Iterable[Prompt],
-    pools: RankPools, chunk_tokens: int, rates: PrefillRates,
+    pools: RankPools, chunk_tokens: int, rates: StepRates,
 ) -> Step:  # fmt: skip
     """Every rank the same time, as nearly the same tokens as that allows."""
     living = pools.living

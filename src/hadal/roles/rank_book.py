@@ -16,8 +16,9 @@ from hadal.core.config import RANK_BEAT_S
 from hadal.core.errors import InvariantError
 from hadal.core.messages import SUPERVISOR, RankBeat, RankForm, RankFormed, RankUp, UnitDown
 from hadal.core.placement import Placement, without
-from hadal.core.plans import FormPlan, Member
+from hadal.core.plans import Formed, FormPlan, Member
 from hadal.core.seams import Effect, Send
+from hadal.roles.notes import Routine
 from hadal.roles.rank_blame import Blame, name_peers
 from hadal.roles.rank_states import Phase, RankState, RankView, next_phase, next_rank_state
 
@@ -64,8 +65,7 @@ class RankBook:
         self._drain_timeout_s = drain_timeout_s
         self._ranks = [RankView() for _ in range(num_ranks)]
         self._blame = Blame()
-        self._answered: dict[int, str | None] = {}
-        """rank -> error of its RankFormed."""
+        self._answered: dict[int, Formed] = {}
         self._num_failed_forms = 0
         self._first_up_s: float | None = None
         self._begun_s: float | None = None
@@ -178,7 +178,7 @@ class RankBook:
             return
         rank = self._ranks[message.rank]
         rank.moved_s = now_s
-        self._answered[message.rank] = formed.error
+        self._answered[message.rank] = formed
         if formed.error is None:
             if rank.state is RankState.FORMING:
                 self._move_rank(message.rank, "formed")
@@ -292,7 +292,9 @@ class RankBook:
             took_s = now_s - (self._whole_until_s if self._whole_until_s is not None else now_s)
             self._num_failed_forms, self._whole_until_s = 0, None
             ranks = ", ".join(map(str, self.members))
-            self.notes.append(f"generation {self.generation} formed in {took_s:.3f} s with ranks {ranks}")
+            num_loaded = sum(formed.num_loaded for formed in self._answered.values())
+            text = f"generation {self.generation} formed in {took_s:.3f} s with ranks {ranks}"
+            self.notes.append(Routine(f"{text}; {num_loaded} experts reloaded"))
         elif self._failed_s is not None and (not missing or now_s - self._failed_s >= NEWS_S):
             self._num_failed_forms += 1
             if self._num_failed_forms >= FAILED_FORMS_MAX:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from math import log2
 
 from hadal.core.plans import OpTime
+from hadal.core.rates import StepRates
 from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL, Schedule
 from hadal.overlap.split import split_chunks, split_rows
 from hadal.perf.costs import StepCosts, Work, choose, halve_works
-from hadal.policy.prefill_rates import UNMEASURED, PrefillRates
+from hadal.policy.prefill_rates import UNMEASURED
 
 AUTO = "auto"
 HYSTERESIS = 0.03
@@ -93,14 +94,12 @@ class StepScheduler:
         return self.costs.num_steps > num_steps + min(num_steps, _KEPT_STEPS)
 
     @property
-    def rates(self) -> PrefillRates:
+    def rates(self) -> StepRates:
         """What the unit's time goes into, as the steps so far show; asked for again only now and then."""
         if self.costs.num_steps and (self._rates_at < 0 or self._is_old(self._rates_at)):
             found = self.costs.rates(*self._last)
-            # A token attends to itself at least; a fit that says that nothing costs anything knows nothing yet.
-            token_s = max(found.token_s, found.pair_s)
-            if token_s > 0.0:
-                self._rates = PrefillRates(token_s, found.pair_s, found.dispatch_s, found.step_s)
+            if found is not None:
+                self._rates = found
             self._rates_at = self.costs.num_steps
         return self._rates
 

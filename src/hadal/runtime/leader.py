@@ -8,21 +8,20 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import re
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import msgspec
 
 from hadal.core.config import DECODE, PREFILL
-from hadal.core.messages import Load, RankDone, RankFormed
+from hadal.core.messages import Load, RankDone
 from hadal.core.model_config import read_model_config
 from hadal.core.seams import Effect, Event, Send
 from hadal.overlap.plan import EXPERTS
 from hadal.roles.expert_gain import PREFILL_TERMS
 from hadal.roles.experts import ExpertBalancer
+from hadal.roles.notes import Routine
 from hadal.roles.rank_book import RankBook
 from hadal.roles.ranks import RankedLeader
 from hadal.runtime.clock import LiveClock
@@ -36,9 +35,6 @@ from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.leader")
 
-_FORMED = re.compile(r"generation (\d+) formed")
-_ROUTINE = re.compile(r"MoE layer \d+(: staging begins| flipped)")
-"""Notes of what goes as it should."""
 _SMOOTHING = 0.1
 
 
@@ -91,8 +87,6 @@ class Spoken:
 
     def __init__(self, leader: RankedLeader) -> None:
         self._leader = leader
-        self._num_loaded: Counter[int] = Counter()
-        """Expert replicas read from the checkpoint, by generation."""
         self._idle_ms = 0.0
 
     def start(self, now_s: float) -> list[Effect]:
@@ -100,30 +94,19 @@ class Spoken:
 
     def handle(self, now_s: float, event: Event) -> list[Effect]:
         """Take in one event and return what to do, in order."""
-        if isinstance(event, RankFormed):
-            self._num_loaded[event.formed.generation] += event.formed.num_loaded
-        elif isinstance(event, RankDone):
+        if isinstance(event, RankDone):
             for op_time in event.done.op_times:
                 if op_time.op == IDLE:
                     self._idle_ms += _SMOOTHING * (1000.0 * op_time.seconds - self._idle_ms)
         effects = [self._measured(effect) for effect in self._leader.handle(now_s, event)]
         for note in self._leader.take_notes():
-            self._say(note)
+            log.log(logging.INFO if isinstance(note, Routine) else logging.WARNING, "%s", note)
         return effects
 
     def _measured(self, effect: Effect) -> Effect:
         if isinstance(effect, Send) and isinstance(effect.message, Load):
             return Send(effect.to, msgspec.structs.replace(effect.message, overhead_ms=self._idle_ms))
         return effect
-
-    def _say(self, note: str) -> None:
-        formed = _FORMED.match(note)
-        if formed is None:
-            log.log(logging.INFO if _ROUTINE.match(note) else logging.WARNING, "%s", note)
-            return
-        num_loaded = self._num_loaded[int(formed[1])]
-        self._num_loaded.clear()
-        log.info("%s; %d experts reloaded", note, num_loaded)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from hadal.perf.costs import (
     OPS,
     POST,
     StepCosts,
-    StepRates,
     Work,
     choose,
     halve_works,
@@ -137,7 +136,8 @@ def test_never_negative_and_never_falling() -> None:
         small, large = costs.op_seconds(Work(1, 1)), costs.op_seconds(Work(300, 100_000))
         assert all(0 <= a <= b for a, b in zip(astuple(small), astuple(large), strict=True))
     for schedule, num in ((SEQUENTIAL, 1), (PREFILL_DUAL, 2)):
-        assert min(astuple(costs.rates(schedule, num))) >= 0
+        found = costs.rates(schedule, num)
+        assert found is None or min(astuple(found)) >= 0
 
 
 def test_odd_steps_are_ignored() -> None:
@@ -148,7 +148,7 @@ def test_odd_steps_are_ignored() -> None:
     costs.observe([Work(8, 8)], [])
     assert costs.num_steps == 0
     assert set(astuple(costs.op_seconds(Work(8, 8)))) == {0.0}
-    assert costs.rates() == StepRates(0.0, 0.0, 0.0, 0.0)
+    assert costs.rates() is None
     for i in range(200):
         costs.observe([Work(2.0 ** (i % 20), 3.0**(i % 17))], [OpTime("attn_in", 1, 1e-3)])
     assert len(costs._bins) <= MAX_BINS

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hadal.core.rates import StepRates
 from hadal.policy.prefill_balance import (
     HEAD_SHARE,
     LOOK_AHEAD,
@@ -20,10 +21,10 @@ from hadal.policy.prefill_balance import (
     plan_step,
 )
 from hadal.policy.prefill_budget import DRAIN, StepLimits, predict, step_budget_s
-from hadal.policy.prefill_rates import PrefillRates, cost_s
+from hadal.policy.prefill_rates import cost_s
 from hadal.policy.views import PromptView
 
-RATES = PrefillRates(3.3e-5, 1e-8, 2e-5)
+RATES = StepRates(3.3e-5, 1e-8, 2e-5)
 LIMITS = StepLimits(8192, 16384)
 
 prompt_lists = st.lists(st.builds(PromptView, st.integers(1, 40_000), st.just(0), st.integers(0, 120_000)), max_size=6)
@@ -31,7 +32,7 @@ waiting_lists = st.lists(
     st.builds(PromptView, st.integers(1, 40_000), st.integers(1, 9), st.integers(0, 9_000)), max_size=12
 )
 rates = st.builds(
-    PrefillRates, st.floats(1e-6, 1e-3), st.sampled_from([0.0, 1e-10, 1e-8, 1e-6]), st.floats(0, 1e-4),
+    StepRates, st.floats(1e-6, 1e-3), st.sampled_from([0.0, 1e-10, 1e-8, 1e-6]), st.floats(0, 1e-4),
     st.sampled_from([0.0, 1e-3, 1.0]),
 )  # fmt: skip
 limits = st.tuples(st.integers(1, 9000), st.integers(0, 9000)).map(lambda pair: StepLimits(pair[0], sum(pair)))
@@ -40,7 +41,7 @@ rank_lists = st.lists(st.tuples(prompt_lists, st.integers(0, 40), st.integers(0,
 )
 
 
-def time_s(prompts: Sequence[PromptView], sizes: Sequence[int], of: PrefillRates) -> float:
+def time_s(prompts: Sequence[PromptView], sizes: Sequence[int], of: StepRates) -> float:
     return sum(of.chunk_s(p.num_context, n) for p, n in zip(prompts, sizes, strict=True) if n)
 
 
@@ -50,7 +51,7 @@ def prompts_of(view: PrefillQueueView, cut: RankCut, waiting: Sequence[PromptVie
 
 @given(prompt_lists, rates, st.floats(1e-4, 10), limits)
 def test_a_rank_takes_its_time_within_one_token(
-    prompts: list[PromptView], of: PrefillRates, budget_s: float, limit: StepLimits
+    prompts: list[PromptView], of: StepRates, budget_s: float, limit: StepLimits
 ) -> None:
     sizes, taken_s = cut_rank(prompts, of, budget_s, limit.num_tokens_mean, limit.num_tokens_max)
     assert taken_s == pytest.approx(time_s(prompts, sizes, of), abs=1e-9 * budget_s)
@@ -71,7 +72,7 @@ def test_a_rank_takes_its_time_within_one_token(
 
 @given(rank_lists, waiting_lists, rates, limits)
 def test_a_step_keeps_every_limit_and_the_order(
-    views: list[PrefillQueueView], waiting: list[PromptView], of: PrefillRates, limit: StepLimits
+    views: list[PrefillQueueView], waiting: list[PromptView], of: StepRates, limit: StepLimits
 ) -> None:
     step = plan_step(views, waiting, of, limit)
     assert step == plan_step(views, waiting, of, limit)
@@ -95,7 +96,7 @@ def test_a_step_keeps_every_limit_and_the_order(
 
 @given(rank_lists.filter(bool), waiting_lists, rates)
 def test_only_the_first_that_fits_nowhere_stops_starts(
-    views: list[PrefillQueueView], waiting: list[PromptView], of: PrefillRates
+    views: list[PrefillQueueView], waiting: list[PromptView], of: StepRates
 ) -> None:
     """An idle rank with blocks and starts never stays without a prompt while one waits."""
     step = plan_step(views, waiting, of, LIMITS)
@@ -123,7 +124,7 @@ def views_of(queues: Sequence[Sequence[PromptView]]) -> list[PrefillQueueView]:
 
 
 @given(waiting_lists.filter(bool), rates)
-def test_everybody_is_done_in_the_end(waiting: list[PromptView], of: PrefillRates) -> None:
+def test_everybody_is_done_in_the_end(waiting: list[PromptView], of: StepRates) -> None:
     queues: list[list[PromptView]] = [[], [], []]
     most_steps = 20 + sum(prompt.num_tokens for prompt in waiting) // 100
     for _ in range(most_steps):
@@ -190,14 +191,14 @@ def test_arrivals_start_where_the_predicted_cost_is_least() -> None:
 
 def test_no_pairs_means_equal_tokens() -> None:
     step = plan_step(views_of([[PromptView(30_000, 0, 9_000)], [PromptView(40_000, 0, 0)]]), [],
-                     PrefillRates(1e-5, 0.0), LIMITS)  # fmt: skip
+                     StepRates(1e-5, 0.0), LIMITS)  # fmt: skip
     sizes = [sum(cut.sizes) for cut in step.ranks]
     assert abs(sizes[0] - sizes[1]) <= 1
 
 
 def test_a_step_that_costs_much_beside_its_work_is_longer() -> None:
     """Both where little waits, and where dense prompts on few ranks would have it shortened."""
-    cheap, dear = (PrefillRates(3.3e-5, 1e-8, 2e-5, step_s) for step_s in (0.0, 1.0))
+    cheap, dear = (StepRates(3.3e-5, 1e-8, 2e-5, step_s) for step_s in (0.0, 1.0))
     little = [PromptView(9000, 0)]
     assert step_budget_s(little, 32, cheap, 8192) < step_budget_s(little, 32, dear, 8192)
     random = Random(5)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from hadal.core.rates import StepRates
 from hadal.policy.prefill_budget import CAPS, SCALES, StepLimits, choose_budget, predict, step_budget_s
-from hadal.policy.prefill_rates import PrefillRates
 from hadal.policy.views import PromptView
 
-RATES = PrefillRates(3.3e-5, 1e-8, 2e-5)
+RATES = StepRates(3.3e-5, 1e-8, 2e-5)
 LIMITS = StepLimits(8192, 16384)
 
 
@@ -30,7 +30,7 @@ def test_few_dense_ranks_get_less_time_and_all_dense_ones_all_of_it() -> None:
 
 def test_light_ranks_may_take_more_tokens_where_dispatch_is_free() -> None:
     dense, light = [PromptView(60_000, 0, 60_000)], [PromptView(3000, 0, 0)] * 9
-    free, dear = PrefillRates(3.3e-5, 1e-8), PrefillRates(3.3e-5, 1e-8, 1e-3)
+    free, dear = StepRates(3.3e-5, 1e-8), StepRates(3.3e-5, 1e-8, 1e-3)
     caps = [choose_budget([dense, light], rates, 1.0, LIMITS)[1] for rates in (free, dear)]
     assert caps == [CAPS[-1] * 8192, CAPS[0] * 8192]
 
@@ -40,7 +40,7 @@ def test_without_prompts_the_budget_is_the_nominal_one() -> None:
 
 
 def test_efficiency_is_the_mean_over_the_slowest_and_what_a_step_costs_anyway() -> None:
-    rates = PrefillRates(1.0, 0.0, dispatch_s=0.5, step_s=4.0)
+    rates = StepRates(1.0, 0.0, dispatch_s=0.5, step_s=4.0)
     assert predict([(6.0, 2), (2.0, 6)], rates) == pytest.approx((4.0 + 0.5 * 4) / (4.0 + 6.0 + 0.5 * 6))
     assert predict([(0.0, 0), (0.0, 0)], rates) == 1.0
 

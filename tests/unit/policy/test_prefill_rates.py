@@ -1,27 +1,14 @@
-"""PrefillRates: a chunk's seconds, and the most tokens that fit into some."""
+"""What a prompt costs."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hadal.policy.prefill_rates import UNMEASURED, PrefillRates, cost_s
+from hadal.core.rates import StepRates
+from hadal.policy.prefill_rates import UNMEASURED, cost_s
 from hadal.policy.views import PromptView
 
-RATES = PrefillRates(3.3e-5, 1e-8, 2e-5)
-
-rates = st.builds(PrefillRates, st.floats(1e-6, 1e-3), st.sampled_from([0.0, 1e-10, 1e-8, 1e-6]), st.floats(0, 1e-4))
-
-
-@given(rates, st.integers(0, 200_000), st.integers(0, 40_000), st.floats(0, 100))
-def test_the_most_that_fits(of: PrefillRates, start: int, num_tokens: int, budget_s: float) -> None:
-    n, seconds = of.fit(start, num_tokens, budget_s)
-    assert seconds == pytest.approx(of.chunk_s(start, n))
-    slack_s = 1e-9 * budget_s
-    assert 0 <= n <= num_tokens
-    assert n == 0 or of.chunk_s(start, n) <= budget_s + slack_s
-    assert n == num_tokens or of.chunk_s(start, n + 1) > budget_s - slack_s
+RATES = StepRates(3.3e-5, 1e-8, 2e-5)
 
 
 def test_a_cached_prefix_counts_as_context() -> None:
@@ -35,9 +22,3 @@ def test_pieces_of_a_prompt_cost_what_it_costs() -> None:
     )
     assert whole > 300
     assert whole == pytest.approx(first + rest)
-
-
-@pytest.mark.parametrize("wrong", [(0.0, 1e-8), (1e-5, -1.0), (1e-5, 0.0, -1.0), (1e-5, 0.0, 0.0, -1.0)])
-def test_what_cannot_be_is_refused(wrong: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="token_s"):
-        PrefillRates(*wrong)

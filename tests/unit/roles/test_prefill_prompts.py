@@ -12,10 +12,10 @@ import pytest
 from hadal.core.balance import ATTENTION, TIME, TOKENS
 from hadal.core.messages import Load, Prefill, PrefillDone, Release, Returned, Trace, TraceRequest, UnitUp
 from hadal.core.plans import OpTime, PrefillPlan
+from hadal.core.rates import StepRates
 from hadal.core.seams import Execute, Freed, RankReset, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.policy.batching import AGE_S
-from hadal.policy.prefill_rates import PrefillRates
 from hadal.roles.prefill import PrefillLeader
 from hadal.roles.prefill_prompts import Part, Prompt, cut, pack
 from hadal.roles.rank_pools import RankPools
@@ -136,10 +136,10 @@ def started_on(pools: RankPools, rank: int, name: str, num_tokens: int, num_plan
     return prompt
 
 
-RATES = PrefillRates(1e-4, 1e-7, 1e-5, 1e-3)
+RATES = StepRates(1e-4, 1e-7, 1e-5, 1e-3)
 
 
-def seconds_of(parts: Sequence[Part], rates: PrefillRates = RATES) -> float:
+def seconds_of(parts: Sequence[Part], rates: StepRates = RATES) -> float:
     return sum(rates.chunk_s(part.start, part.end - part.start) for part in parts)
 
 

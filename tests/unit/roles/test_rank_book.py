@@ -82,7 +82,7 @@ def test_the_first_generation_waits_for_everybody() -> None:
     assert driver.book.phase is Phase.FORMING
     driver.answer()
     assert driver.book.phase is Phase.RUNNING
-    assert driver.book.notes[-1] == "generation 1 formed in 0.000 s with ranks 0, 1, 2, 3"
+    assert driver.book.notes[-1] == "generation 1 formed in 0.000 s with ranks 0, 1, 2, 3; 0 experts reloaded"
 
 
 def test_after_the_grace_it_forms_with_those_that_are_there() -> None:

@@ -139,7 +139,7 @@ def test_the_core_hears_of_the_first_generation_when_it_is_formed() -> None:
     assert driver.core.heard == []
     driver.formed()
     assert driver.core.heard == [RankReset((), (0, 1, 2), pools=("pool-0", "pool-1", "pool-2"), generation=1)]
-    assert driver.leader.take_notes() == ["generation 1 formed in 0.000 s with ranks 0, 1, 2"]
+    assert driver.leader.take_notes() == ["generation 1 formed in 0.000 s with ranks 0, 1, 2; 0 experts reloaded"]
 
 
 def test_what_all_ranks_held_is_given_back_when_the_last_one_goes() -> None:
