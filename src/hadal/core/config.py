@@ -57,6 +57,25 @@ class UnitsConfig:
 
 
 @dataclass(frozen=True)
+class CacheConfig:
+    """KV that outlives its request, found again by what it contains."""
+
+    memory: str = AUTO
+    """"auto": blocks stay in the pools of prefill ranks until their room is needed; "off": they are freed at once."""
+    folder: str = ""
+    """Where KV is kept on disk; any mounted file system, and several deployments may share one. Empty: nowhere."""
+    disk_mb: int = 4096
+    """Most that this deployment keeps there."""
+    recompute: str = AUTO
+    """"auto": what is on disk and cheaper to compute than to read is computed, by measured times; "off": it is read."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether blocks are named at all."""
+        return self.memory != OFF or bool(self.folder)
+
+
+@dataclass(frozen=True)
 class LimitsConfig:
     """What one client may ask for. Beyond a limit the reply is 400, 413 or 429, never a crash."""
 
@@ -94,6 +113,11 @@ class Deployment:
     transport: str = "auto"
     """Between the ranks of a unit: "tcp", "gloo", "nccl" or "deepep"; "auto": tcp on CPUs, nccl on GPUs, gloo where
     ranks of a unit share one."""
+    handover: str = "auto"
+    """How KV gets from prefill to decode: "shm" (one host), "nixl" (UCX) or "tcp"; "auto": the best that both ends
+    can do."""
+    early_pull: str = AUTO
+    """"auto": a long prompt's KV is pulled while the rest of it is being computed; "off": when it is done."""
     device: str = "auto"
     """"cpu", "cuda"; "auto": cpu, for a GPU runs plain torch ops so far."""
     device_memory_gb: float = 0.0
@@ -113,6 +137,7 @@ class Deployment:
     prefill: UnitsConfig = field(default_factory=UnitsConfig)
     decode: UnitsConfig = field(default_factory=UnitsConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:
         check(self)
@@ -158,7 +183,7 @@ def _build(kind: Any, fields: dict[str, Any], where: str) -> Any:
     return kind(**values)
 
 
-_NESTED: dict[str, Any] = {"UnitsConfig": UnitsConfig, "LimitsConfig": LimitsConfig}
+_NESTED: dict[str, Any] = {"UnitsConfig": UnitsConfig, "LimitsConfig": LimitsConfig, "CacheConfig": CacheConfig}
 
 
 def check(deployment: Deployment) -> None:
@@ -174,6 +199,10 @@ def check(deployment: Deployment) -> None:
         _check_name(name, getattr(deployment, name), known)
     if deployment.device == "cpu" and deployment.transport in ("nccl", "deepep"):
         raise ConfigError(f"transport {deployment.transport!r} needs GPUs, and device is 'cpu'. CPUs take tcp or gloo.")
+    for name in ("memory", "recompute"):
+        _check_name(f"cache.{name}", getattr(deployment.cache, name), (AUTO, OFF))
+    if deployment.cache.disk_mb < 1:
+        raise ConfigError(f"cache.disk_mb is {deployment.cache.disk_mb}; leave cache.folder empty for no disk cache.")
     _check_deadlines(deployment)
     for kind in ROLES:
         _check_units(kind, getattr(deployment, kind))
@@ -193,6 +222,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "wire": ("fp32", "fp8", "fp8_pow2"),
     "transport": ("auto", "tcp", "gloo", "nccl", "deepep"),
     "device": ("auto", "cpu", "cuda"),
+    "handover": ("auto", "shm", "nixl", "tcp"),
+    "early_pull": (AUTO, OFF),
 }
 _UNIT_NAMES: dict[str, tuple[str, ...]] = {
     "overlap": ("auto", "sequential", "prefill_dual", "decode_five"),

@@ -1,6 +1,7 @@
-"""Everything that crosses a process as frozen values.
+"""What processes say to each other, as frozen values.
 
-They travel on the Wire between processes: front, leaders, ranks. A step's plans and results are in core/plans.
+They travel on the Wire between front, leaders and supervisor. What a leader and its ranks say to each other is in
+core/rank_messages, a step's plans and results are in core/plans.
 Token ids are tuples here: short, hashable and cheap to encode.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hadal.core.plans import Formed, FormPlan, KvPulled, Sampling, Staged, StagePlan, StepDone, StepPlan, TraceEvent
+from hadal.core.plans import Sampling, TraceEvent
 
 BLOCK_TOKENS = 64
 """Tokens of KV in one block (DeepSeek's storage unit and FlashMLA's page)."""
@@ -40,6 +41,12 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     """Larger is sooner. Worth a bounded time of waiting, so nobody starves."""
     arrived_s: float = 0.0
     """When it came to the front, by the front's clock: for the order among those that wait."""
+    salt: bytes = b""
+    """The tenant's: KV is shared only under the same salt."""
+    num_public: int = 0
+    """So many first tokens are shared under kv/names.PUBLIC instead, as far as they fill blocks."""
+    chain: bytes = b""
+    """Names of the full blocks of prompt + output, as the front fills them in; empty where nothing is to be cached."""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -53,6 +60,10 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     """None while it goes on; "stop" (a stop id) or "length"."""
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+Key = tuple[str, int]
+"""Of an attempt: its request's id and its number."""
 
 
 # ---- gateway -> front (one process, but the front is told as if it were another) ----
@@ -99,7 +110,7 @@ class KvLease(msgspec.Struct, frozen=True, array_like=True):
     checks `generations` once more after copying."""
 
     source: str
-    """Name of the pool that holds them (a shared-memory segment on a host)."""
+    """Address of the pool that holds them, as its owner gave it out: nothing to those in between."""
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]
     """Counter of each block, raised whenever the block is freed: a changed counter means the copy is void."""
@@ -113,9 +124,39 @@ class PrefillDone(Message, frozen=True):
     unit: str
     token: Token
     lease: KvLease | None
+    num_cached: int = 0
+    """Positions that were not computed: their KV was in the cache."""
+
+
+class PrefillAhead(Message, frozen=True):
+    """Some of a prompt's KV is there while the rest is being computed: full blocks from position 0 on, which stay as
+    they are as long as the attempt does not end. A hint: nobody has to answer it."""
+
+    unit: str
+    request_id: str
+    attempt: int
+    lease: KvLease
+
+
+class Cached(Message, frozen=True):
+    """Which blocks a unit can take out of its pools changed. Says all of them the first time a front hears of it."""
+
+    unit: str
+    epoch: str
+    added: bytes
+    dropped: bytes
+    is_whole: bool = False
+    """`added` is all there is; whatever was said before is void."""
 
 
 # ---- front -> decode leader ----
+class Ahead(Message, frozen=True):
+    """Pull what `lease` has already: Decode follows when the prompt is done. A hint: without room it is ignored."""
+
+    generation: Generation
+    lease: KvLease
+
+
 class Decode(Message, frozen=True):
     """Pull the KV under `lease` and go on from `generation.output`, whose last token has no KV yet."""
 
@@ -185,6 +226,8 @@ class Load(Message, frozen=True):
     num_layers_flipped: int = 0
     num_requests_moved: int = 0
     """Decode: requests that went on on another rank."""
+    cache: dict[str, int] = {}
+    """What the unit's KV cache counted since its start, by the names in core/cache."""
 
 
 # ---- supervisor / units -> front ----
@@ -256,93 +299,3 @@ class Trace(Message, frozen=True):
     unit: str
     reply_id: int
     steps: tuple[TracedStep, ...]
-
-
-# ---- rank -> leader, where they are apart ----
-class RankUp(Message, frozen=True):
-    """A rank's process is ready to be a member. Repeated until a FormPlan names it."""
-
-    unit: str
-    rank: int
-    epoch: str
-    host: str
-    port: int
-    pool: str
-    """Name of its KV pool: the source of its leases."""
-    expert_port: int = 0
-    """Where other ranks get the weights of experts that it holds; 0: nowhere."""
-
-
-class RankDone(Message, frozen=True):
-    """The rank's part of a step."""
-
-    rank: int
-    epoch: str
-    generation: int
-    done: StepDone
-    lost: tuple[int, ...] = ()
-    """Peers that the rank holds responsible for the error."""
-
-
-class RankFormed(Message, frozen=True):
-    rank: int
-    epoch: str
-    formed: Formed
-
-
-class RankPulled(Message, frozen=True):
-    rank: int
-    epoch: str
-    pulled: KvPulled
-
-
-class RankStaged(Message, frozen=True):
-    rank: int
-    epoch: str
-    staged: Staged
-
-
-class RankBeat(Message, frozen=True):
-    """Heartbeat of a rank's process, with the progress of its compute thread."""
-
-    rank: int
-    epoch: str
-    generation: int
-    num_ops: int
-    """Ops begun since the process started: the thread moves as long as this does."""
-    is_computing: bool
-    """A step runs and does not wait for a peer: `num_ops` must move."""
-    lost: tuple[int, ...] = ()
-    """Peers of this generation whose connection broke."""
-
-
-# ---- leader -> rank ----
-class RankForm(Message, frozen=True):
-    plan: FormPlan
-
-
-class RankStep(Message, frozen=True):
-    generation: int
-    plan: StepPlan
-
-
-class RankStage(Message, frozen=True):
-    plan: StagePlan
-
-
-class RankPull(Message, frozen=True):
-    request_id: str
-    attempt: int
-    lease: KvLease
-    into: tuple[int, ...]
-
-
-class RankFreed(Message, frozen=True):
-    block_ids: tuple[int, ...]
-
-
-AnyMessage = (
-    Submit | FrontUp | Prefill | Release | Cancel | PrefillDone | Decode | Pulled | Tokens | Returned | Load | UnitUp
-    | UnitDown | Drain | AuditRequest | Audit | RankUp | RankDone | RankFormed | RankPulled | RankBeat | RankForm
-    | RankStep | RankStage | RankStaged | RankPull | RankFreed | TraceRequest | Trace
-)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from hadal.core.cache import Place
+
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How a request's next token is drawn. The draw at output index i depends on `seed`, i and the logits alone."""
@@ -76,6 +78,9 @@ class PrefillPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Answer with StepDone.slot_counts."""
     flips: tuple[LayerFlip, ...] = ()
     """Done before the step."""
+    fetches: tuple[int, ...] = ()
+    """Blocks that were filled in the pool (out of the disk cache): where the cache is not the pool, they have to be
+    fetched from there before the step."""
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
@@ -121,6 +126,8 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Slots whose KV has to be in the pool when the step is done: their requests are about to move to another rank."""
     is_counted: bool = False
     flips: tuple[LayerFlip, ...] = ()
+    fills: tuple[int, ...] = ()
+    """Blocks whose last position this step writes: they have to be in the pool when it is done, for the disk cache."""
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -267,3 +274,26 @@ class KvPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
     attempt: int
     error: str | None
+
+
+class BlocksLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The outcome of a LoadBlocks effect: the first `num_loaded` blocks are filled and verified."""
+
+    load_id: int
+    num_loaded: int
+    num_damaged: int = 0
+    """1 if the block after those was there and was not what its name says; 0 if it was gone or could not be read."""
+    error: str | None = None
+    """Why there are not more."""
+
+
+class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The outcome of a StoreBlocks effect. What it names is durable: a new process finds it after `kill -9`."""
+
+    store_id: int
+    places: tuple[Place | None, ...]
+    """By block: where it is now; None if it was not written."""
+    dropped: bytes = b""
+    """Names of blocks that made room."""
+    error: str | None = None
+    """Why a block was not written."""

@@ -1,7 +1,8 @@
 """The seams between what can be replayed and what cannot: the effects a role asks for, and the Protocols of Clock and
 Runner.
 
-The Wire seam is the effects Send and Pull (live: runtime/wire and runtime/kv_wire). Disk comes with the cache on disk.
+The Wire seam is the effects Send and Pull (live: runtime/wire and runtime/kv_wire), the Disk seam LoadBlocks and
+StoreBlocks (live: runtime/disk), UsedBlocks and the event DiskNews (live: runtime/disk_view).
 
 Roles never call a seam. A role is a pure state machine, `handle(now_s, event) -> list[Effect]`; a host (live:
 runtime/host and gateway/host) applies the effects through the seams and feeds back what comes of them.
@@ -13,8 +14,20 @@ from typing import Protocol
 
 import msgspec
 
-from hadal.core.messages import AnyMessage, KvLease, Token
-from hadal.core.plans import Formed, FormPlan, KvPulled, Staged, StagePlan, StepDone, StepPlan
+from hadal.core.cache import Place
+from hadal.core.messages import KvLease, Token
+from hadal.core.plans import (
+    BlocksLoaded,
+    BlocksStored,
+    Formed,
+    FormPlan,
+    KvPulled,
+    Staged,
+    StagePlan,
+    StepDone,
+    StepPlan,
+)
+from hadal.core.wire import AnyMessage
 
 MAX_STEPS_IN_FLIGHT = 2
 """One runs, one waits behind it: the Runner never waits for a plan, and a plan is never long out of date."""
@@ -60,6 +73,38 @@ class Pull(msgspec.Struct, frozen=True):
     """Whose blocks `into` are."""
 
 
+class LoadBlocks(msgspec.Struct, frozen=True):
+    """Read blocks of the disk cache into own blocks `into`, verify them, and answer with BlocksLoaded. Until then
+    `into` must be nobody else's."""
+
+    load_id: int
+    """Never used twice by a leader."""
+    names: bytes
+    places: tuple[Place, ...]
+    into: tuple[int, ...]
+    rank: int = 0
+    """Whose blocks `into` are."""
+
+
+class StoreBlocks(msgspec.Struct, frozen=True):
+    """Write own blocks to the disk cache when there is time, and answer with BlocksStored. Until then they must stay as
+    they are."""
+
+    store_id: int
+    """Never used twice by a leader."""
+    names: bytes
+    positions: tuple[int, ...]
+    """Of each block among its text's blocks: the first is 0."""
+    block_ids: tuple[int, ...]
+    rank: int = 0
+
+
+class UsedBlocks(msgspec.Struct, frozen=True):
+    """A prompt used these blocks, out of memory or disk: whoever keeps them there wants to know."""
+
+    places: tuple[Place, ...]
+
+
 class WakeAt(msgspec.Struct, frozen=True):
     """Call handle(now, Tick()) no later than shortly after `time_s`. A later WakeAt replaces an earlier one."""
 
@@ -84,14 +129,25 @@ class Deliver(msgspec.Struct, frozen=True):
     error_status: int = 500
     retry_after_s: float | None = None
     """With 429 and 503: when to try again."""
+    num_cached: int = 0
+    """With the first token: tokens of the prompt that were not computed."""
 
 
-Effect = Send | Execute | Form | Stage | Pull | WakeAt | Freed | Deliver
+Effect = Send | Execute | Form | Stage | Pull | LoadBlocks | StoreBlocks | UsedBlocks | WakeAt | Freed | Deliver
 
 
 # ---- events that are not messages ----
 class Tick(msgspec.Struct, frozen=True):
     """Time passed (answer to WakeAt)."""
+
+
+class DiskNews(msgspec.Struct, frozen=True):
+    """To a leader: what can be found on disk changed, by whomever. The first one says all there is."""
+
+    added: bytes
+    places: tuple[Place, ...]
+    """Of `added`, name by name. A name that is known already has another place now."""
+    dropped: bytes = b""
 
 
 class RankReset(msgspec.Struct, frozen=True):
@@ -104,12 +160,12 @@ class RankReset(msgspec.Struct, frozen=True):
     lost: tuple[int, ...]
     fresh: tuple[int, ...]
     pools: tuple[str, ...] = ()
-    """By rank: the name of its KV pool, "" where the rank is dead. Empty: names stay as they are."""
+    """By rank: the address of its KV pool, "" where the rank is dead. Empty: addresses stay as they are."""
     generation: int = 0
     """Of the unit's membership from now on."""
 
 
-Event = AnyMessage | StepDone | Formed | Staged | KvPulled | RankReset | Tick
+Event = AnyMessage | StepDone | Formed | Staged | KvPulled | BlocksLoaded | BlocksStored | DiskNews | RankReset | Tick
 
 
 class Clock(Protocol):
