@@ -1,6 +1,15 @@
-"""The blocks of one rank's KV pool: which are free, who owns the others, and how often each was freed.
+"""The blocks of one rank's KV pool: which are free, who owns the others, what is in them, how often each was freed.
 
-Knows nothing of what is in a block. Block 0 is scratch: padded rows of a batch write there, so it is never handed out.
+    free -- allocate --> owned -- name --> owned and named <-- acquire -- cached
+      ^                    |                      |                         ^ |
+      +------- free -------+                      +--- free by the last ----+ |
+      +--------------------------- evicted, for allocate ---------------------+
+
+A named block is complete and is never written again; any number of owners may read it. When the last one lets go it is
+cached: found by its name until its room is needed (policy/eviction says whose). A block can be found only behind those
+before it in its text, so a cached block goes only when no named block follows it.
+
+Block 0 is scratch: padded rows of a batch write there, so it is never handed out.
 """
 
 from __future__ import annotations
@@ -11,8 +20,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.cache import num_names, slice_of, split
 from hadal.core.errors import InvariantError
 from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
+from hadal.policy.eviction import Arc, Lru
 
 Counts = TypeVar("Counts", int, NDArray[np.int64])
 
@@ -25,13 +36,25 @@ def blocks_for(num_tokens: Counts) -> Counts:
 class BlockAllocator:
     """Hands out blocks 1 .. num_blocks-1, the most recently freed first (it is the likeliest to be in a cache)."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, eviction: type[Arc | Lru] = Arc) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}; at least 2 are needed, as block 0 is scratch.")
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, SCRATCH_BLOCK, -1))
-        self._owner: list[Hashable | None] = [None] * num_blocks
         self._generation = [0] * num_blocks
+        self._owners: dict[int, dict[Hashable, None]] = {}
+        """Of the owned blocks."""
+        self._name_to_block: dict[bytes, int] = {}
+        self._block_to_name: dict[int, tuple[bytes, bytes]] = {}
+        """Its own and that of the block before it in the text, empty at position 0."""
+        self._num_next: dict[bytes, int] = {}
+        """How many named blocks follow a name; absent: none. Kept by name: the one before may go and come again."""
+        self._blocked: dict[int, None] = {}
+        """Cached blocks that named ones follow."""
+        self._eviction = eviction(self.num_usable)
+        self._changes: dict[bytes, bool] = {}
+        """Names that came (True) or went (False) since `take_changes`."""
+        self._evicted: list[int] = []
 
     @property
     def num_usable(self) -> int:
@@ -40,51 +63,236 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that can be had: free ones and cached ones."""
+        return self.num_usable - len(self._owners)
 
     @property
     def num_used(self) -> int:
-        return self.num_usable - len(self._free)
+        """Blocks that somebody owns."""
+        return len(self._owners)
+
+    def num_owned(self, blocks: Sequence[int]) -> int:
+        """How many of these somebody owns."""
+        return sum(block in self._owners for block in blocks)
+
+    @property
+    def num_named(self) -> int:
+        """Blocks that can be found, owned or cached."""
+        return len(self._name_to_block)
 
     def allocate(self, count: int, owner: Hashable) -> tuple[int, ...] | None:
-        """Take `count` blocks for `owner`, or None if there are not as many: never some of them."""
+        """Take `count` blocks for `owner`, or None if there are not as many: never some of them.
+
+        Cached blocks that are evicted for it are among the next `take_changes`.
+        """
         if count < 0 or owner is None:
             raise ValueError(f"cannot allocate {count} blocks for {owner!r}.")
-        if count > len(self._free):
+        if count > self.num_free:
             return None
-        blocks = tuple(self._free.pop() for _ in range(count))
+        blocks = tuple(self._free.pop() if self._free else self._evict() for _ in range(count))
         for block in blocks:
-            self._owner[block] = owner
+            self._owners[block] = {owner: None}
         return blocks
 
-    def free(self, blocks: Sequence[int], owner: Hashable) -> None:
-        """Give blocks back and raise their generations. Raises InvariantError unless `owner` owns every one of them."""
+    def acquire(self, blocks: Sequence[int], owner: Hashable, *, is_use: bool = True) -> None:
+        """Make `owner` one more owner of blocks that are named or owned. `is_use`: it counts when room is needed.
+
+        Raises InvariantError if one of them is nobody's and has no name, or is his already.
+        """
+        if owner is None:
+            raise ValueError("nobody cannot acquire blocks.")
+        self._eviction.tick()
         for block in blocks:
-            if not SCRATCH_BLOCK < block < self.num_blocks or self._owner[block] != owner:
+            names = self._block_to_name.get(block)
+            owners = self._owners.get(block, {})
+            if owner in owners or not (owners or names):
+                raise InvariantError(f"{owner!r} acquires block {block}, which is {'his' if owners else 'free'}.")
+            if names and not owners:
+                self._owners[block] = owners
+                self._blocked.pop(block, None)
+                self._eviction.withdraw(names[0])
+            owners[owner] = None
+            if names and is_use:
+                self._eviction.use(names[0])
+
+    def free(self, blocks: Sequence[int], owner: Hashable) -> tuple[int, ...]:
+        """Let `owner` go of blocks. Return those whose content is gone with it: nobody else's, and without a name.
+
+        Their generations are raised. Raises InvariantError unless `owner` owns every one of them.
+        """
+        gone = []
+        for block in blocks:
+            owners = self._owners.get(block, {})
+            if owner not in owners:
                 raise InvariantError(f"{owner!r} frees block {block}, which it does not own.")
-            self._owner[block] = None
+            del owners[owner]
+            if owners:
+                continue
+            del self._owners[block]
+            if block in self._block_to_name:
+                self._cache(block)
+            else:
+                self._generation[block] += 1
+                self._free.append(block)
+                gone.append(block)
+        return tuple(gone)
+
+    def name(self, blocks: Sequence[int], chain: bytes, first: int) -> None:
+        """Say that `blocks` are complete and hold the blocks of `chain` from number `first` on.
+
+        A name that another block has stays with that one. Raises InvariantError if a block is nobody's or is named
+        otherwise, ValueError if the chain is too short.
+        """
+        if first < 0 or first + len(blocks) > num_names(chain):
+            raise ValueError(f"blocks {first}..{first + len(blocks) - 1} are not all in a chain of {num_names(chain)}.")
+        self._eviction.tick()
+        before = slice_of(chain, first - 1, first) if first else b""
+        for block, position in zip(blocks, range(first, first + len(blocks)), strict=True):
+            name = slice_of(chain, position, position + 1)
+            if block not in self._owners or self._block_to_name.get(block, (name,))[0] != name:
+                raise InvariantError(f"block {block} is nobody's or has another name.")
+            other = self._name_to_block.get(name)
+            if other is None:
+                self._name_to_block[name] = block
+                self._block_to_name[block] = (name, before)
+                self._eviction.add(name, position)
+                self._change(name, True)
+                if before:
+                    self._follow(before)
+            elif other != block:
+                self._eviction.use(name)  # Computed twice at once: whoever came second would have used it.
+            before = name
+
+    def lookup(self, chain: bytes) -> tuple[int, ...]:
+        """The blocks that hold the longest prefix of the chain that is here, in order."""
+        blocks = []
+        for name in split(chain):
+            block = self._name_to_block.get(name)
+            if block is None:
+                break
+            blocks.append(block)
+        return tuple(blocks)
+
+    def take_changes(self) -> tuple[bytes, bytes, tuple[int, ...]]:
+        """Names that can be found since the last call, names that no longer can, and the blocks that were evicted.
+
+        The generations of the evicted were raised here; whoever keeps generations elsewhere must hear of them before
+        anything may write them.
+        """
+        if not self._changes and not self._evicted:
+            return b"", b"", ()  # As nearly always: a leader of many ranks asks each of them at every event.
+        added = b"".join(name for name, is_here in self._changes.items() if is_here)
+        dropped = b"".join(name for name, is_here in self._changes.items() if not is_here)
+        evicted = tuple(self._evicted)
+        self._changes.clear()
+        self._evicted.clear()
+        return added, dropped, evicted
+
+    def forget_names(self) -> None:
+        """Let no block be found any more, and free the cached ones."""
+        for block in [block for block in self._block_to_name if block not in self._owners]:
             self._generation[block] += 1
+            self._evicted.append(block)
             self._free.append(block)
+        for name in self._name_to_block:
+            self._change(name, False)
+        for names in (self._name_to_block, self._block_to_name, self._num_next, self._blocked):
+            names.clear()
+        self._eviction = type(self._eviction)(self.num_usable)
 
     def generations(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        """How often each block was freed so far: a lease names these, a changed one voids the copy."""
+        """How often each block's content was given up so far: a lease names these, a changed one voids the copy."""
         return tuple(self._generation[block] for block in blocks)
 
-    def owners(self) -> dict[int, Hashable]:
-        """Every owned block and its owner."""
-        return {block: owner for block, owner in enumerate(self._owner) if owner is not None}
+    def num_owners(self, block: int) -> int:
+        return len(self._owners.get(block, ()))
+
+    def owners(self) -> dict[int, tuple[Hashable, ...]]:
+        """Every owned block and its owners."""
+        return {block: tuple(owners) for block, owners in sorted(self._owners.items())}
 
     def check(self) -> list[str]:
-        """Problems of the ledger; empty when free and owned blocks are apart and together all there are."""
+        """Problems of the ledger; empty when free, cached and owned blocks are apart and together all there are."""
         problems = []
-        if len(set(self._free)) != len(self._free):
+        free, named = set(self._free), self._block_to_name.keys()
+        cached = named - self._owners.keys()
+        if len(free) != len(self._free):
             problems.append("a block is in the free list twice")
-        if SCRATCH_BLOCK in self._free or self._owner[SCRATCH_BLOCK] is not None:
+        if SCRATCH_BLOCK in free or SCRATCH_BLOCK in named or SCRATCH_BLOCK in self._owners:
             problems.append("the scratch block was handed out")
-        owned = self.owners()
-        both = owned.keys() & set(self._free)
-        if both:
+        if both := free & self._owners.keys():
             problems.append(f"blocks {sorted(both)} are free and owned")
-        if len(owned) + len(self._free) != self.num_usable:
-            problems.append(f"{len(owned)} owned and {len(self._free)} free blocks are not {self.num_usable}")
+        if both := free & named:
+            problems.append(f"blocks {sorted(both)} are free and named")
+        if not all(self._owners.values()):
+            problems.append("a block is owned by nobody")
+        if (counts := (len(free), len(cached), len(self._owners))) and sum(counts) != self.num_usable:
+            problems.append(f"{counts} free, cached and owned blocks are not {self.num_usable}")
+        return problems + self._check_names(cached)
+
+    def _check_names(self, cached: set[int]) -> list[str]:
+        problems = []
+        if self._name_to_block != {name: block for block, (name, _) in self._block_to_name.items()}:
+            problems.append("names and blocks do not agree")
+        num_next: dict[bytes, int] = {}
+        for _, before in self._block_to_name.values():
+            if before:
+                num_next[before] = num_next.get(before, 0) + 1
+        if num_next != self._num_next:
+            problems.append("the counts of following blocks are wrong")
+        blocked = {block for block in cached if self._block_to_name[block][0] in num_next}
+        if blocked != self._blocked.keys():
+            problems.append("the cached blocks that others follow are not those counted as such")
+        if len(self._eviction) != len(self._name_to_block) or self._eviction.num_offered != len(cached) - len(blocked):
+            problems.append("the eviction does not know the blocks that are here")
         return problems
+
+    def _cache(self, block: int) -> None:
+        """A named block has lost its last owner, or the last block that followed it."""
+        name = self._block_to_name[block][0]
+        if name in self._num_next:
+            self._blocked[block] = None
+        else:
+            self._blocked.pop(block, None)
+            self._eviction.offer(name)
+
+    def _follow(self, before: bytes) -> None:
+        """A named block follows `before` from now on."""
+        self._num_next[before] = self._num_next.get(before, 0) + 1
+        block = self._name_to_block.get(before)
+        if block is not None and block not in self._owners:
+            self._eviction.withdraw(before)
+            self._blocked[block] = None
+
+    def _evict(self) -> int:
+        """Take a cached block's name away and return it. There must be one."""
+        name = self._eviction.victim()
+        if name is None:
+            # What is left is followed by owned blocks, which were computed beside it. They keep their names: these say
+            # what is in them, and are found again once the one before is.
+            name = self._block_to_name[next(reversed(self._blocked))][0]
+            self._eviction.remove(name)
+        block = self._name_to_block.pop(name)
+        self._blocked.pop(block, None)
+        before = self._block_to_name.pop(block)[1]
+        if before:
+            self._unfollow(before)
+        self._change(name, False)
+        self._generation[block] += 1
+        self._evicted.append(block)
+        return block
+
+    def _unfollow(self, before: bytes) -> None:
+        self._num_next[before] -= 1
+        if not self._num_next[before]:
+            del self._num_next[before]
+            block = self._name_to_block.get(before)
+            if block is not None and block not in self._owners:
+                self._cache(block)
+
+    def _change(self, name: bytes, is_here: bool) -> None:
+        # Coming and going between two calls is no change.
+        if self._changes.get(name, is_here) == is_here:
+            self._changes[name] = is_here
+        else:
+            del self._changes[name]

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+from hadal.core.messages import Key
+
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
@@ -25,12 +27,12 @@ class LeaseBook:
     """The leases of one prefill unit. All last equally long, so the order of opening is the order of deadlines."""
 
     def __init__(self) -> None:
-        self._leases: dict[tuple[str, int], HeldLease] = {}
+        self._leases: dict[Key, HeldLease] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def __contains__(self, key: tuple[str, int]) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self._leases
 
     @property
@@ -74,20 +76,16 @@ class LeaseBook:
             del self._leases[lease.request_id, lease.attempt]
         return ended
 
-    def owners(self, rank: int = 0) -> dict[int, tuple[str, int]]:
-        """Every leased block of a rank and the attempt it is held for."""
-        return {
-            block: key for key, lease in self._leases.items() if lease.rank == rank for block in lease.block_ids
-        }
+    def owners(self, rank: int = 0) -> list[tuple[Key, tuple[int, ...]]]:
+        """By attempt, what is leased of a rank. A block may be under several leases: they only read it."""
+        return [(key, lease.block_ids) for key, lease in self._leases.items() if lease.rank == rank]
 
     def check(self) -> list[str]:
-        """Problems of the book; empty when no block is leased twice and deadlines are in order."""
+        """Problems of the book; empty when no lease has a block twice and deadlines are in order."""
         problems = []
         leases = list(self._leases.values())
-        if len({(lease.rank, block) for lease in leases for block in lease.block_ids}) != sum(
-            len(lease.block_ids) for lease in leases
-        ):
-            problems.append("a block is under two leases")
+        if any(len(set(lease.block_ids)) != len(lease.block_ids) for lease in leases):
+            problems.append("a lease has a block twice")
         if any(early.deadline_s > late.deadline_s for early, late in pairwise(leases)):
             problems.append("leases are not in the order of their deadlines")
         return problems

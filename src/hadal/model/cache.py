@@ -5,7 +5,8 @@ layers of a block lie together, so that handing a block over is one copy. Block 
 
 On a CPU the cache lies in the pool that other processes read. On a GPU it lies there, and the pool is a staging copy:
 
-    prefill   chunks write the cache ... last chunk, publish: cache -> pool ... another rank pulls out of the pool
+    prefill   blocks come from disk into the pool, fetch: pool -> cache ... chunks write the cache, and after each step
+              publish: cache -> pool ... another rank pulls out of the pool, or the disk cache stores what is there
     decode    a pull fills the pool ... the request joins, fetch: pool -> cache ... steps write the cache alone
 
 Shapes: P blocks, L layers, S tokens of a block, D latent.

@@ -133,17 +133,20 @@ class ModelRunner:
         wanted = [[index for index, chunk in enumerate(part) if chunk.sampling is not None] for part in parts]
         if sum(map(len, wanted)) > self._max_slots:
             raise ValueError(f"{sum(map(len, wanted))} chunks draw a token; this rank was made for {self._max_slots}")
+        cache, chunks = self._model.cache, [*plan.chunks, *plan.second]
+        cache.fetch(plan.fetches)
         logits = self._model.prefill_split(parts, wanted, _schedule(plan), recorder)
-        chunks = [*plan.chunks, *plan.second]
         keys = [index for index, chunk in enumerate(chunks) if chunk.sampling is not None]
+        # What this step wrote, before anybody hears that it is done: from then on it is pulled, found and stored.
+        written = sorted({block_id for chunk in chunks for block_id in _written_blocks(chunk)})
         if not keys:
+            cache.publish(written)
             return [], _NOTHING
         recorder.begin("draw")
         for slot, key in enumerate(keys):
             self._join(slot, chunks[key])
         drawn = self._prefill_sampler.draw(torch.cat(logits), np.arange(len(keys)))
-        # Before anybody hears of the token: with it the blocks are leased.
-        self._model.cache.publish([block_id for key in keys for block_id in chunks[key].block_ids])
+        cache.publish(written)
         for slot in range(len(keys)):
             self._prefill_sampler.leave(slot)
         recorder.end("draw")
@@ -189,8 +192,9 @@ class ModelRunner:
         tokens_B = np.empty_like(drawn.tokens)
         tokens_B[rows_B] = drawn.tokens
         table.advance(tokens_B)
-        if plan.publishes:
-            self._model.cache.publish([block_id for slot in plan.publishes for block_id in table.written_blocks(slot)])
+        if plan.publishes or plan.fills:
+            moving = [block_id for slot in plan.publishes for block_id in table.written_blocks(slot)]
+            self._model.cache.publish(sorted({*moving, *plan.fills}))
         recorder.end("draw")
         return slots_B.tolist(), drawn
 
@@ -227,6 +231,11 @@ class ModelRunner:
             split.append((tokens_B[index], positions_B[index], block_table_BM[index]))
         logits = self._model.decode_split(split, _schedule(plan), recorder)
         return torch.cat(logits), np.concatenate(parts)
+
+
+def _written_blocks(chunk: Chunk) -> tuple[int, ...]:
+    """Those that its tokens lie in."""
+    return chunk.block_ids[chunk.start // BLOCK_TOKENS :]
 
 
 def _schedule(plan: StepPlan) -> Schedule:

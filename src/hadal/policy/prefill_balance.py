@@ -13,9 +13,9 @@ and not where its rates come from (perf/costs.StepCosts.rates).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf, sqrt
 from typing import TypeVar
 
@@ -25,6 +25,8 @@ from hadal.policy.prefill_rates import cost_s
 from hadal.policy.views import PromptView
 
 T = TypeVar("T")
+Cached = Mapping[int, PromptView]
+"""rank -> a waiting prompt as it is there; ranks that have nothing of it are not in it."""
 
 HEAD_SHARE = 0.1
 """Of a rank's budget, for its oldest prompt, before lighter ones may run beside it."""
@@ -195,38 +197,59 @@ class _Queue:
 
 def bind(
     ranks: Sequence[PrefillQueueView], waiting: Sequence[PromptView], rates: StepRates, budget_s: float,
-    limits: StepLimits,
+    limits: StepLimits, cached: Sequence[Cached] = (),
 ) -> list[list[int]]:  # fmt: skip
     """Return, by position in `ranks`, which of `waiting` start there in this step.
 
     In the order of arrival, each where the predicted cost of all that is there is least, of those that still have time
-    and tokens in this step. A dense prompt at the head leaves room beside it, all but its share. Who fits nowhere for
-    want of blocks or starts stops those behind it.
+    and tokens in this step; `cached`, of a rank that has some of it already, counts what is left there. A dense prompt
+    at the head leaves room beside it, all but its share. Who fits nowhere for want of blocks or starts stops those
+    behind it.
     """
     heap: list[tuple[float, int]] = []
     queues = [_queue(view, rates, budget_s, limits) for view in ranks]
     for at, queue in enumerate(queues):
         if queue.room_s > 0.0 and queue.room_tokens > 0:
             heappush(heap, (queue.cost_s, at))
-    for index, prompt in enumerate(waiting):
+    for index, cold in enumerate(waiting):
+        there = cached[index] if cached else {}
         cannot: list[tuple[float, int]] = []
-        while heap and not _fits(queues[heap[0][1]], prompt):
+        while heap and not _fits(queues[heap[0][1]], there.get(ranks[heap[0][1]].rank, cold)):
             cannot.append(heappop(heap))
         if not heap:
             break
-        at = heappop(heap)[1]
-        queue = queues[at]
+        at = _pop_cheapest(heap, queues, ranks, there, cold, rates) if there else heappop(heap)[1]
+        queue, prompt = queues[at], there.get(ranks[at].rank, cold)
         queue.starts.append(index)
         queue.cost_s += cost_s(prompt, rates)
         queue.num_blocks -= prompt.num_blocks_needed
         queue.num_starts -= 1
-        _reserve(queue, prompt, rates, budget_s, is_head=not queue.prompts)
-        queue.prompts.append(prompt)
+        _give(queue, prompt, rates, budget_s)
         if queue.room_s > 0.0 and queue.room_tokens > 0:
             heappush(heap, (queue.cost_s, at))
         for entry in cannot:
             heappush(heap, entry)
     return [queue.starts for queue in queues]
+
+
+def _pop_cheapest(
+    heap: list[tuple[float, int]], queues: Sequence[_Queue], ranks: Sequence[PrefillQueueView], there: Cached,
+    cold: PromptView, rates: StepRates,
+) -> int:  # fmt: skip
+    """Take the queue where a prompt that some ranks have some of is done first: the heap's top, or one of those."""
+
+    def done_s(entry: tuple[float, int]) -> tuple[float, int, int]:
+        view = there.get(ranks[entry[1]].rank, cold)
+        return entry[0] + cost_s(view, rates) + view.load_s, view.num_loading, entry[1]
+
+    best = min(
+        (entry for entry in heap if entry == heap[0] or (
+            (view := there.get(ranks[entry[1]].rank)) is not None and _fits(queues[entry[1]], view)
+        )), key=done_s,
+    )  # fmt: skip
+    heap.remove(best)
+    heapify(heap)
+    return best[1]
 
 
 def _fits(queue: _Queue, prompt: PromptView) -> bool:
@@ -238,9 +261,14 @@ def _queue(view: PrefillQueueView, rates: StepRates, budget_s: float, limits: St
     queue = _Queue([], [], 0.0, budget_s, room, view.num_blocks_free, view.num_starts_free)
     for prompt in view.prompts:
         queue.cost_s += cost_s(prompt, rates)
+        _give(queue, prompt, rates, budget_s)
+    return queue
+
+
+def _give(queue: _Queue, prompt: PromptView, rates: StepRates, budget_s: float) -> None:
+    if not prompt.num_loading:  # One that waits for the disk takes nothing of this step.
         _reserve(queue, prompt, rates, budget_s, is_head=not queue.prompts)
         queue.prompts.append(prompt)
-    return queue
 
 
 def _reserve(queue: _Queue, prompt: PromptView, rates: StepRates, budget_s: float, *, is_head: bool) -> None:
@@ -256,27 +284,38 @@ def _reserve(queue: _Queue, prompt: PromptView, rates: StepRates, budget_s: floa
 
 
 def plan_step(
-    ranks: Sequence[PrefillQueueView], waiting: Sequence[PromptView], rates: StepRates, limits: StepLimits
-) -> StepCut:
+    ranks: Sequence[PrefillQueueView], waiting: Sequence[PromptView], rates: StepRates, limits: StepLimits,
+    cached: Sequence[Cached] = (),
+) -> StepCut:  # fmt: skip
     """Return which of `waiting` (oldest first) start on which rank, and what every rank computes.
 
     Every rank takes the step's budget, within the time of one token, unless its prompts end or it takes the cap.
+    `cached`, if not empty, goes with `waiting`.
     """
     if not ranks:
         return StepCut((), 0.0, 0, 1.0)
+    at_best = [
+        min(there.values(), key=lambda view: cost_s(view, rates)) if there else cold
+        for cold, there in zip(waiting, cached, strict=True)
+    ] if cached else waiting  # fmt: skip
     nominal_s = step_budget_s(
-        [*(p for view in ranks for p in view.prompts), *waiting], len(ranks), rates, limits.num_tokens_mean
-    )
-    starts = bind(ranks, waiting, rates, nominal_s, limits)
+        (prompt for prompt in (*(p for view in ranks for p in view.prompts), *at_best) if not prompt.num_loading),
+        len(ranks), rates, limits.num_tokens_mean,
+    )  # fmt: skip
+    starts = bind(ranks, waiting, rates, nominal_s, limits, cached)
     prompts = [
-        [*view.prompts, *(waiting[index] for index in indices)]
+        [*view.prompts, *(cached[index].get(view.rank, waiting[index]) if cached else waiting[index]
+                          for index in indices)]
         for view, indices in zip(ranks, starts, strict=True)
     ]  # fmt: skip
-    budget_s, cap_tokens = choose_budget(prompts, rates, nominal_s, limits)
-    taken = [cut_rank(of_rank, rates, budget_s, limits.num_tokens_mean, cap_tokens) for of_rank in prompts]
-    cuts = tuple(
-        RankCut(view.rank, tuple(indices), tuple(of_rank))
-        for view, indices, (of_rank, _) in zip(ranks, starts, taken, strict=True)
-    )  # fmt: skip
-    efficiency = predict([(seconds, sum(of_rank)) for of_rank, seconds in taken], rates)
-    return StepCut(cuts, budget_s, cap_tokens, efficiency)
+    ready = [[prompt for prompt in of_rank if not prompt.num_loading] for of_rank in prompts]
+    budget_s, cap_tokens = choose_budget(ready, rates, nominal_s, limits)
+    taken = [cut_rank(of_rank, rates, budget_s, limits.num_tokens_mean, cap_tokens) for of_rank in ready]
+    cuts = []
+    for view, indices, of_rank, (sizes, _) in zip(ranks, starts, prompts, taken, strict=True):
+        left = iter(sizes)
+        cuts.append(RankCut(
+            view.rank, tuple(indices), tuple(0 if prompt.num_loading else next(left) for prompt in of_rank)
+        ))  # fmt: skip
+    efficiency = predict([(seconds, sum(sizes)) for sizes, seconds in taken], rates)
+    return StepCut(tuple(cuts), budget_s, cap_tokens, efficiency)

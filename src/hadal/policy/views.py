@@ -113,6 +113,10 @@ class PromptView:
     """0 once it has started: the blocks of a whole prompt are taken at its first chunk."""
     num_context: int = 0
     """Positions before those tokens, computed or out of a cache: what is still to be planned attends to them too."""
+    num_loading: int = 0
+    """Blocks of the context that come from disk first: until they are here, nothing of it is computed."""
+    load_s: float = 0.0
+    """What that takes, as far as it was measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,36 @@
-"""BlockAllocator: all or nothing, owners respected, generations raised, against a plain set under random use."""
+"""BlockAllocator: all or nothing, owners respected, shared and cached blocks kept, against a plain model at random."""
 
 from __future__ import annotations
+
+import secrets
+from hashlib import blake2b
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hadal.core.cache import NAME_BYTES, num_names, split
 from hadal.core.errors import InvariantError
 from hadal.kv.blocks import BlockAllocator, blocks_for
+
+
+def chain_of(*texts: object) -> bytes:
+    """Names of a text whose blocks are `texts`: equal beginnings have equal names."""
+    names, before = b"", b""
+    for text in texts:
+        before = blake2b(before + repr(text).encode(), digest_size=NAME_BYTES).digest()
+        names += before
+    return names
+
+
+def cached(blocks: BlockAllocator, chain: bytes) -> tuple[int, ...]:
+    """Let a request compute the chain and go: its blocks stay as cached ones."""
+    held = blocks.allocate(num_names(chain), "computing")
+    assert held is not None
+    blocks.name(held, chain, 0)
+    assert blocks.free(held, "computing") == tuple(b for b in held if b not in blocks.lookup(chain))
+    return held
 
 
 def test_blocks_for_rounds_up() -> None:
@@ -38,7 +61,7 @@ def test_free_raises_generations_once_each() -> None:
     held = blocks.allocate(2, "a")
     assert held is not None
     before = blocks.generations(held)
-    blocks.free(held, "a")
+    assert blocks.free(held, "a") == held
     assert blocks.generations(held) == tuple(g + 1 for g in before)
     assert blocks.check() == []
 
@@ -49,6 +72,136 @@ def test_freeing_what_is_not_owned_is_a_bug(block: int, owner: str) -> None:
     assert blocks.allocate(1, "a") == (1,)
     with pytest.raises(InvariantError, match="does not own"):
         blocks.free((block,), owner)
+
+
+def test_a_named_block_outlives_its_owner_and_is_found() -> None:
+    blocks = BlockAllocator(6)
+    chain = chain_of("a", "b", "c")
+    held = cached(blocks, chain)
+    assert blocks.lookup(chain) == held
+    assert blocks.lookup(chain_of("a", "b", "x")) == held[:2]
+    assert blocks.lookup(chain_of("x", "b", "c")) == ()
+    assert (blocks.num_free, blocks.num_used, blocks.num_named, blocks.owners()) == (5, 0, 3, {})
+    assert blocks.generations(held) == (0, 0, 0)
+    assert blocks.take_changes() == (chain, b"", ())
+    assert blocks.take_changes() == (b"", b"", ())
+
+
+def test_a_shared_block_is_free_after_its_last_owner() -> None:
+    blocks = BlockAllocator(6)
+    chain = chain_of("a", "b")
+    held = cached(blocks, chain)
+    blocks.acquire(held, 1)
+    blocks.acquire(held, 2)
+    assert blocks.owners() == dict.fromkeys(held, (1, 2))
+    assert blocks.allocate(4, 3) is None
+    assert blocks.free(held, 1) == ()
+    assert blocks.num_used == 2
+    assert blocks.free(held, 2) == ()
+    assert (blocks.num_used, blocks.num_named) == (0, 2)
+    assert blocks.check() == []
+
+
+def test_a_block_is_acquired_once_by_each_if_it_has_a_name_or_an_owner() -> None:
+    blocks = BlockAllocator(4)
+    held = blocks.allocate(1, 1)
+    assert held is not None
+    blocks.acquire(held, 2)
+    with pytest.raises(InvariantError, match="is his"):
+        blocks.acquire(held, 2)
+    blocks.name(held, chain_of("a"), 0)
+    blocks.acquire(held, 3)
+    for owner in (1, 2, 3):
+        assert blocks.free(held, owner) == ()
+    assert blocks.check() == []
+    with pytest.raises(InvariantError, match="is free"):
+        blocks.acquire((held[0] + 1 if held[0] < 3 else 1,), 4)
+
+
+def test_eviction_takes_the_end_of_a_text_first() -> None:
+    blocks = BlockAllocator(7)
+    old, new = chain_of("a", "b", "c"), chain_of("x", "y", "z")
+    first = cached(blocks, old)
+    cached(blocks, new)
+    blocks.take_changes()
+    assert blocks.allocate(2, "a") == (first[2], first[1])
+    assert (blocks.lookup(old), len(blocks.lookup(new))) == (first[:1], 3)
+    assert blocks.generations(first) == (0, 1, 1)
+    added, dropped, evicted = blocks.take_changes()
+    assert (added, dropped, evicted) == (b"", b"".join(reversed([*split(old)][1:])), (first[2], first[1]))
+    assert blocks.check() == []
+
+
+def test_a_use_saves_from_eviction() -> None:
+    blocks = BlockAllocator(5)
+    old, new = chain_of("a", "b"), chain_of("x", "y")
+    held = cached(blocks, old)
+    cached(blocks, new)
+    blocks.acquire(held, 1)
+    blocks.free(held, 1)
+    blocks.allocate(2, 2)
+    assert (blocks.lookup(old), blocks.lookup(new)) == (held, ())
+
+
+def test_what_two_compute_at_once_is_named_once() -> None:
+    blocks = BlockAllocator(9)
+    chain = chain_of("a", "b", "c")
+    first, second = blocks.allocate(3, 1), blocks.allocate(3, 2)
+    assert first is not None
+    assert second is not None
+    blocks.name(first[:2], chain, 0)
+    blocks.name(second, chain, 0)
+    assert blocks.lookup(chain) == (*first[:2], second[2])
+    assert blocks.free(first, 1) == (first[2],)
+    assert blocks.num_free == 5
+    # The cached ones are followed by a block in use; they can be had all the same.
+    assert blocks.check() == []
+    assert set(first) <= set(blocks.allocate(5, 3) or ())
+    assert blocks.lookup(chain) == ()
+    assert blocks.free(second, 2) == second[:2]
+    assert blocks.check() == []
+    # Its name said what is in it all the time: once those before it are here again, it is found.
+    again = blocks.allocate(2, 4)
+    assert again is not None
+    blocks.name(again, chain[: 2 * NAME_BYTES], 0)
+    assert blocks.lookup(chain) == (*again, second[2])
+    assert blocks.check() == []
+
+
+def test_a_name_is_for_blocks_in_use_and_for_good() -> None:
+    blocks = BlockAllocator(4)
+    held = blocks.allocate(1, 1)
+    assert held is not None
+    blocks.name(held, chain_of("a"), 0)
+    blocks.name(held, chain_of("a"), 0)
+    with pytest.raises(InvariantError, match="another name"):
+        blocks.name(held, chain_of("b"), 0)
+    with pytest.raises(InvariantError, match="nobody's"):
+        blocks.name((2,), chain_of("b"), 0)
+    with pytest.raises(ValueError, match="not all in a chain"):
+        blocks.name(held, chain_of("a"), 1)
+
+
+def test_forgotten_names_leave_owned_blocks_to_their_owners() -> None:
+    blocks = BlockAllocator(6)
+    chain = chain_of("a", "b", "c")
+    held = cached(blocks, chain)
+    blocks.acquire(held[:1], 1)
+    blocks.take_changes()
+    blocks.forget_names()
+    assert (blocks.num_named, blocks.lookup(chain)) == (0, ())
+    added, dropped, evicted = blocks.take_changes()
+    assert (added, sorted(split(dropped)), sorted(evicted)) == (b"", sorted(split(chain)), sorted(held[1:]))
+    assert blocks.free(held[:1], 1) == held[:1]
+    assert blocks.check() == []
+
+
+def test_coming_and_going_between_two_looks_is_no_change() -> None:
+    blocks = BlockAllocator(3)
+    cached(blocks, chain_of("a", "b"))
+    held = blocks.allocate(2, 1)
+    assert held is not None
+    assert blocks.take_changes() == (b"", b"", (2, 1))
 
 
 def test_check_sees_a_lost_block() -> None:
@@ -63,6 +216,14 @@ def test_check_sees_a_block_that_is_free_and_owned() -> None:
     assert held is not None
     blocks._free.append(held[0])
     assert any("free and owned" in problem for problem in blocks.check())
+
+
+def test_check_sees_a_wrong_count_of_followers() -> None:
+    blocks = BlockAllocator(4)
+    chain = chain_of("a", "b")
+    cached(blocks, chain)
+    blocks._num_next[chain[:NAME_BYTES]] += 1
+    assert blocks.check()
 
 
 @settings(max_examples=100, deadline=None)
@@ -83,3 +244,74 @@ def test_any_use_adds_up(uses: list[tuple[int, int]]) -> None:
                 held[owner] = got
         assert blocks.check() == []
         assert blocks.num_used == sum(map(len, held.values()))
+
+
+class Readers:
+    """Requests as a leader runs them, and what a block must hold as long as anybody can read it."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.blocks = BlockAllocator(24)
+        self.content: dict[int, tuple[int, bytes]] = {}
+        """Of every block that was ever named: its generation then, and the name."""
+        self.known: set[bytes] = set()
+        self.running: dict[int, tuple[list[int], bytes, int]] = {}
+        """Blocks, chain, how many are complete."""
+
+    def start(self, key: int) -> None:
+        chain = chain_of(*(self.random.randrange(2) for _ in range(self.random.randrange(1, 9))))
+        found = self.blocks.lookup(chain)
+        for block, name in zip(found, split(chain), strict=False):
+            assert self.content[block] == (self.blocks.generations((block,))[0], name)
+        self.blocks.acquire(found, key)
+        new = self.blocks.allocate(num_names(chain) - len(found), key)
+        if new is None:
+            assert num_names(chain) - len(found) > self.blocks.num_free
+            assert self.blocks.free(found, key) == ()
+        else:
+            assert not set(new) & {b for ids, _, _ in self.running.values() for b in ids}
+            self.running[key] = ([*found, *new], chain, len(found))
+
+    def step(self, key: int) -> None:
+        ids, chain, done = self.running[key]
+        more = min(len(ids), done + self.random.randrange(1, 4))
+        self.blocks.name(ids[done:more], chain, done)
+        for block, name in zip(ids[done:more], [*split(chain)][done:more], strict=True):
+            if self.blocks._name_to_block[name] == block:  # Else another has the name.
+                self.content[block] = (self.blocks.generations((block,))[0], name)
+        self.running[key] = (ids, chain, more)
+
+    def end(self, key: int) -> None:
+        ids, _, _ = self.running.pop(key)
+        before = self.blocks.generations(ids)
+        gone = self.blocks.free(ids, key)
+        after = self.blocks.generations(ids)
+        assert [b for b, g, h in zip(ids, before, after, strict=True) if g != h] == list(gone)
+
+    def look(self) -> None:
+        """What the changes say is what is here."""
+        added, dropped, _ = self.blocks.take_changes()
+        assert not set(split(added)) & self.known
+        assert set(split(dropped)) <= self.known
+        self.known = (self.known | set(split(added))) - set(split(dropped))
+        assert self.known == self.blocks._name_to_block.keys()
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3392532310, secrets.randbits(32)])
+def test_no_reader_ever_sees_a_block_change(seed: int) -> None:
+    print(f"seed {seed}")
+    random = Random(seed)
+    readers = Readers(random)
+    for key in range(1500):
+        readers.start(key)
+        if readers.running and random.random() < 0.8:
+            readers.step(random.choice(list(readers.running)))
+        while readers.running and random.random() < 0.5:
+            readers.end(random.choice(list(readers.running)))
+        if random.random() < 0.3:
+            readers.look()
+        assert readers.blocks.check() == []
+    for key in list(readers.running):
+        readers.end(key)
+    assert readers.blocks.num_used == 0
+    assert readers.blocks.check() == []

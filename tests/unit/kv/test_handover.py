@@ -1,4 +1,4 @@
-"""LeaseBook: released once, expired in order, no block under two leases."""
+"""LeaseBook: released once, expired in order, blocks shared by several."""
 
 from __future__ import annotations
 
@@ -52,9 +52,12 @@ def test_clear_ends_all() -> None:
     assert book.next_deadline_s is None
 
 
-def test_check_sees_a_block_under_two_leases() -> None:
+def test_a_block_may_be_under_two_leases_but_not_in_one_twice() -> None:
     book = LeaseBook()
-    book.open(lease("a", 1.0, 3))
-    assert book.check() == []
+    book.open(lease("a", 1.0, 3, 4))
     book.open(lease("b", 1.0, 3))
-    assert book.check() == ["a block is under two leases"]
+    assert book.check() == []
+    assert book.owners() == [(("a", 0), (3, 4)), (("b", 0), (3,))]
+    assert book.owners(1) == []
+    book.open(lease("c", 1.0, 5, 5))
+    assert book.check() == ["a lease has a block twice"]

@@ -252,7 +252,7 @@ def staged(peer: Peer, num_blocks: int) -> tuple[ModelRunner, Tensor]:
 
 
 def test_kv_is_handed_over_between_staged_caches(plain: Peer) -> None:
-    """Prefill publishes with the last chunk; a join fetches what was pulled; one that joins again keeps its own."""
+    """Prefill publishes what each chunk wrote; a join fetches what was pulled; one that joins again keeps its own."""
 
     def run(runner: ModelRunner, plan: PrefillPlan | DecodePlan) -> StepDone:
         done = runner.execute(plan)
@@ -268,7 +268,8 @@ def test_kv_is_handed_over_between_staged_caches(plain: Peer) -> None:
     for i, prompt in enumerate(prompts):
         head = Chunk(str(i), tuple(prompt[:40]), 0, sources[i][:1], None, 0)
         run(prefill, PrefillPlan(num_steps, (head,)))
-        assert theirs[list(sources[i])].isnan().all(), "published before the last chunk"
+        assert not theirs[sources[i][0]].isnan().all(), "not published with its chunk"
+        assert theirs[list(sources[i][1:])].isnan().all(), "published before it was written"
         tail = Chunk(str(i), tuple(prompt[40:]), 40, sources[i], GREEDY, 0)
         outputs.append(list(run(prefill, PrefillPlan(num_steps + 1, (tail,))).tokens))
         num_steps += 2
@@ -320,6 +321,20 @@ def test_a_request_moves_between_staged_caches(plain: Peer) -> None:
     assert output == expected[: len(output)]
 
 
+def test_a_block_is_in_the_pool_when_the_step_that_fills_it_is_done(plain: Peer) -> None:
+    prompt = random_tokens(plain, 126, seed=3)
+    runner, pool = staged(plain, 8)
+    done = runner.execute(PrefillPlan(0, (Chunk("a", tuple(prompt), 0, (5, 3), GREEDY, 0),)))
+    assert isinstance(done, StepDone)
+    join = Join(2, (5, 3, 6), 126, done.tokens[0], 1, GREEDY, is_pulled=True)
+    holes = []
+    for plan in (DecodePlan(1, (), (join,), ()), DecodePlan(2, (), (), (), fills=(3,)), DecodePlan(3, (), (), ())):
+        runner.execute(plan)
+        holes.append(bool(pool[3].isnan().any()))
+    assert holes == [True, False, False]
+    assert pool[6].isnan().all()
+
+
 def test_plans_that_cannot_run(plain: Peer) -> None:
     bench = Bench(plain)
     chunk = Chunk("a", (1, 2), 0, tuple(bench.take(1)), GREEDY, 0)
@@ -337,3 +352,20 @@ def execute(bench: Bench, plan: PrefillPlan | DecodePlan) -> StepDone:
     assert isinstance(done, StepDone)
     assert done.error is None, done.error
     return done
+
+
+def test_prefill_goes_on_behind_blocks_that_were_read_into_the_pool(plain: Peer) -> None:
+    """As if they came from disk: a staged cache fetches them when the plan says so, and not before."""
+    (first, theirs), (second, ours) = staged(plain, 4), staged(plain, 6)
+    prompt = random_tokens(plain, 130, seed=130)
+    expected = generate(plain.weights, prompt, 1)
+    whole = first.execute(PrefillPlan(0, (Chunk("a", tuple(prompt), 0, (1, 2, 3), GREEDY, 0),)))
+    ours[[5, 2]] = theirs[[1, 2]]
+    rest = Chunk("b", tuple(prompt[128:]), 128, (5, 2, 4), GREEDY, 0)
+    unfetched = second.execute(PrefillPlan(0, (rest,)))
+    fetched = second.execute(PrefillPlan(1, (rest,), fetches=(5, 2)))
+    assert isinstance(whole, StepDone)
+    assert isinstance(unfetched, StepDone)
+    assert isinstance(fetched, StepDone)
+    assert unfetched.failed.keys() == {0}, "what is not fetched is not there"
+    assert list(fetched.tokens) == list(whole.tokens) == expected

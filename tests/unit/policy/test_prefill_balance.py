@@ -234,3 +234,28 @@ def test_nothing_to_do_is_an_empty_step() -> None:
     step = plan_step(views_of([[], []]), [], RATES, LIMITS)
     assert [(cut.starts, cut.sizes) for cut in step.ranks] == [((), ()), ((), ())]
     assert step.efficiency == 1
+
+
+def test_a_prompt_goes_where_its_prefix_is_unless_others_have_less_to_do() -> None:
+    cold, there = PromptView(3_000, 50), {2: PromptView(200, 6, 2_800)}
+    near, far = (views_of([[], [], [PromptView(length, 0)]]) for length in (1_000, 30_000))
+    assert [cut.starts for cut in plan_step(near, [cold], RATES, LIMITS, [there]).ranks] == [(), (), (0,)]
+    assert [cut.starts for cut in plan_step(far, [cold], RATES, LIMITS, [there]).ranks][2] == ()
+    step = plan_step(near, [cold, cold], RATES, LIMITS, [there, {}])
+    assert step.ranks[2].starts == (0,)
+    assert step.ranks[0].starts == (1,), "another, of which nothing is known, is not drawn along"
+
+
+def test_what_is_being_read_takes_its_place_and_nothing_of_the_step() -> None:
+    reading = PromptView(2_000, 3, 640, num_loading=10)
+    views = [PrefillQueueView(0, (reading,), 99, 9), PrefillQueueView(1, (), 99, 9)]
+    step = plan_step(views, [PromptView(300, 5), reading], RATES, LIMITS, [{}, {0: reading, 1: reading}])
+    assert [(cut.starts, cut.sizes) for cut in step.ranks] == [((), (0,)), ((0, 1), (300, 0))]
+    with_nothing = plan_step(views, [reading], RATES, LIMITS, [{1: reading}])
+    assert [(cut.starts, cut.sizes) for cut in with_nothing.ranks] == [((), (0,)), ((0,), (0,))]
+
+
+def test_who_has_some_of_it_needs_fewer_blocks() -> None:
+    views = [PrefillQueueView(0, (), 5, 9), PrefillQueueView(1, (), 5, 9)]
+    step = plan_step(views, [PromptView(600, 10)], RATES, LIMITS, [{1: PromptView(280, 5, 320)}])
+    assert [cut.starts for cut in step.ranks] == [(), (0,)]

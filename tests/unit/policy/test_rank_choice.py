@@ -1,9 +1,11 @@
-"""The rank that takes a prompt: equal work."""
+"""The rank that takes a prompt: equal work, what is saved by a cache counted."""
 
 from __future__ import annotations
 
 from hadal.policy.rank_choice import choose_prefill_rank
-from hadal.policy.views import PrefillRankView
+from hadal.policy.views import PrefillRankView, PromptView
+
+PROMPT = PromptView(100, 2)
 
 
 def prefill(rank: int, work: float = 0.0, tokens: int = 64, blocks: int = 8, starts: int = 4) -> PrefillRankView:
@@ -11,6 +13,15 @@ def prefill(rank: int, work: float = 0.0, tokens: int = 64, blocks: int = 8, sta
 
 
 def test_prefill_takes_the_least_work_where_the_prompt_can_start() -> None:
-    assert choose_prefill_rank([prefill(0, work=9.0), prefill(1, work=3.0)], 2) == 1
-    assert choose_prefill_rank([prefill(0, work=9.0), prefill(1, tokens=0)], 2) == 0
-    assert choose_prefill_rank([prefill(0, blocks=1), prefill(1, starts=0)], 2) is None
+    assert choose_prefill_rank([prefill(0, work=9.0), prefill(1, work=3.0)], PROMPT) == 1
+    assert choose_prefill_rank([prefill(0, work=9.0), prefill(1, tokens=0)], PROMPT) == 0
+    assert choose_prefill_rank([prefill(0, blocks=1), prefill(1, starts=0)], PROMPT) is None
+
+
+def test_a_rank_that_has_some_of_it_takes_it_unless_it_has_too_much_else() -> None:
+    there = {0: PromptView(36, 1, 64)}
+    assert choose_prefill_rank([prefill(0, work=50.0), prefill(1)], PROMPT, there) == 0
+    assert choose_prefill_rank([prefill(0, work=80.0), prefill(1)], PROMPT, there) == 1
+    assert choose_prefill_rank([prefill(0, work=80.0, blocks=1), prefill(1, blocks=1)], PROMPT, there) == 0
+    both = {0: PromptView(36, 2, 64, num_loading=1), 1: PromptView(36, 1, 64)}
+    assert choose_prefill_rank([prefill(0), prefill(1)], PROMPT, both) == 1, "nothing has to be read there"

@@ -1,0 +1,61 @@
+"""What a leader can find on disk: names of blocks to their places, as runtime/disk_view reports them.
+
+A name and its place take about 150 bytes: millions of blocks fit beside the leader's other state (bench/cache_index
+measures it). Knows nothing of files, and not whether a place still holds what it held: whoever reads it verifies that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hadal.core.cache import Place, num_names, number_of, place_of, split
+
+
+class DiskIndex:
+    """Places are kept as numbers: a Place is made when somebody asks."""
+
+    def __init__(self) -> None:
+        self._name_to_number: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._name_to_number)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._name_to_number
+
+    def put(self, names: bytes, places: Sequence[Place | None]) -> None:
+        """These blocks can be found; a name that is known already is somewhere else now. None: that one cannot."""
+        if num_names(names) != len(places):
+            raise ValueError(f"{len(places)} places for {num_names(names)} names.")
+        for name, place in zip(split(names), places, strict=True):
+            if place is not None:
+                self._name_to_number[name] = number_of(place.segment, place.slot)
+
+    def drop(self, names: bytes) -> None:
+        """These cannot be found any more; unknown names are passed over."""
+        for name in split(names):
+            self._name_to_number.pop(name, None)
+
+    def find(self, name: bytes) -> Place | None:
+        """Where a block is."""
+        number = self._name_to_number.get(name)
+        return None if number is None else place_of(number)
+
+    def num_found(self, chain: bytes) -> int:
+        """How many of the chain's first blocks are here, up to one that is not."""
+        num = 0
+        for name in split(chain):
+            if name not in self._name_to_number:
+                break
+            num += 1
+        return num
+
+    def lookup(self, chain: bytes) -> tuple[Place, ...]:
+        """The places of the longest prefix of the chain that is here."""
+        places = []
+        for name in split(chain):
+            number = self._name_to_number.get(name)
+            if number is None:
+                break
+            places.append(place_of(number))
+        return tuple(places)

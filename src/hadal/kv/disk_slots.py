@@ -1,0 +1,172 @@
+"""A writer's slots on disk: which are free, which block is where, and which block makes room (policy/eviction).
+
+    free -- take --> being written -- wrote --> kept -- take, for others --> being written
+      ^                   |                       |
+      +-------------------+-------- drop ---------+
+
+Blocks that are written together get adjacent slots where there are any. What is used is seen late and by others: their
+counts are polled. Knows nothing of files, and nothing of other writers' blocks: unlike kv/blocks it cannot tell what
+follows a block, so the deepest goes first among those that were used together, and that is all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hadal.core.cache import Place, number_of, place_of
+from hadal.core.errors import InvariantError
+from hadal.kv.free_runs import FreeRuns
+from hadal.policy.eviction import Arc, Lru
+
+MAX_SLOTS = 1 << 31
+"""Of a segment: so few that the numbers of two segments' slots never touch."""
+
+
+class DiskSlots:
+    """Segments can be added at any time: the budget is what their slots come to."""
+
+    def __init__(self, eviction: type[Arc | Lru] = Arc) -> None:
+        self._segment_to_names: dict[int, list[bytes | None]] = {}
+        """By slot."""
+        self._name_to_number: dict[bytes, int] = {}
+        self._free = FreeRuns()
+        self._writing: set[bytes] = set()
+        self._eviction = eviction(0)
+
+    def __len__(self) -> int:
+        """Blocks that have a slot."""
+        return len(self._name_to_number)
+
+    @property
+    def num_slots(self) -> int:
+        return self._eviction.capacity
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def find(self, name: bytes) -> Place | None:
+        """Where a block is or is being written."""
+        number = self._name_to_number.get(name)
+        return None if number is None else place_of(number)
+
+    def add_segment(self, segment: int, num_slots: int) -> None:
+        """Have more slots, all free."""
+        if segment in self._segment_to_names or not 0 < num_slots <= MAX_SLOTS:
+            raise ValueError(f"cannot add segment {segment} of {num_slots} slots.")
+        self._segment_to_names[segment] = [None] * num_slots
+        self._free.add(number_of(segment, 0), num_slots)
+        self._eviction.capacity += num_slots
+
+    def remove_segment(self, segment: int) -> None:
+        """Forget its slots and what is in them."""
+        names = self._segment_to_names[segment]
+        self.drop([name for name in names if name is not None])
+        self._free.remove(lambda number: place_of(number).segment == segment)
+        self._eviction.capacity -= len(names)
+        del self._segment_to_names[segment]
+
+    def restore(
+        self, segment: int, slots: Sequence[int], names: Sequence[bytes], positions: Sequence[int],
+        uses: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """Take in what an added segment held when it was found, `uses` how often each was used if that is known.
+
+        A name that is somewhere already is passed over; its slot is free.
+        """
+        row = self._segment_to_names[segment]
+        if any(name is not None for name in row):
+            raise InvariantError(f"segment {segment} was restored or written already.")
+        self._eviction.tick()
+        for index, (slot, name, position) in enumerate(zip(slots, names, positions, strict=True)):
+            if name not in self._name_to_number:
+                row[slot] = name
+                self._name_to_number[name] = number_of(segment, slot)
+                self._eviction.add(name, position)
+                if uses and uses[index]:
+                    self._eviction.use(name)
+                self._eviction.offer(name)
+        self._free.remove(lambda number: place_of(number).segment == segment)
+        for slot, held in enumerate(row):
+            if held is None:
+                self._free.add(number_of(segment, slot))
+
+    def take(self, names: Sequence[bytes], positions: Sequence[int]) -> tuple[list[Place | None], bytes]:
+        """Give new blocks slots, to be written now. `positions`: of each in its text.
+
+        Returns a place for each, None for the last ones if too many slots are being written, and the names that made
+        room: they are not to be found any more. Raises InvariantError if a name has a slot already.
+        """
+        if len(set(names)) != len(names) or any(name in self._name_to_number for name in names):
+            raise InvariantError("a block that has a slot is given another one.")
+        dropped = bytearray()
+        while len(self._free) < len(names) and (victim := self._eviction.victim()) is not None:
+            dropped += victim
+            self._give_back(victim)
+        self._eviction.tick()
+        places: list[Place | None] = []
+        while len(places) < len(names) and (run := self._free.take(len(names) - len(places))) is not None:
+            first, count = run
+            for number in range(first, first + count):
+                name, place = names[len(places)], place_of(number)
+                self._segment_to_names[place.segment][place.slot] = name
+                self._name_to_number[name] = number
+                self._writing.add(name)
+                self._eviction.add(name, positions[len(places)])
+                places.append(place)
+        return places + [None] * (len(names) - len(places)), bytes(dropped)
+
+    def wrote(self, names: Sequence[bytes]) -> None:
+        """These blocks are on disk: from now on they may make room. Names without a slot are passed over."""
+        for name in names:
+            if name in self._writing:
+                self._writing.discard(name)
+                self._eviction.offer(name)
+
+    def drop(self, names: Sequence[bytes]) -> None:
+        """These blocks are not on disk, or not as they should be; names that have no slot are passed over."""
+        for name in names:
+            if name in self._name_to_number:
+                self._writing.discard(name)
+                self._eviction.remove(name)
+                self._give_back(name)
+
+    def drop_at(self, segment: int, slots: Sequence[int]) -> None:
+        """What is in these slots is not as it should be; free ones are passed over."""
+        row = self._segment_to_names[segment]
+        self.drop([name for slot in slots if (name := row[slot]) is not None])
+
+    def used(self, segment: int, slots: Sequence[int], counts: Sequence[int]) -> None:
+        """Blocks of a segment were used, so many times each since this was said last."""
+        self._eviction.tick()
+        row = self._segment_to_names[segment]
+        for slot, count in zip(slots, counts, strict=True):
+            name = row[slot]
+            if count and name is not None and name not in self._writing:  # What is being written was not used yet.
+                self._eviction.use(name)
+
+    def check(self) -> list[str]:
+        """Problems; empty when every slot is free or has one block, and eviction knows what may go."""
+        problems = self._free.check()
+        held = {
+            name: number_of(segment, slot) for segment, row in self._segment_to_names.items()
+            for slot, name in enumerate(row) if name is not None
+        }  # fmt: skip
+        if held != self._name_to_number:
+            problems.append("names and slots do not agree")
+        free = {slot for first, count in self._free for slot in range(first, first + count)}
+        if free & set(held.values()) or len(free) + len(held) != self.num_slots:
+            problems.append(f"{len(free)} free and {len(held)} held slots are not {self.num_slots}")
+        if self.num_slots != sum(map(len, self._segment_to_names.values())):
+            problems.append("the slots are not counted right")
+        if not self._writing <= held.keys():
+            problems.append("a block without a slot is being written")
+        if len(self._eviction) != len(held) or self._eviction.num_offered != len(held) - len(self._writing):
+            problems.append("the eviction does not know the blocks that are here")
+        return problems
+
+    def _give_back(self, name: bytes) -> None:
+        number = self._name_to_number.pop(name)
+        place = place_of(number)
+        self._segment_to_names[place.segment][place.slot] = None
+        self._free.add(number)
