@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+from hadal.core.balance import OFF
 from hadal.core.config import PREFILL, Deployment, UnitsConfig
 from hadal.core.model_config import ModelConfig
 from hadal.core.placement import Placement, spread, spread_by_node
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.prefill import PrefillLeader
+from hadal.runtime.disk_view import DiskView
 from hadal.runtime.memory import num_moe_layers
+from hadal.runtime.process import Run
 from hadal.runtime.topology import units_of
 
 
 def make_core(
-    deployment: Deployment, config: ModelConfig, unit: str, role: str, epoch: str, pool_name: str = ""
-) -> PrefillLeader | DecodeLeader:
+    deployment: Deployment, config: ModelConfig, unit: str, role: str, epoch: str, pool_name: str = "", *,
+    fingerprint: str = "",
+) -> PrefillLeader | DecodeLeader:  # fmt: skip
     """The same for a unit of one process and for the leader of many ranks.
 
-    `pool_name`: of a unit that is one process; ranks bring their own.
+    `pool_name`: of a unit that is one process; ranks bring their own. `fingerprint`: of the run.
     """
     units = units_of(deployment, role)
     if role == PREFILL:
@@ -26,13 +33,22 @@ def make_core(
             heartbeat_s=deployment.heartbeat_s, num_ranks=units.ranks, overlap=units.overlap,
             min_split_tokens=units.min_split_tokens, num_layers=config.num_hidden_layers,
             num_moe_layers=num_moe_layers(config), request_balance=units.request_balance,
+            keeps_blocks=deployment.cache.memory != OFF, has_disk=bool(deployment.cache.folder),
+            recompute=deployment.cache.recompute, early_pull=deployment.early_pull,
         )  # fmt: skip
     return DecodeLeader(
         unit, epoch, units.kv_blocks, num_slots=units.max_requests, num_waiting_max=units.max_waiting,
         max_context=config.max_position_embeddings, heartbeat_s=deployment.heartbeat_s, num_ranks=units.ranks,
         overlap=units.overlap, min_split_tokens=units.min_split_tokens, num_layers=config.num_hidden_layers,
-        num_moe_layers=num_moe_layers(config), request_balance=units.request_balance,
+        num_moe_layers=num_moe_layers(config), request_balance=units.request_balance, lease_s=deployment.lease_s,
+        fingerprint=fingerprint if deployment.cache.folder else "",
     )  # fmt: skip
+
+
+def make_view(run: Run, wake: Callable[[], None]) -> DiskView | None:
+    """What tells a leader of the disk cache; None where there is none."""
+    folder = run.deployment.cache.folder
+    return DiskView(Path(folder), run.fingerprint, wake) if folder else None
 
 
 def first_placement(deployment: Deployment, config: ModelConfig, role: str) -> Placement:

@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from hadal.comm.layout import WireLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
+from hadal.core.balance import OFF
 from hadal.core.config import PREFILL, ROLES, UnitsConfig
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.overlap.plan import SCHEDULES
+from hadal.runtime.cache_plan import cache_rows
 from hadal.runtime.core import first_placement
 from hadal.runtime.memory import RankMemory, gb, max_step_tokens, mode_of
 from hadal.runtime.resolve import Resolved
@@ -56,6 +58,7 @@ def sections(resolved: Resolved) -> Iterator[tuple[str, list[Row]]]:
             yield f"{role}: experts", list(_experts(role, resolved))
             yield f"{role}: on the wire", list(_wire(role, resolved))
         yield f"{role}: schedule", list(_schedule(units))
+    yield "cache: KV that outlives its request", cache_rows(deployment, resolved.memory)
 
 
 def _topology(resolved: Resolved, places: list[UnitPlace]) -> Iterator[Row]:
@@ -65,6 +68,8 @@ def _topology(resolved: Resolved, places: list[UnitPlace]) -> Iterator[Row]:
     nodes = num_nodes(places)
     yield "in all", f"{total} ranks ({where}) on {nodes} {'node' if nodes == 1 else 'nodes'}"
     yield "transport", f"{deployment.transport}, wire {deployment.wire}"
+    pulled = "when a prompt is done" if deployment.early_pull == OFF else "while a long prompt is computed"
+    yield "hand-over", f"{deployment.handover}, pulled {pulled}"
     for role in ROLES:
         of_role = [place for place in places if place.role == role]
         for place in of_role[:_SHOWN]:

@@ -15,7 +15,7 @@ over the host's.
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import hmac
 import logging
 import socket
 import struct
@@ -32,12 +32,15 @@ from torch import Tensor
 from hadal.core.errors import HadalError
 from hadal.core.plans import Source
 from hadal.runtime.background import SHARE, Pace, lower_priority
+from hadal.runtime.peers import fill
 
 log = logging.getLogger(__name__)
 
 Held = Callable[[int, int], tuple[Tensor, Tensor] | None]
 """(MoE layer, expert) -> its gate_up [2I, D] and down [D, I], None if it is not held here. From any thread."""
 
+PURPOSE = "experts 1"
+"""Of the key (runtime/peers.key_of)."""
 SILENCE_S = 1.0
 """A peer that is dead or frozen costs this long, connecting, asking or receiving."""
 MIN_BYTES_PER_S = 10e6
@@ -55,11 +58,6 @@ _ANSWER = struct.Struct("<16sB16s4II")
 
 class BadAnswer(HadalError):
     """What came is not the expert that was asked for."""
-
-
-def key_of(run_id: str) -> bytes:
-    """The 16 bytes by which processes of a run know each other."""
-    return hashlib.blake2b(f"hadal experts 1 {run_id}".encode(), digest_size=16).digest()
 
 
 class ExpertServer:
@@ -146,7 +144,7 @@ class ExpertServer:
                     return
                 view = view[count:]
         key, layer, expert = _ASK.unpack(asked)
-        if key != self._key:
+        if not hmac.compare_digest(key, self._key):
             return
         found = self._held(layer, expert)
         if found is None:
@@ -218,7 +216,7 @@ class ExpertClient:
         with socket.create_connection(address, timeout=SILENCE_S) as connection:
             connection.sendall(_ASK.pack(self._key, layer, expert))
             head = bytearray(_ANSWER.size)
-            _fill(connection, memoryview(head), deadline_s)
+            fill(connection, memoryview(head), deadline_s, SILENCE_S)
             key, is_held, dtype, *shapes, wanted = _ANSWER.unpack(head)
             if key != self._key:
                 raise BadAnswer("it is not a rank of this run")
@@ -233,7 +231,7 @@ class ExpertClient:
                 is_direct = tensor.device.type == "cpu" and tensor.is_contiguous()
                 host = tensor if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype)
                 for piece in _pieces(_bytes_of(host)):
-                    _fill(connection, piece, deadline_s)
+                    fill(connection, piece, deadline_s, SILENCE_S)
                     checksum = zlib.crc32(piece, checksum)
                     rest()
                 if not is_direct:
@@ -257,19 +255,6 @@ class ExpertWire:
 
     def close(self, timeout_s: float) -> bool:
         return self._server.close(timeout_s)
-
-
-def _fill(connection: socket.socket, view: memoryview, deadline_s: float) -> None:
-    """Receive exactly these bytes. Raises OSError: silence for SILENCE_S, the deadline, or an end in the middle."""
-    while view:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("it is too slow")
-        connection.settimeout(min(SILENCE_S, left_s))
-        count = connection.recv_into(view)
-        if not count:
-            raise ConnectionResetError("it closed the connection")
-        view = view[count:]
 
 
 def _pieces(view: memoryview) -> Iterator[memoryview]:

@@ -1,8 +1,9 @@
 """A leader or a rank at work: feeds one sans-IO role its messages, results and time, and applies what it asks for.
 
 One thread receives, decides and sends; steps are computed in a second, long copies made in a third, layers staged in a
-fourth. The thread sleeps in one place only, until a message, a result, a timer or a signal comes. Knows no role from
-another; the leader of many ranks has neither runner nor pool, and only a rank of many has a stager.
+fourth, and the disk cache has its own. The thread sleeps in one place only, until a message, a result, a timer or a
+signal comes. Knows no role from another; the leader of many ranks has neither runner nor pool, and only a rank of many
+has a stager.
 """
 
 from __future__ import annotations
@@ -16,13 +17,32 @@ from typing import Protocol
 
 import msgspec
 
+from hadal.core.cache import Place
 from hadal.core.errors import ConfigError
 from hadal.core.messages import Load
-from hadal.core.plans import Staged, StagePlan
-from hadal.core.seams import Clock, Effect, Event, Execute, Form, Freed, Pull, Runner, Send, Stage, Tick, WakeAt
+from hadal.core.plans import BlocksLoaded, BlocksStored, Staged, StagePlan
+from hadal.core.seams import (
+    Clock,
+    DiskNews,
+    Effect,
+    Event,
+    Execute,
+    Form,
+    Freed,
+    LoadBlocks,
+    Pull,
+    Runner,
+    Send,
+    Stage,
+    StoreBlocks,
+    Tick,
+    UsedBlocks,
+    WakeAt,
+)
 from hadal.runtime.compute import Compute
 from hadal.runtime.copier import Copier
-from hadal.runtime.kv_wire import KvPool, KvWire
+from hadal.runtime.kv_pool import KvPool
+from hadal.runtime.kv_wire import KvWire
 from hadal.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_STUCK
 from hadal.runtime.wire import ZmqWire
 
@@ -54,18 +74,44 @@ class Stager(Protocol):
     def stop(self, timeout_s: float) -> bool: ...
 
 
+class DiskWriter(Protocol):
+    """The part of runtime/disk that a host needs, where it has a pool and there is a disk cache."""
+
+    def submit(self, effect: LoadBlocks | StoreBlocks) -> None: ...
+
+    def take(self) -> list[BlocksLoaded | BlocksStored]: ...
+
+    def stop(self, timeout_s: float) -> None: ...
+
+
+class DiskReader(Protocol):
+    """The part of runtime/disk_view that a leader's host needs."""
+
+    def take(self) -> list[DiskNews]: ...
+
+    def mark(self, places: tuple[Place, ...]) -> None: ...
+
+    def stop(self, timeout_s: float) -> None: ...
+
+
+Wake = Callable[[], None]
+
+
 class UnitHost:
     """One role with what is its own from now on: wire, and unless it leads ranks elsewhere, runner and KV pool."""
 
     def __init__(
         self, leader: Leader, runner: Runner | None, wire: ZmqWire, pool: KvPool | None, clock: Clock, *,
         step_deadline_s: float, news: Callable[[float], list[Effect]] = lambda now_s: [],
-        make_stager: Callable[[Callable[[], None]], Stager] | None = None,
+        make_stager: Callable[[Wake], Stager] | None = None,
+        make_disk: Callable[[Wake], DiskWriter | None] = lambda wake: None,
+        make_view: Callable[[Wake], DiskReader | None] = lambda wake: None, kv_wire: KvWire | None = None,
     ) -> None:  # fmt: skip
         """`step_deadline_s`: a step longer than this ends the process, so that the supervisor starts another.
 
         `news` feeds the role, before every tick and after every wake, what only the process can see: a rank's progress.
-        `make_stager` is given what wakes the host; None where nobody asks for a stage.
+        `make_stager` is given what wakes the host; None where nobody asks for a stage. So are `make_disk` and
+        `make_view`, which may make nothing. `kv_wire` pulls into the pool; None: from pools of this host alone.
         """
         self._leader = leader
         self._runner = runner
@@ -76,12 +122,14 @@ class UnitHost:
         self._news = news
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wire.wake_on(self._wake_fd)
-        self._kv_wire = None if pool is None else KvWire(pool)
+        self._kv_wire = kv_wire or (None if pool is None else KvWire(pool))
         self._compute = None if runner is None else Compute(runner, self.wake)
         self._copier = (
             None if self._kv_wire is None or pool is None else Copier(self._kv_wire, pool.block_bytes, self.wake)
         )
         self._stager = make_stager(self.wake) if make_stager else None
+        self._disk = make_disk(self.wake)
+        self._view = make_view(self.wake)
         self._wake_at_s: float | None = None
         self._step_ended = False
         """A step's end is among the events being handled: a plan made now follows it."""
@@ -110,9 +158,11 @@ class UnitHost:
             results = self._compute.take() if self._compute else []
             copied = self._copier.take() if self._copier else []
             staged = self._stager.take() if self._stager else []
+            from_disk = self._disk.take() if self._disk else []
+            news = self._view.take() if self._view else []
             self._step_ended = bool(results)
             # Results first: they free slots and blocks that the messages may want.
-            for event in (*results, *copied, *staged, *messages):
+            for event in (*results, *copied, *staged, *from_disk, *news, *messages):
                 self._apply(self._leader.handle(self._clock.now(), event))
             self._tick_if_due()
             if self._compute:
@@ -129,6 +179,10 @@ class UnitHost:
             self._copier.stop(_STOP_S)
         if self._stager and not self._stager.stop(_STOP_S):
             log.warning("leaving in the middle of a stage")
+        if self._disk:
+            self._disk.stop(_STOP_S)  # Before the pool goes, which it copies to and from.
+        if self._view:
+            self._view.stop(_STOP_S)
         self._wire.close()
         if self._kv_wire:
             self._kv_wire.close()
@@ -152,6 +206,10 @@ class UnitHost:
                 self._compute.form(effect.plan)
             elif isinstance(effect, Stage) and self._stager:
                 self._stager.submit(effect.plan)
+            elif isinstance(effect, LoadBlocks | StoreBlocks) and self._disk:
+                self._disk.submit(effect)
+            elif isinstance(effect, UsedBlocks) and self._view:
+                self._view.mark(effect.places)
             elif isinstance(effect, Freed) and self._pool:
                 self._pool.free(effect.block_ids)
             elif isinstance(effect, Pull) and self._copier:

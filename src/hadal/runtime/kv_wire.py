@@ -1,263 +1,230 @@
-"""The Wire seam's bytes, live: a rank's KV pool in POSIX shared memory, and the pull of leased blocks out of another's.
+"""The Wire seam's bytes, live: the pull of leased blocks out of another process's KV pool, by whichever transport both
+ends can do.
 
-A segment is a file in /dev/shm:
+    shm   the segment is on this host: mapped once and copied from             (runtime/kv_pool)
+    nixl  both ends have NIXL: one-sided reads over UCX                        (runtime/kv_nixl)
+    tcp   anything else: the owner's server sends                              (runtime/kv_tcp, runtime/kv_server)
 
-    header (one page)  magic, lengths, dtype, shape [P, L, S, D]
-    generations        int64 [P], raised by the owner whenever a block is freed
-    cache              [P, L, S, D], page-aligned; a block's layers lie together, so a block is one copy
+Always the reader copies, into blocks of its own, and when `pull` returns nothing more is written to them: no late write
+can land in somebody else's block. Freed blocks void a pull whatever the transport, by the generations the owner holds.
+A source that was silent once is not asked for SHUN_S, so that what else is due from it fails at once.
 
-The owner holds a lock on the file while it lives, so a segment nobody locks is a dead process's and may be unlinked by
-anyone. A puller maps the segment once and keeps it until the unit's successor (another name) is pulled from. It reads
-the generations before and after the copy: a block that was freed meanwhile makes the copy void. (Loads are ordered by
-the interpreter's own locks, taken between the copy and the second look.)
-
-Knows nothing of which block holds what. P blocks, L layers, S tokens of a block, D latent.
+Knows nothing of requests.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import mmap
-import os
-import struct
-from pathlib import Path
+import logging
+import threading
+import time
 
-import numpy as np
-from numpy.typing import NDArray
+from hadal.core.balance import AUTO
+from hadal.core.config import Deployment
+from hadal.core.messages import KvLease
+from hadal.runtime.kv_frames import PURPOSE, SILENCE_S, BadPeer
+from hadal.runtime.kv_nixl import NixlAgent, NixlError, NixlReader, package, require_nixl
+from hadal.runtime.kv_pool import KvPool, PoolAddress, PoolError
+from hadal.runtime.kv_server import KvServer
+from hadal.runtime.kv_tcp import KvLink
+from hadal.runtime.peers import key_of
 
-from hadal.core.errors import ConfigError, HadalError
-from hadal.core.messages import BLOCK_TOKENS, KvLease
+log = logging.getLogger(__name__)
 
-SHM = Path("/dev/shm")
-PREFIX = "hadal-"
-Shape = tuple[int, int, int, int]
-
-_MAGIC = b"HADALKV1"
-_HEADER = struct.Struct("<8sQQ16s4Q")
-"""magic, offset of the cache, bytes of a block, dtype, shape"""
-_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-class KvPool:
-    """One segment, created by its owner or opened by a puller. `cache` is its blocks' bytes, where a KvCache lies."""
-
-    def __init__(self, name: str, fd: int, *, is_owner: bool) -> None:
-        self.name = name
-        self._fd = fd
-        self._is_owner = is_owner
-        if is_owner:
-            # Page tables filled in now: a first touch costs a microsecond a page, in the middle of a step.
-            populate = getattr(mmap, "MAP_POPULATE", 0)
-            self._map = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | populate)
-        else:
-            self._map = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        _, offset, self.block_bytes, dtype, *shape = _HEADER.unpack_from(self._map)
-        self.dtype = dtype.rstrip(b"\0").decode("ascii")
-        self.num_blocks, num_layers, block_tokens, latent = shape
-        self.shape: Shape = (self.num_blocks, num_layers, block_tokens, latent)
-        self.generations: NDArray[np.int64] = np.frombuffer(
-            self._map, dtype=np.int64, count=self.num_blocks, offset=mmap.PAGESIZE
-        )
-        self.cache = memoryview(self._map)[offset : offset + self.num_blocks * self.block_bytes]
-        self._blocks = np.frombuffer(self.cache, dtype=np.uint8).reshape(self.num_blocks, self.block_bytes)
-
-    @classmethod
-    def create(cls, name: str, shape: Shape, dtype: str = "float32") -> KvPool:
-        """Make and lock a zeroed segment with all of its memory reserved.
-
-        Raises ConfigError, saying what to do, if shared memory has no room for it.
-        """
-        if dtype not in _DTYPES or min(shape) < 1 or shape[2] != BLOCK_TOKENS:
-            raise ValueError(f"a pool of {dtype} {shape} cannot be")
-        block_bytes = shape[1] * shape[2] * shape[3] * _DTYPES[dtype]
-        offset = mmap.PAGESIZE * (1 + -(-shape[0] * 8 // mmap.PAGESIZE))
-        size = offset + shape[0] * block_bytes
-        # Nameless until it is whole and locked: nobody sees half a pool, and a crash in here leaves nothing.
-        fd = os.open(SHM, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            # Without the reservation a full /dev/shm would be a SIGBUS in the middle of a step.
-            os.posix_fallocate(fd, 0, size)
-            os.pwrite(fd, _HEADER.pack(_MAGIC, offset, block_bytes, dtype.encode(), *shape), 0)
-            _name_it(fd, name)
-        except OSError as error:
-            os.close(fd)
-            if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise ConfigError(no_room(size)) from error
-            raise
-        return cls(name, fd, is_owner=True)
-
-    @classmethod
-    def open(cls, name: str) -> KvPool:
-        """Map another process's segment, to be read. Raises PoolError if it is not there or not a pool."""
-        if "/" in name or not name.startswith(PREFIX):
-            raise PoolError(f"{name!r} is not the name of a KV pool")
-        try:
-            fd = os.open(SHM / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            raise PoolError(f"KV pool {name} cannot be opened ({error.strerror})") from error
-        try:
-            _check_header(os.pread(fd, _HEADER.size, 0), os.fstat(fd).st_size, name)
-            return cls(name, fd, is_owner=False)
-        except (HadalError, OSError):
-            os.close(fd)
-            raise
-
-    def free(self, block_ids: tuple[int, ...]) -> None:
-        """Raise the blocks' generations: copies of them that are under way are void. Owner only."""
-        np.add.at(self.generations, list(block_ids), 1)
-
-    def copy_from(self, source: KvPool, lease: KvLease, into: tuple[int, ...]) -> str | None:
-        """Copy the leased blocks of `source` into own blocks. Returns None, or why the copy is void."""
-        wrong = _mismatch(self, source, lease, into)
-        if wrong is not None:
-            return wrong
-        ids, wanted = np.array(lease.block_ids), np.array(lease.generations)
-        if not np.array_equal(source.generations[ids], wanted):
-            return "the leased blocks were freed before the copy"
-        for theirs, ours, count in _runs(lease.block_ids, into):
-            # numpy lets go of the interpreter's lock while it copies.
-            np.copyto(self._blocks[ours : ours + count], source._blocks[theirs : theirs + count])
-        if not np.array_equal(source.generations[ids], wanted):
-            return "the leased blocks were freed during the copy"
-        return None
-
-    def close(self) -> None:
-        """Owner: remove the segment. The memory itself goes with the last array that looks at it."""
-        if self._fd < 0:
-            return
-        if self._is_owner:
-            (SHM / self.name).unlink(missing_ok=True)
-        os.close(self._fd)
-        self._fd = -1
-
-
-class PoolError(HadalError):
-    """A pool is gone or is not one. The pull has failed; its request is retried."""
+SHUN_S = 2.0
+SHM, NIXL, TCP = "shm", "nixl", "tcp"
 
 
 class KvWire:
-    """Pulls into one own pool, from any other pool of this host."""
+    """Pulls into one own pool, from any other; and serves the own pool to others. `pull` from any thread."""
 
-    def __init__(self, pool: KvPool) -> None:
+    def __init__(
+        self, pool: KvPool, handover: str = SHM, *, host: str = "127.0.0.1", key: bytes = b"", lease_s: float = 30.0
+    ) -> None:
+        """`host`: what the server listens on, and others find it at. `lease_s`: no pull takes longer.
+
+        Raises ConfigError if `handover` is "nixl" and it is not installed.
+        """
+        if handover == NIXL:
+            require_nixl()
         self._pool = pool
-        self._sources: dict[str, KvPool] = {}
+        self._handover = handover
+        self._key = key
+        self._lease_s = lease_s
+        has_nixl = handover in (NIXL, AUTO) and package() is not None
+        self._nixl = NixlAgent(f"{pool.name}#{pool.birth}") if has_nixl else None
+        self._server = None
+        self.address = pool.name
+        """Of the pool, as leases name it."""
+        if self._nixl is not None and handover == NIXL:
+            self._nixl.about(pool)  # It will be asked for; better now than in the middle of a pull.
+        if handover != SHM:
+            self._server = KvServer(pool, host, key, lease_s=lease_s, nixl=self._nixl)
+            self.address = str(PoolAddress(pool.name, pool.birth, host, self._server.port))
+        self._lock = threading.Lock()
+        self._sources: dict[str, _Source] = {}
         """By unit: a restarted unit's pool has another name and takes its predecessor's place."""
 
     def pull(self, lease: KvLease, into: tuple[int, ...]) -> str | None:
         """Copy and verify leased blocks. Returns None, or what went wrong."""
         try:
-            source = self._open(lease.source)
+            return self._source(lease.source).pull(self._pool, lease, into, time.monotonic() + self._lease_s)
         except PoolError as error:
             return str(error)
-        return self._pool.copy_from(source, lease, into)
 
-    def close(self) -> None:
-        for source in self._sources.values():
+    def is_near(self, source: str) -> bool:
+        """Whether pulls from there wait for nobody: they are copies in memory. Takes no longer than opening a file."""
+        try:
+            return self._source(source).segment is not None
+        except PoolError:
+            return True  # And fail at once.
+
+    def transport_of(self, source: str) -> str:
+        """Which transport the pulls from there take, as far as is known; "" before the first over a network."""
+        return self._source(source).transport
+
+    def close(self, timeout_s: float = SILENCE_S) -> None:
+        with self._lock:
+            sources = list(self._sources.values())
+            self._sources.clear()
+        for source in sources:
             source.close()
-        self._sources.clear()
+        if self._server is not None and not self._server.close(timeout_s):
+            log.warning("leaving in the middle of sending KV")
 
-    def _open(self, name: str) -> KvPool:
-        unit = name.rpartition(".")[0]
-        known = self._sources.get(unit)
-        if known is not None and known.name == name:
-            return known
-        source = KvPool.open(name)
+    def _source(self, text: str) -> _Source:
+        address = PoolAddress.parse(text)
+        with self._lock:
+            known = self._sources.get(address.unit)
+            if known is not None and known.address == address:
+                return known
+            source = _Source(address, self._handover, self._key, self._nixl)
+            self._sources[address.unit] = source
         if known is not None:
             known.close()
-        self._sources[unit] = source
         return source
 
 
-def pool_name(run_id: str, unit: str, epoch: str) -> str:
-    """Name of a unit's segment, new at every start. Run and unit come first, so that what a dead one left is found."""
-    return f"{PREFIX}{run_id}.{unit}.{epoch}"
+class _Source:
+    """One pool of another process, and the way to it."""
 
-
-def remove_segments(run_id: str, unit: str | None = None) -> list[str]:
-    """Unlink what a dead unit (None: any unit) of this run left. Call only when its process is known to be gone."""
-    prefix = f"{PREFIX}{run_id}." + (f"{unit}." if unit else "")
-    names = [name for name in _segments() if name.startswith(prefix)]
-    for name in names:
-        (SHM / name).unlink(missing_ok=True)
-    return names
-
-
-def remove_stale_segments() -> list[str]:
-    """Unlink the segments of any run whose owner no longer lives: nobody holds their lock."""
-    removed = []
-    for name in _segments():
-        try:
-            fd = os.open(SHM / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue  # Gone, or another user's.
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (SHM / name).unlink(missing_ok=True)
-            removed.append(name)
-        except OSError:
-            continue  # Its owner lives.
-        finally:
-            os.close(fd)
-    return removed
-
-
-def no_room(size: int) -> str:
-    """What to tell someone whose /dev/shm cannot hold `size` more bytes."""
-    found = os.statvfs(SHM)
-    free_mb = found.f_bavail * found.f_frsize >> 20
-    return (
-        f"/dev/shm has {free_mb} MiB free; the KV needs {size >> 20} MiB more. Give the container more (--shm-size), "
-        "or lower kv_memory_mb under [prefill] and [decode] in the deployment file."
-    )
-
-
-def _name_it(fd: int, name: str) -> None:
-    folder = os.open(SHM, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # With a folder given, Python follows the link in /proc to the file itself (linkat(2), AT_SYMLINK_FOLLOW).
-        os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=folder)
-    finally:
-        os.close(folder)
-
-
-def _segments() -> list[str]:
-    return [name for name in os.listdir(SHM) if name.startswith(PREFIX)] if SHM.is_dir() else []
-
-
-def _check_header(header: bytes, size: int, name: str) -> None:
-    if len(header) < _HEADER.size:
-        raise PoolError(f"{name} is too short to be a KV pool")
-    magic, offset, block_bytes, dtype, *shape = _HEADER.unpack(header)
-    if magic != _MAGIC:
-        raise PoolError(f"{name} is not a KV pool of this version (it starts with {magic!r})")
-    item = _DTYPES.get(dtype.rstrip(b"\0").decode("ascii", "replace"))
-    num_blocks, *rest = shape
-    whole = item is not None and block_bytes == rest[0] * rest[1] * rest[2] * item
-    if not whole or offset < mmap.PAGESIZE + 8 * num_blocks or size < offset + num_blocks * block_bytes:
-        raise PoolError(f"{name}: its header does not fit its {size} bytes")
-
-
-def _mismatch(own: KvPool, source: KvPool, lease: KvLease, into: tuple[int, ...]) -> str | None:
-    ids = lease.block_ids
-    if own.shape[1:] != source.shape[1:] or own.dtype != source.dtype:
-        return f"{source.name} holds blocks of {source.dtype} {source.shape[1:]}, not {own.dtype} {own.shape[1:]}"
-    if not len(ids) == len(into) == len(lease.generations):
-        return f"the lease has {len(ids)} blocks and {len(lease.generations)} generations for {len(into)} own blocks"
-    if any(not 0 <= i < source.num_blocks for i in ids) or any(not 0 <= i < own.num_blocks for i in into):
-        return "a block id is outside its pool"
-    return None
-
-
-def _runs(ids: tuple[int, ...], into: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Merge neighbours: (first source block, first own block, how many)."""
-    runs: list[tuple[int, int, int]] = []
-    for theirs, ours in zip(ids, into, strict=True):
-        if runs and theirs == runs[-1][0] + runs[-1][2] and ours == runs[-1][1] + runs[-1][2]:
-            runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
+    def __init__(self, address: PoolAddress, handover: str, key: bytes, nixl: NixlAgent | None) -> None:
+        """Raises PoolError if only shared memory may be used and it is not there."""
+        self.address = address
+        self.segment: KvPool | None = None
+        self.transport = ""
+        self._is_nixl_asked = handover == NIXL
+        self._nixl = nixl if handover in (NIXL, AUTO) else None
+        self._reader: NixlReader | None = None
+        self._link: KvLink | None = None
+        self._shunned_until_s = 0.0
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        """Held while something is pulled over a network."""
+        if handover in (SHM, AUTO):
+            self.segment = _open_segment(address, is_asked=handover == SHM)
+        if self.segment is not None:
+            self._take(SHM)
         else:
-            runs.append((theirs, ours, 1))
-    return runs
+            self._link = KvLink(address, key)
+
+    def pull(self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float) -> str | None:
+        if self.segment is not None:
+            return own.copy_from(self.segment, lease, into)
+        if not into and not lease.block_ids:
+            return None
+        with self._lock:
+            if time.monotonic() < self._shunned_until_s:
+                return f"{self.address.name} did not answer a moment ago"
+            try:
+                return self._pull(own, lease, into, deadline_s)
+            except TimeoutError as error:
+                self._shunned_until_s = time.monotonic() + SHUN_S
+                self._let_go()
+                return f"{self.address.name} is silent: {error}"
+            except (OSError, BadPeer, PoolError, NixlError) as error:
+                self._let_go()
+                return f"{self.address.name}: {str(error) or type(error).__name__}"
+            finally:
+                if self._closing.is_set():
+                    self._let_go()
+
+    def close(self) -> None:
+        """Nothing is pulled from it any more; a pull under way fails soon, and lets go by itself."""
+        self._closing.set()
+        if self.segment is not None:
+            self.segment.close()
+        if self._link is not None:
+            self._link.interrupt()
+        if self._lock.acquire(blocking=False):
+            self._let_go()
+            self._lock.release()
+
+    def _pull(self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float) -> str | None:
+        assert self._link is not None
+        if self._nixl is not None and not self._nixl.is_full:
+            try:
+                return self._pull_nixl(self._nixl, self._link, own, lease, into, deadline_s)
+            except NixlError as error:
+                self._close_reader()
+                if self._is_nixl_asked:
+                    raise
+                # If its owner is gone, TCP fails at once too.
+                log.warning("%s is pulled from over TCP from now on: %s", self.address.name, error)
+                self._nixl = None
+        self._take(TCP)
+        return self._link.pull(own, lease, into, deadline_s)
+
+    def _pull_nixl(
+        self, nixl: NixlAgent, link: KvLink, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+    ) -> str | None:
+        about = link.about(deadline_s)
+        wrong = own.mismatch(about.name, about.shape, about.dtype, lease, into)
+        if wrong is not None:
+            return wrong
+        if self._reader is None:
+            if not about.has_nixl:
+                raise NixlError("its owner has no NIXL")
+            answer = link.ask_nixl(deadline_s)
+            if answer.error:
+                raise NixlError(f"its owner's NIXL: {answer.error}")
+            self._reader = nixl.reader(answer, own.block_bytes, about.shape[0])
+        self._take(NIXL)
+        return self._reader.pull(own, lease, into, deadline_s)
+
+    def _take(self, transport: str) -> None:
+        if transport != self.transport:
+            log.info("KV of %s comes over %s", self.address.unit, transport)
+        self.transport = transport
+
+    def _close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _let_go(self) -> None:
+        self._close_reader()
+        if self._link is not None:
+            self._link.close()
 
 
+def live_wire(pool: KvPool, deployment: Deployment, run_id: str, host: str) -> KvWire:
+    """What a process of a deployment pulls with, and is pulled from. Raises ConfigError."""
+    return KvWire(
+        pool, deployment.handover, host=host, key=key_of(run_id, PURPOSE), lease_s=deployment.lease_s
+    )  # fmt: skip
+
+
+def _open_segment(address: PoolAddress, *, is_asked: bool) -> KvPool | None:
+    """The segment, if it is on this host. Raises PoolError if it is not and nothing else will do."""
+    try:
+        segment = KvPool.open(address.name)
+    except PoolError:
+        if is_asked or not address.port:
+            raise
+        return None
+    if address.birth and segment.birth != address.birth:
+        segment.close()
+        if is_asked:
+            raise PoolError(f"{address.name} on this host is another pool of that name")
+        return None
+    return segment

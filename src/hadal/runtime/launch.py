@@ -26,9 +26,10 @@ from pathlib import Path
 
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
-from hadal.core.messages import SUPERVISOR, Drain, RankUp, UnitDown, UnitUp
+from hadal.core.messages import SUPERVISOR, Drain, UnitDown, UnitUp
+from hadal.core.rank_messages import RankUp
 from hadal.runtime.child import PUT_OFF_S, Child, Phase
-from hadal.runtime.kv_wire import remove_segments, remove_stale_segments
+from hadal.runtime.kv_pool import remove_segments, remove_stale_segments
 from hadal.runtime.listen import open_listener, url_of
 from hadal.runtime.probe import Probe
 from hadal.runtime.process import API_KEYS, EXIT_CONFIG, LISTEN_FD, Run, write_run
@@ -93,7 +94,8 @@ class Supervisor:
         self._exit_code: int | None = None
         self._drain_until_s: float | None = None
         self._kill_at_once = False
-        write_run(folder, Run(self._run_id, os.getpid(), resolved.deployment, options.log_level))
+        run = Run(self._run_id, os.getpid(), resolved.deployment, options.log_level, resolved.fingerprint)
+        write_run(folder, run)
         self._environment = _environment(options)
         self._wire = ZmqWire(SUPERVISOR, folder)
         self._children = {child.name: child for child in _children(resolved.deployment, folder, options.log_dir)}

@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 
 from hadal.core.config import DECODE, PREFILL
-from hadal.core.messages import Load, RankDone
+from hadal.core.messages import Load
 from hadal.core.model_config import read_model_config
+from hadal.core.rank_messages import RankDone
 from hadal.core.seams import Effect, Event, Send
 from hadal.overlap.plan import EXPERTS
 from hadal.roles.expert_gain import PREFILL_TERMS
@@ -26,7 +27,7 @@ from hadal.roles.rank_book import RankBook
 from hadal.roles.ranks import RankedLeader
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.compute import IDLE
-from hadal.runtime.core import first_placement, keeps_groups, make_core
+from hadal.runtime.core import first_placement, keeps_groups, make_core, make_view
 from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.memory import moves_experts
 from hadal.runtime.process import Run, enter_child, unit_arguments
@@ -55,7 +56,7 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     clock = LiveClock()
     host = UnitHost(
         leader, None, ZmqWire(unit, folder), None, clock,
-        step_deadline_s=STEP_DEADLINES * run.deployment.unit_timeout_s,
+        step_deadline_s=STEP_DEADLINES * run.deployment.unit_timeout_s, make_view=lambda wake: make_view(run, wake),
     )  # fmt: skip
     return host, leader.start(clock.now())
 
@@ -64,7 +65,7 @@ def make_leader(run: Run, unit: str, role: str, epoch: str) -> RankedLeader:
     """The role's core, and the book of its ranks. Raises ConfigError."""
     deployment, units = run.deployment, units_of(run.deployment, role)
     config = read_model_config(Path(deployment.model))
-    core = make_core(deployment, config, unit, role, epoch)
+    core = make_core(deployment, config, unit, role, epoch, fingerprint=run.fingerprint)
     placement = first_placement(deployment, config, role)
     book = RankBook(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s)
     nodes = tuple(rank // units.ranks_per_node for rank in range(units.ranks))

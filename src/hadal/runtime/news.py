@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from hadal.core.messages import RankForm
 from hadal.core.plans import FormPlan
+from hadal.core.rank_messages import RankForm
 from hadal.core.seams import Effect, Event
 from hadal.model.runner import ModelRunner
 from hadal.roles.rank import Progress, RankRole

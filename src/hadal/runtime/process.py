@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import logging
 import os
+import resource
 import signal
 import sys
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ EXIT_STUCK = 70
 EXIT_FATAL = 71
 """A bug: the leader or an effect raised."""
 
+MAX_DESCRIPTORS = 1 << 16
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _RUN_FILE = "run.json"
 LISTEN_FD = "HADAL_LISTEN_FD"
@@ -44,6 +46,8 @@ class Run:
     deployment: Deployment
     """Resolved: no field is left to be derived."""
     log_level: str = "info"
+    fingerprint: str = ""
+    """What KV depends on besides its text (runtime/fingerprint); empty where the cache is off."""
 
 
 def write_run(folder: Path, run: Run) -> None:
@@ -76,12 +80,22 @@ def enter_child(folder: Path) -> Run:
     faulthandler.enable()
     run = read_run(folder)
     die_with(run.supervisor_pid)
+    raise_descriptor_limit()
     # The supervisor puts the process's name before every line. Milliseconds: what ranks notice is compared by them.
     logging.basicConfig(
         level=run.log_level.upper(), stream=sys.stderr, datefmt="%H:%M:%S",
         format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
     )  # fmt: skip
     return run
+
+
+def raise_descriptor_limit() -> None:
+    """Be allowed MAX_DESCRIPTORS open files, or as many as may be had: a leader holds every segment of the disk cache
+    open, and where the soft limit is the usual 1,024 it would run out at sixteen writers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def die_with(parent_pid: int) -> None:

@@ -35,11 +35,14 @@ from hadal.roles.rank import RankRole
 from hadal.runtime.accelerator import open_device
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.core import first_placement
-from hadal.runtime.expert_wire import ExpertWire, key_of
+from hadal.runtime.disk import make_store
+from hadal.runtime.expert_wire import PURPOSE, ExpertWire
 from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
-from hadal.runtime.kv_wire import KvPool, pool_name
+from hadal.runtime.kv_pool import KvPool, pool_name
+from hadal.runtime.kv_wire import live_wire
 from hadal.runtime.memory import max_step_tokens, mode_of, moves_experts
 from hadal.runtime.news import News, Noticing
+from hadal.runtime.peers import key_of
 from hadal.runtime.process import Run, enter_child, unit_arguments
 from hadal.runtime.stager import Stager
 from hadal.runtime.topology import rank_name, units_of
@@ -87,13 +90,15 @@ def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[
     clock = LiveClock()
     port = group.port if isinstance(group, MeshGroup) else 0  # The others meet in a file.
     # Its experts stay where they are, or others may have them: then it needs theirs as well.
-    wire = ExpertWire(ADDRESS, key_of(run.run_id), store.expert) if moves_experts(units) else None
-    rank_role = RankRole(unit, rank, epoch, ADDRESS, port, pool.name, expert_port=wire.port if wire else 0)
+    wire = ExpertWire(ADDRESS, key_of(run.run_id, PURPOSE), store.expert) if moves_experts(units) else None
+    kv_wire = live_wire(pool, deployment, run.run_id, ADDRESS)
+    rank_role = RankRole(unit, rank, epoch, ADDRESS, port, kv_wire.address, expert_port=wire.port if wire else 0)
     host = UnitHost(
         Noticing(rank_role, news), runner, ZmqWire(name, folder), pool, clock,
         step_deadline_s=STEP_DEADLINES * deployment.unit_timeout_s,
         news=lambda now_s: rank_role.handle(now_s, news.take(runner)),
         make_stager=(lambda wake: Stager(store.stage, wire, wake)) if wire else None,
+        make_disk=lambda wake: make_store(run, role, pool.blocks, wake), kv_wire=kv_wire,
     )  # fmt: skip
     news.wake, news.is_stopping = host.wake, lambda: host.is_stopping
     return host, rank_role.start(clock.now())

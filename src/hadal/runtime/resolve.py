@@ -13,8 +13,11 @@ from pathlib import Path
 from hadal.core.config import DECODE, PREFILL, Deployment, UnitsConfig
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.model_config import ModelConfig, read_model_config
+from hadal.runtime.cache_plan import absolute_folder, cache_warnings
 from hadal.runtime.devices import gpus
-from hadal.runtime.kv_wire import SHM, no_room
+from hadal.runtime.fingerprint import fingerprint_of
+from hadal.runtime.kv_nixl import require_nixl
+from hadal.runtime.kv_pool import POOL_DTYPE, SHM_FOLDER, no_room
 from hadal.runtime.memory import MemoryPlan, checkpoint_precision, gb, plan_memory, ranks_in_fp32, with_blocks
 from hadal.runtime.topology import device_index, place_units, why_not_here
 
@@ -33,6 +36,8 @@ class Resolved:
     memory: MemoryPlan
     precision: str
     """Of the checkpoint, as its files say; empty where only config.json was read."""
+    fingerprint: str = ""
+    """What KV depends on besides its text; empty where the cache is off, or only config.json was read."""
 
 
 def plan(deployment: Deployment) -> Resolved:
@@ -59,8 +64,10 @@ def plan(deployment: Deployment) -> Resolved:
         device_memory_gb=deployment.device_memory_gb or min(found, default=0) / 1e9,
         prefill=_with_threads(deployment.prefill),
         decode=_with_threads(deployment.decode),
+        cache=dataclasses.replace(deployment.cache, folder=absolute_folder(deployment.cache.folder)),
     )
     memory = plan_memory(deployment, config)
+    memory = dataclasses.replace(memory, warnings=(*memory.warnings, *cache_warnings(deployment, memory)))
     return Resolved(with_blocks(deployment, memory), config, memory, "")
 
 
@@ -76,7 +83,7 @@ def why_not_run(resolved: Resolved) -> list[str]:
         prefill, decode = ranks_in_fp32(deployment, resolved.config)
         kv_bytes = memory.num_ranks[0] * prefill.kv_bytes + memory.num_ranks[1] * decode.kv_bytes
         reasons += _gpus_too_small(deployment, found, {PREFILL: prefill.total_bytes, DECODE: decode.total_bytes})
-    shm = os.statvfs(SHM)
+    shm = os.statvfs(SHM_FOLDER)
     if kv_bytes > shm.f_bavail * shm.f_frsize:
         reasons.append(no_room(kv_bytes))
     return reasons
@@ -105,6 +112,8 @@ def resolve(deployment: Deployment) -> Resolved:
     folder = Path(deployment.model)
     if reasons := why_not_run(resolved):
         raise ConfigError(reasons[0])
+    if deployment.handover == "nixl":
+        require_nixl()
     precision = checkpoint_precision(folder)
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(f"{folder / 'tokenizer.json'}: not found; the gateway needs it to read prompts.")
@@ -115,7 +124,8 @@ def resolve(deployment: Deployment) -> Resolved:
             "processes may be killed for want of memory."
         )
         memory = dataclasses.replace(memory, warnings=(*memory.warnings, text))
-    return Resolved(deployment, resolved.config, memory, precision)
+    fingerprint = fingerprint_of(deployment, resolved.config, POOL_DTYPE)
+    return Resolved(deployment, resolved.config, memory, precision, fingerprint)
 
 
 def model_folder(model: str) -> Path:

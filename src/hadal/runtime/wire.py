@@ -26,7 +26,7 @@ import msgspec
 import zmq
 
 from hadal.core.errors import ConfigError
-from hadal.core.messages import AnyMessage
+from hadal.core.wire import AnyMessage
 
 MAX_QUEUED = 4096
 """Messages held for one peer that does not read. A decode step is one message, so this is minutes of steps."""

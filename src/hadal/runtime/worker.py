@@ -26,11 +26,13 @@ from hadal.model.runner import ModelRunner
 from hadal.model.weights import load_weights
 from hadal.runtime.accelerator import open_device
 from hadal.runtime.clock import LiveClock
-from hadal.runtime.core import first_placement, make_core
+from hadal.runtime.core import first_placement, make_core, make_view
+from hadal.runtime.disk import make_store
 from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
-from hadal.runtime.kv_wire import KvPool, pool_name
+from hadal.runtime.kv_pool import KvPool, pool_name
+from hadal.runtime.kv_wire import live_wire
 from hadal.runtime.process import Run, enter_child, unit_arguments
-from hadal.runtime.rank import make_comm
+from hadal.runtime.rank import ADDRESS, make_comm
 from hadal.runtime.topology import units_of
 from hadal.runtime.wire import ZmqWire
 
@@ -67,12 +69,15 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     gc.collect()
     gc.freeze()  # What is there now stays: no collection need look at it again.
     log.info("model loaded in %.1f s, %d threads, %s", time.monotonic() - started_s, units.threads, device)
-    leader = make_core(deployment, config, unit, role, epoch, pool.name)
+    kv_wire = live_wire(pool, deployment, run.run_id, ADDRESS)
+    leader = make_core(deployment, config, unit, role, epoch, kv_wire.address, fingerprint=run.fingerprint)
     clock = LiveClock()
     wire = ZmqWire(unit, folder)
     host = UnitHost(
-        leader, runner, wire, pool, clock, step_deadline_s=STEP_DEADLINES * deployment.unit_timeout_s
-    )
+        leader, runner, wire, pool, clock, step_deadline_s=STEP_DEADLINES * deployment.unit_timeout_s,
+        make_disk=lambda wake: make_store(run, role, pool.blocks, wake), make_view=lambda wake: make_view(run, wake),
+        kv_wire=kv_wire,
+    )  # fmt: skip
     return host, leader.start(clock.now())
 
 

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from hadal.core.plans import Source
 from hadal.runtime import expert_wire
-from hadal.runtime.expert_wire import MAX_CONNECTIONS, PIECE_BYTES, ExpertClient, ExpertServer, ExpertWire, key_of
+from hadal.runtime.expert_wire import MAX_CONNECTIONS, PIECE_BYTES, PURPOSE, ExpertClient, ExpertServer, ExpertWire
+from hadal.runtime.peers import key_of
 
 HOST = "127.0.0.1"
-KEY = key_of("a run")
+KEY = key_of("a run", PURPOSE)
 TINY = (64, 192, 32)
 """2I, D, I"""
 HANG_S = 20.0
@@ -120,7 +121,7 @@ def test_another_shape_or_type_is_refused(into: Pair, caplog: pytest.LogCaptureF
 
 def test_another_run_is_told_nothing() -> None:
     held = expert_of(1)
-    with serving({(0, 7): held}, key_of("another run")) as server:
+    with serving({(0, 7): held}, key_of("another run", PURPOSE)) as server:
         assert not ExpertClient(KEY).fetch(0, source(server.port), *empty(held))
 
 

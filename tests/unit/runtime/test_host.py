@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, Load, RankStep, RankUp
+from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, Load
 from hadal.core.plans import Formed, FormPlan, KvPulled, PrefillPlan, Source, Staged, StagePlan, StepDone, StepPlan
+from hadal.core.rank_messages import RankStep, RankUp
 from hadal.core.seams import Deliver, Effect, Event, Execute, Form, Freed, Pull, Send, Stage, Tick, WakeAt
 from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.clock import LiveClock
-from hadal.runtime.expert_wire import ExpertWire, key_of
+from hadal.runtime.expert_wire import ExpertWire
 from hadal.runtime.host import UnitHost
-from hadal.runtime.kv_wire import KvPool, pool_name, remove_segments
+from hadal.runtime.kv_pool import KvPool, pool_name, remove_segments
+from hadal.runtime.peers import key_of
 from hadal.runtime.process import EXIT_STUCK
 from hadal.runtime.stager import Stager
 from hadal.runtime.wire import ZmqWire
@@ -146,7 +148,8 @@ def test_a_pull_fills_the_blocks_and_says_so(world: World, num_blocks: int) -> N
     world.script.answer = answer
     world.run(Pull("good", 3, lease, into), Pull("void", 4, void, (18,)))
     assert world.front.receive(5) == [Cancel("both", 0)]
-    assert [(o.request_id, o.attempt, o.error is None) for o in outcomes] == [("good", 3, True), ("void", 4, False)]
+    said = sorted((o.request_id, o.attempt, o.error is None) for o in outcomes)
+    assert said == [("good", 3, True), ("void", 4, False)]
     size = world.pool.block_bytes
     assert bytes(world.pool.cache[4 * size : (4 + num_blocks) * size]) == bytes([7]) * (num_blocks * size)
     assert bytes(world.pool.cache[18 * size : 19 * size]) == bytes(size)
@@ -257,7 +260,7 @@ def test_layers_are_staged_beside_the_steps_until_a_generation_voids_them() -> N
 
     threads = set(threading.enumerate())
     with tempfile.TemporaryDirectory(prefix="hadal-w-") as name:
-        wire = ExpertWire("127.0.0.1", key_of("a run"), lambda layer, expert: held)
+        wire = ExpertWire("127.0.0.1", key_of("a run", "experts"), lambda layer, expert: held)
         sources = (Source(7, "127.0.0.1", wire.port),)
         script, front = Script(answer), ZmqWire("front", Path(name))
         host = UnitHost(
@@ -324,14 +327,24 @@ def test_an_effect_that_is_not_a_leaders_ends_the_host(world: World) -> None:
 
 
 def test_a_stuck_step_ends_the_process() -> None:
+    with tempfile.TemporaryDirectory(prefix="hadal-w-") as folder:  # Not the child's: it removes nothing.
+        done = run_stuck(folder)
+    remove_segments(RUN)
+    assert done.returncode == EXIT_STUCK
+    assert b"its deadline is" in done.stderr
+    assert b"in execute" in done.stderr, "it shows where"
+
+
+def run_stuck(folder: str) -> subprocess.CompletedProcess[bytes]:
+    """A host whose step does not end."""
     code = f"""
-import tempfile, time
+import time
 from pathlib import Path
 from hadal.core.plans import PrefillPlan
 from hadal.core.seams import Execute
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.host import UnitHost
-from hadal.runtime.kv_wire import KvPool, pool_name
+from hadal.runtime.kv_pool import KvPool, pool_name
 from hadal.runtime.wire import ZmqWire
 
 class Stuck:
@@ -342,14 +355,9 @@ class Silent:
     def handle(self, now_s, event):
         return []
 
-with tempfile.TemporaryDirectory(prefix="hadal-w-") as folder:
-    pool = KvPool.create(pool_name({RUN!r}, "stuck-0", "1"), (2, 1, 64, 4))
-    host = UnitHost(Silent(), Stuck(), ZmqWire("stuck-0", Path(folder)), pool, LiveClock(), step_deadline_s=0.2)
-    host.run([Execute((PrefillPlan(0, ()),))])
+pool = KvPool.create(pool_name({RUN!r}, "stuck-0", "1"), (2, 1, 64, 4))
+host = UnitHost(Silent(), Stuck(), ZmqWire("stuck-0", Path({folder!r})), pool, LiveClock(), step_deadline_s=0.2)
+host.run([Execute((PrefillPlan(0, ()),))])
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=False, env=environment)
-    remove_segments(RUN)
-    assert done.returncode == EXIT_STUCK
-    assert b"its deadline is" in done.stderr
-    assert b"in execute" in done.stderr, "it shows where"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=False, env=environment)

@@ -1,198 +1,256 @@
-"""KV pools in shared memory: what is pulled is what was leased, or the pull says why not."""
+"""Pulls between two processes, by each transport: what is pulled is what was leased, or the pull says why not, soon."""
+
+from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-import hadal.runtime.kv_wire as kv_wire
 from hadal.core.errors import ConfigError
-from hadal.core.messages import KvLease
-from hadal.runtime.kv_wire import (
-    SHM,
-    KvPool,
-    KvWire,
-    PoolError,
-    Shape,
-    pool_name,
-    remove_segments,
-    remove_stale_segments,
-)  # fmt: skip
+from hadal.runtime import kv_nixl, kv_wire
+from hadal.runtime.kv_pool import SHM_FOLDER, KvPool, PoolAddress, pool_name, remove_segments
+from hadal.runtime.kv_wire import KvWire
+from hadal.runtime.peers import key_of
+from tests.unit.runtime.kv_peers import KEY_OF, RUN, Peer, is_written, lease_of, make_pool, shape_of
 
-RUN = f"test{os.getpid()}"
-SHAPE: Shape = (9, 2, 64, 10)
+NEEDS_NIXL = pytest.mark.skipif(kv_nixl.package() is None, reason="nixl-cu13 is not installed")
+TRANSPORTS = ["shm", "tcp", pytest.param("nixl", marks=NEEDS_NIXL)]
+OVER_NETWORK = TRANSPORTS[1:]
+NUM_BLOCKS = 130
+SOON_S = 12.0
+"""Nothing here waits longer than that by its own deadlines; a hang would be for ever."""
+KEY = key_of(RUN, KEY_OF)
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # As between hosts: on one, UCX would read a frozen process's memory without its help.
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setenv("UCX_LOG_LEVEL", "fatal")
     yield
     remove_segments(RUN)
 
 
-def make(unit: str, epoch: str = "1", shape: Shape = SHAPE, dtype: str = "float32") -> KvPool:
-    pool = KvPool.create(pool_name(RUN, unit, epoch), shape, dtype)
-    blocks = np.frombuffer(pool.cache, dtype=np.uint8)
-    blocks[:] = np.random.default_rng(hash((unit, epoch)) % 1000).integers(0, 256, blocks.size)
-    return pool
+@pytest.fixture
+def pool() -> Iterator[KvPool]:
+    made = make_pool(RUN, "decode-0", NUM_BLOCKS)
+    yield made
+    made.close()
 
 
-def block(pool: KvPool, index: int) -> bytes:
-    return bytes(pool.cache[index * pool.block_bytes : (index + 1) * pool.block_bytes])
+def wire_of(pool: KvPool, handover: str, **options: float) -> KvWire:
+    return KvWire(pool, handover, key=KEY, lease_s=options.get("lease_s", 20.0))
 
 
-def lease(pool: KvPool, *ids: int) -> KvLease:
-    return KvLease(pool.name, ids, tuple(int(pool.generations[i]) for i in ids), 64 * len(ids))
+@pytest.mark.parametrize("handover", TRANSPORTS)
+def test_the_bytes_arrive_and_no_others(handover: str, pool: KvPool) -> None:
+    with Peer("owner", RUN, handover, "127.0.0.1", NUM_BLOCKS) as owner:
+        wire = wire_of(pool, handover)
+        for ids, into in (
+            ((7,), (9,)), ((3, 4, 8, 1, 2), (5, 6, 7, 2, 1)), (tuple(range(1, 129)), tuple(range(128, 0, -1))),
+            (tuple(range(128, 0, -1)), tuple(range(1, 129))), ((), ()),
+        ):  # fmt: skip
+            pool.cache[:] = bytes(len(pool.cache))
+            assert wire.pull(lease_of(owner.address, *ids), into) is None
+            assert all(is_written(pool, ours, theirs, 0) for theirs, ours in zip(ids, into, strict=True))
+            others = [i for i in range(NUM_BLOCKS) if i not in into]
+            assert not pool.blocks[others].any()
+        assert wire.transport_of(owner.address) == handover
+        wire.close()
 
 
-def test_a_pull_copies_the_leased_blocks_and_no_others() -> None:
-    source, own = make("prefill-0"), make("decode-0")
-    before = [block(own, i) for i in range(9)]
-    ids, into = (3, 4, 8, 1, 2), (5, 6, 7, 2, 1)
-    assert KvWire(own).pull(lease(source, *ids), into) is None
-    for theirs, ours in zip(ids, into, strict=True):
-        assert block(own, ours) == block(source, theirs)
-    for untouched in {0, 3, 4, 8}:
-        assert block(own, untouched) == before[untouched]
+@pytest.mark.parametrize("handover", TRANSPORTS)
+def test_freed_blocks_void_a_pull_and_others_do_not(handover: str, pool: KvPool) -> None:
+    with Peer("owner", RUN, handover, "127.0.0.1", NUM_BLOCKS) as owner:
+        wire = wire_of(pool, handover)
+        assert owner.ask("free 70") == "freed"
+        for ids in ((70,), tuple(range(1, 128))):
+            assert "freed" in (wire.pull(lease_of(owner.address, *ids), ids) or "")
+        assert wire.pull(lease_of(owner.address, 69, 71), (1, 2)) is None
+        assert wire.pull(lease_of(owner.address, 70, generations=(1,)), (1,)) is None
+        wire.close()
 
 
-def test_a_block_freed_before_the_pull_voids_it() -> None:
-    source, own = make("prefill-0"), make("decode-0")
-    promised = lease(source, 3, 4)
-    source.free((4,))
-    assert "freed before" in (KvWire(own).pull(promised, (1, 2)) or "")
+@pytest.mark.parametrize("handover", TRANSPORTS)
+def test_a_block_that_is_used_anew_during_a_pull_is_never_accepted(handover: str, pool: KvPool) -> None:
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {seed}")
+    random = np.random.default_rng(seed)
+    with Peer("owner", RUN, handover, "127.0.0.1", NUM_BLOCKS) as owner:
+        segment = KvPool.open(PoolAddress.parse(owner.address).name)
+        wire = wire_of(pool, handover)
+        assert wire.pull(lease_of(owner.address, 1), (1,)) is None
+        whole = segment.blocks[0].view(np.int64)
+        assert owner.ask("churn") == "churning"
+        num_good = num_void = 0
+        deadline_s = time.monotonic() + 30.0
+        while (num_good < 20 or num_void < 20) and time.monotonic() < deadline_s:
+            ids = tuple(int(i) for i in random.permutation(np.arange(1, NUM_BLOCKS))[: random.choice([1, 4, 16, 100])])
+            generations = tuple(int(whole[i]) for i in ids)
+            into = ids[::-1]
+            error = wire.pull(lease_of(owner.address, *ids, generations=generations), into)
+            if error is None:
+                num_good += 1
+                for block_id, generation, at in zip(ids, generations, into, strict=True):
+                    assert is_written(pool, at, block_id, generation)
+            else:
+                assert "freed" in error
+                num_void += 1
+        assert num_good >= 20
+        assert num_void >= 20
+        wire.close()
+        segment.close()
 
 
-def test_a_block_freed_during_the_pull_voids_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, own = make("prefill-0"), make("decode-0")
-    promised = lease(source, 3, 4)
-    copyto = np.copyto
-
-    def copy_slowly(target: object, values: object) -> None:
-        copyto(target, values)  # type: ignore[arg-type]
-        source.free((3,))
-
-    monkeypatch.setattr(kv_wire.np, "copyto", copy_slowly)
-    assert "freed during" in (KvWire(own).pull(promised, (1, 2)) or "")
-
-
-def test_freeing_a_block_twice_in_one_go_counts_twice() -> None:
-    pool = make("prefill-0")
-    pool.free((2, 2, 5))
-    assert pool.generations.tolist() == [0, 0, 2, 0, 0, 1, 0, 0, 0]
-
-
-def test_another_process_pulls_what_this_one_wrote() -> None:
-    source = make("prefill-0")
-    code = (
-        "import sys; from hadal.core.messages import KvLease; from hadal.runtime.kv_wire import *\n"
-        f"own = KvPool.create(pool_name({RUN!r}, 'decode-0', '1'), {SHAPE})\n"
-        f"lease = KvLease({source.name!r}, (7, 2), (0, 0), 128)\n"
-        "assert KvWire(own).pull(lease, (1, 2)) is None\n"
-        "sys.stdout.buffer.write(own.cache[own.block_bytes : 3 * own.block_bytes])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False, env=_environment())
-    assert out.returncode == 0, out.stderr.decode()
-    assert out.stdout == block(source, 7) + block(source, 2)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("handover", OVER_NETWORK)
+def test_an_owner_that_dies_or_freezes_is_an_error_soon(handover: str, number: int, pool: KvPool) -> None:
+    ids = tuple(range(1, NUM_BLOCKS))
+    with Peer("owner", RUN, handover, "127.0.0.1", NUM_BLOCKS) as owner:
+        wire = wire_of(pool, handover)
+        assert wire.pull(lease_of(owner.address, *ids), ids) is None
+        # Another process does it, in the middle of one of many pulls.
+        with subprocess.Popen(["/bin/sh", "-c", f"sleep 0.2; kill -{int(number)} {owner.process.pid}"]):
+            start_s, error = time.monotonic(), None
+            while error is None and time.monotonic() < start_s + SOON_S:
+                pool.blocks[:, ::512] = 0
+                error = wire.pull(lease_of(owner.address, *ids), ids)
+                assert error is not None or all(is_written(pool, i, i, 0) for i in ids)
+        assert error is not None
+        assert time.monotonic() < start_s + SOON_S
+        # Whoever comes next does not wait.
+        start_s = time.monotonic()
+        assert wire.pull(lease_of(owner.address, 1), (1,)) is not None
+        assert time.monotonic() - start_s < kv_wire.SILENCE_S
+        # The blocks belong to somebody else now: what a frozen owner still sends must not reach them.
+        pool.cache[:] = bytes([7]) * len(pool.cache)
+        if number == signal.SIGSTOP:
+            owner.process.send_signal(signal.SIGCONT)
+            assert owner.ask("connections") is not None
+        time.sleep(0.5)
+        assert (pool.blocks == 7).all()
+        wire.close()
 
 
-def test_a_pool_that_is_not_there_fails_the_pull() -> None:
-    own = make("decode-0")
-    assert "cannot be opened" in (KvWire(own).pull(KvLease(pool_name(RUN, "x", "1"), (1,), (0,), 64), (1,)) or "")
+@NEEDS_NIXL
+def test_a_frozen_owner_that_goes_on_is_pulled_from_again(pool: KvPool) -> None:
+    ids = tuple(range(1, NUM_BLOCKS))
+    with Peer("owner", RUN, "nixl", "127.0.0.1", NUM_BLOCKS) as owner:
+        wire = wire_of(pool, "nixl")
+        assert wire.pull(lease_of(owner.address, *ids), ids) is None
+        owner.process.send_signal(signal.SIGSTOP)
+        assert "silent" in (wire.pull(lease_of(owner.address, *ids), ids) or "")
+        owner.process.send_signal(signal.SIGCONT)
+        time.sleep(kv_wire.SHUN_S)
+        assert wire.pull(lease_of(owner.address, *ids), ids) is None
+        assert all(is_written(pool, i, i, 0) for i in ids)
+        assert wire.transport_of(owner.address) == "nixl"
+        wire.close()
 
 
-@pytest.mark.parametrize("name", ["", "../../etc/passwd", "hadal-../x", "other"])
-def test_a_lease_cannot_name_anything_but_a_pool(name: str) -> None:
-    with pytest.raises(PoolError):
-        KvPool.open(name)
+@pytest.mark.parametrize("handover", OVER_NETWORK)
+def test_a_killed_puller_leaves_nothing_at_the_owner(handover: str) -> None:
+    with Peer("owner", RUN, handover, "127.0.0.1", NUM_BLOCKS) as owner:
+        with Peer("puller", RUN, handover, owner.address, NUM_BLOCKS) as puller:
+            assert '"' + handover + '"' in puller.address  # Its first line: a pull that is over.
+            num_threads = int(owner.ask("threads"))
+            assert owner.ask("connections") == "1"
+            puller.process.kill()
+        deadline_s = time.monotonic() + SOON_S
+        while owner.ask("connections") != "0":
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        assert int(owner.ask("threads")) == num_threads - 1
 
 
-@pytest.mark.parametrize(("at", "value"), [(0, b"NOTAPOOL"), (16, b"\xff" * 8), (24, b"float64\0"), (40, b"\xff" * 3)])
-def test_a_damaged_header_fails_the_pull(at: int, value: bytes) -> None:
-    source, own = make("prefill-0"), make("decode-0")
-    promised = lease(source, 1)
-    with (SHM / source.name).open("r+b") as file:
-        file.seek(at)
-        file.write(value)
-    assert source.name in (KvWire(own).pull(promised, (1,)) or "")
+def test_auto_takes_the_segment_where_it_can_and_never_one_of_another_birth(pool: KvPool) -> None:
+    with Peer("owner", RUN, "auto", "127.0.0.1", NUM_BLOCKS) as owner:
+        wire = wire_of(pool, "auto")
+        assert wire.is_near(owner.address)
+        assert wire.pull(lease_of(owner.address, 5), (6,)) is None
+        assert wire.transport_of(owner.address) == "shm"
+        wire.close()
+        # On another host's /dev/shm there may be a segment of the same name, and it is not this one.
+        (SHM_FOLDER / PoolAddress.parse(owner.address).name).unlink()
+        imposter = make_pool(RUN, "prefill-0", 3)
+        imposter.cache[:] = bytes([1]) * len(imposter.cache)
+        wire = wire_of(pool, "auto")
+        assert not wire.is_near(owner.address)
+        assert wire.pull(lease_of(owner.address, 5), (6,)) is None
+        assert is_written(pool, 6, 5, 0)
+        assert wire.transport_of(owner.address) == ("nixl" if kv_nixl.package() else "tcp")
+        wire.close()
+        near = wire_of(pool, "shm")
+        assert "another pool" in (near.pull(lease_of(owner.address, 5), (6,)) or "")
+        imposter.close()
 
 
-def test_a_cut_off_segment_fails_the_pull() -> None:
-    own, name = make("decode-0"), pool_name(RUN, "prefill-0", "1")
-    (SHM / name).write_bytes(b"HADAL")
-    assert "too short" in (KvWire(own).pull(KvLease(name, (1,), (0,), 64), (1,)) or "")
+@NEEDS_NIXL
+def test_auto_falls_back_to_tcp_where_one_end_has_no_nixl(pool: KvPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Peer("owner", RUN, "tcp", "127.0.0.1", NUM_BLOCKS) as owner:
+        (SHM_FOLDER / PoolAddress.parse(owner.address).name).unlink()
+        wire = wire_of(pool, "auto")
+        assert wire.pull(lease_of(owner.address, 5), (6,)) is None
+        assert wire.transport_of(owner.address) == "tcp"
+        wire.close()
+        asked = wire_of(pool, "nixl")
+        assert "has no NIXL" in (asked.pull(lease_of(owner.address, 5), (6,)) or "")
+        asked.close()
+        monkeypatch.setattr(kv_nixl, "_PACKAGES", ("nixl_of_no_version",))
+        wire = wire_of(pool, "auto")
+        assert wire.pull(lease_of(owner.address, 5), (6,)) is None
+        wire.close()
+        with pytest.raises(ConfigError, match="pip install"):
+            wire_of(pool, "nixl")
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [((9, 3, 64, 10), "float32"), ((9, 2, 64, 9), "float32"), (SHAPE, "float16")]
-)
-def test_pools_of_other_models_do_not_mix(shape: Shape, dtype: str) -> None:
-    source, own = make("prefill-0", shape=shape, dtype=dtype), make("decode-0")
-    assert "holds blocks of" in (KvWire(own).pull(lease(source, 1), (1,)) or "")
+@pytest.mark.parametrize("handover", OVER_NETWORK)
+def test_pools_of_other_shapes_do_not_mix(handover: str) -> None:
+    other = KvPool.create(pool_name(RUN, "decode-1", "1"), shape_of(9, 5))
+    with Peer("owner", RUN, handover, "127.0.0.1", 9) as owner:
+        wire = wire_of(other, handover)
+        assert "holds blocks of" in (wire.pull(lease_of(owner.address, 1), (1,)) or "")
+        assert not any(other.cache)
+        wire.close()
+    other.close()
 
 
-@pytest.mark.parametrize(
-    ("ids", "generations", "into"),
-    [
-        ((1, 2), (0, 0), (1,)), ((1,), (0, 0), (1,)), ((9,), (0,), (1,)), ((-1,), (0,), (1,)), ((1,), (0,), (9,)),
-        ((1,), (0,), (-1,)),
-    ],
-)  # fmt: skip
-def test_a_lease_that_does_not_fit_is_refused(
-    ids: tuple[int, ...], generations: tuple[int, ...], into: tuple[int, ...]
-) -> None:
-    source, own = make("prefill-0"), make("decode-0")
-    before = bytes(own.cache)
-    assert KvWire(own).pull(KvLease(source.name, ids, generations, 64), into) is not None
-    assert bytes(own.cache) == before
+@pytest.mark.parametrize("handover", OVER_NETWORK)
+def test_a_lease_that_does_not_fit_is_refused(handover: str, pool: KvPool) -> None:
+    before = bytes(pool.cache)
+    with Peer("owner", RUN, handover, "127.0.0.1", 9) as owner:
+        wire = wire_of(pool, handover)
+        for ids, generations, into in (
+            ((1, 2), (0, 0), (1,)), ((1,), (0, 0), (1,)), ((9,), (0,), (1,)), ((-1,), (0,), (1,)),
+            ((1,), (0,), (NUM_BLOCKS,)), ((1,), (0,), (-1,)),
+        ):  # fmt: skip
+            assert wire.pull(lease_of(owner.address, *ids, generations=generations), into) is not None
+        assert bytes(pool.cache) == before
+        wire.close()
 
 
-def test_a_restarted_source_takes_its_predecessors_place() -> None:
-    wire = KvWire(make("decode-0"))
-    for epoch in ("1", "2", "3"):
-        source = make("prefill-0", epoch)
-        assert wire.pull(lease(source, 1), (1,)) is None
-        source.close()
+def test_an_address_where_nobody_is_fails_at_once(pool: KvPool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    wire = wire_of(pool, "tcp")
+    start_s = time.monotonic()
+    assert wire.pull(lease_of(f"hadal-{RUN}.x.1#00@127.0.0.1:{port}", 1), (1,)) is not None
+    assert wire.pull(lease_of("nonsense", 1), (1,)) is not None
+    assert time.monotonic() - start_s < kv_wire.SILENCE_S
+    wire.close()
+
+
+def test_a_restarted_owner_takes_its_predecessors_place(pool: KvPool) -> None:
+    wire = wire_of(pool, "tcp")
+    for _ in range(3):
+        with Peer("owner", RUN, "tcp", "127.0.0.1", 9) as owner:
+            assert wire.pull(lease_of(owner.address, 5), (6,)) is None
+        remove_segments(RUN, "prefill-0")
     assert list(wire._sources) == [f"hadal-{RUN}.prefill-0"]
-
-
-def test_the_owner_takes_the_segment_along_and_a_puller_does_not() -> None:
-    source = make("prefill-0")
-    KvPool.open(source.name).close()
-    assert (SHM / source.name).exists()
-    source.close()
-    source.close()
-    assert not (SHM / source.name).exists()
-
-
-def test_no_room_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match="kv_memory_mb"):
-        KvPool.create(pool_name(RUN, "prefill-0", "1"), (1 << 30, 2, 64, 10))
-    assert not (SHM / pool_name(RUN, "prefill-0", "1")).exists()
-
-
-def test_what_dead_owners_left_is_removed_and_what_lives_is_not() -> None:
-    living = make("prefill-0")
-    code = (
-        "import os; from hadal.runtime.kv_wire import *\n"
-        f"KvPool.create(pool_name({RUN!r}, 'dead', '1'), {SHAPE}); os._exit(9)"
-    )
-    subprocess.run([sys.executable, "-c", code], timeout=60, check=False, env=_environment())
-    dead = pool_name(RUN, "dead", "1")
-    assert (SHM / dead).exists()
-    removed = remove_stale_segments()
-    assert dead in removed
-    assert living.name not in removed
-    assert not (SHM / dead).exists()
-
-
-def test_segments_of_one_unit_are_removed() -> None:
-    names = [make(unit, epoch).name for unit, epoch in (("decode-1", "1"), ("decode-1", "2"), ("decode-10", "1"))]
-    assert sorted(remove_segments(RUN, "decode-1")) == names[:2]
-    assert (SHM / names[2]).exists()
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    wire.close()

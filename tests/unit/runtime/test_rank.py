@@ -14,7 +14,7 @@ from hadal.core.errors import ConfigError
 from hadal.core.placement import spread
 from hadal.core.plans import Chunk, Formed, FormPlan, Member, PrefillPlan, Sampling, StepDone
 from hadal.model.runner import ModelRunner
-from hadal.runtime.kv_wire import KvPool, pool_name, remove_segments
+from hadal.runtime.kv_pool import KvPool, pool_name, remove_segments
 from hadal.runtime.memory import num_moe_layers
 from hadal.runtime.news import News
 from hadal.runtime.rank import ADDRESS, make_group, make_runner

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import hadal.runtime.resolve as resolve_module
-from hadal.core.config import Deployment, UnitsConfig
+from hadal.core.config import CacheConfig, Deployment, UnitsConfig
 from hadal.core.errors import CheckpointError, ConfigError
+from hadal.runtime import kv_nixl
 from hadal.runtime.banner import Banner
 from hadal.runtime.listen import open_listener, url_of
 from hadal.runtime.process import Run, read_run, write_run
@@ -72,6 +73,13 @@ def test_too_little_shared_memory_says_what_to_do() -> None:
 def test_too_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve_module, "available_bytes", lambda: 1 << 20)
     assert "want of memory" in resolve(Deployment()).memory.warnings[-1]
+
+
+def test_nixl_that_is_asked_for_and_not_there_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_nixl, "_PACKAGES", ())
+    resolve(Deployment(handover="auto"))
+    with pytest.raises(ConfigError, match="pip install"):
+        resolve(Deployment(handover="nixl"))
 
 
 def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
@@ -147,3 +155,8 @@ def test_ranks_that_do_not_fit_a_gpu_together_are_refused(monkeypatch: pytest.Mo
     (reason,) = why_not_run(plan(Deployment(device="cuda", prefill=units, decode=units)))
     assert "its ranks on GPU 0 hold" in reason
     assert "FP32" in reason
+
+
+def test_the_fingerprint_is_worked_out_once_and_only_where_blocks_are_named() -> None:
+    assert len(resolve(Deployment(device="cpu")).fingerprint) == 32
+    assert resolve(Deployment(device="cpu", cache=CacheConfig(memory="off"))).fingerprint == ""

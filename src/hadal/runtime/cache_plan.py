@@ -1,0 +1,90 @@
+"""What a deployment's KV cache will hold and where, for those who start it; and what is wrong with its folder.
+
+Looks at the folder's file system; makes and opens nothing. A folder that fails later costs hits and nothing else, so
+what is wrong now is a warning, unless it can never be a folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+from hadal.core.balance import OFF
+from hadal.core.config import Deployment
+from hadal.core.errors import ConfigError
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.runtime.memory import MemoryPlan, gb
+
+
+def absolute_folder(folder: str) -> str:
+    """As every process finds it, wherever it runs; empty stays empty. Raises ConfigError."""
+    if not folder:
+        return ""
+    if "\0" in folder:
+        raise ConfigError(f"cache.folder is {folder!r}; no file system takes a zero byte in a name.")
+    try:
+        path = Path(folder).expanduser().absolute()
+    except RuntimeError:
+        user = folder.partition("/")[0]
+        raise ConfigError(f"cache.folder is {folder}: {user} has no home here. Give the whole path.") from None
+    if os.path.exists(path) and not os.path.isdir(path):  # Neither raises where the folder cannot be looked at.
+        raise ConfigError(f"cache.folder is {path}, which is no folder. Name one; it is made where it is missing.")
+    return str(path)
+
+
+def cache_rows(deployment: Deployment, memory: MemoryPlan) -> list[tuple[str, str]]:
+    """(where, what is kept there)."""
+    cache = deployment.cache
+    if not cache.is_on:
+        return [("off", "every prompt is computed from its first token")]
+    num_blocks = memory.prefill.kv_blocks - 1
+    rows = [("memory", "nothing: blocks are freed with their request")]
+    if cache.memory != OFF:
+        rows = [("memory", f"{num_blocks} blocks of a prefill rank, {num_blocks * BLOCK_TOKENS} tokens, until their "
+                           "room is needed")]  # fmt: skip
+    if not cache.folder:
+        return [*rows, ("disk", "nothing: cache.folder is empty")]
+    disk_bytes = cache.disk_mb * 2**20
+    num_blocks = disk_bytes // memory.block_bytes
+    kept = f"up to {gb(disk_bytes)} in {cache.folder}: about {num_blocks} blocks, {num_blocks * BLOCK_TOKENS} tokens"
+    return [*rows, ("disk", kept)]
+
+
+def cache_warnings(deployment: Deployment, memory: MemoryPlan) -> list[str]:
+    """What will keep the disk cache from holding what it is given, one sentence each."""
+    cache = deployment.cache
+    if not cache.folder:
+        return []
+    disk_bytes = cache.disk_mb * 2**20
+    if disk_bytes < memory.block_bytes:
+        return [f"cache.disk_mb = {cache.disk_mb} is less than one block of {gb(memory.block_bytes)}: nothing is kept."]
+    folder = Path(cache.folder)
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not os.access(there, os.W_OK | os.X_OK):
+            return [f"cache.folder {folder} cannot be written to: nothing is kept there."]
+        status = os.statvfs(there)
+        free_bytes = status.f_bavail * status.f_frsize + _held_bytes(folder)
+        is_open = there == folder and bool(folder.stat().st_mode & stat.S_IWOTH)
+    except OSError as error:
+        return [f"cache.folder {folder} fails ({error.strerror}): nothing is kept there until it works."]
+    warnings = []
+    if free_bytes < disk_bytes:
+        warnings.append(f"cache.disk_mb = {cache.disk_mb} is more than the {gb(free_bytes)} that {folder} has room "
+                        "for.")  # fmt: skip
+    if is_open:
+        # Sums find damage, not intent; and names are anybody's guess where no API keys are asked for.
+        warnings.append(f"cache.folder {folder} can be written to by every user here, who could put false KV in it: "
+                        "chmod o-w, or name another.")  # fmt: skip
+    return warnings
+
+
+def _held_bytes(folder: Path) -> int:
+    """What lies there already: it is written over, not added to."""
+    held_bytes = 0
+    for path in folder.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # Another deployment removed it meanwhile.
+            held_bytes += path.stat().st_blocks * 512  # stat(2)
+    return held_bytes

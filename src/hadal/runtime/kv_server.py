@@ -1,0 +1,165 @@
+"""A pool's server: sends leased blocks to whoever of the run asks over TCP, and says how NIXL can read them.
+
+A thread accepts, and each connection has one of its own that ends with it: when the other closes or dies, is silent for
+IDLE_S between asks, or takes nothing for SILENCE_S in the middle of one. A chunk's checksum is taken before it is sent
+and counts if no block of it was freed until then, so bytes that change on their way are void by themselves; all
+generations are looked at again after the last byte.
+
+Knows leases' blocks and generations, nothing of requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+
+from hadal.runtime.kv_frames import (
+    CHUNK,
+    END,
+    FREED,
+    REFUSED,
+    SILENCE_S,
+    About,
+    Ask,
+    AskNixl,
+    BadPeer,
+    blocks_per_chunk,
+    checksum,
+    hear_hello,
+    receive_frame,
+    send_chunk,
+    send_frame,
+)
+from hadal.runtime.kv_nixl import NixlAgent
+from hadal.runtime.kv_pool import KvPool
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 120.0
+"""A connection without asks is closed; its puller makes another when it needs one."""
+MAX_CONNECTIONS = 128
+"""Served at once; more wait to be accepted. One for every rank that pulls."""
+
+
+class KvServer:
+    """Answers from threads of its own until closed. `port` is where."""
+
+    def __init__(self, pool: KvPool, host: str, key: bytes, *, lease_s: float, nixl: NixlAgent | None = None) -> None:
+        """`lease_s`: no answer takes longer. `nixl`: None where it cannot be had or is not wanted."""
+        self._pool = pool
+        self._key = key
+        self._lease_s = lease_s
+        self._nixl = nixl
+        self._listener = socket.create_server((host, 0), backlog=MAX_CONNECTIONS)
+        self.port: int = self._listener.getsockname()[1]
+        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._talks: dict[socket.socket, threading.Thread] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._accept, name="kv-server", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_connections(self) -> int:
+        with self._lock:
+            return len(self._talks)
+
+    def close(self, timeout_s: float) -> bool:
+        """Break off what is being sent and free the port. False if a thread has not ended within `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._lock:
+            self._stopping = True
+            talks = dict(self._talks)
+        _shut(self._listener)  # Wakes the thread that accepts.
+        for connection in talks:
+            _shut(connection)
+        for thread in (self._thread, *talks.values()):
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._listener.close()
+        return not any(thread.is_alive() for thread in (self._thread, *talks.values()))
+
+    def _accept(self) -> None:
+        while True:
+            if not self._room.acquire(timeout=SILENCE_S):
+                if self._stopping:
+                    return
+                continue
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                self._room.release()
+                if self._stopping:
+                    return
+                log.warning("a puller was not let in: %s", error)  # Gone again, or no descriptor left.
+                time.sleep(SILENCE_S)
+                continue
+            thread = threading.Thread(target=self._talk, args=(connection,), name="kv-send", daemon=True)
+            with self._lock:
+                if self._stopping:
+                    connection.close()
+                    return
+                try:
+                    thread.start()
+                except RuntimeError as error:  # No more threads may be had: the next one may be served again.
+                    log.warning("a puller was not let in: %s", error)
+                    connection.close()
+                    self._room.release()
+                    continue
+                self._talks[connection] = thread
+
+    def _talk(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                self._serve(connection)
+        except (OSError, BadPeer) as error:  # A deadline's TimeoutError is one.
+            log.debug("a puller is gone: %r", error)
+        except Exception:
+            log.exception("KV could not be sent")  # Its puller has the request computed again.
+        finally:
+            with self._lock:
+                self._talks.pop(connection)
+            self._room.release()
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(SILENCE_S)
+        if not hear_hello(connection, self._key, time.monotonic() + SILENCE_S):
+            return
+        pool = self._pool
+        send_frame(connection, About(pool.name, pool.birth, pool.shape, pool.dtype, self._nixl is not None))
+        while not self._stopping:
+            ask = receive_frame(connection, time.monotonic() + IDLE_S, IDLE_S)
+            connection.settimeout(SILENCE_S)
+            if isinstance(ask, Ask):
+                self._send(connection, ask, time.monotonic() + self._lease_s)
+            elif isinstance(ask, AskNixl) and self._nixl is not None:
+                send_frame(connection, self._nixl.about(pool))
+            else:
+                raise BadPeer(f"it sends {type(ask).__name__}")
+
+    def _send(self, connection: socket.socket, ask: Ask, deadline_s: float) -> None:
+        pool, per_chunk = self._pool, blocks_per_chunk(self._pool.block_bytes)
+        ids, generations = ask.block_ids, ask.generations
+        num_chunks = -(-len(ids) // per_chunk)
+        is_sound = len(ids) == len(generations) and all(0 <= i < pool.num_blocks for i in ids)
+        if not is_sound or not all(0 <= chunk < num_chunks for chunk in ask.chunks):
+            send_chunk(connection, REFUSED, deadline_s)
+            return
+        for chunk in ask.chunks:
+            part = slice(chunk * per_chunk, (chunk + 1) * per_chunk)
+            views = pool.views(ids[part])
+            digest = checksum(views)
+            if not pool.holds(ids[part], generations[part]):
+                send_chunk(connection, FREED, deadline_s)
+                return
+            send_chunk(connection, CHUNK, deadline_s, chunk, views, digest)
+        send_chunk(connection, END if pool.holds(ids, generations) else FREED, deadline_s)
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        log.debug("it was gone already: %s", error)

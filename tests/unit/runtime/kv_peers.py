@@ -1,0 +1,147 @@
+"""Processes for tests of the hand-over: the owner of a pool, whose blocks say which generation of what they are, and a
+puller that never stops.
+
+    python kv_peers.py owner RUN HANDOVER HOST NUM_BLOCKS [LAYERS]
+    python kv_peers.py puller RUN HANDOVER ADDRESS NUM_BLOCKS [LAYERS]
+
+An owner prints its address, then answers the lines it reads: "free 3", "churn", "connections", "threads".
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.messages import KvLease
+from hadal.runtime.kv_pool import KvPool, Shape, pool_name
+from hadal.runtime.kv_wire import KvWire
+from hadal.runtime.peers import key_of
+
+SOURCE = Path(__file__).resolve().parents[3] / "src"
+RUN = f"kv{os.getpid()}"
+KEY_OF = "test"
+LAYERS = 8
+"""A block is of 64 tokens x 64 channels x 4 bytes a layer: 128 KiB."""
+
+
+def shape_of(num_blocks: int, layers: int = LAYERS) -> Shape:
+    return (num_blocks, layers, 64, 64)
+
+
+def write(pool: KvPool, block_id: int, generation: int) -> None:
+    """Fill a block so that every 8 bytes tell block, generation and place."""
+    words = pool.blocks[block_id].view(np.uint64)
+    words[:] = np.arange(len(words), dtype=np.uint64) + np.uint64((block_id << 44) | (generation << 24))
+
+
+def is_written(pool: KvPool, at: int, block_id: int, generation: int) -> bool:
+    """Whether own block `at` holds what `write` wrote as that block and generation."""
+    words: NDArray[np.uint64] = pool.blocks[at].view(np.uint64)
+    wanted = np.arange(len(words), dtype=np.uint64) + np.uint64((block_id << 44) | (generation << 24))
+    return bool(np.array_equal(words, wanted))
+
+
+def make_pool(run: str, unit: str, num_blocks: int, layers: int = LAYERS, dtype: str = "float32") -> KvPool:
+    pool = KvPool.create(pool_name(run, unit, "1"), shape_of(num_blocks, layers), dtype)
+    for block_id in range(num_blocks):
+        write(pool, block_id, 0)
+    return pool
+
+
+def lease_of(address: str, *block_ids: int, generations: tuple[int, ...] | None = None) -> KvLease:
+    return KvLease(address, block_ids, generations or (0,) * len(block_ids), 64 * len(block_ids))
+
+
+class Peer:
+    """One of these processes, from outside."""
+
+    def __init__(
+        self, what: str, run: str, handover: str, *rest: object, prefix: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        command = [*prefix, sys.executable, __file__, what, run, handover, *map(str, rest)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(SOURCE), **(environment or {})},
+        )  # fmt: skip
+        self.address = self.read()
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def ask(self, line: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=20)
+
+
+def own(run: str, handover: str, host: str, num_blocks: int, layers: int = LAYERS) -> None:
+    pool = make_pool(run, "prefill-0", num_blocks, layers)
+    wire = KvWire(pool, handover, host=host, key=key_of(run, KEY_OF))
+    print(wire.address, flush=True)
+    for line in sys.stdin:
+        verb, *words = line.split()
+        if verb == "free":
+            pool.free(tuple(map(int, words)))
+            print("freed", flush=True)
+        elif verb == "churn":
+            threading.Thread(target=churn, args=(pool,), daemon=True).start()
+            print("churning", flush=True)
+        elif verb == "connections":
+            print(wire._server.num_connections if wire._server else 0, flush=True)
+        elif verb == "threads":
+            print(threading.active_count(), flush=True)
+    wire.close()
+    pool.close()
+
+
+def churn(pool: KvPool) -> None:
+    """Free blocks and write others in their place, for ever. Block 0 says which generations are whole."""
+    whole = pool.blocks[0].view(np.int64)
+    whole[:] = 0
+    random = np.random.default_rng(3)
+    while True:
+        block_id = int(random.integers(1, pool.num_blocks))
+        pool.free((block_id,))
+        write(pool, block_id, int(pool.generations[block_id]))
+        whole[block_id] = pool.generations[block_id]
+        time.sleep(0.002)
+
+
+def pull_for_ever(run: str, handover: str, address: str, num_blocks: int, layers: int = LAYERS) -> None:
+    """Pull again and again; print what came of each as JSON: seconds, why it failed or null, whether the bytes are
+    right, and the transport."""
+    pool = make_pool(run, f"decode-{os.getpid()}", num_blocks, layers)
+    wire = KvWire(pool, handover, key=key_of(run, KEY_OF), lease_s=20.0)
+    ids = tuple(range(1, num_blocks))
+    lease = lease_of(address, *ids)
+    while True:
+        pool.blocks[1:, ::512] = 0
+        start_s = time.monotonic()
+        error = wire.pull(lease, ids)
+        took_s = time.monotonic() - start_s
+        is_right = error is None and all(is_written(pool, i, i, 0) for i in (1, len(ids) // 2, len(ids)))
+        print(json.dumps((took_s, error, is_right, wire.transport_of(address))), flush=True)
+
+
+if __name__ == "__main__":
+    what, run, handover, where, *sizes = sys.argv[1:]
+    {"owner": own, "puller": pull_for_ever}[what](run, handover, where, *map(int, sizes))

@@ -1,0 +1,149 @@
+"""Which pulls run at once, in which order, and who waits for whom."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from hadal.core.messages import KvLease
+from hadal.core.plans import KvPulled
+from hadal.core.seams import Pull
+from hadal.runtime.copier import INLINE_BYTES, NUM_THREADS, Copier
+
+BLOCK = 1 << 20
+NEAR, FAR = "near", "far"
+
+
+class Wire:
+    """Pulls that take as long as the test holds them; sources that begin with "near" are on this host."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+        self.held: dict[str, threading.Event] = {}
+        self.main = threading.current_thread()
+        self.inline: list[int] = []
+        self.under_way: list[str] = []
+        self.lock = threading.Lock()
+
+    def is_near(self, source: str) -> bool:
+        return source.startswith(NEAR)
+
+    def pull(self, lease: KvLease, into: tuple[int, ...]) -> str | None:
+        with self.lock:
+            assert lease.source not in self.under_way
+            self.under_way.append(lease.source)
+        if threading.current_thread() is self.main:
+            self.inline.append(lease.num_tokens)
+        event = self.held.get(lease.source)
+        assert event is None or event.wait(10)
+        with self.lock:
+            self.under_way.remove(lease.source)
+            self.log.append((lease.source, lease.num_tokens))
+        return None
+
+
+def pull(request_id: str, source: str, number: int, num_blocks: int = 1) -> Pull:
+    ids = tuple(range(1, num_blocks + 1))
+    return Pull(request_id, 0, KvLease(source, ids, (0,) * num_blocks, number), ids)
+
+
+def copier_of(wire: Wire) -> Copier:
+    return Copier(wire, BLOCK, lambda: None)  # type: ignore[arg-type]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_small_pulls_on_this_host_are_done_at_once_and_no_others() -> None:
+    wire = Wire()
+    copier = copier_of(wire)
+    copier.submit(pull("a", NEAR, 1))
+    assert wire.inline == [1]
+    assert copier.take() == [KvPulled("a", 0, None)]
+    copier.submit(pull("a", FAR, 2))
+    copier.submit(pull("b", NEAR, 3, INLINE_BYTES // BLOCK + 1))
+    taken: list[KvPulled] = []
+    until(lambda: len(taken.extend(copier.take()) or taken) == 2)  # type: ignore[func-returns-value]
+    assert wire.inline == [1]
+    copier.stop(1.0)
+
+
+def test_a_dead_source_holds_up_no_other() -> None:
+    wire = Wire()
+    wire.held = {"dead": threading.Event()}
+    copier = copier_of(wire)
+    for number in range(3 * NUM_THREADS):
+        copier.submit(pull(f"d{number}", "dead", number))
+    for number in range(6):
+        copier.submit(pull(f"r{number}", f"{FAR}{number % 2}", number))
+    until(lambda: len(wire.log) == 6)
+    assert all(source != "dead" for source, _ in wire.log)
+    wire.held["dead"].set()
+    until(lambda: len(wire.log) == 6 + 3 * NUM_THREADS)
+    assert [number for source, number in wire.log if source == "dead"] == list(range(3 * NUM_THREADS))
+    copier.stop(1.0)
+
+
+def test_a_pull_never_overtakes_an_earlier_one_of_its_request() -> None:
+    wire = Wire()
+    wire.held = {FAR: threading.Event()}
+    copier = copier_of(wire)
+    copier.submit(pull("a", FAR, 1))
+    copier.submit(pull("a", f"{FAR}2", 2))
+    copier.submit(pull("a", NEAR, 3))  # Small and near, and has to wait all the same.
+    copier.submit(pull("b", f"{FAR}2", 4))
+    until(lambda: wire.log == [(f"{FAR}2", 4)])
+    wire.held[FAR].set()
+    until(lambda: len(wire.log) == 4)
+    assert wire.log == [(f"{FAR}2", 4), (FAR, 1), (f"{FAR}2", 2), (NEAR, 3)]
+    assert wire.inline == []
+    copier.stop(1.0)
+
+
+def test_what_breaks_a_thread_is_raised() -> None:
+    wire = Wire()
+    copier = copier_of(wire)
+    wire.under_way.append(FAR)  # The wire's own assertion.
+    copier.submit(pull("a", FAR, 1))
+
+    def take() -> bool:
+        copier.take()
+        return False
+
+    with pytest.raises(AssertionError):
+        until(take)
+    copier.stop(1.0)
+
+
+def test_stopping_begins_nothing_more() -> None:
+    wire = Wire()
+    wire.held = {FAR: threading.Event()}
+    copier = copier_of(wire)
+    copier.submit(pull("a", FAR, 1))
+    copier.submit(pull("b", FAR, 2))
+    until(lambda: wire.under_way == [FAR])
+    threading.Timer(0.1, wire.held[FAR].set).start()
+    copier.stop(5.0)
+    assert wire.log == [(FAR, 1)]
+
+
+def test_order_holds_for_pulls_that_wait_for_their_source() -> None:
+    wire = Wire()
+    wire.held = {FAR: threading.Event()}
+    copier = copier_of(wire)
+    copier.submit(pull("other", FAR, 1))
+    copier.submit(pull("a", FAR, 2))
+    copier.submit(pull("a", f"{FAR}2", 3))
+    copier.submit(pull("b", f"{FAR}3", 4))
+    until(lambda: wire.log == [(f"{FAR}3", 4)])
+    wire.held[FAR].set()
+    until(lambda: len(wire.log) == 4)
+    assert wire.log[1:] == [(FAR, 1), (FAR, 2), (f"{FAR}2", 3)]
+    copier.stop(1.0)

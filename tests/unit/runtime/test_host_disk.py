@@ -1,0 +1,88 @@
+"""The host and the disk cache, both real: what a role stores it hears of, and gets back into other blocks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hadal.core.cache import Place
+from hadal.core.messages import Cancel
+from hadal.core.plans import BlocksLoaded, BlocksStored
+from hadal.core.seams import DiskNews, Effect, Event, LoadBlocks, Send, StoreBlocks, UsedBlocks
+from hadal.runtime.clock import LiveClock
+from hadal.runtime.disk import DiskStore
+from hadal.runtime.disk_view import DiskView
+from hadal.runtime.host import UnitHost
+from hadal.runtime.kv_pool import KvPool, pool_name, remove_segments
+from hadal.runtime.wire import ZmqWire
+from tests.unit.runtime.test_host import Runner, World
+
+RUN = f"testhostdisk{os.getpid()}"
+SHAPE = (8, 2, 64, 64)
+NAMES = bytes(range(32))
+
+
+class Script:
+    """Reads back what was written, as soon as the folder says where it is."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.places: tuple[Place, ...] = ()
+
+    def handle(self, now_s: float, event: Event) -> list[Effect]:
+        self.events.append(event)
+        match event:
+            case DiskNews(added, places) if added:
+                order = sorted(range(len(places)), key=lambda at: added[16 * at])
+                self.places = tuple(places[at] for at in order)
+                return [LoadBlocks(5, NAMES, self.places, (4, 5))]
+            case BlocksLoaded():
+                return [UsedBlocks(self.places), Send("front", Cancel("loaded", 0))]
+        return []
+
+
+def test_blocks_go_to_disk_are_told_of_and_come_back(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    script, clock = Script(), LiveClock()
+    pool = KvPool.create(pool_name(RUN, "prefill-0", "1"), SHAPE)
+    pool.blocks[1], pool.blocks[2] = 7, 9
+    with tempfile.TemporaryDirectory(prefix="hadal-w-") as sockets:  # Sockets need a short path.
+        wire, front = ZmqWire("prefill-0", Path(sockets)), ZmqWire("front", Path(sockets))
+        host = UnitHost(
+            script, Runner(), wire, pool, clock, step_deadline_s=60,
+            make_disk=lambda wake: DiskStore(tmp_path / "kv", "model", pool.blocks, 1 << 24, wake),
+            make_view=lambda wake: DiskView(tmp_path / "kv", "model", wake),
+        )  # fmt: skip
+        world = World(script, host, front, pool, pool)  # type: ignore[arg-type]
+        try:
+            world.run(StoreBlocks(3, NAMES, (0, 1), (1, 2)))
+            assert front.receive(20) == [Cancel("loaded", 0)]
+            assert (pool.blocks[4:6] == pool.blocks[1:3]).all()
+            host.stop()
+            world.join()
+        finally:
+            host.stop()
+            host.close()
+            front.close()
+            remove_segments(RUN)
+    assert world.failure is None
+    (stored,) = [event for event in script.events if isinstance(event, BlocksStored)]
+    (loaded,) = [event for event in script.events if isinstance(event, BlocksLoaded)]
+    assert (stored.store_id, stored.places, stored.error) == (3, script.places, None)
+    assert (loaded.load_id, loaded.num_loaded) == (5, 2)
+
+
+def test_a_role_without_a_disk_asks_for_none() -> None:
+    pool = KvPool.create(pool_name(RUN, "prefill-1", "1"), SHAPE)
+    with tempfile.TemporaryDirectory(prefix="hadal-w-") as sockets:
+        wire = ZmqWire("prefill-1", Path(sockets))
+        host = UnitHost(Script(), Runner(), wire, pool, LiveClock(), step_deadline_s=60)
+        try:
+            with pytest.raises(TypeError, match="does not ask for StoreBlocks"):
+                host.run([StoreBlocks(3, NAMES, (0, 1), (1, 2))])
+        finally:
+            host.close()
+            remove_segments(RUN)

@@ -1,0 +1,75 @@
+"""What NIXL needs watching for: threads that spin, and reads that never end."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hadal.runtime import kv_nixl, kv_wire
+from hadal.runtime.kv_nixl import NixlAgent
+from hadal.runtime.kv_pool import KvPool, remove_segments
+from hadal.runtime.kv_wire import KvWire
+from hadal.runtime.peers import key_of
+from tests.unit.runtime.kv_peers import KEY_OF, RUN, Peer, is_written, lease_of, make_pool
+
+pytestmark = pytest.mark.skipif(kv_nixl.package() is None, reason="nixl-cu13 is not installed")
+NUM_BLOCKS = 130
+IDS = tuple(range(1, NUM_BLOCKS))
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[KvPool]:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setenv("UCX_LOG_LEVEL", "fatal")
+    made = make_pool(RUN, "decode-0", NUM_BLOCKS)
+    yield made
+    made.close()
+    remove_segments(RUN)
+
+
+def cpu_ticks(pid: int) -> int:
+    """User and system time of a process, in hundredths of a second (proc(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def test_an_owner_nobody_reads_from_takes_no_core(pool: KvPool) -> None:
+    with Peer("owner", RUN, "nixl", "127.0.0.1", NUM_BLOCKS) as owner:
+        before = cpu_ticks(owner.process.pid)
+        time.sleep(1.0)
+        assert cpu_ticks(owner.process.pid) - before < 15
+
+
+def test_reads_that_never_end_cost_a_buffer_each_and_in_the_end_nixl(
+    pool: KvPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_nixl, "MAX_RETIRED", 2)
+    monkeypatch.setattr(kv_nixl, "SILENCE_S", 0.3)
+    monkeypatch.setattr(kv_wire, "SHUN_S", 0.0)
+    with Peer("owner", RUN, "nixl", "127.0.0.1", NUM_BLOCKS) as owner:
+        wire = KvWire(pool, "nixl", key=key_of(RUN, KEY_OF), lease_s=20.0)
+        for _ in range(2):
+            assert wire.pull(lease_of(owner.address, *IDS), IDS) is None
+            assert wire.transport_of(owner.address) == "nixl"
+            owner.process.send_signal(signal.SIGSTOP)
+            assert "silent" in (wire.pull(lease_of(owner.address, *IDS), IDS) or "")
+            pool.cache[:] = bytes([7]) * len(pool.cache)
+            owner.process.send_signal(signal.SIGCONT)
+            time.sleep(0.5)
+            assert (pool.blocks == 7).all()
+        assert wire.pull(lease_of(owner.address, *IDS), IDS) is None
+        assert all(is_written(pool, i, i, 0) for i in IDS)
+        assert wire.transport_of(owner.address) == "tcp"
+        wire.close()
+
+
+def test_an_agent_that_cannot_be_made_says_why(pool: KvPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "no_such_transport")
+    about = NixlAgent("alone").about(pool)
+    assert about.error
+    monkeypatch.setattr(kv_nixl, "_PACKAGES", ())
+    assert "not installed" in NixlAgent("absent").about(pool).error

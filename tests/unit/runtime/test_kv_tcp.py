@@ -1,0 +1,219 @@
+"""Pulls over TCP through a wire that breaks and lies: what is missing is asked for again, and nothing false counts."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hadal.runtime import kv_frames, kv_tcp
+from hadal.runtime.kv_frames import Ask, BadPeer
+from hadal.runtime.kv_pool import KvPool, PoolAddress, PoolError, remove_segments
+from hadal.runtime.kv_server import KvServer
+from hadal.runtime.kv_tcp import TRIES, KvLink
+from tests.unit.runtime.kv_peers import RUN, is_written, lease_of, make_pool
+
+NUM_BLOCKS = 41
+"""Five chunks of eight blocks, and block 0."""
+IDS = tuple(range(1, NUM_BLOCKS))
+KEY = b"0123456789abcdef"
+SOON_S = 20.0
+
+Spoil = Callable[[int, bytes], bytes | None]
+"""(bytes of this connection before, the next ones) -> what to pass on; None: break the connection."""
+
+
+class Proxy:
+    """Between a puller and a server; `spoils[i]` sees what the server sends over connection i."""
+
+    def __init__(self, port: int, *spoils: Spoil) -> None:
+        self._to = port
+        self._spoils = list(spoils)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._ends: list[socket.socket] = []
+        self.port: int = self._listener.getsockname()[1]
+        self.num_connections = 0
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        for end in (self._listener, *self._ends):
+            _shut(end)
+        for thread in self._threads:
+            thread.join(10)
+        for end in (self._listener, *self._ends):
+            end.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self._to))
+            self._ends += [near, far]
+            self.num_connections += 1
+            spoil = self._spoils.pop(0) if self._spoils else _leave
+            for source, target, change in ((near, far, _leave), (far, near, spoil)):
+                self._threads.append(threading.Thread(target=_pass_on, args=(source, target, change)))
+                self._threads[-1].start()
+
+
+def _leave(count: int, data: bytes) -> bytes:
+    return data
+
+
+def _pass_on(source: socket.socket, target: socket.socket, spoil: Spoil) -> None:
+    count = 0
+    try:
+        while data := source.recv(1 << 16):
+            changed = spoil(count, data)
+            if changed is None:
+                break
+            target.sendall(changed)
+            count += len(data)
+    except OSError:
+        return  # The other thread ended both.
+    _shut(source)
+    _shut(target)
+
+
+def _shut(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # It may be over already.
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def break_after(num_bytes: int) -> Spoil:
+    return lambda count, data: data if count + len(data) < num_bytes else None
+
+
+def flip_at(at: int) -> Spoil:
+    def flip(count: int, data: bytes) -> bytes:
+        if count <= at < count + len(data):
+            changed = bytearray(data)
+            changed[at - count] ^= 16
+            return bytes(changed)
+        return data
+
+    return flip
+
+
+@pytest.fixture
+def pools() -> Iterator[tuple[KvPool, KvPool]]:
+    source, own = make_pool(RUN, "prefill-0", NUM_BLOCKS), make_pool(RUN, "decode-0", NUM_BLOCKS)
+    own.cache[:] = bytes(len(own.cache))
+    yield source, own
+    source.close()
+    own.close()
+    remove_segments(RUN)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Chunks of every ask."""
+    seen: list[tuple[int, ...]] = []
+    send_frame = kv_frames.send_frame
+
+    def note(connection: socket.socket, frame: kv_frames.Frame) -> None:
+        if isinstance(frame, Ask):
+            seen.append(frame.chunks)
+        send_frame(connection, frame)
+
+    monkeypatch.setattr(kv_tcp, "send_frame", note)
+    return seen
+
+
+def _deadline_s() -> float:
+    return time.monotonic() + SOON_S
+
+
+def pull_through(pools: tuple[KvPool, KvPool], *spoils: Spoil) -> tuple[str | None, int]:
+    """What came of a pull, and over how many connections."""
+    source, own = pools
+    server = KvServer(source, "127.0.0.1", KEY, lease_s=20.0)
+    proxy = Proxy(server.port, *spoils)
+    link = KvLink(PoolAddress(source.name, source.birth, "127.0.0.1", proxy.port), KEY)
+    try:
+        return link.pull(own, lease_of("", *IDS), IDS, _deadline_s()), proxy.num_connections
+    finally:
+        link.close()
+        proxy.close()
+        assert server.close(5.0)
+
+
+def test_a_broken_connection_is_asked_for_what_is_missing(
+    pools: tuple[KvPool, KvPool], asked: list[tuple[int, ...]]
+) -> None:
+    error, num_connections = pull_through(pools, break_after(3 << 20))
+    assert error is None
+    assert num_connections == 2
+    assert asked[0] == (0, 1, 2, 3, 4)
+    assert asked[1][-1] == 4
+    assert 0 < len(asked[1]) < 5
+    assert all(is_written(pools[1], i, i, 0) for i in IDS)
+
+
+def test_a_connection_that_breaks_again_and_again_fails(pools: tuple[KvPool, KvPool]) -> None:
+    with pytest.raises(ConnectionError):
+        pull_through(pools, *[break_after(1 << 19)] * TRIES)
+
+
+@pytest.mark.parametrize("at", [300_000, (2 << 20) + 5000, (4 << 20) + (1 << 19)])
+def test_a_chunk_with_a_flipped_bit_is_fetched_again(
+    pools: tuple[KvPool, KvPool], asked: list[tuple[int, ...]], at: int
+) -> None:
+    error, num_connections = pull_through(pools, flip_at(at))
+    assert error is None
+    assert num_connections == 1
+    assert len(asked) == 2
+    assert asked[1] == (at >> 20,)
+    assert all(is_written(pools[1], i, i, 0) for i in IDS)
+
+
+def test_a_chunk_that_never_adds_up_voids_the_pull(
+    pools: tuple[KvPool, KvPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_tcp, "checksum", lambda views: -1)
+    error, _ = pull_through(pools)
+    assert "checksums" in (error or "")
+
+
+def test_a_server_that_talks_nonsense_is_given_up(pools: tuple[KvPool, KvPool]) -> None:
+    with pytest.raises(BadPeer):
+        pull_through(pools, lambda count, data: b"\xff" * len(data))
+
+
+def test_a_pool_that_took_the_port_is_not_taken_for_the_one_before(pools: tuple[KvPool, KvPool]) -> None:
+    source, own = pools
+    server = KvServer(source, "127.0.0.1", KEY, lease_s=20.0)
+    link = KvLink(PoolAddress(source.name, "00" * 8, "127.0.0.1", server.port), KEY)
+    with pytest.raises(PoolError, match="in its place"):
+        link.pull(own, lease_of("", 1), (1,), _deadline_s())
+    assert server.close(5.0)
+    assert not any(own.cache)
+
+
+def test_a_connection_closed_while_idle_is_made_again(pools: tuple[KvPool, KvPool]) -> None:
+    source, own = pools
+    server = KvServer(source, "127.0.0.1", KEY, lease_s=20.0)
+    link = KvLink(PoolAddress(source.name, source.birth, "127.0.0.1", server.port), KEY)
+    assert link.pull(own, lease_of("", 1), (1,), _deadline_s()) is None
+    for connection in list(server._talks):
+        connection.shutdown(socket.SHUT_RDWR)
+    assert link.pull(own, lease_of("", 2), (2,), _deadline_s()) is None
+    assert link.pull(own, lease_of("", 2), (2,), time.monotonic() + 1e9) is None
+    link.close()
+    assert server.close(5.0)
+
+
+def test_a_deadline_that_is_over_is_an_error(pools: tuple[KvPool, KvPool]) -> None:
+    source, own = pools
+    server = KvServer(source, "127.0.0.1", KEY, lease_s=20.0)
+    link = KvLink(PoolAddress(source.name, source.birth, "127.0.0.1", server.port), KEY)
+    with pytest.raises(TimeoutError):
+        link.pull(own, lease_of("", 1), (1,), time.monotonic() - 1.0)
+    assert server.close(5.0)

@@ -1,0 +1,18 @@
+"""What a child process does to itself before anything else."""
+
+import subprocess
+import sys
+
+LIMITED = """
+import resource
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+from hadal.runtime.process import MAX_DESCRIPTORS, raise_descriptor_limit
+raise_descriptor_limit()
+wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (wanted, hard)
+"""
+
+
+def test_a_child_may_open_as_many_files_as_the_system_lets_it() -> None:
+    subprocess.run([sys.executable, "-c", LIMITED], check=True, timeout=60)
