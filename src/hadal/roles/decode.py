@@ -7,7 +7,8 @@ Two plans are in flight, so the Runner never waits for one. The price: a stop id
     plan k+2   | A C D |  B leaves; its blocks were free when k+1 was done
 
 A request that ends by count is left out in time, as that is known beforehand. Requests belong to a rank; what they hold
-there is in `decode_slots`. A plan is a difference, one for each rank, and all ranks step together. When the unit forms
+there is in `decode_slots`, how they come is in `decode_arrivals`, what becomes of the blocks that they fill in
+`decode_cache`. A plan is a difference, one for each rank, and all ranks step together. When the unit forms
 anew, the plans in flight are void: survivors go back to their last delivered token and join again. Knows nothing of
 other units.
 """
@@ -23,28 +24,29 @@ from hadal.core.balance import AUTO
 from hadal.core.config import DECODE
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
+    Ahead,
     Audit,
     AuditRequest,
     Cancel,
     Decode,
     FrontUp,
-    Pulled,
+    Key,
     Returned,
     Token,
     Tokens,
     TraceRequest,
 )
-from hadal.core.plans import KvPulled, StepDone
-from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Pull, RankReset, Send, Tick
-from hadal.kv.blocks import blocks_for
+from hadal.core.plans import BlocksStored, KvPulled, StepDone
+from hadal.core.seams import MAX_STEPS_IN_FLIGHT, DiskNews, Effect, Event, Execute, RankReset, Send, Tick
 from hadal.policy.decode_moves import MoveTerms, terms_of
+from hadal.roles.decode_arrivals import DecodeArrivals
 from hadal.roles.decode_plans import join_of, make_plans, step_balance
-from hadal.roles.decode_slots import DecodeSlots, Key
+from hadal.roles.decode_slots import DecodeSlots
 from hadal.roles.decode_table import Bools, DecodeTable, Ints, SlotState
 from hadal.roles.ending import LENGTH, STOP
 from hadal.roles.meters import BalanceMeter
 from hadal.roles.rank_pools import RankPools
-from hadal.roles.reasons import PULL_FAILED, QUEUE_FULL, STEP_FAILED, TOO_LONG
+from hadal.roles.reasons import STEP_FAILED
 from hadal.roles.schedule import AUTO as AUTO_OVERLAP
 from hadal.roles.schedule import Choice, StepScheduler
 from hadal.roles.tracer import Tracer
@@ -64,29 +66,37 @@ class DecodeLeader:
 
     `num_blocks` and `num_slots` are those of one rank; keys of StepDone are rank * num_slots + the rank's slot.
     `request_balance`: see UnitsConfig. `terms`: when a move pays, as far as measured steps do not say it better.
+    `lease_s`: how long a seat is kept for a prompt of which nothing is heard. `fingerprint`: see kv/names; empty
+    where no blocks are kept on disk.
     """
 
     def __init__(
         self, unit: str, epoch: str, num_blocks: int, *, num_slots: int, num_waiting_max: int, max_context: int,
         heartbeat_s: float, num_ranks: int = 1, overlap: str = AUTO_OVERLAP, min_split_tokens: int = 32,
         num_layers: int = 0, num_moe_layers: int = 0, request_balance: str = AUTO, terms: MoveTerms | None = None,
+        lease_s: float = 30.0, fingerprint: str = "",
     ) -> None:  # fmt: skip
         self.blocks = RankPools(num_blocks, num_ranks)
         self.slots = DecodeSlots(
-            self.blocks, num_slots, max_context, self._give_back, request_balance=request_balance
-        )
+            self.blocks, num_slots, max_context, self._give_back, request_balance=request_balance,
+            fingerprint=fingerprint,
+        )  # fmt: skip
+        self.arrivals = DecodeArrivals(
+            unit, self.slots, self.blocks, num_waiting_max=num_waiting_max, lease_s=lease_s, emit=self._emit,
+            give_back=self._give_back,
+        )  # fmt: skip
         self._known_terms = MoveTerms() if terms is None else terms
         self.scheduler = StepScheduler(
             num_ranks, overlap, min_split_tokens, num_layers=num_layers, num_moe_layers=num_moe_layers
         )
         self._unit = unit
-        self._num_waiting_max = num_waiting_max
-        self._waiting: dict[Key, Decode] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._num_plans = 0
         self._second: tuple[tuple[int, ...], ...] | None = None
         """By rank, slots of the second micro-batch; kept while nobody joins or leaves: all grow alike."""
-        self._reporter = UnitReporter(unit, DECODE, epoch, self.blocks, num_slots, heartbeat_s)
+        self._reporter = UnitReporter(
+            unit, DECODE, epoch, self.blocks, num_slots, heartbeat_s, self.slots.cache.totals
+        )
         self._balance = BalanceMeter(self._reporter.balance)
         self._tracer = Tracer(unit)
         self._out: list[Effect] = []
@@ -97,7 +107,7 @@ class DecodeLeader:
 
     def start(self, now_s: float) -> list[Effect]:
         """The first effects of the process: say that the unit is up."""
-        return [*self._reporter.up(), *self._reporter.beat(now_s, self.num_requests, 0, None)]
+        return [*self._reporter.up(), *self._beat(now_s)]
 
     def handle(self, now_s: float, event: Event) -> list[Effect]:
         """Take in one event and return what to do, in order."""
@@ -106,7 +116,9 @@ class DecodeLeader:
             case StepDone():
                 self._step_done(event)
             case Decode():
-                self._accept(event)
+                self.arrivals.accept(event)
+            case Ahead():
+                self.arrivals.hint(now_s, event)
             case KvPulled():
                 self._pulled(event)
             case Cancel(request_id, attempt):
@@ -115,10 +127,14 @@ class DecodeLeader:
                 self._reset(event)
             case FrontUp():
                 if self._reporter.is_new_front(event):
-                    self._waiting.clear()
+                    self.arrivals.clear()
                     for slot in self.slots.key_to_slot.copy().values():
                         self.slots.close(slot, self._done_step_id)
                 self._out += self._reporter.up()
+            case BlocksStored():
+                self.slots.cache.stores.stored(event)
+            case DiskNews():
+                self.slots.cache.stores.news(event)
             case AuditRequest(reply_id):
                 problems = tuple(self.audit())
                 answer = Audit(self._unit, reply_id, self.blocks.num_used, self.num_requests, problems)
@@ -129,59 +145,33 @@ class DecodeLeader:
                 pass  # What is due by now is seen to below, as after any event.
             case _:
                 raise InvariantError(f"{self._unit}: a decode leader cannot take {type(event).__name__}")
+        self.arrivals.expire(now_s)
         self._plan()
-        if self._waiting and not self.slots.is_starved:
-            self._seat_waiting()
+        if not self.slots.is_starved:
+            self.arrivals.seat_waiting()
+        self._out += self.slots.cache.stores.begin()
         # Before the plans and pulls of this event, which may write these blocks.
         self._out[:0] = self.blocks.take_freed()
-        self._out += self._reporter.beat(now_s, self.num_requests, 0, None)
+        self._out += self._beat(now_s)
         return self._out
 
+    def _beat(self, now_s: float) -> list[Effect]:
+        return self._reporter.beat(now_s, self.num_requests, 0, self.arrivals.next_deadline_s)
+
+    def _emit(self, effect: Effect) -> None:
+        self._out.append(effect)
+
     # ---- what comes in ----
-    def _accept(self, decode: Decode) -> None:
-        generation, lease = decode.generation, decode.lease
-        key = (generation.request_id, generation.attempt)
-        if key in self._waiting or key in self.slots.key_to_slot or key in self.slots.moving.arriving:
-            return  # The same message twice.
-        num_known = len(generation.prompt) + len(generation.output)
-        fits = lease.num_tokens == num_known - 1 and len(lease.block_ids) == blocks_for(lease.num_tokens)
-        if not fits or not generation.output:
-            reason = f"{PULL_FAILED}: a lease on {lease.num_tokens} tokens does not fit {num_known} known tokens"
-            self._give_back(key, reason)
-        elif blocks_for(len(generation.prompt) + generation.max_tokens - 1) > self.table.block_ids.shape[1]:
-            self._give_back(key, f"{TOO_LONG}: {len(generation.prompt)} + {generation.max_tokens} tokens")
-        elif len(self._waiting) >= self._num_waiting_max or not self.blocks.num_living:
-            self._give_back(key, QUEUE_FULL)
-        else:
-            self._waiting[key] = decode
-
-    def _seat_waiting(self) -> None:
-        """Give slots and blocks to those who wait, nobody before one who came earlier, and start to pull their KV."""
-        for decode, rank, into in self.slots.seat(list(self._waiting.values())):
-            key = (decode.generation.request_id, decode.generation.attempt)
-            del self._waiting[key]
-            self._out.append(Pull(*key, decode.lease, into, rank))
-
     def _pulled(self, pulled: KvPulled) -> None:
         key = (pulled.request_id, pulled.attempt)
         if key in self.slots.moving.arriving:
             self.slots.moving.pulled(key, pulled.error)
             self._reporter.num_requests_moved = self.slots.moving.num_moved
             return
-        slot = self.slots.key_to_slot.get(key)
-        if slot is None or self.table.state[slot] != SlotState.PULLING:
-            raise InvariantError(f"{self._unit}: KV of {key} was pulled, but nobody asked for it.")
-        if pulled.error is None and not self.table.is_muted[slot] and not self.table.is_preempted[slot]:
-            self.table.state[slot] = SlotState.READY
-            self._out.append(Send("front", Pulled(self._unit, *key)))
-            return
-        if pulled.error is not None and not self.table.is_muted[slot]:
-            self._give_back(key, f"{PULL_FAILED}: {pulled.error}")
-            self.table.is_muted[slot] = True
-        self.slots.vacate(slot)
+        self.arrivals.pulled(pulled)
 
     def _cancel(self, key: Key) -> None:
-        self._waiting.pop(key, None)
+        self.arrivals.cancel(key)
         slot = self.slots.key_to_slot.get(key)
         if slot is not None:
             self.slots.close(slot, self._done_step_id)
@@ -205,9 +195,7 @@ class DecodeLeader:
         self.slots.roll_back(num_void)
         self.blocks.reset(event)
         if not self.blocks.num_living:
-            for key in self._waiting:
-                self._give_back(key, QUEUE_FULL)  # Another unit may have room; this one has none for long.
-            self._waiting.clear()
+            self.arrivals.refuse_all()
         self._out += self._reporter.reset()
 
     # ---- what comes back from the Runner ----
@@ -242,7 +230,9 @@ class DecodeLeader:
             index -= later.computed[slots]
         is_stop = (table.stop_ids[slots] == values[:, None]).any(axis=1) & (index + 1 > table.min_tokens[slots])
         is_last = index + 1 >= table.max_tokens[slots]
-        table.deliver(slots, values)
+        lengths = index + table.length[slots] - table.output_index[slots] + 1
+        self.slots.cache.filled(slots, lengths)
+        table.deliver(slots, values, lengths)
         tokens = []
         rows = zip(slots.tolist(), values.tolist(), index.tolist(), is_stop.tolist(), is_last.tolist(), strict=True)
         for slot, value, at, stops, ends in rows:
@@ -303,7 +293,7 @@ class DecodeLeader:
             is_traced = self._trace(step_id, choice, work)
             self._out.append(Execute(make_plans(
                 step_id, self.blocks.num_ranks, self.slots.per_rank, leaves, joins, grown, publishes, choice,
-                self._second, is_traced=is_traced,
+                self._second, self.slots.cache.fills(computed), is_traced=is_traced,
             )))  # fmt: skip
 
     def _terms(self) -> MoveTerms:
@@ -352,7 +342,7 @@ class DecodeLeader:
         """Attempts of which something is held here."""
         slots = self.slots
         num_orphans = sum(key not in slots.key_to_slot for key in slots.moving.arriving)  # Until their copies end.
-        return len(self._waiting) + len(slots.key_to_slot) + num_orphans
+        return len(self.arrivals.waiting) + len(slots.key_to_slot) + num_orphans
 
     def audit(self) -> list[str]:
         """Problems of all ledgers; empty when table, allocators and plans in flight agree."""

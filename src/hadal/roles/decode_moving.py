@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hadal.core.messages import KvLease
+from hadal.core.messages import Key, KvLease
 from hadal.core.seams import Pull
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_moves import Move, MoveTerms, RunningView
@@ -31,7 +31,6 @@ STALL_STEPS_MAX = 3
 _NUM_MORE = 2
 """Positions that a request's first blocks at its target hold beside those written when its move is decided: the one of
 its last plan at the source, and the one of its first at the target."""
-Key = tuple[str, int]
 
 
 @dataclass(slots=True)

@@ -17,9 +17,9 @@ from hadal.roles.schedule import Choice
 def make_plans(
     step_id: int, num_ranks: int, per_rank: int, leaves: Sequence[int], joins: Sequence[tuple[int, Join]],
     grown: Sequence[tuple[int, int, int]], publishes: Sequence[int], choice: Choice,
-    second: tuple[tuple[int, ...], ...] | None, *, is_traced: bool,
+    second: tuple[tuple[int, ...], ...] | None, fills: Sequence[Sequence[int]], *, is_traced: bool,
 ) -> tuple[DecodePlan, ...]:  # fmt: skip
-    """The step's plans, one for each rank, with the ranks' own slots; `second` has them so already."""
+    """The step's plans, one for each rank, with the ranks' own slots; `second` and `fills` are by rank already."""
     rank_leaves: list[list[int]] = [[] for _ in range(num_ranks)]
     rank_joins: list[list[Join]] = [[] for _ in range(num_ranks)]
     rank_grown: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
@@ -38,7 +38,7 @@ def make_plans(
     return tuple(
         DecodePlan(
             step_id, tuple(rank_leaves[rank]), tuple(rank_joins[rank]), tuple(rank_grown[rank]), choice.schedule,
-            second[rank], choice.num_micro_batches, is_traced, tuple(rank_publishes[rank]),
+            second[rank], choice.num_micro_batches, is_traced, tuple(rank_publishes[rank]), fills=tuple(fills[rank]),
         ) for rank in range(num_ranks)
     )  # fmt: skip
 

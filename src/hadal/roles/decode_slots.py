@@ -13,18 +13,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hadal.core.balance import AUTO, OFF
-from hadal.core.messages import Decode
+from hadal.core.messages import Ahead, Decode, Key
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_balance import Arrival, place, place_by_counts
 from hadal.policy.decode_moves import MoveTerms, choose_moves, is_uneven
 from hadal.policy.preemption import choose_victims
 from hadal.policy.views import DecodeRanksView, HolderView
+from hadal.roles.decode_cache import DecodeCache
 from hadal.roles.decode_moving import DecodeMoving
 from hadal.roles.decode_table import ARRIVING, DecodeTable, Ints, SlotState
 from hadal.roles.rank_pools import RankPools
 from hadal.roles.reasons import PREEMPTED, RANK_LOST
 
-Key = tuple[str, int]
 LOOK_STEPS = 8
 """Plans from one look at the imbalance to the next; more and more while moves fail, up to the second."""
 LOOK_STEPS_MAX = 512
@@ -35,7 +35,7 @@ class DecodeSlots:
 
     def __init__(
         self, pools: RankPools, slots_per_rank: int, max_context: int, give_back: Callable[[Key, str], None], *,
-        request_balance: str = AUTO,
+        request_balance: str = AUTO, fingerprint: str = "",
     ) -> None:  # fmt: skip
         self.per_rank = slots_per_rank
         self.table = DecodeTable(
@@ -43,6 +43,7 @@ class DecodeSlots:
         )
         self.key_to_slot: dict[Key, int] = {}
         self.moving = DecodeMoving(self.table, pools, slots_per_rank, self.key_to_slot)
+        self.cache = DecodeCache(self.table, pools, slots_per_rank, fingerprint)
         self.is_starved = False
         """The next plan waits for blocks: nobody is seated before it has them."""
         self._pools = pools
@@ -60,11 +61,9 @@ class DecodeSlots:
         return slice(rank * self.per_rank, (rank + 1) * self.per_rank)
 
     # ---- in ----
-    def seat(self, waiting: Sequence[Decode]) -> list[tuple[Decode, int, tuple[int, ...]]]:
-        """Give those who wait slots and blocks of a rank: (request, rank, blocks to pull its KV into), in their order.
-
-        The others, behind the end of the list, have to wait on.
-        """
+    def seat(self, waiting: Sequence[Decode | Ahead]) -> list[int]:
+        """Give those who wait slots, and blocks of a rank for all their KV. Returns the slots, in their order; the
+        others, behind the end of the list, have to wait on."""
         view = self._view()
         # No more than there are free slots: most of a long queue waits anyway.
         num_slots = int((view.num_requests_max - view.num_requests).sum())
@@ -72,14 +71,19 @@ class DecodeSlots:
         # A rank that runs short lets its latest arrived go (`_preempt`).
         ranks = self._place(view, arrivals, preempts=True)
         seated = []
-        for decode, arrival, rank in zip(waiting, arrivals, ranks, strict=False):
-            key = (decode.generation.request_id, decode.generation.attempt)
+        for message, arrival, rank in zip(waiting, arrivals, ranks, strict=False):
+            generation, lease = message.generation, message.lease
+            key = (generation.request_id, generation.attempt)
             block_ids = self._pools[rank].allocate(arrival.num_blocks, key)
             assert block_ids is not None
-            self.key_to_slot[key] = self.table.reserve(decode, self._num_arrivals, block_ids, self.of_rank(rank))
+            slot = self.table.reserve(generation, lease, self._num_arrivals, block_ids, self.of_rank(rank))
             self._num_arrivals += 1
-            seated.append((decode, rank, block_ids[: len(decode.lease.block_ids)]))
+            self.key_to_slot[key] = slot
+            seated.append(slot)
         return seated
+
+    def num_free_slots(self, rank: int) -> int:
+        return self.per_rank - int(np.count_nonzero(self.table.state[self.of_rank(rank)]))
 
     def _view(self) -> DecodeRanksView:
         living = np.array(self._pools.living, np.int64)
@@ -93,9 +97,11 @@ class DecodeSlots:
             num_requests_max=np.full(living.size, self.per_rank, np.int64),
         )
 
-    def _arrival(self, decode: Decode) -> Arrival:
-        num_blocks = blocks_for(decode.lease.num_tokens + 1)  # The first step writes the next position.
-        generation = decode.generation
+    def _arrival(self, message: Decode | Ahead) -> Arrival:
+        generation = message.generation
+        num_known = len(generation.prompt) + len(generation.output)
+        # All that is prefilled, which a Decode's last token is not yet, and the position that the first step writes.
+        num_blocks = blocks_for(num_known + isinstance(message, Ahead))
         num_blocks_worst = blocks_for(len(generation.prompt) + generation.max_tokens - 1)
         return Arrival(num_blocks, max(num_blocks, num_blocks_worst))
 
@@ -134,7 +140,7 @@ class DecodeSlots:
         self._let_go(slot, done_step_id)
 
     def _let_go(self, slot: int, done_step_id: int) -> None:
-        if self.table.state[slot] == SlotState.PULLING:
+        if self.table.num_pulling[slot]:
             return  # The copy still writes its blocks; KvPulled will find the slot muted or preempted.
         self.moving.abandon(slot)
         self.table.state[slot] = SlotState.CLOSING
@@ -158,11 +164,12 @@ class DecodeSlots:
                 self.moving.lose_target(slot)
                 continue
             key = self.table.seat(slot).key
-            if not self.table.is_muted[slot]:
+            if not self.table.is_muted[slot] and self.table.state[slot] != SlotState.AHEAD:
                 self._give_back(key, RANK_LOST)
-                self.table.is_muted[slot] = True
+            self.table.is_muted[slot] = True
             self.moving.abandon(slot)
             self.vacate(slot)
+        self.cache.stores.lose(rank)
 
     def roll_back(self, num_void: Ints) -> None:
         """No plan in flight will be done: survivors join again, and what was only waiting to leave is freed."""
@@ -181,7 +188,9 @@ class DecodeSlots:
                 self.moving.call_off_into(self._short_ranks(needing))
                 needing = self.table.needing_block()
             for rank in np.unique(needing // self.per_rank).tolist():
-                self._preempt(rank, set(needing[needing // self.per_rank == rank].tolist()), done_step_id)
+                of_rank = set(needing[needing // self.per_rank == rank].tolist())
+                self._make_room(rank, len(of_rank), done_step_id)
+                self._preempt(rank, of_rank, done_step_id)
             needing = self.table.needing_block()
         self.is_starved = bool(needing.size) and self._is_short(needing)
         if self.is_starved:
@@ -199,6 +208,24 @@ class DecodeSlots:
     def _short_ranks(self, needing: Ints) -> list[int]:
         counts = np.bincount(needing // self.per_rank)
         return [rank for rank, count in enumerate(counts.tolist()) if count > self._pools[rank].num_free]
+
+    def _make_room(self, rank: int, num_blocks: int, done_step_id: int) -> None:
+        """Take from a rank, as far as so many blocks are not free, what costs no request its place: blocks that wait to
+        be written to disk, then seats of prompts that are still being prefilled, the latest arrived first."""
+        pool = self._pools[rank]
+        self.cache.stores.give_up(rank, num_blocks - pool.num_free)
+        num_coming = 0
+        for slot in self.ahead_of(rank):
+            if pool.num_free + num_coming >= num_blocks:
+                return
+            if self.table.num_pulling[slot]:
+                num_coming += int(self.table.num_blocks[slot])
+            self.close(slot, done_step_id)
+
+    def ahead_of(self, rank: int) -> list[int]:
+        """A rank's seats of prompts that are still being prefilled, the latest arrived first, those going included."""
+        slots = rank * self.per_rank + np.flatnonzero(self.table.state[self.of_rank(rank)] == SlotState.AHEAD)
+        return sorted(slots.tolist(), key=lambda slot: -self.table.seat(slot).arrival)
 
     def _preempt(self, rank: int, needing: set[int], done_step_id: int) -> None:
         """Let a rank's latest arrived go until enough blocks are free or will be, when what is in flight is done."""
@@ -223,15 +250,17 @@ class DecodeSlots:
     def check(self) -> list[str]:
         """Problems; empty when table, names and allocators agree."""
         table = self.table
-        problems = self._pools.check() + table.check() + self.moving.check()
+        problems = self._pools.check() + table.check() + self.moving.check() + self.cache.stores.check()
         for rank in range(self._pools.num_ranks):
-            held = {
-                block: key for names in (self.key_to_slot, self.moving.arriving) for key, slot in names.items()
+            held: set[tuple[int, object]] = {
+                (block, key) for names in (self.key_to_slot, self.moving.arriving) for key, slot in names.items()
                 if slot // self.per_rank == rank for block in table.blocks_of(slot)
             }  # fmt: skip
-            owned = self._pools[rank].owners()
+            held |= {(block, owner) for owner, blocks in self.cache.stores.owners(rank) for block in blocks}
+            owned = {(block, owner) for block, owners in self._pools[rank].owners().items() for owner in owners}
             if held != owned:
-                problems.append(f"rank {rank}: blocks {sorted(held.keys() ^ owned.keys())} are owned but not held")
+                blocks = sorted({block for block, _ in held ^ owned})
+                problems.append(f"rank {rank}: blocks {blocks} are owned but not held")
         seated = {
             seat.key: slot for slot, seat in enumerate(table.seats)
             if seat is not None and table.state[slot] not in ARRIVING

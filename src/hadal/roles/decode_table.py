@@ -1,7 +1,7 @@
 """The decode unit's requests as arrays, one row per slot: what a step reads and writes without a loop over requests.
 
     FREE --reserve--> PULLING --KvPulled--> READY --join--> ACTIVE --leave--> CLOSING --last plan done--> FREE
-                                              ^---- roll_back: the plans in flight are void ---'
+       '-> AHEAD --Decode--^                  ^---- roll_back: the plans in flight are void ---'
 
 A request that changes its rank has two slots for a while (roles/decode_moving):
 
@@ -11,7 +11,8 @@ A request that changes its rank has two slots for a while (roles/decode_moving):
 A unit's table holds its ranks' slots one after another: slot = rank * slots of a rank + the rank's own slot.
 Every position is counted up to the last *emitted* plan, so the next plan can be made while two are in flight. A slot
 stays CLOSING, with its blocks, until the last plan that computes it is done: only then may somebody else write there.
-So does one that is FILLING until the copy has ended, whatever became of its request.
+So does one that is FILLING, or AHEAD or PULLING with a copy under way, until that has ended, whatever became of its
+request.
 Knows neither messages nor the allocator.
 """
 
@@ -24,7 +25,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.messages import BLOCK_TOKENS, Decode, Generation, KvLease
+from hadal.core.messages import BLOCK_TOKENS, Generation, Key, KvLease
 from hadal.roles.ending import has_penalty
 
 Ints = NDArray[np.int64]
@@ -44,9 +45,14 @@ class SlotState(IntEnum):
     """Holds room for a request that is MOVING; nothing is written there yet."""
     FILLING = 7
     """A copy of a MOVING request's KV is written there, or of one that needs it no more."""
+    AHEAD = 8
+    """Holds room for a request whose prompt is still being prefilled, and the KV pulled so far."""
 
 
 ARRIVING = (SlotState.RESERVED, SlotState.FILLING)
+"""From another rank of the unit."""
+ENTERING = (SlotState.AHEAD, SlotState.PULLING)
+"""From another unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ class Seat:
     arrival: int
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> Key:
         return self.generation.request_id, self.generation.attempt
 
 
@@ -93,6 +99,16 @@ class DecodeTable:
         """While it stands still for a move: the last plan that computed it. Else -1."""
         self.last_token: Ints = np.zeros(num_slots, np.int64)
         """The last token delivered, with which a join begins."""
+        self.num_pulled: Ints = np.zeros(num_slots, np.int64)
+        """Blocks of a request AHEAD or PULLING that are here."""
+        self.num_pulling: Ints = np.zeros(num_slots, np.int64)
+        """Blocks that the copy under way adds to them; 0: no copy is under way."""
+        self.tail: Ints = np.zeros((num_slots, BLOCK_TOKENS), np.int64)
+        """The token at every position of the block being filled, by position % BLOCK_TOKENS, as far as delivered."""
+        self.is_named: Bools = np.zeros(num_slots, np.bool_)
+        """Blocks that it fills get names."""
+        self.names: list[bytes] = [b""] * num_slots
+        """Of the last full block, or the root (kv/names), where it `is_named`."""
         self.outputs: dict[int, list[int]] = {}
         """slot -> all delivered tokens, where a penalty asks for them."""
         self.seats: list[Seat | None] = [None] * num_slots
@@ -102,26 +118,38 @@ class DecodeTable:
             return np.flatnonzero(self.state == states[0])
         return np.flatnonzero(np.isin(self.state, states))
 
-    def reserve(self, decode: Decode, arrival: int, block_ids: Sequence[int], among: slice = slice(None)) -> int:
-        """Seat a request whose KV is about to be pulled. The caller made sure that a slot is free `among` these."""
+    def reserve(
+        self, generation: Generation, lease: KvLease, arrival: int, block_ids: Sequence[int],
+        among: slice = slice(None),
+    ) -> int:  # fmt: skip
+        """Seat a request whose prompt is being prefilled. The caller made sure that a slot is free `among` these."""
         slot = self._free_slot(among)
-        generation = decode.generation
-        self.state[slot] = SlotState.PULLING
-        self.is_muted[slot] = self.is_preempted[slot] = False
-        self.length[slot] = decode.lease.num_tokens
-        self.output_index[slot] = len(generation.output)
-        self.max_tokens[slot] = generation.max_tokens
-        self.min_tokens[slot] = generation.min_tokens
-        self._set_stop_ids(slot, generation.stop_ids)
+        self.state[slot] = SlotState.AHEAD
+        self.is_muted[slot] = self.is_preempted[slot] = self.is_named[slot] = False
         self.num_blocks[slot] = len(block_ids)
         self.block_ids[slot, : len(block_ids)] = block_ids
         self.last_step_id[slot] = self.left_step_id[slot] = -1
         self.moved_step_id[slot] = _NEVER
+        self.num_pulled[slot] = self.num_pulling[slot] = self.length[slot] = self.output_index[slot] = 0
+        self.seats[slot] = Seat(generation, lease, arrival)
+        return slot
+
+    def set_lease(self, slot: int, lease: KvLease) -> None:
+        """More of its prompt is prefilled."""
+        self.seats[slot] = replace(self.seat(slot), lease=lease)
+
+    def prefilled(self, slot: int, generation: Generation, lease: KvLease) -> None:
+        """Its prompt is prefilled: `generation` has the first token, `lease` all KV before it."""
+        self.state[slot] = SlotState.PULLING
+        self.length[slot] = lease.num_tokens
+        self.output_index[slot] = len(generation.output)
+        self.max_tokens[slot] = generation.max_tokens
+        self.min_tokens[slot] = generation.min_tokens
+        self._set_stop_ids(slot, generation.stop_ids)
         self.last_token[slot] = generation.output[-1]
         if has_penalty(generation.sampling):
             self.outputs[slot] = list(generation.output)
-        self.seats[slot] = Seat(generation, decode.lease, arrival)
-        return slot
+        self.seats[slot] = replace(self.seat(slot), generation=generation, lease=lease)
 
     def _free_slot(self, among: slice) -> int:
         return (among.start or 0) + int(np.flatnonzero(self.state[among] == SlotState.FREE)[0])
@@ -141,6 +169,7 @@ class DecodeTable:
     def go_on_at(self, source: int, target: int, lease: KvLease) -> None:
         """The request's KV is at `target`, as `lease` had it: it joins there next. `source` still has to be freed."""
         self._copy_row(source, target)
+        self.names[target] = self.names[source]
         if source in self.outputs:
             self.outputs[target] = self.outputs.pop(source)
         self.seats[target] = replace(self.seat(source), lease=lease)
@@ -149,7 +178,7 @@ class DecodeTable:
     def _copy_row(self, source: int, target: int) -> None:
         for array in (
             self.length, self.output_index, self.max_tokens, self.min_tokens, self.stop_ids, self.last_token,
-            self.moved_step_id, self.left_step_id,
+            self.moved_step_id, self.left_step_id, self.tail, self.is_named,
         ):  # fmt: skip
             array[target] = array[source]
 
@@ -163,7 +192,7 @@ class DecodeTable:
     def vacate(self, slot: int) -> None:
         """Free a slot. The Runner may still list it: the next plan says that it leaves."""
         self.state[slot] = SlotState.FREE
-        self.num_blocks[slot] = 0
+        self.num_blocks[slot] = self.num_pulled[slot] = self.num_pulling[slot] = 0
         self.outputs.pop(slot, None)
         self.seats[slot] = None
 
@@ -204,9 +233,10 @@ class DecodeTable:
         self.last_step_id[active] = step_id
         return active
 
-    def deliver(self, slots: Ints, values: Ints) -> None:
-        """Note the tokens that these slots' requests got."""
+    def deliver(self, slots: Ints, values: Ints, positions: Ints) -> None:
+        """Note the tokens that these slots' requests got, and where in their texts."""
         self.last_token[slots] = values
+        self.tail[slots, positions % BLOCK_TOKENS] = values
         if self.outputs:
             for slot, value in zip(slots.tolist(), values.tolist(), strict=True):
                 if slot in self.outputs:
@@ -238,12 +268,20 @@ class DecodeTable:
             blocks, length = int(self.num_blocks[slot]), int(self.length[slot])
             if (state is SlotState.FREE) != (seat is None) or (state is SlotState.FREE) != (blocks == 0):
                 problems.append(f"slot {slot} is {state.name} with {blocks} blocks and seat {seat and seat.key}")
+            if state in ENTERING and int(self.num_pulled[slot] + self.num_pulling[slot]) > blocks:
+                problems.append(f"slot {slot} pulls more than its {blocks} blocks")
+            if (state is SlotState.PULLING) > bool(self.num_pulling[slot]) or (
+                state not in ENTERING and self.num_pulling[slot]
+            ):
+                problems.append(f"slot {slot} is {state.name} while {self.num_pulling[slot]} blocks are being pulled")
             if state is not SlotState.FREE and length > blocks * BLOCK_TOKENS:
                 problems.append(f"slot {slot} has {length} positions in {blocks} blocks")
             if state in (SlotState.ACTIVE, SlotState.MOVING) and self.is_muted[slot]:
                 problems.append(f"slot {slot} is {state.name} for nobody")
             if state is SlotState.ACTIVE and not self.is_in_runner[slot]:
                 problems.append(f"slot {slot} is active and not in the Runner")
-            if seat is not None and length - int(self.output_index[slot]) != len(seat.generation.prompt) - 1:
+            if state is SlotState.AHEAD or seat is None:
+                continue
+            if length - int(self.output_index[slot]) != len(seat.generation.prompt) - 1:
                 problems.append(f"slot {slot}: position {length} and output index {self.output_index[slot]} disagree")
         return problems

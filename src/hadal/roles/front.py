@@ -7,17 +7,18 @@ comes from an older attempt is answered so that its sender frees it. Knows no to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import msgspec
 
+from hadal.core.balance import AUTO
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
     SUPERVISOR,
-    AnyMessage,
+    Ahead,
     Audit,
+    Cached,
     Cancel,
     Decode,
     Drain,
@@ -25,6 +26,7 @@ from hadal.core.messages import (
     Generation,
     Load,
     Prefill,
+    PrefillAhead,
     PrefillDone,
     Pulled,
     Release,
@@ -37,12 +39,15 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.request import Move, State
-from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
-from hadal.kv.blocks import blocks_for
-from hadal.policy.admission import admit, may_prefill, refuse_lengths
-from hadal.policy.routing import choose_decode_unit, choose_prefill_unit
+from hadal.core.seams import Deliver, Effect, Event, Send, Tick
+from hadal.core.wire import AnyMessage
+from hadal.policy.admission import admit, refuse_lengths
 from hadal.policy.views import AdmissionView
+from hadal.roles.front_alarm import Alarm
+from hadal.roles.front_handover import Handover
+from hadal.roles.front_names import FrontNames
 from hadal.roles.front_requests import Record, RequestBook
+from hadal.roles.front_rooms import Rooms
 from hadal.roles.front_snapshot import FrontSnapshot, Totals
 from hadal.roles.front_units import UnitBook
 from hadal.roles.meters import RateMeter
@@ -53,21 +58,23 @@ CLOSED_STATUS = 499
 
 
 class Front:
-    """`epoch` is new at every start. `max_context` is the model's: prompt and output together never exceed it."""
+    """`epoch` is new at every start. `max_context` is the model's: prompt and output together never exceed it.
+    `fingerprint` stands for what KV depends on besides the text (see kv/names).
+    """
 
-    def __init__(self, config: Deployment, *, epoch: str, max_context: int) -> None:
+    def __init__(self, config: Deployment, *, epoch: str, max_context: int, fingerprint: str = "") -> None:
         self.requests = RequestBook()
         self.units = UnitBook()
+        self.names = FrontNames(config.cache, fingerprint)
         self.totals = Totals()
+        self.rooms = Rooms(self.requests, self.units, config.limits, max_context)
+        self.handover = Handover(self.units, self.rooms.decode_unit, is_early=config.early_pull == AUTO)
         self.is_draining = False
         self._config = config
         self._epoch = epoch
         self._max_context = max_context
         self._finished = RateMeter()
-        self._beat_s = -math.inf
-        self._wake_s = math.inf
-        self._retry_s = math.inf
-        """When the next back-off ends."""
+        self._alarm = Alarm(config.heartbeat_s)
         self._out: list[Effect] = []
 
     @property
@@ -81,7 +88,7 @@ class Front:
         self._out = [
             Send(f"{role}-{index}", FrontUp(self._epoch)) for role, count in units for index in range(count)
         ]
-        self._set_wake(now_s)
+        self._out += self._alarm.set(now_s, self.requests.next_retry_s)
         return self._out
 
     def handle(self, now_s: float, event: Event) -> list[Effect]:
@@ -92,8 +99,12 @@ class Front:
                 self._tokens(now_s, unit, tokens)
             case Load():
                 self._load(now_s, event)
+            case Cached():
+                self.units.cached(event)
             case Submit(generation):
                 self._submit(now_s, generation)
+            case PrefillAhead():
+                self._prefill_ahead(event)
             case PrefillDone():
                 self._prefill_done(now_s, event)
             case Pulled(unit, request_id, attempt):
@@ -117,7 +128,7 @@ class Front:
             case _:
                 raise InvariantError(f"the front cannot take {type(event).__name__}")
         self._place(now_s)
-        self._set_wake(now_s)
+        self._out += self._alarm.set(now_s, self.requests.next_retry_s)
         return self._out
 
     # ---- new requests ----
@@ -134,7 +145,7 @@ class Front:
             self._out.append(Deliver(request_id, (), True, error, 400))
             return
         num_tokens = len(generation.prompt) + len(generation.output)
-        is_placeable = self.requests.num_queued == 0 and self._prefill_unit_for(num_tokens) is not None
+        is_placeable = self.requests.num_queued == 0 and self.rooms.has_room(num_tokens)
         refusal = admit(AdmissionView(
             self.is_draining, is_placeable, self.requests.num_queued, self._config.limits.max_queued,
             self._finished.per_s(now_s),
@@ -148,49 +159,30 @@ class Front:
         generation = msgspec.structs.replace(generation, arrived_s=now_s)
         self.requests.add(generation, now_s + self._config.limits.request_timeout_s)
 
-    def _fit(self, record: Record) -> bool:
-        """Cap the output by the context and by what one request can hold in the units. False ends the request."""
-        capacity_tokens = self.units.capacity_tokens()
-        if record.is_fitted or capacity_tokens is None:
-            return True
-        record.is_fitted = True
-        generation = record.generation
-        num_prompt = len(generation.prompt)
-        # The last token of an output has no KV, so capacity + 1 tokens can be known.
-        longest = min(self._max_context, capacity_tokens + 1) - num_prompt
-        if longest <= len(record.output):
-            self._fail(record, f"the prompt has {num_prompt} tokens; a unit holds {capacity_tokens} at most.", 400)
-            return False
-        if longest < generation.max_tokens:
-            record.generation = msgspec.structs.replace(generation, max_tokens=longest)
-        return True
-
     # ---- forward: queue -> prefill -> decode -> end ----
-    def _prefill_unit_for(self, num_tokens: int) -> str | None:
-        """Where a request of so many tokens could start now; None if it has to wait."""
-        if self.requests.num_placed >= self._config.limits.max_running:
-            return None
-        num_transferring = self.requests.counts[State.TRANSFERRING]
-        view = self.units.downstream(self.requests.num_placed, self.requests.num_blocks_placed, num_transferring)
-        if not may_prefill(view, blocks_for(num_tokens + 1)):
-            return None
-        return choose_prefill_unit(self.units.prefill_views(), blocks_for(num_tokens), num_tokens)
-
     def _place(self, now_s: float) -> None:
         """Send those that wait to prefill, in their turn, as long as there is room ahead of them."""
         while (record := self.requests.next_queued(now_s)) is not None:
-            if not self._fit(record):
+            if (error := self.rooms.fit(record)) is not None:
+                self._fail(record, error, 400)
                 continue
-            unit = self._prefill_unit_for(record.num_tokens)
-            if unit is None:
+            record.generation = self.names.named(record.generation, record.output)
+            room = self.rooms.prefill_unit(record)
+            if room is None:
                 return  # Those behind it wait too: nobody is overtaken.
             self.requests.move(record, Move.PLACE)
-            record.prefill_unit = unit
+            record.prefill_unit, record.num_cached = unit, _ = room
             self.units.sent_to_prefill(unit, record)
             self._send(unit, Prefill(self._current(record)))
 
     def _current(self, record: Record) -> Generation:
+        record.generation = self.names.named(record.generation, record.output)
         return msgspec.structs.replace(record.generation, output=tuple(record.output), attempt=record.attempt)
+
+    def _prefill_ahead(self, hint: PrefillAhead) -> None:
+        record = self._record(hint.request_id, hint.attempt)
+        if record is not None and self.handover.is_wanted(record, hint) and (unit := self.handover.unit_for(record)):
+            self._send(unit, Ahead(self._current(record), hint.lease))
 
     def _prefill_done(self, now_s: float, done: PrefillDone) -> None:
         token = done.token
@@ -206,23 +198,32 @@ class Front:
             self._retry(now_s, record, f"{done.unit} drew token {token.index}, not {len(record.output)}")
             return
         self.units.left_prefill(done.unit, record)
+        num_cached = self._count_hits(record, done.num_cached)
         self.totals.tokens_out += 1
-        self.requests.grow(record, token.token)
+        self.units.grew(record, self.requests.grow(record, token.token))
         if done.lease is None:
             record.prefill_unit = None
-            self._finish(now_s, record, (token,))
+            self._let_go(record)
+            self._finish(now_s, record, (token,), num_cached)
             return
-        self._out.append(Deliver(record.request_id, (token,)))
+        self._out.append(Deliver(record.request_id, (token,), num_cached=num_cached))
         self.requests.move(record, Move.FIRST_TOKEN)
-        num_blocks_max = blocks_for(len(record.generation.prompt) + record.generation.max_tokens - 1)
-        unit = choose_decode_unit(self.units.decode_views(), record.num_blocks, num_blocks_max)
+        unit = self.handover.unit_for(record)
         if unit is None:
             self._let_go(record)
             self._retry(now_s, record, "no decode unit", is_counted=False, delay_s=BACKOFF_S)
             return
-        record.decode_unit = unit
-        self.units.sent_to_decode(unit, record.num_blocks)
         self._send(unit, Decode(self._current(record), done.lease))
+
+    def _count_hits(self, record: Record, num_cached: int) -> int:
+        """Tokens of the prompt that the first token cost no work for; a retry's are nobody's news."""
+        if len(record.output) > len(record.generation.output):
+            return 0
+        num_prompt = len(record.generation.prompt)
+        num_hit = min(num_cached, num_prompt)
+        self.totals.tokens_hit += num_hit
+        self.totals.tokens_miss += num_prompt - num_hit
+        return num_hit
 
     def _pulled(self, unit: str, request_id: str, attempt: int) -> None:
         record = self._record(request_id, attempt)
@@ -249,9 +250,7 @@ class Front:
                 self._let_go(record)
                 self._retry(now_s, record, f"{unit} sent token {token.index}, not {len(record.output)}")
                 continue
-            grown = self.requests.grow(record, token.token)
-            if grown:
-                self.units.by_name[unit].num_blocks_used += grown
+            self.units.grew(record, self.requests.grow(record, token.token))
             self.totals.tokens_out += 1
             if token.finish is not None:
                 self.units.left_decode(unit, record.num_blocks)
@@ -260,17 +259,19 @@ class Front:
             else:
                 self._out.append(Deliver(token.request_id, (token,)))
 
-    def _finish(self, now_s: float, record: Record, tokens: tuple[Token, ...]) -> None:
+    def _finish(self, now_s: float, record: Record, tokens: tuple[Token, ...], num_cached: int = 0) -> None:
         self.requests.move(record, Move.FINISH)
         self.totals.finished += 1
         self._finished.count(now_s)
-        self._out.append(Deliver(record.request_id, tokens, True))
+        self._out.append(Deliver(record.request_id, tokens, True, num_cached=num_cached))
 
     # ---- back: what was lost, given back or given up ----
     def _returned(self, now_s: float, returned: Returned) -> None:
         record = self._record(returned.request_id, returned.attempt)
         if record is None or returned.unit not in (record.prefill_unit, record.decode_unit):
             return  # It held nothing of a living attempt, and holds nothing of this one any more.
+        if self.handover.lost(record, returned.unit):
+            return
         self._let_go(record, lost=returned.unit)
         is_final, is_counted, delay_s = answer_to(returned.reason, record.num_retries)
         if is_final:
@@ -306,7 +307,7 @@ class Front:
         record.attempt += 1
         if delay_s:
             record.not_before_s = now_s + delay_s
-            self._retry_s = min(self._retry_s, record.not_before_s)
+            self._alarm.retry_at(record.not_before_s)
         self.requests.move(record, Move.REQUEUE)
 
     def _fail(self, record: Record, error: str, status: int) -> None:
@@ -340,8 +341,10 @@ class Front:
 
     def _unit_down(self, now_s: float, name: str, reason: str) -> None:
         """Everything the unit held is lost: its requests go elsewhere, or to its next life."""
-        self.units.by_name.pop(name, None)
+        self.units.remove(name)
         for record in self.requests.on_unit(name):
+            if self.handover.lost(record, name):
+                continue
             self._let_go(record, lost=name)
             self._retry(now_s, record, f"{name}: {reason}")
 
@@ -358,17 +361,6 @@ class Front:
             self._send(SUPERVISOR, UnitDown(name, reason))
             self._unit_down(now_s, name, reason)
 
-    def _set_wake(self, now_s: float) -> None:
-        """Ask to be woken for the next beat or the end of a back-off; too early does no harm."""
-        if self._beat_s <= now_s:
-            self._beat_s = now_s + self._config.heartbeat_s
-        if self._retry_s <= now_s:
-            self._retry_s = self.requests.next_retry_s(now_s)
-        wake_s = min(self._beat_s, self._retry_s)
-        if self._wake_s <= now_s or wake_s < self._wake_s:
-            self._wake_s = wake_s
-            self._out.append(WakeAt(wake_s))
-
     # ---- looking ----
     def _record(self, request_id: str, attempt: int) -> Record | None:
         """The living request if `attempt` is its present one."""
@@ -380,14 +372,9 @@ class Front:
 
     def snapshot(self) -> FrontSnapshot:
         """What /metrics and /health show."""
-        units = self.units.by_name.values()
-        return FrontSnapshot(
-            self.is_draining,
-            {state.value: count for state, count in self.requests.counts.items()},
-            {unit.name: unit.load for unit in units if unit.load is not None},
-            {role: len(self.units.of_role(role)) for role in ROLES},
-            msgspec.structs.replace(self.totals),
-        )  # fmt: skip
+        states = {state.value: count for state, count in self.requests.counts.items()}
+        roles = {role: len(self.units.of_role(role)) for role in ROLES}
+        return FrontSnapshot(self.is_draining, states, self.units.loads(), roles, msgspec.structs.replace(self.totals))
 
     def check(self) -> list[str]:
         """Problems of the books; empty when requests, units and sums agree."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hadal.core.messages import Generation
-from hadal.core.request import OWNS, Move, State, next_state
+from hadal.core.request import MAY_OWN, OWNS, Move, State, next_state
 from hadal.kv.blocks import blocks_for
 from hadal.policy.batching import turn_s
 
@@ -34,8 +34,10 @@ class Record:
     attempt: int = 0
     prefill_unit: str | None = None
     decode_unit: str | None = None
+    ahead: tuple[int, int] = (-1, 0)
+    """The attempt whose KV its decode unit was told to pull early, and tokens of it."""
     num_cached: int = 0
-    """Positions that its prefill unit had when it was sent there."""
+    """Positions that its prefill unit was taken to have when it was sent there."""
     not_before_s: float = 0.0
     num_retries: int = 0
     is_fitted: bool = False
@@ -146,7 +148,7 @@ class RequestBook:
         problems = []
         for record in self.by_id.values():
             owns = {name for name in ("prefill_unit", "decode_unit") if getattr(record, name) is not None}
-            if owns != OWNS[record.state]:
+            if not OWNS[record.state] <= owns <= MAY_OWN[record.state]:
                 problems.append(f"{record.request_id} is {record.state} and owns {sorted(owns)}")
             if record.state in PLACED and record.num_blocks != blocks_for(record.num_tokens + 1):
                 problems.append(f"{record.request_id} counts {record.num_blocks} blocks for {record.num_tokens} tokens")

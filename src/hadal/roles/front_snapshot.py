@@ -18,6 +18,10 @@ class Totals(msgspec.Struct):
     tokens_in: int = 0
     """Prompt tokens of requests let in."""
     tokens_out: int = 0
+    tokens_hit: int = 0
+    """Of the prompts that were answered: tokens that a cache had, as the unit said that drew the first token."""
+    tokens_miss: int = 0
+    """The rest of those prompts."""
     retries: int = 0
     """Attempts that ended before their request did, preemptions among them."""
     preemptions: int = 0

@@ -6,15 +6,18 @@ messages are kept for the metrics and as heartbeats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hadal.core.config import DECODE, PREFILL, ROLES
-from hadal.core.messages import BLOCK_TOKENS, Load, UnitUp
+from hadal.core.messages import BLOCK_TOKENS, Cached, Load, UnitUp
 from hadal.core.request import State
 from hadal.overlap.split import num_pairs_of
 from hadal.policy.views import DecodeUnitView, DownstreamView, PrefillUnitView
+from hadal.roles.front_cache import FrontCache
 from hadal.roles.front_requests import Record
+
+_NOTHING: Mapping[str, int] = {}
 
 
 @dataclass(slots=True)
@@ -51,6 +54,7 @@ class UnitBook:
 
     def __init__(self) -> None:
         self.by_name: dict[str, Unit] = {}
+        self.cache = FrontCache()
 
     def of_role(self, role: str) -> list[Unit]:
         return [unit for unit in self.by_name.values() if unit.role == role]
@@ -60,6 +64,12 @@ class UnitBook:
             message.unit, message.role, message.epoch, message.num_blocks,
             message.num_blocks_request or message.num_blocks, message.num_requests_max, now_s,
         )  # fmt: skip
+        self.cache.up(message.unit, message.epoch, message.num_blocks)
+
+    def remove(self, name: str) -> None:
+        """It is down, and what it had with it."""
+        self.by_name.pop(name, None)
+        self.cache.down(name)
 
     def heard(self, unit: Unit, load: Load, now_s: float) -> None:
         """A heartbeat: what the unit can hold changes when a rank is lost or comes back."""
@@ -67,6 +77,15 @@ class UnitBook:
         unit.load = load
         unit.num_blocks, unit.num_requests_max = load.num_blocks, load.num_requests_max
         unit.num_blocks_request = load.num_blocks_request or load.num_blocks
+
+    def cached(self, message: Cached) -> None:
+        """What it can take out of its memory changed."""
+        if message.unit in self.by_name:
+            self.cache.heard(message, self.by_name[message.unit].num_blocks)
+
+    def loads(self) -> dict[str, Load]:
+        """By unit, of those that have reported."""
+        return {unit.name: unit.load for unit in self.by_name.values() if unit.load is not None}
 
     def silent(self, now_s: float, timeout_s: float) -> list[str]:
         """Units that sent no heartbeat for too long."""
@@ -99,6 +118,11 @@ class UnitBook:
         unit.num_requests += 1
         unit.num_blocks_used += num_blocks
 
+    def grew(self, record: Record, num_blocks: int) -> None:
+        """A request has more blocks, on its decode unit if it has one."""
+        if num_blocks and record.decode_unit is not None:
+            self.by_name[record.decode_unit].num_blocks_used += num_blocks
+
     def left_decode(self, name: str, num_blocks: int) -> None:
         unit = self.by_name.get(name)
         if unit is not None:
@@ -106,15 +130,19 @@ class UnitBook:
             unit.num_blocks_used -= num_blocks
 
     # ---- what the policies see ----
-    def prefill_views(self) -> list[PrefillUnitView]:
-        """Nothing is cached anywhere before there is a cache; then a request's views say where."""
+    def open_prefill_units(self) -> list[str]:
+        """Those that take one more request."""
+        return [unit.name for unit in self.of_role(PREFILL) if unit.num_requests < unit.num_requests_max]
+
+    def prefill_views(self, unit_to_cached: Mapping[str, int] = _NOTHING) -> list[PrefillUnitView]:
+        """As a request sees them of which units have so many positions already."""
         views = []
         for unit in self.of_role(PREFILL):
             load = unit.load
             views.append(PrefillUnitView(
                 unit.name, unit.num_blocks_request, unit.num_tokens, unit.num_requests, unit.num_requests_max,
                 unit.num_pairs, load.num_ranks if load else 1, load.token_s if load else 0.0,
-                load.pair_s if load else 0.0,
+                load.pair_s if load else 0.0, unit_to_cached.get(unit.name, 0),
             ))  # fmt: skip
         return views
 
@@ -150,4 +178,4 @@ class UnitBook:
         owners = {name for record in placed for name in (record.prefill_unit, record.decode_unit) if name is not None}
         if owners - self.by_name.keys():
             problems.append(f"requests are on {owners - self.by_name.keys()}, which are down")
-        return problems
+        return problems + self.cache.check({unit.name: unit.epoch for unit in self.by_name.values()})

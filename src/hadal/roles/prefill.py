@@ -1,28 +1,31 @@
 """The prefill unit's leader: turns prompts into first tokens, and holds their KV under a lease until decode has it.
 
     waiting --start: all its blocks--> started --last chunk planned--> (in flight) --StepDone--> leased --> gone
+                                       | ^ while its prefix is read from disk it takes no part in steps
 
 Prompts start in their turn (policy/batching.turn_s), each on one rank; all ranks step together. Two plans may be in
 flight, so a prompt's next chunk is planned while the one before is computed. When the unit forms anew, the plans in
 flight are void: their chunks are planned again. Knows nothing of other units; the front decides what comes here and
-what becomes of it.
+what becomes of it, and what of it need not be computed is found by roles/prefill_cache.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from hadal.core.balance import ATTENTION, AUTO, TIME, TOKENS, balance_of
+from hadal.core.balance import ATTENTION, AUTO, OFF, TIME, TOKENS, balance_of
 from hadal.core.config import PREFILL
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
+    BLOCK_TOKENS,
     Audit,
     AuditRequest,
     FrontUp,
     Generation,
+    Key,
     KvLease,
     Prefill,
     PrefillDone,
@@ -31,13 +34,14 @@ from hadal.core.messages import (
     Token,
     TraceRequest,
 )
-from hadal.core.plans import PrefillPlan, StepDone
-from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, RankReset, Send, Tick
+from hadal.core.plans import BlocksLoaded, BlocksStored, PrefillPlan, StepDone
+from hadal.core.seams import MAX_STEPS_IN_FLIGHT, DiskNews, Effect, Event, Execute, RankReset, Send, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.kv.handover import HeldLease, LeaseBook
 from hadal.roles.ending import finish_of
 from hadal.roles.meters import BalanceMeter
-from hadal.roles.prefill_prompts import Key, Part, Prompt, Step, cut, pack, work_on
+from hadal.roles.prefill_cache import PrefillCache
+from hadal.roles.prefill_prompts import Part, Prompt, cut, pack, work_on
 from hadal.roles.rank_pools import RankPools
 from hadal.roles.reasons import LEASE_EXPIRED, QUEUE_FULL, RANK_LOST, STEP_FAILED, TOO_LONG
 from hadal.roles.schedule import AUTO as AUTO_OVERLAP
@@ -51,6 +55,8 @@ class _InFlight:
     step_id: int
     parts: tuple[Part, ...]
     """Of all ranks and their micro-batches, in the order of StepDone's keys."""
+    fetches: tuple[tuple[int, ...], ...]
+    """By rank."""
 
 
 class PrefillLeader:
@@ -64,10 +70,14 @@ class PrefillLeader:
         self, unit: str, epoch: str, pool_name: str, num_blocks: int, *, chunk_tokens: int, num_requests_max: int,
         num_waiting_max: int, lease_s: float, heartbeat_s: float, num_ranks: int = 1, overlap: str = AUTO_OVERLAP,
         min_split_tokens: int = 32, num_layers: int = 0, num_moe_layers: int = 0, request_balance: str = AUTO,
+        keeps_blocks: bool = True, has_disk: bool = False, recompute: str = AUTO, early_pull: str = OFF,
     ) -> None:  # fmt: skip
+        """`keeps_blocks`: what a prompt leaves in a pool can be found until its room is needed. `has_disk`: blocks are
+        written to a disk cache. `early_pull`: "auto": decode is told of blocks before their prompt is done."""
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {chunk_tokens}; a step must compute at least one token.")
         self.blocks = RankPools(num_blocks, num_ranks, pool_name)
+        self.cache = PrefillCache(unit, epoch, self.blocks, keeps=keeps_blocks, has_disk=has_disk, recompute=recompute)
         self.leases = LeaseBook()
         self.scheduler = StepScheduler(
             num_ranks, overlap, min_split_tokens, num_layers=num_layers, num_moe_layers=num_moe_layers
@@ -77,6 +87,7 @@ class PrefillLeader:
         self._num_requests_max = num_requests_max
         self._num_waiting_max = num_waiting_max
         self._lease_s = lease_s
+        self._is_pulled_early = early_pull == AUTO
         # A rank alone keeps no other waiting: a token budget fills its steps as well, and plans faster.
         self._is_by_cost = request_balance == AUTO and num_ranks > 1
         self._waiting: dict[Key, Prompt] = {}
@@ -85,7 +96,9 @@ class PrefillLeader:
         self._started: dict[Key, Prompt] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._num_plans = 0
-        self._reporter = UnitReporter(unit, PREFILL, epoch, self.blocks, num_requests_max, heartbeat_s)
+        self._reporter = UnitReporter(
+            unit, PREFILL, epoch, self.blocks, num_requests_max, heartbeat_s, self.cache.totals
+        )
         self._balance = BalanceMeter(self._reporter.balance)
         self._tracer = Tracer(unit)
 
@@ -107,8 +120,15 @@ class PrefillLeader:
                 if self._reporter.is_new_front(event):
                     self._drop_everything()
                 out += self._reporter.up()
+                out += self.cache.say_all()
             case RankReset():
                 self._reset(event, out)
+            case BlocksLoaded():
+                out += self.cache.loaded(now_s, event)
+            case BlocksStored():
+                self.cache.stores.stored(event)
+            case DiskNews():
+                self.cache.stores.news(event)
             case AuditRequest(reply_id):
                 out.append(Send("front", self._answer(reply_id)))
             case TraceRequest():
@@ -120,8 +140,12 @@ class PrefillLeader:
         for lease in self.leases.expired(now_s):
             self._free_lease(lease)
             self._give_back((lease.request_id, lease.attempt), LEASE_EXPIRED, out)
+        for prompt in self.cache.give_up(now_s):
+            self._give_back(prompt.key, QUEUE_FULL, out)
+            self._free_started(prompt)
         out += self.blocks.take_freed()  # Before the plans of this event, which may write these blocks.
-        self._plan(out)
+        self._plan(now_s, out)
+        out += self.cache.effects()
         out += self._beat(now_s)
         return out
 
@@ -168,6 +192,8 @@ class PrefillLeader:
     def _free_started(self, prompt: Prompt) -> None:
         del self._started[prompt.key]
         self.blocks.free(prompt.rank, prompt.block_ids, prompt.key)
+        if prompt.is_loading:
+            self.cache.loads.abandon(prompt)
 
     def _free_lease(self, lease: HeldLease) -> None:
         self.blocks.free(lease.rank, lease.block_ids, (lease.request_id, lease.attempt))
@@ -177,6 +203,7 @@ class PrefillLeader:
         for step in self._in_flight:
             for part in step.parts:
                 part.prompt.num_planned = min(part.prompt.num_planned, part.start)
+            self.cache.fetch_again(step.fetches)
         self._in_flight.clear()
         self.scheduler.reset()
         self._tracer.reset()
@@ -190,6 +217,7 @@ class PrefillLeader:
         for lease in [lease for rank in lost for lease in self.leases.lose(rank)]:
             self._free_lease(lease)
             self._give_back((lease.request_id, lease.attempt), RANK_LOST, out)
+        self.cache.lose(lost)
         self.blocks.reset(event)
         if not self.blocks.num_living:
             for key in self._waiting:
@@ -208,15 +236,18 @@ class PrefillLeader:
             rates = self.scheduler.rates
             self._reporter.rates_s = (rates.token_s + rates.dispatch_s, rates.pair_s)
         if done.error is not None:
+            self.cache.fetch_again(step.fetches)
             for part in step.parts:
                 self._give_up(part.prompt, done.error, out)
         else:
             expected = {key for key, part in enumerate(step.parts) if part.end == len(part.prompt.tokens)}
             if len(done.keys) != len(expected) or set(done.keys) != expected or len(done.tokens) != len(done.keys):
                 raise InvariantError(f"{self._unit}: step {done.step_id} drew for chunks {done.keys}, not {expected}.")
+            self._written(step, {id(step.parts[key].prompt) for key in done.failed}, out)
             for key, token in zip(done.keys, done.tokens, strict=True):
                 prompt = step.parts[key].prompt
                 if key in done.failed:
+                    self.cache.failed(prompt)
                     self._give_up(prompt, done.failed[key], out)
                 elif not prompt.is_dropped:
                     self._first_token(now_s, prompt, token, done, key, out)
@@ -224,6 +255,16 @@ class PrefillLeader:
             if part.prompt.key in self._started:
                 self._free_if_done(part.prompt)
         out += self._tracer.done(done.step_id, done.events)
+
+    def _written(self, step: _InFlight, void: set[int], out: list[Effect]) -> None:
+        """The parts of a step are in their blocks. `void`: ids of prompts whose last part is not what it should be."""
+        for part in step.parts:
+            part.prompt.num_done = max(part.prompt.num_done, part.end)
+        for prompt in {id(part.prompt): part.prompt for part in step.parts}.values():
+            if not prompt.is_dropped and id(prompt) not in void:
+                self.cache.written(prompt)
+                if self._is_pulled_early:
+                    out += self.cache.ahead(prompt)
 
     def _give_up(self, prompt: Prompt, error: str, out: list[Effect]) -> None:
         if not prompt.is_dropped:
@@ -234,6 +275,7 @@ class PrefillLeader:
         self, now_s: float, prompt: Prompt, value: int, done: StepDone, key: int, out: list[Effect]
     ) -> None:  # fmt: skip
         generation, index = prompt.generation, len(prompt.generation.output)
+        self.cache.finished(prompt)
         draw = done.draws.get(key)
         token = Token(
             generation.request_id, generation.attempt, index, value, finish_of(generation, index, value),
@@ -249,20 +291,27 @@ class PrefillLeader:
             )  # fmt: skip
         else:
             prompt.is_dropped = True  # Freed by the caller: this was its last plan.
-        out.append(Send("front", PrefillDone(self._unit, token, lease)))
+        num_cached = prompt.prefix.num_blocks * BLOCK_TOKENS
+        out.append(Send("front", PrefillDone(self._unit, token, lease, num_cached)))
 
     # ---- what goes to the Runner ----
-    def _plan(self, out: list[Effect]) -> None:
+    def _plan(self, now_s: float, out: list[Effect]) -> None:
         while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
+            rates = self.scheduler.rates
+            self.cache.ask(now_s, rates if self.scheduler.is_calibrated else None)
             step = pack(
                 self._started.values(), self._waiting.values(), self.blocks, self._chunk_tokens,
-                self._num_requests_max, self.scheduler.rates if self._is_by_cost else None,
+                self._num_requests_max, rates if self._is_by_cost else None, self.cache.find,
             )  # fmt: skip
+            out += self.cache.start(now_s, step.starts)
+            for prompt, _, _ in step.starts:
+                self._started[prompt.key] = self._waiting.pop(prompt.key)
             if not any(step.parts):
                 return
             step_id = self._num_plans
             self._num_plans += 1
-            self._take(step, step_id)
+            for part in chain.from_iterable(step.parts):
+                part.prompt.num_planned, part.prompt.last_step_id = part.end, step_id
             works = [work_on(parts) for parts in step.parts]
             choice = self.scheduler.choose(step_id, works)
             halves: list[tuple[Sequence[Part], Sequence[Part]]] = [(parts, ()) for parts in step.parts]
@@ -272,19 +321,9 @@ class PrefillLeader:
                     for parts in step.parts
                 ]
             flat = tuple(part for first, second in halves for part in chain(first, second))
-            self._in_flight.append(_InFlight(step_id, flat))
-            out.append(Execute(self._plans(step_id, halves, choice, works)))
-
-    def _take(self, step: Step, step_id: int) -> None:
-        """Count parts as planned, and take the blocks of those that start."""
-        for prompt, rank in step.starts:
-            block_ids = self.blocks[rank].allocate(blocks_for(len(prompt.tokens)), prompt.key)
-            if block_ids is None:
-                raise InvariantError(f"{self._unit}: packed a prompt whose blocks are not free.")
-            prompt.rank, prompt.block_ids = rank, block_ids
-            self._started[prompt.key] = self._waiting.pop(prompt.key)
-        for part in chain.from_iterable(step.parts):
-            part.prompt.num_planned, part.prompt.last_step_id = part.end, step_id
+            fetches = tuple(self.cache.take_fetches(rank) for rank in range(self.blocks.num_ranks))
+            self._in_flight.append(_InFlight(step_id, flat, fetches))
+            out.append(Execute(self._plans(self._in_flight[-1], halves, choice, works)))
 
     def _step_balance(self, works: Sequence[tuple[int, int]]) -> dict[str, float]:
         """How equal a step's ranks are; nothing where there is nobody to be equal to."""
@@ -296,7 +335,7 @@ class PrefillLeader:
         return balance_of({ATTENTION: pairs, TOKENS: tokens, TIME: times_s})
 
     def _plans(
-        self, step_id: int, halves: Sequence[tuple[Sequence[Part], Sequence[Part]]], choice: Choice,
+        self, step: _InFlight, halves: Sequence[tuple[Sequence[Part], Sequence[Part]]], choice: Choice,
         works: Sequence[tuple[int, int]],
     ) -> tuple[PrefillPlan, ...]:  # fmt: skip
         """The step's plans, one for each rank. `works`: tokens and pairs by rank."""
@@ -305,12 +344,12 @@ class PrefillLeader:
         is_traced = self._tracer.is_wanted
         if is_traced:
             num_tokens = sum(num_tokens for num_tokens, _ in works)
-            self._tracer.planned(step_id, choice.schedule, choice.num_micro_batches, num_tokens, balance)
+            self._tracer.planned(step.step_id, choice.schedule, choice.num_micro_batches, num_tokens, balance)
         return tuple(
             PrefillPlan(
-                step_id, tuple(part.chunk() for part in first), choice.schedule,
-                tuple(part.chunk() for part in second), choice.num_micro_batches, is_traced,
-            ) for first, second in halves
+                step.step_id, tuple(part.chunk() for part in first), choice.schedule,
+                tuple(part.chunk() for part in second), choice.num_micro_batches, is_traced, fetches=fetches,
+            ) for (first, second), fetches in zip(halves, step.fetches, strict=True)
         )  # fmt: skip
 
     # ---- what the front hears ----
@@ -325,19 +364,27 @@ class PrefillLeader:
     def _beat(self, now_s: float) -> list[Effect]:
         waiting = chain(self._waiting.values(), self._started.values())
         num_tokens = sum(prompt.num_left for prompt in waiting)
-        return self._reporter.beat(now_s, self.num_requests, num_tokens, self.leases.next_deadline_s)
+        deadlines_s = [s for s in (self.leases.next_deadline_s, self.cache.loads.next_deadline_s) if s is not None]
+        return self._reporter.beat(now_s, self.num_requests, num_tokens, min(deadlines_s, default=None))
 
     def audit(self) -> list[str]:
-        """Problems of all ledgers; empty when every owned block belongs to a started prompt or a lease."""
-        problems = self.blocks.check() + self.leases.check()
+        """Problems of all ledgers; empty when every owner of a block is a started prompt, a lease, a read or a write.
+        """
+        problems = self.blocks.check() + self.leases.check() + self.cache.check()
         for rank in range(self.blocks.num_ranks):
-            held: dict[int, object] = {**self.leases.owners(rank)}
-            for prompt in self._started.values():
-                if prompt.rank == rank:
-                    held.update(dict.fromkeys(prompt.block_ids, prompt.key))
+            held: dict[int, list[Hashable]] = {}
+            holders = [*self.leases.owners(rank), *self.cache.owners(rank)]
+            holders += [(prompt.key, prompt.block_ids) for prompt in self._started.values() if prompt.rank == rank]
+            for owner, block_ids in holders:
+                for block in block_ids:
+                    held.setdefault(block, []).append(owner)
             owned = self.blocks[rank].owners()
-            if held != owned:
-                problems.append(f"rank {rank}: blocks {sorted(held.keys() ^ owned.keys())} are owned but not held")
+            wrong = [
+                block for block in held.keys() | owned.keys()
+                if Counter(held.get(block, ())) != Counter(owned.get(block, ()))
+            ]  # fmt: skip
+            if wrong:
+                problems.append(f"rank {rank}: blocks {sorted(wrong)} are owned but not held")
         if any(prompt.block_ids for prompt in self._waiting.values()):
             problems.append("a prompt that waits holds blocks")
         steps = {step.step_id for step in self._in_flight}

@@ -2,6 +2,8 @@
 
     waiting (of the unit) --pack: a rank is chosen--> started (on that rank, with all its blocks)
 
+One whose prefix is read from disk starts without a part: it has one when the blocks are here.
+
 Two rules: by cost, every rank the same time (policy/prefill_balance), or by a token budget of each rank
 (policy/batching).
 
@@ -10,16 +12,17 @@ Knows no messages; the leader applies what comes out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from hadal.core.messages import Generation
+from hadal.core.messages import BLOCK_TOKENS, Generation, Key
 from hadal.core.plans import Chunk
 from hadal.core.rates import StepRates
 from hadal.kv.blocks import blocks_for
 from hadal.overlap.split import num_pairs_of
 from hadal.policy.batching import pack_chunks, turn_s
+from hadal.policy.cached_prefix import NOTHING, Prefix
 from hadal.policy.prefill_balance import PrefillQueueView, look_ahead, plan_step
 from hadal.policy.prefill_budget import StepLimits
 from hadal.policy.prefill_rates import UNMEASURED, cost_s
@@ -28,9 +31,10 @@ from hadal.policy.views import PrefillRankView, PromptView
 from hadal.roles.ending import history_of
 from hadal.roles.rank_pools import RankPools
 
-Key = tuple[str, int]
-Start = tuple["Prompt", int]
-"""A prompt that takes its blocks now, and its rank."""
+Start = tuple["Prompt", int, Prefix]
+"""A prompt that takes its blocks now, its rank, and what it finds there."""
+Found = Mapping[int, Prefix]
+"""rank -> what a prompt finds there; ranks with nothing of it are not in it."""
 MEAN_SHARE = 2 / 3
 """Of `chunk_tokens`, what a rank computes in a mean step that is cut by cost: light ranks may take half as much again,
 which makes up for dense ones. Between a half and four fifths throughput is the same within a point in simulation
@@ -48,6 +52,16 @@ class Prompt:
     """Where it started."""
     block_ids: tuple[int, ...] = ()
     num_planned: int = 0
+    num_done: int = 0
+    """Positions whose KV is in its blocks."""
+    prefix: Prefix = NOTHING
+    """What it found when it started; when it is here, `num_planned` counts it."""
+    is_loading: bool = False
+    """Some of that is being read."""
+    num_named: int = 0
+    """Blocks that can be found by others."""
+    num_told: int = 0
+    """Blocks that decode was told of ahead."""
     last_step_id: int = -1
     """The last plan that writes its blocks: they cannot be freed before it is done."""
     is_dropped: bool = False
@@ -69,8 +83,18 @@ class Prompt:
         return len(self.tokens) - self.num_planned
 
     def view(self) -> PromptView:
+        """As it goes on where it started, or as it waits with nothing of it anywhere."""
+        if self.is_loading:
+            return self.view_with(self.prefix, num_blocks=0)
         num_blocks = 0 if self.block_ids else blocks_for(len(self.tokens))
         return PromptView(self.num_left, num_blocks, self.num_planned)
+
+    def view_with(self, prefix: Prefix, num_blocks: int | None = None) -> PromptView:
+        """As it is where it finds this."""
+        start = prefix.num_blocks * BLOCK_TOKENS
+        if num_blocks is None:
+            num_blocks = blocks_for(len(self.tokens)) - prefix.num_shared
+        return PromptView(len(self.tokens) - start, num_blocks, start, prefix.num_loading, prefix.load_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +128,19 @@ class Step:
     """By rank."""
 
 
+def _found_nowhere(prompt: Prompt) -> Found:
+    return {}
+
+
 def pack(
     started: Iterable[Prompt], waiting: Iterable[Prompt], pools: RankPools, chunk_tokens: int, num_requests_max: int,
-    rates: StepRates | None = None,
+    rates: StepRates | None = None, find: Callable[[Prompt], Found] = _found_nowhere,
 ) -> Step:  # fmt: skip
     """Return a step cut by cost if there are `rates`, by token budgets if not.
 
     `chunk_tokens`, which no step of a rank exceeds, and `num_requests_max` are a rank's. Started prompts go on first;
-    those that wait start in their order, each where the least work is, until one fits nowhere.
+    those that wait start in their order, each where the least work is, until one fits nowhere. `find` tells what of a
+    prompt can be found; until `starts` have their blocks that must stay so.
     """
     rank_to_prompts: list[list[Prompt]] = [[] for _ in range(pools.num_ranks)]
     num_starts = [num_requests_max] * pools.num_ranks
@@ -120,13 +149,13 @@ def pack(
         if prompt.num_left and not prompt.is_dropped:
             rank_to_prompts[prompt.rank].append(prompt)
     if rates is None:
-        return _pack_tokens(rank_to_prompts, num_starts, waiting, pools, chunk_tokens)
-    return _pack_cost(rank_to_prompts, num_starts, waiting, pools, chunk_tokens, rates)
+        return _pack_tokens(rank_to_prompts, num_starts, waiting, pools, chunk_tokens, find)
+    return _pack_cost(rank_to_prompts, num_starts, waiting, pools, chunk_tokens, rates, find)
 
 
 def _pack_cost(
     rank_to_prompts: Sequence[Sequence[Prompt]], num_starts: Sequence[int], waiting: Iterable[Prompt],
-    pools: RankPools, chunk_tokens: int, rates: StepRates,
+    pools: RankPools, chunk_tokens: int, rates: StepRates, find: Callable[[Prompt], Found],
 ) -> Step:  # fmt: skip
     """Every rank the same time, as nearly the same tokens as that allows."""
     living = pools.living
@@ -136,57 +165,75 @@ def _pack_cost(
             rank, tuple(prompt.view() for prompt in rank_to_prompts[rank]), pools[rank].num_free, num_starts[rank]
         ) for rank in living
     ]  # fmt: skip
-    seen = look_ahead(islice(waiting, sum(max(0, num_starts[rank]) for rank in living)), len(living), limits,
-                      lambda prompt: prompt.num_left)  # fmt: skip
-    plan = plan_step(views, [prompt.view() for prompt in seen], rates, limits)
+    candidates = ((prompt, find(prompt)) for prompt in waiting)
+    seen = look_ahead(islice(candidates, sum(max(0, num_starts[rank]) for rank in living)), len(living), limits,
+                      lambda candidate: _num_left(*candidate))  # fmt: skip
+    cached = [{rank: prompt.view_with(prefix) for rank, prefix in found.items()} for prompt, found in seen]
+    plan = plan_step(views, [prompt.view() for prompt, _ in seen], rates, limits, cached if any(cached) else ())
     parts: list[tuple[Part, ...]] = [()] * pools.num_ranks
     starts: dict[int, Start] = {}
     for of_rank in plan.ranks:
-        starts.update({index: (seen[index], of_rank.rank) for index in of_rank.starts})
-        prompts = [*rank_to_prompts[of_rank.rank], *(seen[index] for index in of_rank.starts)]
-        parts[of_rank.rank] = tuple(
-            Part(prompt, prompt.num_planned, prompt.num_planned + size)
-            for prompt, size in zip(prompts, of_rank.sizes, strict=True) if size
+        rank = of_rank.rank
+        starts.update({
+            index: (seen[index][0], rank, seen[index][1].get(rank, NOTHING)) for index in of_rank.starts
+        })  # fmt: skip
+        prompts = [(prompt, prompt.num_planned) for prompt in rank_to_prompts[rank]]
+        prompts += [(starts[index][0], starts[index][2].num_blocks * BLOCK_TOKENS) for index in of_rank.starts]
+        parts[rank] = tuple(
+            Part(prompt, start, start + size)
+            for (prompt, start), size in zip(prompts, of_rank.sizes, strict=True) if size
         )  # fmt: skip
     return Step(tuple(starts[index] for index in sorted(starts)), tuple(parts))
 
 
+def _num_left(prompt: Prompt, found: Found) -> int:
+    """Tokens that have to be computed where most of it is."""
+    return prompt.num_left - max((prefix.num_blocks for prefix in found.values()), default=0) * BLOCK_TOKENS
+
+
 def _pack_tokens(
     rank_to_prompts: list[list[Prompt]], num_starts: Sequence[int], waiting: Iterable[Prompt], pools: RankPools,
-    chunk_tokens: int,
+    chunk_tokens: int, find: Callable[[Prompt], Found],
 ) -> Step:  # fmt: skip
     """Every rank as many tokens as its budget."""
+    ready = [[(p, p.view()) for p in prompts if not p.is_loading] for prompts in rank_to_prompts]
     views = {
         rank: PrefillRankView(
             rank, sum(cost_s(prompt.view(), UNMEASURED) for prompt in rank_to_prompts[rank]),
-            max(0, chunk_tokens - sum(prompt.num_left for prompt in rank_to_prompts[rank])), pools[rank].num_free,
+            max(0, chunk_tokens - sum(view.num_tokens for _, view in ready[rank])), pools[rank].num_free,
             num_starts[rank],
         ) for rank in pools.living
     }  # fmt: skip
-    for prompt in islice(waiting, chunk_tokens * len(views)):  # Each takes a token at least.
-        num_blocks = blocks_for(len(prompt.tokens))
-        rank = choose_prefill_rank(list(views.values()), num_blocks)
+    starts: list[Start] = []
+    for prompt in islice(waiting, chunk_tokens * len(views)):  # Each takes a token at least, if it does not load.
+        found = find(prompt)
+        there = {rank: prompt.view_with(prefix) for rank, prefix in found.items()}
+        rank = choose_prefill_rank(list(views.values()), prompt.view(), there)
         if rank is None:
             break  # Those behind it wait too: nobody is overtaken.
-        rank_to_prompts[rank].append(prompt)
-        view = views[rank]
+        starts.append((prompt, rank, found.get(rank, NOTHING)))
+        view, taken = there.get(rank, prompt.view()), views[rank]
+        num_taken = 0
+        if not view.num_loading:
+            ready[rank].append((prompt, view))
+            num_taken = view.num_tokens
         views[rank] = replace(
-            view, work=view.work + cost_s(prompt.view(), UNMEASURED),
-            num_tokens_free=max(0, view.num_tokens_free - prompt.num_left),
-            num_blocks_free=view.num_blocks_free - num_blocks, num_starts_free=view.num_starts_free - 1,
+            taken, work=taken.work + cost_s(view, UNMEASURED),
+            num_tokens_free=max(0, taken.num_tokens_free - num_taken),
+            num_blocks_free=taken.num_blocks_free - view.num_blocks_needed, num_starts_free=taken.num_starts_free - 1,
         )  # fmt: skip
     parts: list[tuple[Part, ...]] = []
-    for rank, prompts in enumerate(rank_to_prompts):
-        prompts = prompts[:chunk_tokens]
-        sizes = pack_chunks([p.view() for p in prompts], chunk_tokens, pools[rank].num_free, num_starts[rank])
+    for rank, of_rank in enumerate(ready):
+        of_rank = of_rank[:chunk_tokens]
+        sizes = pack_chunks([view for _, view in of_rank], chunk_tokens, pools[rank].num_free, num_starts[rank])
         parts.append(tuple(
-            Part(prompt, prompt.num_planned, prompt.num_planned + size)
-            for prompt, size in zip(prompts, sizes, strict=False)
+            Part(prompt, view.num_context, view.num_context + size)
+            for (prompt, view), size in zip(of_rank, sizes, strict=False)
         ))  # fmt: skip
-    starts = [
-        (part.prompt, rank) for rank, of_rank in enumerate(parts) for part in of_rank if not part.prompt.block_ids
-    ]  # fmt: skip
-    return Step(tuple(starts), tuple(parts))
+    running = {id(part.prompt) for of_rank in parts for part in of_rank}
+    # By rank, as their blocks are taken; one without a part waits on, unless it is for the disk.
+    starts = [start for start in starts if start[2].num_loading or id(start[0]) in running]
+    return Step(tuple(sorted(starts, key=lambda start: start[1])), tuple(parts))
 
 
 def work_on(parts: Sequence[Part]) -> tuple[int, int]:

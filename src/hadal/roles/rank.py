@@ -4,8 +4,9 @@
                                                                     RankStage -> Stage -> Staged -> RankStaged
 
 Decides nothing: slots, blocks and plans are the leader's. What belongs to an older generation is dropped, both steps
-and stages that arrive late and results of those that were broken off. Pulls and freed blocks belong to no generation,
-for KV outlives them; they count from the first FormPlan on, as earlier ones were meant for this rank's predecessor.
+and stages that arrive late and results of those that were broken off. Pulls, freed blocks, and what goes to disk or
+comes from it belong to no generation, for KV outlives them; they count from the first FormPlan on, as earlier ones were
+meant for this rank's predecessor.
 
 The wire between a leader and a rank keeps the order and repeats nothing; it may lose messages only with the process.
 """
@@ -19,22 +20,38 @@ import msgspec
 
 from hadal.core.config import RANK_BEAT_S
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    SUPERVISOR,
+from hadal.core.messages import SUPERVISOR
+from hadal.core.plans import BlocksLoaded, BlocksStored, Formed, FormPlan, KvPulled, Staged, StagePlan, StepDone
+from hadal.core.rank_messages import (
+    RankAnswered,
     RankBeat,
     RankDone,
     RankForm,
     RankFormed,
     RankFreed,
+    RankLoad,
     RankPull,
-    RankPulled,
     RankStage,
     RankStaged,
     RankStep,
+    RankStore,
     RankUp,
 )
-from hadal.core.plans import Formed, FormPlan, KvPulled, Staged, StagePlan, StepDone
-from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, Form, Freed, Pull, Send, Stage, Tick, WakeAt
+from hadal.core.seams import (
+    MAX_STEPS_IN_FLIGHT,
+    Effect,
+    Event,
+    Execute,
+    Form,
+    Freed,
+    LoadBlocks,
+    Pull,
+    Send,
+    Stage,
+    StoreBlocks,
+    Tick,
+    WakeAt,
+)
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -92,14 +109,18 @@ class RankRole:
                 effects += self._if_member(Pull(request_id, attempt, lease, into))
             case RankFreed(block_ids):
                 effects += self._if_member(Freed(block_ids))
+            case RankLoad(load_id, names, places, into):
+                effects += self._if_member(LoadBlocks(load_id, names, places, into))
+            case RankStore(store_id, names, positions, block_ids):
+                effects += self._if_member(StoreBlocks(store_id, names, positions, block_ids))
             case StepDone():
                 effects += self._step_done(event)
             case Formed():
                 effects += self._formed(event)
             case Staged():
                 effects += self._staged(event)
-            case KvPulled():
-                effects.append(Send(self._leader, RankPulled(self._rank, self._epoch, event)))
+            case KvPulled() | BlocksLoaded() | BlocksStored():
+                effects.append(Send(self._leader, RankAnswered(self._rank, self._epoch, event)))
             case Progress():
                 if not self._is_formed:  # Whom an older generation lost says nothing about this one.
                     event = msgspec.structs.replace(event, lost=())

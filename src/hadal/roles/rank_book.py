@@ -14,9 +14,10 @@ from collections import deque
 
 from hadal.core.config import RANK_BEAT_S
 from hadal.core.errors import InvariantError
-from hadal.core.messages import SUPERVISOR, RankBeat, RankForm, RankFormed, RankUp, UnitDown
+from hadal.core.messages import SUPERVISOR, UnitDown
 from hadal.core.placement import Placement, without
 from hadal.core.plans import Formed, FormPlan, Member
+from hadal.core.rank_messages import RankBeat, RankForm, RankFormed, RankUp
 from hadal.core.seams import Effect, Send
 from hadal.roles.notes import Routine
 from hadal.roles.rank_blame import Blame, name_peers

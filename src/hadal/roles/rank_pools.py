@@ -1,4 +1,5 @@
-"""The KV blocks of a unit's ranks: one allocator each, who lives, and what was freed since the host heard of it.
+"""The KV blocks of a unit's ranks: one allocator each, who lives, and what was freed, named and forgotten since the
+host and the front heard of it.
 
 Knows no requests: whoever holds blocks of a lost rank forgets them before the rank's allocator is replaced.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from hadal.core.cache import split
 from hadal.core.seams import Freed, RankReset
 from hadal.kv.blocks import BlockAllocator
 
@@ -26,6 +28,12 @@ class RankPools:
         self._num_blocks = num_blocks
         self._allocators = [BlockAllocator(num_blocks) for _ in range(num_ranks)]
         self._freed: list[list[int]] = [[] for _ in range(num_ranks)]
+        self.num_evicted = 0
+        """Blocks that made room for others since the start."""
+        self._names: dict[bytes, int] = {}
+        """What can be found -> on which ranks, a bit each."""
+        self._changed: dict[bytes, None] = {}
+        """Of those and of others, what came to the first rank or went from the last since `take_names`."""
 
     def __getitem__(self, rank: int) -> BlockAllocator:
         return self._allocators[rank]
@@ -63,17 +71,71 @@ class RankPools:
 
     def free(self, rank: int, block_ids: Sequence[int], owner: Hashable) -> None:
         """Give blocks back; the next `take_freed` says so."""
-        self._allocators[rank].free(block_ids, owner)
-        self._freed[rank] += block_ids
+        self._freed[rank] += self._allocators[rank].free(block_ids, owner)
 
     def take_freed(self) -> list[Freed]:
-        """What was freed since the last call: to be told before a plan or a pull that may write these blocks."""
+        """What was freed or evicted since the last call: to be told before a plan, a pull or a load that may write
+        these blocks."""
         effects = []
-        for rank, block_ids in enumerate(self._freed):
-            if block_ids:
-                effects.append(Freed(tuple(block_ids), rank))
+        for rank in range(self.num_ranks):
+            self._take_changes(rank)
+            if self._freed[rank]:
+                effects.append(Freed(tuple(self._freed[rank]), rank))
                 self._freed[rank] = []
         return effects
+
+    def _take_changes(self, rank: int) -> None:
+        added, dropped, evicted = self._allocators[rank].take_changes()
+        self._freed[rank] += evicted
+        self.num_evicted += len(evicted)
+        for name in split(added):
+            before = self._names.get(name, 0)
+            self._names[name] = before | 1 << rank
+            if not before:
+                self._changed[name] = None
+        for name in split(dropped):
+            left = self._names.pop(name) & ~(1 << rank)
+            if left:
+                self._names[name] = left
+            else:
+                self._changed[name] = None
+
+    def prefixes(self, chain: bytes) -> dict[int, int]:
+        """rank -> blocks of the longest prefix of the chain that it had at the last `take_freed`; no rank without any.
+
+        One look at each name, however many ranks have it.
+        """
+        found: dict[int, int] = {}
+        num, left = 0, 0
+        for name in split(chain):
+            here = self._names.get(name, 0)
+            here &= left if num else here
+            if here != left:
+                found.update(dict.fromkeys(_ranks_of(left & ~here), num))
+            left = here
+            if not left:
+                break
+            num += 1
+        return found | dict.fromkeys(_ranks_of(left), num)
+
+    def take_names(self) -> tuple[bytes, bytes]:
+        """Names that can be found since the last call, and names that no longer can, on any rank."""
+        if not self._changed:
+            return b"", b""
+        added = b"".join(name for name in self._changed if name in self._names)
+        dropped = b"".join(name for name in self._changed if name not in self._names)
+        self._changed.clear()
+        return added, dropped
+
+    @property
+    def found_names(self) -> bytes:
+        """All that can be found."""
+        return b"".join(self._names)
+
+    @property
+    def num_named(self) -> int:
+        """Blocks that can be found, on all ranks."""
+        return sum(allocator.num_named for allocator in self._allocators)
 
     def lost(self, event: RankReset) -> list[int]:
         """Ranks whose KV is gone with this reset: a living one that joins anew was lost without a word."""
@@ -84,6 +146,10 @@ class RankPools:
         self.generation = event.generation
         for rank in {*event.lost, *event.fresh}:
             self.is_living[rank] = rank in event.fresh
+            self._allocators[rank].forget_names()
+            num_evicted = self.num_evicted
+            self._take_changes(rank)
+            self.num_evicted = num_evicted  # Lost is not evicted.
             self._allocators[rank] = BlockAllocator(self._num_blocks)
             self._freed[rank] = []
         for rank, name in enumerate(event.pools):
@@ -93,7 +159,15 @@ class RankPools:
         """Problems; empty when every ledger adds up and a dead rank holds nothing."""
         problems = []
         for rank, allocator in enumerate(self._allocators):
+            self._take_changes(rank)
             problems += [f"rank {rank}: {problem}" for problem in allocator.check()]
             if not self.is_living[rank] and allocator.num_used:
                 problems.append(f"rank {rank} is dead and holds {allocator.num_used} blocks")
+        num_told = sum(ranks.bit_count() for ranks in self._names.values())
+        if num_told != self.num_named:
+            problems.append(f"{num_told} names are told of, and {self.num_named} blocks have one")
         return problems
+
+
+def _ranks_of(bits: int) -> list[int]:
+    return [rank for rank in range(bits.bit_length()) if bits >> rank & 1]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import RankUp
+from hadal.core.rank_messages import RankUp
 
 _NUM_DEAD_EPOCHS = 16
 

@@ -1,7 +1,7 @@
 """The leader of a unit of many ranks: a leader's core that knows nothing of processes, and the book of the ranks.
 
     core --Execute--> RankStep to every member ... RankDone of every member --one StepDone--> core
-         --Pull-----> RankPull                     RankPulled --------------KvPulled--> core
+         --Pull, LoadBlocks, StoreBlocks--> RankPull, RankLoad, RankStore ... RankAnswered --its outcome--> core
          --Freed----> RankFreed                    a new generation --------RankReset-> core
 
 The core hears of a step once: when every member did its part. A step that failed for want of a peer it never hears of;
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
@@ -22,38 +22,49 @@ from typing import Protocol
 import msgspec
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    Audit,
-    Load,
-    RankBeat,
-    RankDone,
-    RankFormed,
-    RankFreed,
-    RankPull,
-    RankPulled,
-    RankStage,
-    RankStaged,
-    RankStep,
-    RankUp,
-    Trace,
-    UnitDown,
-)
+from hadal.core.messages import Audit, Load, Trace, UnitDown
 from hadal.core.plans import (
+    BlocksLoaded,
+    BlocksStored,
     DecodePlan,
-    Draw,
     Formed,
     KvPulled,
-    OpTime,
     PrefillPlan,
     Staged,
     StepDone,
     StepPlan,
-    TraceEvent,
 )
-from hadal.core.seams import Effect, Event, Execute, Form, Freed, Pull, RankReset, Send, Tick, WakeAt
-from hadal.overlap.plan import COMBINE, DISPATCH
+from hadal.core.rank_messages import (
+    RankAnswered,
+    RankBeat,
+    RankDone,
+    RankFormed,
+    RankFreed,
+    RankLoad,
+    RankPull,
+    RankStage,
+    RankStaged,
+    RankStep,
+    RankStore,
+    RankUp,
+)
+from hadal.core.seams import (
+    Effect,
+    Event,
+    Execute,
+    Form,
+    Freed,
+    LoadBlocks,
+    Pull,
+    RankReset,
+    Send,
+    StoreBlocks,
+    Tick,
+    WakeAt,
+)
 from hadal.roles.experts import ExpertBalancer
 from hadal.roles.rank_book import PEER_ERRORS, RankBook
+from hadal.roles.rank_results import merge
 from hadal.roles.rank_states import Phase
 
 CHECK_S = 0.1
@@ -103,10 +114,11 @@ class RankedLeader:
         self._num_slots = num_slots
         self._step_timeout_s = step_timeout_s
         self._in_flight: deque[_Step] = deque()
-        self._held: list[Execute] = []
-        """Plans made while no step may begin; the next generation makes them void."""
-        self._pulling: dict[tuple[str, int], int] = {}
-        """Pulls that the core waits for -> the rank that does them."""
+        self._held_writes: list[tuple[int, RankPull | RankLoad]] | None = None
+        """Not None after a failed step, whose blocks the core takes for free while other ranks may still compute in
+        them: what is to be copied into pools waits until the next generation is formed."""
+        self._asked: dict[tuple[Hashable, ...], int] = {}
+        """Outcomes that the core waits for, of pulls and of what is read from disk or written there -> whose."""
         self._core_members: dict[int, str] = {}
         """rank -> epoch, as the core knows them."""
         self._generation = 0
@@ -151,13 +163,13 @@ class RankedLeader:
                 self.book.unit_down(now_s, event)
             case RankDone():
                 self._rank_done(now_s, event)
-            case RankPulled():
-                self._rank_pulled(now_s, event)
+            case RankAnswered():
+                self._rank_answered(now_s, event)
             case RankStaged():
                 self._rank_staged(now_s, event)
             case Tick():
                 self._tick(now_s)
-            case StepDone() | Formed() | Staged() | KvPulled() | RankReset():
+            case StepDone() | Formed() | Staged() | KvPulled() | BlocksLoaded() | BlocksStored() | RankReset():
                 raise InvariantError(f"{self._unit}: no {type(event).__name__} is for a leader that is no rank.")
             case _:
                 self._feed(now_s, event)
@@ -176,8 +188,14 @@ class RankedLeader:
                 case Execute():
                     self._execute(now_s, effect)
                 case Pull(request_id, attempt, lease, into, rank):
-                    self._pulling[request_id, attempt] = rank
+                    self._asked[KvPulled, request_id, attempt] = rank
                     self._tell(rank, RankPull(request_id, attempt, lease, into))
+                case LoadBlocks(load_id, names, places, into, rank):
+                    self._asked[BlocksLoaded, load_id] = rank
+                    self._tell(rank, RankLoad(load_id, names, places, into))
+                case StoreBlocks(store_id, names, positions, block_ids, rank):
+                    self._asked[BlocksStored, store_id] = rank
+                    self._tell(rank, RankStore(store_id, names, positions, block_ids))
                 case Freed(block_ids, rank):
                     self._tell(rank, RankFreed(block_ids))
                 case WakeAt(time_s):
@@ -194,20 +212,25 @@ class RankedLeader:
                 case _:
                     self._out.append(effect)
 
-    def _tell(self, rank: int, message: RankPull | RankFreed) -> None:
+    def _tell(self, rank: int, message: RankPull | RankFreed | RankLoad | RankStore) -> None:
         """To the process that the core means; if that is gone, the next RankReset will say so."""
         epoch = self._core_members.get(rank)
-        if epoch is not None and self.book.is_member(rank, epoch):
+        if epoch is None or not self.book.is_member(rank, epoch):
+            return
+        if self._held_writes is not None and isinstance(message, RankPull | RankLoad):
+            self._held_writes.append((rank, message))
+        else:
             self._send_rank(rank, message)
 
-    def _send_rank(self, rank: int, message: RankPull | RankFreed | RankStep | RankStage) -> None:
+    def _send_rank(
+        self, rank: int, message: RankPull | RankFreed | RankStep | RankStage | RankLoad | RankStore
+    ) -> None:
         self._out.append(Send(f"{self._unit}.{rank}", message))
 
     # ---- steps ----
     def _execute(self, now_s: float, effect: Execute) -> None:
         if self.book.phase is not Phase.RUNNING or self.book.generation != self._generation:
-            self._held.append(effect)
-            return
+            return  # No step may begin, and the next generation makes this one void.
         plans = self.experts.planned(effect.plans[0].step_id, effect.plans)
         self._in_flight.append(_Step(plans[0].step_id, self._offsets(plans), now_s))
         for rank in self.book.members:
@@ -248,6 +271,7 @@ class RankedLeader:
                 self._in_flight.popleft()
                 self.book.notes.append(f"step {step.step_id} failed: {'; '.join(failed)}")
                 self.book.form(now_s)
+                self._held_writes = []
                 elapsed_s = max(part.elapsed_s for part in step.parts.values())
                 self._feed(now_s, StepDone(step.step_id, (), (), {}, elapsed_s, "; ".join(failed)))
                 return
@@ -259,15 +283,15 @@ class RankedLeader:
                 self.book.adopt(self.experts.placement)
             self._feed(now_s, merge(step.step_id, step.offsets, step.parts))
 
-    def _rank_pulled(self, now_s: float, message: RankPulled) -> None:
-        pulled = message.pulled
-        key = (pulled.request_id, pulled.attempt)
+    def _rank_answered(self, now_s: float, message: RankAnswered) -> None:
+        """A rank did what the core wanted; maybe a core that holds it for lost by now."""
+        key = _key(message.outcome)
         is_meant = self._core_members.get(message.rank) == message.epoch
-        if not is_meant or self._pulling.get(key) != message.rank:
+        if not is_meant or self._asked.get(key) != message.rank:
             self.num_stale += 1
             return
-        del self._pulling[key]
-        self._feed(now_s, pulled)
+        del self._asked[key]
+        self._feed(now_s, message.outcome)
 
     # ---- experts ----
     def _rank_staged(self, now_s: float, message: RankStaged) -> None:
@@ -293,7 +317,6 @@ class RankedLeader:
         if book.generation != self._generation:
             self._generation = book.generation
             self._in_flight.clear()
-            self._held.clear()
             self._was_running = False
             self.experts.ended()
         # Forms go out before whatever the core wants of the ranks in them.
@@ -301,7 +324,6 @@ class RankedLeader:
         book.effects.clear()
         if book.is_running and not self._was_running:
             self._was_running = True
-            self._held.clear()
             ups = {rank: up for rank in book.members if (up := book.up_of(rank)) is not None}
             addresses = {rank: (up.host, up.expert_port) for rank, up in ups.items()}
             self.experts.began(book.generation, book.placement, addresses)
@@ -314,8 +336,11 @@ class RankedLeader:
         lost = tuple(rank for rank in before if now.get(rank) != before[rank])
         fresh = tuple(rank for rank in now if before.get(rank) != now[rank])
         self._core_members = now
-        for key in [key for key, rank in self._pulling.items() if rank in lost]:
-            del self._pulling[key]
+        self._asked = {key: rank for key, rank in self._asked.items() if rank not in lost}
+        held, self._held_writes = self._held_writes or (), None
+        for rank, message in held:
+            if rank not in lost:
+                self._send_rank(rank, message)
         pools = tuple(self.book.pool_of(rank) if rank in now else "" for rank in range(self.book.num_ranks))
         self._feed(now_s, RankReset(lost, fresh, pools=pools, generation=self._generation))
 
@@ -353,29 +378,12 @@ class RankedLeader:
         return problems
 
 
-def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) -> StepDone:
-    """One result of a step out of its ranks' parts; keys become the core's, times are those of the slowest rank."""
-    keys: list[int] = []
-    tokens: list[int] = []
-    draws: dict[int, Draw] = {}
-    failed: dict[int, str] = {}
-    chosen: dict[str, OpTime] = {}
-    events: list[TraceEvent] = []
-    for rank in sorted(parts):
-        part, offset = parts[rank], offsets[rank]
-        keys += [offset + key for key in part.keys]
-        tokens += part.tokens
-        draws.update({offset + key: draw for key, draw in part.draws.items()})
-        failed.update({offset + key: reason for key, reason in part.failed.items()})
-        for op_time in part.op_times:
-            known = chosen.get(op_time.op)
-            if known is not None:
-                # An exchange lasts until the last peer has sent: only where it is shortest is it the bytes' own time.
-                pick = min if op_time.op in (DISPATCH, COMBINE) else max
-                op_time = pick(known, op_time, key=lambda one: one.seconds)
-            chosen[op_time.op] = op_time
-        events += [msgspec.structs.replace(event, rank=rank) for event in part.events]
-    return StepDone(
-        step_id, tuple(keys), tuple(tokens), draws, max(part.elapsed_s for part in parts.values()), None, failed,
-        tuple(chosen.values()), tuple(events),
-    )  # fmt: skip
+def _key(outcome: KvPulled | BlocksLoaded | BlocksStored) -> tuple[Hashable, ...]:
+    """What it is the outcome of."""
+    match outcome:
+        case KvPulled(request_id, attempt):
+            return KvPulled, request_id, attempt
+        case BlocksLoaded(load_id):
+            return BlocksLoaded, load_id
+        case BlocksStored(store_id):
+            return BlocksStored, store_id

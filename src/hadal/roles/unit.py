@@ -7,6 +7,7 @@ ranks has lived yet is silent: nobody could do anything with it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from hadal.core.messages import SUPERVISOR, FrontUp, Load, UnitUp
 from hadal.core.seams import Effect, Send, WakeAt
@@ -18,9 +19,11 @@ class UnitReporter:
     """The unit's name and voice towards the front."""
 
     def __init__(
-        self, unit: str, role: str, epoch: str, pools: RankPools, num_requests_max: int, heartbeat_s: float
-    ) -> None:
-        """`num_requests_max`: of each rank."""
+        self, unit: str, role: str, epoch: str, pools: RankPools, num_requests_max: int, heartbeat_s: float,
+        cache_totals: Callable[[], dict[str, int]] = dict,
+    ) -> None:  # fmt: skip
+        """`num_requests_max`: of each rank. `cache_totals`: what the unit's KV cache counted, by the names in
+        core/cache; asked for each Load."""
         self.unit = unit
         self.role = role
         self.epoch = epoch
@@ -34,6 +37,7 @@ class UnitReporter:
         self._pools = pools
         self._num_requests_max = num_requests_max
         self._heartbeat_s = heartbeat_s
+        self._cache_totals = cache_totals
         self._front_epoch: str | None = None
         self._is_known = False
         """The front was told that the unit is up."""
@@ -86,5 +90,5 @@ class UnitReporter:
             self._num_requests_max * num_ranks, num_tokens_waiting, self.meter.num_steps, self.meter.step_ms,
             num_ranks=num_ranks, generation=generation, num_blocks_request=self._pools.num_blocks_request,
             token_s=self.rates_s[0], pair_s=self.rates_s[1], balance=dict(self.balance),
-            num_requests_moved=self.num_requests_moved,
+            num_requests_moved=self.num_requests_moved, cache=self._cache_totals(),
         )  # fmt: skip

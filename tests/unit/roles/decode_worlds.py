@@ -1,20 +1,34 @@
-"""A decode unit's ranks on pretended KV (see rank_worlds), whose pools are apart from what steps read, as on a GPU."""
+"""A decode unit's ranks on pretended KV (see rank_worlds), whose pools are apart from what steps read, as on a GPU; and
+a disk that takes its time, and sometimes takes nothing."""
 
 from __future__ import annotations
 
 from random import Random
 
-from hadal.core.messages import BLOCK_TOKENS, Cancel, Decode, KvLease, Tokens
-from hadal.core.plans import DecodePlan, Join, KvPulled
-from hadal.core.seams import Effect, Pull, Send
+import msgspec
+
+from hadal.core.cache import Place, split
+from hadal.core.messages import BLOCK_TOKENS, Ahead, Cancel, Decode, Generation, KvLease, Tokens
+from hadal.core.plans import BlocksStored, DecodePlan, Join, KvPulled
+from hadal.core.seams import Effect, Pull, Send, StoreBlocks
 from hadal.kv.blocks import blocks_for
+from hadal.kv.names import extend, root_of
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.decode_moving import STALL_STEPS_MAX
 from tests.unit.roles.rank_worlds import STOP, World, token_of
 
+FINGERPRINT = "f1"
+SALT = b"a tenant"
+
+
+def named(g: Generation) -> Generation:
+    """With its chain, as the front sends it."""
+    chain = extend(root_of(FINGERPRINT.encode()), b"", g.prompt + g.output, SALT)
+    return msgspec.structs.replace(g, salt=SALT, chain=chain)
+
 
 class DecodeWorld(World):
-    """A decode unit; KV comes ready-made with every pull."""
+    """A decode unit; KV comes ready-made with every pull, that of long texts in parts if the unit takes them."""
 
     leader: DecodeLeader
 
@@ -24,6 +38,13 @@ class DecodeWorld(World):
         self.num_steps = 0
         self.last_step: dict[str, int] = {}
         """name -> the last step that computed it, of this attempt and generation."""
+        self.stores: list[StoreBlocks] = []
+        self.written: set[bytes] = set()
+        """Names of blocks that the disk took."""
+        self.blocks: dict[bytes, set[tuple[str, int]]] = {}
+        """Name of a block -> in which texts it is, and which block there."""
+        self.num_hinted: dict[tuple[str, int], int] = {}
+        """Attempt -> blocks that the unit was told of before the prompt was done."""
         self.newly_pulled: set[str] = set()
         """Names of attempts that have not joined yet."""
 
@@ -31,6 +52,10 @@ class DecodeWorld(World):
         self.prompts[name], self.attempts[name] = self.make(name), 0
         first = token_of(name, 0)
         self.outputs[name] = [first]
+        whole = self.prompts[name].prompt + tuple(token_of(name, index) for index in range(100))
+        chain = extend(root_of(FINGERPRINT.encode()), b"", whole, SALT)
+        for position, block in enumerate(split(chain)):
+            self.blocks.setdefault(block, set()).add((name, position))
         if first == STOP:
             self.ended.add(name)
         else:
@@ -39,8 +64,19 @@ class DecodeWorld(World):
     def send(self, name: str) -> None:
         g = self.current(name)
         num_tokens = len(g.prompt) + len(g.output) - 1
+        hinted = self.num_hinted.get((name, self.attempts[name]), 0)
+        if hinted < (num_tokens - 1) // BLOCK_TOKENS and self.random.random() < 0.5:
+            hinted = self.num_hinted[name, self.attempts[name]] = hinted + 1
+            before = msgspec.structs.replace(g, output=g.output[:-1])
+            self.feed(Ahead(before, self.lease(hinted * BLOCK_TOKENS)))
+            self.lazy.append(name)
+            return
+        self.feed(Decode(named(g), self.lease(num_tokens)))
+
+    def lease(self, num_tokens: int) -> KvLease:
+        """Block i of a text is block 1 + i of the pool it comes from."""
         blocks = tuple(range(1, 1 + blocks_for(num_tokens)))
-        self.feed(Decode(g, KvLease("p", blocks, (0,) * len(blocks), num_tokens)))
+        return KvLease("p", blocks, (0,) * len(blocks), num_tokens)
 
     def apply(self, effect: Effect) -> None:
         super().apply(effect)
@@ -48,6 +84,12 @@ class DecodeWorld(World):
             case Pull():
                 self.pulls.append(effect)
                 assert effect.rank in self.living
+                same = [p for p in self.pulls if (p.request_id, p.attempt) == (effect.request_id, effect.attempt)]
+                assert len(same) == 1, f"{effect.request_id} is pulled twice at once"
+            case StoreBlocks():
+                self.stores.append(effect)
+                assert effect.rank in self.living
+                self.look(effect)
             case Send(_, Tokens(_, tokens)):
                 for token in tokens:
                     output = self.outputs[token.request_id]
@@ -63,6 +105,24 @@ class DecodeWorld(World):
         fails = self.random.random() < 0.05 or not self.copies(pull)
         self.feed(KvPulled(pull.request_id, pull.attempt, "void" if fails else None))
 
+    def look(self, store: StoreBlocks) -> None:
+        """What is to be written is what it is called, down to the last position."""
+        for name, position, block in zip(split(store.names), store.positions, store.block_ids, strict=True):
+            request, _ = self.ranks[store.rank].pool.get((block, 0), ("nobody", 0))
+            assert (request, position) in self.blocks[name], f"block {position} of {request} has another's name"
+            for offset in range(BLOCK_TOKENS):
+                cell = self.ranks[store.rank].pool.get((block, offset))
+                assert cell == (request, position * BLOCK_TOKENS + offset), f"{request} has {cell} at {position}"
+
+    def stored(self) -> None:
+        store = self.stores.pop(self.random.randrange(len(self.stores)))
+        self.look(store)
+        places = tuple(None if self.random.random() < 0.1 else Place(0, 0) for _ in store.positions)
+        written = [name for name, place in zip(split(store.names), places, strict=True) if place is not None]
+        assert not self.written & set(written), "a block is written twice"
+        self.written.update(written)
+        self.feed(BlocksStored(store.store_id, places))
+
     def copies(self, pull: Pull) -> bool:
         """Out of another rank's pool, or ready-made; False if the blocks are not what was leased any more."""
         into, lease = self.ranks[pull.rank].pool, pull.lease
@@ -77,7 +137,7 @@ class DecodeWorld(World):
                 return False
         for position in range(lease.num_tokens):
             index, offset = divmod(position, BLOCK_TOKENS)
-            cell = (pull.request_id, position)
+            cell = (pull.request_id, position + (lease.block_ids[0] - 1) * BLOCK_TOKENS)
             if lease.source != "p":
                 cell = self.ranks[rank].pool.get((lease.block_ids[index], offset), ("nobody", -1))
                 assert cell == (pull.request_id, position), f"{pull.request_id} moves with {cell} at {position}"
@@ -90,6 +150,7 @@ class DecodeWorld(World):
 
     def reset(self, lost: set[int], fresh: set[int]) -> None:
         self.pulls = [pull for pull in self.pulls if pull.rank not in lost]
+        self.stores = [store for store in self.stores if store.rank not in lost]
         self.last_step.clear()
         super().reset(lost, fresh)
         self.last_step.clear()
@@ -118,6 +179,7 @@ class DecodeWorld(World):
             self.last_step[name] = plan.step_id
         for slot in plan.publishes:
             at.copy(at.table[slot][1], to_pool=True)
+        at.copy(plan.fills, to_pool=True)
         return drawn, self.leader.slots.per_rank
 
     def join(self, rank: int, join: Join) -> None:
@@ -143,6 +205,8 @@ class DecodeWorld(World):
         chance = self.random.random()
         if chance < 0.35 and self.pulls:
             self.pulled()
+        elif chance < 0.4 and self.stores:
+            self.stored()
         elif chance < 0.96 and self.steps:
             self.step_done()
         elif chance < 0.97:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hadal.core.messages import Decode, Generation, KvLease, Prefill
 from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Deliver, Effect, Execute, Send
 from hadal.kv.blocks import blocks_for
+from hadal.roles.decode import DecodeLeader
 
 T = TypeVar("T")
 
@@ -21,6 +22,14 @@ def generation(
         name, tuple(range(100, 100 + prompt)), tuple(range(output)), max_tokens, stop_ids, min_tokens,
         sampling or Sampling(), attempt,
     )  # fmt: skip
+
+
+def decode_leader(num_blocks: int, num_ranks: int = 1, **options: Any) -> DecodeLeader:
+    """One that has started. Few slots, and no heartbeat while a test runs."""
+    fields: dict[str, Any] = {"num_slots": 3, "num_waiting_max": 9, "max_context": 2000, "heartbeat_s": 100.0}
+    unit = DecodeLeader("decode-0", "e1", num_blocks, num_ranks=num_ranks, **fields | options)
+    unit.start(0.0)
+    return unit
 
 
 def sent(effects: Iterable[Effect], kind: type[T]) -> list[T]:

@@ -11,15 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from hadal.core.messages import (
-    BLOCK_TOKENS,
-    Generation,
-    KvLease,
-    Prefill,
-    PrefillDone,
-    Release,
-    Returned,
-)
+from hadal.core.messages import BLOCK_TOKENS, Generation, KvLease, Prefill, PrefillDone, Release, Returned
 from hadal.core.plans import OpTime, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Effect, Event, Execute, RankReset, Send, Tick
 from hadal.roles.decode import DecodeLeader

@@ -11,10 +11,13 @@ from hadal.roles.schedule import Choice
 def test_every_rank_gets_its_own_slots() -> None:
     join = Join(1, (3,), 9, 1, 1, Sampling())
     choice = Choice("sequential", 2, ())
-    plans = make_plans(7, 2, 4, [0, 6], [(5, join)], [(2, 1, 8), (5, 0, 3)], [3], choice, ((1,), (2,)), is_traced=True)
+    plans = make_plans(
+        7, 2, 4, [0, 6], [(5, join)], [(2, 1, 8), (5, 0, 3)], [3], choice, ((1,), (2,)), [[], [3]], is_traced=True
+    )
     assert plans == (
         DecodePlan(7, (0,), (), ((2, 1, 8),), "sequential", (1,), 2, True, (3,)),
-        DecodePlan(7, (2,), (join,), (), "sequential", (2,), 2, True, ()),  # The join has its grown block already.
+        # The join has its grown block already.
+        DecodePlan(7, (2,), (join,), (), "sequential", (2,), 2, True, (), fills=(3,)),
     )
 
 

@@ -12,7 +12,7 @@ from hadal.core.plans import DecodePlan, KvPulled
 from hadal.core.seams import Execute, Pull, RankReset, Send
 from hadal.policy.decode_moves import MoveTerms
 from hadal.roles.decode import DecodeLeader
-from tests.unit.roles.decode_worlds import DecodeWorld
+from tests.unit.roles.decode_worlds import FINGERPRINT, DecodeWorld
 from tests.unit.roles.driving import decode, done, of, sent
 
 SEEDS = [*range(4), *(SystemRandom().randrange(1 << 30) for _ in range(2))]
@@ -52,7 +52,8 @@ def test_every_token_comes_once_whatever_the_ranks_do(seed: int, overlap: str, t
     num_ranks = random.choice([2, 3, 4])
     unit = leader(
         num_ranks, num_slots=random.choice([2, 4]), num_blocks=random.choice([7, 12, 30]), overlap=overlap,
-        min_split_tokens=2, num_layers=4, num_moe_layers=3, terms=terms,
+        min_split_tokens=2, num_layers=4, num_moe_layers=3, terms=terms, lease_s=random.choice([0.05, 30.0]),
+        fingerprint=random.choice([FINGERPRINT, ""]),
     )  # fmt: skip
     world = DecodeWorld(random, unit, num_ranks)
     assert sent(unit.start(0.0), UnitUp) == []
@@ -61,7 +62,7 @@ def test_every_token_comes_once_whatever_the_ranks_do(seed: int, overlap: str, t
     world.reset(set(), set(range(num_ranks)))
     world.live(400, 16, 0.03)
     world.end()
-    while world.steps or world.pulls:
+    while world.steps or world.pulls or world.stores or unit.num_requests:
         world.event()
     assert (unit.num_requests, unit.blocks.num_used) == (0, 0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hadal.core.messages import KvLease
+from hadal.core.messages import Decode, KvLease
 from hadal.roles.decode_table import DecodeTable, SlotState
 from tests.unit.roles.driving import decode
 
@@ -12,15 +12,23 @@ from tests.unit.roles.driving import decode
 def table_with(prompt: int = 10, *block_ids: int, max_tokens: int = 5, stop_ids: tuple[int, ...] = ()) -> DecodeTable:
     table = DecodeTable(4, 8)
     request = decode(prompt=prompt, max_tokens=max_tokens, stop_ids=stop_ids)
-    assert table.reserve(request, 0, block_ids or (7,)) == 0
+    assert seat(table, request, 0, block_ids or (7,)) == 0
     return table
+
+
+def seat(table: DecodeTable, request: Decode, arrival: int, block_ids: tuple[int, ...]) -> int:
+    """One whose KV is being pulled."""
+    slot = table.reserve(request.generation, request.lease, arrival, block_ids)
+    table.prefilled(slot, request.generation, request.lease)
+    table.num_pulling[slot] = len(block_ids)
+    return slot
 
 
 def test_reserve_takes_the_first_free_slot() -> None:
     table = table_with()
-    assert table.reserve(decode("b"), 1, (3,)) == 1
+    assert seat(table, decode("b"), 1, (3,)) == 1
     table.vacate(0)
-    assert table.reserve(decode("c"), 2, (4,)) == 0
+    assert seat(table, decode("c"), 2, (4,)) == 0
     assert table.check() == []
 
 
@@ -53,7 +61,7 @@ def test_longer_stop_lists_widen_the_array_and_leave_no_trace() -> None:
     table = table_with(stop_ids=(1, 2, 3))
     assert table.stop_ids.shape == (4, 3)
     table.vacate(0)
-    table.reserve(decode("b", stop_ids=(9,)), 1, (3,))
+    seat(table, decode("b", stop_ids=(9,)), 1, (3,))
     assert table.stop_ids[0].tolist() == [9, -1, -1]
 
 
@@ -68,7 +76,7 @@ def test_a_closing_slot_is_released_with_its_last_plan() -> None:
 
 def test_slots_in_several_states() -> None:
     table = table_with()
-    table.reserve(decode("b"), 1, (3,))
+    seat(table, decode("b"), 1, (3,))
     table.state[1] = SlotState.READY
     assert table.slots_in(SlotState.PULLING).tolist() == [0]
     assert table.slots_in(SlotState.PULLING, SlotState.READY).tolist() == [0, 1]
@@ -80,6 +88,9 @@ def test_check_sees_what_does_not_agree() -> None:
         lambda table: table.length.__setitem__(0, 65),
         lambda table: table.output_index.__setitem__(0, 3),
         lambda table: table.state.__setitem__(0, SlotState.ACTIVE),
+        lambda table: table.num_pulling.__setitem__(0, 0),
+        lambda table: table.num_pulled.__setitem__(0, 1),
+        lambda table: table.state.__setitem__(0, SlotState.READY),
     ):
         table = table_with()
         assert table.check() == []
@@ -92,6 +103,8 @@ def test_a_row_goes_to_another_slot_with_all_that_its_request_needs() -> None:
     table = table_with(70, 7, 8, stop_ids=(3, 4))
     table.outputs[0] = [0, 5]
     table.state[0] = SlotState.MOVING
+    table.num_pulling[0] = 0
+    table.tail[0, :3], table.is_named[0], table.names[0] = (9, 8, 7), True, b"n"
     table.length[0] += 1
     table.output_index[0] += 1
     table.last_token[0] = 5
@@ -105,6 +118,7 @@ def test_a_row_goes_to_another_slot_with_all_that_its_request_needs() -> None:
     assert (int(table.length[2]), int(table.output_index[2]), int(table.last_token[2])) == (72, 3, 5)
     assert (table.stop_ids[2].tolist(), table.outputs, table.is_as_pulled(2)) == ([3, 4], {2: [0, 5]}, True)
     assert (table.state[2], table.seat(2).lease, table.check()) == (SlotState.READY, lease, [])
+    assert (table.tail[2, :3].tolist(), table.is_named[2], table.names[2]) == ([9, 8, 7], True, b"n")
 
 
 def test_one_that_moves_is_neither_computed_nor_grown() -> None:

@@ -157,14 +157,14 @@ def test_ranks_take_equal_time_where_token_budgets_would_not() -> None:
 def test_a_step_keeps_blocks_starts_and_tokens() -> None:
     pools = pools_of(3, num_blocks=5)
     step = pack([], waiting_of(*[100] * 20), pools, 64, 2, RATES)
-    by_rank = [[prompt for prompt, at in step.starts if at == rank] for rank in range(3)]
+    by_rank = [[prompt for prompt, at, _ in step.starts if at == rank] for rank in range(3)]
     assert all(1 <= len(prompts) <= 2 for prompts in by_rank)  # Two blocks each, of four.
-    assert [prompt.number for prompt, _ in step.starts] == list(range(len(step.starts)))
+    assert [prompt.number for prompt, _, _ in step.starts] == list(range(len(step.starts)))
     assert all(0 < sum(part.end - part.start for part in parts) <= 64 for parts in step.parts)
     assert all(part.end > part.start for parts in step.parts for part in parts)
     held = started_on(pools, 1, "held", 200, 200)  # All its blocks, and one of its starts.
     step = pack([held], waiting_of(100, 100, 100), pools, 64, 2, RATES)
-    assert {rank for _, rank in step.starts} == {0, 2}
+    assert {rank for _, rank, _ in step.starts} == {0, 2}
 
 
 def test_one_that_starts_without_time_keeps_its_rank_and_is_not_overtaken() -> None:

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import pytest
 
+from hadal.core.cache import Place
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    KvLease,
+from hadal.core.messages import KvLease
+from hadal.core.plans import (
+    BlocksLoaded,
+    BlocksStored,
+    DecodePlan,
+    Formed,
+    FormPlan,
+    KvPulled,
+    Member,
+    Staged,
+    StagePlan,
+    StepDone,
+)
+from hadal.core.rank_messages import (
+    RankAnswered,
     RankBeat,
     RankDone,
     RankForm,
     RankFormed,
     RankFreed,
+    RankLoad,
     RankPull,
-    RankPulled,
     RankStage,
     RankStaged,
     RankStep,
+    RankStore,
     RankUp,
 )
-from hadal.core.plans import DecodePlan, Formed, FormPlan, KvPulled, Member, Staged, StagePlan, StepDone
-from hadal.core.seams import Execute, Form, Freed, Pull, Send, Stage, Tick, WakeAt
+from hadal.core.seams import Execute, Form, Freed, LoadBlocks, Pull, Send, Stage, StoreBlocks, Tick, WakeAt
 from hadal.roles.rank import Progress, RankRole
 from tests.unit.roles.driving import done, of, sent
 
@@ -149,7 +163,21 @@ def test_pulls_and_freed_blocks_outlive_generations_but_not_the_process() -> Non
     assert rank.handle(0.0, RankFreed((1,))) == [Freed((1,))]
     rank.handle(0.0, form(2))
     pulled = KvPulled("a", 0, None)
-    assert rank.handle(0.0, pulled) == [Send("decode-0", RankPulled(2, "e1", pulled))]
+    assert rank.handle(0.0, pulled) == [Send("decode-0", RankAnswered(2, "e1", pulled))]
+
+
+def test_it_reads_and_writes_the_disk_for_its_leader_in_any_generation() -> None:
+    rank = make_rank()
+    rank.start(0.0)
+    load, store = RankLoad(1, bytes(16), (Place(2, 3),), (4,)), RankStore(1, bytes(16), (0,), (5,))
+    assert rank.handle(0.0, load) + rank.handle(0.0, store) == []  # Its predecessor's.
+    rank.handle(0.0, form(1))
+    assert rank.handle(0.0, load) == [LoadBlocks(1, bytes(16), (Place(2, 3),), (4,))]
+    assert rank.handle(0.0, store) == [StoreBlocks(1, bytes(16), (0,), (5,))]
+    rank.handle(0.0, form(2))
+    loaded, stored = BlocksLoaded(1, 1), BlocksStored(1, (None,))
+    assert rank.handle(0.0, loaded) == [Send("decode-0", RankAnswered(2, "e1", loaded))]
+    assert rank.handle(0.0, stored) == [Send("decode-0", RankAnswered(2, "e1", stored))]
 
 
 def test_a_broken_connection_is_told_at_once() -> None:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import RankBeat, RankForm, RankFormed, RankUp, UnitDown
+from hadal.core.messages import UnitDown
 from hadal.core.placement import EMPTY, Placement, spread, without
 from hadal.core.plans import Formed, FormPlan
+from hadal.core.rank_messages import RankBeat, RankForm, RankFormed, RankUp
 from hadal.core.seams import Send
 from hadal.roles.rank_book import FAILED_FORMS_MAX, NEWS_S, SILENT_S, RankBook
 from hadal.roles.rank_states import Phase

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from hadal.core.cache import NAME_BYTES
 from hadal.core.seams import Freed, RankReset
+from hadal.kv.names import extend
 from hadal.roles.rank_pools import RankPools
 
 
@@ -44,3 +48,59 @@ def test_check_sees_blocks_on_a_dead_rank() -> None:
     assert pools.check() == ["rank 0 is dead and holds 1 blocks"]
     with pytest.raises(ValueError, match="at least one"):
         RankPools(5, 0)
+
+
+def named(pools: RankPools, rank: int, names: bytes) -> None:
+    """A block of each, cached."""
+    blocks = pools[rank].allocate(len(names) // 16, "x")
+    assert blocks is not None
+    pools[rank].name(blocks, names, 0)
+    pools.free(rank, blocks, "x")
+    pools.take_freed()
+
+
+def test_a_name_is_told_when_the_first_rank_has_it_and_when_the_last_has_not() -> None:
+    pools = RankPools(5, 2)
+    pools.reset(RankReset((), (0, 1), ("a", "b"), 1))
+    one, two = bytes(16), bytes(range(16))
+    named(pools, 0, one + two)
+    assert pools.take_names() == (one + two, b"")
+    named(pools, 1, one)
+    assert (pools.take_names(), pools.num_named, pools.found_names) == ((b"", b""), 3, one + two)
+    pools.reset(RankReset((0,), (), ("", "b"), 2))
+    assert pools.take_names() == (b"", two)
+    assert (pools.num_named, pools.num_evicted, pools.check()) == (1, 0, [])
+
+
+def test_evicted_blocks_are_told_as_freed_and_counted() -> None:
+    pools = RankPools(5)
+    named(pools, 0, bytes(16))
+    assert pools.take_names() == (bytes(16), b"")
+    assert pools[0].allocate(4, "y") is not None
+    (freed,) = pools.take_freed()
+    assert (len(freed.block_ids), pools.num_evicted) == (1, 1)
+    assert pools.take_names() == (b"", bytes(16))
+
+
+@pytest.mark.parametrize("seed", [1, 2, random.randrange(1 << 32)])
+def test_prefixes_are_what_a_look_at_every_rank_finds(seed: int) -> None:
+    random_ = random.Random(seed)
+    pools = RankPools(9, 4)
+    pools.reset(RankReset((), (0, 1, 3), ("a", "b", "", "d"), 1))
+    texts = [tuple(range(64 * 3)) + (branch,) * 64 * 5 for branch in range(3)]
+    chains = [extend(b"", b"", text, b"salt") for text in texts]
+    for _ in range(300):
+        rank, num = random_.choice(pools.living), random_.randint(1, 8)
+        blocks = pools[rank].allocate(num, "x")  # Evicts.
+        assert blocks is not None
+        if random_.random() < 0.7:
+            pools[rank].name(blocks, random_.choice(chains), random_.randint(0, 8 - num))
+        pools.free(rank, blocks, "x")
+        if random_.random() < 0.05:
+            pools[rank].forget_names()
+        pools.take_freed()
+        assert pools.check() == []
+        for chain in chains:
+            seen = {rank: len(pools[rank].lookup(chain)) for rank in range(4)}
+            assert pools.prefixes(chain) == {rank: num for rank, num in seen.items() if num}, seed
+        assert pools.prefixes(bytes(NAME_BYTES)) == pools.prefixes(b"") == {}

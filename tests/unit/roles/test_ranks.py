@@ -5,41 +5,33 @@ from __future__ import annotations
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import (
-    Audit,
-    AuditRequest,
-    Cancel,
-    KvLease,
+from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, UnitDown, UnitUp
+from hadal.core.placement import spread
+from hadal.core.plans import (
+    Chunk,
+    DecodePlan,
+    Formed,
+    KvPulled,
+    PrefillPlan,
+    StepDone,
+)
+from hadal.core.rank_messages import (
+    RankAnswered,
     RankBeat,
     RankDone,
     RankForm,
     RankFormed,
     RankFreed,
     RankPull,
-    RankPulled,
     RankStep,
     RankUp,
-    UnitDown,
-    UnitUp,
-)
-from hadal.core.placement import spread
-from hadal.core.plans import (
-    Chunk,
-    DecodePlan,
-    Draw,
-    Formed,
-    KvPulled,
-    OpTime,
-    PrefillPlan,
-    StepDone,
-    TraceEvent,
 )
 from hadal.core.seams import Effect, Event, Execute, Freed, Pull, RankReset, Send, Tick, WakeAt
 from hadal.roles.expert_gain import ExpertTerms
 from hadal.roles.experts import ExpertBalancer
 from hadal.roles.rank_book import RankBook
 from hadal.roles.rank_states import Phase
-from hadal.roles.ranks import RankedLeader, merge
+from hadal.roles.ranks import RankedLeader
 from tests.unit.roles.driving import of, sent
 
 LEASE = KvLease("pool", (1, 2), (0, 0), 100)
@@ -198,21 +190,6 @@ def test_prefill_keys_count_chunks_over_ranks_and_micro_batches() -> None:
     assert driver.core.heard == [StepDone(3, (2, 3), (7, 7), {}, 0.01)]
 
 
-def test_merging_keeps_the_slowest_time_of_each_op_and_names_ranks() -> None:
-    event = TraceEvent(0, "compute", "gate", 0, 0, 0.0, 1.0)
-    parts = {
-        0: StepDone(
-            1, (0,), (5,), {0: Draw(-1.0, ())}, 0.2, None, {}, (OpTime("gate", 2, 0.1), OpTime("wait", 2, 0.3))
-        ),
-        2: StepDone(1, (1,), (6,), {}, 0.3, None, {1: "not finite"}, (OpTime("gate", 2, 0.2),), (event,)),
-    }  # fmt: skip
-    done = merge(1, (0, 8, 16), parts)
-    assert (done.keys, done.tokens, done.elapsed_s) == ((0, 17), (5, 6), 0.3)
-    assert (done.draws, done.failed) == ({0: Draw(-1.0, ())}, {17: "not finite"})
-    assert done.op_times == (OpTime("gate", 2, 0.2), OpTime("wait", 2, 0.3))
-    assert done.events[0].rank == 2
-
-
 def test_pulls_and_freed_blocks_go_to_their_rank() -> None:
     driver = Driver()
     driver.run()
@@ -222,11 +199,11 @@ def test_pulls_and_freed_blocks_go_to_their_rank() -> None:
         Send("decode-0.2", RankFreed((3,))), Send("decode-0.1", RankPull("a", 0, LEASE, (4, 5))),
     ]  # fmt: skip
     pulled = KvPulled("a", 0, None)
-    driver.handle(RankPulled(2, "e2", pulled))  # Not its pull.
-    driver.handle(RankPulled(1, "e0", pulled))  # Not this process.
+    driver.handle(RankAnswered(2, "e2", pulled))  # Not its pull.
+    driver.handle(RankAnswered(1, "e0", pulled))  # Not this process.
     assert driver.heard(KvPulled) == []
-    driver.handle(RankPulled(1, "e1", pulled))
-    driver.handle(RankPulled(1, "e1", pulled))
+    driver.handle(RankAnswered(1, "e1", pulled))
+    driver.handle(RankAnswered(1, "e1", pulled))
     assert driver.heard(KvPulled) == [pulled]
 
 
@@ -241,8 +218,8 @@ def test_a_lost_rank_voids_the_steps_and_its_pulls() -> None:
     effects = driver.handle(UnitDown("decode-0.1", "killed"))
     assert to(effects, RankForm) == ["decode-0.0", "decode-0.2"]
     driver.handle(RankDone(2, "e2", 1, StepDone(0, (), (), {}, 0.0)))  # Of the generation before.
-    driver.handle(RankPulled(1, "e1", KvPulled("a", 0, None)))
-    driver.handle(RankPulled(2, "e2", KvPulled("b", 0, None)))
+    driver.handle(RankAnswered(1, "e1", KvPulled("a", 0, None)))
+    driver.handle(RankAnswered(2, "e2", KvPulled("b", 0, None)))
     assert to(driver.execute(1), RankStep) == []  # Void: the core will plan it again.
     driver.formed()
     assert driver.core.heard == [
@@ -267,7 +244,7 @@ def test_nothing_is_sent_to_a_rank_that_the_core_does_not_know_is_another() -> N
     assert driver.heard(RankReset) == [
         RankReset((1,), (1,), pools=("pool-0", "pool-1", "pool-2"), generation=2)
     ]
-    driver.handle(RankPulled(1, "new", KvPulled("a", 0, None)))
+    driver.handle(RankAnswered(1, "new", KvPulled("a", 0, None)))
     assert driver.heard(KvPulled) == []
 
 

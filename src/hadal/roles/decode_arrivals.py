@@ -1,0 +1,219 @@
+"""Requests on their way into a decode unit: who waits for a seat, and whose KV is being pulled.
+
+    prefill    | chunk 1 | chunk 2 | chunk 3 = the rest, first token |
+    hints           Ahead     Ahead            Decode
+    here            seated, pull 1.. | pull 2..       | pull the rest .. | READY: Pulled
+
+A hint takes a seat only if nobody waits whose prompt is prefilled, and room for the whole prompt is there; otherwise it
+is ignored. Its seat goes, without a word, when a request in decode needs the blocks, when somebody prefilled waits, and
+when nothing was heard of it for a lease's time: Decode then finds what it would have found without any hint. Blocks
+that a lease names are complete, so they are pulled once; a copy that failed is made again, with Decode at the latest.
+
+Knows neither plans nor tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hadal.core.errors import InvariantError
+from hadal.core.messages import BLOCK_TOKENS, Ahead, Decode, Key, KvLease, Pulled
+from hadal.core.plans import KvPulled
+from hadal.core.seams import Effect, Pull, Send
+from hadal.kv.blocks import blocks_for
+from hadal.roles.decode_slots import DecodeSlots
+from hadal.roles.decode_table import SlotState
+from hadal.roles.rank_pools import RankPools
+from hadal.roles.reasons import PULL_FAILED, QUEUE_FULL, TOO_LONG
+
+
+class DecodeArrivals:
+    """`emit` is called with every effect, `give_back` with every request that has to go to the front again."""
+
+    def __init__(
+        self, unit: str, slots: DecodeSlots, pools: RankPools, *, num_waiting_max: int, lease_s: float,
+        emit: Callable[[Effect], None], give_back: Callable[[Key, str], None],
+    ) -> None:  # fmt: skip
+        self.waiting: dict[Key, Decode] = {}
+        """Prefilled, in the order in which they came."""
+        self._unit = unit
+        self._slots = slots
+        self._table = slots.table
+        self._pools = pools
+        self._num_waiting_max = num_waiting_max
+        self._lease_s = lease_s
+        self._emit = emit
+        self._give_back = give_back
+        self._deadlines: dict[Key, float] = {}
+        """Of seats AHEAD, and of some that were; the earliest first."""
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        return next(iter(self._deadlines.values()), None)
+
+    # ---- what comes from the front ----
+    def accept(self, decode: Decode) -> None:
+        """A request whose prompt is prefilled: it goes on in the seat that a hint took, or waits for one."""
+        generation, lease = decode.generation, decode.lease
+        key = (generation.request_id, generation.attempt)
+        slot = self._slots.key_to_slot.get(key)
+        is_ahead = slot is not None and self._table.state[slot] == SlotState.AHEAD
+        if key in self.waiting or key in self._slots.moving.arriving or (slot is not None and not is_ahead):
+            return  # The same message twice.
+        num_known = len(generation.prompt) + len(generation.output)
+        fits = lease.num_tokens == num_known - 1 and len(lease.block_ids) == blocks_for(lease.num_tokens)
+        problem = None
+        if not fits or not generation.output:
+            problem = f"{PULL_FAILED}: a lease on {lease.num_tokens} tokens does not fit {num_known} known tokens"
+        elif self._is_too_long(decode):
+            problem = f"{TOO_LONG}: {len(generation.prompt)} + {generation.max_tokens} tokens"
+        elif slot is not None and not self._table.is_muted[slot]:
+            self._go_on(slot, decode)
+            return
+        elif len(self.waiting) >= self._num_waiting_max or not self._pools.num_living:
+            problem = QUEUE_FULL
+        if problem is None:
+            self.waiting[key] = decode
+            return
+        if slot is not None:
+            self._let_go(slot)
+        self._give_back(key, problem)
+
+    def hint(self, now_s: float, ahead: Ahead) -> None:
+        """Some of a prompt is prefilled: take a seat for it if that harms nobody, and begin to pull."""
+        generation, table = ahead.generation, self._table
+        key = (generation.request_id, generation.attempt)
+        slot = self._slots.key_to_slot.get(key)
+        if slot is None:
+            if self.waiting or key in self._slots.moving.arriving or self._slots.is_starved or self._is_too_long(ahead):
+                return
+            if not self._pools.num_living or not (seated := self._slots.seat([ahead])):
+                return
+            slot = seated[0]
+        elif table.state[slot] != SlotState.AHEAD:
+            return  # Decode overtook it.
+        elif _num_full(ahead.lease) > _num_full(table.seat(slot).lease):
+            table.set_lease(slot, ahead.lease)
+        self._deadlines.pop(key, None)  # The newest is the last.
+        self._deadlines[key] = now_s + self._lease_s
+        self._pull(slot)
+
+    def _is_too_long(self, message: Decode | Ahead) -> bool:
+        generation = message.generation
+        num_positions = len(generation.prompt) + generation.max_tokens - 1
+        return blocks_for(num_positions) > int(self._table.block_ids.shape[1])
+
+    def cancel(self, key: Key) -> None:
+        """Nobody waits for it any more; its seat is its owner's affair."""
+        self.waiting.pop(key, None)
+        self._deadlines.pop(key, None)
+
+    def clear(self) -> None:
+        """All who wait belong to a front that is gone."""
+        self.waiting.clear()
+        self._deadlines.clear()
+
+    def refuse_all(self) -> None:
+        """No rank lives. Another unit may have room; this one has none for long."""
+        for key in self.waiting:
+            self._give_back(key, QUEUE_FULL)
+        self.waiting.clear()
+
+    def expire(self, now_s: float) -> None:
+        """Give up seats whose prompts were not heard of for too long."""
+        while self._deadlines:
+            key, deadline_s = next(iter(self._deadlines.items()))
+            if deadline_s > now_s:
+                return
+            del self._deadlines[key]
+            slot = self._slots.key_to_slot.get(key)
+            if slot is not None and self._table.state[slot] == SlotState.AHEAD:
+                self._let_go(slot)
+
+    # ---- seats ----
+    def seat_waiting(self) -> None:
+        """Give slots and blocks to those who wait, nobody before one who came earlier, and start to pull their KV."""
+        while self.waiting:
+            # One whose earlier seat is still being written waits for that, and so do those behind it.
+            ready = []
+            for key, decode in self.waiting.items():
+                if key in self._slots.key_to_slot:
+                    break
+                ready.append(decode)
+            for slot in self._slots.seat(ready):
+                self._go_on(slot, self.waiting.pop(self._table.seat(slot).key))
+            if not self.waiting or not ready or not self._make_room():
+                return
+
+    def _make_room(self) -> bool:
+        """Take what can be spared for the first who waits: one who is prefilled goes before those who are not. Whether
+        there is more room now."""
+        slots = self._slots
+        has_slot = any(slots.num_free_slots(rank) for rank in self._pools.living)
+        if has_slot:  # Then it is blocks that are short.
+            num_freed = sum(slots.cache.stores.give_up(rank, self._pools.num_usable) for rank in self._pools.living)
+            if num_freed:
+                return True
+        seats = [slot for rank in self._pools.living for slot in slots.ahead_of(rank)]
+        if not seats or any(self._table.is_muted[slot] for slot in seats):
+            return False  # Nobody can be spared; or somebody goes already, as soon as the copy for him has ended.
+        latest = max(seats, key=lambda slot: self._table.seat(slot).arrival)
+        self._let_go(latest)
+        return bool(self._table.state[latest] == SlotState.FREE)
+
+    def _let_go(self, slot: int) -> None:
+        self._slots.close(slot, -1)  # No plan ever had it.
+
+    # ---- pulls ----
+    def _go_on(self, slot: int, decode: Decode) -> None:
+        """A seat's prompt is prefilled: pull what is not here yet."""
+        table = self._table
+        self._deadlines.pop(table.seat(slot).key, None)
+        table.prefilled(slot, decode.generation, decode.lease)
+        self._slots.cache.seated(slot)
+        self._pull(slot)
+
+    def _pull(self, slot: int) -> None:
+        """Copy what the lease has and is not here, one copy at a time."""
+        table = self._table
+        if table.num_pulling[slot]:
+            return
+        seat, is_whole = table.seat(slot), table.state[slot] == SlotState.PULLING
+        lease, first = seat.lease, int(table.num_pulled[slot])
+        end = len(lease.block_ids) if is_whole else _num_full(lease)
+        if end > first:
+            table.num_pulling[slot] = end - first
+            num_tokens = min(lease.num_tokens, end * BLOCK_TOKENS) - first * BLOCK_TOKENS
+            part = KvLease(lease.source, lease.block_ids[first:end], lease.generations[first:end], num_tokens)
+            into = table.blocks_of(slot)[first:end]
+            self._emit(Pull(*seat.key, part, into, slot // self._slots.per_rank))
+        elif is_whole:
+            table.state[slot] = SlotState.READY
+            self._emit(Send("front", Pulled(self._unit, *seat.key)))
+
+    def pulled(self, pulled: KvPulled) -> None:
+        """A copy from another unit ended."""
+        key, table = (pulled.request_id, pulled.attempt), self._table
+        slot = self._slots.key_to_slot.get(key)
+        if slot is None or not table.num_pulling[slot]:
+            raise InvariantError(f"{self._unit}: KV of {key} was pulled, but nobody asked for it.")
+        num_blocks = int(table.num_pulled[slot] + table.num_pulling[slot])
+        # Of a request that is prefilled, the copy of the rest is its last: the one before it only had a part.
+        is_last = table.state[slot] == SlotState.PULLING and num_blocks == len(table.seat(slot).lease.block_ids)
+        table.num_pulling[slot] = 0
+        if table.is_muted[slot] or table.is_preempted[slot]:
+            self._slots.vacate(slot)
+        elif pulled.error is None:
+            table.num_pulled[slot] = num_blocks
+            self._pull(slot)
+        elif is_last:
+            self._give_back(key, f"{PULL_FAILED}: {pulled.error}")
+            table.is_muted[slot] = True
+            self._slots.vacate(slot)
+        elif table.state[slot] == SlotState.PULLING:
+            self._pull(slot)
+
+
+def _num_full(lease: KvLease) -> int:
+    """Blocks of it that are complete, whatever else it names."""
+    return min(lease.num_tokens // BLOCK_TOKENS, len(lease.block_ids))

@@ -1,0 +1,258 @@
+"""What a prefill leader finds instead of computing it, and keeps for others to find: in its ranks' pools and on disk.
+
+    find -> start: own what the pool has, read what the disk has (disk_loads) -> loaded -> (steps) -> written: named
+                                                                 the first token came -> finished: stored (disk_stores)
+
+A block is found by others as soon as it is complete; it goes to disk only when its prompt's first token proved that
+what is in it is sound, for that cannot be taken back. A token that is void takes with it all names of its rank.
+
+Knows no steps and decides nothing about ranks; what is cheaper to compute than to read is policy/cached_prefix's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from hadal.core import cache
+from hadal.core.balance import AUTO
+from hadal.core.cache import NAME_BYTES, num_names, slice_of, split
+from hadal.core.errors import InvariantError
+from hadal.core.messages import BLOCK_TOKENS, Cached, KvLease, PrefillAhead
+from hadal.core.plans import BlocksLoaded
+from hadal.core.rates import StepRates
+from hadal.core.seams import Effect, LoadBlocks, Send, StoreBlocks, UsedBlocks
+from hadal.kv.blocks import blocks_for
+from hadal.policy.cached_prefix import LoadRates, Prefix, choose_prefix, usable_blocks
+from hadal.roles.disk_loads import LoadBook
+from hadal.roles.disk_stores import StoreBook
+from hadal.roles.prefill_prompts import Found, Prompt, Start
+from hadal.roles.rank_pools import RankPools
+
+
+class PrefillCache:
+    """`keeps`: blocks stay in the pools; `has_disk`: there is a disk to write to. Without a chain neither is touched.
+
+    `recompute`: "auto": a price says what of the disk is read; "off": all that is there.
+    """
+
+    def __init__(
+        self, unit: str, epoch: str, pools: RankPools, *, keeps: bool, has_disk: bool, recompute: str = AUTO
+    ) -> None:
+        self.loads = LoadBook()
+        self.stores = StoreBook(pools)
+        self._counts: Counter[str] = Counter()
+        """By the names of core/cache, without what the books and the pools count themselves."""
+        self._unit = unit
+        self._epoch = epoch
+        self._pools = pools
+        self._keeps = keeps
+        self._has_disk = has_disk
+        self._is_priced = recompute == AUTO
+        self._fetches: list[tuple[int, ...]] = [()] * pools.num_ranks
+        """By rank: blocks read since its last plan."""
+        self._begun: list[StoreBlocks] = []
+        """Writes of this event."""
+        self._rates: StepRates | None = None
+        self._load_rates: LoadRates | None = None
+        self._num_shared: dict[tuple[int, bytes], int] = {}
+        """(rank, last name of a prefix that it has) -> how many of its blocks are owned. Prompts of one plan ask again
+        and again, as it is the same beginning that they share."""
+        self._queued_s: dict[int, float] = {}
+
+    # ---- a prompt starts ----
+    def ask(self, now_s: float, rates: StepRates | None) -> None:
+        """`find` is asked at this time, until something changes; `rates`: None while nothing was measured."""
+        self._rates = rates if self._is_priced else None
+        self._load_rates = self.loads.meter.rates(now_s)
+        self._num_shared.clear()
+        self._queued_s = self.loads.queued_s()
+
+    def find(self, prompt: Prompt) -> Found:
+        """What it would begin with on each rank."""
+        num_most = min(num_names(prompt.generation.chain), usable_blocks(len(prompt.tokens)))
+        chain = slice_of(prompt.generation.chain, 0, num_most)
+        if not chain:
+            return {}
+        found: dict[int, Prefix] = {}
+        rank_to_start = self._pools.prefixes(chain)
+        start_to_num: dict[int, int] = {}
+        end = 0
+        for start in sorted({rank_to_start.get(rank, 0) for rank in self._pools.living}):
+            if end <= start:  # Else it is in what was found from an earlier start on.
+                end = start + self.stores.index.num_found(slice_of(chain, start, num_most))
+            start_to_num[start] = end - start
+        for rank in self._pools.living:
+            start = rank_to_start.get(rank, 0)
+            if start or start_to_num[start]:
+                found[rank] = choose_prefix(
+                    start, self._shared(rank, slice_of(chain, 0, start)), start_to_num[start], self._rates,
+                    self._load_rates, self._queued_s.get(rank, 0.0),
+                )  # fmt: skip
+        return found
+
+    def _shared(self, rank: int, names: bytes) -> int:
+        """How many of the blocks of a prefix that a rank has are in use: they need no room."""
+        if not names:
+            return 0
+        key = rank, names[-NAME_BYTES:]
+        if key not in self._num_shared:
+            self._num_shared[key] = self._pools[rank].num_owned(self._pools[rank].lookup(names))
+        return self._num_shared[key]
+
+    def start(self, now_s: float, starts: Sequence[Start]) -> list[Effect]:
+        """Take all blocks of prompts that start. What is found is owned first, so that nobody's room is made of it."""
+        for prompt, rank, prefix in starts:
+            held = self._pools[rank].lookup(slice_of(prompt.generation.chain, 0, prefix.num_memory))
+            if len(held) != prefix.num_memory:
+                raise InvariantError(f"{self._unit}: what {prompt.key} found is not there any more.")
+            self._pools[rank].acquire(held, prompt.key)
+            prompt.rank, prompt.prefix, prompt.block_ids = rank, prefix, held
+            prompt.num_named = prefix.num_memory
+            prompt.num_planned = prompt.num_done = prefix.num_memory * BLOCK_TOKENS
+        for prompt, rank, prefix in starts:
+            new = self._pools[rank].allocate(blocks_for(len(prompt.tokens)) - prefix.num_memory, prompt.key)
+            if new is None:
+                raise InvariantError(f"{self._unit}: packed a prompt whose blocks are not free.")
+            prompt.block_ids += new
+        out: list[Effect] = list(self._pools.take_freed())  # Before whatever writes these blocks.
+        for prompt, rank, prefix in starts:
+            out += self._used(slice_of(prompt.generation.chain, 0, prefix.num_memory))
+            if prefix.num_loading:
+                prompt.is_loading = True
+                load = self.loads.begin(now_s, prompt, prefix.num_memory, prefix.num_loading)
+                self._pools[rank].acquire(load.into, load.owner, is_use=False)
+                out.append(LoadBlocks(load.load_id, load.names, self.stores.index.lookup(load.names), load.into, rank))
+        return out
+
+    def _used(self, names: bytes) -> list[Effect]:
+        """Tell those who keep them on disk."""
+        places = tuple(place for name in split(names) if (place := self.stores.index.find(name)) is not None)
+        return [UsedBlocks(places)] if places else []
+
+    # ---- what the disk says ----
+    def loaded(self, now_s: float, event: BlocksLoaded) -> list[Effect]:
+        """A read is answered: whoever waited for it goes on with what came, and computes the rest."""
+        load = self.loads.end(now_s, event.load_id, event.num_loaded)
+        num, prompt = event.num_loaded, load.prompt
+        self._counts[cache.DAMAGED_BLOCKS] += event.num_damaged
+        if num < len(load.into):  # The first that did not come; those behind it are of no use without it.
+            self.stores.index.drop(slice_of(load.names, num, num + 1))
+        if self._keeps:
+            self._pools[load.rank].name(load.into[:num], load.chain, load.first)
+        self._fetches[load.rank] += load.into[:num]
+        if prompt is not None:
+            prompt.is_loading = False
+            prompt.prefix = replace(prompt.prefix, num_loading=num)
+            prompt.num_named = load.first + num
+            prompt.num_planned = prompt.num_done = prompt.num_named * BLOCK_TOKENS
+        self._pools.free(load.rank, load.into, load.owner)
+        return self._used(slice_of(load.names, 0, num))
+
+    def give_up(self, now_s: float) -> list[Prompt]:
+        """Let prompts that waited too long for the disk compute instead, in other blocks: the read may still write its
+        own. Returns those for which there is no room."""
+        stuck = []
+        for load in self.loads.overdue(now_s):
+            prompt = load.prompt
+            assert prompt is not None
+            self.loads.abandon(prompt)
+            self.loads.meter.observe(now_s, len(load.into), now_s - load.began_s)
+            prompt.prefix = replace(prompt.prefix, num_loading=0)
+            new = self._pools[load.rank].allocate(len(load.into), prompt.key)
+            if new is None:
+                stuck.append(prompt)
+                continue
+            end = load.first + len(new)
+            prompt.block_ids = (*prompt.block_ids[: load.first], *new, *prompt.block_ids[end:])
+            self._pools.free(load.rank, load.into, prompt.key)
+        return stuck
+
+    def take_fetches(self, rank: int) -> tuple[int, ...]:
+        """Blocks that were read into the rank's pool since the last call."""
+        fetches, self._fetches[rank] = self._fetches[rank], ()
+        return fetches
+
+    def fetch_again(self, rank_to_blocks: Sequence[tuple[int, ...]]) -> None:
+        """The plans that were to fetch them may never have run."""
+        for rank, blocks in enumerate(rank_to_blocks):
+            self._fetches[rank] += blocks
+
+    # ---- a prompt is computed ----
+    def written(self, prompt: Prompt) -> None:
+        """Its KV is there up to `num_done`: let full blocks be found."""
+        full = min(prompt.num_done // BLOCK_TOKENS, num_names(prompt.generation.chain))
+        if self._keeps and full > prompt.num_named:
+            first = prompt.num_named
+            self._pools[prompt.rank].name(prompt.block_ids[first:full], prompt.generation.chain, first)
+            prompt.num_named = full
+
+    def ahead(self, prompt: Prompt) -> list[Effect]:
+        """Tell which full blocks of a prompt that goes on are there, if there are more than before."""
+        full = prompt.num_done // BLOCK_TOKENS
+        if full <= prompt.num_told or prompt.num_done >= len(prompt.tokens):
+            return []
+        prompt.num_told = full
+        pool, block_ids = self._pools[prompt.rank], prompt.block_ids[:full]
+        lease = KvLease(
+            self._pools.names[prompt.rank], block_ids, pool.generations(block_ids), full * BLOCK_TOKENS
+        )  # fmt: skip
+        return [Send("front", PrefillAhead(self._unit, *prompt.key, lease))]
+
+    def finished(self, prompt: Prompt) -> None:
+        """Its first token came: count, and store what the disk has not."""
+        generation, counts, prefix = prompt.generation, self._counts, prompt.prefix
+        counts[cache.MEMORY_HIT_TOKENS] += prefix.num_memory * BLOCK_TOKENS
+        counts[cache.DISK_HIT_TOKENS] += prefix.num_loading * BLOCK_TOKENS
+        counts[cache.MISS_TOKENS] += len(prompt.tokens) - prefix.num_blocks * BLOCK_TOKENS
+        counts[cache.RECOMPUTED_TOKENS] += prefix.num_recomputed * BLOCK_TOKENS
+        if self._has_disk:
+            for position, name in enumerate(split(generation.chain)):
+                self.stores.offer(prompt.rank, name, position, prompt.block_ids[position])
+            # Now, for this token may be its last, and then its blocks may be nobody's at the end of the event.
+            self._begun += self.stores.begin()
+
+    def failed(self, prompt: Prompt) -> None:
+        """Its token is void, so what it attended to may be: nothing of its rank is found any more."""
+        self._pools[prompt.rank].forget_names()
+
+    # ---- the end of an event ----
+    def effects(self) -> list[Effect]:
+        """Writes that may begin, and what the front should know of the pools."""
+        out: list[Effect] = [*self._begun, *self.stores.begin()]
+        self._begun.clear()
+        added, dropped = self._pools.take_names()
+        if added or dropped:
+            out.append(Send("front", Cached(self._unit, self._epoch, added, dropped)))
+        return out
+
+    def totals(self) -> dict[str, int]:
+        """What Load.cache says: everything that core/cache has a name for."""
+        found = {
+            **self._counts, **self.stores.counts, cache.EVICTED_BLOCKS: self._pools.num_evicted,
+            cache.MEMORY_BLOCKS: self._pools.num_named, cache.DISK_BLOCKS: len(self.stores.index),
+        }  # fmt: skip
+        return {name: found.get(name, 0) for name in (*cache.CACHE_LEVELS, *cache.CACHE_TOTALS)}
+
+    def say_all(self) -> list[Effect]:
+        """To a front that knows nothing."""
+        self._pools.take_names()
+        names = self._pools.found_names
+        return [Send("front", Cached(self._unit, self._epoch, names, b"", is_whole=True))] if self._keeps else []
+
+    def lose(self, ranks: Sequence[int]) -> None:
+        """These ranks are gone with all they had; their prompts are forgotten already."""
+        for rank in ranks:
+            self.loads.lose(rank)
+            self.stores.lose(rank)
+            self._fetches[rank] = ()
+
+    def owners(self, rank: int) -> list[tuple[Hashable, tuple[int, ...]]]:
+        """Which reads and writes own which blocks of a rank."""
+        reads: list[tuple[Hashable, tuple[int, ...]]] = [(load.owner, load.into) for load in self.loads.of_rank(rank)]
+        return reads + list(self.stores.owners(rank))
+
+    def check(self) -> list[str]:
+        """Problems; empty when reads and writes add up."""
+        return self.loads.check() + self.stores.check()

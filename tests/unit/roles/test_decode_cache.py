@@ -1,0 +1,362 @@
+"""Blocks of generated text: their names, when they may be written, and who keeps them meanwhile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from hadal.core.cache import DISK_BLOCKS, DISK_EVICTED_BLOCKS, SKIPPED_BLOCKS, STORED_BLOCKS, Place, split
+from hadal.core.errors import InvariantError
+from hadal.core.messages import Cancel, Decode, KvLease, Load, Returned
+from hadal.core.plans import BlocksStored, KvPulled, StepDone
+from hadal.core.seams import DiskNews, Freed, Pull, RankReset, StoreBlocks, Tick
+from hadal.kv.blocks import blocks_for
+from hadal.kv.names import extend, root_of
+from hadal.policy.decode_moves import MoveTerms
+from hadal.roles import disk_stores
+from hadal.roles.decode import DecodeLeader
+from hadal.roles.decode_table import SlotState
+from hadal.roles.disk_stores import Writer
+from tests.unit.roles.decode_worlds import FINGERPRINT, SALT, DecodeWorld, named
+from tests.unit.roles.driving import decode, decode_leader, decode_plans, done, of, sent
+
+ROOT = root_of(FINGERPRINT.encode())
+
+
+def leader(num_blocks: int = 40, num_ranks: int = 1, **options: Any) -> DecodeLeader:
+    fields: dict[str, Any] = {"num_slots": 4, "fingerprint": FINGERPRINT}
+    return decode_leader(num_blocks, num_ranks, **fields | options)
+
+
+def text_of(message: Decode, *tokens: int) -> tuple[int, ...]:
+    return message.generation.prompt + message.generation.output + tokens
+
+
+def names_of(text: tuple[int, ...]) -> list[bytes]:
+    return list(split(extend(ROOT, b"", text, SALT)))
+
+
+def request(name: str = "a", prompt: int = 100, *, output: int = 1, max_tokens: int = 300) -> Decode:
+    message = decode(name, prompt, output=output, max_tokens=max_tokens)
+    return Decode(named(message.generation), message.lease)
+
+
+class Drive:
+    """A unit that steps, every token its slot's next, and all that it wanted to have written."""
+
+    def __init__(self, unit: DecodeLeader, *messages: Decode) -> None:
+        self.unit = unit
+        self.stores: list[StoreBlocks] = []
+        self.fills: list[int] = []
+        self.steps: list[tuple[int, tuple[int, ...]]] = []
+        self.num_drawn: Counter[int] = Counter()
+        for message in messages:
+            self.seat(message)
+
+    def feed(self, event: Any) -> list[Any]:
+        effects = self.unit.handle(0.0, event)
+        assert self.unit.audit() == []
+        self.stores += of(effects, StoreBlocks)
+        for plan in decode_plans(effects):
+            self.fills += plan.fills
+            slots = self.unit._in_flight[[step.step_id for step in self.unit._in_flight].index(plan.step_id)].computed
+            self.steps.append((plan.step_id, tuple(slots.nonzero()[0].tolist())))
+        return effects
+
+    def seat(self, message: Decode) -> None:
+        self.feed(message)
+        self.feed(KvPulled(message.generation.request_id, message.generation.attempt, None))
+
+    def step(self, error: str | None = None) -> list[Any]:
+        step_id, slots = self.steps.pop(0)
+        if error is not None:
+            return self.feed(done(step_id, error=error))
+        tokens = {}
+        for slot in slots:
+            tokens[slot] = 1000 + self.num_drawn[slot]
+            self.num_drawn[slot] += 1
+        return self.feed(done(step_id, tokens))
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step()
+
+    def drawn(self, num: int) -> tuple[int, ...]:
+        return tuple(range(1000, 1000 + num))
+
+    def answer(self, store: StoreBlocks, *, is_written: bool = True) -> list[Any]:
+        place = Place(0, 0) if is_written else None
+        return self.feed(BlocksStored(store.store_id, (place,) * len(store.positions)))
+
+    def cache(self) -> dict[str, int]:
+        return self.unit.slots.cache.totals()
+
+
+def counted(stored: int = 0, skipped: int = 0, on_disk: int = 0) -> dict[str, int]:
+    """All that a decode unit's Load says of the cache."""
+    return {STORED_BLOCKS: stored, SKIPPED_BLOCKS: skipped, DISK_EVICTED_BLOCKS: 0, DISK_BLOCKS: on_disk}
+
+
+@pytest.mark.parametrize("prompt", [1, 62, 63, 64, 65, 100, 126, 127, 128, 200])
+@pytest.mark.parametrize("output", [1, 3])
+def test_every_block_that_steps_fill_is_named_as_its_text_is(prompt: int, output: int) -> None:
+    message = request(prompt=prompt, output=output)
+    drive = Drive(leader(), message)
+    drive.run(200)
+    for store in drive.stores:
+        drive.answer(store)
+    # The last token drawn has no KV yet.
+    num_written = message.lease.num_tokens + 200
+    names = names_of(text_of(message, *drive.drawn(200))[:num_written])
+    first = message.lease.num_tokens // 64
+    assert [name for store in drive.stores for name in split(store.names)] == names[first:]
+    assert [at for store in drive.stores for at in store.positions] == list(range(first, len(names)))
+    blocks = drive.unit.table.blocks_of(0)
+    assert [block for store in drive.stores for block in store.block_ids] == list(blocks[first : len(names)])
+    assert drive.fills[: len(names) - first] == list(blocks[first : len(names)])
+
+
+def test_a_block_is_stored_in_the_step_that_wrote_its_last_position_and_not_before() -> None:
+    message = request(prompt=120)  # Steps write 120, 121, ..: the eighth writes 127.
+    drive = Drive(leader(), message)
+    drive.run(7)
+    assert drive.stores == []
+    drive.step()
+    assert [store.positions for store in drive.stores] == [(1,)]
+
+
+def test_the_chain_that_the_front_sent_is_gone_on_with_even_if_it_is_behind() -> None:
+    message = request(prompt=300)
+    chain = extend(ROOT, b"", text_of(message, *range(1000, 1020)), SALT, 70)
+    short = msgspec.structs.replace(message.generation, chain=chain[:16], num_public=70)
+    drive = Drive(leader(), Decode(short, message.lease))
+    drive.run(20)
+    assert drive.stores[0].names == chain[4 * 16 :]
+
+
+def test_public_parts_of_a_prompt_are_named_as_the_front_names_them() -> None:
+    message = request(prompt=100)
+    text = text_of(message, *range(1000, 1028))
+    chain = extend(ROOT, b"", text[:100], SALT, 70)
+    sent_on = msgspec.structs.replace(message.generation, chain=chain, num_public=70)
+    drive = Drive(leader(), Decode(sent_on, message.lease))
+    drive.run(40)
+    assert drive.stores[0].names == extend(ROOT, b"", text, SALT, 70)[16:32]
+
+
+@pytest.mark.parametrize("fingerprint", ["", FINGERPRINT])
+def test_without_a_cache_nothing_is_named(fingerprint: str) -> None:
+    message = request(prompt=100)
+    chain = message.generation.chain if not fingerprint else b""
+    unnamed = msgspec.structs.replace(message.generation, chain=chain)
+    drive = Drive(leader(fingerprint=fingerprint), Decode(unnamed, message.lease))
+    drive.run(100)
+    assert drive.stores == drive.fills == []
+    assert drive.cache() == ({} if not fingerprint else counted())
+
+
+def test_what_is_on_disk_or_under_way_is_not_written_again() -> None:
+    message = request("a", 100)
+    names = names_of(text_of(message, *range(1000, 1300)))
+    drive = Drive(leader())
+    drive.feed(DiskNews(names[2], (Place(3, 3),)))
+    drive.seat(message)
+    drive.seat(request("b", 100))  # It joins two plans later and draws the same text.
+    drive.unit.slots.cache.stores._num_writing_max = 1
+    drive.run(30)
+    assert [store.names for store in drive.stores] == [names[1]]
+    drive.run(130)
+    assert [store.names for store in drive.stores] == [names[1]]  # One is under way, and the next waits for it.
+    drive.answer(drive.stores[0])
+    assert [store.names for store in drive.stores] == [names[1], names[3]]
+    assert drive.cache() == counted(stored=1, on_disk=2)
+    drive.feed(DiskNews(b"", (), names[1] + names[2]))
+    assert drive.cache()[DISK_BLOCKS] == 0
+
+
+def test_what_made_room_on_disk_is_written_again() -> None:
+    drive = Drive(leader(), request("a", 100))
+    drive.feed(DiskNews(b"n" * 16, (Place(0, 0),)))
+    drive.run(30)
+    (store,) = drive.stores
+    drive.feed(BlocksStored(store.store_id, (Place(0, 0),), dropped=b"n" * 16))
+    assert drive.cache()[DISK_BLOCKS] == 1
+    drive.feed(DiskNews(b"", (), store.names))
+    drive.feed(Cancel("a", 0))
+    drive.run(2)
+    drive.num_drawn.clear()
+    drive.seat(request("b", 100))
+    drive.run(30)
+    assert [other.names for other in drive.stores] == [store.names] * 2
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_blocks_stay_until_they_are_written_whatever_becomes_of_the_request(is_written: bool) -> None:
+    drive = Drive(leader(), request("a", 100))
+    drive.run(30)
+    (store,) = drive.stores
+    drive.feed(Cancel("a", 0))
+    drive.run(2)
+    assert (drive.unit.num_requests, drive.unit.blocks.num_used) == (0, 1)
+    assert drive.unit.blocks[0].owners() == {store.block_ids[0]: (Writer(0),)}
+    effects = drive.answer(store, is_written=is_written)
+    assert of(effects, Freed) == [Freed(store.block_ids)]
+    assert drive.unit.blocks.num_used == 0
+    assert drive.cache() == (counted(stored=1, on_disk=1) if is_written else counted(skipped=1))
+    with pytest.raises(InvariantError, match="was asked for"):
+        drive.answer(store)
+
+
+def test_only_so_much_is_under_way_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_stores, "HELD_BLOCKS", 2)
+    drive = Drive(leader(), request("a", 63))
+    drive.unit.slots.cache.stores._num_writing_max = 1
+    drive.run(5 * 64 + 10 - 63)
+    assert [store.positions for store in drive.stores] == [(0,)]
+    assert drive.cache() == counted(skipped=2)  # Of five, one is being written and two wait.
+    drive.answer(drive.stores[0])
+    drive.answer(drive.stores[1])
+    drive.answer(drive.stores[2])
+    assert [store.positions for store in drive.stores] == [(0,), (1,), (2,)]
+    assert drive.cache() == counted(stored=3, skipped=2, on_disk=3)
+
+
+def test_what_waits_to_be_written_goes_before_any_request() -> None:
+    """8 blocks: a leaves one that is being written and one that waits; b needs all but the first."""
+    drive = Drive(leader(num_blocks=9), request("a", 63))
+    drive.run(76)
+    assert [store.positions for store in drive.stores] == [(0,)]
+    drive.feed(Cancel("a", 0))
+    drive.run(2)
+    assert drive.unit.blocks.num_used == 2
+    drive.num_drawn.clear()
+    drive.seat(request("b", 360, max_tokens=60))  # It takes the 6 that are free, and will need one more.
+    assert drive.unit.num_requests == 1
+    for _ in range(30):
+        assert sent(drive.step(), Returned) == []
+    assert drive.unit.blocks.num_used == 8
+    assert drive.cache()[SKIPPED_BLOCKS] == 1
+
+
+def test_one_that_waits_for_blocks_gets_those_that_wait_to_be_written() -> None:
+    drive = Drive(leader(num_blocks=9), request("a", 63))
+    drive.run(76)
+    drive.feed(Cancel("a", 0))
+    drive.run(2)
+    effects = drive.feed(request("b", 440, max_tokens=60))  # 7 blocks.
+    assert len(of(effects, Pull)) == 1
+    assert drive.unit.blocks.num_used == 8
+
+
+def test_blocks_that_a_living_request_holds_are_not_given_up_for_nothing() -> None:
+    drive = Drive(leader(num_blocks=9), request("a", 63))
+    drive.run(76)
+    drive.feed(request("b", 440, max_tokens=60))
+    assert drive.cache() == counted()
+    assert drive.unit.slots.cache.stores.give_up(0, 100) == 0
+
+
+def test_a_failed_step_names_nothing() -> None:
+    drive = Drive(leader(), request("a", 120))
+    drive.run(7)
+    drive.step(error="broken")
+    drive.step()
+    assert drive.stores == []
+    assert drive.unit.blocks.num_used == 0
+
+
+def test_a_slot_whose_token_is_void_names_nothing() -> None:
+    drive = Drive(leader(), request("a", 120))
+    drive.run(7)
+    step_id, _ = drive.steps.pop(0)
+    drive.feed(StepDone(step_id, (0,), (5,), {}, 0.01, None, {0: "not finite"}))
+    drive.step()
+    assert drive.stores == []
+
+
+def test_a_cancelled_slot_names_nothing_that_nobody_was_given() -> None:
+    drive = Drive(leader(), request("a", 119))
+    drive.run(7)
+    drive.feed(Cancel("a", 0))
+    drive.run(2)  # The second of these writes position 127, after a token that was dropped.
+    assert drive.stores == []
+
+
+def test_void_plans_name_nothing_and_the_block_is_named_when_it_is_filled_again() -> None:
+    message = request("a", 120)
+    drive = Drive(leader(num_ranks=2))
+    drive.feed(RankReset((), (0, 1), ("p", "q"), 1))
+    drive.seat(message)
+    drive.run(7)
+    assert drive.stores == []
+    drive.steps.clear()
+    drive.feed(RankReset((1,), (), ("p", ""), 2))  # The eighth and ninth step are void.
+    assert drive.stores == []
+    drive.run(3)
+    (store,) = drive.stores
+    assert store.names == names_of(text_of(message, *drive.drawn(10)))[1]
+
+
+def test_a_lost_rank_takes_its_stores_with_it() -> None:
+    drive = Drive(leader(num_ranks=2))
+    drive.feed(RankReset((), (0, 1), ("p", "q"), 1))
+    drive.seat(request("a", 120))
+    drive.seat(request("b", 111))
+    drive.unit.slots.cache.stores._num_writing_max = 1
+    drive.run(90)
+    assert [(store.rank, store.positions) for store in drive.stores] == [(0, (1,)), (1, (1,))]
+    drive.steps.clear()
+    drive.feed(RankReset((0,), (), ("", "q"), 2))
+    assert drive.cache()[SKIPPED_BLOCKS] == 2
+    with pytest.raises(InvariantError, match="was asked for"):
+        drive.answer(drive.stores[0])
+    assert drive.unit.slots.cache.stores.owners(0) == []
+    assert len(drive.unit.slots.cache.stores.owners(1)) == 2
+    drive.feed(RankReset((), (0,), ("p2", "q"), 3))
+    drive.answer(drive.stores[1])
+    assert drive.stores[2].rank == 1
+
+
+def test_load_tells_the_counts() -> None:
+    drive = Drive(leader(heartbeat_s=0.0), request("a", 120))
+    drive.run(9)
+    drive.answer(drive.stores[0])
+    (load,) = sent(drive.feed(Tick()), Load)
+    assert load.cache == counted(stored=1, on_disk=1)
+
+
+def test_a_request_that_moved_is_named_where_it_goes_on() -> None:
+    """Its tail and its last name go with it; what is being written stays behind and is kept there."""
+    written: set[bytes] = set()
+    num_moved = 0
+    for seed in range(4):
+        from_moves = _moving_world(seed)
+        written |= from_moves.written
+        num_moved += from_moves.leader.slots.moving.num_moved
+    assert num_moved > 5
+    assert len(written) > 40
+
+
+def _moving_world(seed: int) -> DecodeWorld:
+    random = Random(seed)
+    eager = MoveTerms(stall_steps=0.01, gain_steps=12.0, num_tokens_left_min=3)
+    unit = leader(20, 3, num_waiting_max=100, terms=eager)
+    world = DecodeWorld(random, unit, 3)
+    world.reset(set(), {0, 1, 2})
+    for _ in range(1500):
+        world.live(1, 10, 0.005)
+        assert unit.table.is_named[unit.table.slots_in(SlotState.ACTIVE)].all()
+    return world
+
+
+def test_a_lease_says_where_generated_text_begins() -> None:
+    """After a retry, what was generated before was prefilled again: that is prefill's to store."""
+    message = request("a", 50, output=30)
+    lease = KvLease("pool", tuple(range(1, 1 + blocks_for(79))), (0, 0), 79)
+    drive = Drive(leader(), Decode(message.generation, lease))
+    drive.run(60)
+    assert [store.positions for store in drive.stores] == [(1,)]

@@ -1,0 +1,81 @@
+"""What the core of many ranks reads from disk and writes to it: done by the rank whose blocks they are."""
+
+from __future__ import annotations
+
+from hadal.core.cache import Place
+from hadal.core.messages import Cancel, UnitDown
+from hadal.core.plans import BlocksLoaded, BlocksStored
+from hadal.core.rank_messages import RankAnswered, RankFreed, RankLoad, RankPull, RankStore
+from hadal.core.seams import Freed, LoadBlocks, Pull, Send, StoreBlocks, UsedBlocks
+from tests.unit.roles.test_ranks import LEASE, Driver, to
+
+NAMES = bytes(range(32))
+PLACES = (Place(1, 2), Place(1, 3))
+LOAD = LoadBlocks(4, NAMES, PLACES, (5, 6), rank=1)
+STORE = StoreBlocks(4, NAMES, (0, 1), (7, 8), rank=2)
+
+
+def asked() -> Driver:
+    driver = Driver()
+    driver.run()
+    driver.core.answers = [LOAD, STORE, UsedBlocks(PLACES)]
+    assert driver.handle(Cancel("x", 0))[:3] == [
+        Send("decode-0.1", RankLoad(4, NAMES, PLACES, (5, 6))),
+        Send("decode-0.2", RankStore(4, NAMES, (0, 1), (7, 8))), UsedBlocks(PLACES),
+    ]  # fmt: skip
+    driver.core.heard.clear()
+    return driver
+
+
+def test_the_core_hears_of_each_once_from_the_rank_that_was_asked() -> None:
+    driver, loaded, stored = asked(), BlocksLoaded(4, 2), BlocksStored(4, PLACES)
+    driver.handle(RankAnswered(2, "e2", loaded))  # Not its read.
+    driver.handle(RankAnswered(1, "e0", loaded))  # Not this process.
+    driver.handle(RankAnswered(1, "e1", stored))  # A read of the same number.
+    assert driver.core.heard == []
+    for _ in range(2):
+        driver.handle(RankAnswered(2, "e2", stored))
+        driver.handle(RankAnswered(1, "e1", loaded))
+    assert driver.core.heard == [stored, loaded]
+    assert driver.leader.num_stale == 5
+
+
+def test_a_lost_rank_does_not_answer_and_the_others_do() -> None:
+    driver = asked()
+    driver.handle(UnitDown("decode-0.1", "killed"))
+    driver.formed()
+    driver.core.heard.clear()
+    driver.handle(RankAnswered(1, "e1", BlocksLoaded(4, 2)))
+    assert driver.core.heard == []
+    driver.handle(RankAnswered(2, "e2", BlocksStored(4, PLACES)))
+    assert driver.core.heard == [BlocksStored(4, PLACES)]
+
+
+def test_after_a_failed_step_nothing_is_copied_into_pools_before_the_next_generation() -> None:
+    """The core takes a failed step's blocks for free; other ranks may be in the middle of it, and still write them."""
+    driver = Driver()
+    driver.run()
+    driver.execute(0)
+    driver.core.answers = [Freed((5, 6), 1), LOAD, Pull("y", 0, LEASE, (7, 8), 2), STORE]
+    effects = driver.done(0, 0, error="RuntimeError: no")
+    assert not to(effects, RankLoad) + to(effects, RankPull)
+    assert (to(effects, RankFreed), to(effects, RankStore)) == (["decode-0.1"], ["decode-0.2"])
+    driver.core.answers = [Pull("z", 0, LEASE, (9, 10), 2)]
+    assert not to(driver.handle(Cancel("x", 0)), RankPull)
+    driver.handle(UnitDown("decode-0.1", "killed"))
+    effects = driver.formed()
+    assert (to(effects, RankLoad), to(effects, RankPull)) == ([], ["decode-0.2", "decode-0.2"])
+    driver.core.answers = [Pull("w", 0, LEASE, (9, 10), 2)]
+    assert to(driver.handle(Cancel("x", 0)), RankPull) == ["decode-0.2"]
+
+
+def test_a_read_that_waited_for_the_next_generation_is_answered() -> None:
+    driver = Driver()
+    driver.run()
+    driver.execute(0)
+    driver.core.answers = [LOAD]
+    driver.done(0, 0, error="RuntimeError: no")
+    assert to(driver.formed(), RankLoad) == ["decode-0.1"]
+    driver.core.heard.clear()
+    driver.handle(RankAnswered(1, "e1", BlocksLoaded(4, 2)))
+    assert driver.core.heard == [BlocksLoaded(4, 2)]
