@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import logging
@@ -50,6 +51,7 @@ def main(
         "hadal serve --model ~/models/my-v3 --port 9000  any DeepSeek-V3 checkpoint in a Hugging Face folder\n\n"
         "hadal serve --config configs/laptop.toml        everything that can be set, with what it means\n\n"
         "hadal serve --config FILE --dry-run             what would run where, in how much memory; starts nothing\n\n"
+        "hadal serve --cache-folder ~/kv --cache-mb 20000   keep KV on disk, over restarts\n\n"
         "HADAL_API_KEYS=one,two hadal serve --host 0.0.0.0   for others, who must send one of the keys\n\n"
         "Ctrl-C lets running streams finish; a second one ends them."
     )
@@ -63,6 +65,10 @@ def serve(
     api_key: Annotated[
         list[str] | None, typer.Option(help="A key that is let in; may be given again. Or HADAL_API_KEYS=a,b.")
     ] = None,
+    cache_folder: Annotated[
+        str | None, typer.Option(help="Folder for KV on disk; '' for none. [dim]none[/dim]")
+    ] = None,
+    cache_mb: Annotated[int | None, typer.Option(help="Most that is kept there. [dim]4096[/dim]", min=1)] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_dir: Annotated[Path | None, typer.Option(help="Folder for a log file per process, instead of stderr.")] = None,
     run_folder: Annotated[
@@ -74,8 +80,10 @@ def serve(
     ] = False,
 ) -> None:
     """Serve a model over the OpenAI API: a gateway, prefill units and decode units, each of one process or of many."""
+    overrides = {"model": model, "host": host, "port": port, "model_name": model_name}
+    cache = {"folder": cache_folder, "disk_mb": cache_mb}
     if dry_run:
-        sys.exit(_dry_run(config, {"model": model, "host": host, "port": port, "model_name": model_name}))
+        sys.exit(_dry_run(config, overrides, cache))
     from hadal.runtime.banner import Banner
     from hadal.runtime.launch import Options
     from hadal.runtime.launch import serve as run
@@ -89,8 +97,7 @@ def serve(
             level=level.upper(), datefmt="%H:%M:%S",
             format="supervisor | %(asctime)s %(levelname)s %(name)s: %(message)s",
         )
-        overrides = {"model": model, "host": host, "port": port, "model_name": model_name}
-        resolved = resolve(_deployment(config, overrides))
+        resolved = resolve(_deployment(config, overrides, cache))
         keys = _api_keys(api_key or [])
         options = Options(run_folder, log_dir, level, keys)
         banner = Banner(resolved, needs_key=bool(keys))
@@ -269,13 +276,13 @@ def _read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not JSON, gzipped or plain: {error}.") from error
 
 
-def _dry_run(config: Path | None, overrides: dict[str, Any]) -> int:
+def _dry_run(config: Path | None, overrides: dict[str, Any], cache: dict[str, Any]) -> int:
     """0: the plan is sound, wherever it can run. EXIT_CONFIG: it can run nowhere."""
     from hadal.runtime.dry_run import print_plan
     from hadal.runtime.resolve import plan, why_not_run
 
     try:
-        resolved = plan(_deployment(config, overrides))
+        resolved = plan(_deployment(config, overrides, cache))
     except ConfigError as error:
         typer.echo(f"hadal serve: {error}", err=True)
         return EXIT_CONFIG
@@ -283,10 +290,14 @@ def _dry_run(config: Path | None, overrides: dict[str, Any]) -> int:
     return 0
 
 
-def _deployment(config: Path | None, overrides: dict[str, Any]) -> Deployment:
-    if config is not None:
-        return read_deployment(config, **overrides)
-    return Deployment(**{name: value for name, value in overrides.items() if value is not None})
+def _deployment(config: Path | None, overrides: dict[str, Any], cache: dict[str, Any] | None = None) -> Deployment:
+    """`overrides` of the file's fields, `cache` of those in its table; None leaves a field as it is."""
+    deployment = Deployment(**_given(overrides)) if config is None else read_deployment(config, **overrides)
+    return dataclasses.replace(deployment, cache=dataclasses.replace(deployment.cache, **_given(cache or {})))
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _api_keys(given: list[str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hadal import __version__
 from hadal.cli import _api_keys, _deployment, app
-from hadal.core.config import Deployment, read_deployment
+from hadal.core.config import CacheConfig, Deployment, read_deployment
 from hadal.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +48,7 @@ def test_help_loads_neither_torch_nor_the_server() -> None:
         (["--port", "99999"], "port is 99999"),
         (["--log-level", "loud"], "--log-level is 'loud'"),
         (["--api-key", "a,b"], "comma"),
+        (["--cache-folder", __file__], "is no folder"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:
@@ -91,6 +92,22 @@ def test_options_go_before_the_file(tmp_path: Path) -> None:
     deployment = _deployment(file, {"port": 9001, "host": None})
     assert (deployment.port, deployment.host, deployment.decode.max_requests) == (9001, "0.0.0.0", 3)
     assert _deployment(None, {"port": 9001, "host": None}) == Deployment(port=9001)
+
+
+def test_the_cache_s_options_go_before_its_table(tmp_path: Path) -> None:
+    file = tmp_path / "d.toml"
+    file.write_text('[cache]\nmemory = "off"\nfolder = "there"\ndisk_mb = 5\n')
+    assert _deployment(file, {}, {"folder": None, "disk_mb": 6}).cache == CacheConfig("off", "there", 6)
+    assert _deployment(file, {}, {"folder": "", "disk_mb": None}).cache == CacheConfig("off", "", 5)
+    assert _deployment(None, {}, {"folder": "here", "disk_mb": None}).cache == CacheConfig(folder="here")
+
+
+def test_a_dry_run_shows_the_cache(tmp_path: Path) -> None:
+    options = ["--cache-folder", str(tmp_path / "kv"), "--cache-mb", "100"]
+    result = CliRunner().invoke(app, ["serve", "--dry-run", *options])
+    assert result.exit_code == 0
+    assert f"up to 0.1 GB in {tmp_path / 'kv'}" in result.stdout
+    assert "hand-over" in result.stdout
 
 
 def test_the_laptops_file_shows_the_defaults() -> None:

@@ -1,6 +1,6 @@
 """API keys: a Bearer token compared in constant time.
 
-Knows headers, nothing of tenants or quotas.
+Knows headers, and that a key is a tenant; nothing of quotas.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hmac
 from collections.abc import Iterable
 
 from hadal.gateway.errors import ApiError
+from hadal.gateway.tenants import salt_of
 
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="hadal"'}
 
@@ -18,13 +19,18 @@ class Keys:
     """The keys that are let in; with none, everybody is."""
 
     def __init__(self, keys: Iterable[str]) -> None:
+        known = [key.encode() for key in keys if key]
         # Digests are of one length, so that the comparison's time tells nothing of a key's length either.
-        self._digests = tuple(_digest(key.encode()) for key in keys if key)
+        self._digests = tuple(_digest(key) for key in known)
+        self._salts = tuple(salt_of(key) for key in known)
 
-    def check(self, authorization: str | None) -> None:
-        """Raise ApiError 401 unless the header carries one of the keys."""
+    def check(self, authorization: str | None) -> bytes:
+        """Return the salt of the tenant whose key the header carries; without keys there is one tenant.
+
+        Raises ApiError 401 for a header without any of the keys.
+        """
         if not self._digests:
-            return
+            return salt_of(b"")
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise ApiError(
@@ -36,6 +42,7 @@ class Keys:
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if not any(matches):
             raise ApiError(401, "This API key is not known; check it.", code="invalid_api_key", headers=_CHALLENGE)
+        return self._salts[matches.index(True)]
 
 
 def _digest(key: bytes) -> bytes:

@@ -7,6 +7,7 @@ control tokens. So a template may trim, split and compare texts as it likes, and
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class Prompt:
 
     ids: tuple[int, ...]
     thinks: bool = False
+    num_public: int = 0
+    """So many of the first ids follow from the leading system messages alone, and are to be shared with everybody."""
 
 
 class ChatFormat:
@@ -63,8 +66,10 @@ class ChatFormat:
         max_tokens: int,
         thinking: bool | None = None,
         template_kwargs: dict[str, bool | int | float | str | None] | None = None,
+        is_public: bool = False,
     ) -> Prompt:
-        """Render and tokenise. `thinking` False closes the reasoning before it starts.
+        """Render and tokenise. `thinking` False closes the reasoning before it starts; `is_public` counts what may be
+        shared with everybody.
 
         Raises RequestError, also for what is sure to exceed `max_tokens`, which it then does not tokenise.
         """
@@ -86,18 +91,42 @@ class ChatFormat:
             text += f"\n{THINK_CLOSE}\n\n"
             thinks = False
         check_length(self._vocabulary.fewest_tokens(text.replace(shield, "")), max_tokens, "messages")
-        return Prompt(tuple(self._encode(text, shield)), thinks)
+        ids = tuple(self._encode(text, shield))
+        return Prompt(ids, thinks, self._num_public(turns, values, shield, ids) if is_public else 0)
+
+    def _num_public(self, turns: Sequence[Turn], values: dict[str, Any], shield: str, ids: tuple[int, ...]) -> int:
+        """How many of the first ids are also those of the leading system messages by themselves.
+
+        What is rendered of those messages alone tells nothing of any other, wherever the template puts them; nor do
+        switches of the template that are true or false.
+        """
+        leading = list(itertools.takewhile(lambda turn: turn.role == "system", turns))
+        if not leading:
+            return 0
+        messages = [{"role": turn.role, "content": self._shielded(turn.content, shield)} for turn in leading]
+        switches = {name: value for name, value in values.items() if isinstance(value, bool)}
+        max_chars = 2 * sum(len(turn.content) for turn in leading) + _CHARS_PER_MESSAGE * (len(leading) + 1)
+        try:
+            alone = self._encode(self._render(messages, switches, max_chars, opens_reply=False), shield)
+        except RequestError as error:
+            raise RequestError(
+                f"cache_salt is 'public', and this model's chat template renders no system messages alone ({error}) "
+                "Take another salt, or none.", "cache_salt",
+            ) from error  # fmt: skip
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False)))
 
     def _shielded(self, text: str, shield: str) -> str:
         return self._starts.sub(lambda match: match[0] + shield, text)
 
-    def _render(self, messages: list[dict[str, str]], values: dict[str, Any], max_chars: int) -> str:
+    def _render(
+        self, messages: list[dict[str, str]], values: dict[str, Any], max_chars: int, *, opens_reply: bool = True
+    ) -> str:
         pieces: list[str] = []
         num_chars = 0
         try:
             for piece in self._template.generate(
-                **values, messages=messages, add_generation_prompt=True, bos_token=self._bos, eos_token=self._eos,
-                tools=None,
+                **values, messages=messages, add_generation_prompt=opens_reply, bos_token=self._bos,
+                eos_token=self._eos, tools=None,
             ):
                 pieces.append(piece)
                 num_chars += len(piece)

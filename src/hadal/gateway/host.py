@@ -11,18 +11,9 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from hadal.core.messages import (
-    AnyMessage,
-    Audit,
-    AuditRequest,
-    Cancel,
-    Drain,
-    Generation,
-    Submit,
-    Trace,
-    TraceRequest,
-)
+from hadal.core.messages import Audit, AuditRequest, Cancel, Drain, Generation, Submit, Trace, TraceRequest
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
+from hadal.core.wire import AnyMessage
 from hadal.gateway.mailbox import Mailbox
 
 log = logging.getLogger("hadal.gateway")

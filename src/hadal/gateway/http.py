@@ -111,7 +111,7 @@ class Generate:
         gateway: Gateway,
         name: str,
         id_prefix: str,
-        prepare: Callable[[bytes, str], Awaitable[Work]],
+        prepare: Callable[[bytes, str, bytes], Awaitable[Work]],
         formatter: Callable[[Head, Vocabulary], ReplyFormat],
     ) -> None:
         self._gateway = gateway
@@ -126,10 +126,10 @@ class Generate:
         times = Times(gateway.now())
         try:
             request = Request(scope, receive)
-            gateway.keys.check(request.headers.get("authorization"))
+            tenant = gateway.keys.check(request.headers.get("authorization"))
             gateway.check_open()
             with gateway.slot():
-                status = await self._answer(request, send, times)
+                status = await self._answer(request, send, times, tenant)
         except HadalError as error:
             refusal = as_api_error(error)
             status = refusal.status
@@ -141,12 +141,12 @@ class Generate:
         finally:
             self._count(status, times)
 
-    async def _answer(self, request: Request, send: Send, times: Times) -> int:
+    async def _answer(self, request: Request, send: Send, times: Times, tenant: bytes) -> int:
         gateway = self._gateway
         limits = gateway.service.limits
         body = await read_body(request, limits.max_body_bytes, gateway.patience.body_s)
         request_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
-        work = await self._prepare(body, request_id)
+        work = await self._prepare(body, request_id, tenant)
         head = Head(
             request_id, int(gateway.unix_time()), gateway.service.model.name, _FINGERPRINT, work.ask.include_usage
         )
@@ -158,7 +158,10 @@ class Generate:
         )
         watch = asyncio.get_running_loop().create_task(_watch(request.receive, mailbox))
         try:
-            return await (reply.send_stream(send) if work.ask.stream else reply.send_whole(send))
+            status = await (reply.send_stream(send) if work.ask.stream else reply.send_whole(send))
+            if status == 200:
+                gateway.metrics.count_usage(reply.usage)
+            return status
         finally:
             watch.cancel()
             gateway.host.close(mailbox)

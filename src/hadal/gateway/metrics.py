@@ -12,9 +12,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hadal.core import cache
 from hadal.core.balance import shown
 from hadal.core.config import ROLES
 from hadal.core.messages import Load
+from hadal.gateway.replies import Usage
 from hadal.roles.front_snapshot import FrontSnapshot
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -37,6 +39,26 @@ _UNIT_COUNTERS = {
     "hadal_layers_flipped": ("Times a layer's experts were placed or split anew while serving.", "num_layers_flipped"),
     "hadal_requests_moved": ("Running requests that went on on another rank.", "num_requests_moved"),
 }
+_Cached = dict[str, tuple[str, dict[str, str]]]
+"""Metric -> (what it is, the name in Load.cache of each tier; "" where there are no tiers)."""
+_CACHE_COUNTERS: _Cached = {
+    "hadal_cache_hit_tokens": ("Prompt tokens whose KV a unit found, by where.",
+                               {"memory": cache.MEMORY_HIT_TOKENS, "disk": cache.DISK_HIT_TOKENS}),
+    "hadal_cache_miss_tokens": ("Prompt tokens that a unit computed.", {"": cache.MISS_TOKENS}),
+    "hadal_cache_recomputed_tokens": ("Of those, tokens on disk that were cheaper to compute than to read.",
+                                      {"": cache.RECOMPUTED_TOKENS}),
+    "hadal_cache_stored_blocks": ("Blocks that a unit wrote to disk, durably.", {"": cache.STORED_BLOCKS}),
+    "hadal_cache_skipped_blocks": ("Blocks not written: the disk is full, fails or is too slow.",
+                                   {"": cache.SKIPPED_BLOCKS}),
+    "hadal_cache_damaged_blocks": ("Blocks read from disk that were not what they were taken for.",
+                                   {"": cache.DAMAGED_BLOCKS}),
+    "hadal_cache_evicted_blocks": ("Blocks that made room for others, by where.",
+                                   {"memory": cache.EVICTED_BLOCKS, "disk": cache.DISK_EVICTED_BLOCKS}),
+}  # fmt: skip
+_CACHE_GAUGES: _Cached = {
+    "hadal_cache_blocks": ("Blocks that a unit can find by name.",
+                           {"memory": cache.MEMORY_BLOCKS, "disk": cache.DISK_BLOCKS}),
+}  # fmt: skip
 
 
 class Metrics:
@@ -58,7 +80,18 @@ class Metrics:
         self.request_s = Histogram(
             "hadal_request_seconds", "From a request's arrival to its end.", buckets=_LATENCY_S, registry=self._registry
         )
+        self._usage_tokens = Counter(
+            "hadal_usage_prompt_tokens", "Prompt tokens in the usage of complete replies, by whether a cache had them.",
+            ("cache",), registry=self._registry,
+        )
+        for found in ("hit", "miss"):
+            self._usage_tokens.labels(found)
         self._registry.register(_FrontCollector(snapshot))
+
+    def count_usage(self, usage: Usage) -> None:
+        """A reply was sent whole: what its usage says, whether the client asked for it or not."""
+        self._usage_tokens.labels("hit").inc(usage.num_cached_tokens)
+        self._usage_tokens.labels("miss").inc(usage.num_prompt_tokens - usage.num_cached_tokens)
 
     def text(self) -> bytes:
         """Prometheus' text exposition format."""
@@ -79,6 +112,13 @@ class _FrontCollector(Collector):
         snapshot = self._snapshot()
         totals = snapshot.totals
         yield CounterMetricFamily("hadal_prompt_tokens", "Prompt tokens of accepted requests.", totals.tokens_in)
+        answered = CounterMetricFamily(
+            "hadal_answered_prompt_tokens", "Prompt tokens of generations that got a token, by whether a cache had "
+            "them. Choices of one prompt count each.", labels=("cache",),
+        )  # fmt: skip
+        answered.add_metric(("hit",), totals.tokens_hit)
+        answered.add_metric(("miss",), totals.tokens_miss)
+        yield answered
         yield CounterMetricFamily("hadal_output_tokens", "Tokens generated.", totals.tokens_out)
         yield CounterMetricFamily(
             "hadal_retries", "Attempts that ended before their generation did, preemptions among them.", totals.retries,
@@ -111,6 +151,8 @@ def _unit_metrics(loads: dict[str, Load]) -> Iterator[Metric]:
         for unit, load in loads.items():
             gauge.add_metric((unit,), getattr(load, field))
         yield gauge
+    for kind, metrics in ((CounterMetricFamily, _CACHE_COUNTERS), (GaugeMetricFamily, _CACHE_GAUGES)):
+        yield from _cache_metrics(kind, metrics, loads)
     balance = GaugeMetricFamily(
         "hadal_balance", "Mean over maximum of a unit's ranks, smoothed; 1 is even.", labels=("unit", "objective")
     )
@@ -118,3 +160,17 @@ def _unit_metrics(loads: dict[str, Load]) -> Iterator[Metric]:
         for objective, value in shown(load.balance).items():
             balance.add_metric((unit, objective), value)
     yield balance
+
+
+def _cache_metrics(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily], metrics: _Cached, loads: dict[str, Load]
+) -> Iterator[Metric]:
+    """What a unit does not count has no series."""
+    for name, (text, tier_to_field) in metrics.items():
+        tiers = ("tier",) if len(tier_to_field) > 1 else ()
+        family = kind(name, text, labels=("unit", *tiers))
+        for unit, load in loads.items():
+            for tier, field in tier_to_field.items():
+                if field in load.cache:
+                    family.add_metric((unit, tier) if tiers else (unit,), load.cache[field])
+        yield family

@@ -20,6 +20,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
 MAX_LOGIT_BIAS = 1024
+PUBLIC = "public"
+"""The `cache_salt` that shares a chat's leading system messages with everybody."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Ask:
     return_token_ids: bool
     priority: int = 0
     """Larger is sooner among those that wait."""
+    cache_salt: str | None = None
+    """None: what the tenant's other requests leave behind is reused, and the other way round."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,11 @@ def parse_completion(body: bytes) -> CompletionAsk:
         raise RequestError("best_of other than n is not supported; leave it out.", "best_of")
     if request.echo and request.logprobs is not None:
         raise RequestError("echo with logprobs is not supported: prompts are not scored. Leave one out.", "echo")
+    if request.cache_salt == PUBLIC:
+        raise RequestError(
+            f"cache_salt is '{PUBLIC}', which shares a chat's system messages; a plain prompt has none. Send a chat, "
+            "or another salt.", "cache_salt",
+        )  # fmt: skip
     num_logprobs = -1 if request.logprobs is None else request.logprobs
     return CompletionAsk(
         ask=_ask(request, request.max_tokens, "max_tokens", num_logprobs), prompts=_prompts(request.prompt),
@@ -155,6 +164,7 @@ def _ask(request: ChatRequest | CompletionRequest, max_tokens: int | None, max_n
         ignore_eos=bool(request.ignore_eos),
         return_token_ids=bool(request.return_token_ids),
         priority=request.priority or 0,
+        cache_salt=request.cache_salt,
     )
 
 

@@ -59,14 +59,18 @@ class _Server(uvicorn.Server):
     _drain_started = False
 
 
-def make_gateway(deployment: Deployment, wire: ZmqWire, environment: dict[str, str]) -> Gateway:
-    """Put the parts together. Raises ConfigError."""
+def make_gateway(
+    deployment: Deployment, wire: ZmqWire, environment: dict[str, str], fingerprint: str = ""
+) -> Gateway:
+    """Put the parts together. `fingerprint`: as roles/front has it. Raises ConfigError."""
     folder = Path(deployment.model)
     model = read_served_model(folder, deployment.model_name or folder.name)
     clock = LiveClock()
-    front = Front(deployment, epoch=os.urandom(8).hex(), max_context=model.context_tokens)
+    front = Front(
+        deployment, epoch=os.urandom(8).hex(), max_context=model.context_tokens, fingerprint=fingerprint
+    )  # fmt: skip
     return Gateway(
-        service=Service(model, deployment.limits),
+        service=Service(model, deployment.limits, front.names),
         host=Host(front, wire, clock.now),
         snapshot=front.snapshot,
         metrics=Metrics(front.snapshot),
@@ -141,7 +145,7 @@ def main() -> int:
     environment = dict(os.environ)
     wire = ZmqWire("front", arguments.folder)
     try:
-        gateway = make_gateway(run.deployment, wire, environment)
+        gateway = make_gateway(run.deployment, wire, environment, run.fingerprint)
         listening = listener_of(run.deployment, environment)
         gc.collect()
         gc.freeze()  # What is there now stays: no collection need look at it again.

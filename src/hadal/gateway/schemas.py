@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 MAX_LEGACY_LOGPROBS = 5
 INT64_MAX = 2**63 - 1
+MAX_CACHE_SALT_CHARS = 256
 MAX_PRIORITY = 4
 """Of a request, and its negative; what a level is worth is policy/batching's."""
 
@@ -76,6 +77,9 @@ class Common(msgspec.Struct, kw_only=True):
     user: str | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     """An extension: larger is sooner among those that wait, 0 if left out."""
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    """An extension, as vLLM's: KV is reused only among requests of the same key and salt. "public": what the leading
+    system messages of a chat leave behind is reused by everybody, and the rest as without a salt."""
     return_token_ids: bool | None = None
     """Also give the tokens of a reply as ids; only where it is not streamed."""
 

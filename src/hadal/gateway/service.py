@@ -19,9 +19,11 @@ from hadal.core.messages import Generation
 from hadal.core.model_config import read_model_config
 from hadal.gateway.chat import ChatFormat, Prompt, check_length, raw_prompt, read_bos_id, read_chat_format
 from hadal.gateway.errors import ApiError
-from hadal.gateway.openai import Ask, check_ids, parse_chat, parse_completion, with_defaults
+from hadal.gateway.openai import PUBLIC, Ask, check_ids, parse_chat, parse_completion, with_defaults
 from hadal.gateway.stream import Assembler
+from hadal.gateway.tenants import salt_within
 from hadal.gateway.vocabulary import Vocabulary, read_json, read_vocabulary
+from hadal.roles.front_names import FrontNames
 
 OFF_LOOP_BYTES = 1024
 """Longer bodies are parsed and tokenised in a thread: a tokenizer takes 1 to 2 ms for so many bytes."""
@@ -97,43 +99,47 @@ class Service:
     """Turns bodies into work."""
 
     def __init__(
-        self, model: ServedModel, limits: LimitsConfig, random_bytes: Callable[[int], bytes] = os.urandom
-    ) -> None:
+        self, model: ServedModel, limits: LimitsConfig, names: FrontNames,
+        random_bytes: Callable[[int], bytes] = os.urandom,
+    ) -> None:  # fmt: skip
         self.model = model
         self.limits = limits
+        self._names = names
         self._random_bytes = random_bytes
         # One thread: prompts wait for each other rather than take the ranks' cores.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
         context = model.context_tokens
         self._max_prompt_tokens = min(limits.max_prompt_tokens or context - 1, context - 1)
 
-    async def chat(self, body: bytes, request_id: str) -> Work:
-        """Raises RequestError, ApiError."""
-        return await self._off_loop(self._chat, body, request_id)
+    async def chat(self, body: bytes, request_id: str, tenant: bytes) -> Work:
+        """`tenant`: the salt of whoever asks (gateway/tenants). Raises RequestError, ApiError."""
+        return await self._off_loop(self._chat, body, request_id, tenant)
 
-    async def completion(self, body: bytes, request_id: str) -> Work:
-        """Raises RequestError, ApiError."""
-        return await self._off_loop(self._completion, body, request_id)
+    async def completion(self, body: bytes, request_id: str, tenant: bytes) -> Work:
+        """As `chat`."""
+        return await self._off_loop(self._completion, body, request_id, tenant)
 
     def close(self) -> None:
         """End the tokenising thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _off_loop(self, make: Callable[[bytes, str], Work], body: bytes, request_id: str) -> Work:
+    async def _off_loop(
+        self, make: Callable[[bytes, str, bytes], Work], body: bytes, request_id: str, tenant: bytes
+    ) -> Work:
         if len(body) <= OFF_LOOP_BYTES:
-            return make(body, request_id)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, make, body, request_id)
+            return make(body, request_id, tenant)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, make, body, request_id, tenant)
 
-    def _chat(self, body: bytes, request_id: str) -> Work:
+    def _chat(self, body: bytes, request_id: str, tenant: bytes) -> Work:
         parsed = parse_chat(body)
         self._check(parsed.ask)
         prompt = self.model.chat.prompt(
             parsed.turns, max_tokens=self._max_prompt_tokens, thinking=parsed.thinking,
-            template_kwargs=parsed.template_kwargs,
+            template_kwargs=parsed.template_kwargs, is_public=parsed.ask.cache_salt == PUBLIC,
         )
-        return self._work(parsed.ask, [(prompt, "")], request_id, "messages", sections=True)
+        return self._work(parsed.ask, [(prompt, "")], request_id, tenant, sections=True)
 
-    def _completion(self, body: bytes, request_id: str) -> Work:
+    def _completion(self, body: bytes, request_id: str, tenant: bytes) -> Work:
         parsed = parse_completion(body)
         self._check(parsed.ask)
         vocabulary = self.model.vocabulary
@@ -146,7 +152,7 @@ class Service:
                 self._check_prompt_ids(given)
                 prompt, text = Prompt(given), vocabulary.decode(given) if parsed.echo else ""
             prompts.append((prompt, text if parsed.echo else ""))
-        return self._work(parsed.ask, prompts, request_id, "prompt", sections=False)
+        return self._work(parsed.ask, prompts, request_id, tenant, sections=False)
 
     def _check(self, ask: Ask) -> None:
         if ask.model != self.model.name:
@@ -169,15 +175,21 @@ class Service:
             raise RequestError(f"prompt: {max(ids)} is no token id; the vocabulary has {size}.", "prompt")
 
     def _work(
-        self, ask: Ask, prompts: list[tuple[Prompt, str]], request_id: str, field: str, *, sections: bool
+        self, ask: Ask, prompts: list[tuple[Prompt, str]], request_id: str, tenant: bytes, *, sections: bool
     ) -> Work:
+        """`sections`: a chat's, whose reply sets its reasoning apart."""
         for prompt, _ in prompts:
-            check_length(len(prompt.ids), self._max_prompt_tokens, field)
+            check_length(len(prompt.ids), self._max_prompt_tokens, "messages" if sections else "prompt")
+        salt = tenant if ask.cache_salt in (None, PUBLIC) else salt_within(tenant, ask.cache_salt)
         seed = int.from_bytes(self._random_bytes(8), "little") >> 1 if ask.seed is None else ask.seed
         choices: list[Choice] = []
         for prompt, prefix in prompts:
+            chain = b""
             for index in range(ask.n):  # Prompts sent together are drawn as if each came alone.
-                generation = self._generation(ask, prompt, f"{request_id}-{len(choices)}", seed, index)
+                generation = self._generation(ask, prompt, f"{request_id}-{len(choices)}", seed, index, salt, chain)
+                # Here, where a long prompt is off the event loop; its other choices have the same names.
+                generation = self._names.named(generation)
+                chain = generation.chain
                 assembler = Assembler(
                     self.model.vocabulary, sections=sections, thinks=prompt.thinks, stops=ask.stops,
                     min_tokens=ask.min_tokens, logprobs=ask.sampling.num_logprobs >= 0,
@@ -186,7 +198,9 @@ class Service:
                 choices.append(Choice(generation, assembler, prefix))
         return Work(ask, tuple(choices), sum(len(prompt.ids) for prompt, _ in prompts))
 
-    def _generation(self, ask: Ask, prompt: Prompt, request_id: str, seed: int, index: int) -> Generation:
+    def _generation(
+        self, ask: Ask, prompt: Prompt, request_id: str, seed: int, index: int, salt: bytes, chain: bytes
+    ) -> Generation:
         limits = self.limits
         room = self.model.context_tokens - len(prompt.ids)
         max_tokens = min(ask.max_tokens or limits.default_output_tokens, room, limits.max_output_tokens or room)
@@ -201,4 +215,7 @@ class Service:
             sampling=with_defaults(ask, self.model.temperature, self.model.top_p, seed, index),
             attempt=0,
             priority=ask.priority,
+            salt=salt,
+            num_public=prompt.num_public,
+            chain=chain,
         )

@@ -74,6 +74,7 @@ class Reply:
         self._keep_alive_s = keep_alive_s
         self._send_timeout_s = send_timeout_s
         self._num_open = len(work.choices)
+        self._num_cached = [0] * len(work.choices)
 
     @property
     def usage(self) -> Usage:
@@ -83,6 +84,8 @@ class Reply:
             self._work.num_prompt_tokens,
             sum(assembler.num_tokens for assembler in assemblers),
             sum(assembler.num_reasoning_tokens for assembler in assemblers),
+            # Choices stand together by prompt. A prompt counts once, so what its first choice found is what counts.
+            sum(self._num_cached[:: self._work.ask.n]),
         )
 
     async def send_whole(self, send: Send) -> int:
@@ -149,6 +152,7 @@ class Reply:
         assembler = choice.assembler
         if assembler.finish is not None:
             return Piece()
+        self._num_cached[index] += deliver.num_cached
         if deliver.tokens:
             self.times.last_token_s = self._now()
             if self.times.first_token_s is None:

@@ -1,17 +1,20 @@
 """A prefill and a decode unit in this process: they speak the messages of real ones and compute nothing.
 
 What a reply consists of is a function of the prompt and the output so far, so a retry goes on where the stream stopped.
-They are also the wire: the front's host sends to them and receives from them.
+The prefill unit's cache is the names of what it was asked for: nothing is ever evicted. They are also the wire: the
+front's host sends to them and receives from them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hadal.core.cache import split
 from hadal.core.messages import (
-    AnyMessage,
+    BLOCK_TOKENS,
     Cancel,
     Decode,
     FrontUp,
@@ -25,7 +28,8 @@ from hadal.core.messages import (
     Token,
     Tokens,
     UnitUp,
-)  # fmt: skip
+)
+from hadal.core.wire import AnyMessage  # fmt: skip
 
 NUM_BLOCKS = 1000
 MAX_REQUESTS = 64
@@ -51,6 +55,8 @@ class FakeUnits:
         self.decoding: dict[tuple[str, int], Running] = {}
         self.submitted: list[Generation] = []
         self.cancelled: list[str] = []
+        self.names: set[bytes] = set()
+        """Of blocks that were prefilled."""
         self.go = asyncio.Event()
         self.go.set()
         self._inbox: list[AnyMessage] = []
@@ -112,7 +118,15 @@ class FakeUnits:
                 self.leased.add(key)
                 num_tokens = len(generation.prompt) + len(generation.output)
                 lease = KvLease("pool", (1,), (0,), num_tokens)
-            self._say(PrefillDone("prefill-0", token, lease))
+            self._say(PrefillDone("prefill-0", token, lease, self._cached(generation)))
+
+    def _cached(self, generation: Generation) -> int:
+        """Positions that need no computing: whole blocks, and never the last position."""
+        num_tokens = len(generation.prompt) + len(generation.output)
+        names = list(split(generation.chain))
+        found = list(itertools.takewhile(self.names.__contains__, names[: (num_tokens - 1) // BLOCK_TOKENS]))
+        self.names.update(names)
+        return len(found) * BLOCK_TOKENS
 
     def _decode(self) -> None:
         tokens = []

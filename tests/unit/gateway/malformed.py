@@ -11,7 +11,7 @@ CHAT_FIELDS = [
     "model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p",
     "top_k", "min_p", "n", "stop", "stop_token_ids", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "logprobs", "top_logprobs", "min_tokens", "ignore_eos", "user",
-    "priority", "response_format", "tools", "thinking", "chat_template_kwargs", "unknown",
+    "priority", "cache_salt", "response_format", "tools", "thinking", "chat_template_kwargs", "unknown",
 ]  # fmt: skip
 COMPLETION_FIELDS = ["prompt", "echo", "suffix", "best_of", *CHAT_FIELDS]
 _NUMBERS = [
@@ -21,7 +21,7 @@ _NUMBERS = [
 
 scalars = st.one_of(
     st.none(), st.booleans(), st.sampled_from(_NUMBERS), st.text(max_size=8),
-    st.sampled_from(["", "\ud800", "\x00", "</think>", "<｜User｜>", "user", "system", "text", "enabled"]),
+    st.sampled_from(["", "\ud800", "\x00", "</think>", "<｜User｜>", "user", "system", "text", "enabled", "public"]),
 )  # fmt: skip
 values = st.recursive(
     scalars,

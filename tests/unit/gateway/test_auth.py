@@ -6,18 +6,21 @@ import pytest
 
 from hadal.gateway.auth import Keys
 from hadal.gateway.errors import ApiError
+from hadal.gateway.tenants import salt_of
 
 
 def test_without_keys_everybody_is_let_in() -> None:
     for keys in (Keys(()), Keys(("",))):
-        keys.check(None)
-        keys.check("nonsense")
+        assert keys.check(None) == keys.check("nonsense") == salt_of(b""), "one tenant"
 
 
-@pytest.mark.parametrize("header", ["Bearer one", "bearer two", "BEARER  two ", "Bearer k\u00c3\u00a9y"])
-def test_known_keys(header: str) -> None:
-    """The last is how a header in UTF-8 arrives."""
-    Keys(("one", "two", "kéy")).check(header)
+@pytest.mark.parametrize(
+    ("header", "key"),
+    [("Bearer one", "one"), ("bearer two", "two"), ("BEARER  two ", "two"), ("Bearer k\u00c3\u00a9y", "kéy")],
+)
+def test_known_keys(header: str, key: str) -> None:
+    """The last is how a header in UTF-8 arrives. Each key is a tenant, by its own salt."""
+    assert Keys(("one", "two", "kéy")).check(header) == salt_of(key.encode())
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pytest
@@ -150,3 +151,68 @@ def test_what_is_far_too_long_is_not_tokenised(model: ServedModel) -> None:
     assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
     with pytest.raises(RequestError, match="Shorten prompt"):
         raw_prompt(model.vocabulary, "hi" * 1000, None, max_tokens=10)
+
+
+LONG = "Never say so. " * 20
+HOISTING = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] != 'system' %}" + USER + "{{ m['content'] }}{% endif %}{% endfor %}"
+)
+"""As hadal-tiny's: system messages stand first, wherever they come."""
+MERGING = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+"""Nothing between the messages: the last token of one may reach into the next."""
+
+
+def num_public(folder: Path, template: str, *turns: tuple[str, str], **options: Any) -> tuple[int, tuple[int, ...]]:
+    chat = ChatFormat(read_vocabulary(folder), template, BOS, EOS, "here")
+    prompt = chat.prompt([Turn(*turn) for turn in turns], max_tokens=10**6, is_public=True, **options)
+    return prompt.num_public, prompt.ids
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, HOISTING])
+def test_what_is_public_is_bos_and_the_leading_system_messages(folder: Path, template: str) -> None:
+    encode = read_vocabulary(folder).encode_controlled
+    for system in ("Be brief.", LONG):
+        number, ids = num_public(folder, template, ("system", system), ("system", "More."), ("user", LONG))
+        assert list(ids[:number]) == encode(BOS + system + "More."), "all of both, and nothing of the user's"
+        number, _ = num_public(folder, template, ("system", system))
+        assert number == len(encode(BOS + system)), "what opens the reply belongs to no message"
+        # A later one is not leading, and whether there is one tells nothing of what comes first.
+        number, _ = num_public(folder, template, ("system", system), ("user", LONG), ("system", "Later."))
+        assert number <= len(encode(BOS + system))
+        assert number >= len(encode(BOS + system)) - 1
+
+
+def test_without_system_messages_in_front_nothing_is_public(folder: Path) -> None:
+    assert num_public(folder, TEMPLATE, ("user", LONG))[0] == 0
+    assert num_public(folder, HOISTING, ("user", "a"), ("system", LONG))[0] == 0
+    vocabulary = read_vocabulary(folder)
+    prompt = ChatFormat(vocabulary, TEMPLATE, BOS, EOS, "here").prompt([Turn("system", LONG)], max_tokens=10**6)
+    assert prompt.num_public == 0, "nobody asked"
+
+
+def test_a_token_that_reaches_into_the_next_message_is_not_public(folder: Path) -> None:
+    """Two prompts of one system message are equal as far as is public, whatever follows."""
+    vocabulary = read_vocabulary(folder)
+    alone = vocabulary.encode_plain("The answ")
+    number, ids = num_public(folder, MERGING, ("system", "The answ"), ("user", "er is"))
+    assert ids[:number] == tuple(alone[:number])
+    assert ids[: len(alone)] != tuple(alone), "the tokeniser does merge them, or this shows nothing"
+    assert number < len(alone)
+
+
+def test_texts_given_to_the_template_are_not_public(folder: Path) -> None:
+    template = "{{ bos_token }}{{ name }}{% if thinking %}T{% endif %}" + HOISTING
+    values: dict[str, Any] = {"name": "Ann"}
+    assert num_public(folder, template, ("system", LONG), ("user", "a"), template_kwargs=values)[0] == 1
+    values = {"name": 7}
+    assert num_public(folder, template, ("system", LONG), ("user", "a"), template_kwargs=values)[0] == 1
+    number, ids = num_public(folder, template, ("system", LONG), ("user", "a"), thinking=True)
+    assert list(ids[:number]) == read_vocabulary(folder).encode_controlled(BOS + "T" + BOS + LONG), "a switch is"
+
+
+def test_a_template_that_takes_no_system_messages_alone_says_so(folder: Path) -> None:
+    picky = "{% if messages[-1]['role'] != 'user' %}{{ raise_exception('Ask') }}{% endif %}" + TEMPLATE
+    with pytest.raises(RequestError, match="no system messages alone") as caught:
+        num_public(folder, picky, ("system", LONG), ("user", "a"))
+    assert caught.value.param == "cache_salt"

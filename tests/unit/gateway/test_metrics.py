@@ -9,8 +9,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hadal.core.balance import OBJECTIVES
-from hadal.core.messages import AnyMessage, Load
+from hadal.core.cache import CACHE_LEVELS, CACHE_TOTALS, STORED_BLOCKS
+from hadal.core.messages import Load
+from hadal.core.wire import AnyMessage
 from hadal.gateway.metrics import Metrics
+from hadal.gateway.replies import Usage
 from hadal.roles.front_snapshot import FrontSnapshot, Totals
 
 
@@ -104,3 +107,38 @@ def test_a_load_of_before_there_was_balance() -> None:
     samples = scraped_units(load)
     assert samples["hadal_layers_flipped_total", "decode-0"] == 0
     assert not [name for name in samples if name[0] == "hadal_balance"]
+
+
+def test_what_the_caches_did() -> None:
+    prefill = Load("prefill-0", "e", 100, 0, 0, 8, 0, cache={name: n for n, name in enumerate(CACHE_TOTALS, 1)})
+    decode = Load("decode-0", "e", 100, 0, 0, 8, 0, cache={STORED_BLOCKS: 7, **dict.fromkeys(CACHE_LEVELS, 3), "x": 1})
+    samples = scraped_units(prefill, decode, Load("decode-1", "e", 100, 0, 0, 8, 0))
+    assert {name: value for name, value in samples.items() if name[0].startswith("hadal_cache")} == {
+        ("hadal_cache_hit_tokens_total", "memory", "prefill-0"): 1,
+        ("hadal_cache_hit_tokens_total", "disk", "prefill-0"): 2,
+        ("hadal_cache_miss_tokens_total", "prefill-0"): 3,
+        ("hadal_cache_recomputed_tokens_total", "prefill-0"): 4,
+        ("hadal_cache_stored_blocks_total", "prefill-0"): 5,
+        ("hadal_cache_stored_blocks_total", "decode-0"): 7,
+        ("hadal_cache_skipped_blocks_total", "prefill-0"): 6,
+        ("hadal_cache_damaged_blocks_total", "prefill-0"): 7,
+        ("hadal_cache_evicted_blocks_total", "memory", "prefill-0"): 8,
+        ("hadal_cache_evicted_blocks_total", "disk", "prefill-0"): 9,
+        ("hadal_cache_blocks", "memory", "decode-0"): 3,
+        ("hadal_cache_blocks", "disk", "decode-0"): 3,
+    }, "every name in core/cache has a series, and what a unit does not count has none"
+
+
+def test_prompts_by_what_was_reused() -> None:
+    snapshot = FrontSnapshot(False, {}, {}, {}, Totals(tokens_hit=640, tokens_miss=100))
+    metrics = Metrics(lambda: snapshot)
+    metrics.count_usage(Usage(200, 5, 0, 128))
+    metrics.count_usage(Usage(30, 5, 0))
+    samples = scraped(metrics)
+    assert {name: value for name, value in samples.items() if name[0].endswith("prompt_tokens_total")} == {
+        ("hadal_answered_prompt_tokens_total", "hit"): 640,
+        ("hadal_answered_prompt_tokens_total", "miss"): 100,
+        ("hadal_usage_prompt_tokens_total", "hit"): 128,
+        ("hadal_usage_prompt_tokens_total", "miss"): 102,
+        ("hadal_prompt_tokens_total",): 0,
+    }

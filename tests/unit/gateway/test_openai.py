@@ -58,6 +58,9 @@ def completion(**fields: Any) -> Any:
         ({"stop_token_ids": list(range(65))}, "stop_token_ids"),
         ({"seed": 2**64}, "seed"),
         ({"priority": 5}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "s" * 257}, "cache_salt"),
+        ({"cache_salt": 1}, "cache_salt"),
         ({"priority": -5}, "priority"),
         ({"priority": 1.5}, "priority"),
         ({"priority": "high"}, "priority"),
@@ -177,3 +180,12 @@ def test_ids_beyond_the_vocabulary() -> None:
             check_ids(chat(**fields).ask, 100)
         assert caught.value.param == param
         check_ids(chat(**fields).ask, 101)
+
+
+def test_a_salt_goes_along_and_public_is_for_chats() -> None:
+    for salt in (None, "a", "s" * 256, "é"):
+        assert chat(cache_salt=salt).ask.cache_salt == completion(cache_salt=salt).ask.cache_salt == salt
+    assert chat(cache_salt="public").ask.cache_salt == "public"
+    with pytest.raises(RequestError, match="a plain prompt has none") as caught:
+        completion(cache_salt="public")
+    assert caught.value.param == "cache_salt"

@@ -13,9 +13,11 @@ import pytest
 
 from hadal.core.config import Deployment
 from hadal.core.messages import Drain
-from hadal.gateway.process import listener_of, serve
+from hadal.gateway.process import listener_of, make_gateway, serve
 from hadal.gateway.service import ServedModel
-from hadal.runtime.process import EXIT_FATAL, LISTEN_FD
+from hadal.gateway.tenants import salt_of
+from hadal.kv.names import extend, root_of
+from hadal.runtime.process import API_KEYS, EXIT_FATAL, LISTEN_FD
 
 from .fake_units import FakeUnits
 from .world import gateway_of, spell
@@ -78,6 +80,22 @@ def test_failed_front_ends_the_process(model: ServedModel) -> None:
             units.tell(object())  # type: ignore[arg-type]  # No message at all: the front raises.
             async with asyncio.timeout(10):
                 assert await serving == EXIT_FATAL
+
+    asyncio.run(run())
+
+
+def test_the_run_s_fingerprint_names_blocks_and_keys_are_tenants(folder: Path) -> None:
+    async def run() -> None:
+        units = FakeUnits(lambda generation, index: 5)
+        gateway = make_gateway(Deployment(model=str(folder)), units, {API_KEYS: "a, b,"}, "f9")  # type: ignore[arg-type]
+        try:
+            tenant = gateway.keys.check("Bearer b")
+            body = b'{"model": "small", "prompt": [%s]}' % b", ".join([b"7"] * 64)
+            work = await gateway.service.completion(body, "r", tenant)
+        finally:
+            gateway.service.close()
+        assert tenant == salt_of(b"b")
+        assert work.choices[0].generation.chain == extend(root_of(b"f9"), b"", [7] * 64, tenant)
 
     asyncio.run(run())
 

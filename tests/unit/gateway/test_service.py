@@ -9,20 +9,35 @@ from typing import Any
 
 import pytest
 
-from hadal.core.config import LimitsConfig
+from hadal.core.cache import split
+from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.service import OFF_LOOP_BYTES, ServedModel, Service, Work, read_served_model
+from hadal.gateway.tenants import salt_of, salt_within
+from hadal.kv.names import extend, root_of
+from hadal.roles.front_names import FrontNames
 
 from .model_folder import CONTEXT, write_model_folder
 
+NAMES = FrontNames(CacheConfig(), "f0")
+TENANT = salt_of(b"key")
 
-def work_of(model: ServedModel, fields: dict[str, Any], limits: LimitsConfig | None = None) -> Work:
-    service = Service(model, limits or LimitsConfig(), random_bytes=lambda num: b"\x01" * num)
+
+def work_of(
+    model: ServedModel, fields: dict[str, Any], limits: LimitsConfig | None = None, *, tenant: bytes = TENANT,
+    names: FrontNames = NAMES,
+) -> Work:  # fmt: skip
+    service = Service(model, limits or LimitsConfig(), names, random_bytes=lambda num: b"\x01" * num)
+    fields = {"model": "small", **({} if "messages" in fields else {"prompt": "hi"}), **fields}
+    prepare = service.chat if "messages" in fields else service.completion
     try:
-        body = json.dumps({"model": "small", "prompt": "hi", **fields}).encode()
-        return asyncio.run(service.completion(body, "r"))
+        return asyncio.run(prepare(json.dumps(fields).encode(), "r", tenant))
     finally:
         service.close()
+
+
+def names_of(model: ServedModel, fields: dict[str, Any], tenant: bytes = TENANT) -> list[bytes]:
+    return list(split(work_of(model, fields, tenant=tenant).choices[0].generation.chain))
 
 
 @pytest.mark.parametrize(
@@ -115,3 +130,60 @@ def test_refusals(model: ServedModel, fields: dict[str, Any], param: str) -> Non
     with pytest.raises(RequestError) as caught:
         work_of(model, fields)
     assert caught.value.param == param
+
+
+IDS = [5 + i % 400 for i in range(300)]
+OTHER = salt_of(b"another key")
+
+
+def test_full_blocks_are_named_under_the_tenant_s_salt(model: ServedModel) -> None:
+    generation = work_of(model, {"prompt": IDS}).choices[0].generation
+    assert (generation.salt, generation.num_public) == (TENANT, 0)
+    assert generation.chain == extend(root_of(b"f0"), b"", IDS, TENANT)
+    assert len(generation.chain) == 4 * 16
+    off = work_of(model, {"prompt": IDS}, names=FrontNames(CacheConfig(memory="off"), "f0"))
+    assert off.choices[0].generation.chain == b""
+
+
+def test_choices_of_a_prompt_share_its_names_and_prompts_have_their_own(model: ServedModel) -> None:
+    work = work_of(model, {"prompt": [IDS, IDS[:200], IDS[1:]], "n": 2})
+    chains = [choice.generation.chain for choice in work.choices]
+    assert chains[0] is chains[1], "named once"
+    assert chains[0] == chains[2][:48] + chains[0][48:]
+    assert chains[2] == chains[3] == chains[0][:48]
+    assert not set(split(chains[4])) & set(split(chains[0]))
+
+
+def test_tenants_and_their_users_share_no_name(model: ServedModel) -> None:
+    askers = [(TENANT, None), (OTHER, None), (TENANT, "a"), (TENANT, "b"), (OTHER, "a")]
+    chains = [names_of(model, {"prompt": IDS, "cache_salt": salt}, tenant) for tenant, salt in askers]
+    assert len({name for chain in chains for name in chain}) == 4 * len(askers)
+    salted = work_of(model, {"prompt": IDS, "cache_salt": "a"}).choices[0].generation
+    assert salted.salt == salt_within(TENANT, "a")
+    assert names_of(model, {"prompt": IDS, "cache_salt": "a"}) == list(split(salted.chain)), "and find their own again"
+
+
+@pytest.mark.parametrize("num_words", [0, 20, 100, 300])
+def test_public_shares_exactly_the_full_blocks_of_the_system_messages(model: ServedModel, num_words: int) -> None:
+    system = {"role": "system", "content": "abc " * num_words}
+    chats = {
+        asker: {"messages": [system, {"role": "user", "content": text * 300}], "cache_salt": "public"}
+        for asker, text in ((TENANT, "same "), (OTHER, "same "))
+    }
+    ours, theirs = (names_of(model, fields, asker) for asker, fields in chats.items())
+    num_system = len(model.vocabulary.encode_controlled("<｜begin▁of▁sentence｜>" + "abc " * num_words))
+    num_shared = num_system // 64 if num_words else 0
+    assert (num_words < 100) == (num_shared == 0)
+    assert ours[:num_shared] == theirs[:num_shared]
+    assert len(ours) == len(theirs) > num_shared
+    assert not set(ours[num_shared:]) & set(theirs[num_shared:]), "the same question, of two tenants"
+    # Whoever does not say so shares nothing, not even with what he shared before.
+    private = names_of(model, {**chats[TENANT], "cache_salt": None})
+    assert not set(private) & set(ours[:num_shared])
+
+
+def test_public_leaves_a_prompt_as_it_is(model: ServedModel) -> None:
+    fields = {"messages": [{"role": "system", "content": "abc " * 99}, {"role": "user", "content": "hi"}]}
+    plain, public = (work_of(model, {**fields, "cache_salt": salt}) for salt in (None, "public"))
+    assert plain.choices[0].generation.prompt == public.choices[0].generation.prompt
+    assert public.choices[0].generation.salt == TENANT

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from hadal.core.config import LimitsConfig
@@ -164,3 +165,108 @@ def test_request_that_takes_too_long(model: ServedModel, stream: bool) -> None:
             error_of(reply, 504, "request_timeout")
 
     play(model, scene, then_stop=False, step_s=0.01, limits=LimitsConfig(request_timeout_s=0.2))
+
+
+def chat(user: str, *, system: str = "abc " * 150, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    return {"model": "small", "messages": messages, "max_tokens": 3, **fields}
+
+
+async def usage_of(
+    it: World, path: str, body: dict[str, Any], *, stream: bool = False, key: str = ""
+) -> dict[str, Any]:
+    """What a reply says it used; the two ways of saying what was cached must agree."""
+    if stream:
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    reply = await it.client.post(f"/v1/{path}", json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    usage = events(reply)[-1]["usage"] if stream else reply.json()["usage"]
+    assert usage["prompt_cache_hit_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert usage["prompt_cache_hit_tokens"] + usage["prompt_cache_miss_tokens"] == usage["prompt_tokens"]
+    return usage
+
+
+async def hits(it: World, body: dict[str, Any], **options: Any) -> int:
+    return (await usage_of(it, "chat/completions", body, **options))["prompt_cache_hit_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_says_what_was_reused(model: ServedModel, stream: bool) -> None:
+    async def scene(it: World) -> None:
+        first = await usage_of(it, "chat/completions", chat("one"), stream=stream)
+        again = await usage_of(it, "chat/completions", chat("one"), stream=stream)
+        other = await usage_of(it, "chat/completions", chat("two " * 99), stream=stream)
+        num_prompt = first["prompt_tokens"]
+        assert num_prompt > 3 * 64
+        assert first["prompt_cache_hit_tokens"] == 0
+        assert again["prompt_cache_hit_tokens"] == (num_prompt - 1) // 64 * 64, "all full blocks before the last token"
+        assert 128 <= other["prompt_cache_hit_tokens"] <= num_prompt < other["prompt_tokens"]
+        samples = (await it.client.get("/metrics")).text
+        for found in ("hit", "miss"):
+            total = sum(usage[f"prompt_cache_{found}_tokens"] for usage in (first, again, other))
+            assert f'hadal_usage_prompt_tokens_total{{cache="{found}"}} {float(total)}' in samples
+            assert f'hadal_answered_prompt_tokens_total{{cache="{found}"}} {float(total)}' in samples
+
+    play(model, scene)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_counts_once_and_several_add_up(model: ServedModel, stream: bool) -> None:
+    ids = [[5 + (i * step) % 400 for i in range(200)] for step in (1, 3)]
+
+    async def scene(it: World) -> None:
+        body = {"model": "small", "prompt": ids, "max_tokens": 2, "n": 2}
+        first = await usage_of(it, "completions", body, stream=stream)
+        # A prompt's second choice may find what the first left behind: that is not the prompt's.
+        assert (first["prompt_tokens"], first["prompt_cache_hit_tokens"]) == (400, 0)
+        again = await usage_of(it, "completions", body, stream=stream)
+        assert (again["prompt_tokens"], again["prompt_cache_hit_tokens"]) == (400, 2 * 192)
+        assert again["completion_tokens"] == 4 * 2
+        samples = (await it.client.get("/metrics")).text
+        assert 'hadal_usage_prompt_tokens_total{cache="hit"} 384.0' in samples
+        assert 'hadal_usage_prompt_tokens_total{cache="miss"} 416.0' in samples
+
+    play(model, scene)
+
+
+def test_tenants_share_nothing_but_what_is_public(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        assert await hits(it, chat("one"), key="k1") == 0
+        assert await hits(it, chat("one"), key="k2") == 0, "the same prompt of another tenant"
+        num_all = await hits(it, chat("one"), key="k2")
+        assert num_all >= 128
+        assert await hits(it, chat("one", cache_salt="ann"), key="k1") == 0
+        assert await hits(it, chat("one", cache_salt="bob"), key="k1") == 0
+        assert await hits(it, chat("one", cache_salt="ann"), key="k2") == 0
+        assert await hits(it, chat("one", cache_salt="ann"), key="k1") == num_all
+        assert await hits(it, chat("one " * 99, cache_salt="public"), key="k1") == 0
+        shared = await hits(it, chat("one " * 99, cache_salt="public"), key="k2")
+        num_system = len(model.vocabulary.encode_controlled("<｜begin▁of▁sentence｜>" + "abc " * 150))
+        assert shared == num_system // 64 * 64 > 0, "the system message's full blocks, and none of the same question"
+        assert await hits(it, chat("one " * 99, cache_salt="public"), key="k2") > shared
+
+    play(model, scene, keys=("k1", "k2"))
+
+
+def test_no_key_is_in_what_the_units_are_sent(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        await hits(it, chat("one", cache_salt="secret-user"), key="secret-key")
+        (generation,) = it.units.submitted
+        assert b"secret" not in msgspec.msgpack.encode(generation)
+
+    play(model, scene, keys=("secret-key",))
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), [
+    ("completions", {"prompt": "hi", "cache_salt": "public"}, "cache_salt"),
+    ("completions", {"prompt": "hi", "cache_salt": ""}, "cache_salt"),
+    ("chat/completions", {"messages": CHAT["messages"], "cache_salt": "s" * 257}, "cache_salt"),
+    ("chat/completions", {"messages": CHAT["messages"], "cache_salt": ["s"]}, "cache_salt"),
+])  # fmt: skip
+def test_a_wrong_salt_is_refused(model: ServedModel, path: str, fields: dict[str, Any], param: str) -> None:
+    async def scene(it: World) -> None:
+        reply = await it.client.post(f"/v1/{path}", json={"model": "small", **fields})
+        assert error_of(reply, 400)["param"] == param
+
+    play(model, scene)

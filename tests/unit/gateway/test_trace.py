@@ -14,8 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hadal.cli import app
-from hadal.core.messages import AnyMessage, Load, Trace, TracedStep, TraceRequest
+from hadal.core.messages import Load, Trace, TracedStep, TraceRequest
 from hadal.core.plans import TraceEvent
+from hadal.core.wire import AnyMessage
 from hadal.gateway.service import ServedModel
 from hadal.gateway.trace import TraceError, TraceReply, describe, fetch
 

@@ -59,9 +59,10 @@ def gateway_of(
 ) -> Gateway:
     """The parts of a gateway, put together as its process does, with `units` for a wire."""
     limits = limits or LimitsConfig()
-    front = Front(Deployment(model="x", limits=limits), epoch="epoch", max_context=model.context_tokens)
+    deployment = Deployment(model="x", limits=limits)
+    front = Front(deployment, epoch="epoch", max_context=model.context_tokens, fingerprint="f0")
     return Gateway(
-        service=Service(model, limits),
+        service=Service(model, limits, front.names),
         host=Host(front, units, time.monotonic),
         snapshot=front.snapshot,
         metrics=Metrics(front.snapshot),
