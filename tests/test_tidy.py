@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reference": {"core"},
     "comm": {"core", "reference", "kernels"},
     "policy": {"core"},
-    "kv": {"core"},
+    "kv": {"core", "policy"},
     "stats": {"core"},
     "evals": {"core"},
     "perf": {"core", "overlap"},
@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "roles": {"core", "policy", "overlap", "perf", "kv", "stats"},
     "sim": {"core", "perf", "roles", "stats"},
     "model": {"core", "overlap", "kernels", "reference", "comm"},
-    "runtime": {"core", "model", "roles", "comm", "overlap"},
+    "runtime": {"core", "kv", "model", "roles", "comm", "overlap"},
     "gateway": {"core", "overlap", "roles", "runtime"},
     "cli": {"core", "policy", "gateway", "runtime", "evals", "sim", "stats"},
 }

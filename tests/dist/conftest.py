@@ -41,6 +41,14 @@ def start_server() -> Iterator[StartServer]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """For a disk cache. Short-lived, and on a disk where the temporary folder is."""
+    made = Path(tempfile.mkdtemp(prefix="hadal-c-"))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """One server for a whole module, for tests that leave it as they found it."""

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hadal.runtime.kv_wire import PREFIX, SHM
+from hadal.runtime.kv_pool import PREFIX, SHM_FOLDER
 from hadal.runtime.resolve import model_folder
 from hadal.runtime.status import Status, read_status
 
@@ -98,7 +98,7 @@ class Server:
 
     def segments(self) -> list[str]:
         """Names of its KV pools in shared memory."""
-        return [name for name in os.listdir(SHM) if name.startswith(f"{PREFIX}{self.status().run_id}.")]
+        return [name for name in os.listdir(SHM_FOLDER) if name.startswith(f"{PREFIX}{self.status().run_id}.")]
 
     def log(self) -> str:
         """What it and its processes have printed."""
@@ -165,7 +165,7 @@ def finish(server: Server) -> None:
             pytest.fail(f"hadal serve did not end:\n{server.log()}")
     wait_until(lambda: not any(is_alive(pid) for pid in pids), 5.0, "all processes of the server are gone")
     if status is not None:
-        left = [name for name in os.listdir(SHM) if name.startswith(f"{PREFIX}{status.run_id}.")]
+        left = [name for name in os.listdir(SHM_FOLDER) if name.startswith(f"{PREFIX}{status.run_id}.")]
         assert left == [], "segments are left in shared memory"
 
 

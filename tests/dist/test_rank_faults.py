@@ -21,7 +21,7 @@ import pytest
 from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
 from tests.dist.serving import Server, StartServer, wait_until
 
-NUM_KILLS, NUM_STOPS = (50, 20) if FULL else (4, 1)
+NUM_KILLS, NUM_STOPS = (50, 20) if FULL else (2, 1)
 CONCURRENCY = 16
 KILL_NOTICED_S, STOP_NOTICED_S = 1.0, 2.0
 WHOLE_AGAIN_S = 60.0

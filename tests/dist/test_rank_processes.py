@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from hadal.runtime.child import FAILED_STARTS_MAX, PUT_OFF_S
-from hadal.runtime.kv_wire import remove_stale_segments
+from hadal.runtime.kv_pool import remove_stale_segments
 from tests.dist.conftest import StartServer
 from tests.dist.serving import START_TIMEOUT_S, Server, is_alive, wait_until
 

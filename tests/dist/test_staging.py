@@ -17,11 +17,12 @@ import pytest
 from numpy.typing import NDArray
 
 from hadal.core.config import Deployment, UnitsConfig
-from hadal.core.messages import AnyMessage, RankDone, RankForm, RankFormed, RankStage, RankStaged, RankStep, RankUp
 from hadal.core.placement import Placement
 from hadal.core.plans import Chunk, FormPlan, LayerFlip, Member, PrefillPlan, Sampling, Source, Staged, StagePlan
+from hadal.core.rank_messages import RankDone, RankForm, RankFormed, RankStage, RankStaged, RankStep, RankUp
+from hadal.core.wire import AnyMessage
 from hadal.runtime.core import first_placement
-from hadal.runtime.kv_wire import remove_segments
+from hadal.runtime.kv_pool import remove_segments
 from hadal.runtime.process import Run, write_run
 from hadal.runtime.resolve import plan
 from hadal.runtime.wire import ZmqWire

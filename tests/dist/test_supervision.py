@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hadal.runtime.kv_wire import remove_stale_segments
+from hadal.runtime.kv_pool import remove_stale_segments
 from hadal.runtime.resolve import model_folder
 from tests.dist.serving import STOP_TIMEOUT_S, Server, StartServer, is_alive, wait_until
 

@@ -7,10 +7,25 @@ from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
-from hadal.core.messages import AnyMessage
+from hadal.core.cache import num_names
 from hadal.core.plans import KvPulled, StepPlan
-from hadal.core.seams import Deliver, Effect, Event, Execute, Freed, Pull, Send, Tick, WakeAt
+from hadal.core.seams import (
+    Deliver,
+    Effect,
+    Event,
+    Execute,
+    Freed,
+    LoadBlocks,
+    Pull,
+    Send,
+    StoreBlocks,
+    Tick,
+    UsedBlocks,
+    WakeAt,
+)
+from hadal.core.wire import AnyMessage
 from tests.sim.clock import SimClock
+from tests.sim.disk import SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, pull
 
 
@@ -27,7 +42,7 @@ class Host:
         self, name: str, role: Role, check: Callable[[], list[str]], clock: SimClock, random: Random,
         send: Callable[[str, AnyMessage], None], *, deliver: Callable[[Deliver], None] | None = None,
         pools: dict[str, Pool] | None = None, pool_name: str = "", engine: PrefillEngine | DecodeEngine | None = None,
-        step_s: float = 0.01, pull_s: float = 0.02, fault_rate: float = 0.0,
+        step_s: float = 0.01, pull_s: float = 0.02, fault_rate: float = 0.0, disk: SimDisk | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.role = role
@@ -48,6 +63,9 @@ class Host:
         self._fault_rate = fault_rate
         self._plans: deque[StepPlan] = deque()
         self._wake_number = 0
+        self._disk = disk
+        self._disk_free_s: dict[type, float] = {}
+        """When this process's reads, and its writes, so far are done."""
 
     def start(self) -> None:
         self._apply(self.role.start(self._clock.now()))
@@ -72,6 +90,11 @@ class Host:
                     assert len(self._plans) <= 2, "more than two plans are in flight"
                 case Pull():
                     self._clock.after(self._random.uniform(0, self._pull_s), lambda e=effect: self._pulled(e))
+                case LoadBlocks() | StoreBlocks():
+                    self._to_disk(effect)
+                case UsedBlocks(places):
+                    assert self._disk is not None
+                    self._disk.used(places)
                 case Freed(block_ids):
                     self._pools[self.pool_name].freed(block_ids)
                 case WakeAt(time_s):
@@ -80,6 +103,20 @@ class Host:
                 case Deliver():
                     assert self._deliver is not None
                     self._deliver(effect)
+
+    def _to_disk(self, effect: LoadBlocks | StoreBlocks) -> None:
+        """Reads one behind the other, writes too."""
+        assert self._disk is not None, f"{self.name} has no disk"
+        disk, kind = self._disk, type(effect)
+        delay_s = disk.delay_s(num_names(effect.names))
+        self._disk_free_s[kind] = max(self._disk_free_s.get(kind, 0.0), self._clock.now()) + delay_s
+        self._clock.at(self._disk_free_s[kind], lambda: self._disk_done(disk, effect))
+
+    def _disk_done(self, disk: SimDisk, effect: LoadBlocks | StoreBlocks) -> None:
+        if not self.is_alive:
+            return
+        pool = self._pools[self.pool_name]
+        self.handle(disk.read(effect, pool) if isinstance(effect, LoadBlocks) else disk.write(effect, pool))
 
     def _wake(self, number: int) -> None:
         if number == self._wake_number:

@@ -15,11 +15,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hadal.core.messages import AnyMessage
 from hadal.core.plans import Formed, FormPlan, Staged, StagePlan, StepDone, StepPlan
 from hadal.core.seams import Effect, Event, Execute, Form, Stage, Tick
+from hadal.core.wire import AnyMessage
 from hadal.roles.rank import Progress, RankRole
 from tests.sim.clock import SimClock
+from tests.sim.disk import SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine
 from tests.sim.experts import SimExperts, Traffic, skewed
 from tests.sim.host import Host
@@ -29,6 +30,8 @@ STAGE_S = 0.05
 COLLECTIVE_TIMEOUT_S = 10.0
 NOTICE_S = 0.05
 """How long a broken connection stays unnoticed, at most."""
+ABORT_S = 0.05
+"""How long a step goes on, at most, when it is told to break off."""
 Ident = tuple[int, str]
 """A rank's process: (rank, epoch)."""
 Key = tuple[frozenset[Ident], int, int | None]
@@ -147,9 +150,17 @@ class SimCompute:
     def form(self, plan: FormPlan) -> None:
         self._generation = plan.generation
         self._queue.append((plan.generation, plan))
-        if self._running is not None:
-            self._fail("PeerLost: aborted")
+        running = self._running
+        if running is not None:
+            self._clock.after(self._random.uniform(0.0, ABORT_S), lambda: self._break_off(running))
         self._next()
+
+    def _break_off(self, plan: StepPlan | FormPlan) -> None:
+        if self._running is not plan or self.is_stopped:
+            return
+        if not isinstance(plan, FormPlan) and self._random.random() < 0.5:  # So far it wrote.
+            self._engine.execute(plan, self._step_s, None)  # type: ignore[arg-type]
+        self._fail("PeerLost: aborted")
 
     def _next(self) -> None:
         if self._running is not None or not self._queue or self.is_stopped:
@@ -269,11 +280,11 @@ class RankHost(Host):
     def __init__(
         self, name: str, role: RankRole, clock: SimClock, random: Random, send: Callable[[str, AnyMessage], None],
         fabric: Fabric, engine: PrefillEngine | DecodeEngine, *, epoch: str, pools: dict[str, Pool], pool_name: str,
-        step_s: float, pull_s: float, fault_rate: float,
+        step_s: float, pull_s: float, fault_rate: float, disk: SimDisk | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             name, role, role.audit, clock, random, send, pools=pools, pool_name=pool_name, pull_s=pull_s,
-            fault_rate=fault_rate,
+            fault_rate=fault_rate, disk=disk,
         )  # fmt: skip
         self.fabric = fabric
         self.ident = (int(name.rpartition(".")[2]), epoch)

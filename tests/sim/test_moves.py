@@ -12,7 +12,8 @@ from statistics import fmean
 import pytest
 
 from hadal.core.balance import KV, REQUESTS
-from hadal.core.messages import AnyMessage, Load
+from hadal.core.messages import Load
+from hadal.core.wire import AnyMessage
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.decode_moving import STALL_STEPS_MAX
 from tests.sim.scenario import uneven_world

@@ -10,14 +10,18 @@ that took it are checked; clients check every token.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
-from hadal.core.balance import AUTO
+import msgspec
+
+from hadal.core.balance import AUTO, OFF
+from hadal.core.cache import split
 from hadal.core.config import Deployment, UnitsConfig
-from hadal.core.messages import AnyMessage, Cancel, Drain, Generation, Returned, Submit, Tokens, UnitDown
+from hadal.core.messages import Cached, Cancel, Drain, Generation, Prefill, Returned, Submit, Tokens, UnitDown
 from hadal.core.placement import spread
 from hadal.core.seams import Deliver
+from hadal.core.wire import AnyMessage
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.experts import ExpertBalancer
 from hadal.roles.front import Front
@@ -27,10 +31,13 @@ from hadal.roles.rank_book import RankBook
 from hadal.roles.rank_states import Phase
 from hadal.roles.ranks import RankedLeader
 from hadal.roles.reasons import kind_of
+from tests.sim.client import Client
 from tests.sim.clock import SimClock
+from tests.sim.disk import DiskFaults, SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, expected_output
 from tests.sim.experts import GROWING_S, NUM_EXPERTS, NUM_LAYERS, PORT, TERMS
 from tests.sim.host import Host
+from tests.sim.names import FINGERPRINT, Names
 from tests.sim.ranks import Fabric, RankHost
 
 
@@ -53,48 +60,21 @@ class Faults:
     """Nothing goes wrong after this, so that everything can end."""
 
 
-@dataclass
-class Client:
-    """One stream, and what it must receive."""
-
-    generation: Generation
-    longest: int
-    """Tokens that fit in the context and the units."""
-    expected: list[int] = field(default_factory=list)
-    received: list[int] = field(default_factory=list)
-    final: Deliver | None = None
-    is_lost: bool = False
-    """The front that held it died; its stream broke."""
-
-    def take(self, effect: Deliver) -> None:
-        assert self.final is None, f"{effect.request_id}: something came after the end"
-        if not self.expected:
-            self.expected = expected_output(self.generation)[: self.longest]
-        for token in effect.tokens:
-            name = f"{effect.request_id}[{token.index}]"
-            assert token.index == len(self.received), f"{name} came, {len(self.received)} was next"
-            assert token.token == self.expected[token.index], f"{name} is wrong"
-            is_last = token.index + 1 == len(self.expected)
-            assert (token.finish is not None) == is_last, f"{name}: finish is {token.finish}"
-            stops = token.token in self.generation.stop_ids and token.index >= self.generation.min_tokens
-            assert not is_last or token.finish == ("stop" if stops else "length"), f"{name}: finish is {token.finish}"
-            wants_logprob = self.generation.sampling.num_logprobs >= 0
-            assert (token.logprob is not None) == wants_logprob, f"{name}: logprob is {token.logprob}"
-            self.received.append(token.token)
-        if effect.final:
-            self.final = effect
-            assert effect.error is not None or len(self.received) == len(self.expected), f"{effect.request_id} is cut"
-
-
 class World:
     """One run. `pool_blocks` are blocks of each prefill unit and of each decode unit, scratch included."""
 
     def __init__(
         self, seed: int, config: Deployment, *, max_context: int, pool_blocks: tuple[int, int], faults: Faults,
-        step_s: float = 0.01, pull_s: float = 0.02, wire_s: float = 0.002,
+        step_s: float = 0.01, pull_s: float = 0.02, wire_s: float = 0.002, disk_blocks: int = 0,
+        disk_faults: DiskFaults | None = None,
     ) -> None:  # fmt: skip
+        """`disk_blocks`: of the folder that `config.cache` names."""
         self.random = Random(seed)
         self.clock = SimClock()
+        self.names = Names()
+        self.disk = SimDisk(
+            self.clock, self.random, disk_blocks, disk_faults or DiskFaults(), self.names.verify
+        ) if config.cache.folder else None  # fmt: skip
         self.config = config
         self.faults = faults
         self.max_context = max_context
@@ -143,7 +123,7 @@ class World:
             self.kill_unit(name)  # A new front never heard of it: a unit that does not come up is the supervisor's.
         for client in self.clients.values():
             client.is_lost = client.is_lost or client.final is None
-        front = Front(self.config, epoch=self._new_epoch(), max_context=self.max_context)
+        front = Front(self.config, epoch=self._new_epoch(), max_context=self.max_context, fingerprint=FINGERPRINT)
         self.fronts.append(front)
         self._start("front", Host(
             "front", front, front.check, self.clock, self.random, self._sender("front"), deliver=self._deliver,
@@ -163,6 +143,7 @@ class World:
             leader = self._ranked(name, core, units)
             self._start(name, Host(
                 name, leader, lambda: [*leader.check(), *core.audit()], self.clock, self.random, self._sender(name),
+                disk=self.disk,
             ))  # fmt: skip
             return
         pool = self.pools[pool_name] = Pool(self.pool_blocks[role])
@@ -170,7 +151,7 @@ class World:
         self._start(name, Host(
             name, core, core.audit, self.clock, self.random, self._sender(name), pools=self.pools,
             pool_name=pool_name, engine=engine, step_s=self._step_s, pull_s=self._pull_s,
-            fault_rate=self.faults.engine_rate,
+            fault_rate=self.faults.engine_rate, disk=self.disk,
         ))  # fmt: skip
 
     def _core(self, name: str, role: str, epoch: str, pool_name: str, num_ranks: int) -> PrefillLeader | DecodeLeader:
@@ -181,13 +162,16 @@ class World:
                 num_requests_max=config.prefill.max_requests, num_waiting_max=config.prefill.max_waiting,
                 lease_s=config.lease_s, heartbeat_s=config.heartbeat_s, num_ranks=num_ranks,
                 overlap=config.prefill.overlap, min_split_tokens=config.prefill.min_split_tokens,
-                request_balance=config.prefill.request_balance,
+                request_balance=config.prefill.request_balance, early_pull=config.early_pull,
+                keeps_blocks=config.cache.memory != OFF, has_disk=self.disk is not None,
+                recompute=config.cache.recompute,
             )  # fmt: skip
         return DecodeLeader(
             name, epoch, num_blocks, num_slots=config.decode.max_requests, num_waiting_max=config.decode.max_waiting,
             max_context=self.max_context, heartbeat_s=config.heartbeat_s, num_ranks=num_ranks,
             overlap=config.decode.overlap, min_split_tokens=config.decode.min_split_tokens,
-            request_balance=config.decode.request_balance,
+            request_balance=config.decode.request_balance, lease_s=config.lease_s,
+            fingerprint=FINGERPRINT if self.disk is not None else "",
         )  # fmt: skip
 
     def _ranked(self, name: str, core: PrefillLeader | DecodeLeader, units: UnitsConfig) -> RankedLeader:
@@ -209,13 +193,15 @@ class World:
         return RankHost(
             name, rank_role, self.clock, self.random, self._sender(name), self.fabrics[unit], engine, epoch=epoch,
             pools=self.pools, pool_name=pool_name, step_s=self._step_s, pull_s=self._pull_s,
-            fault_rate=self.faults.engine_rate,
+            fault_rate=self.faults.engine_rate, disk=self.disk,
         )  # fmt: skip
 
     def _start(self, name: str, host: Host) -> None:
         host.life = self._num_lives
         self.hosts[name] = host
         host.start()
+        if self.disk is not None and core_of(host) is not None:
+            self.disk.watch(host.handle)
         for message in self._mail.pop(name, []):
             self.clock.after(0.0, lambda m=message: self._arrive(name, m, 0))
 
@@ -269,6 +255,9 @@ class World:
     def _upset(self, host: Host) -> None:
         """Let it live and do nothing: whoever listens for its heartbeat will tell the supervisor."""
         if not isinstance(host, RankHost):
+            if not self.fronts or host.name not in self.front.units.by_name:
+                self.kill_unit(host.name)  # The front does not miss it yet: the supervisor does.
+                return
             host.is_stuck = True
             return
         what = self.random.choice(["stop", "hang", "cut"])
@@ -291,6 +280,11 @@ class World:
                 self.clock.after(0.0, lambda: self.kill_unit(message.unit))
                 return
             self._watch(life, message)
+            if isinstance(message, Prefill):
+                chain = self.names.add(message.generation) if self.config.cache.is_on else b""
+                assert message.generation.chain == chain, "the front names it otherwise"
+            if isinstance(message, Cached):
+                self._verify_named(name, message)
             is_within_unit = "." in name or "." in to
             copies = 2 if not is_within_unit and self.random.random() < self.faults.duplicate_rate else 1
             for _ in range(copies):
@@ -309,6 +303,16 @@ class World:
             expected = self._next_index.get(key, token.index)
             assert token.index == expected, f"{key}: sent token {token.index}, {expected} was next"
             self._next_index[key] = token.index + 1 if token.finish is None else -1
+
+    def _verify_named(self, name: str, message: Cached) -> None:
+        """What a unit says it can take out of its pools is what its ranks' memory holds."""
+        core = core_of(self.hosts[name])
+        assert core is not None
+        for rank in core.blocks.living:
+            pool = self.pools.get(core.blocks.names[rank])
+            for block_name in split(message.added) if pool is not None else ():
+                for block in core.blocks[rank].lookup(block_name):
+                    self.names.verify(block_name, pool.cells[block])  # type: ignore[union-attr]
 
     def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
         """Hand over to whoever has the name now: maybe a later life than the one it was sent to."""
@@ -330,6 +334,8 @@ class World:
     def submit(self, generation: Generation, longest: int) -> None:
         if "front" not in self.hosts:
             return
+        if self.config.cache.is_on:  # What it will say gets names, too.
+            self.names.add(msgspec.structs.replace(generation, output=tuple(expected_output(generation))))
         self.clients[generation.request_id] = Client(generation, longest)
         self.hosts["front"].handle(Submit(generation))
 

@@ -1,0 +1,208 @@
+"""Chats of several turns with the shipped model: every prompt holds the ones before it, as those of clients do.
+
+A chat's prompt k is prompt k-1, its greedy answer and a new question, in token ids, so that what has to be found in the
+cache again is known exactly. Half of the chats keep the whole answer in their history, the others what follows its
+reasoning, as DeepSeek-R1's template does. Chats share system prompts, and first prompts end at the borders of blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import httpx
+import torch
+
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.evals.run import held_out_examples
+from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
+from hadal.model.weights import load_weights
+from hadal.reference.generate import generate
+from hadal.reference.params import ModelWeights
+from hadal.runtime.resolve import model_folder
+from tests.dist.oracle import Case
+
+MAX_TOKENS = 80
+NUM_TURNS = 4
+SYSTEM_TOKENS = (150, 64, 20)
+"""Of the system prompts that chats share."""
+FIRST = ((64, 2), (0, 0), (63, 2), (192, 0), (65, 2), (128, 1), (448, 1), (0, 0), (127, 1), (129, 1))
+"""Tokens of a first prompt (0: as many as it has) and its system prompt, by turns."""
+QUESTION_TOKENS = 32
+"""Most of a question in a prompt of given length."""
+MAX_QUESTION_TOKENS = 128
+
+Chat = list[Case]
+"""Its turns."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server said to one turn."""
+
+    tokens: tuple[int, ...]
+    hit: int
+    """Prompt tokens from the cache, by the reply's usage."""
+    miss: int
+
+
+class ChatMaker:
+    """Draws chats; `weights` answer them. A seed and a number of chats make the same chats always."""
+
+    def __init__(self, seed: int, weights: ModelWeights | None = None) -> None:
+        folder = model_folder("")
+        self._rng = random.Random(seed)
+        self._vocabulary: Vocabulary = read_vocabulary(folder)
+        torch.set_num_threads(1)  # Two threads wait for one another on a busy machine.
+        self._weights = weights or load_weights(folder)
+        examples = held_out_examples(24, seed)
+        self._questions = [example.messages[-1]["content"] for example in examples]
+        self._systems = [self.text_ids(size) for size in SYSTEM_TOKENS]
+        self._eos = self._weights.config.eos_token_ids[0]
+        self._user = self._ids("<｜User｜>")
+        self._assistant = self._ids("<｜Assistant｜><think>\n")
+        self._bos = self._ids("<｜begin▁of▁sentence｜>")
+        self._think_close = self._ids("</think>")[0]
+
+    def text_ids(self, num_tokens: int) -> tuple[int, ...]:
+        """So many tokens of plain text."""
+        ids: list[int] = []
+        while len(ids) < num_tokens:
+            ids += self._vocabulary.encode_plain(self._rng.choice(self._questions) + " ")
+        return tuple(ids[: max(0, num_tokens)])
+
+    def prompt(self, num_tokens: int) -> tuple[int, ...]:
+        """A prompt of exactly that many tokens, which no other call returns."""
+        asked = (*self._question(QUESTION_TOKENS), *self._assistant)
+        return (*self._bos, *self.text_ids(num_tokens - len(asked) - len(self._bos)), *asked)
+
+    def chats(self, num_chats: int, num_turns: int = NUM_TURNS, max_tokens: int = MAX_TOKENS) -> list[Chat]:
+        """Chats and what the plain single-request loop answers to them."""
+        return [self._chat(number, num_turns, max_tokens) for number in range(num_chats)]
+
+    def answer(self, prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS) -> Case:
+        """The plain loop's answer."""
+        return Case(prompt, tuple(generate(self._weights, prompt, max_tokens, self._weights.config.eos_token_ids)))
+
+    def _chat(self, number: int, num_turns: int, max_tokens: int) -> Chat:
+        num_tokens, system = FIRST[number % len(FIRST)]
+        start = (*self._bos, *self._systems[system])
+        asked = (*self._question(QUESTION_TOKENS if num_tokens else MAX_QUESTION_TOKENS), *self._assistant)
+        prompt = (*start, *self.text_ids(num_tokens - len(start) - len(asked)), *asked)
+        turns: Chat = []
+        for _ in range(num_turns):
+            turns.append(self.answer(prompt, max_tokens))
+            prompt = (*self._history(turns[-1], keeps_all=number % 2 == 0), *self._question(), *self._assistant)
+        return turns
+
+    def _history(self, turn: Case, keeps_all: bool) -> tuple[int, ...]:
+        output = turn.output if turn.output[-1] == self._eos else (*turn.output, self._eos)
+        if keeps_all or self._think_close not in output:
+            return (*turn.prompt, *output)
+        answer = output[output.index(self._think_close) + 1 :]
+        return (*turn.prompt[: 1 - len(self._assistant)], *answer)
+
+    def _question(self, max_tokens: int = MAX_QUESTION_TOKENS) -> tuple[int, ...]:
+        while True:
+            ids = (*self._user, *self._vocabulary.encode_plain(self._rng.choice(self._questions)))
+            if len(ids) <= max_tokens:
+                return ids
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._vocabulary.encode_controlled(text))
+
+
+class Named:
+    """Which blocks a cache can have: the full ones of the texts it was shown."""
+
+    def __init__(self) -> None:
+        self._prefixes: set[tuple[int, ...]] = set()
+
+    def add(self, tokens: tuple[int, ...]) -> None:
+        """All of them have KV."""
+        self._prefixes |= {tokens[:end] for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)}
+
+    def hit(self, prompt: tuple[int, ...]) -> int:
+        """Tokens of a prompt that can be found: whole blocks from the first on, and never the last position."""
+        end = 0
+        while end + BLOCK_TOKENS < len(prompt) and prompt[: end + BLOCK_TOKENS] in self._prefixes:
+            end += BLOCK_TOKENS
+        return end
+
+
+def with_kv(case: Case) -> tuple[int, ...]:
+    """The text of which decode has KV: the last token drawn was never computed."""
+    return (*case.prompt, *case.output[:-1])
+
+
+async def ask(client: httpx.AsyncClient, model: str, case: Case, max_tokens: int = MAX_TOKENS) -> Answer:
+    """One turn, greedy. Raises httpx.HTTPError where the server is gone."""
+    body = {
+        "model": model, "prompt": list(case.prompt), "temperature": 0, "max_tokens": max_tokens,
+        "return_token_ids": True,
+    }  # fmt: skip
+    reply = await client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    fields = reply.json()
+    usage = fields["usage"]
+    answer = Answer(
+        tuple(fields["choices"][0]["token_ids"]), usage["prompt_cache_hit_tokens"], usage["prompt_cache_miss_tokens"]
+    )
+    assert usage["prompt_tokens"] == len(case.prompt)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == answer.hit
+    return answer
+
+
+def client_for(url: str, concurrency: int, key: str = "") -> httpx.AsyncClient:
+    """`key`: of the API."""
+    limits = httpx.Limits(max_connections=concurrency + 4)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(base_url=url, timeout=300, limits=limits, headers=headers)
+
+
+def talk(
+    url: str, model: str, chats: Sequence[Chat], *, concurrency: int = 12, key: str = "",
+    while_running: Callable[[], Awaitable[None]] | None = None,
+) -> list[list[Answer]]:
+    """Hold all chats, each turn after the one before it, `concurrency` of them at once."""
+
+    async def run() -> list[list[Answer]]:
+        gate = asyncio.Semaphore(concurrency)
+        async with client_for(url, concurrency, key) as client:
+
+            async def hold(chat: Chat) -> list[Answer]:
+                async with gate:
+                    return [await ask(client, model, case) for case in chat]
+
+            disturbance = asyncio.ensure_future(while_running()) if while_running is not None else None
+            answers = await asyncio.gather(*(hold(chat) for chat in chats))
+            if disturbance is not None:
+                await disturbance
+            return list(answers)
+
+    return asyncio.run(run())
+
+
+def wrong(chats: Sequence[Chat], answers: Sequence[Sequence[Answer]]) -> list[str]:
+    """What is not as it must be, told so that it can be repeated: tokens, and what the usage says of the prompt."""
+    found = []
+    for number, (chat, replies) in enumerate(zip(chats, answers, strict=True)):
+        for turn, (case, answer) in enumerate(zip(chat, replies, strict=True)):
+            where = f"chat {number} turn {turn}, prompt of {len(case.prompt)} tokens"
+            if answer.tokens != case.output:
+                pairs = enumerate(zip(case.output, answer.tokens, strict=False))
+                first = next((i for i, (a, b) in pairs if a != b), "length")
+                found.append(f"{where}: {answer.hit} cached, first difference at output {first} of {len(case.output)}")
+            if answer.hit + answer.miss != len(case.prompt):
+                found.append(f"{where}: {answer.hit} hit + {answer.miss} missed")
+            if answer.hit % BLOCK_TOKENS or not 0 <= answer.hit < len(case.prompt):
+                found.append(f"{where}: a hit of {answer.hit} is no number of full blocks before the last position")
+    return found
+
+
+def num_hit(answers: Sequence[Sequence[Answer]]) -> int:
+    """Prompt tokens of all answers that came from the cache."""
+    return sum(answer.hit for replies in answers for answer in replies)
+

@@ -1,0 +1,84 @@
+"""A process that writes blocks to a disk cache until it is killed, and says what it was told is durable. No torch.
+
+    python -m tests.dist.disk_child FOLDER SEED SHARE_BYTES [LIMIT]
+
+Lines on stdout: `S n` before n blocks are submitted, `A name...` for acknowledged ones, `F n` for n that were not
+written, `D name...` for names that made room. With LIMIT it ends in order after so many blocks.
+"""
+
+import os
+import random
+import sys
+import time
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from hadal.core.cache import split
+from hadal.core.plans import BlocksStored
+from hadal.core.seams import StoreBlocks
+from hadal.runtime.disk import DiskStore
+
+FINGERPRINT = "kills"
+BLOCK_BYTES = 5000
+POOL_BLOCKS = 64
+IN_FLIGHT = 4
+LIFE_S = 30.0
+
+
+def content(name: bytes) -> bytes:
+    """What a block of this name holds."""
+    return np.random.Generator(np.random.PCG64(int.from_bytes(name, "little"))).bytes(BLOCK_BYTES)
+
+
+def say(what: str, *words: object) -> None:
+    """In one write: a line is whole or not there."""
+    os.write(1, (" ".join((what, *map(str, words))) + "\n").encode())
+
+
+def told(stored: BlocksStored, names: list[bytes]) -> int:
+    """Say what came of a store; return how many blocks were written."""
+    assert len(names) == len(stored.places)
+    kept = [name.hex() for name, place in zip(names, stored.places, strict=True) if place is not None]
+    if kept:
+        say("A", *kept)
+    if len(kept) < len(names):
+        say("F", len(names) - len(kept))
+    if stored.dropped:
+        say("D", *(name.hex() for name in split(stored.dropped)))
+    return len(kept)
+
+
+def main() -> None:
+    folder, seed, share_bytes = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    limit = int(sys.argv[4]) if len(sys.argv) > 4 else 0
+    rng = random.Random(seed)
+    pool = np.zeros((POOL_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+    store = DiskStore(folder, FINGERPRINT, pool, share_bytes, lambda: None, total_bytes=1 << 40)
+    free = list(range(POOL_BLOCKS))
+    waiting: dict[int, tuple[list[bytes], list[int]]] = {}
+    count, written, until_s = 0, 0, time.monotonic() + LIFE_S
+    say("R")
+    while time.monotonic() < until_s and not (limit and written >= limit):
+        size = rng.randint(1, 8)
+        if len(waiting) < rng.randint(1, IN_FLIGHT) and len(free) >= size:
+            names = [blake2b(f"{seed} {count + i}".encode(), digest_size=16).digest() for i in range(size)]
+            blocks = [free.pop() for _ in range(size)]
+            for name, block in zip(names, blocks, strict=True):
+                pool[block] = np.frombuffer(content(name), dtype=np.uint8)
+            say("S", size)
+            store.submit(StoreBlocks(count, b"".join(names), tuple(range(size)), tuple(blocks)))
+            waiting[count] = names, blocks
+            count += size
+        for stored in store.take():
+            assert isinstance(stored, BlocksStored)
+            names, blocks = waiting.pop(stored.store_id)
+            free += blocks
+            written += told(stored, names)
+        time.sleep(0.0003)
+    store.stop(5.0)
+
+
+if __name__ == "__main__":
+    main()

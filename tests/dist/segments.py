@@ -1,0 +1,152 @@
+"""A disk cache's folder seen from outside, by the format of runtime/segment: what lies there, and ways to break it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hadal.runtime.segment import (
+    PAGE,
+    SEQUENCE,
+    SUM,
+    Segment,
+    names_of,
+    segment_numbers,
+    segment_path,
+    sum_of,
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A block that can be found."""
+
+    name: bytes
+    segment: int
+    slot: int
+    sequence: int
+    is_whole: bool
+    """Its bytes are what the record says."""
+
+
+def records_on_disk(folder: Path) -> list[Record]:
+    """Every block that the tables in a folder name and that nobody found damaged, each looked at."""
+    found = []
+    for number in segment_numbers(folder):
+        segment = Segment.open(folder, number)
+        try:
+            table = segment.table()
+            good = segment.is_good(table) & (segment.damaged() != table[:, SEQUENCE])
+            with segment.path.open("rb") as file:
+                for slot in np.flatnonzero(good).tolist():
+                    file.seek(_data_at(segment, slot))
+                    block = np.frombuffer(file.read(segment.block_bytes), dtype=np.uint8)
+                    is_whole = sum_of(block) == table[slot, SUM].tobytes()
+                    [name] = names_of(table[slot : slot + 1])
+                    found.append(Record(name, number, slot, int(table[slot, SEQUENCE]), is_whole))
+        finally:
+            segment.close()
+    return found
+
+
+def names_on_disk(folder: Path) -> set[bytes]:
+    """Without looking at the blocks: it is done while a server works on them."""
+    names = set()
+    for number in segment_numbers(folder):
+        segment = Segment.open(folder, number)
+        try:
+            table = segment.table()
+            names |= set(names_of(table[segment.is_good(table)]))
+        finally:
+            segment.close()
+    return names
+
+
+def drop_pages(folder: Path) -> None:
+    """Let the kernel forget what it keeps of the segments: the next read is the disk's."""
+    for number in segment_numbers(folder):
+        segment = Segment.open(folder, number)
+        try:
+            segment.sync()
+            segment.drop_pages()
+        finally:
+            segment.close()
+
+
+# ---- damage ----
+def flip_bits(folder: Path, rng: random.Random) -> int:
+    """One bit in every block that lies there; returns how many that are."""
+    records = records_on_disk(folder)
+    for record in records:
+        path, at = _block(folder, record)
+        segment = Segment.open(folder, record.segment)
+        size = segment.block_bytes
+        segment.close()
+        _flip(path, at + rng.randrange(size), 1 << rng.randrange(8))
+    return len(records)
+
+
+def flip_records(folder: Path, rng: random.Random) -> int:
+    """One bit in every record; returns how many."""
+    records = records_on_disk(folder)
+    for record in records:
+        _flip(segment_path(folder, record.segment), PAGE + 64 * record.slot + rng.randrange(64), 1 << rng.randrange(8))
+    return len(records)
+
+
+def cut_off(folder: Path, rng: random.Random) -> int:
+    """Every segment ends in the middle of a block that lies there; returns how many segments."""
+    records = records_on_disk(folder)
+    for number in segment_numbers(folder):
+        used = [record for record in records if record.segment == number]
+        path, at = _block(folder, rng.choice(used)) if used else (segment_path(folder, number), 5 * PAGE)
+        with path.open("r+b") as file:
+            file.truncate(at + 100)
+    return len(segment_numbers(folder))
+
+
+def tables_of(folder: Path) -> dict[int, bytes]:
+    """What each segment's table is now."""
+    tables = {}
+    for number in segment_numbers(folder):
+        segment = Segment.open(folder, number)
+        tables[number] = segment.table().tobytes()
+        segment.close()
+    return tables
+
+
+def put_back(folder: Path, tables: dict[int, bytes]) -> int:
+    """Tables of long ago over blocks of today; returns how many of their records speak of blocks that are gone."""
+    before = records_on_disk(folder)
+    for number in segment_numbers(folder):
+        if number in tables:
+            with segment_path(folder, number).open("r+b") as file:
+                file.seek(PAGE)
+                file.write(tables[number])
+    assert all(record.is_whole for record in before)
+    return sum(not record.is_whole for record in records_on_disk(folder))
+
+
+def _block(folder: Path, record: Record) -> tuple[Path, int]:
+    """The file and the offset at which the block begins."""
+    segment = Segment.open(folder, record.segment)
+    try:
+        return segment.path, _data_at(segment, record.slot)
+    finally:
+        segment.close()
+
+
+def _data_at(segment: Segment, slot: int) -> int:
+    """The slots are the end of the file."""
+    return segment.total_bytes - (segment.num_slots - slot) * segment.slot_bytes
+
+
+def _flip(path: Path, at: int, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        [old] = file.read(1)
+        file.seek(at)
+        file.write(bytes([old ^ bit]))

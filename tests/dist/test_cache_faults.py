@@ -1,0 +1,214 @@
+"""A disk cache that is broken, foreign, full or gone: noticed, counted, computed again, and no answer shows it.
+
+Each time a server that may keep nothing in memory answers chats whose KV was written by another server, or tries to
+write its own. Answers are the plain loop's, the server stays healthy and does not fill its log.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from hadal.core.cache import (
+    DAMAGED_BLOCKS,
+    DISK_EVICTED_BLOCKS,
+    DISK_HIT_TOKENS,
+    SKIPPED_BLOCKS,
+    STORED_BLOCKS,
+)
+from hadal.model.weights import load_weights
+from hadal.runtime.resolve import model_folder
+from tests.dist.cached import audit, cache_fields, settle
+from tests.dist.chats import Chat, ChatMaker, Named, talk, with_kv, wrong
+from tests.dist.oracle import FULL
+from tests.dist.segments import cut_off, flip_bits, flip_records, names_on_disk, put_back, tables_of
+from tests.dist.serving import Server, StartServer
+
+NUM_CHATS = 30 if FULL else 5
+MAX_LOG_LINES = 6
+"""Of the cache, in a server's life: one for what happened, from each of its processes."""
+FAULTS: dict[str, Callable[[Path, random.Random], int]] = {"bits": flip_bits, "cut": cut_off}
+
+
+@pytest.fixture(scope="module")
+def chats() -> list[Chat]:
+    return ChatMaker(41).chats(NUM_CHATS)
+
+
+def written(start_server: StartServer, chats: list[Chat], cache: dict[str, Any]) -> dict[str, int]:
+    """Let a server write the chats' KV and end."""
+    server = start_server(cache=cache)
+    assert wrong(chats, talk(server.url, server.model, chats)) == []
+    seen = settle(server)
+    assert seen[STORED_BLOCKS] > 0
+    assert server.stop() == 0
+    return seen
+
+
+def check_serves(server: Server, chats: list[Chat]) -> dict[str, int]:
+    """Answers as ever, twice, and everything in order; returns the counts."""
+    for _ in range(2):
+        assert wrong(chats, talk(server.url, server.model, chats)) == []
+    seen = settle(server)
+    audit(server)
+    assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+    assert all(process.num_starts == 1 for process in server.status().processes.values()), server.log()
+    return seen
+
+
+def warnings_of(server: Server) -> list[str]:
+    """What the server's log says that is more than information."""
+    return [line for line in server.log().splitlines() if " WARNING " in line or " ERROR " in line]
+
+
+def check_log(server: Server, what: str) -> None:
+    """It was said, and not again and again."""
+    lines = warnings_of(server)
+    assert lines, f"{what}, and no line of the log says so"
+    assert len(lines) <= MAX_LOG_LINES, "\n".join(lines)
+    assert "Traceback" not in server.log(), server.log()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damage(start_server: StartServer, chats: list[Chat], folder: Path, fault: str) -> None:
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    written(start_server, chats, cache_fields(folder, memory=False))
+    assert FAULTS[fault](folder, random.Random(seed)) > 0
+    server = start_server(cache=cache_fields(folder, memory=False))
+    seen = check_serves(server, chats)
+    if fault == "bits":  # A segment that is cut off is not even opened.
+        assert seen[DAMAGED_BLOCKS] > 0
+    check_log(server, fault)
+    # What was found damaged was written anew.
+    assert seen[STORED_BLOCKS] > 0
+    assert seen[DISK_HIT_TOKENS] > 0
+
+
+@pytest.mark.timeout(600)
+def test_a_damaged_table_is_a_miss(start_server: StartServer, chats: list[Chat], folder: Path) -> None:
+    """A record that fails its own check names nothing: there is no block that could be damaged."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    written(start_server, chats, cache_fields(folder, memory=False))
+    assert flip_records(folder, random.Random(seed)) > 0
+    assert names_on_disk(folder) == set()
+    server = start_server(cache=cache_fields(folder, memory=False))
+    seen = check_serves(server, chats)
+    assert seen[STORED_BLOCKS] > 0
+    assert seen[DISK_HIT_TOKENS] > 0
+
+
+@pytest.mark.timeout(600)
+def test_a_stale_table(start_server: StartServer, chats: list[Chat], folder: Path) -> None:
+    """A table of long ago speaks of blocks that were overwritten since: each is found out when it is read."""
+    tight = cache_fields(folder, memory=False, disk_mb=1)
+    half = len(chats) // 2
+    written(start_server, chats[:half], tight)
+    tables = tables_of(folder)
+    written(start_server, chats[half:], tight)
+    assert put_back(folder, tables) > 0, "nothing was overwritten; this test shows nothing"
+    server = start_server(cache=tight)
+    seen = check_serves(server, chats[:half])
+    assert seen[DAMAGED_BLOCKS] > 0
+    check_log(server, "a stale table")
+
+
+@pytest.mark.timeout(600)
+def test_damage_under_a_running_server(start_server: StartServer, chats: list[Chat], folder: Path) -> None:
+    """What it wrote itself and knows of is not believed either."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    server = start_server(cache=cache_fields(folder, memory=False))
+    assert wrong(chats, talk(server.url, server.model, chats)) == []
+    settle(server)
+    assert flip_bits(folder, random.Random(seed)) > 0
+    assert check_serves(server, chats)[DAMAGED_BLOCKS] > 0
+    check_log(server, "flipped bits")
+
+
+@pytest.mark.timeout(600)
+def test_another_models_folder(start_server: StartServer, chats: list[Chat], folder: Path) -> None:
+    """KV of a model is never another's: nothing is hit that was not written by it. Both find their own afterwards."""
+    written(start_server, chats, cache_fields(folder, memory=False))
+    other = folder / "model"
+    shutil.copytree(model_folder(""), other)
+    config = other / "config.json"
+    text = config.read_text(encoding="utf-8")
+    assert '"rope_theta": 10000.0' in text
+    config.write_text(text.replace('"rope_theta": 10000.0', '"rope_theta": 9000.0'), encoding="utf-8")
+    own = ChatMaker(41, load_weights(other)).chats(NUM_CHATS)
+    assert [chat[0].prompt for chat in own] == [chat[0].prompt for chat in chats]
+    fields = {"model": str(other), "cache": cache_fields(folder, memory=False)}
+    server = start_server(**fields)
+    named = Named()
+    for chat in own:
+        answers = talk(server.url, server.model, [chat])
+        assert wrong([chat], answers) == []
+        for case, answer in zip(chat, answers[0], strict=True):
+            assert answer.hit <= named.hit(case.prompt), "found what only the other model had computed"
+            named.add(with_kv(case))
+    assert settle(server)[DAMAGED_BLOCKS] == 0
+    audit(server)
+    assert server.stop() == 0
+    for again, those in ((fields, own), ({"cache": cache_fields(folder, memory=False)}, chats)):
+        server = start_server(**again)
+        assert wrong(those, talk(server.url, server.model, those)) == []
+        assert settle(server)[DISK_HIT_TOKENS] > 0
+        assert server.stop() == 0
+
+
+@pytest.fixture
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system that is full after a few blocks."""
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "hadal-test", str(folder)], capture_output=True, timeout=30,
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        pytest.skip(f"no small file system can be mounted here: {done.stderr.decode().strip()}")
+    yield folder
+    # The server may still have files there: it is ended after this.
+    subprocess.run(["umount", "--lazy", str(folder)], capture_output=True, timeout=30, check=True)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("is_filled", [False, True], ids=["small", "filled"])
+def test_a_full_disk(start_server: StartServer, chats: list[Chat], small_disk: Path, is_filled: bool) -> None:
+    if is_filled:  # Nothing fits at all.
+        with (small_disk / "ballast").open("wb") as file:
+            file.write(bytes(1000 * 1024))
+    server = start_server(cache=cache_fields(small_disk, memory=False, disk_mb=64))
+    seen = check_serves(server, chats)
+    # The budget is far beyond the disk: what fits there is used, and made room in.
+    assert seen[SKIPPED_BLOCKS if is_filled else DISK_EVICTED_BLOCKS] > 0
+    check_log(server, "a full disk")
+
+
+@pytest.mark.timeout(600)
+def test_the_folder_is_deleted_while_it_serves(start_server: StartServer, chats: list[Chat], folder: Path) -> None:
+    server = start_server(cache=cache_fields(folder, memory=False))
+    assert wrong(chats, talk(server.url, server.model, chats)) == []
+    settle(server)
+    shutil.rmtree(folder)
+    check_serves(server, chats)
+    check_log(server, "the folder is gone")
+
+
+@pytest.mark.timeout(600)
+def test_a_folder_that_cannot_be_written(start_server: StartServer, chats: list[Chat], folder: Path) -> None:
+    """Below a file, so that it holds for root, too."""
+    (folder / "file").write_text("no folder\n")
+    server = start_server(cache=cache_fields(folder / "file" / "cache", memory=False))
+    seen = check_serves(server, chats)
+    assert seen[STORED_BLOCKS] == seen[DISK_HIT_TOKENS] == 0
+    check_log(server, "no folder")
+

@@ -1,0 +1,199 @@
+"""`kill -9` at any moment of a server that writes its KV to disk: every restart serves, and never from a broken block.
+
+Rounds on one folder: a server starts on what the last one left, answers chats of that one's tenant (out of its blocks)
+and of a new tenant (whose blocks it has to write), and is killed: all of it, its supervisor only, or first one unit,
+which comes back while the load goes on. Moments are drawn from a seed, which is printed. `HADAL_FULL=1`: 200 rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hadal.core.cache import DISK_HIT_TOKENS, STORED_BLOCKS
+from tests.dist.cached import audit, cache_fields, counts, model_of
+from tests.dist.chats import Answer, Chat, ChatMaker, ask, client_for, talk, wrong
+from tests.dist.oracle import FULL
+from tests.dist.segments import Record, names_on_disk, records_on_disk
+from tests.dist.serving import Server, StartServer, is_alive, wait_until
+
+NUM_ROUNDS = 200 if FULL else 4
+NUM_CHATS = 24 if FULL else 12
+NUM_ASKED_AGAIN = 4
+"""Chats of the tenant before."""
+CONCURRENCY = 8
+LOAD_S = 1.5
+"""The kill comes within this time of the load's start."""
+GONE_S = 10.0
+WAYS = ("group", "supervisor", "one process", "one process")
+"""The last: a unit or a rank."""
+RANKS = (1, 1, 1, 2)
+"""Of both units, by chance: a writer for each, so that segments change hands."""
+ROOMY_MB, TIGHT_MB = 4096, 1
+"""A budget under which nothing is ever overwritten, and one under which nearly everything is."""
+
+
+@dataclass
+class Book:
+    """What is known of the folder, over all rounds."""
+
+    records: set[Record] = field(default_factory=set)
+    """Found by the last look."""
+    num_acknowledged: int = 0
+    num_disk_hit_tokens: int = 0
+    num_killed_writing: int = 0
+    """Rounds in which blocks were being written when the kill came."""
+
+
+@pytest.fixture(scope="module")
+def chats() -> list[Chat]:
+    return ChatMaker(29).chats(NUM_CHATS, num_turns=3)
+
+
+def key_of(number: int) -> str:
+    """A tenant for each round: the same chats, other blocks."""
+    return f"tenant-{number}"
+
+
+@dataclass
+class Load:
+    """Chats under way on a server that will be killed."""
+
+    server: Server
+    cache: Path
+    key: str
+    answers: dict[int, list[Answer]] = field(default_factory=dict)
+    acknowledged: int = 0
+    seen: set[bytes] = field(default_factory=set)
+    """Names of blocks that could be found on disk before the kill."""
+    is_killed: bool = False
+
+    async def run(self, chats: list[Chat], rng: random.Random, victim: str) -> None:
+        """Hold the chats until the kill. A process's is no reason to stop: it comes back."""
+        url, model = self.server.url, model_of(self.server, self.key)
+        gate = asyncio.Semaphore(CONCURRENCY)
+        async with client_for(url, CONCURRENCY, self.key) as client:
+
+            async def hold(number: int) -> None:
+                async with gate:
+                    for case in chats[number]:
+                        try:
+                            answer = await ask(client, model, case)
+                        except httpx.HTTPError:
+                            if self.is_killed:
+                                return
+                            raise
+                        self.answers.setdefault(number, []).append(answer)
+
+            order = list(range(len(chats)))
+            rng.shuffle(order)
+            holding = asyncio.gather(*map(hold, order))
+            num_writes = rng.choice((None, rng.randint(1, 12)))
+            await self._watch(LOAD_S if num_writes else rng.uniform(0.0, LOAD_S), holding, num_writes)
+            await asyncio.sleep(rng.uniform(0.0, 0.01))
+            if victim not in WAYS:
+                await asyncio.to_thread(self.server.kill, victim)
+                await holding
+                await self._watch(rng.uniform(0.0, 0.3), holding)
+            self.is_killed = True
+            kill_all(self.server, victim)
+            await holding
+
+    async def _watch(self, for_s: float, holding: asyncio.Future[list[None]], num_writes: int | None = None) -> None:
+        """Note what the server says is durable, until the time has come or so many looks saw something written. What
+        `holding` raises is raised."""
+        end_s = time.monotonic() + for_s
+        while time.monotonic() < end_s:
+            seen = await asyncio.to_thread(counts, self.server, self.key)
+            # A unit that starts again counts from 0, but what it said is still so.
+            self.acknowledged = max(self.acknowledged, seen[STORED_BLOCKS])
+            num_seen = len(self.seen)
+            self.seen |= await asyncio.to_thread(names_on_disk, self.cache)
+            if num_writes is not None and (num_writes := num_writes - (len(self.seen) > num_seen)) <= 0:
+                return
+            if holding.done():
+                holding.result()
+            await asyncio.sleep(0.01)
+
+
+def kill_all(server: Server, way: str) -> None:
+    """The whole tree, or its supervisor, with which the kernel ends the others."""
+    pids = [pid for pid in server.pids().values() if pid]
+    if way == "supervisor":
+        server.process.kill()
+    else:
+        os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait(GONE_S)
+    wait_until(lambda: not any(map(is_alive, pids)), GONE_S, "every process of the server is gone")
+
+
+def one_round(
+    start_server: StartServer, chats: list[Chat], cache: Path, disk_mb: int, rng: random.Random, number: int, book: Book
+) -> None:
+    """Start, look back, write, be killed, look."""
+    keys = [key_of(number), key_of(number - 1)]
+    units = {"ranks": rng.choice(RANKS), "kv_memory_mb": 32}
+    server = start_server(
+        environment={"HADAL_API_KEYS": ",".join(keys)}, cache=cache_fields(cache, disk_mb=disk_mb), chunk_tokens=128,
+        prefill=units, decode=units,
+    )  # fmt: skip
+    again = chats[:NUM_ASKED_AGAIN]
+    answers = talk(server.url, model_of(server, keys[1]), again, key=keys[1])
+    assert wrong(again, answers) == []
+    book.num_disk_hit_tokens += counts(server, keys[0])[DISK_HIT_TOKENS]
+    victim = rng.choice(WAYS)
+    if victim == "one process":
+        victim = rng.choice(sorted(server.pids().keys() - {"gateway"}))
+    load = Load(server, cache, keys[0])
+    asyncio.run(load.run(chats, rng, victim))
+    told = f"round {number}, {victim} killed"
+    asked = sorted(load.answers)
+    assert wrong([chats[i][: len(load.answers[i])] for i in asked], [load.answers[i] for i in asked]) == [], told
+    if victim not in WAYS:
+        assert all(len(load.answers[i]) == len(chat) for i, chat in enumerate(chats)), f"{told}: not all was answered"
+    look(cache, disk_mb, load, book, told)
+
+
+def look(cache: Path, disk_mb: int, load: Load, book: Book, told: str) -> None:
+    """What lies in the folder after the kill: all of it whole, and under a roomy budget all that was ever there."""
+    records = set(records_on_disk(cache))
+    assert [r for r in records if not r.is_whole] == [], f"{told}: blocks that can be found and are broken"
+    if disk_mb == ROOMY_MB:
+        lost = ({record.name for record in book.records} | load.seen) - {record.name for record in records}
+        assert lost == set(), f"{told}: {len(lost)} blocks that could be found before are gone"
+        num_new = len(records - book.records)
+        assert num_new >= load.acknowledged, f"{told}: {load.acknowledged} blocks were durable, {num_new} are there"
+        book.num_killed_writing += num_new > load.acknowledged
+    book.records = records
+    book.num_acknowledged += load.acknowledged
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("disk_mb", [ROOMY_MB, TIGHT_MB], ids=["roomy", "tight"])
+def test_every_restart_serves(start_server: StartServer, chats: list[Chat], folder: Path, disk_mb: int) -> None:
+    seed = 37 if FULL else random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    rng, book = random.Random(seed), Book()
+    num_rounds = NUM_ROUNDS // 2
+    for number in range(1, num_rounds + 1):
+        one_round(start_server, chats, folder, disk_mb, rng, number, book)
+        if number % 20 == 0:
+            print(f"{number} of {num_rounds} rounds, {book.num_acknowledged} blocks durable", flush=True)
+    # One that ends in peace, and has everything in order.
+    server = start_server(cache=cache_fields(folder, disk_mb=disk_mb))
+    assert wrong(chats, talk(server.url, server.model, chats)) == []
+    audit(server)
+    print(
+        f"{num_rounds} kills: {book.num_acknowledged} blocks were durable, {len(book.records)} were found at the end; "
+        f"more than had been said in {book.num_killed_writing} rounds; restarts hit {book.num_disk_hit_tokens} tokens"
+    )
+    assert book.num_acknowledged > 0
+    assert book.num_disk_hit_tokens > 0

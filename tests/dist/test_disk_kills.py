@@ -1,0 +1,212 @@
+"""Writers of a disk cache are killed at random moments: what they were told is durable is found again, byte for byte,
+and nobody who reads meanwhile is ever given a wrong block. `HADAL_FULL=1`: 200 rounds.
+"""
+
+import os
+import random
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hadal.core.cache import Place, split
+from hadal.core.seams import LoadBlocks
+from hadal.runtime.disk_loader import Loader
+from hadal.runtime.disk_trouble import Troubles
+from hadal.runtime.disk_view import DiskView
+from hadal.runtime.segment import segment_bytes
+from tests.dist.disk_child import BLOCK_BYTES, FINGERPRINT, content
+
+ROOT = Path(__file__).resolve().parents[2]
+FULL = os.environ.get("HADAL_FULL") == "1"
+NUM_ROUNDS = 200 if FULL else 12
+ROUNDS_OF_A_FOLDER = 3
+"""Then a new one: what the first rounds left is adopted by the next ones."""
+TINY_BYTES = segment_bytes(24, BLOCK_BYTES)
+AMPLE_BYTES = 64 << 20
+TIMEOUT_S = 20.0
+
+
+class Child:
+    """One writer. Its lines are read as they come, so that it never waits for us."""
+
+    def __init__(self, folder: Path, seed: int, share_bytes: int, limit: int = 0) -> None:
+        command = [sys.executable, "-m", "tests.dist.disk_child", str(folder), str(seed), str(share_bytes), str(limit)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=ROOT)
+        self.lines: list[str] = []
+        self.is_ready = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.decode())
+            if line.startswith(b"A"):
+                self.is_ready.set()
+
+    def end(self, *, kill: bool = True) -> None:
+        if kill:
+            self.process.kill()
+        self.process.wait(TIMEOUT_S)
+        self._thread.join(TIMEOUT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def names(self, what: str) -> set[bytes]:
+        return {bytes.fromhex(word) for line in self.lines if line[0] == what for word in line.split()[1:]}
+
+    def num_in_flight(self) -> int:
+        counts: Counter[str] = Counter()
+        for line in self.lines:
+            what, *words = line.split()
+            if what in "SF":
+                counts[what] += int(words[0])
+            elif what == "A":
+                counts[what] += len(words)
+        return counts["S"] - counts["A"] - counts["F"]
+
+
+class Reader:
+    """Knows what is on disk by a view of it, and reads it; never gets a wrong block."""
+
+    def __init__(self, folder: Path) -> None:
+        self.view = DiskView(folder, FINGERPRINT, lambda: None, look_s=0.02)
+        self.pool = np.zeros((32, BLOCK_BYTES), dtype=np.uint8)
+        self.loader = Loader(folder, FINGERPRINT, self.pool, Troubles(), lambda: None)
+        self.places: dict[bytes, Place] = {}
+        self.num_read = self.num_damaged = 0
+        self._next_id = 0
+
+    def look(self) -> None:
+        for news in self.view.take():
+            for name in split(news.dropped):
+                self.places.pop(name, None)
+            self.places.update(zip(split(news.added), news.places, strict=True))
+
+    def read(self, names: list[bytes]) -> int:
+        """Load blocks; return how many of them, from the first on, came."""
+        self._next_id += 1
+        places = tuple(self.places[name] for name in names)
+        self.loader.submit(LoadBlocks(self._next_id, b"".join(names), places, tuple(range(len(names)))))
+        until_s = time.monotonic() + TIMEOUT_S
+        while not (done := self.loader.take()):
+            assert time.monotonic() < until_s
+            time.sleep(0.0005)
+        for index in range(done[0].num_loaded):
+            assert self.pool[index].tobytes() == content(names[index]), "a load returned wrong bytes"
+        self.num_read += done[0].num_loaded
+        self.num_damaged += done[0].num_damaged
+        return done[0].num_loaded
+
+    def read_some(self, rng: random.Random) -> None:
+        self.look()
+        known = list(self.places)
+        if known:
+            self.read(rng.sample(known, min(len(known), rng.randint(1, 8))))
+        time.sleep(0.002)
+
+    def close(self) -> None:
+        self.view.stop(TIMEOUT_S)
+        self.loader.stop(time.monotonic() + TIMEOUT_S)
+
+
+def found(folder: Path) -> set[bytes]:
+    """The names whose blocks a fresh reader finds; each is read."""
+    reader = Reader(folder)
+    until_s = time.monotonic() + TIMEOUT_S
+    while not (news := reader.view.take()):
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    for one in news:
+        reader.places.update(zip(split(one.added), one.places, strict=True))
+    whole: set[bytes] = set()
+    for name in list(reader.places):
+        if reader.read([name]):
+            whole.add(name)
+    assert reader.num_damaged == 0, "a record names a block that is not whole"
+    reader.close()
+    return whole
+
+
+def play_round(
+    folder: Path, rng: random.Random, alive: set[bytes], share_bytes: int, names_of: int | None = None
+) -> int:
+    """One or two writers, killed one after the other; checks and updates what is `alive`. Returns blocks written.
+
+    `names_of`: all write the blocks of this seed, over and over; None: each its own."""
+    seeds = [names_of or rng.getrandbits(60) for _ in range(rng.choice((1, 1, 2)))]
+    children = [Child(folder, seed, share_bytes) for seed in seeds]
+    reader = Reader(folder)
+    try:
+        for child in children:
+            until_s = time.monotonic() + TIMEOUT_S
+            while not child.is_ready.is_set():
+                assert time.monotonic() < until_s, "a writer wrote nothing"
+                reader.read_some(rng)
+            kill_at_s = time.monotonic() + rng.uniform(0.0, 0.12)
+            while time.monotonic() < kill_at_s:
+                reader.read_some(rng)
+            child.end()
+    finally:
+        for child in children:
+            child.end()
+        reader.close()
+    written: set[bytes] = set().union(*(child.names("A") for child in children))
+    dropped: set[bytes] = set().union(*(child.names("D") for child in children))
+    alive |= written
+    alive -= dropped
+    whole = found(folder)
+    missing = alive - whole
+    # Blocks that were being written when the kill came may have put others out without having said so.
+    num_excused = sum(child.num_in_flight() for child in children) if share_bytes == TINY_BYTES else 0
+    assert len(missing) <= num_excused, f"{len(missing)} durable blocks are gone, {num_excused} were being replaced"
+    alive -= missing
+    return len(written)
+
+
+@pytest.mark.timeout(900 if FULL else 120)
+def test_what_was_durable_is_found_after_kill_9(tmp_path: Path) -> None:
+    for seed in (5, secrets.randbits(32)):
+        print(f"seed {seed}")
+        rng, num_written = random.Random(seed), 0
+        alive: set[bytes] = set()
+        for index in range(NUM_ROUNDS // 2):
+            number, part = divmod(index, ROUNDS_OF_A_FOLDER)
+            share_bytes = TINY_BYTES if number % 2 == 0 else AMPLE_BYTES
+            if part == 0:
+                alive = set()
+            num_written += play_round(tmp_path / f"{seed}-{number}", rng, alive, share_bytes)
+        assert num_written > 10 * (NUM_ROUNDS // 2)
+
+
+def test_writers_of_the_same_blocks_take_up_what_the_dead_left(tmp_path: Path) -> None:
+    for seed in (11, secrets.randbits(32), secrets.randbits(32)):
+        print(f"seed {seed}")
+        rng, alive = random.Random(seed), set[bytes]()
+        for _ in range(ROUNDS_OF_A_FOLDER):
+            play_round(tmp_path / str(seed), rng, alive, AMPLE_BYTES, names_of=seed)
+
+
+def test_what_the_dead_left_is_adopted_and_grows_no_further(tmp_path: Path) -> None:
+    alive: set[bytes] = set()
+    rng = random.Random(secrets.randbits(32))
+    for _ in range(4):
+        play_round(tmp_path, rng, alive, TINY_BYTES)
+    # Two at once at most, each within its share.
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * TINY_BYTES
+
+
+def test_a_writer_that_ends_in_order_leaves_all_it_was_told_is_durable(tmp_path: Path) -> None:
+    child = Child(tmp_path, 7, AMPLE_BYTES, limit=100)
+    child.end(kill=False)
+    assert child.process.returncode == 0
+    assert len(child.names("A")) >= 100
+    assert child.names("A") <= found(tmp_path)

@@ -1,0 +1,140 @@
+"""A folder that all processes of a world share, and what can go wrong with it.
+
+A block on it is its name and its cells; a load compares both with what it was asked for, as the live one does with
+checksums, so what is damaged, stale or gone is a miss. Reads and writes of a process are done one behind the other and
+touch its pool when they end: what was freed or written too early shows. Whoever watches hears of changes a little late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from hadal.core.cache import Place, split
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.plans import BlocksLoaded, BlocksStored
+from hadal.core.seams import DiskNews, LoadBlocks, StoreBlocks
+from tests.sim.clock import SimClock
+from tests.sim.engine import Cells, Pool
+
+
+@dataclass
+class DiskFaults:
+    """How often what goes wrong."""
+
+    load_rate: float = 0.0
+    """Of blocks that cannot be read."""
+    damage_rate: float = 0.0
+    """Of blocks that are not what they were."""
+    store_rate: float = 0.0
+    """Of blocks that cannot be written."""
+    drop_rate: float = 0.0
+    """Of reads before which some block of the folder goes."""
+    slow_rate: float = 0.0
+    """Of reads and writes that take `slow_s`."""
+    slow_s: float = 8.0
+
+
+@dataclass
+class _Watcher:
+    tell: Callable[[DiskNews], None]
+    told: dict[bytes, Place] = field(default_factory=dict)
+    is_told: bool = False
+    is_due: bool = False
+
+
+class SimDisk:
+    """`num_slots`: blocks that it holds; the oldest make room."""
+
+    def __init__(
+        self, clock: SimClock, random: Random, num_slots: int, faults: DiskFaults,
+        verify: Callable[[bytes, Cells], None],
+    ) -> None:  # fmt: skip
+        """`verify` is called with every block that is written: whether these are the cells of that name."""
+        self.faults = faults
+        self.name_to_place: dict[bytes, Place] = {}
+        """In the order of writing."""
+        self.num_used = 0
+        self._cells: dict[Place, Cells] = {}
+        self._clock = clock
+        self._random = random
+        self._num_slots = num_slots
+        self._verify = verify
+        self._num_written = 0
+        self._watchers: list[_Watcher] = []
+
+    def watch(self, tell: Callable[[DiskNews], None]) -> None:
+        """`tell` hears of what is there, and from then on of what changes."""
+        self._watchers.append(_Watcher(tell))
+        self._changed()
+
+    def delay_s(self, num_blocks: int) -> float:
+        """Of a read or write."""
+        if self._random.random() < self.faults.slow_rate:
+            return self.faults.slow_s * self._random.random()
+        return self._random.uniform(0.0, 0.004 + 0.001 * num_blocks)
+
+    def read(self, effect: LoadBlocks, pool: Pool) -> BlocksLoaded:
+        """What comes of a load, now."""
+        assert len(effect.names) == 16 * len(effect.places) == 16 * len(effect.into), "as many of each"
+        if self.name_to_place and self._random.random() < self.faults.drop_rate:
+            self._drop(self._random.choice(list(self.name_to_place)))
+        for at, (name, place, block) in enumerate(zip(split(effect.names), effect.places, effect.into, strict=True)):
+            chance = self._random.random()
+            if chance < self.faults.load_rate:
+                return BlocksLoaded(effect.load_id, at, 0, "input/output error")
+            if chance < self.faults.load_rate + self.faults.damage_rate:
+                pool.cells[block] = np.arange(BLOCK_TOKENS, dtype=np.uint64)  # Seen too late to leave the block alone.
+                return BlocksLoaded(effect.load_id, at, 1, "checksum")
+            if self.name_to_place.get(name) != place:
+                return BlocksLoaded(effect.load_id, at, 0, "gone")
+            pool.cells[block] = self._cells[place]
+        return BlocksLoaded(effect.load_id, len(effect.into))
+
+    def write(self, effect: StoreBlocks, pool: Pool) -> BlocksStored:
+        """What comes of a store, now."""
+        places: list[Place | None] = []
+        dropped = []
+        for name, block in zip(split(effect.names), effect.block_ids, strict=True):
+            self._verify(name, pool.cells[block])
+            if self._random.random() < self.faults.store_rate:
+                places.append(None)
+                continue
+            while len(self.name_to_place) >= self._num_slots:
+                dropped.append(next(iter(self.name_to_place)))
+                self._drop(dropped[-1])
+            place = self.name_to_place.get(name) or Place(0, self._num_written)
+            self._num_written += 1
+            self.name_to_place[name] = place
+            self._cells[place] = pool.cells[block].copy()
+            places.append(place)
+        self._changed()
+        error = "no space left" if None in places else None
+        return BlocksStored(effect.store_id, tuple(places), b"".join(dropped), error)
+
+    def used(self, places: tuple[Place, ...]) -> None:
+        assert places
+        self.num_used += len(places)
+
+    def _drop(self, name: bytes) -> None:
+        del self._cells[self.name_to_place.pop(name)]
+        self._changed()
+
+    def _changed(self) -> None:
+        for watcher in self._watchers:
+            if not watcher.is_due:
+                watcher.is_due = True
+                self._clock.after(self._random.uniform(0.0, 0.3), lambda one=watcher: self._say(one))
+
+    def _say(self, watcher: _Watcher) -> None:
+        watcher.is_due = False
+        now, told = self.name_to_place, watcher.told
+        added = {name: place for name, place in now.items() if told.get(name) != place}
+        dropped = [name for name in told if name not in now]
+        watcher.told = dict(now)
+        if added or dropped or not watcher.is_told:
+            watcher.is_told = True
+            watcher.tell(DiskNews(b"".join(added), tuple(added.values()), b"".join(dropped)))

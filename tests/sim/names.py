@@ -1,0 +1,39 @@
+"""What every name of a block stands for in a world: the cells it must hold, and whose text it is of."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hadal.core.cache import split
+from hadal.core.messages import BLOCK_TOKENS, Generation
+from hadal.kv.names import PUBLIC, extend, root_of
+from tests.sim.engine import Cells, cells_of
+
+FINGERPRINT = "a model"
+
+
+class Names:
+    """Filled as texts are named: by prompts, and by outputs that were computed for certain."""
+
+    def __init__(self) -> None:
+        self._root = root_of(FINGERPRINT.encode())
+        self._cells: dict[bytes, Cells] = {}
+        self._salts: dict[bytes, bytes] = {}
+
+    def add(self, generation: Generation) -> bytes:
+        """Note the blocks of prompt + output. Returns their chain."""
+        tokens = generation.prompt + generation.output
+        chain = extend(self._root, b"", tokens, generation.salt, generation.num_public)
+        for at, name in enumerate(split(chain)):
+            first, end = at * BLOCK_TOKENS, (at + 1) * BLOCK_TOKENS
+            if name not in self._cells:
+                self._cells[name] = cells_of(tokens[first:end], first)
+                self._salts[name] = PUBLIC if end <= generation.num_public else generation.salt
+            assert self._salts[name] == (PUBLIC if end <= generation.num_public else generation.salt), "two tenants'"
+        return chain
+
+    def verify(self, name: bytes, cells: Cells) -> None:
+        """Raise unless these are the cells of that name."""
+        expected = self._cells.get(name)
+        assert expected is not None, "a name that no text has"
+        assert np.array_equal(expected, cells), "a block is not what its name says"

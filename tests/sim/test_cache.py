@@ -1,0 +1,81 @@
+"""Seeds against the cache: chats whose turns find what was computed before, in memory and on disk, and never find what
+is not theirs. Every token is checked, every block that is named or stored is compared with its name's text, and at the
+end nothing is held. HADAL_SEEDS=N runs N fresh seeds beside the fixed ones, HADAL_FULL=1 ten thousand.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import Counter
+from functools import partial
+
+import pytest
+
+from hadal.core import cache
+from hadal.core.config import CacheConfig
+from hadal.roles.prefill import PrefillLeader
+from tests.sim.chats import BOTH, DISK, MEMORY, OFF, chats_world, failing_world
+from tests.sim.disk import DiskFaults
+from tests.sim.test_world import run_seed
+from tests.sim.world import World, core_of
+
+NUM_SEEDS = 10_000 if os.environ.get("HADAL_FULL") else 40
+FRESH_SEEDS = [secrets.randbelow(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+
+
+def counts_of(worlds: list[World]) -> Counter[str]:
+    """What the prefill units that live at the end have counted."""
+    counts: Counter[str] = Counter()
+    for world in worlds:
+        for host in world.hosts.values():
+            core = core_of(host)
+            if isinstance(core, PrefillLeader):
+                counts.update(core.cache.totals())
+    return counts
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, 20))
+def test_fixed_seeds(first: int) -> None:
+    for seed in range(first, first + 20):
+        run_seed(seed, chats_world)
+
+
+@pytest.mark.parametrize("seed", FRESH_SEEDS)
+def test_fresh_seed(seed: int) -> None:
+    run_seed(seed, chats_world)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_each_kind_of_cache_is_hit_and_all_of_them_say_the_same(ranks: int) -> None:
+    """The tokens are checked in each; here, that there was something to find."""
+
+    def run(config: CacheConfig) -> Counter[str]:
+        make = partial(chats_world, cache=config, ranks=ranks, disk_faults=DiskFaults(), is_calm=True)
+        make.__name__ = "calm chats_world"  # type: ignore[attr-defined]
+        return counts_of([run_seed(seed, make) for seed in range(8)])
+
+    memory, disk, both, off = (run(config) for config in (MEMORY, DISK, BOTH, OFF))
+    assert not any(count for name, count in off.items() if name != cache.MISS_TOKENS)
+    assert min(memory[cache.MEMORY_HIT_TOKENS], disk[cache.DISK_HIT_TOKENS], both[cache.MEMORY_HIT_TOKENS]) > 1000
+    assert (memory[cache.DISK_HIT_TOKENS], disk[cache.MEMORY_HIT_TOKENS]) == (0, 0)
+    assert min(both[cache.DISK_HIT_TOKENS], memory[cache.MISS_TOKENS], memory[cache.EVICTED_BLOCKS]) > 0
+    assert disk[cache.STORED_BLOCKS] > 0
+
+
+def test_a_bad_disk_is_counted_and_breaks_nothing() -> None:
+    faults = DiskFaults(load_rate=0.2, damage_rate=0.2, store_rate=0.2, drop_rate=0.2)
+    make = partial(chats_world, cache=DISK, disk_faults=faults, is_calm=True)
+    make.__name__ = "bad disk"  # type: ignore[attr-defined]
+    counts = counts_of([run_seed(seed, make) for seed in range(12)])
+    assert min(counts[cache.DAMAGED_BLOCKS], counts[cache.SKIPPED_BLOCKS], counts[cache.DISK_HIT_TOKENS]) > 0
+
+
+@pytest.mark.parametrize("seed", [0, 1, secrets.randbelow(2**40)])
+def test_nothing_is_read_into_blocks_of_a_step_that_failed_before_all_ranks_broke_it_off(seed: int) -> None:
+    run_seed(seed, failing_world)
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    one, other = (run_seed(7, chats_world) for _ in range(2))
+    assert (one.clock.now(), counts_of([one])) == (other.clock.now(), counts_of([other]))

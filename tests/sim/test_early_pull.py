@@ -1,0 +1,131 @@
+"""KV goes over while its prompt is still being prefilled: seeds against every way in which that can go wrong.
+
+Long prompts in small chunks, with few blocks and slots at the other end, so that seats taken early are in the way of
+others; units die, messages come twice, copies fail and clients go. Every token is checked, and nothing may stay held.
+HADAL_SEEDS=N runs N fresh seeds beside the fixed ones.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import Counter
+from random import Random
+
+import pytest
+
+from hadal.core.config import Deployment, LimitsConfig, UnitsConfig
+from hadal.core.messages import Ahead, Cancel, Decode, Generation, PrefillAhead
+from hadal.core.wire import AnyMessage
+from hadal.roles.decode import DecodeLeader
+from hadal.roles.decode_table import SlotState
+from tests.sim.engine import VOCAB
+from tests.sim.scenario import RANK_TIMEOUT_S, longest_output, random_sampling
+from tests.sim.test_world import run_seed
+from tests.sim.world import Faults, World, core_of
+
+FIXED_SEEDS = list(range(24))
+FRESH_SEEDS = [secrets.randbelow(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+
+
+class EarlyWorld(World):
+    """Counts what becomes of hints."""
+
+    counts: Counter[str]
+
+    def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
+        counts = self.counts = getattr(self, "counts", Counter())
+        host = self.hosts.get(to)
+        core = core_of(host) if host is not None and host.is_alive else None
+        if not isinstance(core, DecodeLeader):
+            counts["hints"] += isinstance(message, PrefillAhead)
+            super()._arrive(to, message, life)
+            return
+        before = state_of(core, message)
+        super()._arrive(to, message, life)
+        after = state_of(core, message)
+        match message:
+            case Ahead():
+                counts["seated"] += before is None and after is SlotState.AHEAD
+                counts["ignored"] += after is None
+            case Decode() if before is SlotState.AHEAD:
+                counts["went on"] += after is SlotState.PULLING
+            case Decode():
+                counts["had no seat"] += 1
+            case Cancel() if before is SlotState.AHEAD:
+                counts["cancelled"] += 1
+
+
+def state_of(core: DecodeLeader, message: AnyMessage) -> SlotState | None:
+    match message:
+        case Ahead(generation) | Decode(generation):
+            key = (generation.request_id, generation.attempt)
+        case Cancel(request_id, attempt):
+            key = (request_id, attempt)
+        case _:
+            return None
+    slot = core.slots.key_to_slot.get(key)
+    return None if slot is None else SlotState(int(core.table.state[slot]))
+
+
+def early_world(seed: int, *, num_ranks: int = 1, early_pull: str = "auto") -> EarlyWorld:
+    random = Random(f"early {seed}")
+
+    def units(num_slots: int, num_ranks: int = 1) -> UnitsConfig:
+        return UnitsConfig(units=random.choice([1, 1, 2]), ranks=num_ranks, max_requests=num_slots, max_waiting=64)
+
+    config = Deployment(
+        chunk_tokens=random.choice([64, 100, 200]), lease_s=random.choice([0.3, 2.0, 30.0]), heartbeat_s=0.1,
+        unit_timeout_s=1.0 + (1 + (num_ranks > 1)) * RANK_TIMEOUT_S, rank_timeout_s=RANK_TIMEOUT_S,
+        prefill=units(random.randint(2, 8), random.choice([1, min(2, num_ranks)])),
+        decode=units(random.randint(2, 6), num_ranks), early_pull=early_pull,
+        limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
+    )  # fmt: skip
+    faults = random.choice([
+        Faults(until_s=0.0),
+        Faults(duplicate_rate=0.1, until_s=0.0),
+        Faults(engine_rate=0.05, until_s=0.0),
+        Faults(crash_every_s=0.7, until_s=6.0),
+        Faults(crash_every_s=0.5, stuck_share=0.3, duplicate_rate=0.05, engine_rate=0.02, until_s=6.0),
+        Faults(crash_every_s=1.5, stuck_share=0.2, duplicate_rate=0.05, front_restarts=2, until_s=6.0),
+    ])  # fmt: skip
+    world = EarlyWorld(
+        seed, config, max_context=2000, pool_blocks=(random.choice([20, 60]), random.randint(14, 40)), faults=faults,
+        wire_s=random.choice([0.0005, 0.002, 0.02]), pull_s=random.choice([0.005, 0.02, 0.2]),
+    )  # fmt: skip
+    for number in range(random.randint(5, 20)):
+        num_prompt = random.choice([random.randint(1, 60), random.randint(100, 800), 640])
+        generation = Generation(
+            f"r{number}", tuple(random.randrange(VOCAB) for _ in range(num_prompt)), (),
+            random.choice([1, 5, random.randint(1, 150), 150]),
+            tuple(random.sample(range(VOCAB), random.choice([0, 1]))), 0, random_sampling(random), 0,
+        )  # fmt: skip
+        at_s = random.uniform(0.1, 3.0)
+        world.submit_at(at_s, generation, longest_output(world, num_prompt))
+        if random.random() < 0.2:
+            world.clock.at(at_s + random.expovariate(3.0), lambda name=f"r{number}": world.cancel(name))
+    return world
+
+
+def ranked_early_world(seed: int) -> EarlyWorld:
+    return early_world(seed, num_ranks=3)
+
+
+@pytest.mark.parametrize("seed", [*FIXED_SEEDS, *FRESH_SEEDS])
+def test_early_pulls_come_to_the_same_tokens(seed: int) -> None:
+    run_seed(seed, early_world)
+
+
+@pytest.mark.parametrize("seed", [*range(10), *FRESH_SEEDS])
+def test_early_pulls_into_units_of_many_ranks(seed: int) -> None:
+    run_seed(seed, ranked_early_world)
+
+
+def test_the_seeds_see_hints_go_every_way() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(12):
+        counts += run_seed(seed, early_world).counts  # type: ignore[attr-defined]
+    print(counts)
+    for what in ("hints", "seated", "ignored", "went on", "had no seat", "cancelled"):
+        assert counts[what] > 0, f"never seen: {what}"
+    assert counts["went on"] > counts["seated"] / 3
