@@ -20,6 +20,8 @@ class Stream:
     piece_times_s: list[float] = field(default_factory=list)
     """One per network read that held tokens; several tokens may share one under load."""
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Of those, that were not computed."""
     num_tokens: int = 0
     error: str | None = None
 
@@ -61,6 +63,7 @@ async def stream(address: tuple[str, int], path: str, body: Mapping[str, Any]) -
         result.error = f"the stream ended with {tail[-200:]!r}"
         return result
     result.num_prompt_tokens, result.num_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    result.num_cached_tokens = usage["prompt_cache_hit_tokens"]
     return result
 
 
