@@ -14,11 +14,14 @@ UV := UV_FIND_LINKS="$$PIP_FIND_LINKS" UV_PYTHON_DOWNLOADS=never $(BIN)/uv
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# Compiled once and for all: where Python may not write bytecode (PYTHONDONTWRITEBYTECODE), each process of a server
+# would compile torch again, 4 s of its 6.
 $(VENV)/.ok: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q uv
-	$(UV) pip install -q --python $(BIN)/python -r requirements.txt
+	$(UV) pip install -q --compile-bytecode --python $(BIN)/python -r requirements.txt
 	$(UV) pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
+	$(BIN)/python -m compileall -q src/hadal
 	$(BIN)/python -m hadal.kernels.build
 	@touch $@
 
