@@ -16,8 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.hadal_engine import HadalSubject
-from hadal.core.messages import BLOCK_TOKENS, Decode, Generation, KvLease, Token, Tokens
+from hadal.core.messages import BLOCK_TOKENS, Decode, Generation, KvLease, Tokens
 from hadal.core.plans import DecodePlan, KvPulled, Sampling, StepDone
 from hadal.core.seams import Effect, Execute, Pull
 from hadal.roles.decode import DecodeLeader
@@ -104,7 +106,8 @@ def wire(batch: int, rounds: int) -> float:
     with tempfile.TemporaryDirectory(prefix="hadal-b-") as folder:
         unit, front = ZmqWire("decode-0", Path(folder)), ZmqWire("front", Path(folder))
         try:
-            message = Tokens("decode-0", tuple(Token(f"chatcmpl-{i:032x}", 0, 100 + i, 9) for i in range(batch)))
+            column = np.arange(batch).tobytes()
+            message = Tokens("decode-0", "epoch", column, column, column)
             start = time.perf_counter()
             for index in range(rounds + 1):
                 if index == 1:

@@ -31,6 +31,7 @@ from hadal.roles.rank_book import RankBook
 from hadal.roles.rank_states import Phase
 from hadal.roles.ranks import RankedLeader
 from hadal.roles.reasons import kind_of
+from tests.columns import rows_of
 from tests.sim.client import Client
 from tests.sim.clock import SimClock
 from tests.sim.disk import DiskFaults, SimDisk
@@ -298,11 +299,11 @@ class World:
 
     def _watch(self, life: int, message: AnyMessage) -> None:
         """Every life sends the tokens of an attempt in order, and none after the last."""
-        for token in message.tokens if isinstance(message, Tokens) else ():
-            key = (life, token.request_id, token.attempt)
-            expected = self._next_index.get(key, token.index)
-            assert token.index == expected, f"{key}: sent token {token.index}, {expected} was next"
-            self._next_index[key] = token.index + 1 if token.finish is None else -1
+        for ticket, index, _, finish in rows_of(message) if isinstance(message, Tokens) else ():
+            key = (life, message.epoch, ticket)
+            expected = self._next_index.get(key, index)
+            assert index == expected, f"{key}: sent token {index}, {expected} was next"
+            self._next_index[key] = index + 1 if finish is None else -1
 
     def _verify_named(self, name: str, message: Cached) -> None:
         """What a unit says it can take out of its pools is what its ranks' memory holds."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hadal.core.plans import Sampling, TraceEvent
+from hadal.core.plans import Draw, Sampling, TraceEvent
 
 BLOCK_TOKENS = 64
 """Tokens of KV in one block (DeepSeek's storage unit and FlashMLA's page)."""
@@ -47,6 +47,8 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     """So many first tokens are shared under kv/names.PUBLIC instead, as far as they fill blocks."""
     chain: bytes = b""
     """Names of the full blocks of prompt + output, as the front fills them in; empty where nothing is to be cached."""
+    ticket: int = 0
+    """Given by the front with Decode: by this number it knows the attempt's tokens again."""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -60,6 +62,13 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     """None while it goes on; "stop" (a stop id) or "length"."""
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+def text_of(generation: Generation) -> tuple[int, ...]:
+    """Prompt and output. A text without letters, a range, stays one: only its length means something."""
+    if isinstance(generation.prompt, range):
+        return range(len(generation.prompt) + len(generation.output))  # type: ignore[return-value]
+    return generation.prompt + generation.output
 
 
 Key = tuple[str, int]
@@ -174,10 +183,22 @@ class Pulled(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """All tokens of one step of one unit."""
+    """All tokens of one step of one unit, by column: row i is the token `values[i]` of the attempt that holds ticket
+    `tickets[i]`. `indices[i]` is its place in the output, so a duplicate or a gap is noticed."""
 
     unit: str
-    tokens: tuple[Token, ...]
+    epoch: str
+    """Of the front that gave the tickets out."""
+    tickets: bytes
+    """int64 [N]"""
+    indices: bytes
+    """int64 [N]"""
+    values: bytes
+    """int64 [N]"""
+    finishes: tuple[tuple[int, str], ...] = ()
+    """(row, "stop" or "length") of those that end."""
+    draws: dict[int, Draw] = {}
+    """row -> log-probabilities, where they were asked for."""
 
 
 class Returned(Message, frozen=True):
@@ -254,6 +275,12 @@ class UnitDown(Message, frozen=True):
 
     unit: str
     reason: str
+
+
+class Stop(Message, frozen=True):
+    """Tokens came of attempts that nobody waits for: free what they hold. From the front to a decode leader."""
+
+    tickets: tuple[int, ...]
 
 
 class Drain(Message, frozen=True):

@@ -18,6 +18,7 @@ from hadal.core.messages import (
     Pulled,
     Release,
     Returned,
+    Stop,
     Submit,
     Tokens,
     Trace,
@@ -45,5 +46,5 @@ AnyMessage = (
     Submit | FrontUp | Prefill | Release | Cancel | PrefillDone | Decode | Pulled | Tokens | Returned | Load | UnitUp
     | UnitDown | Drain | AuditRequest | Audit | RankUp | RankDone | RankFormed | RankAnswered | RankBeat | RankForm
     | RankStep | RankStage | RankStaged | RankPull | RankFreed | TraceRequest | Trace | PrefillAhead | Cached | Ahead
-    | RankLoad | RankStore
+    | RankLoad | RankStore | Stop
 )

@@ -57,6 +57,11 @@ class BlockAllocator:
         self._evicted: list[int] = []
 
     @property
+    def is_changed(self) -> bool:
+        """`take_changes` has something to say."""
+        return bool(self._changes or self._evicted)
+
+    @property
     def num_usable(self) -> int:
         """Blocks that can be owned: all but the scratch block."""
         return self.num_blocks - 1
@@ -179,8 +184,6 @@ class BlockAllocator:
         The generations of the evicted were raised here; whoever keeps generations elsewhere must hear of them before
         anything may write them.
         """
-        if not self._changes and not self._evicted:
-            return b"", b"", ()  # As nearly always: a leader of many ranks asks each of them at every event.
         added = b"".join(name for name, is_here in self._changes.items() if is_here)
         dropped = b"".join(name for name, is_here in self._changes.items() if not is_here)
         evicted = tuple(self._evicted)

@@ -32,7 +32,7 @@ from hadal.core.messages import (
     FrontUp,
     Key,
     Returned,
-    Token,
+    Stop,
     Tokens,
     TraceRequest,
 )
@@ -123,6 +123,9 @@ class DecodeLeader:
                 self._pulled(event)
             case Cancel(request_id, attempt):
                 self._cancel((request_id, attempt))
+            case Stop(tickets):
+                for slot in self.slots.slots_of(tickets):
+                    self.slots.close(slot, self._done_step_id)
             case RankReset():
                 self._reset(event)
             case FrontUp():
@@ -233,19 +236,16 @@ class DecodeLeader:
         lengths = index + table.length[slots] - table.output_index[slots] + 1
         self.slots.cache.filled(slots, lengths)
         table.deliver(slots, values, lengths)
-        tokens = []
-        rows = zip(slots.tolist(), values.tolist(), index.tolist(), is_stop.tolist(), is_last.tolist(), strict=True)
-        for slot, value, at, stops, ends in rows:
-            finish = STOP if stops else LENGTH if ends else None
-            request_id, attempt = table.seat(slot).key
-            draw = done.draws.get(slot)
-            if draw is None:
-                tokens.append(Token(request_id, attempt, at, value, finish))
-            else:
-                tokens.append(Token(request_id, attempt, at, value, finish, draw.logprob, draw.top))
-        if tokens:
-            self._out.append(Send("front", Tokens(self._unit, tuple(tokens))))
-        self.slots.end(slots[is_stop | is_last])
+        ends = np.flatnonzero(is_stop | is_last)
+        if slots.size:
+            finishes = tuple((row, STOP if is_stop[row] else LENGTH) for row in ends.tolist())
+            slot_to_row = {slot: row for row, slot in enumerate(slots.tolist())} if done.draws else {}
+            draws = {slot_to_row[slot]: draw for slot, draw in done.draws.items() if slot in slot_to_row}
+            self._out.append(Send("front", Tokens(
+                self._unit, self._reporter.front_epoch, table.ticket[slots].tobytes(), index.tobytes(),
+                values.tobytes(), finishes, draws,
+            )))  # fmt: skip
+        self.slots.end(slots[ends])
 
     def _fail(self, error: str) -> None:
         """A step failed: unknown are what its requests' KV holds and what became of its joins and leaves."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from hadal.core.cache import DISK_BLOCKS, NAME_BYTES
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages import BLOCK_TOKENS, text_of
 from hadal.kv.names import extend, root_of
 from hadal.roles.decode_table import Bools, DecodeTable, Ints
 from hadal.roles.disk_stores import StoreBook
@@ -46,7 +46,7 @@ class DecodeCache:
         table.is_named[slot] = self._is_on and (bool(generation.chain) or not num_full)
         if not table.is_named[slot]:
             return
-        text = generation.prompt + generation.output
+        text = text_of(generation)
         rest, chain = text[num_full * BLOCK_TOKENS :], generation.chain[:num_chained]
         table.tail[slot, : len(rest)] = rest
         if len(chain) < num_chained:

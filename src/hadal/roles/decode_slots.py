@@ -134,6 +134,12 @@ class DecodeSlots:
             for slot in slots.tolist():
                 self.moving.abandon(slot)
 
+    def slots_of(self, tickets: Sequence[int]) -> list[int]:
+        """Where the attempts that hold these tickets are; those that are not here any more are left out."""
+        table = self.table
+        is_held = np.isin(table.ticket, np.array(tickets, np.int64)) & (table.state != SlotState.FREE)
+        return [slot for slot in np.flatnonzero(is_held).tolist() if self.key_to_slot.get(table.seat(slot).key) == slot]
+
     def close(self, slot: int, done_step_id: int) -> None:
         """Nobody wants this slot's tokens any more; free it as soon as nothing writes its blocks."""
         self.table.is_muted[slot] = True

@@ -85,6 +85,8 @@ class DecodeTable:
         """KV positions written after the last emitted plan; the next one writes this position."""
         self.output_index: Ints = np.zeros(num_slots, np.int64)
         """Index in the output of the token that the next plan draws."""
+        self.ticket: Ints = np.zeros(num_slots, np.int64)
+        """By which the front knows its tokens."""
         self.max_tokens: Ints = np.zeros(num_slots, np.int64)
         self.min_tokens: Ints = np.zeros(num_slots, np.int64)
         self.stop_ids: Ints = np.full((num_slots, 1), -1, np.int64)
@@ -131,6 +133,7 @@ class DecodeTable:
         self.last_step_id[slot] = self.left_step_id[slot] = -1
         self.moved_step_id[slot] = _NEVER
         self.num_pulled[slot] = self.num_pulling[slot] = self.length[slot] = self.output_index[slot] = 0
+        self.ticket[slot] = 0
         self.seats[slot] = Seat(generation, lease, arrival)
         return slot
 
@@ -143,6 +146,7 @@ class DecodeTable:
         self.state[slot] = SlotState.PULLING
         self.length[slot] = lease.num_tokens
         self.output_index[slot] = len(generation.output)
+        self.ticket[slot] = generation.ticket
         self.max_tokens[slot] = generation.max_tokens
         self.min_tokens[slot] = generation.min_tokens
         self._set_stop_ids(slot, generation.stop_ids)
@@ -177,8 +181,8 @@ class DecodeTable:
 
     def _copy_row(self, source: int, target: int) -> None:
         for array in (
-            self.length, self.output_index, self.max_tokens, self.min_tokens, self.stop_ids, self.last_token,
-            self.moved_step_id, self.left_step_id, self.tail, self.is_named,
+            self.length, self.output_index, self.ticket, self.max_tokens, self.min_tokens, self.stop_ids,
+            self.last_token, self.moved_step_id, self.left_step_id, self.tail, self.is_named,
         ):  # fmt: skip
             array[target] = array[source]
 

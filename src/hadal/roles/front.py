@@ -7,9 +7,8 @@ comes from an older attempt is answered so that its sender frees it. Knows no to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
+import numpy as np
 
 from hadal.core.balance import AUTO
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
@@ -31,6 +30,7 @@ from hadal.core.messages import (
     Pulled,
     Release,
     Returned,
+    Stop,
     Submit,
     Token,
     Tokens,
@@ -46,8 +46,10 @@ from hadal.policy.views import AdmissionView
 from hadal.roles.front_alarm import Alarm
 from hadal.roles.front_handover import Handover
 from hadal.roles.front_names import FrontNames
-from hadal.roles.front_requests import Record, RequestBook
+from hadal.roles.front_record import Record
+from hadal.roles.front_requests import RequestBook
 from hadal.roles.front_rooms import Rooms
+from hadal.roles.front_running import Ints
 from hadal.roles.front_snapshot import FrontSnapshot, Totals
 from hadal.roles.front_units import UnitBook
 from hadal.roles.meters import RateMeter
@@ -59,10 +61,14 @@ CLOSED_STATUS = 499
 
 class Front:
     """`epoch` is new at every start. `max_context` is the model's: prompt and output together never exceed it.
-    `fingerprint` stands for what KV depends on besides the text (see kv/names).
+    `fingerprint` stands for what KV depends on besides the text (see kv/names). `keeps_text`: without it tokens are
+    counted and forgotten, as where nobody reads them: in a simulation without text.
     """
 
-    def __init__(self, config: Deployment, *, epoch: str, max_context: int, fingerprint: str = "") -> None:
+    def __init__(
+        self, config: Deployment, *, epoch: str, max_context: int, fingerprint: str = "", keeps_text: bool = True
+    ) -> None:
+        self._keeps_text = keeps_text
         self.requests = RequestBook()
         self.units = UnitBook()
         self.names = FrontNames(config.cache, fingerprint)
@@ -95,8 +101,8 @@ class Front:
         """Take in one event and return what to do, in order."""
         self._out = []
         match event:
-            case Tokens(unit, tokens):
-                self._tokens(now_s, unit, tokens)
+            case Tokens():
+                self._tokens(now_s, event)
             case Load():
                 self._load(now_s, event)
             case Cached():
@@ -177,7 +183,8 @@ class Front:
 
     def _current(self, record: Record) -> Generation:
         record.generation = self.names.named(record.generation, record.output)
-        return msgspec.structs.replace(record.generation, output=tuple(record.output), attempt=record.attempt)
+        output = tuple(record.output) if self._keeps_text else range(record.num_output)
+        return msgspec.structs.replace(record.generation, output=output, attempt=record.attempt)
 
     def _prefill_ahead(self, hint: PrefillAhead) -> None:
         record = self._record(hint.request_id, hint.attempt)
@@ -193,14 +200,18 @@ class Front:
             return
         if record.state is not State.PREFILLING:
             return  # The same message twice.
-        if token.index != len(record.output):
+        if token.index != record.num_output:
             self._let_go(record)
-            self._retry(now_s, record, f"{done.unit} drew token {token.index}, not {len(record.output)}")
+            self._retry(now_s, record, f"{done.unit} drew token {token.index}, not {record.num_output}")
             return
         self.units.left_prefill(done.unit, record)
         num_cached = self._count_hits(record, done.num_cached)
         self.totals.tokens_out += 1
-        self.units.grew(record, self.requests.grow(record, token.token))
+        if self._keeps_text:
+            record.output.append(token.token)
+        grown = self.requests.grow(record)
+        if record.decode_unit is not None:
+            self.units.grew(record.decode_unit, grown)
         if done.lease is None:
             record.prefill_unit = None
             self._let_go(record)
@@ -213,11 +224,13 @@ class Front:
             self._let_go(record)
             self._retry(now_s, record, "no decode unit", is_counted=False, delay_s=BACKOFF_S)
             return
-        self._send(unit, Decode(self._current(record), done.lease))
+        ticket = self.requests.running.seat(record)
+        generation = msgspec.structs.replace(self._current(record), ticket=ticket)
+        self._send(unit, Decode(generation, done.lease))
 
     def _count_hits(self, record: Record, num_cached: int) -> int:
         """Tokens of the prompt that the first token cost no work for; a retry's are nobody's news."""
-        if len(record.output) > len(record.generation.output):
+        if record.num_output > len(record.generation.output):
             return 0
         num_prompt = len(record.generation.prompt)
         num_hit = min(num_cached, num_prompt)
@@ -233,31 +246,46 @@ class Front:
             assert record.prefill_unit is not None
             self._send(record.prefill_unit, Release(request_id, attempt))
             record.prefill_unit = None
+            self.requests.running.pulled(record)
             self.requests.move(record, Move.PULLED)
 
-    def _tokens(self, now_s: float, unit: str, tokens: Iterable[Token]) -> None:
-        for token in tokens:
-            record = self._record(token.request_id, token.attempt)
-            if record is None or record.decode_unit != unit:
-                if token.finish is None:
-                    self._send(unit, Cancel(token.request_id, token.attempt))
+    def _tokens(self, now_s: float, message: Tokens) -> None:
+        if message.epoch != self._epoch:
+            return  # The tickets are another front's.
+        running = self.requests.running
+        for record in running.early(message):
+            self._pulled(message.unit, record.request_id, record.attempt)
+        taken = running.take(message)
+        self.totals.tokens_out += taken.good.size
+        self.requests.num_blocks_placed += taken.num_blocks
+        self.units.grew(message.unit, taken.num_blocks)
+        self._tell(now_s, message, taken.good)
+        for record in taken.gaps:
+            self._let_go(record)
+            self._retry(now_s, record, f"{message.unit} left out a token after {record.num_output}")
+        if taken.strangers:
+            self._send(message.unit, Stop(taken.strangers))
+
+    def _tell(self, now_s: float, message: Tokens, good: Ints) -> None:
+        """Send on tokens that were counted: all of them, or of a text that is not kept its last one."""
+        row_to_finish = dict(message.finishes)
+        rows = good if self._keeps_text else np.intersect1d(good, np.array(list(row_to_finish), np.int64))
+        columns = (np.frombuffer(column, np.int64)[rows].tolist()
+                   for column in (message.tickets, message.indices, message.values))  # fmt: skip
+        for row, ticket, index, value in zip(rows.tolist(), *columns, strict=True):
+            record = self.requests.running.record_of(ticket)
+            finish, draw = row_to_finish.get(row), message.draws.get(row)
+            logprob, top = (draw.logprob, draw.top) if draw is not None else (None, ())
+            token = Token(record.request_id, record.attempt, index, value, finish, logprob, top)
+            if self._keeps_text:
+                record.output.append(value)
+            if finish is None:
+                self._out.append(Deliver(record.request_id, (token,)))
                 continue
-            if record.state is State.TRANSFERRING:
-                self._pulled(unit, token.request_id, token.attempt)
-            if token.index < len(record.output):
-                continue  # The same message twice.
-            if token.index > len(record.output):
-                self._let_go(record)
-                self._retry(now_s, record, f"{unit} sent token {token.index}, not {len(record.output)}")
-                continue
-            self.units.grew(record, self.requests.grow(record, token.token))
-            self.totals.tokens_out += 1
-            if token.finish is not None:
-                self.units.left_decode(unit, record.num_blocks)
-                record.decode_unit = None
-                self._finish(now_s, record, (token,))
-            else:
-                self._out.append(Deliver(token.request_id, (token,)))
+            self.requests.running.leave(record)
+            self.units.left_decode(message.unit, record.num_blocks)
+            record.decode_unit = None
+            self._finish(now_s, record, (token,))
 
     def _finish(self, now_s: float, record: Record, tokens: tuple[Token, ...], num_cached: int = 0) -> None:
         self.requests.move(record, Move.FINISH)
@@ -283,6 +311,7 @@ class Front:
     def _let_go(self, record: Record, lost: str | None = None) -> None:
         """Take a request away from its units; `lost` has let it go already."""
         prefill_unit, decode_unit = record.prefill_unit, record.decode_unit
+        self.requests.running.leave(record)
         record.prefill_unit = record.decode_unit = None
         if prefill_unit is not None:
             if record.state is State.PREFILLING:

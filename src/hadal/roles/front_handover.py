@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from hadal.core.messages import PrefillAhead
 from hadal.core.request import State
-from hadal.roles.front_requests import Record
+from hadal.roles.front_record import Record
 from hadal.roles.front_units import UnitBook
 
 STEP_SHARE = 16
@@ -35,7 +35,7 @@ class Handover:
             return False
         attempt, num_tokens = record.ahead
         num_more = hint.lease.num_tokens - (num_tokens if attempt == record.attempt else 0)
-        is_last = len(record.output) + 1 >= record.generation.max_tokens
+        is_last = record.num_output + 1 >= record.generation.max_tokens
         if is_last or num_more * STEP_SHARE < record.num_tokens:
             return False
         record.ahead = (record.attempt, hint.lease.num_tokens)

@@ -13,50 +13,11 @@ from dataclasses import dataclass, field
 from hadal.core.messages import Generation
 from hadal.core.request import MAY_OWN, OWNS, Move, State, next_state
 from hadal.kv.blocks import blocks_for
-from hadal.policy.batching import turn_s
+from hadal.roles.front_record import Place, Record
+from hadal.roles.front_running import Running
 
-Place = tuple[float, int, str]
-"""In the queue: whose turn is first, then who came first."""
 PLACED = (State.PREFILLING, State.TRANSFERRING, State.DECODING)
 """States in which a unit works, or will, for the request."""
-
-
-@dataclass(slots=True)
-class Record:
-    """One request from Submit to its last Deliver."""
-
-    generation: Generation
-    number: int
-    """In the order of arrival."""
-    deadline_s: float
-    output: list[int]
-    state: State = State.QUEUED
-    attempt: int = 0
-    prefill_unit: str | None = None
-    decode_unit: str | None = None
-    ahead: tuple[int, int] = (-1, 0)
-    """The attempt whose KV its decode unit was told to pull early, and tokens of it."""
-    num_cached: int = 0
-    """Positions that its prefill unit was taken to have when it was sent there."""
-    not_before_s: float = 0.0
-    num_retries: int = 0
-    is_fitted: bool = False
-    """`max_tokens` was checked against what the units can hold."""
-    num_blocks: int = 0
-    """Counted against decode while it is placed: its tokens and the one that comes."""
-
-    @property
-    def request_id(self) -> str:
-        return self.generation.request_id
-
-    @property
-    def place(self) -> Place:
-        """In the queue; the same when it comes back."""
-        return turn_s(self.generation.arrived_s, self.generation.priority), self.number, self.request_id
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.generation.prompt) + len(self.output)
 
 
 @dataclass(slots=True)
@@ -66,6 +27,8 @@ class RequestBook:
     by_id: dict[str, Record] = field(default_factory=dict)
     counts: dict[State, int] = field(default_factory=lambda: dict.fromkeys(State, 0))
     num_blocks_placed: int = 0
+    running: Running = field(default_factory=Running)
+    """Those in decode."""
     _queue: list[Place] = field(default_factory=list)
     _num_arrived: int = 0
 
@@ -79,7 +42,10 @@ class RequestBook:
 
     def add(self, generation: Generation, deadline_s: float) -> Record:
         """A new request, queued behind all whose turn is before its own (policy/batching)."""
-        record = Record(generation, self._num_arrived, deadline_s, list(generation.output), attempt=generation.attempt)
+        record = Record(
+            generation, self._num_arrived, deadline_s, list(generation.output), len(generation.output),
+            attempt=generation.attempt,
+        )  # fmt: skip
         self._num_arrived += 1
         self.by_id[record.request_id] = record
         self.counts[State.QUEUED] += 1
@@ -96,6 +62,8 @@ class RequestBook:
             del self._queue[bisect_left(self._queue, record.place)]
         if after is State.QUEUED:
             insort(self._queue, record.place)
+        if after not in PLACED:
+            self.running.leave(record)
         if before not in PLACED and after in PLACED:
             record.num_blocks = blocks_for(record.num_tokens + 1)
             self.num_blocks_placed += record.num_blocks
@@ -105,9 +73,9 @@ class RequestBook:
             self.counts[after] -= 1
             del self.by_id[record.request_id]
 
-    def grow(self, record: Record, token: int) -> int:
-        """Append a token; return how many blocks its request grew by."""
-        record.output.append(token)
+    def grow(self, record: Record) -> int:
+        """Count its first token of this attempt; return how many blocks its request grew by."""
+        record.num_output += 1
         grown = blocks_for(record.num_tokens + 1) - record.num_blocks
         if grown:
             record.num_blocks += grown
@@ -145,8 +113,9 @@ class RequestBook:
 
     def check(self) -> list[str]:
         """Problems of the book; empty when states, owners, queue and sums agree."""
-        problems = []
+        problems = self.running.check()
         for record in self.by_id.values():
+            self.running.sync(record)
             owns = {name for name in ("prefill_unit", "decode_unit") if getattr(record, name) is not None}
             if not OWNS[record.state] <= owns <= MAY_OWN[record.state]:
                 problems.append(f"{record.request_id} is {record.state} and owns {sorted(owns)}")

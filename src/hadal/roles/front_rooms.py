@@ -16,7 +16,8 @@ from hadal.kv.blocks import blocks_for
 from hadal.policy.admission import may_prefill
 from hadal.policy.cached_prefix import usable_blocks
 from hadal.policy.routing import choose_decode_unit, choose_prefill_unit
-from hadal.roles.front_requests import Record, RequestBook
+from hadal.roles.front_record import Record
+from hadal.roles.front_requests import RequestBook
 from hadal.roles.front_units import UnitBook
 
 
@@ -65,7 +66,7 @@ class Rooms:
         num_prompt = len(generation.prompt)
         # The last token of an output has no KV, so capacity + 1 tokens can be known.
         longest = min(self.max_context, capacity_tokens + 1) - num_prompt
-        if longest <= len(record.output):
+        if longest <= record.num_output:
             return f"the prompt has {num_prompt} tokens; a unit holds {capacity_tokens} at most."
         if longest < generation.max_tokens:
             record.generation = msgspec.structs.replace(generation, max_tokens=longest)

@@ -15,7 +15,7 @@ from hadal.core.request import State
 from hadal.overlap.split import num_pairs_of
 from hadal.policy.views import DecodeUnitView, DownstreamView, PrefillUnitView
 from hadal.roles.front_cache import FrontCache
-from hadal.roles.front_requests import Record
+from hadal.roles.front_record import Record
 
 _NOTHING: Mapping[str, int] = {}
 
@@ -118,10 +118,11 @@ class UnitBook:
         unit.num_requests += 1
         unit.num_blocks_used += num_blocks
 
-    def grew(self, record: Record, num_blocks: int) -> None:
-        """A request has more blocks, on its decode unit if it has one."""
-        if num_blocks and record.decode_unit is not None:
-            self.by_name[record.decode_unit].num_blocks_used += num_blocks
+    def grew(self, name: str, num_blocks: int) -> None:
+        """Requests of a decode unit have more blocks."""
+        unit = self.by_name.get(name)
+        if unit is not None:
+            unit.num_blocks_used += num_blocks
 
     def left_decode(self, name: str, num_blocks: int) -> None:
         unit = self.by_name.get(name)

@@ -33,6 +33,7 @@ from hadal.core.messages import (
     Returned,
     Token,
     TraceRequest,
+    text_of,
 )
 from hadal.core.plans import BlocksLoaded, BlocksStored, PrefillPlan, StepDone
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, DiskNews, Effect, Event, Execute, RankReset, Send, Tick
@@ -151,7 +152,7 @@ class PrefillLeader:
 
     # ---- what comes in ----
     def _accept(self, generation: Generation, out: list[Effect]) -> None:
-        prompt = Prompt(generation, generation.prompt + generation.output, number=self._num_arrived)
+        prompt = Prompt(generation, text_of(generation), number=self._num_arrived)
         if prompt.key in self._waiting or prompt.key in self._started or prompt.key in self.leases:
             return  # The same message twice.
         num_most = self._num_waiting_max + self._num_requests_max * self.blocks.num_living

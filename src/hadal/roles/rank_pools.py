@@ -76,12 +76,12 @@ class RankPools:
     def take_freed(self) -> list[Freed]:
         """What was freed or evicted since the last call: to be told before a plan, a pull or a load that may write
         these blocks."""
-        effects = []
-        for rank in range(self.num_ranks):
+        # Nearly always nothing changed: a leader of many ranks asks each of them at every event.
+        for rank in [rank for rank, allocator in enumerate(self._allocators) if allocator.is_changed]:
             self._take_changes(rank)
-            if self._freed[rank]:
-                effects.append(Freed(tuple(self._freed[rank]), rank))
-                self._freed[rank] = []
+        effects = [Freed(tuple(blocks), rank) for rank, blocks in enumerate(self._freed) if blocks]
+        for effect in effects:
+            self._freed[effect.rank] = []
         return effects
 
     def _take_changes(self, rank: int) -> None:

@@ -26,10 +26,11 @@ from hadal.core.messages import (
     Pulled,
     Release,
     Token,
-    Tokens,
     UnitUp,
 )
-from hadal.core.wire import AnyMessage  # fmt: skip
+from hadal.core.plans import Draw
+from hadal.core.wire import AnyMessage
+from tests.columns import Row, tokens_message
 
 NUM_BLOCKS = 1000
 MAX_REQUESTS = 64
@@ -59,6 +60,7 @@ class FakeUnits:
         """Of blocks that were prefilled."""
         self.go = asyncio.Event()
         self.go.set()
+        self._epoch = ""
         self._inbox: list[AnyMessage] = []
         self._ready = asyncio.Event()
 
@@ -70,6 +72,7 @@ class FakeUnits:
     # ---- the wire, as the host sees it ----
     def send(self, to: str, message: AnyMessage) -> None:
         if isinstance(message, FrontUp):
+            self._epoch = message.epoch
             self._say(UnitUp(to, to.partition("-")[0], f"{to}-epoch", NUM_BLOCKS, MAX_REQUESTS))
         elif isinstance(message, Prefill):
             self.submitted.append(message.generation)
@@ -129,15 +132,18 @@ class FakeUnits:
         return len(found) * BLOCK_TOKENS
 
     def _decode(self) -> None:
-        tokens = []
+        rows: list[Row] = []
+        draws: dict[int, Draw] = {}
         for key, running in list(self.decoding.items()):
             token = self._token(running.generation, len(running.output))
             running.output.append(token.token)
-            tokens.append(token)
+            if token.logprob is not None:
+                draws[len(rows)] = Draw(token.logprob, token.top)
+            rows.append((running.generation.ticket, token.index, token.token, token.finish))
             if token.finish is not None:
                 del self.decoding[key]
-        if tokens:
-            self._say(Tokens("decode-0", tuple(tokens)))
+        if rows:
+            self._say(tokens_message("decode-0", self._epoch, rows, draws))
             self._say(
                 Load(
                     "decode-0",

@@ -15,6 +15,7 @@ from hadal.kv.blocks import blocks_for
 from hadal.kv.names import extend, root_of
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.decode_moving import STALL_STEPS_MAX
+from tests.columns import key_of, rows_of
 from tests.unit.roles.rank_worlds import STOP, World, token_of
 
 FINGERPRINT = "f1"
@@ -90,15 +91,16 @@ class DecodeWorld(World):
                 self.stores.append(effect)
                 assert effect.rank in self.living
                 self.look(effect)
-            case Send(_, Tokens(_, tokens)):
-                for token in tokens:
-                    output = self.outputs[token.request_id]
-                    if token.attempt != self.attempts[token.request_id] or token.request_id in self.ended:
+            case Send(_, Tokens() as message):
+                for ticket, index, value, finish in rows_of(message):
+                    name, attempt = key_of(ticket)
+                    output = self.outputs[name]
+                    if attempt != self.attempts[name] or name in self.ended:
                         continue
-                    assert token.index == len(output)
-                    output.append(token.token)
-                    if token.finish is not None:
-                        self.ended.add(token.request_id)
+                    assert index == len(output)
+                    output.append(value)
+                    if finish is not None:
+                        self.ended.add(name)
 
     def pulled(self) -> None:
         pull = self.pulls.pop(self.random.randrange(len(self.pulls)))

@@ -10,6 +10,7 @@ from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Deliver, Effect, Execute, Send
 from hadal.kv.blocks import blocks_for
 from hadal.roles.decode import DecodeLeader
+from tests.columns import ticket_of
 
 T = TypeVar("T")
 
@@ -20,7 +21,7 @@ def generation(
 ) -> Generation:  # fmt: skip
     return Generation(
         name, tuple(range(100, 100 + prompt)), tuple(range(output)), max_tokens, stop_ids, min_tokens,
-        sampling or Sampling(), attempt,
+        sampling or Sampling(), attempt, ticket=ticket_of(name, attempt),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from hadal.core.plans import DecodePlan, Join, KvPulled
 from hadal.core.seams import Effect, Event, Execute, Pull, RankReset
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.decode_table import SlotState
+from tests.columns import key_of, rows_of
 from tests.unit.roles.driving import decode, done, of, sent
 
 POOLS = ("p0", "p1")
@@ -51,8 +52,8 @@ class Unit:
         self.pulls += of(effects, Pull)
         self.returned += [message.request_id for message in sent(effects, Returned)]
         for message in sent(effects, Tokens):
-            for token in message.tokens:
-                self.tokens.setdefault(token.request_id, []).append((token.index, token.token))
+            for ticket, index, value, _ in rows_of(message):
+                self.tokens.setdefault(key_of(ticket)[0], []).append((index, value))
         return effects
 
     def step(self, values: dict[int, int] | None = None, **options: Any) -> list[Effect]:

@@ -16,6 +16,7 @@ from hadal.core.plans import OpTime, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Effect, Event, Execute, RankReset, Send, Tick
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.prefill import PrefillLeader
+from tests.columns import ticket_of
 
 STOP = 7
 
@@ -151,8 +152,9 @@ class World:
     def current(self, name: str) -> Generation:
         g = self.prompts[name]
         return Generation(
-            name, g.prompt, tuple(self.outputs[name]), g.max_tokens, g.stop_ids, 0, g.sampling, self.attempts[name]
-        )
+            name, g.prompt, tuple(self.outputs[name]), g.max_tokens, g.stop_ids, 0, g.sampling, self.attempts[name],
+            ticket=ticket_of(name, self.attempts[name]),
+        )  # fmt: skip
 
     def step_done(self) -> None:
         plans = self.steps.popleft()

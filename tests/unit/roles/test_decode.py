@@ -11,6 +11,7 @@ from hadal.core.messages import Audit, AuditRequest, Cancel, FrontUp, Prefill, P
 from hadal.core.plans import DecodePlan, Draw, KvPulled, Sampling, StepDone
 from hadal.core.seams import Effect, Freed, Pull, RankReset, Send
 from hadal.roles.decode import DecodeLeader
+from tests.columns import key_of, rows_of
 from tests.unit.roles.driving import decode, decode_plans, done, generation, of, sent
 
 
@@ -28,7 +29,7 @@ def seat(unit: DecodeLeader, name: str, **options: Any) -> list[DecodePlan]:
 
 
 def drawn(effects: list[Effect]) -> list[tuple[str, int, int, str | None]]:
-    return [(t.request_id, t.index, t.token, t.finish) for message in sent(effects, Tokens) for t in message.tokens]
+    return [(key_of(row[0])[0], *row[1:]) for message in sent(effects, Tokens) for row in rows_of(message)]
 
 
 def test_start_says_that_it_is_up() -> None:
@@ -76,7 +77,7 @@ def test_logprobs_are_passed_on() -> None:
     unit = leader()
     seat(unit, "a")
     (message,) = sent(unit.handle(0.1, StepDone(0, (0,), (5,), {0: Draw(-1.5, ((5, -1.5),))}, 0.01)), Tokens)
-    assert (message.tokens[0].logprob, message.tokens[0].top) == (-1.5, ((5, -1.5),))
+    assert message.draws == {0: Draw(-1.5, ((5, -1.5),))}
 
 
 def test_an_end_by_count_is_left_out_in_time() -> None:

@@ -22,6 +22,7 @@ from hadal.core.messages import (
     Pulled,
     Release,
     Returned,
+    Stop,
     Submit,
     Token,
     Tokens,
@@ -31,6 +32,7 @@ from hadal.core.messages import (
 from hadal.core.seams import Deliver, Effect, Send, Tick, WakeAt
 from hadal.policy.batching import AGE_S
 from hadal.roles.front import Front
+from tests.columns import tokens_message
 from tests.unit.roles.driving import finals, generation, of, sent
 
 LEASE = KvLease("pool", (1,), (0,), 10)
@@ -50,8 +52,9 @@ def first_token(name: str = "a", *, attempt: int = 0, index: int = 0, finish: st
     return PrefillDone("prefill-0", Token(name, attempt, index, 50, finish), None if finish else LEASE)
 
 
-def tokens(name: str, index: int, *, attempt: int = 0, finish: str | None = None) -> Tokens:
-    return Tokens("decode-0", (Token(name, attempt, index, 60 + index, finish),))
+def tokens(made: Front, name: str, index: int, *, finish: str | None = None) -> Tokens:
+    ticket = made.requests.running.ticket_of(made.requests.by_id[name])
+    return tokens_message("decode-0", "f1", [(ticket, index, 60 + index, finish)])
 
 
 def decoding(made: Front, name: str = "a", **options: Any) -> Front:
@@ -81,9 +84,9 @@ def test_a_request_goes_all_the_way() -> None:
     (decode,) = sent(effects, Decode)
     assert (decode.generation.output, decode.lease) == ((50,), LEASE)
     assert of(made.handle(0.2, Pulled("decode-0", "a", 0)), Send) == [Send("prefill-0", Release("a", 0))]
-    made.handle(0.3, tokens("a", 1))
+    made.handle(0.3, tokens(made, "a", 1))
     ok(made)
-    effects = made.handle(0.4, tokens("a", 2, finish="length"))
+    effects = made.handle(0.4, tokens(made, "a", 2, finish="length"))
     assert [(d.tokens[0].index, d.final, d.error) for d in of(effects, Deliver)] == [(2, True, None)]
     assert made.idle
     assert (made.totals.finished, made.totals.tokens_in, made.totals.tokens_out) == (1, 10, 3)
@@ -172,7 +175,7 @@ def test_cancel_tells_the_units_that_hold_it() -> None:
 
 def test_a_lost_decode_unit_costs_only_time() -> None:
     made = decoding(front(), max_tokens=9)
-    made.handle(0.3, tokens("a", 1))
+    made.handle(0.3, tokens(made, "a", 1))
     assert finals(made.handle(0.4, UnitDown("decode-0", "killed"))) == []
     (prefill,) = sent(made.handle(0.5, UnitUp("decode-0", "decode", "d2", 20, 4)), Prefill)
     assert (prefill.generation.attempt, prefill.generation.output) == (1, (50, 61))
@@ -303,19 +306,26 @@ def test_an_expired_lease_cancels_the_pull() -> None:
 
 def test_stale_answers_are_dropped_and_their_senders_told() -> None:
     made = decoding(front())
-    assert of(made.handle(0.3, tokens("a", 1, attempt=7)), Send) == [Send("decode-0", Cancel("a", 7))]
+    (old,) = made.requests.by_id.values()
+    known = made.requests.running.ticket_of(old)
+    for stranger in (known + (1 << 30), known + 1, 1 << 62):
+        late = tokens_message("decode-0", "f1", [(stranger, 1, 61, None)])
+        assert of(made.handle(0.3, late), Send) == [Send("decode-0", Stop((stranger,)))]
+        assert of(made.handle(0.3, tokens_message("decode-0", "f1", [(stranger, 1, 61, "stop")])), Send) == []
+    assert made.handle(0.3, tokens_message("decode-0", "f0", [(known, 1, 61, None)])) == [], "another front's ticket"
+    (stop,) = sent(made.handle(0.3, tokens_message("decode-1", "f1", [(known, 1, 61, None)])), Stop)
+    assert stop.tickets == (known,), "another unit's"
     assert of(made.handle(0.3, Pulled("decode-0", "z", 0)), Send) == [Send("decode-0", Cancel("z", 0))]
     assert of(made.handle(0.3, first_token("z")), Send) == [Send("prefill-0", Release("z", 0))]
     assert made.handle(0.3, Returned("decode-0", "a", 7, "preempted")) == []
-    assert of(made.handle(0.3, tokens("z", 4)), Deliver) == []
     ok(made)
 
 
 def test_duplicates_are_dropped_and_a_gap_is_a_retry() -> None:
     made = decoding(front(), max_tokens=9)
-    made.handle(0.3, tokens("a", 1))
-    assert made.handle(0.3, tokens("a", 1)) == []
-    effects = made.handle(0.4, tokens("a", 3))
+    made.handle(0.3, tokens(made, "a", 1))
+    assert made.handle(0.3, tokens(made, "a", 1)) == []
+    effects = made.handle(0.4, tokens(made, "a", 3))
     assert Send("decode-0", Cancel("a", 0)) in effects
     assert of(effects, Deliver) == []
     assert sent(effects, Prefill)[0].generation.output == (50, 61)
@@ -329,7 +339,7 @@ def test_draining_takes_nothing_new_and_finishes_the_rest() -> None:
     assert (refusal.error_status, refusal.final) == (503, True)
     assert refusal.retry_after_s is not None
     assert not made.idle
-    made.handle(0.4, tokens("a", 1, finish="length"))
+    made.handle(0.4, tokens(made, "a", 1, finish="length"))
     assert made.idle
 
 
@@ -352,7 +362,7 @@ def test_snapshot_says_what_is_held() -> None:
     shot = made.snapshot()
     assert (shot.state_to_count["decoding"], shot.role_to_units) == (1, {"prefill": 1, "decode": 1})
     assert shot.unit_to_load["decode-0"].num_blocks_used == 3
-    made.handle(0.4, tokens("a", 1))
+    made.handle(0.4, tokens(made, "a", 1))
     assert (shot.totals.tokens_out, made.totals.tokens_out) == (1, 2)
 
 

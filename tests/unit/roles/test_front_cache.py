@@ -22,7 +22,6 @@ from hadal.core.messages import (
     Returned,
     Submit,
     Token,
-    Tokens,
     UnitDown,
     UnitUp,
 )
@@ -30,6 +29,7 @@ from hadal.core.seams import Deliver, Send
 from hadal.kv.names import extend, root_of
 from hadal.roles.front import Front
 from hadal.roles.front_cache import FrontCache
+from tests.columns import tokens_message
 from tests.unit.roles.driving import generation, of, sent
 
 CHAIN = extend(root_of(b"f0"), b"", range(64 * 8), b"salt")
@@ -228,7 +228,7 @@ def test_a_retry_goes_on_with_the_chain_it_had(monkeypatch: pytest.MonkeyPatch) 
     assert len(whole) == 2 * 16
     made.handle(0.2, Pulled("decode-0", "a", 0))
     for index in range(1, 66):
-        made.handle(0.3, Tokens("decode-0", (Token("a", 0, index, 60 + index),)))
+        made.handle(0.3, tokens_message("decode-0", "f1", [(decode.generation.ticket, index, 60 + index, None)]))
     given: list[bytes] = []
 
     def noted(root: bytes, chain: bytes, *rest: Any) -> bytes:

@@ -64,7 +64,7 @@ def test_blocks_are_counted_while_placed_and_grow() -> None:
     book.move(record, Move.PLACE)
     record.prefill_unit = "prefill-0"
     assert (record.num_blocks, book.num_blocks_placed, book.num_placed) == (1, 1, 1)
-    assert (book.grow(record, 1), book.grow(record, 2)) == (1, 0)
+    assert (book.grow(record), book.grow(record)) == (1, 0)
     assert book.num_blocks_placed == 2
     assert book.check() == []
     book.move(record, Move.CANCEL)

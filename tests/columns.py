@@ -1,0 +1,43 @@
+"""Tokens messages are columns; tests think in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from hadal.core.messages import Key, Tokens
+from hadal.core.plans import Draw
+
+Row = tuple[int, int, int, str | None]
+"""(ticket, index, token, finish)"""
+_ATTEMPT_BITS = 24
+
+
+def ticket_of(name: str, attempt: int = 0) -> int:
+    """A ticket that says whose it is: of names of at most four letters."""
+    return int.from_bytes(name.encode()) << _ATTEMPT_BITS | attempt
+
+
+def key_of(ticket: int) -> Key:
+    number = ticket >> _ATTEMPT_BITS
+    return number.to_bytes((number.bit_length() + 7) // 8).decode(), ticket % (1 << _ATTEMPT_BITS)
+
+
+def tokens_message(
+    unit: str, epoch: str, rows: Iterable[Row], draws: Mapping[int, Draw] = MappingProxyType({})
+) -> Tokens:  # fmt: skip
+    rows = list(rows)
+    tickets, indices, values = (np.array([row[at] for row in rows], np.int64).tobytes() for at in range(3))
+    finishes = tuple((at, row[3]) for at, row in enumerate(rows) if row[3] is not None)
+    return Tokens(unit, epoch, tickets, indices, values, finishes, dict(draws))
+
+
+def rows_of(message: Tokens) -> list[Row]:
+    tickets, indices, values = (
+        np.frombuffer(column, np.int64).tolist() for column in (message.tickets, message.indices, message.values)
+    )
+    finishes = dict(message.finishes)
+    rows = zip(tickets, indices, values, strict=True)
+    return [(*row, finishes.get(at)) for at, row in enumerate(rows)]
