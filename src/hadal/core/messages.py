@@ -7,6 +7,9 @@ Token ids are tuples here: short, hashable and cheap to encode.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import msgspec
 
 from hadal.core.plans import Draw, Sampling, TraceEvent
@@ -65,9 +68,11 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 
 
 def text_of(generation: Generation) -> tuple[int, ...]:
-    """Prompt and output. A text without letters, a range, stays one: only its length means something."""
-    if isinstance(generation.prompt, range):
-        return range(len(generation.prompt) + len(generation.output))  # type: ignore[return-value]
+    """Prompt and output. Where nobody reads the text, as in a simulation, the prompt is a range and so is this: only
+    its length means something."""
+    prompt: Sequence[int] = generation.prompt
+    if isinstance(prompt, range):
+        return cast("tuple[int, ...]", range(len(prompt) + len(generation.output)))
     return generation.prompt + generation.output
 
 
@@ -171,6 +176,8 @@ class Decode(Message, frozen=True):
 
     generation: Generation
     lease: KvLease
+    epoch: str = ""
+    """Of the front, for the Tokens that come of it."""
 
 
 # ---- decode leader -> front ----

@@ -14,7 +14,7 @@ Block 0 is scratch: padded rows of a batch write there, so it is never handed ou
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -25,6 +25,8 @@ from hadal.core.errors import InvariantError
 from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
 from hadal.policy.eviction import Arc, Lru
 
+_NO_OWNERS: dict[Hashable, None] = {}
+
 Counts = TypeVar("Counts", int, NDArray[np.int64])
 
 
@@ -33,10 +35,17 @@ def blocks_for(num_tokens: Counts) -> Counts:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
+def _nobody() -> None:
+    """Nobody wants to know."""
+
+
 class BlockAllocator:
     """Hands out blocks 1 .. num_blocks-1, the most recently freed first (it is the likeliest to be in a cache)."""
 
-    def __init__(self, num_blocks: int, eviction: type[Arc | Lru] = Arc) -> None:
+    def __init__(
+        self, num_blocks: int, eviction: type[Arc | Lru] = Arc, touched: Callable[[], object] = _nobody
+    ) -> None:
+        """`touched` is called whenever owners or names may have changed."""
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}; at least 2 are needed, as block 0 is scratch.")
         self.num_blocks = num_blocks
@@ -55,6 +64,7 @@ class BlockAllocator:
         self._changes: dict[bytes, bool] = {}
         """Names that came (True) or went (False) since `take_changes`."""
         self._evicted: list[int] = []
+        self._touched = touched
 
     @property
     def is_changed(self) -> bool:
@@ -94,10 +104,12 @@ class BlockAllocator:
             raise ValueError(f"cannot allocate {count} blocks for {owner!r}.")
         if count > self.num_free:
             return None
-        blocks = tuple(self._free.pop() if self._free else self._evict() for _ in range(count))
-        for block in blocks:
-            self._owners[block] = {owner: None}
-        return blocks
+        self._touched()
+        blocks = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - len(blocks) :]
+        blocks += [self._evict() for _ in range(count - len(blocks))]
+        self._owners.update((block, {owner: None}) for block in blocks)
+        return tuple(blocks)
 
     def acquire(self, blocks: Sequence[int], owner: Hashable, *, is_use: bool = True) -> None:
         """Make `owner` one more owner of blocks that are named or owned. `is_use`: it counts when room is needed.
@@ -107,6 +119,7 @@ class BlockAllocator:
         if owner is None:
             raise ValueError("nobody cannot acquire blocks.")
         self._eviction.tick()
+        self._touched()
         for block in blocks:
             names = self._block_to_name.get(block)
             owners = self._owners.get(block, {})
@@ -125,21 +138,23 @@ class BlockAllocator:
 
         Their generations are raised. Raises InvariantError unless `owner` owns every one of them.
         """
+        self._touched()
         gone = []
+        all_owners, named, generation = self._owners, self._block_to_name, self._generation
         for block in blocks:
-            owners = self._owners.get(block, {})
+            owners = all_owners.get(block, _NO_OWNERS)
             if owner not in owners:
                 raise InvariantError(f"{owner!r} frees block {block}, which it does not own.")
-            del owners[owner]
-            if owners:
+            if len(owners) > 1:
+                del owners[owner]
                 continue
-            del self._owners[block]
-            if block in self._block_to_name:
+            del all_owners[block]
+            if block in named:
                 self._cache(block)
             else:
-                self._generation[block] += 1
-                self._free.append(block)
+                generation[block] += 1
                 gone.append(block)
+        self._free += gone
         return tuple(gone)
 
     def name(self, blocks: Sequence[int], chain: bytes, first: int) -> None:
@@ -151,6 +166,7 @@ class BlockAllocator:
         if first < 0 or first + len(blocks) > num_names(chain):
             raise ValueError(f"blocks {first}..{first + len(blocks) - 1} are not all in a chain of {num_names(chain)}.")
         self._eviction.tick()
+        self._touched()
         before = slice_of(chain, first - 1, first) if first else b""
         for block, position in zip(blocks, range(first, first + len(blocks)), strict=True):
             name = slice_of(chain, position, position + 1)
@@ -193,6 +209,7 @@ class BlockAllocator:
 
     def forget_names(self) -> None:
         """Let no block be found any more, and free the cached ones."""
+        self._touched()
         for block in [block for block in self._block_to_name if block not in self._owners]:
             self._generation[block] += 1
             self._evicted.append(block)

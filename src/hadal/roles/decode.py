@@ -90,6 +90,8 @@ class DecodeLeader:
             num_ranks, overlap, min_split_tokens, num_layers=num_layers, num_moe_layers=num_moe_layers
         )
         self._unit = unit
+        self._front_epoch = ""
+        """Of the front whose tickets are in the table: another one says FrontUp before it sends anybody here."""
         self._in_flight: deque[_InFlight] = deque()
         self._num_plans = 0
         self._second: tuple[tuple[int, ...], ...] | None = None
@@ -109,13 +111,27 @@ class DecodeLeader:
         """The first effects of the process: say that the unit is up."""
         return [*self._reporter.up(), *self._beat(now_s)]
 
-    def handle(self, now_s: float, event: Event) -> list[Effect]:
-        """Take in one event and return what to do, in order."""
+    def handle(self, now_s: float, *events: Event) -> list[Effect]:
+        """Take in what happened, in order, and return what to do, in order: one look at the unit for all of it."""
         self._out = []
+        for event in events:
+            self._take(now_s, event)
+        self.arrivals.expire(now_s)
+        self._plan()
+        if not self.slots.is_starved:
+            self.arrivals.seat_waiting()
+        self._out += self.slots.cache.stores.begin()
+        # Before the plans and pulls of this event, which may write these blocks.
+        self._out[:0] = self.blocks.take_freed()
+        self._out += self._beat(now_s)
+        return self._out
+
+    def _take(self, now_s: float, event: Event) -> None:
         match event:
             case StepDone():
                 self._step_done(event)
             case Decode():
+                self._front_epoch = event.epoch
                 self.arrivals.accept(event)
             case Ahead():
                 self.arrivals.hint(now_s, event)
@@ -148,15 +164,6 @@ class DecodeLeader:
                 pass  # What is due by now is seen to below, as after any event.
             case _:
                 raise InvariantError(f"{self._unit}: a decode leader cannot take {type(event).__name__}")
-        self.arrivals.expire(now_s)
-        self._plan()
-        if not self.slots.is_starved:
-            self.arrivals.seat_waiting()
-        self._out += self.slots.cache.stores.begin()
-        # Before the plans and pulls of this event, which may write these blocks.
-        self._out[:0] = self.blocks.take_freed()
-        self._out += self._beat(now_s)
-        return self._out
 
     def _beat(self, now_s: float) -> list[Effect]:
         return self._reporter.beat(now_s, self.num_requests, 0, self.arrivals.next_deadline_s)
@@ -242,7 +249,7 @@ class DecodeLeader:
             slot_to_row = {slot: row for row, slot in enumerate(slots.tolist())} if done.draws else {}
             draws = {slot_to_row[slot]: draw for slot, draw in done.draws.items() if slot in slot_to_row}
             self._out.append(Send("front", Tokens(
-                self._unit, self._reporter.front_epoch, table.ticket[slots].tobytes(), index.tobytes(),
+                self._unit, self._front_epoch, table.ticket[slots].tobytes(), index.tobytes(),
                 values.tobytes(), finishes, draws,
             )))  # fmt: skip
         self.slots.end(slots[ends])

@@ -5,6 +5,7 @@ Decides nothing and changes nothing.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from hadal.core.balance import KV, REQUESTS, balance_of
@@ -20,10 +21,10 @@ def make_plans(
     second: tuple[tuple[int, ...], ...] | None, fills: Sequence[Sequence[int]], *, is_traced: bool,
 ) -> tuple[DecodePlan, ...]:  # fmt: skip
     """The step's plans, one for each rank, with the ranks' own slots; `second` and `fills` are by rank already."""
-    rank_leaves: list[list[int]] = [[] for _ in range(num_ranks)]
-    rank_joins: list[list[Join]] = [[] for _ in range(num_ranks)]
-    rank_grown: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
-    rank_publishes: list[list[int]] = [[] for _ in range(num_ranks)]
+    rank_leaves: defaultdict[int, list[int]] = defaultdict(list)
+    rank_joins: defaultdict[int, list[Join]] = defaultdict(list)
+    rank_grown: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    rank_publishes: defaultdict[int, list[int]] = defaultdict(list)
     for slot in leaves:
         rank_leaves[slot // per_rank].append(slot % per_rank)
     for slot, join in joins:
@@ -34,13 +35,20 @@ def make_plans(
             rank_grown[slot // per_rank].append((slot % per_rank, position, block_id))
     for slot in publishes:
         rank_publishes[slot // per_rank].append(slot % per_rank)
-    second = second or ((),) * num_ranks
-    return tuple(
-        DecodePlan(
-            step_id, tuple(rank_leaves[rank]), tuple(rank_joins[rank]), tuple(rank_grown[rank]), choice.schedule,
-            second[rank], choice.num_micro_batches, is_traced, tuple(rank_publishes[rank]), fills=tuple(fills[rank]),
-        ) for rank in range(num_ranks)
-    )  # fmt: skip
+    # Most ranks of a large unit have no news, and one plan says it for all of them.
+    same = DecodePlan(step_id, (), (), (), choice.schedule, (), choice.num_micro_batches, is_traced)
+    plans = [same] * num_ranks
+    news = {*rank_leaves, *rank_joins, *rank_grown, *rank_publishes}
+    if second is not None:
+        news.update(rank for rank, slots in enumerate(second) if slots)
+    news.update(rank for rank, blocks in enumerate(fills) if blocks)
+    for rank in news:
+        plans[rank] = DecodePlan(
+            step_id, tuple(rank_leaves.get(rank, ())), tuple(rank_joins.get(rank, ())),
+            tuple(rank_grown.get(rank, ())), choice.schedule, second[rank] if second is not None else (),
+            choice.num_micro_batches, is_traced, tuple(rank_publishes.get(rank, ())), fills=tuple(fills[rank]),
+        )  # fmt: skip
+    return tuple(plans)
 
 
 def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:

@@ -86,12 +86,12 @@ class DecodeSlots:
         return self.per_rank - int(np.count_nonzero(self.table.state[self.of_rank(rank)]))
 
     def _view(self) -> DecodeRanksView:
-        living = np.array(self._pools.living, np.int64)
+        living = np.flatnonzero(self._pools.is_living)
         num_taken = np.count_nonzero(self.table.state.reshape(-1, self.per_rank), axis=1)
         return DecodeRanksView(
             ranks=living,
-            num_blocks=np.array([self._pools[rank].num_usable for rank in living.tolist()], np.int64),
-            num_blocks_used=np.array([self._pools[rank].num_used for rank in living.tolist()], np.int64),
+            num_blocks=np.full(living.size, self._pools.num_blocks_rank, np.int64),
+            num_blocks_used=self._pools.num_used_R[living],
             num_blocks_worst=np.zeros(living.size, np.int64),
             num_requests=num_taken[living],
             num_requests_max=np.full(living.size, self.per_rank, np.int64),

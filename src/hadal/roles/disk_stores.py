@@ -103,8 +103,10 @@ class StoreBook:
 
     def begin(self) -> list[StoreBlocks]:
         """Take what may be written now, as owner of its blocks."""
-        effects = []
+        effects: list[StoreBlocks] = []
         num_together = max(1, self._num_writing_max // 2)  # One is written, one waits behind it.
+        if not self._names:
+            return effects  # As always where there is no disk.
         for rank, waiting in enumerate(self._waiting):
             while waiting and self._num_writing[rank] < self._num_writing_max:
                 num_free = self._num_writing_max - self._num_writing[rank]

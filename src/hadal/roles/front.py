@@ -8,7 +8,6 @@ comes from an older attempt is answered so that its sender frees it. Knows no to
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 
 from hadal.core.balance import AUTO
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
@@ -49,8 +48,8 @@ from hadal.roles.front_names import FrontNames
 from hadal.roles.front_record import Record
 from hadal.roles.front_requests import RequestBook
 from hadal.roles.front_rooms import Rooms
-from hadal.roles.front_running import Ints
 from hadal.roles.front_snapshot import FrontSnapshot, Totals
+from hadal.roles.front_tokens import FrontTokens
 from hadal.roles.front_units import UnitBook
 from hadal.roles.meters import RateMeter
 from hadal.roles.reasons import BACKOFF_MAX_S, BACKOFF_S, PREEMPTED, answer_to, kind_of
@@ -74,6 +73,7 @@ class Front:
         self.names = FrontNames(config.cache, fingerprint)
         self.totals = Totals()
         self.rooms = Rooms(self.requests, self.units, config.limits, max_context)
+        self.tokens = FrontTokens(self.requests, self.units, self.totals, epoch=epoch, keeps_text=keeps_text)
         self.handover = Handover(self.units, self.rooms.decode_unit, is_early=config.early_pull == AUTO)
         self.is_draining = False
         self._config = config
@@ -151,7 +151,8 @@ class Front:
             self._out.append(Deliver(request_id, (), True, error, 400))
             return
         num_tokens = len(generation.prompt) + len(generation.output)
-        is_placeable = self.requests.num_queued == 0 and self.rooms.has_room(num_tokens)
+        is_full = self.requests.num_queued >= self._config.limits.max_queued
+        is_placeable = is_full and self.requests.num_queued == 0 and self.rooms.has_room(num_tokens)
         refusal = admit(AdmissionView(
             self.is_draining, is_placeable, self.requests.num_queued, self._config.limits.max_queued,
             self._finished.per_s(now_s),
@@ -226,7 +227,7 @@ class Front:
             return
         ticket = self.requests.running.seat(record)
         generation = msgspec.structs.replace(self._current(record), ticket=ticket)
-        self._send(unit, Decode(generation, done.lease))
+        self._send(unit, Decode(generation, done.lease, self._epoch))
 
     def _count_hits(self, record: Record, num_cached: int) -> int:
         """Tokens of the prompt that the first token cost no work for; a retry's are nobody's news."""
@@ -250,42 +251,17 @@ class Front:
             self.requests.move(record, Move.PULLED)
 
     def _tokens(self, now_s: float, message: Tokens) -> None:
-        if message.epoch != self._epoch:
-            return  # The tickets are another front's.
-        running = self.requests.running
-        for record in running.early(message):
+        for record in self.tokens.early(message):
             self._pulled(message.unit, record.request_id, record.attempt)
-        taken = running.take(message)
-        self.totals.tokens_out += taken.good.size
-        self.requests.num_blocks_placed += taken.num_blocks
-        self.units.grew(message.unit, taken.num_blocks)
-        self._tell(now_s, message, taken.good)
-        for record in taken.gaps:
+        came = self.tokens.take(message)
+        self._out += came.delivers
+        for record, token in came.ended:
+            self._finish(now_s, record, (token,))
+        for record in came.gaps:
             self._let_go(record)
             self._retry(now_s, record, f"{message.unit} left out a token after {record.num_output}")
-        if taken.strangers:
-            self._send(message.unit, Stop(taken.strangers))
-
-    def _tell(self, now_s: float, message: Tokens, good: Ints) -> None:
-        """Send on tokens that were counted: all of them, or of a text that is not kept its last one."""
-        row_to_finish = dict(message.finishes)
-        rows = good if self._keeps_text else np.intersect1d(good, np.array(list(row_to_finish), np.int64))
-        columns = (np.frombuffer(column, np.int64)[rows].tolist()
-                   for column in (message.tickets, message.indices, message.values))  # fmt: skip
-        for row, ticket, index, value in zip(rows.tolist(), *columns, strict=True):
-            record = self.requests.running.record_of(ticket)
-            finish, draw = row_to_finish.get(row), message.draws.get(row)
-            logprob, top = (draw.logprob, draw.top) if draw is not None else (None, ())
-            token = Token(record.request_id, record.attempt, index, value, finish, logprob, top)
-            if self._keeps_text:
-                record.output.append(value)
-            if finish is None:
-                self._out.append(Deliver(record.request_id, (token,)))
-                continue
-            self.requests.running.leave(record)
-            self.units.left_decode(message.unit, record.num_blocks)
-            record.decode_unit = None
-            self._finish(now_s, record, (token,))
+        if came.strangers:
+            self._send(message.unit, Stop(came.strangers))
 
     def _finish(self, now_s: float, record: Record, tokens: tuple[Token, ...], num_cached: int = 0) -> None:
         self.requests.move(record, Move.FINISH)

@@ -121,20 +121,14 @@ class Running:
     def early(self, message: Tokens) -> list[Record]:
         """Of whom tokens come though nobody said that their KV was pulled."""
         tickets = np.frombuffer(message.tickets, np.int64)
-        rows = tickets & (MAX_ROWS - 1)
-        rows = rows[rows < len(self._records)]
-        found = [self._records[row] for row in rows[~self._is_pulled[rows].astype(np.bool_)].tolist()]
-        return [record for record in found if record is not None and record.decode_unit == message.unit]
+        rows, known = self._rows(message.unit, tickets)
+        return [self.record_of(ticket) for ticket in tickets[known & (self._is_pulled[rows] == 0)].tolist()]
 
     def take(self, message: Tokens) -> Taken:
         """Count the tokens that are what comes next."""
         tickets = np.frombuffer(message.tickets, np.int64)
         indices = np.frombuffer(message.indices, np.int64)
-        rows = tickets & (MAX_ROWS - 1)
-        known: Bools = rows < len(self._records)
-        rows = np.where(known, rows, 0)
-        number = self._unit_to_number.get(message.unit, _NOBODY)
-        known &= (self._ticket[rows] == tickets) & (self._unit[rows] == number)
+        rows, known = self._rows(message.unit, tickets)
         ahead = indices - self._num_output[rows]
         is_next: Bools = known & (ahead == 0)
         good = np.flatnonzero(is_next)
@@ -150,6 +144,15 @@ class Running:
             gaps = [self.record_of(int(tickets[at])) for at in np.flatnonzero(known & (ahead > 0)).tolist()]
             strangers = [int(tickets[at]) for at in np.flatnonzero(~known).tolist() if at not in ending]
         return Taken(good, tuple(gaps), tuple(strangers), int(np.count_nonzero(full)))
+
+    def _rows(self, unit: str, tickets: Ints) -> tuple[Ints, Bools]:
+        """The rows that tickets name, and whether these attempts are seated there now, on this unit."""
+        rows = tickets & (MAX_ROWS - 1)
+        known: Bools = rows < len(self._records)
+        rows = np.where(known, rows, 0)
+        number = self._unit_to_number.get(unit, _NOBODY)
+        known &= (self._ticket[rows] == tickets) & (self._unit[rows] == number)
+        return rows, known
 
     def check(self) -> list[str]:
         """Problems; empty when rows and records agree."""

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from hadal.core.balance import ATTENTION, AUTO, OFF, TIME, TOKENS, balance_of
+from hadal.core.balance import AUTO, OFF
 from hadal.core.config import PREFILL
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
@@ -42,7 +42,7 @@ from hadal.kv.handover import HeldLease, LeaseBook
 from hadal.roles.ending import finish_of
 from hadal.roles.meters import BalanceMeter
 from hadal.roles.prefill_cache import PrefillCache
-from hadal.roles.prefill_prompts import Part, Prompt, cut, pack, work_on
+from hadal.roles.prefill_prompts import Part, Prompt, cut, pack, step_balance, work_on
 from hadal.roles.rank_pools import RankPools
 from hadal.roles.reasons import LEASE_EXPIRED, QUEUE_FULL, RANK_LOST, STEP_FAILED, TOO_LONG
 from hadal.roles.schedule import AUTO as AUTO_OVERLAP
@@ -107,9 +107,24 @@ class PrefillLeader:
         """The first effects of the process: say that the unit is up."""
         return [*self._reporter.up(), *self._beat(now_s)]
 
-    def handle(self, now_s: float, event: Event) -> list[Effect]:
-        """Take in one event and return what to do, in order."""
+    def handle(self, now_s: float, *events: Event) -> list[Effect]:
+        """Take in what happened, in order, and return what to do, in order: one look at the unit for all of it."""
         out: list[Effect] = []
+        for event in events:
+            self._take(now_s, event, out)
+        for lease in self.leases.expired(now_s):
+            self._free_lease(lease)
+            self._give_back((lease.request_id, lease.attempt), LEASE_EXPIRED, out)
+        for prompt in self.cache.give_up(now_s):
+            self._give_back(prompt.key, QUEUE_FULL, out)
+            self._free_started(prompt)
+        out += self.blocks.take_freed()  # Before the plans of this event, which may write these blocks.
+        self._plan(now_s, out)
+        out += self.cache.effects()
+        out += self._beat(now_s)
+        return out
+
+    def _take(self, now_s: float, event: Event, out: list[Effect]) -> None:
         match event:
             case Prefill(generation):
                 self._accept(generation, out)
@@ -138,17 +153,6 @@ class PrefillLeader:
                 pass  # What is due by now is seen to below, as after any event.
             case _:
                 raise InvariantError(f"{self._unit}: a prefill leader cannot take {type(event).__name__}")
-        for lease in self.leases.expired(now_s):
-            self._free_lease(lease)
-            self._give_back((lease.request_id, lease.attempt), LEASE_EXPIRED, out)
-        for prompt in self.cache.give_up(now_s):
-            self._give_back(prompt.key, QUEUE_FULL, out)
-            self._free_started(prompt)
-        out += self.blocks.take_freed()  # Before the plans of this event, which may write these blocks.
-        self._plan(now_s, out)
-        out += self.cache.effects()
-        out += self._beat(now_s)
-        return out
 
     # ---- what comes in ----
     def _accept(self, generation: Generation, out: list[Effect]) -> None:
@@ -326,21 +330,12 @@ class PrefillLeader:
             self._in_flight.append(_InFlight(step_id, flat, fetches))
             out.append(Execute(self._plans(self._in_flight[-1], halves, choice, works)))
 
-    def _step_balance(self, works: Sequence[tuple[int, int]]) -> dict[str, float]:
-        """How equal a step's ranks are; nothing where there is nobody to be equal to."""
-        living, rates = self.blocks.living, self.scheduler.rates
-        if len(living) < 2:
-            return {}
-        tokens, pairs = zip(*(works[rank] for rank in living), strict=True)
-        times_s = [rates.token_s * n + rates.pair_s * m for n, m in zip(tokens, pairs, strict=True)]
-        return balance_of({ATTENTION: pairs, TOKENS: tokens, TIME: times_s})
-
     def _plans(
         self, step: _InFlight, halves: Sequence[tuple[Sequence[Part], Sequence[Part]]], choice: Choice,
         works: Sequence[tuple[int, int]],
     ) -> tuple[PrefillPlan, ...]:  # fmt: skip
         """The step's plans, one for each rank. `works`: tokens and pairs by rank."""
-        balance = self._step_balance(works)
+        balance = step_balance([works[rank] for rank in self.blocks.living], self.scheduler.rates)
         self._balance.add(balance)
         is_traced = self._tracer.is_wanted
         if is_traced:

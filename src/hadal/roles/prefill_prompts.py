@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from hadal.core.balance import ATTENTION, TIME, TOKENS, balance_of
 from hadal.core.messages import BLOCK_TOKENS, Generation, Key
 from hadal.core.plans import Chunk
 from hadal.core.rates import StepRates
@@ -242,6 +243,15 @@ def work_on(parts: Sequence[Part]) -> tuple[int, int]:
         sum(part.end - part.start for part in parts),
         sum(num_pairs_of(part.start, part.end - part.start) for part in parts),
     )
+
+
+def step_balance(works: Sequence[tuple[int, int]], rates: StepRates) -> dict[str, float]:
+    """How equal a step's living ranks are, by what each does; nothing where there is nobody to be equal to."""
+    if len(works) < 2:
+        return {}
+    tokens, pairs = zip(*works, strict=True)
+    times_s = [rates.token_s * n + rates.pair_s * m for n, m in works]
+    return balance_of({ATTENTION: pairs, TOKENS: tokens, TIME: times_s})
 
 
 def cut(parts: Sequence[Part], num_first: Sequence[int]) -> tuple[list[Part], list[Part]]:

@@ -7,6 +7,10 @@ Knows no requests: whoever holds blocks of a lost rank forgets them before the r
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hadal.core.cache import split
 from hadal.core.seams import Freed, RankReset
@@ -26,8 +30,12 @@ class RankPools:
         self.names = [name if num_ranks == 1 else ""] * num_ranks
         """By rank: under this name others find the pool's memory. New at every start of the rank."""
         self._num_blocks = num_blocks
-        self._allocators = [BlockAllocator(num_blocks) for _ in range(num_ranks)]
-        self._freed: list[list[int]] = [[] for _ in range(num_ranks)]
+        self._touched: set[int] = set()
+        """Ranks of which something changed since `_settle`."""
+        self._num_used_R = np.zeros(num_ranks, np.int64)
+        """As `_settle` left it."""
+        self._allocators = [self._allocator(rank) for rank in range(num_ranks)]
+        self._freed: dict[int, list[int]] = {}
         self.num_evicted = 0
         """Blocks that made room for others since the start."""
         self._names: dict[bytes, int] = {}
@@ -62,8 +70,14 @@ class RankPools:
         return self.num_blocks_rank * self.num_living
 
     @property
+    def num_used_R(self) -> NDArray[np.int64]:
+        """By rank, blocks that somebody owns."""
+        self._settle()
+        return self._num_used_R
+
+    @property
     def num_used(self) -> int:
-        return sum(allocator.num_used for allocator in self._allocators)
+        return int(self.num_used_R.sum())
 
     @property
     def num_free(self) -> int:
@@ -71,22 +85,30 @@ class RankPools:
 
     def free(self, rank: int, block_ids: Sequence[int], owner: Hashable) -> None:
         """Give blocks back; the next `take_freed` says so."""
-        self._freed[rank] += self._allocators[rank].free(block_ids, owner)
+        self._freed.setdefault(rank, []).extend(self._allocators[rank].free(block_ids, owner))
 
     def take_freed(self) -> list[Freed]:
         """What was freed or evicted since the last call: to be told before a plan, a pull or a load that may write
         these blocks."""
-        # Nearly always nothing changed: a leader of many ranks asks each of them at every event.
-        for rank in [rank for rank, allocator in enumerate(self._allocators) if allocator.is_changed]:
-            self._take_changes(rank)
-        effects = [Freed(tuple(blocks), rank) for rank, blocks in enumerate(self._freed) if blocks]
-        for effect in effects:
-            self._freed[effect.rank] = []
+        self._settle()
+        effects = [Freed(tuple(blocks), rank) for rank, blocks in sorted(self._freed.items()) if blocks]
+        self._freed.clear()
         return effects
+
+    def _allocator(self, rank: int) -> BlockAllocator:
+        return BlockAllocator(self._num_blocks, touched=partial(self._touched.add, rank))
+
+    def _settle(self) -> None:
+        """Take in what the allocators changed: few of a large unit's do at one event."""
+        for rank in sorted(self._touched):
+            self._take_changes(rank)
+            self._num_used_R[rank] = self._allocators[rank].num_used
+        self._touched.clear()
 
     def _take_changes(self, rank: int) -> None:
         added, dropped, evicted = self._allocators[rank].take_changes()
-        self._freed[rank] += evicted
+        if evicted:
+            self._freed.setdefault(rank, []).extend(evicted)
         self.num_evicted += len(evicted)
         for name in split(added):
             before = self._names.get(name, 0)
@@ -150,16 +172,19 @@ class RankPools:
             num_evicted = self.num_evicted
             self._take_changes(rank)
             self.num_evicted = num_evicted  # Lost is not evicted.
-            self._allocators[rank] = BlockAllocator(self._num_blocks)
-            self._freed[rank] = []
+            self._allocators[rank] = self._allocator(rank)
+            self._freed.pop(rank, None)
+            self._num_used_R[rank] = 0
         for rank, name in enumerate(event.pools):
             self.names[rank] = name
 
     def check(self) -> list[str]:
         """Problems; empty when every ledger adds up and a dead rank holds nothing."""
         problems = []
+        self._settle()
         for rank, allocator in enumerate(self._allocators):
-            self._take_changes(rank)
+            if self._num_used_R[rank] != allocator.num_used:
+                problems.append(f"rank {rank} is said to have {self._num_used_R[rank]} blocks in use")
             problems += [f"rank {rank}: {problem}" for problem in allocator.check()]
             if not self.is_living[rank] and allocator.num_used:
                 problems.append(f"rank {rank} is dead and holds {allocator.num_used} blocks")

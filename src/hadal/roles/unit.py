@@ -60,11 +60,6 @@ class UnitReporter:
         """Ranks came or went: if the front does not know the unit yet, now may be the time."""
         return [] if self._is_known else self.up()
 
-    @property
-    def front_epoch(self) -> str:
-        """Of the front that everything here belongs to."""
-        return self._front_epoch or ""
-
     def is_new_front(self, message: FrontUp) -> bool:
         """Whether this front is another than the one before. The first one met counts as new."""
         is_new = message.epoch != self._front_epoch
