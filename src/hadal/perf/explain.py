@@ -1,0 +1,125 @@
+"""A step's price, and what it is made of: stages with their share, bounds and exposure; the two lanes as a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hadal.core.messages import TracedStep
+from hadal.core.plans import TraceEvent
+from hadal.overlap.plan import SEQUENTIAL, Schedule
+from hadal.overlap.trace import WAIT
+from hadal.perf.layer import Kernel, MicroBatch
+from hadal.perf.price import OpSeconds, Price, price
+from hadal.perf.roofline import LINK
+
+_STEADY_LAYERS = 8
+HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of a step lies outside its MoE layers."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One row of the table: a kernel or an exchange of every MoE layer, or a part outside of them."""
+
+    op: str
+    """Of the schedule; `step` for parts outside of MoE layers."""
+    name: str
+    micro_batch_s: float
+    """In one layer, for the first micro-batch."""
+    seconds: float
+    """In the whole step."""
+    bound: str
+    """compute, memory, link, launch or host: what its time is spent on."""
+    exposed_s: float
+    """What it adds to the step: all of a kernel, of an exchange what nothing hides."""
+
+
+@dataclass(frozen=True)
+class StepPrice:
+    """A priced step. `stages`' exposed times add up to `seconds`."""
+
+    phase: str
+    schedule: Schedule
+    num_layers: int
+    """MoE layers, the draft's included."""
+    walked: Price
+    parts: tuple[Part, ...]
+    micro_batches: tuple[MicroBatch, ...]
+    kernels: tuple[tuple[Kernel, ...], ...]
+    """Of an MoE layer, by micro-batch."""
+    ops: tuple[OpSeconds, ...]
+    tokens_per_s_gpu: float = 0.0
+    tokens_per_s_user: float | None = None
+    """None for prefill: what a user waits for there is a queue's matter."""
+    extrapolated: tuple[str, ...] = ()
+    """Inputs outside of what the curves were fitted to, in words."""
+    hbm_bytes: float = 0.0
+
+    @cached_property
+    def seconds(self) -> float:
+        return self.walked.total_s + sum(part.seconds for part in self.parts)
+
+    @property
+    def micro_batch_layer_s(self) -> float:
+        """Of one micro-batch in one MoE layer, the other's share taken off: what DeepSeek's figures show."""
+        return self.walked.total_s / (self.num_layers * len(self.micro_batches))
+
+    def finished(
+        self, *, tokens_per_s_gpu: float, tokens_per_s_user: float | None, extrapolated: tuple[str, ...], hbm_bytes: float
+    ) -> StepPrice:
+        """The same price with what follows from it."""
+        return replace(
+            self, tokens_per_s_gpu=tokens_per_s_gpu, tokens_per_s_user=tokens_per_s_user, extrapolated=extrapolated,
+            hbm_bytes=hbm_bytes,
+        )  # fmt: skip
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The table, in the order of a layer."""
+        waits = self._waits()
+        rows = []
+        for index, kernel in enumerate(self.kernels[0]):
+            total_s = self.num_layers * sum(kernels[index].seconds for kernels in self.kernels)
+            exposed_s = waits.get(kernel.op, 0.0) if kernel.bound == LINK else total_s
+            rows.append(Stage(kernel.op, kernel.name, kernel.seconds, total_s, kernel.bound, exposed_s))
+        posts_s = 4 * self.num_layers * sum(op.post for op in self.ops)
+        if posts_s > 0.0:
+            rows.append(Stage("post", "issue and receive", 4 * self.ops[0].post, posts_s, "launch", posts_s))
+        for part in self.parts:
+            bound = HOST if part.name.startswith(HOST) else "memory" if "head" in part.name else "compute"
+            rows.append(Stage("step", part.name, part.seconds, part.seconds, bound, part.seconds))
+        return tuple(rows)
+
+    def _waits(self) -> dict[str, float]:
+        """Exposed time by exchange, over all layers, from the same two stretches as the makespan."""
+        def of(num_layers: int) -> dict[str, float]:
+            events: list[TraceEvent] = []
+            price(self.schedule, self.ops, num_layers, events)
+            sums: dict[str, float] = {}
+            for event in events:
+                if event.lane == WAIT:
+                    sums[event.op] = sums.get(event.op, 0.0) + event.end_s - event.start_s
+            return sums
+
+        if self.num_layers <= _STEADY_LAYERS:
+            return of(self.num_layers)
+        if self.schedule is SEQUENTIAL:
+            return {op: self.num_layers * seconds for op, seconds in of(1).items()}
+        short, long = of(_STEADY_LAYERS - 2), of(_STEADY_LAYERS)
+        more = (self.num_layers - _STEADY_LAYERS) / 2
+        return {op: long_s + more * (long_s - short.get(op, 0.0)) for op, long_s in long.items()}
+
+    def traced(self, num_layers: int | None = None) -> TracedStep:
+        """The MoE layers (or the first `num_layers`) as a step that was traced live, for overlap/trace."""
+        events: list[TraceEvent] = []
+        price(self.schedule, self.ops, num_layers or self.num_layers, events)
+        num_tokens = round(sum(batch.num_tokens for batch in self.micro_batches))
+        return TracedStep(0, self.schedule.name, len(self.micro_batches), num_tokens, tuple(events))

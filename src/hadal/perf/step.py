@@ -1,0 +1,273 @@
+"""One step of a deployment unit of DeepSeek-V3/R1: seconds from first principles, over the schedules that really run.
+
+    model = StepModel(num_ranks=144, hardware=HARDWARE["h800"])
+    model.decode(88, 4989, mtp_tokens=1).seconds
+
+A step is what its host does, dense layers, MoE layers walked by perf/price in the order that executes, draft layers and the
+output head. `auto` takes the cheapest of all schedules. The model's inputs are sizes; it knows no requests and no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hadal.core.model_config import ModelConfig
+from hadal.overlap.plan import ATTN_CORE, ATTN_IN, SCHEDULES, SEQUENTIAL, Schedule
+from hadal.perf.constants import CONSTANTS, Constants
+from hadal.perf.explain import Part, StepPrice
+from hadal.perf.extrapolation import decode_flags, prefill_flags
+from hadal.perf.hardware import H800, Hardware
+from hadal.perf.imbalance import expected_imbalance
+from hadal.perf.layer import Kernel, Layer, MicroBatch, op_seconds, seconds_of
+from hadal.perf.price import OpSeconds, Price, price
+from hadal.perf.roofline import BF16, FP4, FP8, Roofline
+from hadal.perf.shapes import DEEPSEEK_V3, causal_pairs, kv_bytes_per_token, num_moe_layers, weight_bytes
+from hadal.perf.traffic import COMM_SMS, Links
+
+AUTO = "auto"
+DECODE, PREFILL = "decode", "prefill"
+MTP_ACCEPT = 0.8
+"""Of drafts that are verified: 80-90 % for the second token (arXiv 2505.09343)."""
+REDUNDANT = 32
+"""Replicas beyond the experts, in DeepSeek's units (inference overview)."""
+_STEADY_LAYERS = 8
+
+
+def redundant_default(model: ModelConfig, num_ranks: int) -> int:
+    """DeepSeek's 32 where slots then divide evenly over the ranks, else the fewest replicas that do."""
+    if num_ranks == 1:
+        return 0
+    if (model.n_routed_experts + REDUNDANT) % num_ranks == 0:
+        return REDUNDANT
+    return -model.n_routed_experts % num_ranks
+
+
+def tokens_per_step(mtp_tokens: int, mtp_accept: float) -> float:
+    """Expected tokens of a request's step: a draft counts if all before it were accepted."""
+    return sum(mtp_accept**i for i in range(mtp_tokens + 1))
+
+
+class StepModel:
+    """Prices steps of a unit of `num_ranks` ranks. Raises ValueError for a unit that cannot be.
+
+    `num_redundant`: expert replicas beyond one of each; None: `redundant_default`. `placed`: maximum over mean that the
+    expert placement leaves over a whole run (1 is perfect). `expert_dtype`: weights of routed experts, fp8 or fp4.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        hardware: Hardware = H800,
+        model: ModelConfig = DEEPSEEK_V3,
+        *,
+        num_redundant: int | None = None,
+        placed: float = 1.0,
+        expert_dtype: str = FP8,
+        constants: Constants = CONSTANTS,
+    ) -> None:
+        if num_ranks < 1:
+            raise ValueError(f"a unit has {num_ranks} ranks; at least 1 is needed.")
+        redundant = redundant_default(model, num_ranks) if num_redundant is None else num_redundant
+        num_replicas = model.n_routed_experts + redundant
+        if redundant < 0 or num_replicas % num_ranks:
+            raise ValueError(
+                f"{model.n_routed_experts} experts and {redundant} redundant replicas do not divide over {num_ranks} "
+                f"ranks; {redundant_default(model, num_ranks)} redundant replicas would."
+            )
+        if placed < 1.0:
+            raise ValueError(f"placed is {placed}; the maximum over the mean is at least 1.")
+        if expert_dtype not in (FP8, FP4) or (expert_dtype == FP4 and not hardware.fp4_flops):
+            raise ValueError(f"experts in {expert_dtype!r} on {hardware.name}: fp8 works everywhere, fp4 on b200 and gb200.")
+        self.model, self.hardware, self.num_ranks, self.num_redundant = model, hardware, num_ranks, redundant
+        self.placed, self.expert_dtype, self.constants = placed, expert_dtype, constants
+        self.num_slots = num_replicas // num_ranks
+        self.num_moe_layers = num_moe_layers(model)
+        self._layer = Layer(model, self.num_slots, expert_dtype)
+        self._links = Links(model, hardware, num_ranks, constants)
+        self._decode_line = Roofline(hardware, constants)
+        self._prefill_line = Roofline(hardware, constants, is_sustained=True)
+        compute_share = 1.0 - COMM_SMS / hardware.num_sms
+        self._shared_line = Roofline(hardware, constants, compute_share, is_sustained=True)
+
+    def decode(
+        self,
+        requests_per_rank: float,
+        kv_tokens: float,
+        mtp_tokens: int = 0,
+        schedule: str = AUTO,
+        *,
+        mtp_accept: float = MTP_ACCEPT,
+        expert_imbalance: float | None = None,
+        attention_imbalance: float = 1.0,
+    ) -> StepPrice:
+        """Price a step in which each rank holds `requests_per_rank` requests of mean context `kv_tokens`.
+
+        `mtp_tokens` drafts of each request are verified in the step and as many drawn anew; each is accepted with
+        `mtp_accept` if those before it were. `expert_imbalance`: busiest rank over mean of received rows, None: what chance
+        makes of it. `attention_imbalance`: the same of core attention's work.
+        """
+        _check_positive("requests of a rank", requests_per_rank)
+        _check_positive("KV tokens of a request", kv_tokens)
+        if mtp_tokens < 0 or not 0.0 <= mtp_accept <= 1.0:
+            raise ValueError(f"{mtp_tokens} drafts accepted with {mtp_accept}: at least 0, and between 0 and 1.")
+        _check_imbalance(expert_imbalance, attention_imbalance)
+        queries = 1 + mtp_tokens
+        tokens = requests_per_rank * queries
+        context = requests_per_rank * kv_tokens * attention_imbalance
+        whole = MicroBatch(tokens, context * queries, context, tokens)
+        ways = []
+        for way in self._ways(schedule, requests_per_rank):
+            num = 1 if way.offset is None else 2
+            imbalance = expert_imbalance or self.expected_imbalance(tokens / num)
+            ways.append((way, [_with(whole.scaled(1.0 / num), imbalance)] * num))
+        draw = requests_per_rank * (1 + mtp_tokens)
+        best = self._cheapest(DECODE, ways, mtp_tokens, draw)
+        flags = decode_flags(self, best.micro_batches[0], kv_tokens, queries)
+        made = tokens_per_step(mtp_tokens, mtp_accept)
+        return best.finished(
+            tokens_per_s_gpu=requests_per_rank * made / best.seconds, tokens_per_s_user=made / best.seconds,
+            extrapolated=flags, hbm_bytes=self.hbm_bytes(requests_per_rank * kv_tokens),
+        )  # fmt: skip
+
+    def prefill(
+        self,
+        tokens_per_rank: float,
+        prompt_tokens: float,
+        cached_tokens: float = 0.0,
+        schedule: str = AUTO,
+        *,
+        expert_imbalance: float | None = None,
+        attention_imbalance: float = 1.0,
+    ) -> StepPrice:
+        """Price a step in which each rank computes `tokens_per_rank` tokens of prompts of `prompt_tokens` tokens.
+
+        The first `cached_tokens` of each prompt are in the cache and are not computed, only attended to. A prompt longer
+        than the step counts as the mean of its chunks. Imbalances as for `decode`.
+        """
+        _check_positive("tokens of a rank", tokens_per_rank)
+        _check_positive("tokens of a prompt", prompt_tokens)
+        if not 0.0 <= cached_tokens < prompt_tokens:
+            raise ValueError(f"{cached_tokens:g} of {prompt_tokens:g} prompt tokens cached; some must be left to compute.")
+        _check_imbalance(expert_imbalance, attention_imbalance)
+        new = prompt_tokens - cached_tokens
+        prompts = tokens_per_rank / new
+        pairs = prompts * causal_pairs(new, cached_tokens) * attention_imbalance
+        whole = MicroBatch(tokens_per_rank, pairs, prompts * prompt_tokens, tokens_per_rank)
+        ways = []
+        for way in self._ways(schedule, tokens_per_rank):
+            num = 1 if way.offset is None else 2
+            imbalance = expert_imbalance or self.expected_imbalance(tokens_per_rank / num, new)
+            ways.append((way, [_with(whole.scaled(1.0 / num), imbalance)] * num))
+        best = self._cheapest(PREFILL, ways, 0, prompts)
+        return best.finished(
+            tokens_per_s_gpu=tokens_per_rank / best.seconds, tokens_per_s_user=None,
+            extrapolated=prefill_flags(self, best.micro_batches[0], prompt_tokens),
+            hbm_bytes=self.hbm_bytes(prompts * prompt_tokens),
+        )  # fmt: skip
+
+    def price_works(
+        self, phase: str, schedule: Schedule, micro_batches: Sequence[MicroBatch], *, num_rows: float, mtp_tokens: int = 0
+    ) -> float:
+        """Return the seconds of a step of given micro-batches: a simulator's way in. `num_rows` draw a token."""
+        return self._price(phase, schedule, micro_batches, mtp_tokens, num_rows).seconds
+
+    def expected_imbalance(self, tokens_per_rank: float, text_tokens: float = 1.0) -> float:
+        """Of one micro-batch of `tokens_per_rank` tokens a rank, in texts of `text_tokens` tokens each."""
+        texts = self.num_ranks * tokens_per_rank / text_tokens if text_tokens > 1.0 else math.inf
+        return expected_imbalance(
+            self.num_ranks, tokens_per_rank * self.model.num_experts_per_tok, placed=self.placed, num_texts=texts,
+            slots_per_rank=self.num_slots, affinity=self.constants.prompt_affinity,
+        )  # fmt: skip
+
+    def hbm_bytes(self, kv_tokens: float) -> float:
+        """Weights and KV of a rank; activations and buffers are not in it."""
+        return weight_bytes(self.model, self.num_slots) + kv_tokens * kv_bytes_per_token(self.model)
+
+    def kernels(self, phase: str, batch: MicroBatch, *, is_overlapped: bool) -> tuple[Kernel, ...]:
+        """An MoE layer's kernels on one micro-batch."""
+        tokens, imbalance = batch.mean_tokens, batch.expert_imbalance
+        if phase == DECODE:
+            links_s = self._links.low_latency_s(tokens, imbalance, is_overlapped=is_overlapped)
+            return self._layer.decode(self._decode_line, batch, links_s)
+        links_s = self._links.normal_s(tokens, imbalance, is_overlapped=is_overlapped)
+        line = self._shared_line if is_overlapped else self._prefill_line
+        return self._layer.prefill(line, batch, links_s, self._links.received_ranks)
+
+    def _ways(self, schedule: str, divisible: float) -> list[Schedule]:
+        if schedule != AUTO and schedule not in SCHEDULES:
+            raise ValueError(f"schedule {schedule!r} is not known; known are auto, {', '.join(SCHEDULES)}.")
+        if schedule != AUTO:
+            way = SCHEDULES[schedule]
+            if way.offset is not None and divisible < 2.0:
+                raise ValueError(f"{schedule} needs two micro-batches; {divisible:g} cannot be cut. Use sequential.")
+            return [way]
+        return [way for way in SCHEDULES.values() if way.offset is None or divisible >= 2.0]
+
+    def _cheapest(
+        self, phase: str, ways: list[tuple[Schedule, list[MicroBatch]]], mtp_tokens: int, num_rows: float
+    ) -> StepPrice:
+        prices = [self._price(phase, way, batches, mtp_tokens, num_rows) for way, batches in ways]
+        return min(prices, key=lambda found: found.seconds)
+
+    def _price(
+        self, phase: str, schedule: Schedule, micro_batches: Sequence[MicroBatch], mtp_tokens: int, num_rows: float
+    ) -> StepPrice:
+        is_overlapped = schedule.offset is not None and len(micro_batches) > 1
+        post_s = self.constants.small_kernel_s if self.num_ranks > 1 else 0.0
+        line = self._decode_line if phase == DECODE else self._shared_line if is_overlapped else self._prefill_line
+        seen: dict[MicroBatch, tuple[tuple[Kernel, ...], OpSeconds]] = {}
+        for batch in micro_batches:
+            if batch not in seen:
+                kernels = self.kernels(phase, batch, is_overlapped=is_overlapped)
+                seen[batch] = kernels, op_seconds(kernels, post_s)
+        layers = self.num_moe_layers + mtp_tokens
+        walked = stack(schedule, [seen[batch][1] for batch in micro_batches], layers)
+        dense_s = sum(
+            seconds_of(seen[batch][0], ATTN_IN, ATTN_CORE) + seconds_of(self._layer.dense(line, batch))
+            for batch in micro_batches
+        )
+        parts = [Part("dense layers", self.model.first_k_dense_replace * dense_s)]
+        if mtp_tokens:
+            hidden = self.model.hidden_size
+            parts.append(Part("draft projection", mtp_tokens * sum(
+                line.gemm(batch.num_tokens, hidden, 2 * hidden).seconds for batch in micro_batches
+            )))  # fmt: skip
+        head = line.gemm(num_rows, self.model.vocab_size, self.model.hidden_size, BF16)
+        parts.append(Part("output head", head.seconds))
+        parts.append(Part("host and draw", self.constants.step_overhead_s + num_rows * self.constants.row_overhead_s))
+        return StepPrice(
+            phase=phase, schedule=schedule, num_layers=layers, walked=walked, parts=tuple(parts),
+            micro_batches=tuple(micro_batches), kernels=tuple(seen[batch][0] for batch in micro_batches),
+            ops=tuple(seen[batch][1] for batch in micro_batches),
+        )  # fmt: skip
+
+
+def stack(schedule: Schedule, micro_batches: Sequence[OpSeconds], num_layers: int) -> Price:
+    """The walk over many layers: once the pipeline is full, every layer adds the same."""
+    if num_layers <= _STEADY_LAYERS:
+        return price(schedule, micro_batches, num_layers)
+    if schedule is SEQUENTIAL:
+        one = price(schedule, micro_batches, 1)
+        return Price(*(num_layers * value for value in (one.total_s, one.exposed_s, one.compute_s, one.link_s)))
+    short, long = (price(schedule, micro_batches, layers) for layers in (_STEADY_LAYERS - 2, _STEADY_LAYERS))
+    more = (num_layers - _STEADY_LAYERS) / 2
+    return Price(
+        long.total_s + more * (long.total_s - short.total_s), long.exposed_s + more * (long.exposed_s - short.exposed_s),
+        long.compute_s + more * (long.compute_s - short.compute_s), long.link_s + more * (long.link_s - short.link_s),
+    )  # fmt: skip
+
+
+def _with(batch: MicroBatch, imbalance: float) -> MicroBatch:
+    return MicroBatch(batch.num_tokens, batch.num_pairs, batch.context_tokens, batch.mean_tokens, imbalance)
+
+
+def _check_positive(what: str, value: float) -> None:
+    if not (value > 0.0 and math.isfinite(value)):
+        raise ValueError(f"{what}: {value:g}; it must be above 0.")
+
+
+def _check_imbalance(expert: float | None, attention: float) -> None:
+    for what, value in (("expert", expert), ("attention", attention)):
+        if value is not None and not (value >= 1.0 and math.isfinite(value)):
+            raise ValueError(f"{what} imbalance is {value:g}; the maximum over the mean is at least 1.")
