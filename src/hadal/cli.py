@@ -16,6 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from hadal import __version__
+from hadal.commands.step import EPILOG as STEP_EPILOG
+from hadal.commands.step import step
 from hadal.core.config import Deployment, read_deployment
 from hadal.core.errors import ConfigError
 
@@ -255,6 +257,9 @@ def balance(
         typer.echo(json.dumps(report.as_json(plan, window, elapsed_ms)))
     else:
         typer.echo(report.bars(plan, window, cluster, before, elapsed_ms, split))
+
+
+app.command(epilog=STEP_EPILOG)(step)
 
 
 def _read_json(path: Path) -> Any:

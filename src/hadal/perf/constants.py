@@ -1,7 +1,7 @@
 """The free constants of the step model: all of them, each with its unit, its physical bounds and how it was set.
 
-Everything else in perf/ is a dimension of the model, a row of the hardware table, or a curve fitted to a published kernel
-table and named with its residual beside it (perf/roofline, perf/traffic).
+Everything else in perf/ is a dimension of the model, a row of the hardware table, or a curve fitted to a published
+kernel table and named with its residual beside it (perf/roofline, perf/traffic).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Constants:
     """Values of one run of the model. Raises ValueError where one is outside its physical bounds."""
 
     step_overhead_s: float = 1.0e-3
-    row_overhead_s: float = 15e-6
+    row_overhead_s: float = 23e-6
     small_kernel_s: float = 2.0e-6
     elementwise_efficiency: float = 0.70
     prefill_link_share: float = 0.72
     combine_slowdown: float = 1.15
     sustained_clock: float = 0.875
-    prompt_affinity: float = 1.2
+    prompt_affinity: float = 1.4
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -77,9 +77,9 @@ BOUNDS: dict[str, Bound] = {
     "sustained_clock": Bound(
         0.75, 1.0, "of the clock of a short benchmark",
         "Prefill keeps tensor cores busy for seconds, and the GPU throttles. Time-weighted over seven GEMMs and core "
-        "attention of DeepSeek's training profile against the curves of isolated kernels; FlashMLA's deep-dive names the "
-        "same share (865 of 989 TFLOPS). Not on hardware that is not power-limited, and not in decode, whose own profile "
-        "rows lie on the curves.",
+        "attention of DeepSeek's training profile against the curves of isolated kernels; FlashMLA's deep-dive names "
+        "the same share (865 of 989 TFLOPS). Not on hardware that is not power-limited, and not in decode, whose own "
+        "profile rows lie on the curves.",
     ),
     "prompt_affinity": Bound(
         0.3, 3.0, "relative standard deviation",

@@ -73,7 +73,12 @@ class StepPrice:
         return self.walked.total_s / (self.num_layers * len(self.micro_batches))
 
     def finished(
-        self, *, tokens_per_s_gpu: float, tokens_per_s_user: float | None, extrapolated: tuple[str, ...], hbm_bytes: float
+        self,
+        *,
+        tokens_per_s_gpu: float,
+        tokens_per_s_user: float | None,
+        extrapolated: tuple[str, ...],
+        hbm_bytes: float,
     ) -> StepPrice:
         """The same price with what follows from it."""
         return replace(

@@ -49,7 +49,7 @@ def expected_imbalance(
 def measured_imbalance(loads_LE: ArrayLike, slot_to_expert_LRS: ArrayLike) -> float:
     """Mean over layers of maximum over mean of what ranks receive, an expert's tokens split evenly over its replicas.
 
-    loads_LE: tokens [layers, experts]; slot_to_expert_LRS: expert ids [layers, ranks, slots], negative for an empty slot.
+    loads_LE: tokens [layers, experts]; slot_to_expert_LRS: expert ids [layers, ranks, slots], negative: an empty slot.
     Raises ValueError where shapes do not fit or an expert with tokens has no replica.
     """
     loads = np.asarray(loads_LE, np.float64)

@@ -80,7 +80,9 @@ class Layer:
             Kernel(COMBINE, "combine", links_s[1], LINK),
         )
 
-    def prefill(self, line: Roofline, batch: MicroBatch, links_s: tuple[float, float], ranks: float) -> tuple[Kernel, ...]:
+    def prefill(
+        self, line: Roofline, batch: MicroBatch, links_s: tuple[float, float], ranks: float
+    ) -> tuple[Kernel, ...]:
         """Kernels of an MoE layer; a token is received by `ranks` distinct ranks."""
         rows, hidden = self._rows(batch), self.model.hidden_size
         tokens = batch.mean_tokens * batch.expert_imbalance
@@ -202,7 +204,9 @@ def op_seconds(kernels: Sequence[Kernel], post_s: float) -> OpSeconds:
     sums = dict.fromkeys((ATTN_IN, ATTN_CORE, GATE, DISPATCH, SHARED, EXPERTS, COMBINE), 0.0)
     for kernel in kernels:
         sums[kernel.op] += kernel.seconds
-    return OpSeconds(*sums.values(), post=post_s)
+    return OpSeconds(
+        sums[ATTN_IN], sums[ATTN_CORE], sums[GATE], sums[DISPATCH], sums[SHARED], sums[EXPERTS], sums[COMBINE], post_s
+    )
 
 
 def seconds_of(kernels: Sequence[Kernel], *ops: str) -> float:

@@ -3,8 +3,8 @@
 Walks the very order that executes (overlap/plan.order). The link carries one exchange at a time, in the order they were
 started; `>x` waits for its own. It is one lane though the wire is full duplex: in an all-to-all every rank sends as
 much as it receives, so two exchanges under way together share the same two directions. A prototype's steps on paced
-links took what this says within 2 % in nine of ten cases at EP2. On request it notes what it walked as the stretches a live
-trace has (overlap/trace draws either). Knows nothing of where the times come from.
+links took what this says within 2 % in nine of ten cases at EP2. On request it notes what it walked as the stretches
+that a live trace has (overlap/trace draws either). Knows nothing of where the times come from.
 """
 
 from __future__ import annotations

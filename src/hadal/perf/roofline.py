@@ -29,6 +29,10 @@ COOL_TENSOR_SHARE = 0.95
 """The same where power is no limit (H20)."""
 
 
+TILE_ROWS = 32.0
+"""Of a group's padding, what tiles of 64 rows waste on average; the rest is tiles waiting for their weights."""
+
+
 class Timed(NamedTuple):
     """A kernel's time and what bounds it."""
 
@@ -46,7 +50,7 @@ class Curve:
     sharpness: float
     """Exponent of the soft maximum."""
     pad_rows: float = 0.0
-    """Rows that tiles add, for each group."""
+    """What a group costs by itself, as rows on H800: beyond TILE_ROWS it scales with HBM, not with FLOP/s."""
     pad_k: float = 0.0
     """What prologue and epilogue of a tile cost, as channels of k (FP8)."""
     floor_s_per_k: float = 0.0
@@ -102,6 +106,13 @@ class Roofline:
             for curve in CURVES.values() for dtype in (FP4, FP8, BF16)
         }  # fmt: skip
 
+        self._late_s_per_flop = {
+            (id(curve), dtype): H800.hbm_bytes_per_s / hardware.hbm_bytes_per_s / (
+                curve.efficiency * H800.fp8_flops * self._speed
+            ) * DTYPE_BYTES[dtype]
+            for curve in CURVES.values() for dtype in (FP4, FP8, BF16)
+        }  # fmt: skip
+
     def _seconds_per_flop(self, curve: Curve, dtype: str) -> float:
         # FP4 has no H800 table: CUDA cores are taken to do what they do for FP8.
         peak = {FP4: self.hardware.fp4_flops or self.hardware.fp8_flops, FP8: self.hardware.fp8_flops,
@@ -127,8 +138,13 @@ class Roofline:
     def _gemms(self, curve: Curve, rows: float, padded: float, read: float, n: int, k: int, dtype: str) -> Timed:
         # The epilogue stores BF16 whatever was multiplied: in BF16's slower FLOPs it weighs half, in FP4's double.
         pad_k = curve.pad_k * {FP4: 2.0, FP8: 1.0, BF16: 0.5}[dtype]
-        flops = 2.0 * (k + pad_k) * n * (rows + padded * curve.pad_rows)
-        compute_s = flops * self._s_per_flop[id(curve), dtype] + k * curve.floor_s_per_k
+        row_flops = 2.0 * (k + pad_k) * n
+        tiles = padded * min(curve.pad_rows, TILE_ROWS)
+        late = padded * max(curve.pad_rows - TILE_ROWS, 0.0)
+        compute_s = row_flops * (
+            (rows + tiles) * self._s_per_flop[id(curve), dtype] + late * self._late_s_per_flop[id(curve), dtype]
+        )
+        compute_s += k * curve.floor_s_per_k
         in_bytes = DTYPE_BYTES[dtype]
         moved = read * n * k * in_bytes + rows * (k * max(in_bytes, 1.0) + n * BF16_BYTES)
         return self._soft(curve, compute_s, moved)

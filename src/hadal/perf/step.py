@@ -3,8 +3,8 @@
     model = StepModel(num_ranks=144, hardware=HARDWARE["h800"])
     model.decode(88, 4989, mtp_tokens=1).seconds
 
-A step is what its host does, dense layers, MoE layers walked by perf/price in the order that executes, draft layers and the
-output head. `auto` takes the cheapest of all schedules. The model's inputs are sizes; it knows no requests and no clock.
+A step is what its host does, dense layers, MoE layers walked by perf/price in the order that executes, draft layers and
+the output head. `auto` takes the cheapest of all schedules. Inputs are sizes; no request and no clock is known here.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ MTP_ACCEPT = 0.8
 """Of drafts that are verified: 80-90 % for the second token (arXiv 2505.09343)."""
 REDUNDANT = 32
 """Replicas beyond the experts, in DeepSeek's units (inference overview)."""
+PLACED_BY_NODES = 1.16
+"""What EPLB leaves of imbalance over a whole run, mean over layers, where groups are kept on nodes: our balancer on
+SGLang's published loads of five prefill workloads (1.12-1.23, EP32). Placed freely it leaves 1.00 (three decode
+workloads, EP72); with two slots a rank (EP144) it leaves 1.15, which a caller gives as `placed`."""
 _STEADY_LAYERS = 8
 
 
@@ -52,7 +56,8 @@ class StepModel:
     """Prices steps of a unit of `num_ranks` ranks. Raises ValueError for a unit that cannot be.
 
     `num_redundant`: expert replicas beyond one of each; None: `redundant_default`. `placed`: maximum over mean that the
-    expert placement leaves over a whole run (1 is perfect). `expert_dtype`: weights of routed experts, fp8 or fp4.
+    expert placement leaves over a whole run (1 is perfect; None: PLACED_BY_NODES for prefill on several nodes, else 1).
+    `expert_dtype`: weights of routed experts, fp8 or fp4.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class StepModel:
         model: ModelConfig = DEEPSEEK_V3,
         *,
         num_redundant: int | None = None,
-        placed: float = 1.0,
+        placed: float | None = None,
         expert_dtype: str = FP8,
         constants: Constants = CONSTANTS,
     ) -> None:
@@ -75,10 +80,10 @@ class StepModel:
                 f"{model.n_routed_experts} experts and {redundant} redundant replicas do not divide over {num_ranks} "
                 f"ranks; {redundant_default(model, num_ranks)} redundant replicas would."
             )
-        if placed < 1.0:
+        if placed is not None and placed < 1.0:
             raise ValueError(f"placed is {placed}; the maximum over the mean is at least 1.")
         if expert_dtype not in (FP8, FP4) or (expert_dtype == FP4 and not hardware.fp4_flops):
-            raise ValueError(f"experts in {expert_dtype!r} on {hardware.name}: fp8 works everywhere, fp4 on b200 and gb200.")
+            raise ValueError(f"experts in {expert_dtype!r} on {hardware.name}: fp8 runs anywhere, fp4 on b200 and gb200.")
         self.model, self.hardware, self.num_ranks, self.num_redundant = model, hardware, num_ranks, redundant
         self.placed, self.expert_dtype, self.constants = placed, expert_dtype, constants
         self.num_slots = num_replicas // num_ranks
@@ -104,8 +109,8 @@ class StepModel:
         """Price a step in which each rank holds `requests_per_rank` requests of mean context `kv_tokens`.
 
         `mtp_tokens` drafts of each request are verified in the step and as many drawn anew; each is accepted with
-        `mtp_accept` if those before it were. `expert_imbalance`: busiest rank over mean of received rows, None: what chance
-        makes of it. `attention_imbalance`: the same of core attention's work.
+        `mtp_accept` if those before it were. `expert_imbalance`: busiest rank over mean of received rows, None:
+        `expected_imbalance` of a micro-batch. `attention_imbalance`: the same of core attention's work.
         """
         _check_positive("requests of a rank", requests_per_rank)
         _check_positive("KV tokens of a request", kv_tokens)
@@ -119,7 +124,7 @@ class StepModel:
         ways = []
         for way in self._ways(schedule, requests_per_rank):
             num = 1 if way.offset is None else 2
-            imbalance = expert_imbalance or self.expected_imbalance(tokens / num)
+            imbalance = expert_imbalance or self.expected_imbalance(DECODE, tokens / num)
             ways.append((way, [_with(whole.scaled(1.0 / num), imbalance)] * num))
         draw = requests_per_rank * (1 + mtp_tokens)
         best = self._cheapest(DECODE, ways, mtp_tokens, draw)
@@ -142,13 +147,13 @@ class StepModel:
     ) -> StepPrice:
         """Price a step in which each rank computes `tokens_per_rank` tokens of prompts of `prompt_tokens` tokens.
 
-        The first `cached_tokens` of each prompt are in the cache and are not computed, only attended to. A prompt longer
-        than the step counts as the mean of its chunks. Imbalances as for `decode`.
+        The first `cached_tokens` of each prompt are in the cache: attended to, not computed. A prompt longer than the
+        step counts as the mean of its chunks. Imbalances as for `decode`.
         """
         _check_positive("tokens of a rank", tokens_per_rank)
         _check_positive("tokens of a prompt", prompt_tokens)
         if not 0.0 <= cached_tokens < prompt_tokens:
-            raise ValueError(f"{cached_tokens:g} of {prompt_tokens:g} prompt tokens cached; some must be left to compute.")
+            raise ValueError(f"{cached_tokens:g} of {prompt_tokens:g} prompt tokens are cached; some must be computed.")
         _check_imbalance(expert_imbalance, attention_imbalance)
         new = prompt_tokens - cached_tokens
         prompts = tokens_per_rank / new
@@ -157,7 +162,7 @@ class StepModel:
         ways = []
         for way in self._ways(schedule, tokens_per_rank):
             num = 1 if way.offset is None else 2
-            imbalance = expert_imbalance or self.expected_imbalance(tokens_per_rank / num, new)
+            imbalance = expert_imbalance or self.expected_imbalance(PREFILL, tokens_per_rank / num, new)
             ways.append((way, [_with(whole.scaled(1.0 / num), imbalance)] * num))
         best = self._cheapest(PREFILL, ways, 0, prompts)
         return best.finished(
@@ -167,16 +172,24 @@ class StepModel:
         )  # fmt: skip
 
     def price_works(
-        self, phase: str, schedule: Schedule, micro_batches: Sequence[MicroBatch], *, num_rows: float, mtp_tokens: int = 0
+        self,
+        phase: str,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        num_rows: float,
+        mtp_tokens: int = 0,
     ) -> float:
-        """Return the seconds of a step of given micro-batches: a simulator's way in. `num_rows` draw a token."""
+        """Return the seconds of a step of given micro-batches: a simulator's way in. `num_rows` rows go to the head."""
         return self._price(phase, schedule, micro_batches, mtp_tokens, num_rows).seconds
 
-    def expected_imbalance(self, tokens_per_rank: float, text_tokens: float = 1.0) -> float:
+    def expected_imbalance(self, phase: str, tokens_per_rank: float, text_tokens: float = 1.0) -> float:
         """Of one micro-batch of `tokens_per_rank` tokens a rank, in texts of `text_tokens` tokens each."""
+        by_nodes = phase == PREFILL and self.num_ranks > self.hardware.nvlink_domain
+        placed = self.placed or (PLACED_BY_NODES if by_nodes else 1.0)
         texts = self.num_ranks * tokens_per_rank / text_tokens if text_tokens > 1.0 else math.inf
         return expected_imbalance(
-            self.num_ranks, tokens_per_rank * self.model.num_experts_per_tok, placed=self.placed, num_texts=texts,
+            self.num_ranks, tokens_per_rank * self.model.num_experts_per_tok, placed=placed, num_texts=texts,
             slots_per_rank=self.num_slots, affinity=self.constants.prompt_affinity,
         )  # fmt: skip
 
@@ -233,8 +246,10 @@ class StepModel:
             parts.append(Part("draft projection", mtp_tokens * sum(
                 line.gemm(batch.num_tokens, hidden, 2 * hidden).seconds for batch in micro_batches
             )))  # fmt: skip
-        head = line.gemm(num_rows, self.model.vocab_size, self.model.hidden_size, BF16)
-        parts.append(Part("output head", head.seconds))
+        # Every row is verified by the one head; each draft then goes through it once more.
+        drafts = [num_rows / (1 + mtp_tokens)] * mtp_tokens
+        heads = (line.gemm(rows, self.model.vocab_size, self.model.hidden_size, BF16) for rows in (num_rows, *drafts))
+        parts.append(Part("output head", sum(head.seconds for head in heads)))
         parts.append(Part("host and draw", self.constants.step_overhead_s + num_rows * self.constants.row_overhead_s))
         return StepPrice(
             phase=phase, schedule=schedule, num_layers=layers, walked=walked, parts=tuple(parts),
@@ -253,9 +268,11 @@ def stack(schedule: Schedule, micro_batches: Sequence[OpSeconds], num_layers: in
     short, long = (price(schedule, micro_batches, layers) for layers in (_STEADY_LAYERS - 2, _STEADY_LAYERS))
     more = (num_layers - _STEADY_LAYERS) / 2
     return Price(
-        long.total_s + more * (long.total_s - short.total_s), long.exposed_s + more * (long.exposed_s - short.exposed_s),
-        long.compute_s + more * (long.compute_s - short.compute_s), long.link_s + more * (long.link_s - short.link_s),
-    )  # fmt: skip
+        long.total_s + more * (long.total_s - short.total_s),
+        long.exposed_s + more * (long.exposed_s - short.exposed_s),
+        long.compute_s + more * (long.compute_s - short.compute_s),
+        long.link_s + more * (long.link_s - short.link_s),
+    )
 
 
 def _with(batch: MicroBatch, imbalance: float) -> MicroBatch:

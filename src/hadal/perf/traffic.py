@@ -1,7 +1,7 @@
 """What dispatch and combine move and how long it takes: DeepEP's two ways, over NVLink and RDMA.
 
-*Normal* (prefill): a token goes once to each node that has experts of it, there over NVLink to its ranks; the gate's limit
-on groups keeps the nodes few. *Low latency* (decode): one message per token and expert, straight to its rank; those
+*Normal* (prefill): a token goes once to each node that has experts of it, there over NVLink to its ranks; the gate's
+limit on groups keeps the nodes few. *Low latency* (decode): one message per token and expert, straight to its rank; those
 inside the NVLink domain go over NVLink, beside those that go over RDMA. Either takes
 
     fixed latency + max(RDMA bytes / rate of the NIC, NVLink bytes / rate of NVLink)
@@ -11,6 +11,7 @@ Rates are shares of the hardware's, from DeepEP's tables on H800. Knows no sched
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hadal.core.model_config import ModelConfig
@@ -61,9 +62,10 @@ def expected_places(model: ModelConfig, num_places: float) -> float:
         for i in range(chosen):
             none *= max(0.0, groups - groups / num_places - i) / (groups - i)
         return num_places * (1.0 - none)
-    spread = num_places / groups
-    experts = model.num_experts_per_tok / chosen
-    return chosen * spread * (1.0 - (1.0 - 1.0 / spread) ** experts)
+    spread: float = num_places / groups
+    experts: float = model.num_experts_per_tok / chosen
+    none = math.pow(1.0 - 1.0 / spread, experts)
+    return chosen * spread * (1.0 - none)
 
 
 def remote_places(model: ModelConfig, num_places: float) -> float:
@@ -86,7 +88,7 @@ class Links:
         self._remote_ranks = remote_places(model, float(num_ranks))
 
     def low_latency_s(self, num_tokens: float, imbalance: float, *, is_overlapped: bool) -> tuple[float, float]:
-        """Return (dispatch, combine) of `num_tokens` tokens a rank, the busiest rank receiving `imbalance` times that."""
+        """Return (dispatch, combine) of `num_tokens` tokens a rank; the busiest rank receives `imbalance` times that."""
         if self._num_ranks == 1:
             return 0.0, 0.0
         messages = num_tokens * self._model.num_experts_per_tok * imbalance

@@ -1,0 +1,1 @@
+"""Commands that have a page of their own; cli.py registers them."""

@@ -1,0 +1,181 @@
+"""`hadal step`: one priced step of a unit, explained stage by stage. Loads the model only when it is called."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from hadal.perf.explain import StepPrice
+    from hadal.perf.step import StepModel
+
+EXIT_CONFIG = 2
+EPILOG = (
+    "[bold]Examples[/bold]\n\n"
+    "hadal step --phase decode --ep 144 --batch 88 --kv 4989 --hardware h800\n\n"
+    "  DeepSeek's decode unit at its published mean context\n\n"
+    "hadal step --phase decode --ep 128 --batch 128 --kv 4096 --mtp-tokens 1 --mtp-accept 0.74 --expert-imbalance 1\n\n"
+    "  their published decode profile, whose routing was balanced by simulation\n\n"
+    "hadal step --phase prefill --ep 32 --tokens 16384 --prompt 4096 --expert-imbalance 1\n\n"
+    "  their published prefill profile\n\n"
+    "hadal step --batch 88 --plan sequential --trace step.json    the same without overlap, for ui.perfetto.dev\n\n"
+    "What the curves were fitted to, and how far published systems are from this: docs/calibration.md."
+)
+_TIMELINE_WIDTH = 96
+
+
+def step(
+    phase: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
+    ep: Annotated[int | None, typer.Option(help="Ranks of the unit. [dim]144, prefill 32[/dim]")] = None,
+    batch: Annotated[float | None, typer.Option(help="Decode: requests of a rank. [dim]88[/dim]")] = None,
+    kv: Annotated[float | None, typer.Option(help="Decode: mean context in tokens. [dim]4989[/dim]")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Prefill: tokens a rank computes. [dim]16384[/dim]")] = None,
+    prompt: Annotated[float | None, typer.Option(help="Prefill: tokens of a prompt. [dim]4096[/dim]")] = None,
+    cached: Annotated[float | None, typer.Option(help="Prefill: of those, already in the cache. [dim]0[/dim]")] = None,
+    hardware: Annotated[str, typer.Option(help="h800, h20, h100, h200, b200 or gb200.")] = "h800",
+    mtp_tokens: Annotated[
+        int | None, typer.Option(help="Decode: drafts a request verifies in a step. [dim]0[/dim]")
+    ] = None,
+    mtp_accept: Annotated[
+        float | None, typer.Option(help="Share of drafts accepted, if all before were. [dim]0.8[/dim]")
+    ] = None,
+    plan: Annotated[
+        str, typer.Option(help="sequential, prefill_dual, decode_five, or auto: the cheapest of them.")
+    ] = "auto",
+    redundant: Annotated[
+        int | None, typer.Option(help="Expert replicas beyond one of each. [dim]32 where it divides[/dim]")
+    ] = None,
+    expert_imbalance: Annotated[
+        float | None,
+        typer.Option(help="Rows of the busiest rank over the mean; 1 is balanced. [dim]expected of chance[/dim]"),
+    ] = None,
+    attention_imbalance: Annotated[
+        float, typer.Option(help="Core attention of the busiest rank over the mean.")
+    ] = 1.0,
+    experts_dtype: Annotated[str, typer.Option(help="Weights of routed experts: fp8 or fp4.")] = "fp8",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: step_ms, stages and all the rest.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="File for Perfetto or chrome://tracing.")] = None,
+) -> None:
+    """Price one step of a DeepSeek-V3/R1 unit from first principles: what takes how long, what bounds and what hides it."""
+    from hadal.perf.hardware import hardware_named
+    from hadal.perf.step import MTP_ACCEPT, StepModel
+
+    decode_only = {"--batch": batch, "--kv": kv, "--mtp-tokens": mtp_tokens, "--mtp-accept": mtp_accept}
+    prefill_only = {"--tokens": tokens, "--prompt": prompt, "--cached": cached}
+    try:
+        if phase not in ("decode", "prefill"):
+            raise ValueError(f"--phase is {phase!r}; decode or prefill.")
+        for name, value in (prefill_only if phase == "decode" else decode_only).items():
+            if value is not None:
+                raise ValueError(f"{name} is not for --phase {phase}.")
+        num_ranks = ep if ep is not None else 144 if phase == "decode" else 32
+        model = StepModel(
+            num_ranks, hardware_named(hardware), num_redundant=redundant, expert_dtype=experts_dtype
+        )
+        if phase == "decode":
+            price = model.decode(
+                _or(batch, 88.0), _or(kv, 4989.0), mtp_tokens or 0, plan, mtp_accept=_or(mtp_accept, MTP_ACCEPT),
+                expert_imbalance=expert_imbalance, attention_imbalance=attention_imbalance,
+            )  # fmt: skip
+        else:
+            price = model.prefill(
+                _or(tokens, 16384.0), _or(prompt, 4096.0), cached or 0.0, plan, expert_imbalance=expert_imbalance,
+                attention_imbalance=attention_imbalance,
+            )  # fmt: skip
+        if trace is not None:
+            _write_trace(price, f"{phase} EP{num_ranks} {hardware}", trace)
+    except ValueError as error:
+        typer.echo(f"hadal step: {error}", err=True)
+        sys.exit(EXIT_CONFIG)
+    if as_json:
+        typer.echo(json.dumps(as_object(price)))
+        return
+    _show(price, model)
+    if trace is not None:
+        typer.echo(f"Written to {trace}; open it at ui.perfetto.dev.")
+
+
+def as_object(price: StepPrice) -> dict[str, Any]:
+    """What --json prints."""
+    return {
+        "step_ms": price.seconds * 1e3,
+        "tokens_per_s_gpu": price.tokens_per_s_gpu,
+        "tokens_per_s_user": price.tokens_per_s_user,
+        "phase": price.phase,
+        "plan": price.schedule.name,
+        "num_micro_batches": len(price.micro_batches),
+        "micro_batch_layer_us": price.micro_batch_layer_s * 1e6,
+        "expert_imbalance": price.micro_batches[0].expert_imbalance,
+        "exposed_ms": price.walked.exposed_s * 1e3,
+        "hbm_gb": price.hbm_bytes / 1e9,
+        "stages": [
+            {
+                "op": stage.op, "name": stage.name, "micro_batch_us": stage.micro_batch_s * 1e6,
+                "step_ms": stage.seconds * 1e3, "bound": stage.bound, "exposed_ms": stage.exposed_s * 1e3,
+                "share": stage.exposed_s / price.seconds,
+            }
+            for stage in price.stages
+        ],
+        "extrapolated": list(price.extrapolated),
+    }  # fmt: skip
+
+
+def _show(price: StepPrice, model: StepModel) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    from hadal.overlap.trace import LEGEND, timeline
+
+    console = Console(highlight=False)
+    parts = f"{len(price.micro_batches)} micro-batch{'es' if len(price.micro_batches) > 1 else ''}"
+    title = f"{price.phase}, EP{model.num_ranks} on {model.hardware.name}, {price.schedule.name}, {parts}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    for name in ("stage", "what", "bound"):
+        table.add_column(name, no_wrap=True)
+    for name in ("us a layer", "ms a step", "exposed", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    before = ""
+    for stage in price.stages:
+        if before and stage.op != before:
+            table.add_section()
+        op, before = ("" if stage.op == before else stage.op), stage.op
+        layer = "" if stage.op == "step" else f"{stage.micro_batch_s * 1e6:.1f}"
+        table.add_row(
+            op, stage.name, stage.bound, layer, f"{stage.seconds * 1e3:.2f}", f"{stage.exposed_s * 1e3:.2f}",
+            f"{stage.exposed_s / price.seconds:.1%}",
+        )  # fmt: skip
+    table.add_section()
+    table.add_row("all", "", "", "", "", f"{price.seconds * 1e3:.2f}", "100.0%")
+    console.print(table)
+    user = "" if price.tokens_per_s_user is None else f", {price.tokens_per_s_user:.1f} to each user"
+    console.print(
+        f"[bold]{price.seconds * 1e3:.2f} ms a step: {price.tokens_per_s_gpu:,.0f} tokens/s a GPU{user}.[/bold] "
+        f"A micro-batch takes {price.micro_batch_layer_s * 1e6:.0f} us a layer; the busiest rank receives "
+        f"{price.micro_batches[0].expert_imbalance:.2f} times the mean."
+    )
+    used = price.hbm_bytes / model.hardware.hbm_bytes
+    note = "; [red]it does not fit[/red]" if used > 1.0 else ""
+    console.print(f"Weights and KV take {price.hbm_bytes / 1e9:.1f} GB, {used:.0%} of HBM{note}.")
+    steady = price.traced(8)
+    console.print(timeline(steady.events, 0, 5, _TIMELINE_WIDTH), markup=False, soft_wrap=True)
+    console.print(f"[dim]{LEGEND}[/dim]")
+    for flag in price.extrapolated:
+        console.print(f"[yellow]extrapolated[/yellow] {flag}")
+
+
+def _write_trace(price: StepPrice, unit: str, path: Path) -> None:
+    from hadal.overlap.trace import chrome_trace
+
+    try:
+        path.write_text(json.dumps(chrome_trace(unit, [price.traced()])), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--trace {path} cannot be written: {(error.strerror or '').lower()}.") from error
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
