@@ -30,6 +30,7 @@ from bench import (
     staging,
     startup,
     step_breakdown,
+    step_price,
     wire_bytes,
 )
 from bench.checkpoints import ROOT
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "startup": startup.main,
     "engine": engine.main,
     "step": step_breakdown.main,
+    "step_price": step_price.main,
     "load": load.main,
     "kernels": _kernels,
     "overlap": overlap.main,

@@ -60,7 +60,7 @@ def step(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: step_ms, stages and all the rest.")] = False,
     trace: Annotated[Path | None, typer.Option(help="File for Perfetto or chrome://tracing.")] = None,
 ) -> None:
-    """Price one step of a DeepSeek-V3/R1 unit from first principles: what takes how long, what bounds and what hides it."""
+    """Price one step of a DeepSeek-V3/R1 unit from first principles: what takes how long, and what is hidden."""
     from hadal.perf.hardware import hardware_named
     from hadal.perf.step import MTP_ACCEPT, StepModel
 
@@ -134,10 +134,10 @@ def _show(price: StepPrice, model: StepModel) -> None:
     console = Console(highlight=False)
     parts = f"{len(price.micro_batches)} micro-batch{'es' if len(price.micro_batches) > 1 else ''}"
     title = f"{price.phase}, EP{model.num_ranks} on {model.hardware.name}, {price.schedule.name}, {parts}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     for name in ("stage", "what", "bound"):
         table.add_column(name, no_wrap=True)
-    for name in ("us a layer", "ms a step", "exposed", "share"):
+    for name in ("us/layer", "ms/step", "exposed", "share"):
         table.add_column(name, justify="right", no_wrap=True)
     before = ""
     for stage in price.stages:

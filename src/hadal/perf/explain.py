@@ -70,7 +70,7 @@ class StepPrice:
     @property
     def micro_batch_layer_s(self) -> float:
         """Of one micro-batch in one MoE layer, the other's share taken off: what DeepSeek's figures show."""
-        return self.walked.total_s / (self.num_layers * len(self.micro_batches))
+        return self.walked.total_s / (max(self.num_layers, 1) * len(self.micro_batches))
 
     def finished(
         self,

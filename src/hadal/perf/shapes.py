@@ -16,8 +16,8 @@ LOW_LATENCY_HEADER_BYTES = 16
 DEEPSEEK_V3 = ModelConfig(
     vocab_size=129280, hidden_size=7168, num_hidden_layers=61, first_k_dense_replace=3, intermediate_size=18432,
     moe_intermediate_size=2048, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, n_group=8,
-    topk_group=4, norm_topk_prob=True, routed_scaling_factor=2.5, num_attention_heads=128, q_lora_rank=1536, kv_lora_rank=512,
-    qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rms_norm_eps=1e-6, rope_theta=10000.0,
+    topk_group=4, norm_topk_prob=True, routed_scaling_factor=2.5, num_attention_heads=128, q_lora_rank=1536,
+    kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rms_norm_eps=1e-6, rope_theta=10000.0,
     rope_scaling=RopeScaling(40.0, 4096, 32.0, 1.0, 1.0, 1.0), max_position_embeddings=163840,
     num_nextn_predict_layers=1, bos_token_id=0, eos_token_ids=(1,), weight_block_size=(128, 128),
 )  # fmt: skip

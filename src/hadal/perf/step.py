@@ -83,7 +83,7 @@ class StepModel:
         if placed is not None and placed < 1.0:
             raise ValueError(f"placed is {placed}; the maximum over the mean is at least 1.")
         if expert_dtype not in (FP8, FP4) or (expert_dtype == FP4 and not hardware.fp4_flops):
-            raise ValueError(f"experts in {expert_dtype!r} on {hardware.name}: fp8 runs anywhere, fp4 on b200 and gb200.")
+            raise ValueError(f"experts in {expert_dtype!r} on {hardware.name}: fp8 runs on all, fp4 on b200 and gb200.")
         self.model, self.hardware, self.num_ranks, self.num_redundant = model, hardware, num_ranks, redundant
         self.placed, self.expert_dtype, self.constants = placed, expert_dtype, constants
         self.num_slots = num_replicas // num_ranks

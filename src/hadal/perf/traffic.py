@@ -1,8 +1,8 @@
 """What dispatch and combine move and how long it takes: DeepEP's two ways, over NVLink and RDMA.
 
 *Normal* (prefill): a token goes once to each node that has experts of it, there over NVLink to its ranks; the gate's
-limit on groups keeps the nodes few. *Low latency* (decode): one message per token and expert, straight to its rank; those
-inside the NVLink domain go over NVLink, beside those that go over RDMA. Either takes
+limit on groups keeps the nodes few. *Low latency* (decode): one message per token and expert, straight to its rank;
+those inside the NVLink domain go over NVLink, beside those that go over RDMA. Either takes
 
     fixed latency + max(RDMA bytes / rate of the NIC, NVLink bytes / rate of NVLink)
 
@@ -88,7 +88,7 @@ class Links:
         self._remote_ranks = remote_places(model, float(num_ranks))
 
     def low_latency_s(self, num_tokens: float, imbalance: float, *, is_overlapped: bool) -> tuple[float, float]:
-        """Return (dispatch, combine) of `num_tokens` tokens a rank; the busiest rank receives `imbalance` times that."""
+        """Return (dispatch, combine) of `num_tokens` tokens a rank, `imbalance` times that for the busiest one."""
         if self._num_ranks == 1:
             return 0.0, 0.0
         messages = num_tokens * self._model.num_experts_per_tok * imbalance

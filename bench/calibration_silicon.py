@@ -1,0 +1,88 @@
+"""Measured serving rows of DeepSeek-R1/V3 (InferenceX, as kept in aiconfigurator-core 0.12) beside priced decode steps.
+
+Only rows that the model describes: disaggregated decode, data-parallel attention over as many ranks as experts are
+spread on, requests per rank known, concurrency that fills them. Drafts are not recorded in the table, so rows that ran
+with them look faster than any step: a check of the whole, not something to fit to.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hadal.perf.hardware import HARDWARE
+from hadal.perf.step import StepModel
+
+SYSTEMS = {"h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200", "gb200": "gb200"}
+_FILLED = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured point of decode."""
+
+    hardware: str
+    backend: str
+    precision: str
+    num_ranks: int
+    requests_per_rank: float
+    input_tokens: float
+    output_tokens: float
+    tpot_ms: float
+
+    def error(self) -> float:
+        """Of the priced step over the measured time per token."""
+        model = StepModel(self.num_ranks, HARDWARE[self.hardware], expert_dtype=self.precision)
+        price = model.decode(self.requests_per_rank, self.input_tokens + self.output_tokens / 2)
+        return price.seconds * 1e3 / self.tpot_ms - 1.0
+
+
+def rows(path: Path) -> Iterator[Row]:
+    """Those that can be priced, each once."""
+    seen = set()
+    with path.open(newline="", encoding="utf-8") as file:
+        for record in csv.DictReader(file):
+            row = _row(record)
+            if row is not None and row not in seen:
+                seen.add(row)
+                yield row
+
+
+def _row(record: dict[str, str]) -> Row | None:
+    fields = ("moe_ep_size", "attention_dp_size", "tp_size", "batch_size", "num_workers")
+    names = [f"decode_{field}" for field in fields]
+    if record["system"] not in SYSTEMS or record["mode"] != "disagg" or not all(record[name] for name in names):
+        return None
+    ranks, attention, tensor, batch, workers = (float(record[name]) for name in names)
+    if ranks != attention or tensor != 1.0 or ranks < 4:
+        return None
+    # A row whose concurrency does not fill its batch was measured at another batch than it states.
+    source = record["silicon_data_source"]
+    concurrency = float(source.split("silicon_concurrency=")[1].split(";")[0])
+    if concurrency < _FILLED * batch * ranks * workers:
+        return None
+    return Row(
+        SYSTEMS[record["system"]], record["backend"], record["precision"], int(ranks), batch, float(record["isl"]),
+        float(record["osl"]), float(record["silicon_tpot_ms"]),
+    )  # fmt: skip
+
+
+def silicon(path: Path) -> str:
+    """A Markdown table: errors by hardware, engine and precision."""
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows(path):
+        groups.setdefault((row.hardware, row.backend, row.precision), []).append(row.error())
+    lines = [
+        "Decode steps beside time per output token as measured in 2025 and 2026 (InferenceX rows in "
+        "aiconfigurator-core 0.12.0): rows with data-parallel attention, experts over the same ranks, known and filled batches. Drafts "
+        "are not recorded. All are hold-outs; positive: ours is slower.\n",
+        "| hardware | engine | experts | rows | median | median of absolute |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for (hardware, backend, precision), errors in sorted(groups.items()):
+        median, absolute = statistics.median(errors), statistics.median(map(abs, errors))
+        lines.append(f"| {hardware} | {backend} | {precision} | {len(errors)} | {median:+.1%} | {absolute:.1%} |")
+    return "\n".join(lines) + "\n"

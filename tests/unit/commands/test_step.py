@@ -1,0 +1,91 @@
+"""`hadal step`: the JSON's keys, a table for people, a trace for Perfetto, one line for a mistake."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hadal.cli import app
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["step", *arguments])
+
+
+def test_json_of_a_decode_step() -> None:
+    result = run("--phase", "decode", "--ep", "144", "--batch", "88", "--kv", "4989", "--hardware", "h800", "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert {"step_ms", "tokens_per_s_gpu", "tokens_per_s_user", "stages", "extrapolated"} <= found.keys()
+    assert found["tokens_per_s_gpu"] == pytest.approx(88e3 / found["step_ms"])
+    assert found["tokens_per_s_user"] == pytest.approx(1e3 / found["step_ms"])
+    assert sum(stage["share"] for stage in found["stages"]) == pytest.approx(1.0)
+    assert {"op", "name", "bound", "step_ms", "exposed_ms"} <= found["stages"][0].keys()
+    assert found["extrapolated"] == []
+
+
+def test_json_of_a_prefill_step_has_the_same_keys() -> None:
+    decode = json.loads(run("--json").stdout)
+    arguments = ("--phase", "prefill", "--ep", "32", "--tokens", "16384", "--prompt", "4096")
+    prefill = json.loads(run(*arguments, "--json").stdout)
+    assert prefill.keys() == decode.keys()
+    assert prefill["tokens_per_s_user"] is None
+
+
+def test_drafts_and_plans() -> None:
+    plain = json.loads(run("--json", "--plan", "sequential").stdout)
+    drafts = json.loads(run("--json", "--plan", "sequential", "--mtp-tokens", "1", "--mtp-accept", "0.8").stdout)
+    assert plain["plan"] == drafts["plan"] == "sequential"
+    assert drafts["step_ms"] > plain["step_ms"]
+    assert drafts["tokens_per_s_user"] == pytest.approx(1.8e3 / drafts["step_ms"])
+
+
+def test_the_table_explains_the_step() -> None:
+    result = run("--ep", "128", "--batch", "128", "--kv", "4096", "--hardware", "h100")
+    assert result.exit_code == 0
+    for words in ("core attention", "dispatch", "output head", "ms a step", "link mb0", "extrapolated", "of HBM"):
+        assert words in result.stdout
+    assert "…" not in result.stdout, "fits 80 columns"
+    assert "it does not fit" in run("--batch", "400").stdout
+
+
+def test_the_trace_is_chromes(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    result = run("--trace", str(path))
+    assert result.exit_code == 0
+    assert str(path) in result.stdout.replace("\n", "")
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {"dispatch", "combine", "attn_core"} <= {event["name"] for event in events}
+    # JSON on stdout stays JSON with a trace beside it.
+    assert json.loads(run("--json", "--trace", str(path)).stdout)["step_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--phase", "warmup"], "decode or prefill"),
+        (["--hardware", "h900"], "known are h800"),
+        (["--batch", "0"], "requests of a rank: 0"),
+        (["--ep", "100", "--redundant", "32"], "do not divide over 100"),
+        (["--ep", "0"], "0 ranks"),
+        (["--plan", "quick"], "known are auto"),
+        (["--tokens", "16384"], "--tokens is not for --phase decode"),
+        (["--phase", "prefill", "--batch", "8"], "--batch is not for --phase prefill"),
+        (["--phase", "prefill", "--prompt", "100", "--cached", "100"], "some must be computed"),
+        (["--experts-dtype", "int4"], "experts in 'int4'"),
+        (["--trace", "/no/such/folder/step.json"], "cannot be written"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("hadal step: ")
+
+
+def test_help_has_examples() -> None:
+    result = CliRunner().invoke(app, ["step", "--help"], terminal_width=200)
+    assert result.exit_code == 0
+    assert "hadal step --phase prefill" in result.output

@@ -1,0 +1,63 @@
+"""Imbalance: expected of chance beside drawn routing, and measured from loads by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from hadal.perf.imbalance import expected_imbalance, expected_maximum, measured_imbalance
+
+
+def test_the_maximum_of_normals() -> None:
+    generator = np.random.default_rng(0)
+    for num in (2, 32, 144):
+        drawn = generator.standard_normal((20_000, num)).max(axis=1).mean()
+        assert expected_maximum(num) == pytest.approx(drawn, abs=0.03)
+
+
+@pytest.mark.parametrize(("num_ranks", "mean_rows"), [(32, 2048), (72, 1024), (144, 352)])
+def test_chance_is_what_drawn_routing_gives(num_ranks: int, mean_rows: int) -> None:
+    generator = np.random.default_rng(1)
+    rows = generator.multinomial(num_ranks * mean_rows, [1 / num_ranks] * num_ranks, size=400)
+    drawn = (rows.max(axis=1) / mean_rows).mean()
+    assert expected_imbalance(num_ranks, mean_rows) == pytest.approx(drawn, rel=0.01)
+
+
+def test_texts_whose_tokens_like_the_same_experts() -> None:
+    """Drawn: each text has its own gamma-distributed preference for a rank's slots."""
+    generator = np.random.default_rng(2)
+    num_ranks, slots, num_texts, affinity = 32, 9, 64, 1.4
+    shape = 1 / affinity**2
+    loads = generator.gamma(shape, 1 / shape, (300, num_texts, num_ranks, slots)).sum(axis=(1, 3))
+    drawn = (loads.max(axis=1) / loads.mean(axis=1)).mean()
+    ours = expected_imbalance(num_ranks, math.inf, num_texts=num_texts, slots_per_rank=slots, affinity=affinity)
+    assert ours == pytest.approx(drawn, rel=0.02)
+
+
+def test_the_busiest_ranks_rows_grow_with_the_mean_though_the_ratio_falls() -> None:
+    rows = [2.0**i for i in range(14)]
+    ratios = [expected_imbalance(144, mean) for mean in rows]
+    busiest = [mean * ratio for mean, ratio in zip(rows, ratios, strict=True)]
+    assert ratios == sorted(ratios, reverse=True)
+    assert busiest == sorted(busiest)
+    assert expected_imbalance(1, 100.0) == 1.0
+    assert expected_imbalance(4, 1e-6) == 4.0
+
+
+def test_measured_by_hand() -> None:
+    loads = [[90, 20, 10, 40]]
+    # Expert 0 is in three slots, 30 each: ranks hold 30 + 20 + 10 and 30 + 30 + 40.
+    assert measured_imbalance(loads, [[[0, 1, 2], [0, 0, 3]]]) == pytest.approx(100 / 80)
+    # An empty slot takes nothing; layers are averaged, and one without tokens does not count.
+    assert measured_imbalance([[1, 1], [3, 1], [0, 0]], [[[0, -1], [1, -1]]] * 3) == pytest.approx((1.0 + 1.5) / 2)
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="layers, ranks, slots"):
+        measured_imbalance([[1, 2]], [[0, 1]])
+    with pytest.raises(ValueError, match="expert 1 has tokens and no replica"):
+        measured_imbalance([[1, 2]], [[[0], [0]]])
+    with pytest.raises(ValueError, match="holds expert 2"):
+        measured_imbalance([[1, 2]], [[[0], [2]]])
+    with pytest.raises(ValueError, match="negative"):
+        measured_imbalance([[1, -2]], [[[0], [1]]])

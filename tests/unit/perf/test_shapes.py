@@ -1,0 +1,57 @@
+"""FLOPs and bytes of DeepSeek-V3 against the published identities."""
+
+import pytest
+
+from hadal.perf.shapes import (
+    DEEPSEEK_V3,
+    absorbed_flops_per_pair,
+    active_params,
+    causal_pairs,
+    combine_bytes,
+    dense_params,
+    expanded_flops_per_pair,
+    expert_params,
+    kv_bytes_per_token,
+    low_latency_dispatch_bytes,
+    mla_params,
+    normal_dispatch_bytes,
+    num_moe_layers,
+    total_params,
+    weight_bytes,
+)
+
+
+def test_parameters_are_those_of_the_report() -> None:
+    assert mla_params(DEEPSEEK_V3) == pytest.approx(187.1e6, rel=1e-3)
+    assert expert_params(DEEPSEEK_V3) == pytest.approx(44.04e6, rel=1e-3)
+    assert dense_params(DEEPSEEK_V3) == pytest.approx(396.4e6, rel=1e-3)
+    assert active_params(DEEPSEEK_V3) == pytest.approx(37e9, rel=0.015)
+    assert total_params(DEEPSEEK_V3) == pytest.approx(671.03e9, rel=1e-4)
+    assert num_moe_layers(DEEPSEEK_V3) == 58
+
+
+def test_weights_of_a_rank() -> None:
+    """DeepSeek's units: two slots a decode rank, nine a prefill rank."""
+    assert weight_bytes(DEEPSEEK_V3, 2) == pytest.approx(24.2e9, rel=0.01)
+    assert weight_bytes(DEEPSEEK_V3, 9) == pytest.approx(42.1e9, rel=0.01)
+
+
+def test_kv_and_messages_to_the_byte() -> None:
+    assert kv_bytes_per_token(DEEPSEEK_V3) == 70_272
+    assert kv_bytes_per_token(DEEPSEEK_V3, 62) == 71_424
+    assert low_latency_dispatch_bytes(DEEPSEEK_V3) == 7_408
+    assert normal_dispatch_bytes(DEEPSEEK_V3) == 7_168 + 224 + 64
+    assert combine_bytes(DEEPSEEK_V3) == 14_336
+
+
+def test_attention_flops() -> None:
+    """The decode profile's core attention: 128 tokens on 4,096 positions in 255 us are 573 TFLOPS."""
+    assert absorbed_flops_per_pair(DEEPSEEK_V3) == 2 * 128 * 1088
+    assert expanded_flops_per_pair(DEEPSEEK_V3) == 2 * 128 * 320
+    flops = 128 * 4096 * absorbed_flops_per_pair(DEEPSEEK_V3)
+    assert flops / 255e-6 == pytest.approx(573e12, rel=1e-3)
+
+
+def test_causal_pairs_are_counted_one_by_one() -> None:
+    for new, cached in ((1, 0), (5, 0), (7, 11)):
+        assert causal_pairs(new, cached) == sum(cached + i + 1 for i in range(new))
