@@ -77,8 +77,8 @@ def silicon(path: Path) -> str:
         groups.setdefault((row.hardware, row.backend, row.precision), []).append(row.error())
     lines = [
         "Decode steps beside time per output token as measured in 2025 and 2026 (InferenceX rows in "
-        "aiconfigurator-core 0.12.0): rows with data-parallel attention, experts over the same ranks, known and filled batches. Drafts "
-        "are not recorded. All are hold-outs; positive: ours is slower.\n",
+        "aiconfigurator-core 0.12.0): rows with data-parallel attention, experts over the same ranks, known and "
+        "filled batches. Drafts are not recorded. All are hold-outs; positive: ours is slower.\n",
         "| hardware | engine | experts | rows | median | median of absolute |",
         "| --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip

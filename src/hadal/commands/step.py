@@ -76,31 +76,34 @@ def step(
         model = StepModel(
             num_ranks, hardware_named(hardware), num_redundant=redundant, expert_dtype=experts_dtype
         )
-        if phase == "decode":
-            price = model.decode(
-                _or(batch, 88.0), _or(kv, 4989.0), mtp_tokens or 0, plan, mtp_accept=_or(mtp_accept, MTP_ACCEPT),
-                expert_imbalance=expert_imbalance, attention_imbalance=attention_imbalance,
-            )  # fmt: skip
-        else:
-            price = model.prefill(
-                _or(tokens, 16384.0), _or(prompt, 4096.0), cached or 0.0, plan, expert_imbalance=expert_imbalance,
+
+        def priced(imbalance: float | None) -> StepPrice:
+            if phase == "decode":
+                return model.decode(
+                    _or(batch, 88.0), _or(kv, 4989.0), mtp_tokens or 0, plan, mtp_accept=_or(mtp_accept, MTP_ACCEPT),
+                    expert_imbalance=imbalance, attention_imbalance=attention_imbalance,
+                )  # fmt: skip
+            return model.prefill(
+                _or(tokens, 16384.0), _or(prompt, 4096.0), cached or 0.0, plan, expert_imbalance=imbalance,
                 attention_imbalance=attention_imbalance,
             )  # fmt: skip
+
+        price, balanced = priced(expert_imbalance), priced(1.0)
         if trace is not None:
             _write_trace(price, f"{phase} EP{num_ranks} {hardware}", trace)
     except ValueError as error:
         typer.echo(f"hadal step: {error}", err=True)
         sys.exit(EXIT_CONFIG)
     if as_json:
-        typer.echo(json.dumps(as_object(price)))
+        typer.echo(json.dumps(as_object(price, balanced)))
         return
-    _show(price, model)
+    _show(price, balanced, model)
     if trace is not None:
         typer.echo(f"Written to {trace}; open it at ui.perfetto.dev.")
 
 
-def as_object(price: StepPrice) -> dict[str, Any]:
-    """What --json prints."""
+def as_object(price: StepPrice, balanced: StepPrice) -> dict[str, Any]:
+    """What --json prints. `balanced` is the same step with rows spread evenly over the ranks."""
     return {
         "step_ms": price.seconds * 1e3,
         "tokens_per_s_gpu": price.tokens_per_s_gpu,
@@ -110,6 +113,8 @@ def as_object(price: StepPrice) -> dict[str, Any]:
         "num_micro_batches": len(price.micro_batches),
         "micro_batch_layer_us": price.micro_batch_layer_s * 1e6,
         "expert_imbalance": price.micro_batches[0].expert_imbalance,
+        "balanced_step_ms": balanced.seconds * 1e3,
+        "balanced_tokens_per_s_gpu": balanced.tokens_per_s_gpu,
         "exposed_ms": price.walked.exposed_s * 1e3,
         "hbm_gb": price.hbm_bytes / 1e9,
         "stages": [
@@ -124,7 +129,7 @@ def as_object(price: StepPrice) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _show(price: StepPrice, model: StepModel) -> None:
+def _show(price: StepPrice, balanced: StepPrice, model: StepModel) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -156,8 +161,13 @@ def _show(price: StepPrice, model: StepModel) -> None:
     console.print(
         f"[bold]{price.seconds * 1e3:.2f} ms a step: {price.tokens_per_s_gpu:,.0f} tokens/s a GPU{user}.[/bold] "
         f"A micro-batch takes {price.micro_batch_layer_s * 1e6:.0f} us a layer; the busiest rank receives "
-        f"{price.micro_batches[0].expert_imbalance:.2f} times the mean."
+        f"{price.micro_batches[0].expert_imbalance:.2f} times the mean (--expert-imbalance)."
     )
+    if balanced.seconds < price.seconds:
+        console.print(
+            f"Were routing balanced, as simulated in DeepSeek's profiles: {balanced.seconds * 1e3:.2f} ms, "
+            f"{balanced.tokens_per_s_gpu:,.0f} tokens/s a GPU."
+        )
     used = price.hbm_bytes / model.hardware.hbm_bytes
     note = "; [red]it does not fit[/red]" if used > 1.0 else ""
     console.print(f"Weights and KV take {price.hbm_bytes / 1e9:.1f} GB, {used:.0%} of HBM{note}.")

@@ -33,6 +33,15 @@ def test_json_of_a_prefill_step_has_the_same_keys() -> None:
     assert prefill["tokens_per_s_user"] is None
 
 
+def test_balanced_routing_stands_beside_what_is_expected() -> None:
+    expected = json.loads(run("--phase", "prefill", "--json").stdout)
+    even = json.loads(run("--phase", "prefill", "--expert-imbalance", "1", "--json").stdout)
+    assert expected["expert_imbalance"] > even["expert_imbalance"] == 1.0
+    assert expected["balanced_step_ms"] == even["balanced_step_ms"] == even["step_ms"] < expected["step_ms"]
+    assert "Were routing balanced" in run("--phase", "prefill").stdout
+    assert "Were routing balanced" not in run("--phase", "prefill", "--expert-imbalance", "1").stdout
+
+
 def test_drafts_and_plans() -> None:
     plain = json.loads(run("--json", "--plan", "sequential").stdout)
     drafts = json.loads(run("--json", "--plan", "sequential", "--mtp-tokens", "1", "--mtp-accept", "0.8").stdout)

@@ -1,11 +1,48 @@
 """Imbalance: expected of chance beside drawn routing, and measured from loads by hand."""
 
+import gzip
+import json
 import math
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from bench.balance_loads import find_data
 from hadal.perf.imbalance import expected_imbalance, expected_maximum, measured_imbalance
+from hadal.perf.step import PLACED_BY_NODES
+from hadal.policy.eplb import rebalance_experts
+
+
+def published_loads(phase: str) -> list[NDArray[np.float64]]:
+    """Tokens [58, 256] of each of SGLang's published workloads."""
+    data = find_data()
+    if data is None:
+        pytest.skip("HADAL_SHARED_DATA names no folder: SGLang's expert loads are not at hand")
+    found = []
+    for path in sorted((data / "expert_loads").glob(f"{phase}_*.json.gz")):
+        loads = np.array(json.loads(gzip.decompress(path.read_bytes()))["tokens_per_expert"], np.float64)
+        found.append(loads[loads.sum(axis=1) > 0])
+    return found
+
+
+def placed(loads: NDArray[np.float64], num_ranks: int, num_nodes: int) -> float:
+    physical, *_ = rebalance_experts(loads, 288, 8, num_nodes, num_ranks)
+    return measured_imbalance(loads, np.asarray(physical).reshape(len(loads), num_ranks, -1))
+
+
+def test_what_placement_leaves_on_published_loads() -> None:
+    """Where PLACED_BY_NODES comes from, and what its note says of decode; balanced by nothing it is 2 to 3.5."""
+    by_nodes = [placed(loads, 32, 4) for loads in published_loads("prefill")]
+    assert len(by_nodes) == 5
+    assert np.mean(by_nodes) == pytest.approx(PLACED_BY_NODES, abs=0.01)
+    decode = published_loads("decode")
+    assert [placed(loads, 72, 9) for loads in decode] == pytest.approx([1.0] * 3, abs=0.01)
+    assert [placed(loads, 144, 18) for loads in decode] == pytest.approx([1.15] * 3, abs=0.015)
+    plain = np.arange(256).reshape(1, 32, 8)
+    none = [measured_imbalance(loads, plain.repeat(len(loads), axis=0)) for loads in published_loads("prefill")]
+    assert min(none) > 2.0
+    assert max(none) < 2.7
 
 
 def test_the_maximum_of_normals() -> None:
