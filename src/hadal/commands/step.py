@@ -67,11 +67,7 @@ def step(
     decode_only = {"--batch": batch, "--kv": kv, "--mtp-tokens": mtp_tokens, "--mtp-accept": mtp_accept}
     prefill_only = {"--tokens": tokens, "--prompt": prompt, "--cached": cached}
     try:
-        if phase not in ("decode", "prefill"):
-            raise ValueError(f"--phase is {phase!r}; decode or prefill.")
-        for name, value in (prefill_only if phase == "decode" else decode_only).items():
-            if value is not None:
-                raise ValueError(f"{name} is not for --phase {phase}.")
+        _check_phase(phase, {"decode": decode_only, "prefill": prefill_only})
         num_ranks = ep if ep is not None else 144 if phase == "decode" else 32
         model = StepModel(
             num_ranks, hardware_named(hardware), num_redundant=redundant, expert_dtype=experts_dtype
@@ -100,6 +96,15 @@ def step(
     _show(price, balanced, model)
     if trace is not None:
         typer.echo(f"Written to {trace}; open it at ui.perfetto.dev.")
+
+
+def _check_phase(phase: str, own: dict[str, dict[str, float | None]]) -> None:
+    if phase not in own:
+        raise ValueError(f"--phase is {phase!r}; decode or prefill.")
+    for other, options in own.items():
+        for name, value in options.items():
+            if other != phase and value is not None:
+                raise ValueError(f"{name} is not for --phase {phase}.")
 
 
 def as_object(price: StepPrice, balanced: StepPrice) -> dict[str, Any]:
