@@ -44,11 +44,13 @@ POINTS: tuple[Point, ...] = (
           f"{_PREFILL} --prompt 4096 --expert-imbalance 1", f"{_LMSYS}, profile-data", AIM, 0.05, infersim="+15.2 %"),
     Point("C2", "DeepSeek's decode profile, EP128, 128 requests, 4K, one draft, 74 % accepted", 2325, "tokens/s/GPU",
           f"{_DRAFT} 0.74", f"{_LMSYS}, profile-data", AIM, 0.05, infersim="+15.1 % (no drafts)",
-          note="74 % is what the profile's 96 ms a step and 2,325 tokens/s make of it"),
+          note="74 % is what 96 ms a step and 2,325 tokens/s make of it, so this row says what the next one says"),
     Point("C2", "the same, a step", 96.0, "ms", f"{_DRAFT} 0.74", "zdszero.github.io: a reading of decode.json", SET,
           field="step_ms", note="row_overhead_s"),
     Point("C2", "the same, a micro-batch in a layer", 712.5, "us", f"{_DRAFT} 0.74", "the same "
-          "reading: 709 by its stages, 716 by 61 layers", AIM, 0.05, field="micro_batch_layer_us"),
+          "reading: 709 by its stages, 716 by 61 layers", AIM, 0.05, field="micro_batch_layer_us",
+          note="combine_slowdown was set on its combine; MLA, projections and experts are curves that have its rows "
+          "among hundreds of others"),
     Point("C2", "the same, 80 % accepted (DeepSeek's 80-90 %)", 2325, "tokens/s/GPU", f"{_DRAFT} 0.8", _LMSYS),
     Point("C2", "the same, 60 % accepted (LMSYS' reading)", 2325, "tokens/s/GPU", f"{_DRAFT} 0.6", _LMSYS),
     Point("C2", "the same without drafts", 2325, "tokens/s/GPU", PROFILE, _LMSYS,
