@@ -93,7 +93,9 @@ def launched(
         log = folder / "server.log"
         arguments = ["serve", "--config", str(config), "--run-folder", str(folder / "r")]
         python_path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))))
-        env = {**os.environ, "PYTHONPATH": python_path, **(environment or {})}
+        # What is measured writes a ledger as any server does, but not the user's.
+        ledger = {"HADAL_LEDGER": str(folder / "ledger.sqlite")}
+        env = {**os.environ, "PYTHONPATH": python_path, **ledger, **(environment or {})}
         started_s = time.monotonic()
         with log.open("wb") as out:
             command = [sys.executable, "-m", module, *arguments]

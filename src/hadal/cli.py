@@ -167,6 +167,31 @@ def evaluate(
 @app.command(
     epilog=(
         "[bold]Examples[/bold]\n\n"
+        "hadal report                               the last 24 hours, hour by hour\n\n"
+        "hadal report --last 7d --by tenant         who asked for how much in a week\n\n"
+        "hadal report --prices 0.07/0.27/1.10       the same requests at other prices\n\n"
+        "hadal report --ledger postgresql://USER@HOST/NAME --json"
+    )
+)
+def report(
+    last: Annotated[str, typer.Option(help="How far back: 90m, 24h, 7d, 2w.")] = "24h",
+    by: Annotated[str, typer.Option(help="hour, model or tenant.")] = "hour",
+    ledger: Annotated[str, typer.Option(help="Path or URL. [dim]HADAL_LEDGER, else the user's[/dim]")] = "auto",
+    prices: Annotated[
+        str, typer.Option(help="Other prices than were charged: a list's name, or dollars per million, HIT/MISS/OUT.")
+    ] = "",
+    utc: Annotated[bool, typer.Option("--utc", help="Hours of UTC instead of this machine's.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """What was served and what it earned: nodes, tokens, cache hits, throughput, cost, income, out of the ledger."""
+    from hadal.commands.report import run
+
+    sys.exit(run(last=last, by=by, as_json=as_json, ledger=ledger, prices=prices, is_utc=utc, echo=typer.echo))
+
+
+@app.command(
+    epilog=(
+        "[bold]Examples[/bold]\n\n"
         "hadal trace                                the next 3 steps of decode-0, into trace.json\n\n"
         "hadal trace --unit prefill-0 --steps 1     one step of a prefill unit\n\n"
         "Open the file at ui.perfetto.dev. The unit must be at work: send it requests meanwhile."

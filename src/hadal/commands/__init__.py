@@ -1,1 +1,1 @@
-"""Commands that have a page of their own; cli.py registers them."""
+"""Commands that are more than a call: each a file, which `hadal.cli` loads when it is asked for."""

@@ -76,6 +76,20 @@ class CacheConfig:
 
 
 @dataclass(frozen=True)
+class LedgerConfig:
+    """What is written down of every request, for `hadal report`."""
+
+    url: str = AUTO
+    """A path (SQLite) or postgresql://..., "off"; "auto": $HADAL_LEDGER, else a file in the user's state folder."""
+    prices: str = "deepseek-reasoner"
+    """Price list (stats/prices) by name, or dollars per million tokens as "HIT/MISS/OUT"."""
+    gpu_hour_usd: float = 2.0
+    """Price of one rank for an hour, be it a GPU or a process on a CPU."""
+    gpu: str = ""
+    """What a rank runs on. Empty: the device."""
+
+
+@dataclass(frozen=True)
 class LimitsConfig:
     """What one client may ask for. Beyond a limit the reply is 400, 413 or 429, never a crash."""
 
@@ -138,6 +152,7 @@ class Deployment:
     decode: UnitsConfig = field(default_factory=UnitsConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
 
     def __post_init__(self) -> None:
         check(self)
@@ -183,7 +198,9 @@ def _build(kind: Any, fields: dict[str, Any], where: str) -> Any:
     return kind(**values)
 
 
-_NESTED: dict[str, Any] = {"UnitsConfig": UnitsConfig, "LimitsConfig": LimitsConfig, "CacheConfig": CacheConfig}
+_NESTED: dict[str, Any] = {
+    kind.__name__: kind for kind in (UnitsConfig, LimitsConfig, CacheConfig, LedgerConfig)
+}
 
 
 def check(deployment: Deployment) -> None:
@@ -203,6 +220,8 @@ def check(deployment: Deployment) -> None:
         _check_name(f"cache.{name}", getattr(deployment.cache, name), (AUTO, OFF))
     if deployment.cache.disk_mb < 1:
         raise ConfigError(f"cache.disk_mb is {deployment.cache.disk_mb}; leave cache.folder empty for no disk cache.")
+    if not 0 <= deployment.ledger.gpu_hour_usd < 1e6:
+        raise ConfigError(f"ledger.gpu_hour_usd is {deployment.ledger.gpu_hour_usd}; 0 to 1e6 dollars are allowed.")
     _check_deadlines(deployment)
     for kind in ROLES:
         _check_units(kind, getattr(deployment, kind))

@@ -118,6 +118,15 @@ class Freed(msgspec.Struct, frozen=True):
     rank: int = 0
 
 
+class Closing(msgspec.Struct, frozen=True):
+    """Where a request was worked on, for the ledger."""
+
+    prefill_unit: str
+    """Of the last attempt that had one, as `decode_unit`; empty: none had."""
+    decode_unit: str
+    num_retries: int
+
+
 class Deliver(msgspec.Struct, frozen=True):
     """Front only: new tokens, or the end, for the stream of one request. Exactly one of a request is `final`."""
 
@@ -131,6 +140,8 @@ class Deliver(msgspec.Struct, frozen=True):
     """With 429 and 503: when to try again."""
     num_cached: int = 0
     """With the first token: tokens of the prompt that were not computed."""
+    closing: Closing | None = None
+    """With final, of a request that was let in."""
 
 
 Effect = Send | Execute | Form | Stage | Pull | LoadBlocks | StoreBlocks | UsedBlocks | WakeAt | Freed | Deliver

@@ -10,7 +10,7 @@ import hmac
 from collections.abc import Iterable
 
 from hadal.gateway.errors import ApiError
-from hadal.gateway.tenants import salt_of
+from hadal.gateway.tenants import name_of, salt_of
 
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="hadal"'}
 
@@ -23,6 +23,11 @@ class Keys:
         # Digests are of one length, so that the comparison's time tells nothing of a key's length either.
         self._digests = tuple(_digest(key) for key in known)
         self._salts = tuple(salt_of(key) for key in known)
+
+    @property
+    def tenants(self) -> list[str]:
+        """Their names in the ledger, in the order of the keys."""
+        return [name_of(salt) for salt in self._salts]
 
     def check(self, authorization: str | None) -> bytes:
         """Return the salt of the tenant whose key the header carries; without keys there is one tenant.

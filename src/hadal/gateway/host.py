@@ -11,7 +11,18 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from hadal.core.messages import Audit, AuditRequest, Cancel, Drain, Generation, Submit, Trace, TraceRequest
+from hadal.core.messages import (
+    Audit,
+    AuditRequest,
+    Cancel,
+    Drain,
+    Generation,
+    Submit,
+    Trace,
+    TraceRequest,
+    UnitDown,
+    UnitUp,
+)
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.core.wire import AnyMessage
 from hadal.gateway.mailbox import Mailbox
@@ -42,7 +53,11 @@ class FrontWire(Protocol):
 class Host:
     """One front, its wire and its timer. All methods are called from the event loop's thread."""
 
-    def __init__(self, front: FrontRole, wire: FrontWire, now: Callable[[], float]) -> None:
+    def __init__(
+        self, front: FrontRole, wire: FrontWire, now: Callable[[], float], on_units: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_units` is called after units came or went."""
+        self._on_units = on_units
         self._front = front
         self._wire = wire
         self._now = now
@@ -91,6 +106,8 @@ class Host:
                 elif isinstance(message, Trace):
                     _answer(self._traces.get((message.reply_id, message.unit)), message)
             self._handle(messages)
+            if any(isinstance(message, UnitUp | UnitDown) for message in messages):
+                self._on_units()
 
     def open(self, generations: Iterable[Generation]) -> Mailbox:
         """Submit the choices of one request; their deliveries come to the mailbox that is returned."""
@@ -107,8 +124,8 @@ class Host:
         """Stop one generation, wherever it is. Its deliveries are dropped from now on."""
         if mailbox.open_ids.pop(request_id, None) is None:
             return
+        self._handle([Cancel(request_id, -1)])  # Its last delivery is dropped, but says where it was worked on.
         self._forget(request_id)
-        self._handle([Cancel(request_id, -1)])
 
     def close(self, mailbox: Mailbox) -> None:
         """The request ended, one way or another: stop what still runs of it."""

@@ -24,8 +24,10 @@ from starlette.types import Receive, Scope, Send
 from hadal import __version__
 from hadal.core.config import ROLES
 from hadal.core.errors import HadalError
+from hadal.core.facts import CANCELLED, REFUSALS
 from hadal.gateway.auth import Keys
 from hadal.gateway.body import read_body
+from hadal.gateway.books import Books
 from hadal.gateway.errors import ApiError, as_api_error, overloaded
 from hadal.gateway.host import Host
 from hadal.gateway.mailbox import Mailbox
@@ -68,6 +70,8 @@ class Gateway:
     """Unix time at start."""
     unix_time: Callable[[], float]
     patience: Patience = Patience()
+    books: Books | None = None
+    """None: there is no ledger."""
     was_ready: bool = False
     """Units that were up once come back: until then requests wait at the front."""
     num_requests: int = 0
@@ -124,15 +128,19 @@ class Generate:
         gateway = self._gateway
         status = 500
         times = Times(gateway.now())
+        request_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
+        tenant = None
         try:
             request = Request(scope, receive)
             tenant = gateway.keys.check(request.headers.get("authorization"))
             gateway.check_open()
             with gateway.slot():
-                status = await self._answer(request, send, times, tenant)
+                status = await self._answer(request, send, times, tenant, request_id)
         except HadalError as error:
             refusal = as_api_error(error)
             status = refusal.status
+            if gateway.books is not None and tenant is not None and not times.is_read and str(status) in REFUSALS:
+                gateway.books.refused(request_id, times.start_s, tenant, status)
             if status >= 500 and refusal is not error:
                 log.error("a request failed", exc_info=error)
             raise
@@ -141,15 +149,15 @@ class Generate:
         finally:
             self._count(status, times)
 
-    async def _answer(self, request: Request, send: Send, times: Times, tenant: bytes) -> int:
+    async def _answer(self, request: Request, send: Send, times: Times, tenant: bytes, request_id: str) -> int:
         gateway = self._gateway
         limits = gateway.service.limits
         body = await read_body(request, limits.max_body_bytes, gateway.patience.body_s)
-        request_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
         work = await self._prepare(body, request_id, tenant)
         head = Head(
             request_id, int(gateway.unix_time()), gateway.service.model.name, _FINGERPRINT, work.ask.include_usage
         )
+        times.is_read = True
         mailbox = gateway.host.open(choice.generation for choice in work.choices)
         reply = Reply(
             work, mailbox, gateway.host, self._formatter(head, gateway.service.model.vocabulary), times, gateway.now,
@@ -157,15 +165,25 @@ class Generate:
             send_timeout_s=gateway.patience.send_s,
         )
         watch = asyncio.get_running_loop().create_task(_watch(request.receive, mailbox))
+        end = "500"
         try:
             status = await (reply.send_stream(send) if work.ask.stream else reply.send_whole(send))
+            end = str(status)
             if status == 200:
                 gateway.metrics.count_usage(reply.usage)
             return status
+        except (ClientGone, asyncio.CancelledError):
+            end = CANCELLED
+            raise
+        except HadalError as error:
+            end = str(as_api_error(error).status)
+            raise
         finally:
             watch.cancel()
             gateway.host.close(mailbox)
             times.num_tokens = reply.usage.num_output_tokens
+            if gateway.books is not None:
+                gateway.books.close(work, reply.meters, mailbox.closings, times.start_s, tenant, end)
 
     def _count(self, status: int, times: Times) -> None:
         metrics = self._gateway.metrics

@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import asyncio
 
-from hadal.core.seams import Deliver
+from hadal.core.seams import Closing, Deliver
 
 
 class Mailbox:
     """Deliveries of some generations, each under the index of its choice."""
 
-    __slots__ = ("_items", "_loop", "_waiter", "gone", "open_ids")
+    __slots__ = ("_items", "_loop", "_waiter", "closings", "gone", "open_ids")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.gone = False
         """The client left: nobody reads any more."""
         self.open_ids: dict[str, int] = {}
         """Generations whose last delivery has not come, and the index of each."""
+        self.closings: dict[str, Closing] = {}
+        """Of generations that ended, those included whose deliveries nobody wants any more."""
         self._items: list[tuple[int, Deliver]] = []
         self._loop = loop
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, deliver: Deliver) -> None:
         """Add a delivery. One for a generation that ended or is not ours is dropped."""
+        if deliver.closing is not None:
+            self.closings[deliver.request_id] = deliver.closing
         index = self.open_ids.get(deliver.request_id)
         if index is None:
             return

@@ -18,6 +18,7 @@ from hadal.core.config import ROLES
 from hadal.core.messages import Load
 from hadal.gateway.replies import Usage
 from hadal.roles.front_snapshot import FrontSnapshot
+from hadal.runtime.ledger_writer import LedgerCounts
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _PER_TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
@@ -64,7 +65,10 @@ _CACHE_GAUGES: _Cached = {
 class Metrics:
     """Counters of the gateway, and at each scrape those of the front and the units."""
 
-    def __init__(self, snapshot: Callable[[], FrontSnapshot]) -> None:
+    def __init__(
+        self, snapshot: Callable[[], FrontSnapshot], ledger: Callable[[], LedgerCounts] | None = None
+    ) -> None:
+        """`ledger`: None where there is none."""
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "hadal_requests", "HTTP requests by endpoint and status.", ("endpoint", "status"), registry=self._registry
@@ -87,6 +91,8 @@ class Metrics:
         for found in ("hit", "miss"):
             self._usage_tokens.labels(found)
         self._registry.register(_FrontCollector(snapshot))
+        if ledger is not None:
+            self._registry.register(_LedgerCollector(ledger))
 
     def count_usage(self, usage: Usage) -> None:
         """A reply was sent whole: what its usage says, whether the client asked for it or not."""
@@ -96,6 +102,29 @@ class Metrics:
     def text(self) -> bytes:
         """Prometheus' text exposition format."""
         return generate_latest(self._registry)
+
+
+class _LedgerCollector(Collector):
+    """Reads the ledger's writer when it is scraped."""
+
+    def __init__(self, counts: Callable[[], LedgerCounts]) -> None:
+        self._counts = counts
+
+    def describe(self) -> Iterator[Metric]:
+        """As _FrontCollector's."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts()
+        facts = CounterMetricFamily(
+            "hadal_ledger_facts", "Requests' closing facts by what became of them: written to the database, the same "
+            "again, refused (another fact has their id), spooled (waited for the database), lost.", labels=("outcome",),
+        )  # fmt: skip
+        for outcome in ("written", "same", "refused", "spooled", "lost"):
+            facts.add_metric((outcome,), getattr(counts, f"num_{outcome}"))
+        yield facts
+        yield GaugeMetricFamily("hadal_ledger_waiting", "Facts that are in memory only.", counts.num_waiting)
+        yield GaugeMetricFamily("hadal_ledger_down", "1 while the ledger's database takes nothing.", counts.is_down)
 
 
 class _FrontCollector(Collector):

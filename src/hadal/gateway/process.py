@@ -23,6 +23,7 @@ import uvloop
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.gateway.auth import Keys
+from hadal.gateway.books import BEAT_S, Books
 from hadal.gateway.connection import GatewayProtocol
 from hadal.gateway.host import Host
 from hadal.gateway.http import Gateway, Patience, make_app
@@ -30,6 +31,10 @@ from hadal.gateway.metrics import Metrics
 from hadal.gateway.service import Service, read_served_model
 from hadal.roles.front import Front
 from hadal.runtime.clock import LiveClock
+from hadal.runtime.ledger_place import ledger_url, shown, spool_place
+from hadal.runtime.ledger_spool import Spool
+from hadal.runtime.ledger_store import Store
+from hadal.runtime.ledger_writer import LedgerWriter
 from hadal.runtime.listen import open_listener
 from hadal.runtime.process import API_KEYS, EXIT_CONFIG, EXIT_FATAL, LISTEN_FD, enter_child
 from hadal.runtime.wire import ZmqWire
@@ -69,17 +74,30 @@ def make_gateway(
     front = Front(
         deployment, epoch=os.urandom(8).hex(), max_context=model.context_tokens, fingerprint=fingerprint
     )  # fmt: skip
+    books = None
+    if url := ledger_url(deployment.ledger.url):
+        sink = open_ledger(url)
+        books = Books(deployment, model.name, sink, lambda: front.units.by_name, clock.now, time.time)
     return Gateway(
         service=Service(model, deployment.limits, front.names),
-        host=Host(front, wire, clock.now),
+        host=Host(front, wire, clock.now, books.look if books else lambda: None),
         snapshot=front.snapshot,
-        metrics=Metrics(front.snapshot),
+        metrics=Metrics(front.snapshot, (lambda: books.counts) if books else None),
         keys=Keys(key.strip() for key in environment.get(API_KEYS, "").split(",")),
         now=clock.now,
         created=int(time.time()),
         unix_time=time.time,
         patience=Patience(keep_alive_s=deployment.keep_alive_s),
+        books=books,
     )
+
+
+def open_ledger(url: str) -> LedgerWriter:
+    """Start to write a ledger. Raises LedgerError if there is something else; one that is down now is waited for."""
+    writer = LedgerWriter(Store(url), Spool(*spool_place(url)))
+    writer.start()
+    log.info("the ledger is %s", shown(url))
+    return writer
 
 
 def listener_of(deployment: Deployment, environment: dict[str, str]) -> socket.socket:
@@ -112,17 +130,27 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
     fronting = loop.create_task(gateway.host.run())
     draining = loop.create_task(_drained(gateway.host, deployment.drain_timeout_s))
     serving = loop.create_task(server.serve([listening]))
+    counting = loop.create_task(_count_nodes(gateway))
     done, _ = await asyncio.wait((fronting, draining, serving), return_when=asyncio.FIRST_COMPLETED)
     failed = fronting in done
     if failed:
         log.critical("the front ended", exc_info=fronting.exception())
     server.should_exit = True
     await serving
-    for task in (fronting, draining):
+    for task in (fronting, draining, counting):
         task.cancel()
-    await asyncio.gather(fronting, draining, return_exceptions=True)
+    await asyncio.gather(fronting, draining, counting, return_exceptions=True)
     gateway.service.close()
+    if gateway.books is not None:
+        gateway.books.end()
     return EXIT_FATAL if failed else 0
+
+
+async def _count_nodes(gateway: Gateway) -> None:
+    """Tell the ledger now and then which units are up, until cancelled."""
+    while gateway.books is not None:
+        await asyncio.sleep(BEAT_S)
+        gateway.books.look()
 
 
 async def _drained(host: Host, timeout_s: float) -> None:
@@ -146,6 +174,8 @@ def main() -> int:
     wire = ZmqWire("front", arguments.folder)
     try:
         gateway = make_gateway(run.deployment, wire, environment, run.fingerprint)
+        for number, tenant in enumerate(gateway.keys.tenants, 1):
+            log.info("API key %d is tenant %s in the ledger", number, tenant)
         listening = listener_of(run.deployment, environment)
         gc.collect()
         gc.freeze()  # What is there now stays: no collection need look at it again.

@@ -41,6 +41,17 @@ class Times:
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_tokens: int = 0
+    is_read: bool = False
+    """Its body became generations, which the front has."""
+
+
+@dataclass
+class Meter:
+    """What one choice's deliveries said besides text."""
+
+    num_cached: int = 0
+    first_token_s: float | None = None
+    last_token_s: float | None = None
 
 
 class ClientGone(Exception):
@@ -74,7 +85,8 @@ class Reply:
         self._keep_alive_s = keep_alive_s
         self._send_timeout_s = send_timeout_s
         self._num_open = len(work.choices)
-        self._num_cached = [0] * len(work.choices)
+        self.meters = [Meter() for _ in work.choices]
+        """Of each choice."""
 
     @property
     def usage(self) -> Usage:
@@ -85,7 +97,7 @@ class Reply:
             sum(assembler.num_tokens for assembler in assemblers),
             sum(assembler.num_reasoning_tokens for assembler in assemblers),
             # Choices stand together by prompt. A prompt counts once, so what its first choice found is what counts.
-            sum(self._num_cached[:: self._work.ask.n]),
+            sum(meter.num_cached for meter in self.meters[:: self._work.ask.n]),
         )
 
     async def send_whole(self, send: Send) -> int:
@@ -152,11 +164,13 @@ class Reply:
         assembler = choice.assembler
         if assembler.finish is not None:
             return Piece()
-        self._num_cached[index] += deliver.num_cached
+        meter = self.meters[index]
+        meter.num_cached += deliver.num_cached
         if deliver.tokens:
-            self.times.last_token_s = self._now()
-            if self.times.first_token_s is None:
-                self.times.first_token_s = self.times.last_token_s
+            self.times.last_token_s = meter.last_token_s = self._now()
+            if meter.first_token_s is None:
+                meter.first_token_s = meter.last_token_s
+                self.times.first_token_s = self.times.first_token_s or meter.first_token_s
         piece = assembler.push(deliver.tokens)
         if piece.finish is None and deliver.final:
             piece.add(assembler.end("length"))

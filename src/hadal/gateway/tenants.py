@@ -12,11 +12,20 @@ from hashlib import blake2b
 _TENANT = b"hadal-tenant-1"
 """Sets these hashes apart from all others of the same key."""
 _SALT_BYTES = 32
+_NAME = b"hadal-name-1"
+EVERYONE = "everyone"
+"""The one tenant's name where no keys are asked for."""
 
 
 def salt_of(api_key: bytes) -> bytes:
     """A tenant's salt; the empty key's where no keys are asked for."""
     return blake2b(api_key, digest_size=_SALT_BYTES, key=_TENANT).digest()
+
+
+def name_of(salt: bytes) -> str:
+    """A tenant's name in the ledger, which tells neither its salt nor a key that was drawn at random; a key that can be
+    guessed can be recognised by it."""
+    return EVERYONE if salt == salt_of(b"") else f"t-{blake2b(salt, digest_size=5, key=_NAME).hexdigest()}"
 
 
 def salt_within(tenant: bytes, cache_salt: str) -> bytes:

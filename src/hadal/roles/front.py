@@ -179,6 +179,7 @@ class Front:
                 return  # Those behind it wait too: nobody is overtaken.
             self.requests.move(record, Move.PLACE)
             record.prefill_unit, record.num_cached = unit, _ = room
+            record.last_units = unit, ""
             self.units.sent_to_prefill(unit, record)
             self._send(unit, Prefill(self._current(record)))
 
@@ -267,7 +268,7 @@ class Front:
         self.requests.move(record, Move.FINISH)
         self.totals.finished += 1
         self._finished.count(now_s)
-        self._out.append(Deliver(record.request_id, tokens, True, num_cached=num_cached))
+        self._out.append(Deliver(record.request_id, tokens, True, num_cached=num_cached, closing=record.closing))
 
     # ---- back: what was lost, given back or given up ----
     def _returned(self, now_s: float, returned: Returned) -> None:
@@ -324,7 +325,8 @@ class Front:
         else:
             self.totals.failed += 1
         retry_after_s = BACKOFF_MAX_S if status == 503 else None
-        self._out.append(Deliver(record.request_id, (), True, error, status, retry_after_s))
+        closing = record.closing
+        self._out.append(Deliver(record.request_id, (), True, error, status, retry_after_s, closing=closing))
 
     # ---- units come and go ----
     def _load(self, now_s: float, load: Load) -> None:

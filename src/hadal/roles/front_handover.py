@@ -48,6 +48,7 @@ class Handover:
             if unit is None:
                 return None
             record.decode_unit = unit
+            record.last_units = record.last_units[0], unit
             self._units.sent_to_decode(unit, record.num_blocks)
         return record.decode_unit
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hadal.core.messages import Generation
 from hadal.core.request import State
+from hadal.core.seams import Closing
 from hadal.policy.batching import turn_s
 
 Place = tuple[float, int, str]
@@ -28,6 +29,8 @@ class Record:
     attempt: int = 0
     prefill_unit: str | None = None
     decode_unit: str | None = None
+    last_units: tuple[str, str] = ("", "")
+    """Prefill and decode units that had it last."""
     ahead: tuple[int, int] = (-1, 0)
     """The attempt whose KV its decode unit was told to pull early, and tokens of it."""
     num_cached: int = 0
@@ -53,3 +56,7 @@ class Record:
     @property
     def num_tokens(self) -> int:
         return len(self.generation.prompt) + self.num_output
+
+    @property
+    def closing(self) -> Closing:
+        return Closing(*self.last_units, self.attempt - self.generation.attempt)

@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.text import Text
 
 from hadal import __version__
+from hadal.core.balance import OFF
 from hadal.core.config import ROLES
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.runtime.cache_plan import cache_rows
+from hadal.runtime.ledger_place import shown
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.status import Status
 from hadal.runtime.topology import rank_name, unit_of, units_of
@@ -59,6 +61,7 @@ class Banner:
                        f" by {_plural(sum(memory.num_ranks), 'rank')}"),
             ("", f"prefill {_blocks(memory.prefill.kv_blocks)}, decode {_blocks(memory.decode.kv_blocks)} a rank"),
             *self._cache_rows(),
+            ("ledger", self._ledger()),
             ("address", f"{status.url}/v1" + (" (needs an API key)" if self._needs_key else "")),
         ]  # fmt: skip
         return rows
@@ -66,6 +69,10 @@ class Banner:
     def _cache_rows(self) -> Iterator[tuple[str, str]]:
         for index, (where, text) in enumerate(cache_rows(self._resolved.deployment, self._resolved.memory)):
             yield ("" if index else "cache"), f"{where}: {text}"
+
+    def _ledger(self) -> str:
+        url = self._resolved.deployment.ledger.url
+        return "off" if url == OFF else f"{shown(url)}; see hadal report"
 
     def _process_rows(self, status: Status) -> Iterator[tuple[str, str]]:
         deployment = self._resolved.deployment

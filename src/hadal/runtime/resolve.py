@@ -10,7 +10,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hadal.core.config import DECODE, PREFILL, Deployment, UnitsConfig
+from hadal.core.balance import OFF
+from hadal.core.config import DECODE, PREFILL, Deployment, LedgerConfig, UnitsConfig
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.runtime.cache_plan import absolute_folder, cache_warnings
@@ -18,8 +19,10 @@ from hadal.runtime.devices import gpus
 from hadal.runtime.fingerprint import fingerprint_of
 from hadal.runtime.kv_nixl import require_nixl
 from hadal.runtime.kv_pool import POOL_DTYPE, SHM_FOLDER, no_room
+from hadal.runtime.ledger_place import ledger_url
 from hadal.runtime.memory import MemoryPlan, checkpoint_precision, gb, plan_memory, ranks_in_fp32, with_blocks
 from hadal.runtime.topology import device_index, place_units, why_not_here
+from hadal.stats.prices import micro_usd, price_list
 
 MODEL_VARIABLE = "HADAL_MODEL"
 _SHIPPED = Path(__file__).resolve().parents[3] / "models" / "hadal-tiny"
@@ -65,10 +68,21 @@ def plan(deployment: Deployment) -> Resolved:
         prefill=_with_threads(deployment.prefill),
         decode=_with_threads(deployment.decode),
         cache=dataclasses.replace(deployment.cache, folder=absolute_folder(deployment.cache.folder)),
+        ledger=_ledger(deployment.ledger),
     )
     memory = plan_memory(deployment, config)
     memory = dataclasses.replace(memory, warnings=(*memory.warnings, *cache_warnings(deployment, memory)))
     return Resolved(with_blocks(deployment, memory), config, memory, "")
+
+
+def _ledger(ledger: LedgerConfig) -> LedgerConfig:
+    """Its URL found out, its prices tried."""
+    try:
+        price_list(ledger.prices)
+        micro_usd(ledger.gpu_hour_usd)
+    except ValueError as error:
+        raise ConfigError(f"ledger: {error}") from None
+    return dataclasses.replace(ledger, url=ledger_url(ledger.url) or OFF)
 
 
 def why_not_run(resolved: Resolved) -> list[str]:

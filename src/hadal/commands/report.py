@@ -1,0 +1,81 @@
+"""`hadal report`: the published table of what was really served, out of the ledger that the gateway writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+
+from hadal.commands.report_table import render
+from hadal.core.errors import HadalError
+from hadal.runtime.ledger_place import ledger_url, shown
+from hadal.runtime.ledger_store import Store, Window
+from hadal.stats.ledger import LedgerError
+from hadal.stats.prices import BUCKET_S, PriceBook, price_list
+from hadal.stats.report import iso, report
+
+EXIT_CONFIG = 2
+_UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+
+
+def run(
+    *, last: str, by: str, as_json: bool, ledger: str, prices: str, is_utc: bool,
+    echo: Callable[[str], object] = print, now_s: float | None = None,
+) -> int:
+    """Print the report of the last so many hours; returns the exit code. `prices` other than "" replace those charged.
+    """
+    now_s = time.time() if now_s is None else now_s
+    offset_s = 0 if is_utc else time.localtime(now_s).tm_gmtoff // BUCKET_S * BUCKET_S
+    to_us = int(now_s * 1e6) + 1
+    try:
+        from_us = to_us - seconds_of(last) * 1_000_000
+        book = PriceBook(price_list(prices)) if prices else None
+        url = ledger_url(ledger)
+        if not url:
+            raise LedgerError("the ledger is off. Say which one with --ledger, or unset HADAL_LEDGER.")
+        window = read(url, from_us, to_us)
+        tally = window.tally.priced(book) if book else window.tally
+        made = report(tally, window.nodes, from_us, to_us, by=by, utc_offset_s=offset_s)
+    except (HadalError, ValueError) as error:
+        print(f"hadal report: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    if as_json:
+        echo(json.dumps(made.as_json(), indent=2))
+        return 0
+    console = Console()
+    console.print(render(made, f"What was served in the last {last}"))
+    if not made.total.counts.num_requests:
+        console.print(_why_empty(window, offset_s))
+    console.print(f"[dim]Ledger: {shown(url)}[/dim]", highlight=False)
+    return 0
+
+
+def read(url: str, from_us: int, to_us: int) -> Window:
+    """What a ledger holds of this time. Raises LedgerError, StoreDown; neither makes a file."""
+    store = Store(url)
+    try:
+        return store.read(from_us, to_us)
+    except LedgerError as error:
+        raise LedgerError(f"{error} `hadal serve` writes one with its first request; --ledger says where it is."
+                          if "there is no ledger" in str(error) or "holds no ledger" in str(error) else str(error)
+                          ) from None
+    finally:
+        store.close()
+
+
+def seconds_of(text: str) -> int:
+    """"90m", "24h", "7d", "2w", or hours without a letter. Raises ValueError."""
+    found = re.fullmatch(r"([0-9]{1,6})\s*([mhdw]?)", text.strip().lower())
+    if not found or not int(found[1]):
+        raise ValueError(f"--last is {text!r}; say it as 90m, 24h, 7d or 2w.")
+    return int(found[1]) * _UNITS_S[found[2] or "h"]
+
+
+def _why_empty(window: Window, offset_s: int) -> str:
+    if window.last_completed_us is None:
+        return "No request has ended yet. Ask the server something, for example with `hadal chat`."
+    return f"No request ended in this time; the last one did at {iso(window.last_completed_us, offset_s)}. See --last."

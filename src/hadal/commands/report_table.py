@@ -1,0 +1,111 @@
+"""A report as tables for a terminal, the same for what was served and for what was simulated."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from hadal.stats.prices import HOUR_S
+from hadal.stats.report import HOUR, Line, Report, iso
+
+NOTHING = "-"
+
+
+def render(report: Report, title: str) -> Group:
+    """The day's table and the lines below it, as things rich can print."""
+    start, end = (
+        iso(time_us, report.utc_offset_s)[:16].replace("T", " ") for time_us in (report.from_us, report.to_us)
+    )
+    heading = Text(title, style="bold") + Text(f"   {start} to {end} {_zone(report.utc_offset_s)}", style="dim")
+    lines = [line for line in report.lines if _has_news(line)]
+    parts: list[Text | Table] = [heading, _total(report.total)]
+    if lines:
+        parts.append(_lines(report, lines))
+    num_left_out = len(report.lines) - len(lines)
+    if num_left_out:
+        parts.append(Text(f"{num_left_out} hours without nodes and requests are left out.", style="dim"))
+    return Group(*parts)
+
+
+def _total(line: Line) -> Table:
+    counts, nodes = line.counts, line.nodes
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    ends = [
+        f"{number:,} {end}" for end, number in (
+            ("cancelled", counts.num_cancelled), ("refused", counts.num_refused), ("failed", counts.num_failed),
+        ) if number
+    ]  # fmt: skip
+    retries = [f"{counts.num_retries:,} retries"] if counts.num_retries else []
+    prefill, decode = nodes.hours("prefill"), nodes.hours("decode")
+    for name, value, note in (
+        ("nodes, mean", _number(nodes.mean, 3), f"{prefill:,.4g} node-hours of prefill, {decode:,.4g} of decode"),
+        ("nodes, peak", _number(float(nodes.peak), 3), ""),
+        ("requests", f"{counts.num_requests:,}", ", ".join([*ends, *retries])),
+        ("tokens in", _tokens(counts.tokens_in), ""),
+        ("  from the cache", _tokens(counts.tokens_hit), _percent(line.hit_percent)),
+        ("tokens out", _tokens(counts.tokens_out), ""),
+        ("tokens/s per user", _number(line.tokens_per_s_user), "after the first token"),
+        ("KV length", _number(line.kv_length_mean), "mean over output tokens"),
+        ("prefill tokens/s per node", _number(line.prefill_tokens_per_s_node), "from the cache included"),
+        ("decode tokens/s per node", _number(line.decode_tokens_per_s_node), ""),
+        ("cost", dollars(line.cost_micro_usd), ""),
+        ("income", dollars(line.income_micro_usd), ""),
+        ("margin", _percent(line.margin_percent, 0), "income less cost, over cost"),
+    ):
+        table.add_row(name, value, note)
+    return table
+
+
+def _lines(report: Report, lines: list[Line]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(report.by)
+    for name in ("nodes", "requests", "tokens in", "hit", "tokens out", "tok/s user", "cost", "income"):
+        table.add_column(name, justify="right")
+    for line in lines:
+        counts = line.counts
+        has_nodes = bool(line.nodes.role_to_node_us)
+        label = f"{line.label[5:10]} {line.label[11:16]}" if report.by == HOUR else line.label
+        table.add_row(
+            Text(label), _number(line.nodes.mean, 3) if has_nodes else NOTHING, f"{counts.num_requests:,}",
+            _tokens(counts.tokens_in), _percent(line.hit_percent), _tokens(counts.tokens_out),
+            _number(line.tokens_per_s_user), dollars(line.cost_micro_usd) if has_nodes else NOTHING,
+            dollars(line.income_micro_usd),
+        )  # fmt: skip
+    return table
+
+
+def _has_news(line: Line) -> bool:
+    return bool(line.counts.num_requests or line.nodes.role_to_node_us)
+
+
+def dollars(micro_usd: int) -> str:
+    """Cents from a dollar on, millionths below a cent's worth."""
+    sign, amount = "-" * (micro_usd < 0), abs(micro_usd)
+    decimals = 0 if amount >= 10**10 else 2 if amount >= 10**6 else 4 if amount >= 10**4 else 6
+    return f"{sign}${amount / 1e6:,.{decimals}f}"
+
+
+def _tokens(number: int) -> str:
+    """Exact up to a million, three decimals of its unit beyond."""
+    for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if number >= limit:
+            return f"{number / limit:,.3f} {unit}"
+    return f"{number:,}"
+
+
+def _number(value: float | None, decimals: int = 1) -> str:
+    return NOTHING if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.{decimals}f}"
+
+
+def _percent(value: float | None, decimals: int = 1) -> str:
+    return NOTHING if value is None else f"{value:,.{decimals}f} %"
+
+
+def _zone(utc_offset_s: int) -> str:
+    sign, (hours, rest) = "-" if utc_offset_s < 0 else "+", divmod(abs(utc_offset_s), HOUR_S)
+    return f"UTC{sign}{hours}" + (f":{rest // 60:02}" if rest else "") if utc_offset_s else "UTC"

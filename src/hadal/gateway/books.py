@@ -1,0 +1,118 @@
+"""What the gateway tells the ledger: one fact for each generation, when its HTTP request has ended one way or another,
+and how long each unit was up.
+
+A generation is billed what was streamed: the tokens its reply took in to show, as `usage` counts them. Its prompt is
+billed once for all its choices, to the first of them that got a token. What never became a generation (a malformed
+body, an unknown key) is no fact, but one that was turned away for want of room is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from hadal.core.config import Deployment
+from hadal.core.facts import Fact, NodesFact, RequestFact, micros, sum_kv_tokens
+from hadal.core.seams import Closing
+from hadal.gateway.service import Work
+from hadal.gateway.sse import Meter
+from hadal.gateway.tenants import name_of
+from hadal.roles.front_units import Unit
+from hadal.runtime.ledger_writer import LedgerCounts
+from hadal.runtime.topology import units_of
+from hadal.stats.prices import PriceList, micro_usd, price_list
+
+BEAT_S = 10.0
+"""Units that are up are told to the ledger this often: what `kill -9` can take from their node-hours."""
+_CLOSE_S = 10.0
+_NO_CLOSING = Closing("", "", 0)
+
+
+class Sink(Protocol):
+    """The part of runtime/ledger_writer that the books need."""
+
+    def add(self, fact: Fact) -> None: ...
+
+    @property
+    def counts(self) -> LedgerCounts: ...
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+class Books:
+    """Makes facts of what ended. Used by the event loop's thread."""
+
+    def __init__(
+        self, deployment: Deployment, model: str, sink: Sink, units: Callable[[], Mapping[str, Unit]],
+        now: Callable[[], float], unix_time: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """`now` is the clock of replies, in any seconds; `units` are those that the front has up. Raises ValueError for
+        prices that cannot be read."""
+        self._deployment = deployment
+        self._model = model
+        self._sink = sink
+        self._units = units
+        self._now = now
+        self._unix_time = unix_time
+        self._prices: PriceList = price_list(deployment.ledger.prices)
+        self._gpu_hour_micro_usd = micro_usd(deployment.ledger.gpu_hour_usd)
+        self._up: dict[tuple[str, str], tuple[str, float]] = {}
+        """Unit and epoch -> role, and when it came."""
+
+    @property
+    def counts(self) -> LedgerCounts:
+        """What became of the facts."""
+        return self._sink.counts
+
+    def close(
+        self, work: Work, meters: list[Meter], closings: Mapping[str, Closing], start_s: float, tenant: bytes, end: str
+    ) -> None:
+        """An HTTP request ended, and with it all its generations: `end` is how those did that are not finished."""
+        unix_s, now_s = self._unix_time(), self._now()
+
+        def unix(time_s: float | None) -> float | None:
+            return None if time_s is None else unix_s - (now_s - time_s)
+
+        answered = [index for index, meter in enumerate(meters) if meter.first_token_s is not None]
+        payers = {index // work.ask.n: index for index in reversed(answered)}
+        for index, (choice, meter) in enumerate(zip(work.choices, meters, strict=True)):
+            num_prompt, num_output = len(choice.generation.prompt), choice.assembler.num_tokens
+            is_payer = payers.get(index // work.ask.n) == index
+            tokens_hit = meter.num_cached if is_payer else 0
+            tokens_miss = num_prompt - tokens_hit if is_payer else 0
+            closing = closings.get(choice.generation.request_id, _NO_CLOSING)
+            self._sink.add(RequestFact(
+                choice.generation.request_id, name_of(tenant), self._model, tokens_hit, tokens_miss, num_output,
+                sum_kv_tokens(num_prompt, num_output), choice.assembler.finish or end,
+                unix_s - (now_s - start_s), unix_s, unix(meter.first_token_s), unix(meter.last_token_s),
+                closing.prefill_unit, closing.decode_unit, closing.num_retries,
+                self._prices.charge(micros(unix_s), tokens_hit, tokens_miss, num_output),
+            ))  # fmt: skip
+
+    def refused(self, request_id: str, start_s: float, tenant: bytes, status: int) -> None:
+        """A request was turned away before it was read."""
+        unix_s = self._unix_time()
+        received_s = unix_s - (self._now() - start_s)
+        self._sink.add(RequestFact(
+            request_id, name_of(tenant), self._model, 0, 0, 0, 0, str(status), received_s, unix_s
+        ))  # fmt: skip
+
+    def look(self) -> None:
+        """Units came or went, or time passed."""
+        unix_s = self._unix_time()
+        now_up = {(unit.name, unit.epoch): unit.role for unit in self._units().values()}
+        for key, role in now_up.items():
+            self._up.setdefault(key, (role, unix_s))
+        for (name, epoch), (role, from_s) in list(self._up.items()):
+            units = units_of(self._deployment, role)
+            self._sink.add(NodesFact(
+                name, epoch, role, units.ranks, units.ranks_per_node, from_s, max(from_s, unix_s),
+                self._deployment.ledger.gpu or self._deployment.device, self._gpu_hour_micro_usd, self._model,
+            ))  # fmt: skip
+            if (name, epoch) not in now_up:
+                del self._up[name, epoch]
+
+    def end(self) -> None:
+        """The process ends: write what is left."""
+        self.look()
+        self._sink.close(_CLOSE_S)

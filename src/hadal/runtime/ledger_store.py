@@ -1,0 +1,146 @@
+"""The ledger's database: one engine, its settings and deadlines, and its errors sorted by what is to be done.
+
+SQLite writes ahead into a log that is flushed at every commit (WAL, synchronous=FULL), and a write takes the lock at
+its beginning, so two processes take turns. What was committed is there after `kill -9` and after a power cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import exc
+
+from hadal.core.errors import HadalError
+from hadal.core.facts import NodesFact, PackedFacts
+from hadal.runtime.ledger_place import file_of, shown
+from hadal.stats import ledger
+from hadal.stats.ledger import LedgerError, Written
+from hadal.stats.tally import Tally
+
+BUSY_S = 5.0
+"""How long a write waits for another process' write."""
+CONNECT_S = 5.0
+STATEMENT_S = 10.0
+
+
+class StoreDown(HadalError):
+    """The database cannot be had now: full, locked, gone, not answering. Later it may."""
+
+
+class FactsRefused(HadalError):
+    """The database is well and will never take these facts together; some of them may be sound."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """What the ledger holds of a stretch of time."""
+
+    tally: Tally
+    nodes: list[NodesFact]
+    last_completed_us: int | None
+    """Of all times."""
+
+
+class Store:
+    """One database. Used by one thread at a time; connects when it is first used."""
+
+    def __init__(self, url: str) -> None:
+        """`url` as ledger_place gives it."""
+        self.place = shown(url)
+        self._path = file_of(url)
+        self._engine = _sqlite(url) if self._path is not None else _postgresql(url)
+
+    def prepare(self) -> None:
+        """Make file and tables where there are none. Raises LedgerError for what is no ledger of ours, StoreDown."""
+        if self._path is not None:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            except OSError as error:
+                raise StoreDown(f"{self._path.parent}: {error.strerror}") from error
+        try:
+            with self._begin() as connection:
+                ledger.prepare(connection)
+        except LedgerError as error:
+            raise LedgerError(f"{self.place}: {error}") from None
+
+    def write(self, facts: PackedFacts) -> Written:
+        """Write all or nothing, durably. Raises StoreDown, FactsRefused."""
+        with self._begin() as connection:
+            ledger.write_nodes(connection, facts.nodes)
+            return ledger.write_requests(connection, facts.requests)
+
+    def read(self, from_us: int, to_us: int) -> Window:
+        """As of one instant. Raises LedgerError where there is no ledger of ours, StoreDown."""
+        if self._path is not None and not self._path.is_file():
+            raise LedgerError(f"there is no ledger at {self.place}.")
+        try:
+            with self._begin() as connection:
+                ledger.check_schema(connection)
+                return Window(
+                    ledger.read_tally(connection, from_us, to_us), ledger.read_nodes(connection, from_us, to_us),
+                    ledger.last_completed_us(connection),
+                )  # fmt: skip
+        except LedgerError as error:
+            raise LedgerError(f"{self.place}: {error}") from None
+
+    def close(self) -> None:
+        """Give connections back."""
+        self._engine.dispose()
+
+    @contextmanager
+    def _begin(self) -> Iterator[sa.Connection]:
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except HadalError:
+            raise
+        except (exc.DataError, exc.IntegrityError, OverflowError, ValueError) as error:  # Too large, no text, ...
+            raise FactsRefused(f"{self.place}: {_reason(error)}") from error
+        except exc.SQLAlchemyError as error:
+            raise self._sorted(error) from error
+
+    def _sorted(self, error: exc.SQLAlchemyError) -> HadalError:
+        reason = _reason(error)
+        if "is not a database" in reason:
+            return LedgerError("it is a file of something else. Give the ledger another path.")
+        return StoreDown(f"{self.place}: {reason}")
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what the driver said, without the statement and its values."""
+    cause = getattr(error, "orig", None) or error
+    return str(cause).strip().split("\n", 1)[0]
+
+
+def _sqlite(url: str) -> sa.Engine:
+    engine = sa.create_engine(url, pool_size=1, max_overflow=0, connect_args={"timeout": BUSY_S})
+
+    @sa.event.listens_for(engine, "connect")
+    def set_up(connection: Any, record: Any) -> None:
+        connection.isolation_level = None  # We say BEGIN ourselves.
+        cursor = connection.cursor()
+        for pragma in ("journal_mode = WAL", "synchronous = FULL"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @sa.event.listens_for(engine, "begin")
+    def take_lock(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    return engine
+
+
+def _postgresql(url: str) -> sa.Engine:
+    """Every wait is bounded: for a connection, for a statement, for a peer that went silent."""
+    milliseconds = round(STATEMENT_S * 1e3)
+    return sa.create_engine(
+        url, pool_size=1, max_overflow=0, pool_pre_ping=True,
+        connect_args={
+            "connect_timeout": round(CONNECT_S), "tcp_user_timeout": milliseconds,
+            "options": f"-c statement_timeout={milliseconds} -c lock_timeout={milliseconds}",
+        },
+    )  # fmt: skip

@@ -1,0 +1,251 @@
+"""Facts on their way into the ledger, behind the token path: `add` never waits, a thread writes and says what is kept.
+
+    add --queue, bounded--> thread --one transaction for all that came--> database          kept
+                                   --database down--> spool, flushed; replayed when it is up again   kept
+                                   --spool full or failing as well--> stays in the queue until either works
+    add with the queue full: lost, counted, one log line for each spell
+
+So what can be lost: with `kill -9`, facts added in the last `LINGER_S` and one commit (they are in memory only); with
+database and spool both failing, what the queue has no room for. Facts that bill nothing give way first, at half of it.
+A fact may be written twice, after a crash between commit and answer: the ledger counts it once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from hadal.core.facts import Fact, PackedFacts, RequestFact, pack
+from hadal.runtime.ledger_spool import Spool, adopted
+from hadal.runtime.ledger_store import FactsRefused, Store, StoreDown
+from hadal.stats.ledger import LedgerError, Written
+
+log = logging.getLogger("hadal.ledger")
+
+LINGER_S = 0.02
+"""A fact waits this long for others, so that a commit is shared."""
+MAX_WAITING = 65_536
+MAX_BATCH = 2_000
+RETRY_S = (0.5, 30.0)
+"""The first and the longest pause before a failing database is tried again; each is twice the one before."""
+
+Kept = Callable[[Sequence[Fact]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerCounts:
+    """What became of request facts since the start."""
+
+    num_added: int = 0
+    num_written: int = 0
+    """In the database, durably."""
+    num_same: int = 0
+    """Were there already, word for word."""
+    num_refused: int = 0
+    """Another fact was there under their id, or the database will not have them."""
+    num_spooled: int = 0
+    """Had to wait in the spool; counted as written, too, once they are."""
+    num_lost: int = 0
+    num_waiting: int = 0
+    """Facts of all kinds that are in memory only."""
+    is_down: bool = False
+    """The database did not take the last write."""
+
+
+class LedgerWriter:
+    """One store, its spool and the thread that fills both."""
+
+    def __init__(
+        self,
+        store: Store,
+        spool: Spool,
+        *,
+        on_kept: Kept = lambda facts: None,
+        max_waiting: int = MAX_WAITING,
+        linger_s: float = LINGER_S,
+        retry_s: tuple[float, float] = RETRY_S,
+    ) -> None:
+        """`on_kept` is called by the thread with facts that are durable."""
+        self._store = store
+        self._spool = spool
+        self._orphans = spool.orphans()
+        self._on_kept = on_kept
+        self._max_waiting = max_waiting
+        self._linger_s = linger_s
+        self._retry_s = retry_s
+        self._changed = threading.Condition()
+        self._queue: deque[Fact] = deque()
+        self._num_taken = 0
+        """Facts that the thread holds."""
+        self._is_closing = False
+        self._is_losing = False
+        self._counts = LedgerCounts()
+        self._pause_s = 0.0
+        """Since the database failed; 0 while it works."""
+        self._retry_at_s = 0.0
+        self._is_spool_down = False
+        self._is_prepared = False
+        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+
+    def start(self) -> None:
+        """Begin to write. Raises LedgerError if the database is none of ours; one that is down now is waited for."""
+        try:
+            self._prepare()
+        except StoreDown as error:
+            self._down(error)
+        self._thread.start()
+
+    def add(self, fact: Fact) -> None:
+        """Take a fact, from any thread; never waits and never raises."""
+        is_request = isinstance(fact, RequestFact)
+        is_needed = isinstance(fact, RequestFact) and fact.is_billed
+        with self._changed:
+            num_waiting = len(self._queue) + self._num_taken
+            is_lost = num_waiting >= (self._max_waiting if is_needed else self._max_waiting // 2)
+            self._count(num_added=is_request, num_lost=is_request and is_lost)
+            if not is_lost:
+                self._queue.append(fact)
+                self._changed.notify()
+            is_news = is_lost and not self._is_losing
+            self._is_losing = is_lost
+        if is_news:
+            log.error("the ledger has %d facts waiting and loses more until its database works", num_waiting)
+
+    @property
+    def counts(self) -> LedgerCounts:
+        """Up to now."""
+        with self._changed:
+            return replace(
+                self._counts, num_waiting=len(self._queue) + self._num_taken, is_down=self._pause_s > 0
+            )
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is left, or spool it, and end the thread; whatever is not done in time is lost, and said so."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive() or self.counts.num_waiting:
+            log.error("the ledger lost %d facts: %s does not answer", self.counts.num_waiting, self._store.place)
+        else:
+            self._spool.close()
+            self._store.close()
+
+    # ---- the thread ----
+    def _run(self) -> None:
+        while (facts := self._take()) is not None:
+            kept = False
+            if time.monotonic() >= self._retry_at_s or self._is_closing:
+                kept = self._to_store(facts)
+            kept = kept or not facts or self._to_spool(facts)
+            if kept and facts:
+                self._on_kept(facts)
+            with self._changed:
+                self._num_taken = 0
+                if not kept:
+                    self._queue.extendleft(reversed(facts))
+                    if self._is_closing:
+                        return
+
+    def _take(self) -> list[Fact] | None:
+        """The next facts to write, none if only the spool is to be emptied; None when all is done."""
+        with self._changed:
+            while not self._is_closing:
+                now_s = time.monotonic()
+                is_up, is_due = self._pause_s == 0, now_s >= self._retry_at_s
+                if self._queue and (is_up or is_due or not self._is_spool_down):
+                    break
+                has_left = bool(self._queue or self._orphans or not self._spool.is_empty)
+                if has_left and is_due:
+                    break
+                self._changed.wait(max(0.0, self._retry_at_s - now_s) if has_left else None)
+            if self._queue and not self._is_closing:
+                self._changed.wait_for(lambda: self._is_closing, self._linger_s)
+            if self._is_closing and not self._queue:
+                return None
+            facts = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH))]
+            self._num_taken = len(facts)
+            return facts
+
+    def _to_store(self, facts: list[Fact]) -> bool:
+        """Whether the facts are in the database, after all that waited longer."""
+        try:
+            self._prepare()
+            self._empty_spools()
+            self._write(pack(facts))
+        except (StoreDown, LedgerError, OSError) as error:
+            self._down(error)
+            return False
+        if self._pause_s:
+            log.warning("the ledger's database works again")
+        self._pause_s = self._retry_at_s = 0.0
+        return True
+
+    def _to_spool(self, facts: list[Fact]) -> bool:
+        """Whether the facts are in the spool."""
+        try:
+            has_room, why = self._spool.append(pack(facts)), "it is full"
+        except OSError as error:
+            has_room, why = False, str(error)
+        if not has_room and not self._is_spool_down:
+            log.error("facts cannot wait in the ledger's spool (%s); they wait in memory", why)
+        self._is_spool_down = not has_room
+        if has_room:
+            with self._changed:
+                self._count(num_spooled=sum(isinstance(fact, RequestFact) for fact in facts))
+        return has_room
+
+    def _prepare(self) -> None:
+        if not self._is_prepared:
+            self._store.prepare()
+            self._is_prepared = True
+
+    def _empty_spools(self) -> None:
+        """Write what waited, ours and what dead writers left."""
+        if not self._spool.is_empty:
+            for facts in self._spool.read():
+                self._write(facts)
+            self._spool.clear()
+            self._is_spool_down = False
+        while self._orphans:
+            with adopted(self._orphans[0]) as left:
+                for facts in left or ():
+                    self._write(facts)
+            self._orphans.pop(0)
+
+    def _write(self, facts: PackedFacts) -> None:
+        try:
+            self._written(self._store.write(facts))
+        except FactsRefused as error:
+            if len(facts.requests) + len(facts.nodes) > 1:  # Find the ones it will not have.
+                for request in facts.requests:
+                    self._write(PackedFacts(requests=(request,)))
+                for nodes in facts.nodes:
+                    self._write(PackedFacts(nodes=(nodes,)))
+                return
+            log.error("the ledger refuses a fact for good: %s", error)
+            self._written(Written(refused_ids=tuple(request.request_id for request in facts.requests)))
+
+    def _written(self, written: Written) -> None:
+        if written.refused_ids:
+            log.error("the ledger knows other facts of %s; the first ones stay", ", ".join(written.refused_ids[:3]))
+        with self._changed:
+            self._count(
+                num_written=written.num_new, num_same=written.num_same, num_refused=len(written.refused_ids)
+            )
+
+    def _down(self, error: Exception) -> None:
+        if not self._pause_s:
+            log.error("the ledger cannot be written, facts wait in its spool: %s", error)
+        self._pause_s = min(self._retry_s[1], self._pause_s * 2 or self._retry_s[0])
+        self._retry_at_s = time.monotonic() + self._pause_s
+
+    def _count(self, **more: int) -> None:
+        self._counts = replace(
+            self._counts, **{name: getattr(self._counts, name) + number for name, number in more.items()}
+        )
+

@@ -1,0 +1,1 @@
+"""The ledger: facts in, tables out. Exact integers, no clock."""

@@ -1,0 +1,262 @@
+"""The ledger's tables and what is asked of them, on a connection that is given in: SQLite or PostgreSQL.
+
+A request's row is written once: the same fact again changes nothing, another fact under the same id is refused and
+counted, whichever process writes it and whenever. Times are whole microseconds, money whole pico-dollars. Engines,
+files and threads are runtime/ledger_store's business; every function here runs in the caller's transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from hadal.core.errors import ConfigError
+from hadal.core.facts import CANCELLED, FINISHES, REFUSALS, NodesFact, RequestFact, micros
+from hadal.stats.prices import BUCKET_US
+from hadal.stats.tally import COUNTERS, Counts, Key, Tally
+
+SCHEMA = 1
+"""Raised whenever a table changes; a ledger of another schema is not touched."""
+MAX_ROWS = 500
+"""Of one statement."""
+_LOCK = 0x4841444C
+"""PostgreSQL's advisory lock while the tables are made ("HADL")."""
+
+metadata = sa.MetaData()
+_schema = sa.Table("hadal_schema", metadata, sa.Column("version", sa.Integer, primary_key=True))
+_requests = sa.Table(
+    "hadal_requests", metadata,
+    sa.Column("request_id", sa.Text, primary_key=True),
+    sa.Column("tenant", sa.Text, nullable=False),
+    sa.Column("model", sa.Text, nullable=False),
+    sa.Column("tokens_hit", sa.BigInteger, nullable=False),
+    sa.Column("tokens_miss", sa.BigInteger, nullable=False),
+    sa.Column("tokens_out", sa.BigInteger, nullable=False),
+    sa.Column("kv_tokens", sa.BigInteger, nullable=False),
+    sa.Column("end", sa.Text, nullable=False),
+    sa.Column("received_us", sa.BigInteger, nullable=False),
+    sa.Column("completed_us", sa.BigInteger, nullable=False, index=True),
+    sa.Column("first_token_us", sa.BigInteger),
+    sa.Column("last_token_us", sa.BigInteger),
+    sa.Column("prefill_unit", sa.Text, nullable=False),
+    sa.Column("decode_unit", sa.Text, nullable=False),
+    sa.Column("num_retries", sa.BigInteger, nullable=False),
+    sa.Column("income_pico_usd", sa.BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)  # fmt: skip
+_nodes = sa.Table(
+    "hadal_nodes", metadata,
+    sa.Column("unit", sa.Text, primary_key=True),
+    sa.Column("epoch", sa.Text, primary_key=True),
+    sa.Column("role", sa.Text, nullable=False),
+    sa.Column("num_ranks", sa.Integer, nullable=False),
+    sa.Column("ranks_per_node", sa.Integer, nullable=False),
+    sa.Column("from_us", sa.BigInteger, nullable=False),
+    sa.Column("to_us", sa.BigInteger, nullable=False, index=True),
+    sa.Column("gpu", sa.Text, nullable=False),
+    sa.Column("gpu_hour_micro_usd", sa.BigInteger, nullable=False),
+    sa.Column("model", sa.Text, nullable=False),
+    sqlite_with_rowid=False,
+)  # fmt: skip
+_tallies = sa.Table(
+    "hadal_tallies", metadata,
+    sa.Column("batch_id", sa.Text, primary_key=True),
+    sa.Column("bucket", sa.BigInteger, primary_key=True),
+    sa.Column("model", sa.Text, primary_key=True),
+    sa.Column("tenant", sa.Text, primary_key=True),
+    *(sa.Column(name, sa.BigInteger, nullable=False) for name in COUNTERS),
+    sqlite_with_rowid=False,
+)  # fmt: skip
+
+
+class LedgerError(ConfigError):
+    """A database that cannot be this ledger. Says what to do."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of request facts."""
+
+    num_new: int = 0
+    num_same: int = 0
+    """Known already, word for word."""
+    refused_ids: tuple[str, ...] = ()
+    """Another fact was there under the same id; it stays."""
+
+
+def prepare(connection: sa.Connection) -> None:
+    """Make the tables where there are none. Raises LedgerError for a ledger of another schema."""
+    if connection.dialect.name == "postgresql":  # SQLite's transaction holds the only lock there is.
+        connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+    if not sa.inspect(connection).has_table(_schema.name):
+        metadata.create_all(connection)
+        connection.execute(_schema.insert(), {"version": SCHEMA})
+    check_schema(connection)
+
+
+def check_schema(connection: sa.Connection) -> None:
+    """Raises LedgerError unless the database holds a ledger of this schema."""
+    if not sa.inspect(connection).has_table(_schema.name):
+        raise LedgerError("it holds no ledger.")
+    versions = [version for (version,) in connection.execute(sa.select(_schema.c.version))]
+    if versions != [SCHEMA]:
+        found = ", ".join(map(str, versions)) or "none"
+        raise LedgerError(
+            f"it is a ledger of schema {found}, and this Hadal writes and reads schema {SCHEMA}. Use the Hadal that "
+            "wrote it, or another ledger."
+        )
+
+
+def write_requests(connection: sa.Connection, facts: Iterable[RequestFact]) -> Written:
+    """Write facts, each once however often it is given."""
+    id_to_row: dict[str, dict[str, Any]] = {}
+    num_same, refused = 0, []
+    for fact in facts:
+        row = _request_row(fact)
+        if (first := id_to_row.setdefault(fact.request_id, row)) is not row:
+            num_same += first == row
+            refused += [fact.request_id] * (first != row)
+    num_new = 0
+    # In one order everywhere, so that two writers never wait for each other in a circle.
+    ids = sorted(id_to_row)
+    for start in range(0, len(ids), MAX_ROWS):
+        rows = [id_to_row[one] for one in ids[start : start + MAX_ROWS]]
+        insert = _insert(connection, _requests).on_conflict_do_nothing().returning(_requests.c.request_id)
+        new = {request_id for (request_id,) in connection.execute(insert, rows)}
+        num_new += len(new)
+        old = [row for row in rows if row["request_id"] not in new]
+        if old:
+            kept = _rows_by_id(connection, [row["request_id"] for row in old])
+            differ = [row["request_id"] for row in old if kept.get(row["request_id"]) != row]
+            refused += differ
+            num_same += len(old) - len(differ)
+    return Written(num_new, num_same, tuple(refused))
+
+
+def write_nodes(connection: sa.Connection, facts: Iterable[NodesFact]) -> None:
+    """Write intervals; one that is known grows to hold the new one as well."""
+    for fact in sorted(facts, key=lambda fact: (fact.unit, fact.epoch)):
+        insert = _insert(connection, _nodes).values(_nodes_row(fact))
+        to_us, from_us = insert.excluded.to_us, insert.excluded.from_us
+        connection.execute(insert.on_conflict_do_update(
+            index_elements=[_nodes.c.unit, _nodes.c.epoch],
+            set_={
+                "from_us": sa.case((from_us < _nodes.c.from_us, from_us), else_=_nodes.c.from_us),
+                "to_us": sa.case((to_us > _nodes.c.to_us, to_us), else_=_nodes.c.to_us),
+            },
+        ))  # fmt: skip
+
+
+def write_tally(connection: sa.Connection, batch_id: str, tally: Tally) -> int:
+    """Add counters of facts that have no row of their own; a batch that is known already is not added again.
+
+    Returns how many keys were new. A batch is written whole, in one call.
+    """
+    known = sa.select(_tallies.c.batch_id).where(_tallies.c.batch_id == batch_id).limit(1)
+    if connection.execute(known).first() is not None:
+        return 0
+    rows = [
+        {"batch_id": batch_id, **key._asdict(), **{name: getattr(counts, name) for name in COUNTERS}}
+        for key, counts in tally
+    ]
+    for start in range(0, len(rows), MAX_ROWS):
+        connection.execute(_tallies.insert(), rows[start : start + MAX_ROWS])
+    return len(rows)
+
+
+def read_tally(connection: sa.Connection, from_us: int, to_us: int) -> Tally:
+    """What completed in [from_us, to_us). Of batches, the quarter hours that begin in it."""
+    tally = Tally()
+    of = _requests.c
+    bucket = (of.completed_us // BUCKET_US).label("bucket")
+    is_finished, is_cancelled = of.end.in_(FINISHES), of.end == CANCELLED
+    is_refused = sa.and_(of.end.in_(REFUSALS), of.tokens_hit + of.tokens_miss + of.tokens_out == 0)
+    sums: dict[str, sa.ColumnElement[int]] = {
+        "num_requests": sa.func.count(),
+        "num_finished": _count(is_finished),
+        "num_cancelled": _count(is_cancelled),
+        "num_refused": _count(is_refused),
+        "num_failed": _count(sa.not_(sa.or_(is_finished, is_cancelled, is_refused))),
+        "tokens_after_first": sa.func.sum(sa.case((of.tokens_out > 1, of.tokens_out - 1), else_=0)),
+        "stream_us": sa.func.sum(sa.func.coalesce(of.last_token_us - of.first_token_us, 0)),
+    }
+    columns = [sums[name] if name in sums else sa.func.sum(of[name]) for name in COUNTERS]
+    rows = connection.execute(
+        sa.select(bucket, of.model, of.tenant, *columns)
+        .where(of.completed_us >= from_us, of.completed_us < to_us)
+        .group_by(bucket, of.model, of.tenant)
+    )
+    _add_rows(tally, rows)
+    batches = sa.select(
+        _tallies.c.bucket, _tallies.c.model, _tallies.c.tenant, *(_tallies.c[name] for name in COUNTERS)
+    ).where(_tallies.c.bucket >= -(-from_us // BUCKET_US), _tallies.c.bucket * BUCKET_US < to_us)
+    _add_rows(tally, connection.execute(batches))
+    return tally
+
+
+def read_nodes(connection: sa.Connection, from_us: int, to_us: int) -> list[NodesFact]:
+    """Intervals that touch [from_us, to_us), whole."""
+    rows = connection.execute(
+        sa.select(_nodes).where(_nodes.c.to_us > from_us, _nodes.c.from_us < to_us)
+        .order_by(_nodes.c.from_us, _nodes.c.unit, _nodes.c.epoch)
+    ).mappings()  # fmt: skip
+    return [
+        NodesFact(**{
+            **{name: value for name, value in row.items() if name not in ("from_us", "to_us")},
+            "from_s": row["from_us"] / 1e6, "to_s": row["to_us"] / 1e6,
+        }) for row in rows
+    ]  # fmt: skip
+
+
+def last_completed_us(connection: sa.Connection) -> int | None:
+    """When the last request completed; None where there is none."""
+    newest = connection.execute(sa.select(sa.func.max(_requests.c.completed_us))).scalar()
+    return None if newest is None else int(newest)
+
+
+def _add_rows(tally: Tally, rows: Iterable[Sequence[Any]]) -> None:
+    for bucket, model, tenant, *values in rows:
+        # PostgreSQL sums big integers as decimals.
+        counters = {name: int(value) for name, value in zip(COUNTERS, values, strict=True)}
+        tally.add_counts(Key(int(bucket), model, tenant), Counts(**counters))
+
+
+def _count(condition: sa.ColumnElement[bool]) -> sa.ColumnElement[int]:
+    return sa.func.sum(sa.case((condition, 1), else_=0))
+
+
+def _rows_by_id(connection: sa.Connection, ids: list[str]) -> dict[str, dict[str, Any]]:
+    rows = connection.execute(sa.select(_requests).where(_requests.c.request_id.in_(ids))).mappings()
+    return {row["request_id"]: dict(row) for row in rows}
+
+
+def _insert(connection: sa.Connection, table: sa.Table) -> sqlite.Insert | postgresql.Insert:
+    """The two dialects spell "on conflict" alike."""
+    return sqlite.insert(table) if connection.dialect.name == "sqlite" else postgresql.insert(table)
+
+
+def _request_row(fact: RequestFact) -> dict[str, Any]:
+    return {
+        "request_id": fact.request_id, "tenant": fact.tenant, "model": fact.model, "tokens_hit": fact.tokens_hit,
+        "tokens_miss": fact.tokens_miss, "tokens_out": fact.tokens_out, "kv_tokens": fact.kv_tokens, "end": fact.end,
+        "received_us": micros(fact.received_s), "completed_us": micros(fact.completed_s),
+        "first_token_us": _micros(fact.first_token_s), "last_token_us": _micros(fact.last_token_s),
+        "prefill_unit": fact.prefill_unit, "decode_unit": fact.decode_unit, "num_retries": fact.num_retries,
+        "income_pico_usd": fact.income_pico_usd,
+    }  # fmt: skip
+
+
+def _nodes_row(fact: NodesFact) -> dict[str, Any]:
+    return {
+        "unit": fact.unit, "epoch": fact.epoch, "role": fact.role, "num_ranks": fact.num_ranks,
+        "ranks_per_node": fact.ranks_per_node, "from_us": micros(fact.from_s), "to_us": micros(fact.to_s),
+        "gpu": fact.gpu, "gpu_hour_micro_usd": fact.gpu_hour_micro_usd, "model": fact.model,
+    }  # fmt: skip
+
+
+def _micros(time_s: float | None) -> int | None:
+    return None if time_s is None else micros(time_s)

@@ -1,0 +1,243 @@
+"""The table DeepSeek published of a day, from counters and node intervals: a pure function of what the ledger holds.
+
+The same for what was really served and for what was simulated. Sources of the definitions: DeepSeek's overview of its
+inference system (2025-02-27), whose figures come out of them to all digits printed:
+
+- nodes: ranks over ranks per node, while the unit is up; the mean is over the whole window, idle or not.
+- tokens/s per node: tokens of the window over the node-seconds of that role. Prefill counts prompt tokens found in the
+  cache as well, decode counts output.
+- tokens/s per user: output tokens after each generation's first, over the time from first to last token, both added up.
+- KV length: the mean over output tokens of the positions each was drawn over.
+- margin: income less cost, over cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from fractions import Fraction
+from typing import Any
+
+from hadal.core.config import DECODE, PREFILL
+from hadal.core.facts import NodesFact, micros
+from hadal.stats.prices import BUCKET_S, BUCKET_US, HOUR_S, rent_pico_usd, to_micro_usd
+from hadal.stats.tally import Counts, Key, Tally
+
+HOUR, MODEL, TENANT, TOTAL = "hour", "model", "tenant", "total"
+BY = (HOUR, MODEL, TENANT)
+"""What a report can be broken down by."""
+SHARED = "(shared)"
+"""Label of nodes that serve several models."""
+_HOUR_US = HOUR_S * 1_000_000
+
+
+@dataclass(frozen=True)
+class NodeUse:
+    """Nodes over a stretch of time."""
+
+    window_us: int
+    role_to_node_us: dict[str, Fraction] = field(default_factory=dict)
+    peak: Fraction = Fraction(0)
+    """Most at any one time, all roles together."""
+    cost_pico_usd: Fraction = Fraction(0)
+
+    @property
+    def mean(self) -> float:
+        return float(sum(self.role_to_node_us.values(), Fraction(0)) / self.window_us)
+
+    def hours(self, role: str) -> float:
+        """Node-hours of a role."""
+        return float(self.role_to_node_us.get(role, Fraction(0)) / _HOUR_US)
+
+
+def use_of(nodes: Iterable[NodesFact], from_us: int, to_us: int) -> NodeUse:
+    """What intervals add up to between two times. A unit that ends in the instant another begins is not both."""
+    role_to_node_us: dict[str, Fraction] = {}
+    cost = Fraction(0)
+    changes: list[tuple[int, Fraction]] = []
+    for fact in nodes:
+        first, last = max(from_us, micros(fact.from_s)), min(to_us, micros(fact.to_s))
+        if last <= first:
+            continue
+        size = Fraction(fact.num_ranks, fact.ranks_per_node)
+        role_to_node_us[fact.role] = role_to_node_us.get(fact.role, Fraction(0)) + size * (last - first)
+        cost += rent_pico_usd(fact.num_ranks * (last - first), fact.gpu_hour_micro_usd)
+        changes += [(first, size), (last, -size)]
+    now = peak = Fraction(0)
+    for _, change in sorted(changes):  # At one time, those that end come first.
+        now += change
+        peak = max(peak, now)
+    return NodeUse(to_us - from_us, role_to_node_us, peak, cost)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row: counters and nodes, and what follows from them. None where nothing can be said."""
+
+    label: str
+    counts: Counts
+    nodes: NodeUse
+    start_s: int | None = None
+    """Of an hour: when it begins, unix seconds."""
+
+    @property
+    def hit_percent(self) -> float | None:
+        return _ratio(100 * self.counts.tokens_hit, self.counts.tokens_in)
+
+    @property
+    def tokens_per_s_user(self) -> float | None:
+        return _ratio(self.counts.tokens_after_first * 1_000_000, self.counts.stream_us)
+
+    @property
+    def kv_length_mean(self) -> float | None:
+        return _ratio(self.counts.kv_tokens, self.counts.tokens_out)
+
+    @property
+    def prefill_tokens_per_s_node(self) -> float | None:
+        return self._per_node(PREFILL, self.counts.tokens_in)
+
+    @property
+    def decode_tokens_per_s_node(self) -> float | None:
+        return self._per_node(DECODE, self.counts.tokens_out)
+
+    @property
+    def cost_micro_usd(self) -> int:
+        return to_micro_usd(self.nodes.cost_pico_usd)
+
+    @property
+    def income_micro_usd(self) -> int:
+        return to_micro_usd(self.counts.income_pico_usd)
+
+    @property
+    def margin_percent(self) -> float | None:
+        cost = self.nodes.cost_pico_usd
+        return None if not cost else float(100 * (self.counts.income_pico_usd - cost) / cost)
+
+    def _per_node(self, role: str, num_tokens: int) -> float | None:
+        node_us = self.nodes.role_to_node_us.get(role, Fraction(0))
+        return float(num_tokens * 1_000_000 / node_us) if node_us else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Flat, units last. Money twice: whole micro-dollars, and dollars to read."""
+        counts = self.counts
+        return {
+            "nodes_mean": self.nodes.mean,
+            "nodes_peak": float(self.nodes.peak),
+            "prefill_node_hours": self.nodes.hours(PREFILL),
+            "decode_node_hours": self.nodes.hours(DECODE),
+            "requests": counts.num_requests,
+            "requests_finished": counts.num_finished,
+            "requests_cancelled": counts.num_cancelled,
+            "requests_refused": counts.num_refused,
+            "requests_failed": counts.num_failed,
+            "retries": counts.num_retries,
+            "tokens_in": counts.tokens_in,
+            "tokens_hit": counts.tokens_hit,
+            "tokens_miss": counts.tokens_miss,
+            "hit_percent": self.hit_percent,
+            "tokens_out": counts.tokens_out,
+            "tokens_per_s_user": self.tokens_per_s_user,
+            "kv_length_mean": self.kv_length_mean,
+            "prefill_tokens_per_s_node": self.prefill_tokens_per_s_node,
+            "decode_tokens_per_s_node": self.decode_tokens_per_s_node,
+            "cost_usd": self.cost_micro_usd / 1e6,
+            "cost_micro_usd": self.cost_micro_usd,
+            "income_usd": self.income_micro_usd / 1e6,
+            "income_micro_usd": self.income_micro_usd,
+            "margin_percent": self.margin_percent,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """A window's total, and its lines by hour, model or tenant."""
+
+    from_us: int
+    to_us: int
+    by: str
+    total: Line
+    lines: tuple[Line, ...]
+    utc_offset_s: int = 0
+    """Of the hours and times shown."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The total's fields, the window, and a list "hours", "models" or "tenants"."""
+        return {
+            **self.total.as_json(),
+            "from": iso(self.from_us, self.utc_offset_s),
+            "to": iso(self.to_us, self.utc_offset_s),
+            f"{self.by}s": [{self.by: line.label, **line.as_json()} for line in self.lines],
+        }
+
+
+def report(
+    tally: Tally, nodes: Sequence[NodesFact], from_us: int, to_us: int, *, by: str = HOUR, utc_offset_s: int = 0
+) -> Report:
+    """Make the tables of the time from `from_us` up to `to_us` (unix microseconds).
+
+    `tally` holds what completed in that time. `utc_offset_s` says whose hours they are (Beijing: 28,800).
+    Raises ValueError for a window without time, an unknown `by`, or an offset that is no whole quarter hour.
+    """
+    if to_us <= from_us:
+        raise ValueError("a report needs a window that ends after it begins.")
+    if by not in BY:
+        raise ValueError(f"a report is by {', '.join(BY)}, not by {by!r}.")
+    if utc_offset_s % BUCKET_S:
+        raise ValueError(f"hours begin on a quarter hour of UTC; an offset of {utc_offset_s} s has none.")
+    total = Line(TOTAL, _sum(tally, lambda key: TOTAL).get(TOTAL, Counts()), use_of(nodes, from_us, to_us))
+    if by == HOUR:
+        lines = _by_hour(tally, nodes, from_us, to_us, utc_offset_s)
+    elif by == MODEL:
+        lines = _by_model(tally, nodes, from_us, to_us)
+    else:
+        # Who of several tenants a node worked for cannot be told.
+        none = NodeUse(to_us - from_us)
+        tenants = _sum(tally, lambda key: key.tenant)
+        lines = [Line(tenant, counts, none) for tenant, counts in sorted(tenants.items())]
+    return Report(from_us, to_us, by, total, tuple(lines), utc_offset_s)
+
+
+def _by_hour(
+    tally: Tally, nodes: Sequence[NodesFact], from_us: int, to_us: int, utc_offset_s: int
+) -> list[Line]:
+    """Every hour of the window, the empty ones too; the first and the last only as far as they lie in it."""
+    offset_us = utc_offset_s * 1_000_000
+    hours = _sum(tally, lambda key: (key.bucket * BUCKET_US + offset_us) // _HOUR_US)
+    lines = []
+    for hour in range((from_us + offset_us) // _HOUR_US, -((-to_us - offset_us) // _HOUR_US)):
+        start_us = hour * _HOUR_US - offset_us
+        use = use_of(nodes, max(from_us, start_us), min(to_us, start_us + _HOUR_US))
+        lines.append(Line(iso(start_us, utc_offset_s), hours.get(hour, Counts()), use, start_us // 1_000_000))
+    return lines
+
+
+def _by_model(tally: Tally, nodes: Sequence[NodesFact], from_us: int, to_us: int) -> list[Line]:
+    """Nodes that serve several models are a line of their own."""
+    counts = _sum(tally, lambda key: key.model)
+    model_to_nodes: dict[str, list[NodesFact]] = {}
+    for fact in nodes:
+        model_to_nodes.setdefault(fact.model, []).append(fact)
+    lines = []
+    for model in sorted(counts.keys() | model_to_nodes.keys()):
+        use = use_of(model_to_nodes.get(model, ()), from_us, to_us)
+        if model in counts or use.role_to_node_us:
+            lines.append(Line(model or SHARED, counts.get(model, Counts()), use))
+    return lines
+
+
+def _sum(tally: Tally, group: Callable[[Key], Any]) -> dict[Any, Counts]:
+    sums: dict[Any, Counts] = {}
+    for key, counts in tally:
+        sums.setdefault(group(key), Counts()).add(counts)
+    return sums
+
+
+def iso(time_us: int, utc_offset_s: int) -> str:
+    """A time as ISO 8601 has it, to the second."""
+    zone = timezone(timedelta(seconds=utc_offset_s))
+    return datetime.fromtimestamp(time_us // 1_000_000, zone).isoformat()
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
