@@ -62,10 +62,10 @@ def _total(line: Line) -> Table:
 
 
 def _lines(report: Report, lines: list[Line]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(report.by)
-    for name in ("nodes", "requests", "tokens in", "hit", "tokens out", "tok/s user", "cost", "income"):
-        table.add_column(name, justify="right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column(report.by, no_wrap=True)
+    for name in ("nodes", "requests", "tokens in", "hit", "tokens out", "tok/s/user", "cost", "income"):
+        table.add_column(name, justify="right", no_wrap=True)
     for line in lines:
         counts = line.counts
         has_nodes = bool(line.nodes.role_to_node_us)
@@ -84,17 +84,18 @@ def _has_news(line: Line) -> bool:
 
 
 def dollars(micro_usd: int) -> str:
-    """Cents from a dollar on, millionths below a cent's worth."""
+    """Whole dollars from 10,000 on, cents from one on, two digits below."""
     sign, amount = "-" * (micro_usd < 0), abs(micro_usd)
-    decimals = 0 if amount >= 10**10 else 2 if amount >= 10**6 else 4 if amount >= 10**4 else 6
-    return f"{sign}${amount / 1e6:,.{decimals}f}"
+    if 0 < amount < 10**6:
+        return f"{sign}${amount / 1e6:.6f}".rstrip("0") if amount < 10**4 else f"{sign}${amount / 1e6:.4f}"
+    return f"{sign}${amount / 1e6:,.{0 if amount >= 10**10 else 2}f}"
 
 
 def _tokens(number: int) -> str:
-    """Exact up to a million, three decimals of its unit beyond."""
+    """Exact up to a million, then four digits or more of its unit."""
     for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if number >= limit:
-            return f"{number / limit:,.3f} {unit}"
+            return f"{number / limit:,.{3 if number < 10 * limit else 1}f} {unit}"
     return f"{number:,}"
 
 

@@ -24,6 +24,8 @@ from hadal.stats.prices import PriceList, micro_usd, price_list
 
 BEAT_S = 10.0
 """Units that are up are told to the ledger this often: what `kill -9` can take from their node-hours."""
+_LOOK_S = 1.0
+"""With requests that end, this often: node-hours are never far behind what was done in them."""
 _CLOSE_S = 10.0
 _NO_CLOSING = Closing("", "", 0)
 
@@ -58,6 +60,7 @@ class Books:
         self._gpu_hour_micro_usd = micro_usd(deployment.ledger.gpu_hour_usd)
         self._up: dict[tuple[str, str], tuple[str, float]] = {}
         """Unit and epoch -> role, and when it came."""
+        self._looked_s = 0.0
 
     @property
     def counts(self) -> LedgerCounts:
@@ -88,6 +91,8 @@ class Books:
                 closing.prefill_unit, closing.decode_unit, closing.num_retries,
                 self._prices.charge(micros(unix_s), tokens_hit, tokens_miss, num_output),
             ))  # fmt: skip
+        if unix_s - self._looked_s >= _LOOK_S:
+            self.look()
 
     def refused(self, request_id: str, start_s: float, tenant: bytes, status: int) -> None:
         """A request was turned away before it was read."""
@@ -99,7 +104,7 @@ class Books:
 
     def look(self) -> None:
         """Units came or went, or time passed."""
-        unix_s = self._unix_time()
+        unix_s = self._looked_s = self._unix_time()
         now_up = {(unit.name, unit.epoch): unit.role for unit in self._units().values()}
         for key, role in now_up.items():
             self._up.setdefault(key, (role, unix_s))

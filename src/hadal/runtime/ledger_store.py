@@ -25,6 +25,7 @@ BUSY_S = 5.0
 """How long a write waits for another process' write."""
 CONNECT_S = 5.0
 STATEMENT_S = 10.0
+_IS_READING = "hadal_is_reading"
 
 
 class StoreDown(HadalError):
@@ -78,7 +79,7 @@ class Store:
         if self._path is not None and not self._path.is_file():
             raise LedgerError(f"there is no ledger at {self.place}.")
         try:
-            with self._begin() as connection:
+            with self._begin(is_reading=True) as connection:
                 ledger.check_schema(connection)
                 return Window(
                     ledger.read_tally(connection, from_us, to_us), ledger.read_nodes(connection, from_us, to_us),
@@ -92,9 +93,9 @@ class Store:
         self._engine.dispose()
 
     @contextmanager
-    def _begin(self) -> Iterator[sa.Connection]:
+    def _begin(self, *, is_reading: bool = False) -> Iterator[sa.Connection]:
         try:
-            with self._engine.begin() as connection:
+            with self._engine.execution_options(**{_IS_READING: is_reading}).begin() as connection:
                 yield connection
         except HadalError:
             raise
@@ -129,7 +130,9 @@ def _sqlite(url: str) -> sa.Engine:
 
     @sa.event.listens_for(engine, "begin")
     def take_lock(connection: sa.Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        # A report sees one instant, and nobody waits for it.
+        is_reading = connection.get_execution_options().get(_IS_READING)
+        connection.exec_driver_sql("BEGIN" if is_reading else "BEGIN IMMEDIATE")
 
     return engine
 

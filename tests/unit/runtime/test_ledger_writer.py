@@ -1,0 +1,269 @@
+"""Facts on their way into the ledger: nobody waits, nothing is lost while there is room, what is lost is counted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hadal.core.facts import Fact, NodesFact, PackedFacts, RequestFact
+from hadal.runtime.ledger_place import ledger_url, spool_place
+from hadal.runtime.ledger_spool import Spool
+from hadal.runtime.ledger_store import FactsRefused, Store, StoreDown
+from hadal.runtime.ledger_writer import LedgerWriter
+from hadal.stats.ledger import LedgerError, Written
+
+CLOSE_S = 20.0
+NEVER_S = (1000.0, 1000.0)
+SOON_S = (0.001, 0.01)
+
+
+def fact(request_id: str, tokens_in: int = 1) -> RequestFact:
+    return RequestFact(request_id, "t", "m", 0, tokens_in, 0, 0, "504", 1.0, 2.0)
+
+
+NODES = NodesFact("u", "e", "decode", 1, 8, 1.0, 2.0)
+
+
+class FakeStore(Store):
+    """A real one, which can be down, refuse facts, or stand still until it is let go."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(ledger_url(str(folder / "l.sqlite")))
+        self.is_down = False
+        self.poison = ""
+        self.go = threading.Event()
+        self.go.set()
+        self.tried = threading.Event()
+
+    def prepare(self) -> None:
+        if self.is_down:
+            raise StoreDown("it is down")
+        super().prepare()
+
+    def write(self, facts: PackedFacts) -> Written:
+        self.tried.set()
+        assert self.go.wait(CLOSE_S)
+        if self.is_down:
+            raise StoreDown("it is down")
+        if any(one.request_id == self.poison for one in facts.requests):
+            raise FactsRefused("it does not like one of them")
+        return super().write(facts)
+
+    def ids(self) -> set[str]:
+        with self._begin() as connection:
+            return {one for (one,) in connection.exec_driver_sql("SELECT request_id FROM hadal_requests")}
+
+
+class Kept:
+    """What the writer said is durable; tests wait for it."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, facts: Sequence[Fact]) -> None:
+        with self._changed:
+            self.ids += [one.request_id for one in facts if isinstance(one, RequestFact)]
+            self._changed.notify_all()
+
+    def wait_for(self, number: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.ids) >= number, CLOSE_S), self.ids
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FakeStore:
+    return FakeStore(tmp_path)
+
+
+def writer_of(store: FakeStore, kept: Kept, retry_s: tuple[float, float] = SOON_S, **more: int) -> LedgerWriter:
+    folder, stem = spool_place(ledger_url(store.place))
+    spool = Spool(folder, stem, **({"max_bytes": more.pop("spool_bytes")} if "spool_bytes" in more else {}))
+    return LedgerWriter(store, spool, on_kept=kept, linger_s=0.0, retry_s=retry_s, **more)
+
+
+def test_all_of_it_is_written_and_told(store: FakeStore, tmp_path: Path) -> None:
+    kept = Kept()
+    writer = writer_of(store, kept)
+    writer.start()
+    for index in range(5000):
+        writer.add(fact(f"r{index}"))
+    writer.add(NODES)
+    writer.close(CLOSE_S)
+    assert kept.ids == [f"r{index}" for index in range(5000)]
+    assert store.ids() == set(kept.ids)
+    assert writer.counts.num_written == writer.counts.num_added == 5000
+    assert (writer.counts.num_lost, writer.counts.num_waiting, writer.counts.is_down) == (0, 0, False)
+    store.close()
+    assert not list(tmp_path.glob("*.spool"))
+
+
+def test_a_fact_is_told_kept_only_when_it_is(store: FakeStore) -> None:
+    kept = Kept()
+    writer = writer_of(store, kept)
+    writer.start()
+    store.go.clear()
+    writer.add(fact("a"))
+    assert store.tried.wait(CLOSE_S)
+    writer.add(fact("b"))
+    assert kept.ids == []
+    assert writer.counts.num_waiting == 2
+    store.go.set()
+    kept.wait_for(2)
+    writer.close(CLOSE_S)
+
+
+def test_twice_and_otherwise(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:
+    writer = writer_of(store, Kept())
+    writer.start()
+    for one in (fact("a"), fact("b"), fact("a"), fact("b", tokens_in=7)):
+        writer.add(one)
+    writer.close(CLOSE_S)
+    counts = writer.counts
+    assert (counts.num_written, counts.num_same, counts.num_refused) == (2, 1, 1)
+    assert "knows other facts of b" in caplog.text
+
+
+def test_while_the_database_is_down_facts_wait_on_disk(
+    store: FakeStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They count as kept there, and are in the database as soon as it works again."""
+    kept = Kept()
+    writer = writer_of(store, kept)
+    store.is_down = True
+    writer.start()
+    for index in range(20):
+        writer.add(fact(f"r{index}"))
+        kept.wait_for(index + 1)
+    assert writer.counts.is_down
+    assert writer.counts.num_spooled == 20
+    assert len(list(tmp_path.glob("*.spool"))) == 1
+    assert [record.levelno for record in caplog.records] == [logging.ERROR], "one line"
+    store.is_down = False
+    writer.add(fact("last"))
+    kept.wait_for(21)
+    writer.close(CLOSE_S)
+    assert store.ids() == set(kept.ids)
+    assert writer.counts.num_written == 21
+    assert not writer.counts.is_down
+    assert not list(tmp_path.glob("*.spool"))
+    store.close()
+
+
+def test_what_a_dead_writer_left_is_written_by_the_next(store: FakeStore, tmp_path: Path) -> None:
+    kept = Kept()
+    first = writer_of(store, kept, NEVER_S)
+    store.is_down = True
+    first.start()
+    first.add(fact("a"))
+    first.add(NODES)
+    kept.wait_for(1)
+    first.close(CLOSE_S)
+    assert len(list(tmp_path.glob("*.spool"))) == 1
+    store.is_down = False
+    second = writer_of(store, Kept())
+    second.start()
+    second.add(fact("b"))
+    second.close(CLOSE_S)
+    assert store.ids() == {"a", "b"}
+    assert store.read(0, 2**60).nodes == [NODES]
+    assert not list(tmp_path.glob("*.spool"))
+    store.close()
+
+
+def test_with_nothing_new_the_spool_is_emptied_all_the_same(store: FakeStore, tmp_path: Path) -> None:
+    kept = Kept()
+    writer = writer_of(store, kept)
+    store.is_down = True
+    writer.start()
+    writer.add(fact("a"))
+    kept.wait_for(1)
+    store.is_down = False
+    deadline = threading.Event()
+    for _ in range(2000):
+        if not list(tmp_path.glob("*.spool")):
+            break
+        deadline.wait(0.01)
+    assert store.ids() == {"a"}
+    writer.close(CLOSE_S)
+
+
+def test_with_the_spool_full_too_facts_wait_in_memory(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept()
+    writer = writer_of(store, kept, spool_bytes=200)
+    store.is_down = True
+    writer.start()
+    for index in range(50):
+        writer.add(fact(f"r{index}"))
+    for _ in range(2000):
+        if "wait in memory" in caplog.text:
+            break
+        threading.Event().wait(0.01)
+    assert writer.counts.num_waiting > 0
+    store.is_down = False
+    kept.wait_for(50)
+    writer.close(CLOSE_S)
+    assert store.ids() == {f"r{index}" for index in range(50)}
+    assert writer.counts.num_lost == 0
+    store.close()
+
+
+def test_what_there_is_no_room_for_is_counted_and_bills_give_way_last(
+    store: FakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Kept()
+    writer = writer_of(store, kept, max_waiting=10)
+    writer.start()
+    store.go.clear()
+    writer.add(fact("first"))
+    assert store.tried.wait(CLOSE_S)
+    for index in range(20):
+        writer.add(fact(f"free{index}", tokens_in=0))
+    assert writer.counts.num_waiting == 5
+    for index in range(20):
+        writer.add(fact(f"billed{index}"))
+    assert writer.counts.num_waiting == 10
+    store.go.set()
+    writer.close(CLOSE_S)
+    assert store.ids() == {"first", *(f"free{index}" for index in range(4)), *(f"billed{index}" for index in range(5))}
+    counts = writer.counts
+    assert counts.num_lost == 31
+    assert counts.num_added == counts.num_written + counts.num_lost
+    assert caplog.text.count("loses more until") == 2, "a line for each spell"
+    store.close()
+
+
+def test_one_fact_that_will_never_do_keeps_no_other_out(store: FakeStore) -> None:
+    writer = writer_of(store, Kept())
+    store.poison = "b"
+    writer.start()
+    for one in (fact("a"), fact("b"), fact("c"), NODES):
+        writer.add(one)
+    writer.close(CLOSE_S)
+    assert store.ids() == {"a", "c"}
+    assert writer.counts.num_refused == 1
+    assert store.read(0, 2**60).nodes == [NODES]
+    store.close()
+
+
+def test_a_ledger_of_something_else_is_an_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "l.sqlite").write_bytes(b"no database" * 1000)
+    with pytest.raises(LedgerError, match="something else"):
+        writer_of(FakeStore(tmp_path), Kept()).start()
+
+
+def test_a_database_that_hangs_holds_nobody_up_at_the_end(
+    store: FakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = writer_of(store, Kept())
+    writer.start()
+    store.go.clear()
+    writer.add(fact("a"))
+    assert store.tried.wait(CLOSE_S)
+    writer.close(0.05)
+    assert "lost 1 facts" in caplog.text
+    store.go.set()
