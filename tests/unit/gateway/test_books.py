@@ -1,0 +1,288 @@
+"""The closing facts of a gateway: one for each generation, billed what its client was streamed, however it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from hadal.core.config import DECODE, PREFILL, Deployment, LedgerConfig, LimitsConfig, UnitsConfig
+from hadal.core.facts import Fact, NodesFact, RequestFact, micros, sum_kv_tokens
+from hadal.core.messages import Returned, UnitDown
+from hadal.gateway.books import Books
+from hadal.gateway.service import ServedModel
+from hadal.gateway.tenants import EVERYONE, name_of, salt_of
+from hadal.roles.front_units import Unit
+from hadal.runtime.ledger_writer import LedgerCounts
+from hadal.stats.prices import price_list
+
+from .fake_units import Script
+from .world import World, spell, world
+
+PRICES = "0.1/0.2/0.3"
+
+
+class List:
+    """A sink that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.facts: list[Fact] = []
+        self.closed = False
+
+    def add(self, fact: Fact) -> None:
+        self.facts.append(fact)
+
+    @property
+    def counts(self) -> LedgerCounts:
+        return LedgerCounts(num_added=len(self.requests))
+
+    def close(self, timeout_s: float) -> None:
+        self.closed = True
+
+    @property
+    def requests(self) -> list[RequestFact]:
+        return [fact for fact in self.facts if isinstance(fact, RequestFact)]
+
+    @property
+    def nodes(self) -> list[NodesFact]:
+        return [fact for fact in self.facts if isinstance(fact, NodesFact)]
+
+
+@asynccontextmanager
+async def booked(model: ServedModel, script: Script, **options: Any) -> AsyncIterator[tuple[World, List]]:
+    sink = List()
+    deployment = Deployment(model="x", ledger=LedgerConfig(prices=PRICES), prefill=UnitsConfig(ranks=2))
+    async with world(model, script, **options) as it:
+        gateway = it.gateway
+        gateway.books = Books(deployment, model.name, sink, dict, gateway.now, gateway.unix_time)
+        yield it, sink
+
+
+def run(model: ServedModel, script: Script, steps: Any, **options: Any) -> list[RequestFact]:
+    async def all_of_it() -> list[RequestFact]:
+        async with booked(model, script, **options) as (it, sink):
+            await steps(it, sink)
+            await it.settle()
+            assert len({fact.request_id for fact in sink.requests}) == len(sink.requests)
+            return sink.requests
+
+    return asyncio.run(all_of_it())
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "small", "prompt": "hello there", "max_tokens": 7, **fields}
+
+
+def check_sum(facts: list[RequestFact], usage: dict[str, Any]) -> None:
+    """The bill is what the client was told."""
+    assert sum(fact.tokens_hit for fact in facts) == usage["prompt_cache_hit_tokens"]
+    assert sum(fact.tokens_miss for fact in facts) == usage["prompt_cache_miss_tokens"]
+    assert sum(fact.tokens_out for fact in facts) == usage["completion_tokens"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"prompt": ["one", "the other"], "n": 2}, {"stop": "c"}])
+def test_the_bill_is_the_usage(model: ServedModel, stream: bool, fields: dict[str, Any]) -> None:
+    """Twice: the second time a cache has some of it."""
+    usages: list[dict[str, Any]] = []
+    long_prompt = "word " * 200
+
+    async def steps(it: World, sink: List) -> None:
+        for _ in range(2):
+            asked = body(stream=stream, **{"prompt": long_prompt, **fields})
+            if stream:
+                asked["stream_options"] = {"include_usage": True}
+            reply = await it.client.post("/v1/completions", json=asked)
+            assert reply.status_code == 200
+            if stream:
+                chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+                usages.append(next(chunk["usage"] for chunk in chunks if chunk.get("usage")))
+            else:
+                usages.append(reply.json()["usage"])
+
+    facts = run(model, spell(model, "abcdefghij"), steps)
+    half = len(facts) // 2
+    assert half == fields.get("n", 1) * (2 if isinstance(fields.get("prompt"), list) else 1)
+    for usage, part in zip(usages, (facts[:half], facts[half:]), strict=True):
+        check_sum(part, usage)
+    if "prompt" not in fields:
+        assert usages[1]["prompt_cache_hit_tokens"] > 0, "the second bill has hits in it"
+    prices = price_list(PRICES)
+    for fact in facts:
+        assert fact.end == ("stop" if "stop" in fields else "length")
+        assert (fact.tenant, fact.model) == (EVERYONE, "small")
+        assert (fact.prefill_unit, fact.decode_unit) == ("prefill-0", "decode-0")
+        assert fact.first_token_s is not None
+        assert fact.last_token_s is not None
+        assert fact.received_s <= fact.first_token_s <= fact.last_token_s <= fact.completed_s
+        assert fact.income_pico_usd == prices.charge(
+            micros(fact.completed_s), fact.tokens_hit, fact.tokens_miss, fact.tokens_out
+        )
+
+
+def test_kv_lengths_are_those_of_every_token(model: ServedModel) -> None:
+    async def steps(it: World, sink: List) -> None:
+        reply = await it.client.post("/v1/completions", json=body(n=2))
+        usage = reply.json()["usage"]
+        num_prompt, num_output = usage["prompt_tokens"], usage["completion_tokens"] // 2
+        assert [fact.kv_tokens for fact in sink.requests] == [sum_kv_tokens(num_prompt, num_output)] * 2
+
+    run(model, spell(model, "abcdefghij"), steps)
+
+
+def test_a_client_that_leaves_pays_for_what_was_streamed(model: ServedModel) -> None:
+    """The fact says how many; the stream was cut after as many."""
+    seen: list[bytes] = []
+
+    async def steps(it: World, sink: List) -> None:
+        leave = asyncio.Event()
+        asked = body(stream=True, max_tokens=4000, logprobs=0)
+        sent = iter([{"type": "http.request", "body": json.dumps(asked).encode()}])
+
+        async def receive() -> dict[str, Any]:
+            if (message := next(sent, None)) is not None:
+                return message
+            await leave.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            seen.append(message.get("body", b""))
+            if b"".join(seen).count(b"data: ") > 6:
+                leave.set()
+
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"", "query_string": b"",
+            "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+            "root_path": "", "server": ("test", 80), "client": ("test", 1),
+        }  # fmt: skip
+        await asyncio.wait_for(it.app(scope, receive, send), 10)
+
+    [fact] = run(model, spell(model, "abcdefghij", then_stop=False), steps, step_s=0.001)
+    chunks = [json.loads(line[6:]) for line in b"".join(seen).split(b"\n") if line.startswith(b"data: {")]
+    streamed = [token for chunk in chunks for token in chunk["choices"][0]["logprobs"]["tokens"]]
+    assert fact.end == "cancelled"
+    assert 0 < fact.tokens_out == len(streamed)
+    assert fact.tokens_in > 0
+    assert (fact.prefill_unit, fact.decode_unit) == ("prefill-0", "decode-0"), "known although nobody took the end"
+
+
+def test_refusals_bill_nothing_and_are_counted(model: ServedModel) -> None:
+    async def steps(it: World, sink: List) -> None:
+        it.units.go.clear()
+        asked = [asyncio.create_task(it.client.post("/v1/completions", json=body())) for _ in range(2)]
+        while it.gateway.num_requests < 2:
+            await asyncio.sleep(0.001)
+        refused = await it.client.post("/v1/completions", json=body())
+        assert refused.status_code == 429
+        it.units.go.set()
+        assert [(await one).status_code for one in asked] == [200, 200]
+        it.gateway.host.drain()
+        assert (await it.client.post("/v1/completions", json=body())).status_code == 503
+
+    facts = run(model, spell(model, "abc"), steps, limits=LimitsConfig(max_running=1, max_queued=1))
+    ends = [fact.end for fact in facts]
+    assert sorted(ends) == ["429", "503", "stop", "stop"]
+    for fact in facts:
+        assert fact.is_billed is (fact.end == "stop")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"prompt": 7}, {"model": "other"}, {"max_tokens": -1}, {"prompt": "word " * 5000, "max_tokens": 1}]
+)
+def test_what_never_was_a_generation_is_no_fact(model: ServedModel, wrong: dict[str, Any]) -> None:
+    async def steps(it: World, sink: List) -> None:
+        assert 400 <= (await it.client.post("/v1/completions", json=body(**wrong))).status_code < 500
+
+    assert run(model, spell(model, "abc"), steps) == []
+
+
+def test_tenants_have_names_that_are_no_secret(model: ServedModel) -> None:
+    async def steps(it: World, sink: List) -> None:
+        for key in ("key-one", "key-two", "key-one"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert (await it.client.post("/v1/completions", json=body(), headers=headers)).status_code == 200
+        assert (await it.client.post("/v1/completions", json=body())).status_code == 401
+        assert it.gateway.keys.tenants == [name_of(salt_of(b"key-one")), name_of(salt_of(b"key-two"))]
+        tenants = [fact.tenant for fact in sink.requests]
+        one, two = it.gateway.keys.tenants
+        assert tenants == [one, two, one]
+        for tenant, key in ((one, b"key-one"), (two, b"key-two")):
+            assert key.decode() not in tenant
+            assert tenant.removeprefix("t-") not in salt_of(key).hex()
+
+    run(model, spell(model, "abc"), steps, keys=("key-one", "key-two"))
+
+
+def test_a_lost_unit_is_a_retry_and_no_second_bill(model: ServedModel) -> None:
+    async def steps(it: World, sink: List) -> None:
+        asked = asyncio.create_task(it.client.post("/v1/completions", json=body(max_tokens=40)))
+        while not it.units.decoding:
+            await asyncio.sleep(0.001)
+        (request_id, attempt), _ = it.units.decoding.popitem()
+        it.units.tell(Returned("decode-0", request_id, attempt, "preempted"))
+        reply = await asked
+        assert reply.status_code == 200
+        check_sum(sink.requests, reply.json()["usage"])
+
+    [fact] = run(model, spell(model, "abc", then_stop=False), steps, step_s=0.002)
+    assert fact.num_retries == 1
+    assert fact.tokens_out == 40
+
+
+class Clock:
+    unix_s = 1000.0
+
+
+def test_units_are_followed_from_their_coming_to_their_end() -> None:
+    """A fraction of a node for ranks that do not fill one; a restart is another interval."""
+    sink, clock, up = List(), Clock(), dict[str, Unit]()
+    deployment = Deployment(
+        model="x", device="cpu", prefill=UnitsConfig(ranks=2), decode=UnitsConfig(ranks=16, ranks_per_node=8),
+        ledger=LedgerConfig(gpu_hour_usd=1.5),
+    )  # fmt: skip
+    books = Books(deployment, "small", sink, lambda: up, lambda: 0.0, lambda: clock.unix_s)
+
+    def unit(name: str, role: str, epoch: str) -> Unit:
+        return Unit(name, role, epoch, 1, 1, 1, 0.0)
+
+    up["prefill-0"] = unit("prefill-0", PREFILL, "a")
+    books.look()
+    up["decode-0"], clock.unix_s = unit("decode-0", DECODE, "b"), 1010.0
+    books.look()
+    up["prefill-0"], clock.unix_s = unit("prefill-0", PREFILL, "c"), 1025.0
+    books.look()
+    del up["decode-0"]
+    clock.unix_s = 1030.0
+    books.end()
+    assert sink.closed
+    last = {(fact.unit, fact.epoch): fact for fact in sink.nodes}
+    assert {key: (fact.from_s, fact.to_s) for key, fact in last.items()} == {
+        ("prefill-0", "a"): (1000.0, 1025.0), ("decode-0", "b"): (1010.0, 1030.0), ("prefill-0", "c"): (1025.0, 1030.0)
+    }  # fmt: skip
+    decode = last["decode-0", "b"]
+    assert (decode.role, decode.num_ranks, decode.ranks_per_node) == (DECODE, 16, 8)
+    assert (decode.gpu, decode.gpu_hour_micro_usd, decode.model) == ("cpu", 1_500_000, "small")
+
+
+def test_the_host_tells_when_units_come_and_go(model: ServedModel) -> None:
+    told: list[int] = []
+
+    async def steps() -> None:
+        async with world(model, spell(model, "abc")) as it:
+            it.gateway.host._on_units = lambda: told.append(sum(it.gateway.snapshot().role_to_units.values()))
+            it.units.tell(UnitDown("decode-0", "killed"))
+            while not told:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(steps())
+    assert told[0] == 1
+
+
+def test_prices_that_cannot_be_read_are_an_error() -> None:
+    deployment = Deployment(model="x", ledger=LedgerConfig(prices="cheap"))
+    with pytest.raises(ValueError, match="no price list"):
+        Books(deployment, "m", List(), dict, lambda: 0.0, lambda: 0.0)
