@@ -62,16 +62,16 @@ def _total(line: Line) -> Table:
 
 
 def _lines(report: Report, lines: list[Line]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column(report.by, no_wrap=True)
-    for name in ("nodes", "requests", "tokens in", "hit", "tokens out", "tok/s/user", "cost", "income"):
+    for name in ("nodes", "requests", "in", "hit", "out", "tok/s", "cost", "income"):
         table.add_column(name, justify="right", no_wrap=True)
     for line in lines:
         counts = line.counts
         has_nodes = bool(line.nodes.role_to_node_us)
         label = f"{line.label[5:10]} {line.label[11:16]}" if report.by == HOUR else line.label
         table.add_row(
-            Text(label), _number(line.nodes.mean, 3) if has_nodes else NOTHING, f"{counts.num_requests:,}",
+            Text(label), _number(line.nodes.mean, 2) if has_nodes else NOTHING, _tokens(counts.num_requests),
             _tokens(counts.tokens_in), _percent(line.hit_percent), _tokens(counts.tokens_out),
             _number(line.tokens_per_s_user), dollars(line.cost_micro_usd) if has_nodes else NOTHING,
             dollars(line.income_micro_usd),
@@ -84,11 +84,11 @@ def _has_news(line: Line) -> bool:
 
 
 def dollars(micro_usd: int) -> str:
-    """Whole dollars from 10,000 on, cents from one on, two digits below."""
+    """Whole dollars from 1,000 on, cents from one on, two digits below."""
     sign, amount = "-" * (micro_usd < 0), abs(micro_usd)
     if 0 < amount < 10**6:
         return f"{sign}${amount / 1e6:.6f}".rstrip("0") if amount < 10**4 else f"{sign}${amount / 1e6:.4f}"
-    return f"{sign}${amount / 1e6:,.{0 if amount >= 10**10 else 2}f}"
+    return f"{sign}${amount / 1e6:,.{0 if amount >= 10**9 else 2}f}"
 
 
 def _tokens(number: int) -> str:
