@@ -1,0 +1,92 @@
+"""A process that writes a ledger until it is killed, and says which facts it was told are kept. No torch.
+
+    python -m tests.dist.ledger_child URL SEED NAME [LIMIT [OUTAGES]]
+
+Lines on stdout: `A id...` for facts that are durable. Facts are a function of their id, and many are said twice; those
+named "both-..." are said by every process alike. With LIMIT it ends in order after so many facts. With OUTAGES (0 to 1)
+the database is down for that share of its writes, so that facts wait in the spool.
+"""
+
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from hadal.core.facts import Fact, PackedFacts, RequestFact, sum_kv_tokens
+from hadal.runtime.ledger_place import ledger_url, spool_place
+from hadal.runtime.ledger_spool import Spool
+from hadal.runtime.ledger_store import Store, StoreDown
+from hadal.runtime.ledger_writer import LedgerWriter
+from hadal.stats.ledger import Written
+from hadal.stats.prices import R1
+
+LIFE_S = 30.0
+NUM_BOTH = 300
+START_S = 1_740_628_800
+
+
+def fact_of(request_id: str) -> RequestFact:
+    """The one fact there is under this id."""
+    rng = random.Random(blake2b(request_id.encode(), digest_size=8).digest())
+    hit, miss, out = rng.randrange(5000), rng.randrange(5000), rng.randrange(1, 2000)
+    completed_us = START_S * 10**6 + rng.randrange(86_400 * 10**6)
+    completed_s = completed_us / 1e6
+    return RequestFact(
+        request_id, f"t{rng.randrange(3)}", f"m{rng.randrange(2)}", hit, miss, out, sum_kv_tokens(hit + miss, out),
+        rng.choice(("stop", "length", "cancelled", "504")), completed_s - 9, completed_s, completed_s - 8,
+        completed_s - rng.random(), "prefill-0", "decode-0", rng.randrange(2), R1.charge(completed_us, hit, miss, out),
+    )  # fmt: skip
+
+
+class FlakyStore(Store):
+    """Down for a share of its writes, before or after they happened: the writer cannot tell which."""
+
+    def __init__(self, url: str, rng: random.Random, outages: float) -> None:
+        super().__init__(url)
+        self._rng = rng
+        self._outages = outages
+
+    def write(self, facts: PackedFacts) -> Written:
+        if self._rng.random() < self._outages / 2:
+            raise StoreDown("the test says so")
+        written = super().write(facts)
+        if self._rng.random() < self._outages / 2:
+            raise StoreDown("the answer is lost, says the test")
+        return written
+
+
+def say(facts: Sequence[Fact]) -> None:
+    """In one write: a line is whole or not there."""
+    ids = [fact.request_id for fact in facts if isinstance(fact, RequestFact)]
+    if ids:
+        os.write(1, (" ".join(("A", *ids)) + "\n").encode())
+
+
+def main() -> None:
+    url, seed, name = ledger_url(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    limit = int(sys.argv[4]) if len(sys.argv) > 4 else 0
+    rng = random.Random(seed)
+    store = FlakyStore(url, rng, float(sys.argv[5]) if len(sys.argv) > 5 else 0.0)
+    writer = LedgerWriter(
+        store, Spool(*spool_place(url)), on_kept=say, linger_s=rng.choice((0.0, 0.002)), retry_s=(0.001, 0.02)
+    )
+    writer.start()
+    deadline_s, number = time.monotonic() + LIFE_S, 0
+    while time.monotonic() < deadline_s and not (limit and number >= limit):
+        for _ in range(rng.randrange(1, 30)):
+            writer.add(fact_of(f"{name}-{number}"))
+            number += 1
+            if rng.random() < 0.2:
+                writer.add(fact_of(f"{name}-{rng.randrange(number)}"))
+            if rng.random() < 0.2:
+                writer.add(fact_of(f"both-{rng.randrange(NUM_BOTH)}"))
+        time.sleep(rng.choice((0.0, 0.001, 0.005)))
+    writer.close(20.0)
+    counts = writer.counts
+    assert counts.num_lost == counts.num_refused == counts.num_waiting == 0, counts
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""A PostgreSQL of the tests' own, on a socket in a temporary folder; skips, saying so, where none is installed."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_S = 60.0
+_OPTIONS = "-c listen_addresses='' -c fsync=on -c max_connections=20 -c shared_buffers=16MB"
+
+
+@dataclass
+class Postgres:
+    """A running server."""
+
+    url: str
+    _bin: Path
+    _folder: Path
+    _user: str | None
+
+    def stop(self) -> None:
+        """At once, as if it had crashed: it recovers from its log when it starts."""
+        self._call("pg_ctl", "stop", "-D", str(self._folder / "data"), "-m", "immediate", "-w")
+
+    def start(self) -> None:
+        """Start, and wait until it takes connections."""
+        options = f"{_OPTIONS} -k {self._folder}"
+        log = str(self._folder / "log")
+        self._call("pg_ctl", "start", "-D", str(self._folder / "data"), "-w", "-o", options, "-l", log)
+
+    def _call(self, command: str, *arguments: str) -> None:
+        subprocess.run(
+            [str(self._bin / command), *arguments], check=True, timeout=TIMEOUT_S, user=self._user,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=self._folder,
+        )  # fmt: skip
+
+
+def _bin_folder() -> Path | None:
+    found = shutil.which("initdb")
+    folders = [Path(found).parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return next((folder for folder in folders if (folder / "initdb").exists()), None)
+
+
+@contextmanager
+def postgres() -> Iterator[Postgres]:
+    """Set one up, and remove it with all that it holds."""
+    folder_of_programs = _bin_folder()
+    if folder_of_programs is None:
+        pytest.skip("no PostgreSQL is installed (Debian: apt-get install postgresql)")
+    user = None
+    if os.geteuid() == 0:  # It refuses to run as root.
+        user = "postgres"
+        if user not in {entry.pw_name for entry in pwd.getpwall()}:
+            pytest.skip("PostgreSQL does not run as root, and there is no user postgres")
+    folder = Path(tempfile.mkdtemp(prefix="hadal-pg-"))
+    try:
+        if user is not None:
+            shutil.chown(folder, user)
+        url = f"postgresql://hadal@/postgres?host={folder}"
+        server = Postgres(url, folder_of_programs, folder, user)
+        server._call("initdb", "-D", str(folder / "data"), "-U", "hadal", "-A", "trust", "--no-sync", "-E", "UTF8")
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,174 @@
+"""Processes that write one ledger are killed at random moments: what they were told is kept is there, each fact once,
+and the sums are exact. In SQLite and in PostgreSQL, whose server is stopped as well. `HADAL_FULL=1`: 100 rounds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hadal.runtime.ledger_place import ledger_url
+from hadal.runtime.ledger_store import Store
+from hadal.stats.tally import Tally
+from tests.dist.ledger_child import fact_of
+from tests.dist.postgres import Postgres, postgres
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_ROUNDS = 100 if os.environ.get("HADAL_FULL") == "1" else 6
+TIMEOUT_S = 30.0
+ALWAYS = (0, 2**60)
+
+
+class Child:
+    """One writer. Its lines are read as they come, so that it never waits for us."""
+
+    def __init__(self, url: str, seed: int, name: str, limit: int = 0, outages: float = 0.0) -> None:
+        command = [sys.executable, "-m", "tests.dist.ledger_child", url, str(seed), name, str(limit), str(outages)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
+        environment["XDG_STATE_HOME"] = os.environ["XDG_STATE_HOME"]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=ROOT
+        )
+        self.kept: set[str] = set()
+        self.first = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            assert line.startswith(b"A ")
+            self.kept.update(line.decode().split()[1:])
+            self.first.set()
+
+    def end(self, *, kill: bool) -> None:
+        if kill:
+            self.process.kill()
+        assert self.process.stderr is not None
+        assert self.process.stdout is not None
+        errors = self.process.stderr.read().decode()
+        code = self.process.wait(TIMEOUT_S)
+        self._thread.join(TIMEOUT_S)
+        self.process.stdout.close()
+        self.process.stderr.close()
+        assert code == (-9 if kill else 0), errors
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the spools of a ledger on a server are."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Postgres]:
+    with postgres() as running:
+        yield running
+
+
+def clear(url: str) -> None:
+    """Begin with an empty ledger on a server that earlier tests used."""
+    store = Store(ledger_url(url))
+    store.prepare()
+    with store._begin() as connection:
+        for table in ("hadal_requests", "hadal_nodes", "hadal_tallies"):
+            connection.exec_driver_sql(f"DELETE FROM {table}")
+    store.close()
+
+
+def check(url: str, kept: set[str]) -> int:
+    """All that was kept is there; all that is there is true, once; sums are exact. Returns how many facts there are."""
+    store = Store(ledger_url(url))
+    with store._begin(is_reading=True) as connection:
+        there = [one for (one,) in connection.exec_driver_sql("SELECT request_id FROM hadal_requests")]
+        if url.endswith(".sqlite"):
+            assert connection.exec_driver_sql("PRAGMA integrity_check").scalar() == "ok"
+    assert kept <= set(there), f"{len(kept - set(there))} facts that were kept are gone"
+    assert len(there) == len(set(there))
+    expected = Tally()
+    expected.add_facts(map(fact_of, there))
+    assert store.read(*ALWAYS).tally == expected
+    store.close()
+    return len(there)
+
+
+def kill_rounds(url: str, seed: int, outages: float, num_rounds: int) -> None:
+    """Two processes at once, each killed in its own moment, again and again on one ledger."""
+    rng = random.Random(seed)
+    kept: set[str] = set()
+    num_killed_at_work = 0
+    for number in range(num_rounds):
+        children = [Child(url, rng.randrange(10**6), f"{number}{who}", 0, outages) for who in "ab"]
+        for child in children:
+            assert child.first.wait(TIMEOUT_S)
+        for child in rng.sample(children, 2):
+            time.sleep(rng.random() * 0.1)
+            child.end(kill=True)
+            num_killed_at_work += 1
+        kept = kept.union(*(child.kept for child in children))
+    # One more takes up what the dead left in their spools.
+    last = Child(url, 0, "last", limit=200)
+    last.end(kill=False)
+    kept |= last.kept
+    assert check(url, kept) >= len(kept) >= 200
+    assert num_killed_at_work == 2 * num_rounds
+
+
+@pytest.mark.parametrize("outages", [0.0, 0.5])
+def test_killed_writers_of_a_file(tmp_path: Path, outages: float) -> None:
+    url = str(tmp_path / "l.sqlite")
+    kill_rounds(url, 1 if outages else 2, outages, NUM_ROUNDS)
+    assert not list(tmp_path.glob("*.spool"))
+    assert not list(tmp_path.glob("*.damaged"))
+
+
+@pytest.mark.parametrize("outages", [0.0, 0.5])
+def test_killed_writers_of_a_server(server: Postgres, tmp_path: Path, outages: float) -> None:
+    clear(server.url)
+    kill_rounds(server.url, 3 if outages else 4, outages, max(2, NUM_ROUNDS // 3))
+    assert not list((tmp_path / "state").rglob("*.spool"))
+
+
+def test_a_server_that_crashes_under_its_writers(server: Postgres, tmp_path: Path) -> None:
+    """Facts wait in the spool, and are in the ledger once it is up again."""
+    clear(server.url)
+    children = [Child(server.url, seed, f"c{seed}") for seed in range(2)]
+    for child in children:
+        assert child.first.wait(TIMEOUT_S)
+    time.sleep(0.1)
+    server.stop()
+    before = [len(child.kept) for child in children]
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while any(len(child.kept) < number + 100 for child, number in zip(children, before, strict=True)):
+        assert time.monotonic() < deadline_s, "nothing was kept while the server was down"
+        time.sleep(0.01)
+    assert list((tmp_path / "state").rglob("*.spool"))
+    server.start()
+    time.sleep(0.3)
+    for child in children:
+        child.end(kill=True)
+    last = Child(server.url, 9, "last", limit=50)
+    last.end(kill=False)
+    check(server.url, set.union(*(child.kept for child in (*children, last))))
+
+
+@pytest.mark.parametrize("kind", ["file", "server"])
+def test_two_processes_that_say_the_same(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Both end in order: the ledger holds every fact of either, and those that both said once."""
+    url = str(tmp_path / "l.sqlite") if kind == "file" else request.getfixturevalue("server").url
+    if kind == "server":
+        clear(url)
+    children = [Child(url, seed, f"w{seed}", limit=1500) for seed in range(2)]
+    for child in children:
+        child.end(kill=False)
+    said = children[0].kept | children[1].kept
+    assert check(url, said) == len(said)
+    assert len(children[0].kept & children[1].kept) > 100, "many were said by both"
