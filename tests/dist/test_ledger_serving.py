@@ -1,0 +1,213 @@
+"""What a running server writes down: `hadal report` says what its clients saw, to the token, whatever ended them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.dist.serving import SOURCE, Server, StartServer, wait_until
+
+WHOLE = {"ignore_eos": True, "temperature": 0}
+TIMEOUT_S = 60.0
+
+
+def report(path: Path, *arguments: str) -> dict[str, Any]:
+    """`hadal report --json` of this ledger."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hadal.cli", "report", "--ledger", str(path), "--json", *arguments],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    fields = json.loads(done.stdout)
+    assert isinstance(fields, dict)
+    return fields
+
+
+def rows(path: Path, sql: str) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(path, timeout=30)
+    try:
+        return connection.execute(sql).fetchall()
+    finally:
+        connection.close()
+
+
+def wait_for_rows(path: Path, number: int) -> None:
+    """Facts are written a moment after their replies."""
+    wait_until(lambda: rows(path, "SELECT count(*) FROM hadal_requests")[0][0] >= number, 20, f"{number} facts")
+
+
+async def ask(client: httpx.AsyncClient, model: str, stream: bool, **fields: Any) -> dict[str, Any]:
+    """A completion's usage, as its client is told it."""
+    body = {"model": model, "stream": stream, **WHOLE, **fields}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    reply = await client.post("/v1/completions", json=body, timeout=TIMEOUT_S)
+    assert reply.status_code == 200, reply.text
+    if not stream:
+        usage = reply.json()["usage"]
+    else:
+        chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+        usage = next(chunk["usage"] for chunk in chunks if chunk.get("usage"))
+    assert isinstance(usage, dict)
+    return usage
+
+
+def leave_in_the_middle(server: Server, model: str, after: int) -> tuple[str, int]:
+    """Stop sending after some events and read what still comes: the reply's id, and tokens that came in all."""
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({
+        "model": model, "prompt": "once upon a time", "stream": True, "max_tokens": 3000, "logprobs": 0, **WHOLE
+    }).encode()  # fmt: skip
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    data = b""
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        while data.count(b"data: ") < after:
+            data += connection.recv(65_536)
+        connection.shutdown(socket.SHUT_WR)
+        while more := connection.recv(65_536):
+            data += more
+    events = [part.split(b"\n\n")[0] for part in data.split(b"data: ")[1:]]
+    chunks = [json.loads(event) for event in events if event.endswith(b"}")]
+    return chunks[0]["id"], sum(len(chunk["choices"][0]["logprobs"]["tokens"]) for chunk in chunks)
+
+
+def test_the_report_is_what_clients_saw(start_server: StartServer, folder: Path) -> None:
+    """Streams, whole replies, choices, hits, clients that leave, a decode unit that is killed under its streams."""
+    path = folder / "l.sqlite"
+    server = start_server(ledger={"url": str(path), "prices": "1/2/3", "gpu_hour_usd": 0.5})
+    model = server.model
+
+    async def busy() -> list[dict[str, Any]]:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            asked = [
+                ask(client, model, index % 2 == 0, prompt=f"{index % 3} " * 100, max_tokens=5 + index, n=1 + index % 2)
+                for index in range(12)
+            ]
+            usages = list(await asyncio.gather(*asked))
+            usages += [await ask(client, model, True, prompt="0 " * 100, max_tokens=3)]
+            long = [
+                asyncio.create_task(ask(client, model, True, prompt=f"tell {index}", max_tokens=1500))
+                for index in range(4)
+            ]
+            await asyncio.sleep(0.3)
+            old_pid = server.kill("decode-0")
+            usages += await asyncio.gather(*long)
+            await asyncio.to_thread(server.wait_restarted, "decode-0", old_pid)
+            assert (await client.post("/v1/completions", json={"model": model, "prompt": 3.5})).status_code == 400
+            return usages
+
+    usages = asyncio.run(busy())
+    left = [leave_in_the_middle(server, model, after) for after in (3, 20, 60)]
+    num_rows = 12 + 6 + 1 + 4 + 3
+    wait_for_rows(path, num_rows)
+
+    of_cancelled = "FROM hadal_requests WHERE \"end\" = 'cancelled'"
+    id_to_billed = dict(rows(path, f"SELECT request_id, tokens_out {of_cancelled}"))
+    assert set(id_to_billed) == {f"{request_id}-0" for request_id, _ in left}
+    for request_id, num_seen in left:
+        # What was handed to the connection in the instant in which it was closed is billed and was not seen.
+        assert num_seen <= id_to_billed[f"{request_id}-0"] <= num_seen + 4
+    cancelled = rows(path, f"SELECT sum(tokens_hit), sum(tokens_miss) {of_cancelled}")[0]
+    expected = {
+        "requests": num_rows,
+        "requests_finished": num_rows - 3,
+        "requests_cancelled": 3,
+        "tokens_hit": sum(usage["prompt_cache_hit_tokens"] for usage in usages) + cancelled[0],
+        "tokens_miss": sum(usage["prompt_cache_miss_tokens"] for usage in usages) + cancelled[1],
+        "tokens_out": sum(usage["completion_tokens"] for usage in usages) + sum(id_to_billed.values()),
+    }
+    fields = report(path)
+    assert {name: fields[name] for name in expected} == expected
+    assert expected["tokens_hit"] > 0
+    assert fields["retries"] >= 4, "each of the long streams lost its unit"
+    hit, miss, out = (expected[f"tokens_{kind}"] for kind in ("hit", "miss", "out"))
+    assert fields["income_micro_usd"] == hit + 2 * miss + 3 * out
+    assert [line["model"] for line in report(path, "--by", "model")["models"]] == [model]
+
+    assert server.stop() == 0
+    units = rows(path, "SELECT unit, count(*) FROM hadal_nodes GROUP BY unit ORDER BY unit")
+    assert units == [("decode-0", 2), ("prefill-0", 1)], "the killed unit's second life is an interval of its own"
+    assert rows(path, "SELECT DISTINCT num_ranks, ranks_per_node, gpu FROM hadal_nodes") == [(1, 8, "cpu")]
+    fields = report(path)
+    assert fields["requests"] == num_rows
+    assert fields["nodes_peak"] == 0.25
+    node_hours = fields["prefill_node_hours"] + fields["decode_node_hours"]
+    assert fields["cost_usd"] == pytest.approx(node_hours * 8 * 0.5, abs=1e-6)
+    assert fields["prefill_tokens_per_s_node"] == pytest.approx((hit + miss) / (3600 * fields["prefill_node_hours"]))
+    assert not list(folder.glob("*.spool"))
+
+
+def sample(server: Server, name: str) -> float:
+    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    return sum(
+        one.value for family in text_string_to_metric_families(text) for one in family.samples if one.name == name
+    )
+
+
+def test_a_database_that_hangs_and_a_gateway_that_dies(start_server: StartServer, folder: Path) -> None:
+    """Somebody holds the ledger's lock: clients do not notice, facts wait on disk, and the gateway's death loses none
+    that were there."""
+    path = folder / "l.sqlite"
+    server = start_server(ledger={"url": str(path)})
+    model = server.model
+
+    async def few(number: int) -> int:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            usages = [await ask(client, model, True, prompt=f"tell {index}", max_tokens=8) for index in range(number)]
+        return sum(usage["completion_tokens"] for usage in usages)
+
+    num_tokens = asyncio.run(few(3))
+    wait_for_rows(path, 3)
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    try:
+        started_s = time.monotonic()
+        num_tokens += asyncio.run(few(5))
+        assert time.monotonic() - started_s < 4.0, "nobody waits for the ledger"
+        wait_until(lambda: sample(server, "hadal_ledger_waiting") == 0, 30, "the facts are in the spool")
+        assert sample(server, "hadal_ledger_down") == 1
+        assert list(folder.glob("*.spool"))
+        old_pid = server.kill("gateway")
+    finally:
+        holder.execute("ROLLBACK")
+        holder.close()
+    server.wait_restarted("gateway", old_pid)
+    wait_for_rows(path, 8)
+    assert report(path)["tokens_out"] == num_tokens
+    wait_until(lambda: not list(folder.glob("*.spool")), 20, "the dead gateway's spool is gone")
+    num_tokens += asyncio.run(few(1))
+    wait_for_rows(path, 9)
+    assert report(path)["tokens_out"] == num_tokens
+
+
+def test_without_a_ledger_nothing_is_written(start_server: StartServer, folder: Path) -> None:
+    server = start_server(ledger={"url": "off"}, environment={"XDG_STATE_HOME": str(folder), "HADAL_LEDGER": ""})
+
+    async def one() -> None:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            await ask(client, server.model, False, prompt="hi", max_tokens=3)
+
+    asyncio.run(one())
+    assert server.stop() == 0
+    assert list(folder.iterdir()) == []
+
+
+def test_a_file_of_something_else_ends_the_start_with_a_reason(start_server: StartServer, folder: Path) -> None:
+    path = folder / "notes.txt"
+    path.write_text("these are notes " * 100)
+    server = start_server(wait=False, ledger={"url": str(path)})
+    assert server.process.wait(60) == 2
+    assert "it is a file of something else. Give the ledger another path." in server.log()
+    assert path.read_text() == "these are notes " * 100
