@@ -82,6 +82,7 @@ class LedgerWriter:
         self._num_taken = 0
         """Facts that the thread holds."""
         self._is_closing = False
+        self._was_tried_last = False
         self._is_losing = False
         self._counts = LedgerCounts()
         self._pause_s = 0.0
@@ -111,7 +112,7 @@ class LedgerWriter:
                 self._queue.append(fact)
                 self._changed.notify()
             is_news = is_lost and not self._is_losing
-            self._is_losing = is_lost
+            self._is_losing |= is_lost
         if is_news:
             log.error("the ledger has %d facts waiting and loses more until its database works", num_waiting)
 
@@ -146,6 +147,8 @@ class LedgerWriter:
                 self._on_kept(facts)
             with self._changed:
                 self._num_taken = 0
+                # Facts of both kinds come mixed, so a spell ends well below where the first ones are turned away.
+                self._is_losing &= len(self._queue) > self._max_waiting // 4
                 if not kept:
                     self._queue.extendleft(reversed(facts))
                     if self._is_closing:
@@ -166,7 +169,9 @@ class LedgerWriter:
             if self._queue and not self._is_closing:
                 self._changed.wait_for(lambda: self._is_closing, self._linger_s)
             if self._is_closing and not self._queue:
-                return None
+                if self._spool.is_empty or self._was_tried_last:
+                    return None
+                self._was_tried_last = True  # What waits in the spool has one more chance.
             facts = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH))]
             self._num_taken = len(facts)
             return facts
