@@ -122,7 +122,7 @@ class Closing(msgspec.Struct, frozen=True):
     """Where a request was worked on, for the ledger."""
 
     prefill_unit: str
-    """Of the last attempt that had one, as `decode_unit`; empty: none had."""
+    """Of its last attempt, as `decode_unit`; empty: it got to none."""
     decode_unit: str
     num_retries: int
 

@@ -30,7 +30,7 @@ class Record:
     prefill_unit: str | None = None
     decode_unit: str | None = None
     last_units: tuple[str, str] = ("", "")
-    """Prefill and decode units that had it last."""
+    """Prefill and decode units of the attempt that was placed last; empty: none."""
     ahead: tuple[int, int] = (-1, 0)
     """The attempt whose KV its decode unit was told to pull early, and tokens of it."""
     num_cached: int = 0

@@ -51,8 +51,11 @@ class Run:
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write `run.json`."""
-    (folder / _RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(run)))
+    """Write `run.json`, for this user alone: the ledger's URL may hold a password."""
+    path = folder / _RUN_FILE
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(run)))
 
 
 def read_run(folder: Path) -> Run:

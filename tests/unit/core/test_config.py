@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hadal.core.config import Deployment, UnitsConfig, read_deployment
+from hadal.core.config import Deployment, LedgerConfig, UnitsConfig, read_deployment
 from hadal.core.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -23,6 +23,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
         ({"rank_timeout_s": 0.5}, "rank_timeout_s is 0.5; ranks report every 0.25 s"),
         ({"collective_timeout_s": 1.0}, "collective_timeout_s .* must exceed rank_timeout_s"),
         ({"unit_timeout_s": 5.0, "rank_timeout_s": 6.0}, "unit_timeout_s must exceed rank_timeout_s"),
+        ({"ledger": LedgerConfig(gpu_hour_usd=-1.0)}, "ledger.gpu_hour_usd is -1.0; 0 to 1e6 dollars"),
         ({"collective_timeout_s": 0.0}, "collective_timeout_s is 0.0; it must be positive"),
     ],
 )

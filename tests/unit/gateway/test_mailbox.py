@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from hadal.core.seams import Deliver
+from hadal.core.seams import Closing, Deliver
 from hadal.gateway.mailbox import Mailbox
 
 
@@ -24,6 +24,18 @@ def test_all_that_came_is_taken_at_once() -> None:
             box.put(deliver)  # After the last of a choice, and for somebody else, nothing counts.
         assert await waiting == [(1, first), (0, second), (1, last)]
         assert box.open_ids == {"a": 0}
+
+    asyncio.run(run())
+
+
+def test_where_a_request_was_worked_on_is_known_although_nobody_takes_its_end() -> None:
+    async def run() -> None:
+        box = mailbox()
+        closing = Closing("prefill-0", "decode-1", 2)
+        del box.open_ids["a"]  # As Host.cancel does.
+        box.put(Deliver("a", (), True, "cancelled", 499, closing=closing))
+        assert box.closings == {"a": closing}
+        assert await box.take(0.0) == []
 
     asyncio.run(run())
 

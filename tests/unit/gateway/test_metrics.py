@@ -15,6 +15,7 @@ from hadal.core.wire import AnyMessage
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.replies import Usage
 from hadal.roles.front_snapshot import FrontSnapshot, Totals
+from hadal.runtime.ledger_writer import LedgerCounts
 
 
 def scraped(metrics: Metrics) -> dict[tuple[str, ...], float]:
@@ -142,3 +143,16 @@ def test_prompts_by_what_was_reused() -> None:
         ("hadal_usage_prompt_tokens_total", "miss"): 102,
         ("hadal_prompt_tokens_total",): 0,
     }
+
+
+def test_what_became_of_the_ledgers_facts() -> None:
+    snapshot = FrontSnapshot(False, {}, {}, {}, Totals())
+    counts = LedgerCounts(
+        num_written=1, num_same=2, num_refused=3, num_spooled=4, num_lost=5, num_waiting=6, is_down=True
+    )
+    samples = scraped(Metrics(lambda: snapshot, lambda: counts))
+    assert {name[1:]: value for name, value in samples.items() if name[0] == "hadal_ledger_facts_total"} == {
+        ("written",): 1, ("same",): 2, ("refused",): 3, ("spooled",): 4, ("lost",): 5
+    }  # fmt: skip
+    assert (samples["hadal_ledger_waiting",], samples["hadal_ledger_down",]) == (6, 1)
+    assert not any(name[0].startswith("hadal_ledger") for name in scraped(Metrics(lambda: snapshot)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from hadal.gateway.tenants import salt_of, salt_within
+from hadal.gateway.tenants import EVERYONE, name_of, salt_of, salt_within
 from hadal.kv.names import PUBLIC
 
 
@@ -23,3 +23,12 @@ def test_salts_differ_and_stay() -> None:
         env={"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "7"},
     )  # fmt: skip
     assert done.stdout.strip() == salt_within(salt_of(b"one"), "two").hex()
+
+
+def test_names_differ_stay_and_tell_nothing() -> None:
+    salts = [salt_of(key) for key in (b"", b"one", b"two")]
+    names = [name_of(salt) for salt in salts]
+    assert names[0] == EVERYONE
+    assert len(set(names)) == 3
+    assert names[1] == "t-9c40169ff5", "the same after a restart, so that a ledger goes on"
+    assert not any(name[2:] in salt.hex() for name, salt in zip(names, salts, strict=True))

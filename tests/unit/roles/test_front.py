@@ -29,7 +29,7 @@ from hadal.core.messages import (
     UnitDown,
     UnitUp,
 )
-from hadal.core.seams import Deliver, Effect, Send, Tick, WakeAt
+from hadal.core.seams import Closing, Deliver, Effect, Send, Tick, WakeAt
 from hadal.policy.batching import AGE_S
 from hadal.roles.front import Front
 from tests.columns import tokens_message
@@ -171,6 +171,26 @@ def test_cancel_tells_the_units_that_hold_it() -> None:
     assert of(effects, Send) == [Send("prefill-0", Release("b", 0)), Send("decode-0", Cancel("b", 0))]
     assert made.handle(0.2, Cancel("b", 0)) == []
     ok(made)
+
+
+def test_the_end_says_where_a_request_was_worked_on() -> None:
+    """Finished at once or later, cancelled anywhere, after a retry; what was not let in was nowhere."""
+    def closing(effects: list[Effect]) -> Closing | None:
+        (end,) = [deliver for deliver in of(effects, Deliver) if deliver.final]
+        return end.closing
+
+    made = front(max_queued=0, max_running=1)
+    made.handle(0.0, Submit(generation(max_tokens=1)))
+    assert closing(made.handle(0.0, Submit(generation("refused")))) is None
+    assert closing(made.handle(0.1, first_token(finish="length"))) == Closing("prefill-0", "", 0)
+    made = decoding(front(), max_tokens=9)
+    assert closing(made.handle(0.3, tokens("a", 1, finish="stop"))) == Closing("prefill-0", "decode-0", 0)
+    made = decoding(front())
+    made.handle(0.3, Returned("decode-0", "a", 0, "preempted"))
+    assert closing(made.handle(0.4, Cancel("a", -1))) == Closing("prefill-0", "", 1)
+    waiting = front(units=False)
+    waiting.handle(0.0, Submit(generation()))
+    assert closing(waiting.handle(0.1, Cancel("a", -1))) == Closing("", "", 0)
 
 
 def test_a_lost_decode_unit_costs_only_time() -> None:

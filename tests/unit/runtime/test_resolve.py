@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import hadal.runtime.resolve as resolve_module
-from hadal.core.config import CacheConfig, Deployment, UnitsConfig
+from hadal.core.config import CacheConfig, Deployment, LedgerConfig, UnitsConfig
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.runtime import kv_nixl
 from hadal.runtime.banner import Banner
@@ -32,6 +32,30 @@ def test_everything_derived_is_filled_in() -> None:
     assert (deployment.prefill.threads, deployment.decode.threads) == (num_cores(), 1)
     assert deployment.prefill.kv_blocks > 1 < deployment.decode.kv_blocks
     assert resolve(deployment).deployment == deployment
+
+
+def test_the_ledger_is_found_and_its_prices_are_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert plan(Deployment()).deployment.ledger.url == "off", "as $HADAL_LEDGER says in tests"
+    monkeypatch.setenv("HADAL_LEDGER", str(tmp_path / "l.sqlite"))
+    resolved = plan(Deployment())
+    assert resolved.deployment.ledger.url == f"sqlite:///{tmp_path}/l.sqlite"
+    assert plan(resolved.deployment).deployment == resolved.deployment
+    assert list(tmp_path.iterdir()) == []
+    for ledger, words in (
+        (LedgerConfig(prices="cheap"), "ledger: 'cheap' is no price list"),
+        (LedgerConfig(url="mysql://h/d"), "not in mysql"),
+        (LedgerConfig(gpu_hour_usd=0.12345678), "at most 6 decimals"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            plan(Deployment(ledger=ledger))
+
+
+def test_a_password_in_the_ledgers_url_is_for_this_user_alone(tmp_path: Path) -> None:
+    deployment = Deployment(ledger=LedgerConfig(url="postgresql://me:secret@host/name"))
+    write_run(tmp_path, Run("id", 1, deployment, "info"))
+    [file] = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o077 == 0
+    assert read_run(tmp_path).deployment == deployment
 
 
 def test_the_variable_names_a_model_and_an_option_goes_before_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
