@@ -90,6 +90,38 @@ class LedgerConfig:
 
 
 @dataclass(frozen=True)
+class FleetConfig:
+    """Units that come and go with the demand (policy/scaling). `units` of each role is the floor."""
+
+    mode: str = OFF
+    """"off": as many units as `units` says; "auto": units are started and drained while it serves."""
+    prefill_max: int = 0
+    """Most prefill units. 0: prefill.units, so that they never grow."""
+    decode_max: int = 0
+    bundle_prefill: int = 0
+    """Units of a bundle, in which both roles then grow; 0 for both: each role by itself."""
+    bundle_decode: int = 0
+    prefill_tokens_per_s: float = 0.0
+    """Of a unit that keeps what is promised on latency. 0: what units measure of themselves."""
+    decode_tokens_per_s: float = 0.0
+    prefill_use: float = 0.7
+    """How busy units may be on average before another is started."""
+    decode_use: float = 0.8
+    start_s: float = 60.0
+    """From the start of a unit until it works."""
+    period_s: float = 5.0
+    """Between decisions."""
+    hold_s: float = 600.0
+    """A unit is given up if it was not needed for so long."""
+    drain_timeout_s: float = 120.0
+    """How long what a drained unit holds may go on there; what is left then goes on elsewhere."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.mode != OFF
+
+
+@dataclass(frozen=True)
 class LimitsConfig:
     """What one client may ask for. Beyond a limit the reply is 400, 413 or 429, never a crash."""
 
@@ -153,9 +185,18 @@ class Deployment:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
 
     def __post_init__(self) -> None:
         check(self)
+
+    def num_units_max(self, role: str) -> int:
+        """Units of a role that there may ever be at once."""
+        units, most = (
+            (self.prefill.units, self.fleet.prefill_max) if role == PREFILL
+            else (self.decode.units, self.fleet.decode_max)
+        )  # fmt: skip
+        return max(units, most) if self.fleet.is_on else units
 
 
 def read_deployment(path: Path, **overrides: Any) -> Deployment:
@@ -199,7 +240,7 @@ def _build(kind: Any, fields: dict[str, Any], where: str) -> Any:
 
 
 _NESTED: dict[str, Any] = {
-    kind.__name__: kind for kind in (UnitsConfig, LimitsConfig, CacheConfig, LedgerConfig)
+    kind.__name__: kind for kind in (UnitsConfig, LimitsConfig, CacheConfig, LedgerConfig, FleetConfig)
 }
 
 
@@ -223,6 +264,7 @@ def check(deployment: Deployment) -> None:
     if not 0 <= deployment.ledger.gpu_hour_usd < 1e6:
         raise ConfigError(f"ledger.gpu_hour_usd is {deployment.ledger.gpu_hour_usd}; 0 to 1e6 dollars are allowed.")
     _check_deadlines(deployment)
+    _check_fleet(deployment)
     for kind in ROLES:
         _check_units(kind, getattr(deployment, kind))
     for name in ("max_body_bytes", "default_output_tokens", "max_n", "max_running", "request_timeout_s"):
@@ -273,6 +315,26 @@ def _check_deadlines(deployment: Deployment) -> None:
         )
     if deployment.unit_timeout_s <= deployment.rank_timeout_s:
         raise ConfigError("unit_timeout_s must exceed rank_timeout_s: a unit outlives the loss of a rank.")
+
+
+def _check_fleet(deployment: Deployment) -> None:
+    fleet = deployment.fleet
+    _check_name("fleet.mode", fleet.mode, (AUTO, OFF))
+    for name in ("start_s", "period_s", "drain_timeout_s"):
+        if getattr(fleet, name) <= 0:
+            raise ConfigError(f"fleet.{name} is {getattr(fleet, name):g}; it must be positive.")
+    for kind in ROLES:
+        most, units = getattr(fleet, f"{kind}_max"), getattr(deployment, kind).units
+        if most and most < units:
+            raise ConfigError(f"fleet.{kind}_max is {most}, and {kind}.units, the floor, is {units}. Raise the first.")
+        if not 0.0 < getattr(fleet, f"{kind}_use") <= 1.0:
+            raise ConfigError(f"fleet.{kind}_use is {getattr(fleet, f'{kind}_use'):g}; it is a share, of (0, 1].")
+        if min(most, getattr(fleet, f"bundle_{kind}"), getattr(fleet, f"{kind}_tokens_per_s")) < 0:
+            raise ConfigError(f"fleet: {kind}_max, bundle_{kind} and {kind}_tokens_per_s cannot be negative.")
+    if fleet.hold_s < 0:
+        raise ConfigError("fleet.hold_s cannot be negative.")
+    if bool(fleet.bundle_prefill) != bool(fleet.bundle_decode):
+        raise ConfigError("fleet: a bundle has units of both roles; set bundle_prefill and bundle_decode, or neither.")
 
 
 def _check_units(kind: str, units: UnitsConfig) -> None:

@@ -144,6 +144,34 @@ class Deliver(msgspec.Struct, frozen=True):
     """With final, of a request that was let in."""
 
 
+class StartUnit(msgspec.Struct, frozen=True):
+    """Fleet only: start this unit on free nodes, and say UnitUp when it works, or UnitDown if it does not."""
+
+    unit: str
+    role: str
+
+
+class StopUnit(msgspec.Struct, frozen=True):
+    """Fleet only: end this unit, which nobody needs any more, and say UnitDown when its nodes are free."""
+
+    unit: str
+
+
+class OfferNodes(msgspec.Struct, frozen=True):
+    """Fleet only: these nodes are free for other work until they are withdrawn."""
+
+    num_nodes: int
+
+
+class WithdrawNodes(msgspec.Struct, frozen=True):
+    """Fleet only: other work has to leave these nodes. What is started on them waits for that."""
+
+    num_nodes: int
+
+
+FleetEffect = Send | StartUnit | StopUnit | OfferNodes | WithdrawNodes | WakeAt
+"""What roles/fleet asks for. Nodes are those of this deployment's units, by number and not by name."""
+
 Effect = Send | Execute | Form | Stage | Pull | LoadBlocks | StoreBlocks | UsedBlocks | WakeAt | Freed | Deliver
 
 

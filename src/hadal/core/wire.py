@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hadal.core.fleet import Demand, DrainUnit, KeepUnit
 from hadal.core.messages import (
     Ahead,
     Audit,
@@ -46,5 +47,5 @@ AnyMessage = (
     Submit | FrontUp | Prefill | Release | Cancel | PrefillDone | Decode | Pulled | Tokens | Returned | Load | UnitUp
     | UnitDown | Drain | AuditRequest | Audit | RankUp | RankDone | RankFormed | RankAnswered | RankBeat | RankForm
     | RankStep | RankStage | RankStaged | RankPull | RankFreed | TraceRequest | Trace | PrefillAhead | Cached | Ahead
-    | RankLoad | RankStore | Stop
+    | RankLoad | RankStore | Stop | DrainUnit | KeepUnit | Demand
 )

@@ -10,8 +10,9 @@ from __future__ import annotations
 import msgspec
 
 from hadal.core.balance import AUTO
-from hadal.core.config import DECODE, PREFILL, ROLES, Deployment
+from hadal.core.config import ROLES, Deployment
 from hadal.core.errors import InvariantError
+from hadal.core.fleet import DrainUnit, KeepUnit
 from hadal.core.messages import (
     SUPERVISOR,
     Ahead,
@@ -43,6 +44,7 @@ from hadal.core.wire import AnyMessage
 from hadal.policy.admission import admit, refuse_lengths
 from hadal.policy.views import AdmissionView
 from hadal.roles.front_alarm import Alarm
+from hadal.roles.front_fleet import FrontFleet
 from hadal.roles.front_handover import Handover
 from hadal.roles.front_names import FrontNames
 from hadal.roles.front_record import Record
@@ -75,6 +77,8 @@ class Front:
         self.rooms = Rooms(self.requests, self.units, config.limits, max_context)
         self.tokens = FrontTokens(self.requests, self.units, self.totals, epoch=epoch, keeps_text=keeps_text)
         self.handover = Handover(self.units, self.rooms.decode_unit, is_early=config.early_pull == AUTO)
+        beat_s = config.heartbeat_s if config.fleet.is_on else 0.0
+        self.fleet = FrontFleet(self.requests, self.units, self.handover, self.totals, epoch, beat_s)
         self.is_draining = False
         self._config = config
         self._epoch = epoch
@@ -90,10 +94,10 @@ class Front:
 
     def start(self, now_s: float) -> list[Effect]:
         """The first effects of the process: units that outlived the front before drop what they held for it."""
-        units = [(PREFILL, self._config.prefill.units), (DECODE, self._config.decode.units)]
         self._out = [
-            Send(f"{role}-{index}", FrontUp(self._epoch)) for role, count in units for index in range(count)
-        ]
+            Send(f"{role}-{index}", FrontUp(self._epoch))
+            for role in ROLES for index in range(self._config.num_units_max(role))
+        ]  # fmt: skip
         self._out += self._alarm.set(now_s, self.requests.next_retry_s)
         return self._out
 
@@ -127,6 +131,8 @@ class Front:
                 self._unit_down(now_s, unit, reason)
             case Drain():
                 self.is_draining = True
+            case DrainUnit() | KeepUnit():
+                self._out += self.fleet.handle(now_s, event)
             case Tick():
                 self._tick(now_s)
             case Audit() | Trace():
@@ -159,6 +165,7 @@ class Front:
         ))  # fmt: skip
         if refusal is not None:
             self.totals.refused += 1
+            self.totals.tokens_refused += len(generation.prompt) * (refusal.status == 429)
             reason, status = f"{refusal.reason}.", refusal.status
             self._out.append(Deliver(request_id, (), True, reason, status, refusal.retry_after_s))
             return
@@ -367,6 +374,11 @@ class Front:
             reason = f"silent for {self._config.unit_timeout_s:g} s"
             self._send(SUPERVISOR, UnitDown(name, reason))
             self._unit_down(now_s, name, reason)
+        for name in self.fleet.overdue(now_s):
+            for record in self.requests.on_unit(name):
+                self._let_go(record)
+                self._retry(now_s, record, f"{name} is drained", is_counted=False)
+        self._out += self.fleet.report(now_s)
 
     # ---- looking ----
     def _record(self, request_id: str, attempt: int) -> Record | None:

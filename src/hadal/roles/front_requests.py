@@ -90,6 +90,10 @@ class RequestBook:
                 return record
         return None
 
+    def queued(self) -> list[Record]:
+        """Those that wait, in their turn."""
+        return [self.by_id[request_id] for _, _, request_id in self._queue]
+
     def next_retry_s(self, now_s: float) -> float:
         """When the next back-off ends; infinity if nothing backs off."""
         times = [self.by_id[request_id].not_before_s for _, _, request_id in self._queue]

@@ -17,6 +17,8 @@ class Totals(msgspec.Struct):
     refused: int = 0
     tokens_in: int = 0
     """Prompt tokens of requests let in."""
+    tokens_refused: int = 0
+    """Prompt tokens of requests that there was no room for (429)."""
     tokens_out: int = 0
     tokens_hit: int = 0
     """Of the prompts that were answered: tokens that a cache had, as the unit said that drew the first token."""

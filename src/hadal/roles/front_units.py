@@ -41,6 +41,13 @@ class Unit:
     num_blocks_used: int = 0
     """Decode: blocks of the requests sent there."""
     load: Load | None = None
+    drain_by_s: float | None = None
+    """Not None: nothing new is sent there, and what it holds may stay until then (roles/front_fleet)."""
+
+    @property
+    def is_open(self) -> bool:
+        """New requests may be sent there."""
+        return self.drain_by_s is None
 
 
 def prefill_work(record: Record) -> tuple[int, int]:
@@ -94,7 +101,7 @@ class UnitBook:
     def capacity_tokens(self) -> int | None:
         """Tokens of KV of one request that both roles have a unit for; None if no rank of a role is up."""
         num_blocks = min(
-            max((unit.num_blocks_request for unit in self.of_role(role)), default=0) for role in ROLES
+            max((unit.num_blocks_request for unit in self.of_role(role) if unit.is_open), default=0) for role in ROLES
         )
         return num_blocks * BLOCK_TOKENS or None
 
@@ -133,12 +140,14 @@ class UnitBook:
     # ---- what the policies see ----
     def open_prefill_units(self) -> list[str]:
         """Those that take one more request."""
-        return [unit.name for unit in self.of_role(PREFILL) if unit.num_requests < unit.num_requests_max]
+        return [u.name for u in self.of_role(PREFILL) if u.is_open and u.num_requests < u.num_requests_max]
 
     def prefill_views(self, unit_to_cached: Mapping[str, int] = _NOTHING) -> list[PrefillUnitView]:
         """As a request sees them of which units have so many positions already."""
         views = []
         for unit in self.of_role(PREFILL):
+            if not unit.is_open:
+                continue
             load = unit.load
             views.append(PrefillUnitView(
                 unit.name, unit.num_blocks_request, unit.num_tokens, unit.num_requests, unit.num_requests_max,
@@ -152,13 +161,15 @@ class UnitBook:
             DecodeUnitView(
                 unit.name, unit.num_blocks, unit.num_blocks_used, unit.num_requests, unit.num_requests_max,
                 unit.num_blocks_request,
-            ) for unit in self.of_role(DECODE)
+            ) for unit in self.of_role(DECODE) if unit.is_open
         ]  # fmt: skip
 
     def downstream(self, num_requests: int, num_blocks_used: int, num_transferring: int) -> DownstreamView:
+        """One that drains has room for what it holds and for nothing else."""
         units = self.of_role(DECODE)
         return DownstreamView(
-            sum(unit.num_requests_max for unit in units), sum(unit.num_blocks for unit in units),
+            sum(unit.num_requests_max if unit.is_open else unit.num_requests for unit in units),
+            sum(unit.num_blocks if unit.is_open else unit.num_blocks_used for unit in units),
             num_requests, num_blocks_used, num_transferring,
         )  # fmt: skip
 

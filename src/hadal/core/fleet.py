@@ -1,0 +1,56 @@
+"""What the front and the fleet say to each other, as frozen values. The fleet lives beside the supervisor.
+
+Everything here may be lost, late or doubled: Demand is said again at every beat and says all there is, and the fleet
+repeats what the last Demand does not show to have been heard.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from hadal.core.messages import Message
+
+
+# ---- fleet -> front ----
+class DrainUnit(Message, frozen=True):
+    """Send nothing new to this unit. What it holds goes on there; after `timeout_s` the rest is tried elsewhere.
+
+    Said twice, the first deadline holds.
+    """
+
+    unit: str
+    timeout_s: float
+
+
+class KeepUnit(Message, frozen=True):
+    """The unit is wanted after all: it takes new requests again."""
+
+    unit: str
+
+
+# ---- front -> fleet ----
+class UnitFacts(msgspec.Struct, frozen=True, array_like=True):
+    """A unit that is up, as the front counts it."""
+
+    unit: str
+    role: str
+    num_requests: int
+    """That would lose something with it, prompts whose KV lies there included."""
+    is_draining: bool
+    tokens_per_s_max: float = 0.0
+    """What it would do if it were full, as far as it has measured itself; 0: not known."""
+
+
+class Demand(Message, frozen=True):
+    """What is asked of the fleet. Counters grow from the front's start on, so that a lost message loses no tokens."""
+
+    epoch: str
+    """The front's: another one counts from 0."""
+    tokens_in: int
+    """Prompt tokens of the requests that came, those that were refused for want of room among them."""
+    tokens_out: int
+    tokens_waiting: int
+    """Prompt tokens that no unit works on: a backlog of prefill."""
+    outputs_waiting: int
+    """Output tokens that those requests will ask of decode, at what requests have brought on average."""
+    units: tuple[UnitFacts, ...]

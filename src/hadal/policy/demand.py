@@ -1,0 +1,114 @@
+"""What the next minutes will ask of the fleet: a level and a trend from the recent past, times the shape of a day.
+
+    rate(now + h) = (level + slope h) x shape(now + h),      level, slope: of rate / shape over a short window
+
+The day's shape explains the morning before it comes; the trend carries what today does otherwise. A slope that is not
+clearly more than noise counts as none, so that noise moves no nodes. Knows no units: tokens per second of one role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+
+DAY_S = 86_400.0
+NUM_SLOPE_MIN = 5
+"""Fewer samples than this show no trend."""
+SIGNIFICANT = 3.0
+"""A slope counts from so many of its own standard errors on: by chance 1 window in 370 does (normal noise)."""
+CHANGE_MAX = 2.0
+"""The trend alone never forecasts more than this times the level, or less than one part of it."""
+
+
+@dataclass(frozen=True)
+class DayShape:
+    """Relative demand over a day: the mean of each of equally long bins, from midnight on. Its mean is 1.
+
+    Between, it is linear from the edge of a bin to its middle and on to the next edge, in such a way that every bin has
+    exactly its mean. Raises ValueError for shapes that would be zero or less somewhere.
+    """
+
+    bins: tuple[float, ...]
+    """In any unit; only ratios matter."""
+
+    def __post_init__(self) -> None:
+        if not self.bins or min(self.bins) <= 0 or not np.all(np.isfinite(self.bins)):
+            raise ValueError("a day's shape needs positive bins: give at least one, and what was counted in each.")
+        if self._values.min() <= 0:
+            raise ValueError("a day's shape rises too steeply between two bins; take wider ones, or smooth them.")
+
+    @cached_property
+    def _values(self) -> Floats:
+        """At edge 0, middle 0, edge 1, ... and at the next midnight: [2 bins + 1]."""
+        means = np.asarray(self.bins, np.float64) / np.mean(self.bins)
+        edges = 0.5 * (means + np.roll(means, 1))
+        # A bin's mean is (edge + 2 middle + next edge) / 4.
+        middles = 2.0 * means - 0.5 * (edges + np.roll(edges, -1))
+        return np.append(np.stack([edges, middles], 1).ravel(), edges[0])
+
+    def at(self, time_s: ArrayLike) -> Floats:
+        """The shape at these times of day, seconds from midnight; days repeat."""
+        values = self._values
+        times = np.linspace(0.0, DAY_S, values.size)
+        return np.asarray(np.interp(np.mod(time_s, DAY_S), times, values), np.float64)
+
+
+FLAT = DayShape((1.0,))
+"""Nothing is known of the day."""
+
+
+def forecast(
+    times_s: Sequence[float], rates: Sequence[float], shape: DayShape, now_s: float, ahead_s: ArrayLike
+) -> Floats:
+    """Expected rates at `now_s + ahead_s`.
+
+    Args:
+        times_s: when each sample was taken, by the clock of the day (seconds from some midnight), ascending, <= now_s.
+        rates: tokens per second at those times. Without any, 0 is expected.
+        ahead_s: [points], not negative.
+    """
+    ahead = np.atleast_1d(np.asarray(ahead_s, np.float64))
+    if not len(rates):
+        return np.zeros(ahead.shape)
+    times = np.asarray(times_s, np.float64) - now_s
+    residuals = np.asarray(rates, np.float64) / shape.at(times_s)
+    level, slope = _line(times, residuals)
+    reach_s = -float(times[0])  # A trend is believed for as long as it was seen.
+    trend = level + slope * np.minimum(ahead, reach_s)
+    return np.clip(trend, level / CHANGE_MAX, level * CHANGE_MAX) * shape.at(now_s + ahead)
+
+
+def _line(times: Floats, values: Floats) -> tuple[float, float]:
+    """(value at time 0, slope) of the samples; (mean, 0) if they show no slope that is more than noise."""
+    mean = float(values.mean())
+    spread = times - times.mean()
+    weight = float(spread @ spread)
+    if times.size < NUM_SLOPE_MIN or weight <= 0.0:
+        return mean, 0.0
+    slope = float(spread @ values) / weight
+    rest = values - mean - slope * spread
+    error = float(np.sqrt(rest @ rest / (times.size - 2) / weight))
+    if abs(slope) <= SIGNIFICANT * error:
+        return mean, 0.0
+    return max(0.0, mean - slope * float(times.mean())), slope
+
+
+def learned_shape(bins: Sequence[float]) -> DayShape:
+    """The shape of a day that was counted: what is too steep or too empty for a DayShape is smoothed until it is none.
+
+    Raises ValueError without bins, or if nothing was counted in any of them.
+    """
+    means = np.asarray(bins, np.float64)
+    if means.size == 0 or means.max() <= 0:
+        raise ValueError("nothing was counted, so there is no shape to learn.")
+    while True:
+        try:
+            return DayShape(tuple(means.tolist()))
+        except ValueError:  # Each pass comes nearer to a flat day, which is one.
+            means = 0.5 * means + 0.25 * (np.roll(means, 1) + np.roll(means, -1))

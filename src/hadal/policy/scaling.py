@@ -1,0 +1,288 @@
+"""How many prefill and decode units the fleet wants: enough for what comes before another could be started.
+
+    need      = (forecast + backlog / catch_up) / (what a unit does x how busy it may be)     in units, by role
+    soon      = its maximum over the next start-up and period: grow to that, at once
+    kept      = its maximum over the last `hold_s` and the next, and a margin: shrink to that, when it is less
+
+What lies between is held as it is, so a fleet never gives up what it would want back within `hold_s`. Roles grow in
+bundles where there are some (DeepSeek's day: steps of 30 nodes = 1 decode and 3 prefill units), else each by itself.
+A pure function; knows no unit by name, no clock and no machine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from hadal.policy.capacity import units_needed
+from hadal.policy.demand import FLAT, DayShape, Floats, forecast
+
+GRID_S = 300.0
+"""The forecast is looked at every so many seconds: a day's shape says nothing of less."""
+_EPSILON = 1e-9
+"""Needs that exceed a whole number by rounding alone want no further unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Whole units of each role."""
+
+    prefill: int
+    decode: int
+
+    def __str__(self) -> str:
+        return f"{self.prefill} prefill + {self.decode} decode"
+
+
+@dataclass(frozen=True, slots=True)
+class RoleRules:
+    """What is fixed for the units of one role."""
+
+    unit_nodes: int
+    use: float
+    """How busy a unit may be on average: the rest is for what comes unevenly, and for units that die."""
+    num_min: int
+    num_max: int
+    num_bundle: int = 0
+    """Units of a bundle; 0 for both roles: there are no bundles."""
+    num_extra: int = 0
+    """Units beside the bundles, always there. With none the published peak of 278 nodes, 9 decode and 29 prefill
+    units, would be 270."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingRules:
+    """What is fixed for the fleet. Raises ValueError for rules that no fleet can keep."""
+
+    prefill: RoleRules
+    decode: RoleRules
+    num_nodes_max: int
+    """Nodes that there are."""
+    start_s: float
+    """From a decision until the unit works."""
+    period_s: float = 60.0
+    """Between decisions."""
+    hold_s: float = 1800.0
+    """A unit is given up if it was not needed for so long, and will not be."""
+    margin: float = 0.02
+    """And if the need is smaller by so much, as a share."""
+    catch_up_s: float = 600.0
+    """In which a backlog is to be worked off."""
+
+    def __post_init__(self) -> None:
+        for name, role in (("prefill", self.prefill), ("decode", self.decode)):
+            if not 0 < role.num_min <= role.num_max:
+                raise ValueError(f"{name}: the floor is {role.num_min} units and the most {role.num_max}; 1 to the most.")
+            if not 0.0 < role.use <= 1.0 or role.unit_nodes < 1:
+                raise ValueError(f"{name}: use is {role.use:g}, of (0, 1]; a unit has {role.unit_nodes} nodes, 1 or more.")
+            if min(role.num_bundle, role.num_extra) < 0:
+                raise ValueError(f"{name}: a bundle cannot have fewer than 0 units.")
+        if bool(self.prefill.num_bundle) != bool(self.decode.num_bundle):
+            raise ValueError("a bundle has units of both roles, or there are no bundles: set both to 0.")
+        if min(self.start_s, self.hold_s, self.margin) < 0 or min(self.period_s, self.catch_up_s) <= 0:
+            raise ValueError("start_s, hold_s and margin cannot be negative; period_s and catch_up_s must be positive.")
+        if self.num_nodes(self.floor) > self.num_nodes_max:
+            raise ValueError(
+                f"the floor of {self.floor} takes {self.num_nodes(self.floor)} nodes, and there are "
+                f"{self.num_nodes_max}. Lower it, or give the fleet more nodes."
+            )
+
+    @property
+    def floor(self) -> Units:
+        return Units(self.prefill.num_min, self.decode.num_min)
+
+    @property
+    def has_bundles(self) -> bool:
+        return self.prefill.num_bundle > 0
+
+    def num_nodes(self, units: Units) -> int:
+        """Nodes that so many units take."""
+        return units.prefill * self.prefill.unit_nodes + units.decode * self.decode.unit_nodes
+
+
+@dataclass(frozen=True, slots=True)
+class RoleView:
+    """What is known of the demand for one role."""
+
+    times_s: tuple[float, ...]
+    """Of the samples, by the clock of the day, ascending."""
+    rates: tuple[float, ...]
+    """Tokens per second at those times."""
+    unit_tokens_per_s: float
+    """What one unit does within the promise on latency, measured or priced."""
+    backlog_tokens: float = 0.0
+    shape: DayShape = FLAT
+    need_held: float = 0.0
+    """The most that was needed in the last `hold_s`, in units."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingView:
+    """The fleet at one instant."""
+
+    now_s: float
+    """By the clock of the day."""
+    prefill: RoleView
+    decode: RoleView
+    levels: Units
+    """What the last decision came to before floor and nodes bounded it."""
+
+
+class Step(StrEnum):
+    GROW = "grow"
+    HOLD = "hold"
+    SHRINK = "shrink"
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """What led to a decision, to be printed. Needs are in units of `role`, the one that asks for most."""
+
+    step: Step
+    role: str
+    need_now: float
+    need_soon: float
+    need_kept: float
+    bound: str = ""
+    """"floor", "limit" or "nodes", where one of them decided."""
+
+    def __str__(self) -> str:
+        bound = f", bounded by {self.bound}" if self.bound else ""
+        return (
+            f"{self.step}: {self.role} needs {self.need_now:.2f} units now, {self.need_soon:.2f} soon, "
+            f"keeps {self.need_kept:.2f}{bound}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How many units are wanted from now on."""
+
+    units: Units
+    levels: Units
+    need_prefill: float
+    """Now, in units: to be remembered for `hold_s`."""
+    need_decode: float
+    why: Why
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """Of one role, in units of it or in bundles."""
+
+    now: float
+    soon: float
+    kept: float
+
+    def of(self, num_extra: int, num_bundle: int) -> _Need:
+        """In bundles, beside `num_extra` units."""
+        return _Need(*((need - num_extra) / num_bundle for need in (self.now, self.soon, self.kept)))
+
+    def level(self, before: int) -> int:
+        """Whole units, or bundles: grown to what comes soon, shrunk to what is kept, or as before."""
+        return max(_whole(self.soon), min(before, _whole(self.kept)))
+
+
+def decide(view: ScalingView, rules: ScalingRules) -> Decision:
+    """Return what the fleet should be. Raises ValueError for a unit that does nothing."""
+    ahead_s = _ahead_s(rules)
+    prefill = _need(view.prefill, rules.prefill, rules, view.now_s, ahead_s)
+    decode = _need(view.decode, rules.decode, rules, view.now_s, ahead_s)
+    if rules.has_bundles:
+        levels = _bundled(prefill, decode, view.levels, rules)
+    else:
+        levels = Units(
+            _alone(prefill, view.levels.prefill, rules.prefill), _alone(decode, view.levels.decode, rules.decode)
+        )
+    limited = Units(_limited(levels.prefill, rules.prefill), _limited(levels.decode, rules.decode))
+    units = _on_nodes(limited, prefill, decode, rules)
+    bound = "nodes" if units != limited else ""
+    if not bound and limited != levels:
+        bound = "floor" if rules.num_nodes(limited) > rules.num_nodes(levels) else "limit"
+    why = _why(view.levels, levels, prefill, decode, rules, bound)
+    return Decision(units, levels, prefill.now, decode.now, why)
+
+
+def _ahead_s(rules: ScalingRules) -> Floats:
+    """Where the forecast is looked at: up to when a unit that is given up now could be back, and no longer needed."""
+    horizon_s = rules.start_s + max(rules.period_s, rules.hold_s)
+    grid = np.arange(0.0, horizon_s, GRID_S)
+    return np.unique(np.append(grid, [rules.start_s + rules.period_s, horizon_s]))
+
+
+def _need(role: RoleView, fixed: RoleRules, rules: ScalingRules, now_s: float, ahead_s: Floats) -> _Need:
+    rates = forecast(role.times_s, role.rates, role.shape, now_s, ahead_s) + role.backlog_tokens / rules.catch_up_s
+    one = units_needed(1.0, role.unit_tokens_per_s, fixed.use)
+    needs = rates * one
+    soon = float(needs[ahead_s <= rules.start_s + rules.period_s].max())
+    kept = max(float(needs.max()), role.need_held) * (1.0 + rules.margin)
+    return _Need(float(needs[0]), soon, kept)
+
+
+def _bundled(prefill: _Need, decode: _Need, before: Units, rules: ScalingRules) -> Units:
+    """As many bundles as the role needs that asks for most."""
+    needs = [
+        need.of(fixed.num_extra, fixed.num_bundle)
+        for need, fixed in ((prefill, rules.prefill), (decode, rules.decode))
+    ]  # fmt: skip
+    most = _Need(*(max(getattr(need, name) for need in needs) for name in ("now", "soon", "kept")))
+    num_before = max(0, (before.decode - rules.decode.num_extra) // rules.decode.num_bundle)
+    num = most.level(num_before)
+    return Units(
+        rules.prefill.num_extra + num * rules.prefill.num_bundle,
+        rules.decode.num_extra + num * rules.decode.num_bundle,
+    )
+
+
+def _alone(need: _Need, before: int, fixed: RoleRules) -> int:
+    """Of one role by itself; its extra units are not for the need."""
+    return need.level(before - fixed.num_extra) + fixed.num_extra
+
+
+def _limited(num: int, fixed: RoleRules) -> int:
+    return min(max(num, fixed.num_min), fixed.num_max)
+
+
+def _on_nodes(wanted: Units, prefill: _Need, decode: _Need, rules: ScalingRules) -> Units:
+    """What the nodes have room for: from the floor up, first bundles, then units of the role that is shorter of them."""
+    if rules.num_nodes(wanted) <= rules.num_nodes_max:
+        return wanted
+    units = rules.floor
+    while rules.has_bundles:
+        more = Units(
+            min(units.prefill + rules.prefill.num_bundle, wanted.prefill),
+            min(units.decode + rules.decode.num_bundle, wanted.decode),
+        )
+        if more == units or rules.num_nodes(more) > rules.num_nodes_max:
+            break
+        units = more
+    while True:
+        by_supply = sorted((
+            (units.prefill / max(prefill.soon, _EPSILON), "prefill", Units(units.prefill + 1, units.decode)),
+            (units.decode / max(decode.soon, _EPSILON), "decode", Units(units.prefill, units.decode + 1)),
+        ), key=lambda choice: choice[:2])  # fmt: skip
+        for _, _, more in by_supply:
+            is_wanted = more.prefill <= wanted.prefill and more.decode <= wanted.decode
+            if is_wanted and rules.num_nodes(more) <= rules.num_nodes_max:
+                units = more
+                break
+        else:
+            return units
+
+
+def _why(before: Units, after: Units, prefill: _Need, decode: _Need, rules: ScalingRules, bound: str) -> Why:
+    if rules.num_nodes(after) > rules.num_nodes(before):
+        step = Step.GROW
+    else:
+        step = Step.SHRINK if rules.num_nodes(after) < rules.num_nodes(before) else Step.HOLD
+    p_size, d_size = rules.prefill.num_bundle or 1, rules.decode.num_bundle or 1
+    is_prefill = (prefill.soon - rules.prefill.num_extra) / p_size > (decode.soon - rules.decode.num_extra) / d_size
+    need = prefill if is_prefill else decode
+    return Why(step, "prefill" if is_prefill else "decode", need.now, need.soon, need.kept, bound)
+
+
+def _whole(need: float) -> int:
+    return max(0, math.ceil(need - _EPSILON))

@@ -1,0 +1,294 @@
+"""The fleet: starts units when more is asked for, drains them when less is, replaces those that die.
+
+Decides nothing about a request: the front is told which unit drains, and says when it is empty. What the policy wants
+(policy/scaling) is compared with what there is, so whatever goes wrong in between, the next event mends it:
+
+    fewer work than wanted   keep a draining one, else start a stopped one, as far as nodes and back-off allow
+    more work than wanted    stop one that still starts, else drain the one that holds least
+
+    Drain.. -> front ... Demand: it holds nothing -> StopUnit ... UnitDown -> its nodes are offered to other work
+
+Knows no process, no host and no wall clock; `day_s` says where in a day the clock began.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from hadal.core.config import DECODE, PREFILL, ROLES
+from hadal.core.errors import InvariantError
+from hadal.core.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
+from hadal.core.messages import UnitDown, UnitUp
+from hadal.core.seams import Event, FleetEffect, OfferNodes, Send, StartUnit, StopUnit, Tick, WakeAt, WithdrawNodes
+from hadal.policy.demand import FLAT, DayShape
+from hadal.policy.scaling import Decision, RoleRules, RoleView, ScalingRules, ScalingView, Units, decide
+from hadal.roles.fleet_demand import DemandMeter
+from hadal.roles.fleet_units import FleetUnit, UnitMove, UnitState, UnitTable
+
+FRONT = "front"
+RESEND_S = 10.0
+"""What shows no effect for so long is asked again."""
+DRAIN_GRACE_S = 30.0
+"""After a drain's deadline: what the front has not emptied by then is stopped, and its requests are retried."""
+BACKOFF_S = 5.0
+"""Before another unit of a role is started after one failed to; doubled each time, up to BACKOFF_MAX_S."""
+BACKOFF_MAX_S = 300.0
+START_FACTOR = 10.0
+START_TIMEOUT_MIN_S = 600.0
+"""A unit that is not up by START_FACTOR start-up times, and this at least, is stopped: a start that failed."""
+
+
+class Fleet:
+    """`rules.num_nodes_max` nodes and the units on them. All starts from nothing: `start` asks for the floor."""
+
+    def __init__(
+        self, rules: ScalingRules, *, prefill_tokens_per_s: float = 0.0, decode_tokens_per_s: float = 0.0,
+        drain_timeout_s: float = 120.0, shape: DayShape = FLAT, day_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """`..._tokens_per_s`: what a unit does within the promise on latency; 0: what units say of themselves.
+        `day_s`: the time of day when the clock showed 0."""
+        self.rules = rules
+        self.table = UnitTable({PREFILL: rules.prefill.num_max, DECODE: rules.decode.num_max})
+        self.meter = DemandMeter(rules.period_s, shape)
+        self.decision: Decision | None = None
+        self.wanted = rules.floor
+        self._tokens_per_s = {PREFILL: prefill_tokens_per_s, DECODE: decode_tokens_per_s}
+        self._drain_timeout_s = drain_timeout_s
+        self._day_s = day_s
+        self._unit_nodes = {PREFILL: rules.prefill.unit_nodes, DECODE: rules.decode.unit_nodes}
+        self._facts: dict[str, UnitFacts] = {}
+        self._levels = rules.floor
+        self._held: deque[tuple[float, float, float]] = deque()
+        """(time, need of prefill, need of decode) of the last `hold_s`."""
+        self._num_offered = 0
+        self._num_failed: dict[str, int] = dict.fromkeys(ROLES, 0)
+        """Starts that failed, in a row."""
+        self._not_before_s: dict[str, float] = dict.fromkeys(ROLES, -math.inf)
+        self._review_s = -math.inf
+        self._wake_s = math.inf
+        self._out: list[FleetEffect] = []
+
+    # ---- what happens ----
+    def start(self, now_s: float) -> list[FleetEffect]:
+        """The first effects: the floor, and the rest of the nodes to others."""
+        return self._answer(now_s)
+
+    def handle(self, now_s: float, event: Event) -> list[FleetEffect]:
+        """Take in one event and return what to do, in order."""
+        match event:
+            case Demand():
+                self.meter.add(now_s + self._day_s, event)
+                self._facts = {facts.unit: facts for facts in event.units}
+            case UnitUp():
+                self._up(now_s, event)
+            case UnitDown(unit):
+                self._down(now_s, unit)
+            case Tick():
+                pass
+            case _:
+                raise InvariantError(f"the fleet cannot take {type(event).__name__}")
+        return self._answer(now_s)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that its units own now."""
+        return self.table.num_nodes(self._unit_nodes)
+
+    def _answer(self, now_s: float) -> list[FleetEffect]:
+        self._out = []
+        if now_s >= self._review_s:
+            self._review(now_s)
+        self._settle(now_s)
+        for role in ROLES:
+            self._shrink(now_s, role)
+        self._grow(now_s)
+        out, self._out = self._out, []
+        num_free = self.rules.num_nodes_max - self.num_nodes
+        num_more, self._num_offered = num_free - self._num_offered, num_free
+        if num_more < 0:
+            out.insert(0, WithdrawNodes(-num_more))  # Before what is to be started on them.
+        elif num_more > 0:
+            out.append(OfferNodes(num_more))
+        return out + self._wake(now_s)
+
+    def _up(self, now_s: float, message: UnitUp) -> None:
+        unit = self.table.by_name.get(message.unit)
+        if unit is None:
+            return  # No unit of ours.
+        unit.epoch = message.epoch
+        if unit.state is UnitState.STARTING:
+            self.table.move(unit, UnitMove.READY, now_s)
+            self._num_failed[unit.role], self._not_before_s[unit.role] = 0, -math.inf
+
+    def _down(self, now_s: float, name: str) -> None:
+        unit = self.table.by_name.get(name)
+        if unit is None or unit.state is UnitState.STOPPED:
+            return
+        if unit.state is UnitState.STARTING:
+            self._failed(now_s, unit)
+        self.table.move(unit, UnitMove.END, now_s)
+
+    def _failed(self, now_s: float, unit: FleetUnit) -> None:
+        self._num_failed[unit.role] += 1
+        backoff_s = min(BACKOFF_S * 2.0 ** min(self._num_failed[unit.role] - 1, 30), BACKOFF_MAX_S)
+        self._not_before_s[unit.role] = now_s + backoff_s
+
+    # ---- what is wanted ----
+    def _review(self, now_s: float) -> None:
+        self._review_s = now_s + self.rules.period_s
+        while self._held and self._held[0][0] < now_s - self.rules.hold_s:
+            self._held.popleft()
+        view = ScalingView(
+            now_s + self._day_s, self._view(PREFILL, max((need for _, need, _ in self._held), default=0.0)),
+            self._view(DECODE, max((need for _, _, need in self._held), default=0.0)), self._levels,
+        )  # fmt: skip
+        self.decision = decision = decide(view, self.rules)
+        self._held.append((now_s, decision.need_prefill, decision.need_decode))
+        self._levels, self.wanted = decision.levels, decision.units
+
+    def _view(self, role: str, need_held: float) -> RoleView:
+        return RoleView(
+            tuple(self.meter.times_s), tuple(self.meter.rates[role]), self._capacity(role), self.meter.backlog[role],
+            self.meter.shape(role), need_held,
+        )  # fmt: skip
+
+    def _capacity(self, role: str) -> float:
+        """Tokens per second of a unit. As long as nobody has measured any, nothing is known to be too little."""
+        if self._tokens_per_s[role]:
+            return self._tokens_per_s[role]
+        known = [facts.tokens_per_s_max for facts in self._facts.values() if facts.role == role]
+        known = [rate for rate in known if rate > 0.0]
+        return sum(known) / len(known) if known else math.inf
+
+    def _rules(self, role: str) -> RoleRules:
+        return self.rules.prefill if role == PREFILL else self.rules.decode
+
+    def _num_wanted(self, role: str) -> int:
+        return self.wanted.prefill if role == PREFILL else self.wanted.decode
+
+    # ---- from what there is to what is wanted ----
+    def _settle(self, now_s: float) -> None:
+        """Take the next step with units that are on their way, and ask again for what was not heard."""
+        timeout_s = max(START_FACTOR * self.rules.start_s, START_TIMEOUT_MIN_S)
+        for unit in self.table.by_name.values():
+            facts = self._facts.get(unit.name)
+            if unit.state is UnitState.STARTING and now_s - unit.since_s > timeout_s:
+                self._failed(now_s, unit)
+                self._stop(now_s, unit)
+            elif unit.state is UnitState.STOPPING:
+                if now_s - unit.asked_s >= RESEND_S:
+                    self._ask(now_s, unit, StopUnit(unit.name))
+            elif unit.state is UnitState.DRAINING:
+                self._settle_drain(now_s, unit, facts)
+            elif unit.state is UnitState.UP and facts is not None and facts.is_draining:
+                if now_s - unit.asked_s >= RESEND_S:
+                    self._ask(now_s, unit, Send(FRONT, KeepUnit(unit.name)))
+
+    def _settle_drain(self, now_s: float, unit: FleetUnit, facts: UnitFacts | None) -> None:
+        drained_s = now_s - unit.since_s
+        if facts is not None and facts.is_draining and facts.num_requests == 0:
+            self._stop(now_s, unit)
+        elif drained_s >= self._drain_timeout_s + DRAIN_GRACE_S:
+            self._stop(now_s, unit)
+        elif now_s - unit.asked_s >= RESEND_S and (facts is None or not facts.is_draining):
+            # A front that died took the drain with it; the next one hears of it here.
+            left_s = max(0.0, self._drain_timeout_s - drained_s)
+            self._ask(now_s, unit, Send(FRONT, DrainUnit(unit.name, left_s)))
+
+    def _shrink(self, now_s: float, role: str) -> None:
+        num_over = self.table.num_working(role) - self._num_wanted(role)
+        if num_over <= 0:
+            return
+        starting = sorted(self.table.of_role(role, UnitState.STARTING), key=lambda unit: -unit.since_s)
+        up = sorted(self.table.of_role(role, UnitState.UP), key=self._held_by)
+        for unit in [*starting, *up][:num_over]:
+            if unit.state is UnitState.STARTING:
+                self._stop(now_s, unit)
+                continue
+            self.table.move(unit, UnitMove.DRAIN, now_s)
+            # What the last Demand says of it is from before the drain: it has to be seen empty after it.
+            self._facts.pop(unit.name, None)
+            self._ask(now_s, unit, Send(FRONT, DrainUnit(unit.name, self._drain_timeout_s)))
+
+    def _grow(self, now_s: float) -> None:
+        """One unit at a time, of the role that has the smaller part of what it is to have."""
+        blocked: set[str] = set()
+        while True:
+            shares = {role: self.table.num_working(role) / self._num_wanted(role) for role in ROLES}
+            short = [role for role in ROLES if shares[role] < 1.0 and role not in blocked]
+            if not short:
+                return
+            role = min(short, key=lambda role: shares[role])
+            if not self._add(now_s, role):
+                blocked.add(role)
+
+    def _add(self, now_s: float, role: str) -> bool:
+        draining = sorted(self.table.of_role(role, UnitState.DRAINING), key=self._held_by)
+        if draining:
+            unit = draining[-1]
+            self.table.move(unit, UnitMove.KEEP, now_s)
+            self._ask(now_s, unit, Send(FRONT, KeepUnit(unit.name)))
+            return True
+        unit_nodes = self._rules(role).unit_nodes
+        stopped = next(self.table.of_role(role, UnitState.STOPPED), None)
+        has_nodes = self.num_nodes + unit_nodes <= self.rules.num_nodes_max
+        if stopped is None or not has_nodes or now_s < self._not_before_s[role]:
+            return False
+        self.table.move(stopped, UnitMove.START, now_s)
+        self._ask(now_s, stopped, StartUnit(stopped.name, role))
+        return True
+
+    def _held_by(self, unit: FleetUnit) -> tuple[int, int]:
+        """What it would take with it, then the highest number first: names stay small."""
+        facts = self._facts.get(unit.name)
+        return facts.num_requests if facts is not None else 0, -unit.index
+
+    def _stop(self, now_s: float, unit: FleetUnit) -> None:
+        self.table.move(unit, UnitMove.STOP, now_s)
+        self._ask(now_s, unit, StopUnit(unit.name))
+
+    def _ask(self, now_s: float, unit: FleetUnit, effect: FleetEffect) -> None:
+        unit.asked_s = now_s
+        self._out.append(effect)
+
+    def _wake(self, now_s: float) -> list[FleetEffect]:
+        """To be woken for the next review, and sooner while something is on its way."""
+        is_busy = bool(self.table.in_state(UnitState.STARTING, UnitState.DRAINING, UnitState.STOPPING))
+        wake_s = min(self._review_s, now_s + RESEND_S) if is_busy else self._review_s
+        waiting = [s for role, s in self._not_before_s.items() if s > now_s and self._is_short(role)]
+        wake_s = min([wake_s, *waiting])
+        if self._wake_s > now_s and wake_s >= self._wake_s:
+            return []
+        self._wake_s = wake_s
+        return [WakeAt(wake_s)]
+
+    def _is_short(self, role: str) -> bool:
+        return self.table.num_working(role) < self._num_wanted(role)
+
+    # ---- looking ----
+    def check(self) -> list[str]:
+        """Problems of the fleet's book; empty when nodes add up and nobody works or drains who should not."""
+        problems = []
+        most, owned = self.rules.num_nodes_max, self.num_nodes
+        if owned > most:
+            problems.append(f"its units own {owned} nodes of {most}")
+        if owned + self._num_offered != most:
+            problems.append(f"{owned} nodes are owned and {self._num_offered} offered, of {most}")
+        for role in ROLES:
+            num_working, num_wanted = self.table.num_working(role), self._num_wanted(role)
+            if num_working > num_wanted:
+                problems.append(f"{num_working} {role} units work or start, {num_wanted} are wanted")
+            if num_working < num_wanted and any(self.table.of_role(role, UnitState.DRAINING)):
+                problems.append(f"a {role} unit drains while {num_wanted - num_working} more are wanted")
+            if not self._rules(role).num_min <= num_wanted <= self._rules(role).num_max:
+                problems.append(f"{num_wanted} {role} units are wanted, out of bounds")
+        if self._out:
+            problems.append("effects were left behind")
+        return problems
+
+    def counts(self) -> dict[UnitState, Units]:
+        """Units by state, for logs and reports."""
+        return {
+            state: Units(*(sum(1 for _ in self.table.of_role(role, state)) for role in ROLES)) for state in UnitState
+        }
