@@ -15,11 +15,13 @@ from hadal.core.messages import Message
 class DrainUnit(Message, frozen=True):
     """Send nothing new to this unit. What it holds goes on there; after `timeout_s` the rest is tried elsewhere.
 
-    Said twice, the first deadline holds.
+    Said again, with this number or another, it leaves the deadline as it is.
     """
 
     unit: str
     timeout_s: float
+    number: int
+    """Of the drain, never 0 and never used twice: tells what was counted in it from what was counted before."""
 
 
 class KeepUnit(Message, frozen=True):
@@ -36,7 +38,8 @@ class UnitFacts(msgspec.Struct, frozen=True, array_like=True):
     role: str
     num_requests: int
     """That would lose something with it, prompts whose KV lies there included."""
-    is_draining: bool
+    drain_number: int
+    """0: it does not drain."""
     tokens_per_s_max: float = 0.0
     """What it would do if it were full, as far as it has measured itself; 0: not known."""
 

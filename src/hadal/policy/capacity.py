@@ -71,7 +71,7 @@ def prefill_use(service_s: float, ttft_s: float, num_servers: int, variation: fl
 
     def is_kept(use: float) -> bool:
         wait_s = 0.5 * (1.0 + variation**2) * service_s * use**power / (num_servers * (1.0 - use))
-        return service_s + wait_s <= ttft_s
+        return bool(service_s + wait_s <= ttft_s)
 
     low, high = 0.0, USE_MAX
     if is_kept(high):

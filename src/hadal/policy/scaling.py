@@ -75,9 +75,9 @@ class ScalingRules:
     def __post_init__(self) -> None:
         for name, role in (("prefill", self.prefill), ("decode", self.decode)):
             if not 0 < role.num_min <= role.num_max:
-                raise ValueError(f"{name}: the floor is {role.num_min} units and the most {role.num_max}; 1 to the most.")
+                raise ValueError(f"{name}: the floor is {role.num_min} units; 1 to {role.num_max}, the most, can be.")
             if not 0.0 < role.use <= 1.0 or role.unit_nodes < 1:
-                raise ValueError(f"{name}: use is {role.use:g}, of (0, 1]; a unit has {role.unit_nodes} nodes, 1 or more.")
+                raise ValueError(f"{name}: use is {role.use:g}, of (0, 1]; {role.unit_nodes} nodes a unit, 1 or more.")
             if min(role.num_bundle, role.num_extra) < 0:
                 raise ValueError(f"{name}: a bundle cannot have fewer than 0 units.")
         if bool(self.prefill.num_bundle) != bool(self.decode.num_bundle):
@@ -247,7 +247,7 @@ def _limited(num: int, fixed: RoleRules) -> int:
 
 
 def _on_nodes(wanted: Units, prefill: _Need, decode: _Need, rules: ScalingRules) -> Units:
-    """What the nodes have room for: from the floor up, first bundles, then units of the role that is shorter of them."""
+    """What the nodes have room for: from the floor up, bundles first, then units of the role shorter of them."""
     if rules.num_nodes(wanted) <= rules.num_nodes_max:
         return wanted
     units = rules.floor

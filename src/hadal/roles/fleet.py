@@ -62,6 +62,7 @@ class Fleet:
         self._held: deque[tuple[float, float, float]] = deque()
         """(time, need of prefill, need of decode) of the last `hold_s`."""
         self._num_offered = 0
+        self._num_drains = 0
         self._num_failed: dict[str, int] = dict.fromkeys(ROLES, 0)
         """Starts that failed, in a row."""
         self._not_before_s: dict[str, float] = dict.fromkeys(ROLES, -math.inf)
@@ -93,7 +94,11 @@ class Fleet:
     @property
     def num_nodes(self) -> int:
         """Nodes that its units own now."""
-        return self.table.num_nodes(self._unit_nodes)
+        return sum(self.role_to_nodes().values())
+
+    def role_to_nodes(self) -> dict[str, int]:
+        """By role: nodes that its units own now."""
+        return {role: self.table.num_owning(role) * self._unit_nodes[role] for role in ROLES}
 
     def _answer(self, now_s: float) -> list[FleetEffect]:
         self._out = []
@@ -116,7 +121,6 @@ class Fleet:
         unit = self.table.by_name.get(message.unit)
         if unit is None:
             return  # No unit of ours.
-        unit.epoch = message.epoch
         if unit.state is UnitState.STARTING:
             self.table.move(unit, UnitMove.READY, now_s)
             self._num_failed[unit.role], self._not_before_s[unit.role] = 0, -math.inf
@@ -181,20 +185,25 @@ class Fleet:
                     self._ask(now_s, unit, StopUnit(unit.name))
             elif unit.state is UnitState.DRAINING:
                 self._settle_drain(now_s, unit, facts)
-            elif unit.state is UnitState.UP and facts is not None and facts.is_draining:
-                if now_s - unit.asked_s >= RESEND_S:
-                    self._ask(now_s, unit, Send(FRONT, KeepUnit(unit.name)))
+            elif unit.state is UnitState.UP and facts is not None and facts.drain_number:
+                self._settle_keep(now_s, unit)
 
     def _settle_drain(self, now_s: float, unit: FleetUnit, facts: UnitFacts | None) -> None:
         drained_s = now_s - unit.since_s
-        if facts is not None and facts.is_draining and facts.num_requests == 0:
+        is_heard = facts is not None and facts.drain_number == unit.drain_number
+        is_empty = is_heard and facts is not None and facts.num_requests == 0
+        if is_empty or drained_s >= self._drain_timeout_s + DRAIN_GRACE_S:
             self._stop(now_s, unit)
-        elif drained_s >= self._drain_timeout_s + DRAIN_GRACE_S:
-            self._stop(now_s, unit)
-        elif now_s - unit.asked_s >= RESEND_S and (facts is None or not facts.is_draining):
+        elif not is_heard and now_s - unit.asked_s >= RESEND_S:
             # A front that died took the drain with it; the next one hears of it here.
-            left_s = max(0.0, self._drain_timeout_s - drained_s)
-            self._ask(now_s, unit, Send(FRONT, DrainUnit(unit.name, left_s)))
+            self._ask_drain(now_s, unit, max(0.0, self._drain_timeout_s - drained_s))
+
+    def _settle_keep(self, now_s: float, unit: FleetUnit) -> None:
+        if now_s - unit.asked_s >= RESEND_S:
+            self._ask(now_s, unit, Send(FRONT, KeepUnit(unit.name)))
+
+    def _ask_drain(self, now_s: float, unit: FleetUnit, timeout_s: float) -> None:
+        self._ask(now_s, unit, Send(FRONT, DrainUnit(unit.name, timeout_s, unit.drain_number)))
 
     def _shrink(self, now_s: float, role: str) -> None:
         num_over = self.table.num_working(role) - self._num_wanted(role)
@@ -207,9 +216,9 @@ class Fleet:
                 self._stop(now_s, unit)
                 continue
             self.table.move(unit, UnitMove.DRAIN, now_s)
-            # What the last Demand says of it is from before the drain: it has to be seen empty after it.
-            self._facts.pop(unit.name, None)
-            self._ask(now_s, unit, Send(FRONT, DrainUnit(unit.name, self._drain_timeout_s)))
+            self._num_drains += 1
+            unit.drain_number = self._num_drains
+            self._ask_drain(now_s, unit, self._drain_timeout_s)
 
     def _grow(self, now_s: float) -> None:
         """One unit at a time, of the role that has the smaller part of what it is to have."""

@@ -71,8 +71,8 @@ class FleetUnit:
     """When it came to this state."""
     asked_s: float = 0.0
     """When it was last asked to do what its state is for: asked again if nothing comes of it."""
-    epoch: str = ""
-    """Of its life that is up."""
+    drain_number: int = 0
+    """Of its last drain."""
 
 
 class UnitTable:
@@ -100,6 +100,6 @@ class UnitTable:
         """Up, or about to be."""
         return sum(1 for _ in self.of_role(role, *WORKS))
 
-    def num_nodes(self, role_to_unit_nodes: Mapping[str, int]) -> int:
-        """Nodes that the units own."""
-        return sum(role_to_unit_nodes[unit.role] for unit in self.in_state(*OWNS_NODES))
+    def num_owning(self, role: str) -> int:
+        """On nodes of their own."""
+        return sum(1 for _ in self.of_role(role, *OWNS_NODES))

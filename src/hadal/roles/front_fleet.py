@@ -40,8 +40,9 @@ class FrontFleet:
         if unit is None:
             return []
         if isinstance(message, KeepUnit):
-            unit.drain_by_s = None
+            unit.drain_by_s, unit.drain_number = None, 0
             return []
+        unit.drain_number = message.number
         if unit.drain_by_s is not None:
             return []
         unit.drain_by_s = now_s + message.timeout_s
@@ -71,7 +72,7 @@ class FrontFleet:
         held = self._held()
         units = tuple(
             UnitFacts(
-                unit.name, unit.role, held.get(unit.name, unit.num_requests), unit.drain_by_s is not None,
+                unit.name, unit.role, held.get(unit.name, unit.num_requests), unit.drain_number,
                 _tokens_per_s_max(unit),
             ) for unit in self._units.by_name.values()
         )  # fmt: skip

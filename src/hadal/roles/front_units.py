@@ -41,6 +41,7 @@ class Unit:
     num_blocks_used: int = 0
     """Decode: blocks of the requests sent there."""
     load: Load | None = None
+    drain_number: int = 0
     drain_by_s: float | None = None
     """Not None: nothing new is sent there, and what it holds may stay until then (roles/front_fleet)."""
 
