@@ -2,8 +2,8 @@
 
     rate(now + h) = (level + slope h) x shape(now + h),      level, slope: of rate / shape over a short window
 
-The day's shape explains the morning before it comes; the trend carries what today does otherwise. A slope that is not
-clearly more than noise counts as none, so that noise moves no nodes. Knows no units: tokens per second of one role.
+The day's shape explains the morning before it comes; the trend carries what today does otherwise. Of a slope only that
+counts which is beyond noise, so that noise moves no nodes. Knows no units: tokens per second of one role.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Floats = NDArray[np.float64]
 DAY_S = 86_400.0
 NUM_SLOPE_MIN = 5
 """Fewer samples than this show no trend."""
-SIGNIFICANT = 3.0
-"""A slope counts from so many of its own standard errors on: by chance 1 window in 370 does (normal noise)."""
+DOUBT = 3.0
+"""So many standard errors of a slope are taken off it: what noise alone leaves of one is rare and small."""
 CHANGE_MAX = 2.0
 """The trend alone never forecasts more than this times the level, or less than one part of it."""
 
@@ -85,17 +85,16 @@ def forecast(
 
 
 def _line(times: Floats, values: Floats) -> tuple[float, float]:
-    """(value at time 0, slope) of the samples; (mean, 0) if they show no slope that is more than noise."""
+    """(value at time 0, slope) of the samples, the slope less what may be noise."""
     mean = float(values.mean())
     spread = times - times.mean()
     weight = float(spread @ spread)
     if times.size < NUM_SLOPE_MIN or weight <= 0.0:
         return mean, 0.0
-    slope = float(spread @ values) / weight
-    rest = values - mean - slope * spread
+    fitted = float(spread @ values) / weight
+    rest = values - mean - fitted * spread
     error = float(np.sqrt(rest @ rest / (times.size - 2) / weight))
-    if abs(slope) <= SIGNIFICANT * error:
-        return mean, 0.0
+    slope = float(np.sign(fitted)) * max(0.0, abs(fitted) - DOUBT * error)
     return max(0.0, mean - slope * float(times.mean())), slope
 
 

@@ -247,30 +247,22 @@ def _limited(num: int, fixed: RoleRules) -> int:
 
 
 def _on_nodes(wanted: Units, prefill: _Need, decode: _Need, rules: ScalingRules) -> Units:
-    """What the nodes have room for: from the floor up, bundles first, then units of the role shorter of them."""
+    """What the nodes have room for. Where they are too few, bundles are no aim: the role that is worse off has as much
+    of its need as it can have, then the other."""
     if rules.num_nodes(wanted) <= rules.num_nodes_max:
         return wanted
-    units = rules.floor
-    while rules.has_bundles:
-        more = Units(
-            min(units.prefill + rules.prefill.num_bundle, wanted.prefill),
-            min(units.decode + rules.decode.num_bundle, wanted.decode),
-        )
-        if more == units or rules.num_nodes(more) > rules.num_nodes_max:
-            break
-        units = more
-    while True:
-        by_supply = sorted((
-            (units.prefill / max(prefill.soon, _EPSILON), "prefill", Units(units.prefill + 1, units.decode)),
-            (units.decode / max(decode.soon, _EPSILON), "decode", Units(units.prefill, units.decode + 1)),
-        ), key=lambda choice: choice[:2])  # fmt: skip
-        for _, _, more in by_supply:
-            is_wanted = more.prefill <= wanted.prefill and more.decode <= wanted.decode
-            if is_wanted and rules.num_nodes(more) <= rules.num_nodes_max:
-                units = more
-                break
-        else:
-            return units
+
+    def supply(units: Units) -> tuple[float, float]:
+        parts = units.prefill / max(prefill.soon, _EPSILON), units.decode / max(decode.soon, _EPSILON)
+        return min(*parts, 1.0), min(1.0, parts[0]) + min(1.0, parts[1])
+
+    fitting = []
+    for num_decode in range(rules.decode.num_min, wanted.decode + 1):
+        num_left = rules.num_nodes_max - num_decode * rules.decode.unit_nodes
+        num_prefill = min(wanted.prefill, num_left // rules.prefill.unit_nodes)
+        if num_prefill >= rules.prefill.num_min:
+            fitting.append(Units(num_prefill, num_decode))
+    return max(fitting, key=supply)
 
 
 def _why(before: Units, after: Units, prefill: _Need, decode: _Need, rules: ScalingRules, bound: str) -> Why:

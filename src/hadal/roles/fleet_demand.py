@@ -41,12 +41,15 @@ class DemandMeter:
 
     def add(self, now_s: float, demand: Demand) -> None:
         """Take in what the front counted. The first message of a front says only where it begins to count."""
-        last, self._last = self._last, (now_s, demand)
         self.backlog = {PREFILL: float(demand.tokens_waiting), DECODE: float(demand.outputs_waiting)}
-        if last is None or last[1].epoch != demand.epoch or now_s <= last[0]:
+        last, self._last = self._last, (now_s, demand)
+        if last is None or last[1].epoch != demand.epoch:
             self._open = dict.fromkeys(ROLES, 0.0)
             self._open_from_s = now_s
             self._hour_from_s = None
+            return
+        if now_s <= last[0]:
+            self._last = last  # There is no rate in no time: the next message counts from the last one on.
             return
         more = {PREFILL: demand.tokens_in - last[1].tokens_in, DECODE: demand.tokens_out - last[1].tokens_out}
         self._count_hour(last[0], now_s, more)

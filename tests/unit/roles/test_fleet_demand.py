@@ -1,0 +1,66 @@
+"""Samples out of counters: nothing counted twice, nothing invented when a front starts anew; a day is learned."""
+
+from __future__ import annotations
+
+import pytest
+
+from hadal.core.fleet import Demand
+from hadal.policy.demand import FLAT
+from hadal.roles.fleet_demand import NUM_SAMPLES, DemandMeter
+from hadal.sim.day import HOURLY_SHARES, SHAPE
+
+
+def demand(tokens_in: float, tokens_out: float = 0.0, epoch: str = "f") -> Demand:
+    return Demand(epoch, round(tokens_in), round(tokens_out), 5, 6, ())
+
+
+def test_a_sample_is_what_was_counted_over_the_time_it_took() -> None:
+    meter = DemandMeter(60.0)
+    meter.add(100.0, demand(1_000_000, 500))
+    for index in range(1, 5):
+        meter.add(100.0 + 20.0 * index, demand(1_000_000 + 2_000 * index, 500 + 100 * index))
+    assert list(meter.times_s) == [130.0]
+    assert list(meter.rates["prefill"]) == [pytest.approx(100.0)]
+    assert list(meter.rates["decode"]) == [pytest.approx(5.0)]
+    assert meter.backlog == {"prefill": 5.0, "decode": 6.0}
+
+
+def test_a_lost_message_loses_no_tokens_and_a_double_adds_none() -> None:
+    meter = DemandMeter(60.0)
+    for time_s, tokens in ((0.0, 0), (10.0, 100), (10.0, 100), (90.0, 900)):
+        meter.add(time_s, demand(tokens))
+    assert list(meter.rates["prefill"]) == [pytest.approx(10.0)]
+    assert list(meter.times_s) == [45.0]
+
+
+def test_a_new_front_counts_from_nothing() -> None:
+    meter = DemandMeter(10.0)
+    meter.add(0.0, demand(1e9))
+    meter.add(10.0, demand(50, epoch="g"))
+    assert list(meter.rates["prefill"]) == []
+    meter.add(20.0, demand(150, epoch="g"))
+    assert list(meter.rates["prefill"]) == [pytest.approx(10.0)]
+
+
+def test_only_the_last_samples_are_kept() -> None:
+    meter = DemandMeter(1.0)
+    for second in range(100):
+        meter.add(float(second), demand(second**2))
+    assert len(meter.times_s) == len(meter.rates["decode"]) == NUM_SAMPLES
+    assert meter.rates["prefill"][-1] == pytest.approx(197.0)
+
+
+def test_a_day_that_was_seen_is_the_shape_of_the_next() -> None:
+    meter = DemandMeter(60.0)
+    total = 0.0
+    for minute in range(25 * 60 + 2):
+        meter.add(60.0 * minute, demand(total, total / 4))
+        if minute == 23 * 60:
+            assert meter.shape("prefill") is FLAT
+        total += 1e6 * HOURLY_SHARES[minute // 60 % 24]
+    for role in ("prefill", "decode"):
+        learned = meter.shape(role)
+        for hour in range(24):
+            assert float(learned.at(3600.0 * (hour + 0.5))) == pytest.approx(
+                float(SHAPE.at(3600.0 * (hour + 0.5))), rel=0.02
+            )

@@ -1,0 +1,223 @@
+"""The front drains a unit: nothing new goes there, what it holds ends there or, at the deadline, goes on elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from hadal.core.balance import AUTO
+from hadal.core.config import Deployment, FleetConfig, LimitsConfig
+from hadal.core.fleet import Demand, DrainUnit, KeepUnit
+from hadal.core.messages import (
+    Ahead,
+    Cancel,
+    Decode,
+    KvLease,
+    Load,
+    Prefill,
+    PrefillAhead,
+    PrefillDone,
+    Pulled,
+    Release,
+    Submit,
+    Token,
+    Tokens,
+    UnitDown,
+    UnitUp,
+)
+from hadal.core.seams import Deliver, Effect, Send, Tick
+from hadal.roles.front import Front
+from tests.unit.roles.driving import finals, generation, of, sent
+
+LEASE = KvLease("pool", (1,), (0,), 10)
+
+
+def front(*, mode: str = AUTO, slots: int = 4, max_queued: int = 512) -> Front:
+    """Two units of each role, all up."""
+    made = Front(
+        Deployment(
+            fleet=FleetConfig(mode, prefill_max=2, decode_max=2), limits=LimitsConfig(max_queued=max_queued),
+            unit_timeout_s=1000.0,
+        ), epoch="f1", max_context=1000,
+    )  # fmt: skip
+    for index in range(2):
+        made.handle(0.0, UnitUp(f"prefill-{index}", "prefill", f"p{index}", 20, slots))
+        made.handle(0.0, UnitUp(f"decode-{index}", "decode", f"d{index}", 20, slots))
+    return made
+
+
+def decoding(made: Front, name: str, now_s: float = 0.0) -> str:
+    """Bring a request to decode; returns its decode unit."""
+    (effect,) = [e for e in of(made.handle(now_s, Submit(generation(name, max_tokens=9))), Send) if is_(e, Prefill)]
+    effects = made.handle(now_s, PrefillDone(effect.to, Token(name, 0, 0, 50), LEASE))
+    (effect,) = [e for e in of(effects, Send) if is_(e, Decode)]
+    made.handle(now_s, Pulled(effect.to, name, 0))
+    return effect.to
+
+
+def is_(effect: Send, kind: type) -> bool:
+    return isinstance(effect.message, kind)
+
+
+def demand(made: Front, now_s: float) -> Demand:
+    (said,) = sent(made.handle(now_s, Tick()), Demand)
+    return said
+
+
+def held(made: Front, now_s: float) -> dict[str, tuple[int, int]]:
+    return {facts.unit: (facts.drain_number, facts.num_requests) for facts in demand(made, now_s).units}
+
+
+def ok(made: Front) -> None:
+    assert made.check() == []
+
+
+def test_nothing_new_goes_to_a_draining_unit() -> None:
+    made = front()
+    for unit in ("prefill-0", "decode-0"):
+        assert of(made.handle(0.0, DrainUnit(unit, 60.0, 1)), Send) == []
+    assert {decoding(made, f"r{index}") for index in range(3)} == {"decode-1"}
+    assert [view.unit for view in made.units.prefill_views()] == ["prefill-1"]
+    made.handle(0.0, KeepUnit("decode-0"))
+    assert decoding(made, "r3") == "decode-0"
+    ok(made)
+
+
+def test_what_it_holds_ends_there() -> None:
+    made = front()
+    unit = decoding(made, "a")
+    made.handle(0.0, DrainUnit(unit, 60.0, 7))
+    assert held(made, 1.0)[unit] == (7, 1)
+    effects = made.handle(30.0, Tokens(unit, (Token("a", 0, 1, 61, "length"),)))
+    assert finals(effects) == [("a", None)]
+    assert held(made, 31.0)[unit] == (7, 0)
+    ok(made)
+
+
+def test_at_the_deadline_the_rest_goes_on_elsewhere_and_nothing_is_lost() -> None:
+    made = front()
+    unit = decoding(made, "a")
+    made.handle(0.0, Tokens(unit, (Token("a", 0, 1, 61),)))
+    made.handle(1.0, DrainUnit(unit, 60.0, 1))
+    made.handle(2.0, DrainUnit(unit, 600.0, 2))  # Said again: the deadline stands.
+    assert sent(made.handle(60.0, Tick()), Cancel) == []
+    effects = made.handle(61.0, Tick())
+    assert [e.to for e in of(effects, Send) if is_(e, Cancel)] == [unit]
+    (prefill,) = sent(effects, Prefill)
+    assert prefill.generation.output == (50, 61)
+    assert made.requests.by_id["a"].num_retries == 0
+    assert held(made, 62.0)[unit] == (2, 0)
+    ok(made)
+    sender = made.requests.by_id["a"].prefill_unit
+    effects = made.handle(63.0, PrefillDone(str(sender), Token("a", 1, 2, 62), LEASE))
+    assert [d.tokens[0].index for d in of(effects, Deliver)] == [2]
+    assert [e.to for e in of(effects, Send) if is_(e, Decode)] != [unit]
+    ok(made)
+
+
+def test_a_prefill_unit_holds_leased_kv_until_it_was_pulled() -> None:
+    made = front()
+    (effect,) = [e for e in of(made.handle(0.0, Submit(generation())), Send) if is_(e, Prefill)]
+    made.handle(0.0, DrainUnit(effect.to, 60.0, 3))
+    assert held(made, 1.0)[effect.to] == (3, 1)
+    (decode,) = [
+        e for e in of(made.handle(1.1, PrefillDone(effect.to, Token("a", 0, 0, 50), LEASE)), Send) if is_(e, Decode)
+    ]  # fmt: skip
+    assert held(made, 2.0)[effect.to] == (3, 1)
+    made.handle(2.1, Pulled(decode.to, "a", 0))
+    assert held(made, 3.0)[effect.to] == (3, 0)
+    ok(made)
+
+
+def test_a_prefill_unit_past_its_deadline_lets_go_of_what_is_being_pulled() -> None:
+    made = front()
+    (effect,) = [e for e in of(made.handle(0.0, Submit(generation())), Send) if is_(e, Prefill)]
+    made.handle(0.0, PrefillDone(effect.to, Token("a", 0, 0, 50), LEASE))
+    made.handle(0.0, DrainUnit(effect.to, 5.0, 3))
+    effects = made.handle(5.0, Tick())
+    assert [e.to for e in of(effects, Send) if is_(e, Release)] == [effect.to]
+    assert len(sent(effects, Prefill)) == 1
+    assert made.requests.by_id["a"].prefill_unit != effect.to
+    ok(made)
+
+
+def test_a_prompt_whose_kv_was_to_go_there_goes_elsewhere_at_no_cost() -> None:
+    made = front()
+    (prefill,) = [e for e in of(made.handle(0.0, Submit(generation(prompt=200))), Send) if is_(e, Prefill)]
+    lease = KvLease("pool", (1, 2), (0, 0), 128)
+    (ahead,) = [
+        e for e in of(made.handle(0.1, PrefillAhead(prefill.to, "a", 0, lease)), Send) if is_(e, Ahead)
+    ]  # fmt: skip
+    effects = made.handle(0.2, DrainUnit(ahead.to, 60.0, 1))
+    assert of(effects, Send) == [Send(ahead.to, Cancel("a", 0))]
+    assert held(made, 1.0)[ahead.to] == (1, 0)
+    (decode,) = [
+        e for e in of(made.handle(1.1, PrefillDone(prefill.to, Token("a", 0, 0, 50), LEASE)), Send) if is_(e, Decode)
+    ]  # fmt: skip
+    assert decode.to != ahead.to
+    assert made.requests.by_id["a"].attempt == 0
+    ok(made)
+
+
+def test_a_draining_unit_leaves_the_others_their_room() -> None:
+    """Its requests take slots of its own, not of those that are open."""
+    made = front(slots=2)
+    units = [decoding(made, f"r{index}") for index in range(4)]
+    assert sorted(units) == ["decode-0", "decode-0", "decode-1", "decode-1"]
+    made.handle(0.0, DrainUnit("decode-0", 60.0, 1))
+    first = units.index("decode-1")
+    made.handle(0.0, Tokens("decode-1", (Token(f"r{first}", 0, 1, 61, "stop"),)))
+    assert decoding(made, "more") == "decode-1"
+    ok(made)
+
+
+def test_with_every_unit_draining_requests_wait() -> None:
+    made = front()
+    for unit in ("prefill-0", "prefill-1"):
+        made.handle(0.0, DrainUnit(unit, 60.0, 1))
+    assert sent(made.handle(0.0, Submit(generation())), Prefill) == []
+    assert demand(made, 1.0).tokens_waiting == 10
+    assert len(sent(made.handle(1.0, KeepUnit("prefill-1")), Prefill)) == 1
+    ok(made)
+
+
+def test_a_unit_that_dies_while_it_drains_is_forgotten_and_its_next_life_is_open() -> None:
+    made = front()
+    unit = decoding(made, "a")
+    made.handle(0.0, DrainUnit(unit, 60.0, 1))
+    made.handle(1.0, UnitDown(unit, "killed"))
+    made.handle(2.0, UnitUp(unit, "decode", "again", 20, 4))
+    assert held(made, 3.0)[unit][0] == 0
+    made.handle(4.0, DrainUnit("nobody", 1.0, 1))
+    made.handle(4.0, KeepUnit("nobody"))
+    ok(made)
+
+
+def test_demand_says_all_there_is_at_every_beat() -> None:
+    made = front(slots=1, max_queued=1)
+    first = demand(made, 0.0)
+    assert (first.tokens_in, first.tokens_out, first.tokens_waiting, first.outputs_waiting) == (0, 0, 0, 0)
+    assert sent(made.handle(0.1, Tick()), Demand) == []  # Not before the next beat.
+    for index in range(2):
+        unit = decoding(made, f"r{index}")
+    made.handle(0.2, Tokens(unit, (Token("r1", 0, 1, 61, "stop"),)))
+    said = demand(made, 1.0)
+    assert (said.tokens_in, said.tokens_out, said.tokens_waiting) == (20, 3, 0)
+    made.handle(1.0, Load(unit, f"d{unit[-1]}", 20, 0, 1, 1, 0, step_ms=20.0))
+    made.handle(1.0, Load("prefill-0", "p0", 20, 0, 1, 1, 0, num_ranks=2, token_s=1e-4))
+    rates = {facts.unit: facts.tokens_per_s_max for facts in demand(made, 2.0).units}
+    assert rates[unit] == pytest.approx(50.0)
+    assert rates["prefill-0"] == pytest.approx(20_000.0)
+    assert sorted(rates.values())[:2] == [0.0, 0.0]
+
+
+def test_what_is_refused_for_want_of_room_was_asked_for() -> None:
+    made = front(slots=1, max_queued=1)
+    refusals: list[Effect] = []
+    for index in range(12):
+        refusals += [d for d in of(made.handle(0.0, Submit(generation(f"r{index}"))), Deliver) if d.final]
+    assert refusals
+    assert demand(made, 1.0).tokens_in == 120
+
+
+def test_without_a_fleet_nobody_is_told() -> None:
+    assert sent(front(mode="off").handle(9.0, Tick()), Demand) == []
