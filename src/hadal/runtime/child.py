@@ -42,6 +42,8 @@ class Phase(StrEnum):
     READY = "ready"
     WAITING = "waiting"
     """To be started again."""
+    RESTING = "resting"
+    """Not wanted now; it may be later."""
     ENDED = "ended"
 
 
@@ -67,6 +69,7 @@ class Child:
         self._failed_starts = 0
         self._backoff = 0
         self._is_replaced = False
+        self._is_wanted = True
         self._start_took_s = 0.0
         """The longest start that ended well; 0 before there was one."""
 
@@ -112,6 +115,10 @@ class Child:
             return None
         self._process = None
         self.start_at_s = now_s
+        if not self._is_wanted:
+            self.phase, self.pid = Phase.RESTING, 0
+            self._failed_starts = self._backoff = 0
+            return code
         if not self._is_replaced:
             self._exits_s.append(now_s)
             if self.phase is Phase.STARTING:
@@ -147,6 +154,24 @@ class Child:
         if self._process is not None:
             self._is_replaced = True
             self._process.kill()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is to be started again when it ends."""
+        return self._is_wanted
+
+    def dismiss(self) -> None:
+        """It need not run. One that does goes on until it ends, and is not started again."""
+        self._is_wanted = False
+        if self.phase is Phase.WAITING:
+            self.phase = Phase.RESTING
+
+    def want(self, now_s: float) -> None:
+        """It is to run: at once if it does not, else again when it has ended."""
+        self._is_wanted = True
+        if self.phase is Phase.RESTING:
+            self.phase = Phase.WAITING
+            self.start_at_s = max(self.start_at_s, now_s)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end. False if it still runs after `timeout_s`."""

@@ -76,4 +76,4 @@ def share_of(deployment: Deployment, role: str) -> int:
     """Bytes on disk of one process with a pool, in units of this role."""
     part = PREFILL_PART if role == PREFILL else 1.0 - PREFILL_PART
     units = units_of(deployment, role)
-    return int(part * deployment.cache.disk_mb * 1024 * 1024) // (units.units * units.ranks)
+    return int(part * deployment.cache.disk_mb * 1024 * 1024) // (deployment.num_units_max(role) * units.ranks)

@@ -10,7 +10,6 @@ model: whether requests survive a crash is the front's business, who is told Uni
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -26,14 +25,18 @@ from pathlib import Path
 
 from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
+from hadal.core.fleet import Demand
 from hadal.core.messages import SUPERVISOR, Drain, UnitDown, UnitUp
 from hadal.core.rank_messages import RankUp
+from hadal.roles.fleet_rules import make_fleet
 from hadal.runtime.child import PUT_OFF_S, Child, Phase
+from hadal.runtime.fleet import FleetExecutor
 from hadal.runtime.kv_pool import remove_segments, remove_stale_segments
 from hadal.runtime.listen import open_listener, url_of
 from hadal.runtime.probe import Probe
 from hadal.runtime.process import API_KEYS, EXIT_CONFIG, LISTEN_FD, Run, write_run
 from hadal.runtime.resolve import Resolved
+from hadal.runtime.signals import read_signals, signal_pipe
 from hadal.runtime.status import Status, write_status
 from hadal.runtime.topology import process_names, rank_name, unit_of, units_of
 from hadal.runtime.wire import ZmqWire, socket_path
@@ -69,10 +72,10 @@ def serve(resolved: Resolved, options: Options, announce: Announce) -> int:
     for name in remove_stale_segments():
         log.info("removed %s, left by a run that is gone", name)
     host, port = resolved.deployment.host, resolved.deployment.port
-    with open_listener(host, port) as listener, _run_folder(options.run_folder) as folder, _signals() as signals_fd:
+    with open_listener(host, port) as listener, _run_folder(options.run_folder) as folder, signal_pipe(_SIGNALS) as fd:
         supervisor = Supervisor(resolved, options, folder, listener, announce)
         try:
-            return supervisor.run(signals_fd)
+            return supervisor.run(fd)
         finally:
             supervisor.close()
 
@@ -100,6 +103,7 @@ class Supervisor:
         self._wire = ZmqWire(SUPERVISOR, folder)
         self._children = {child.name: child for child in _children(resolved.deployment, folder, options.log_dir)}
         self._probe = Probe(self._url)
+        self._fleet = self._make_fleet()
 
     def run(self, signals_fd: int) -> int:
         """Supervise until stopped or given up. Returns the exit code."""
@@ -109,11 +113,14 @@ class Supervisor:
         self._announce(self.status())
         while self._exit_code is None:
             messages = self._wire.receive(self._wait_s())
-            for number in _read_signals(signals_fd):
+            for number in read_signals(signals_fd):
                 self._stop_signal(number)
             for message in messages:
                 if isinstance(message, UnitUp):
                     self._ready(message.unit)
+                    self._tell_fleet(message)
+                elif isinstance(message, Demand):
+                    self._tell_fleet(message)
                 elif isinstance(message, RankUp):
                     self._ready(rank_name(message.unit, message.rank))
                 elif isinstance(message, UnitDown):
@@ -123,6 +130,8 @@ class Supervisor:
             self._reap()
             self._kill_late_starters()
             if self._exit_code is None:
+                if self._fleet is not None:
+                    self._fleet.tick(time.monotonic())
                 self._start_due()
                 self._end_drain_if_due()
         return self._exit_code
@@ -155,7 +164,18 @@ class Supervisor:
         )
 
     def _is_ready(self) -> bool:
-        return all(child.phase is Phase.READY for child in self._children.values())
+        return all(child.phase is Phase.READY for child in self._children.values() if child.is_wanted)
+
+    def _make_fleet(self) -> FleetExecutor | None:
+        if not self._deployment.fleet.is_on:
+            return None
+        now_s = time.monotonic()
+        fleet = make_fleet(self._deployment, time.time() - now_s)
+        return FleetExecutor(fleet, self._children, self._wire.send, now_s)
+
+    def _tell_fleet(self, message: Demand | UnitUp) -> None:
+        if self._fleet is not None:
+            self._fleet.tell(time.monotonic(), message)
 
     def _start_due(self) -> None:
         now_s = time.monotonic()
@@ -194,10 +214,11 @@ class Supervisor:
                 child.phase = Phase.ENDED
                 self._exit_code = 0
                 continue
-            log.warning("%s ended: %s", child.name, reason)
             self._clear_after(child)
-            self._tell(child, reason)
             why = child.why_give_up(now_s)
+            self._tell(child, reason)
+            is_asked = self._fleet is not None and self._tell_end(self._fleet, child, now_s, reason)
+            log.log(logging.INFO if is_asked else logging.WARNING, "%s ended: %s", child.name, reason)
             if code == EXIT_CONFIG and child.ready_s < child.started_s:
                 why = f"{child.name} cannot start"
             if why is not None and self._can_spare(child):
@@ -208,9 +229,17 @@ class Supervisor:
                 self._exit_code = EXIT_CONFIG if code == EXIT_CONFIG else EXIT_GAVE_UP
             self._write_status()
 
+    def _tell_end(self, fleet: FleetExecutor, child: Child, now_s: float, reason: str) -> bool:
+        """Tell of a unit's end; True if it, or the unit that it is a rank of, is not wanted."""
+        if child.name in fleet.units:
+            return fleet.ended(now_s, child.name, reason)
+        return not child.is_wanted
+
     def _can_spare(self, child: Child) -> bool:
-        """Whether it is a rank of a unit that works, with other ranks that do."""
+        """Whether it is a rank of a unit that works, with other ranks that do, or a unit beside others of a fleet."""
         unit, rank = unit_of(child.name)
+        if rank is None and self._fleet is not None and unit in self._fleet.units:
+            return self._fleet.has_other(unit)
         if rank is None or self._children[unit].phase is not Phase.READY:
             return False
         ranks = [other for other in self._children.values() if other.name != unit and unit_of(other.name)[0] == unit]
@@ -267,6 +296,7 @@ class Supervisor:
         if self._children[GATEWAY].phase is not Phase.READY:
             self._exit_code = 0  # There is no stream to finish.
             return
+        self._fleet = None  # What is there is enough for what runs.
         log.info("draining: running streams have %.0f s to finish; once more ends them now", timeout_s)
         self._wire.send(FRONT, Drain())
         self._listener.close()  # The gateway's copy is the last: when it closes it, connections are refused.
@@ -353,29 +383,3 @@ def _is_heard(path: Path) -> bool:
         except OSError:
             return False
         return True
-
-
-@contextmanager
-def _signals() -> Iterator[int]:
-    """Turn signals into bytes on a descriptor, so that one sleep waits for everything."""
-    receiver, sender = socket.socketpair()
-    receiver.setblocking(False)
-    sender.setblocking(False)
-    old_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    # What is ignored stays so: `nohup` and a shell's background mean it.
-    heard = [n for n in _SIGNALS if n == signal.SIGCHLD or signal.getsignal(n) is not signal.SIG_IGN]
-    old = {number: signal.signal(number, lambda *_: None) for number in heard}
-    try:
-        yield receiver.fileno()
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(old_fd)
-        receiver.close()
-        sender.close()
-
-
-def _read_signals(fd: int) -> bytes:
-    with contextlib.suppress(BlockingIOError):
-        return os.read(fd, 4096)
-    return b""

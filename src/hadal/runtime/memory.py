@@ -129,7 +129,8 @@ def plan_memory(deployment: Deployment, config: ModelConfig) -> MemoryPlan:
         prefill=ranks[0],
         decode=ranks[1],
         num_ranks=(
-            deployment.prefill.units * deployment.prefill.ranks, deployment.decode.units * deployment.decode.ranks
+            deployment.num_units_max(PREFILL) * deployment.prefill.ranks,
+            deployment.num_units_max(DECODE) * deployment.decode.ranks,
         ),
         warnings=tuple(warnings),
     )  # fmt: skip

@@ -40,10 +40,11 @@ def unit_of(name: str) -> tuple[str, int | None]:
 
 
 def process_names(deployment: Deployment) -> Iterator[tuple[str, str, int | None]]:
-    """Yield (name, role, rank) of every process of the units; rank None: the leader, or a unit that is one process."""
+    """Yield (name, role, rank) of every process of all units there may be; rank None: the leader, or a unit that is one
+    process."""
     for role in ROLES:
         units = units_of(deployment, role)
-        for index in range(units.units):
+        for index in range(deployment.num_units_max(role)):
             unit = f"{role}-{index}"
             yield unit, role, None
             if units.ranks > 1:
@@ -57,7 +58,7 @@ def place_units(deployment: Deployment) -> list[UnitPlace]:
     """Devices taken on each node; a node of a large unit is full."""
     for role in ROLES:
         units = units_of(deployment, role)
-        for index in range(units.units):
+        for index in range(deployment.num_units_max(role)):
             name, per_node = f"{role}-{index}", units.ranks_per_node
             if units.ranks > per_node:
                 nodes = tuple(range(len(used), len(used) + units.ranks // per_node))

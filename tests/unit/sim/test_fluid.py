@@ -1,4 +1,4 @@
-"""The day as a liquid, under the real fleet: nothing is lost, nobody waits for long, nodes follow the published curve."""
+"""The day as a liquid, under the real fleet: nothing is lost, nobody waits long, nodes follow the published curve."""
 
 from __future__ import annotations
 

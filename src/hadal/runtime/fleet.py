@@ -1,0 +1,118 @@
+"""The fleet role at work on one host: units are processes of the supervisor, which it starts and stops.
+
+The role decides; this file only moves. A process that is not wanted rests: its child is there and does not run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from hadal.core.messages import UnitDown
+from hadal.core.seams import Event, FleetEffect, OfferNodes, Send, StartUnit, StopUnit, Tick, WakeAt, WithdrawNodes
+from hadal.core.wire import AnyMessage
+from hadal.roles.fleet import Fleet
+from hadal.runtime.child import Child, Phase
+from hadal.runtime.topology import unit_of
+
+log = logging.getLogger("hadal.fleet")
+
+STOP_S = 10.0
+"""From SIGTERM to SIGKILL. The unit was drained: nothing waits for it but its last writes to disk."""
+
+
+class FleetExecutor:
+    """All children but the gateway are units' processes. `send` puts a message on the wire."""
+
+    def __init__(
+        self, role: Fleet, children: Mapping[str, Child], send: Callable[[str, AnyMessage], None], now_s: float
+    ) -> None:
+        self._role = role
+        self._send = send
+        self._unit_to_children: dict[str, list[Child]] = {}
+        for child in children.values():
+            unit = unit_of(child.name)[0]
+            if unit in role.table.by_name:
+                self._unit_to_children.setdefault(unit, []).append(child)
+                child.dismiss()  # Until the role asks for it.
+        self._kill_at_s: dict[str, float] = {}
+        self._wake_s = math.inf
+        self._gone: list[str] = []
+        """Units that were to be stopped and did not run."""
+        self._apply(now_s, role.start(now_s))
+
+    @property
+    def units(self) -> Collection[str]:
+        """All there may be."""
+        return self._unit_to_children.keys()
+
+    def tell(self, now_s: float, event: Event) -> None:
+        """Something happened that the role is to hear."""
+        self._apply(now_s, self._role.handle(now_s, event))
+
+    def ended(self, now_s: float, unit: str, reason: str) -> bool:
+        """A unit's first process has ended. Whether it runs again is the role's to say; True if it was asked to end."""
+        was_asked = self._kill_at_s.pop(unit, None) is not None
+        for child in self._unit_to_children[unit]:
+            child.dismiss()
+        self.tell(now_s, UnitDown(unit, reason))
+        return was_asked
+
+    def tick(self, now_s: float) -> None:
+        """Time passed: to be called every half second or so."""
+        for unit, kill_at_s in list(self._kill_at_s.items()):
+            if now_s >= kill_at_s:
+                log.warning("%s does not end; it is killed", unit)
+                self._kill_at_s[unit] = math.inf
+                for child in self._unit_to_children[unit]:
+                    child.signal(signal.SIGKILL)
+        gone, self._gone = self._gone, []
+        for unit in gone:
+            self.tell(now_s, UnitDown(unit, "it did not run"))
+        if now_s >= self._wake_s:
+            self._wake_s = math.inf
+            self.tell(now_s, Tick())
+
+    def has_other(self, unit: str) -> bool:
+        """Whether another unit of its role works, so that it can be done without for a while."""
+        role = self._role.table.by_name[unit].role
+        return any(
+            children[0].phase is Phase.READY for name, children in self._unit_to_children.items()
+            if name != unit and children[0].role == role
+        )  # fmt: skip
+
+    def _apply(self, now_s: float, effects: Iterable[FleetEffect]) -> None:
+        why = self._role.decision.why if self._role.decision is not None else None
+        for effect in effects:
+            match effect:
+                case StartUnit(unit):
+                    is_news = why is not None and why.step == "grow"
+                    log.info("starting %s (%s)", unit, why) if is_news else log.info("starting %s", unit)
+                    for child in self._unit_to_children[unit]:
+                        child.want(now_s)
+                case StopUnit(unit):
+                    self._stop(now_s, unit)
+                case Send(to, message):
+                    log.info("%s", message)
+                    self._send(to, message)
+                case WakeAt(time_s):
+                    self._wake_s = time_s
+                case OfferNodes() | WithdrawNodes():
+                    log.debug("%s", effect)  # On one host there is no other work to tell.
+
+    def _stop(self, now_s: float, unit: str) -> None:
+        """The first process ends by itself, and the ranks of a unit are ended when it has."""
+        if unit in self._kill_at_s:
+            return
+        first = self._unit_to_children[unit][0]
+        is_running = first.phase in (Phase.STARTING, Phase.READY)
+        for child in self._unit_to_children[unit]:
+            child.dismiss()
+        if is_running:
+            log.info("stopping %s", unit)
+            self._kill_at_s[unit] = now_s + STOP_S
+            first.signal(signal.SIGTERM)
+        else:
+            self._gone.append(unit)
