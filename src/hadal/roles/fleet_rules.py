@@ -26,7 +26,7 @@ def rules_of(deployment: Deployment) -> ScalingRules:
     try:
         return ScalingRules(
             prefill, decode, prefill.num_max * prefill.unit_nodes + decode.num_max * decode.unit_nodes,
-            start_s=fleet.start_s, period_s=fleet.period_s, hold_s=fleet.hold_s,
+            start_s=fleet.start_s, period_s=fleet.period_s, hold_s=fleet.hold_s, catch_up_s=fleet.start_s,
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError(f"fleet: {error}") from error

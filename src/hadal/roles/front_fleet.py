@@ -101,5 +101,6 @@ def _tokens_per_s_max(unit: Unit) -> float:
     if load is None or unit.num_requests_max == 0:
         return 0.0
     if unit.role == DECODE:
-        return unit.num_requests_max / load.step_ms * 1e3 if load.step_ms > 0.0 else 0.0
+        step_ms = load.step_ms + load.overhead_ms
+        return unit.num_requests_max / step_ms * 1e3 if load.step_ms > 0.0 else 0.0
     return load.num_ranks / load.token_s if load.token_s > 0.0 else 0.0

@@ -1,0 +1,197 @@
+"""A deployment in simulated time whose units come and go: the real fleet role beside the real front and leaders.
+
+    clients -> front <-> units          front: Demand -> fleet -> DrainUnit, KeepUnit: front
+                                        fleet: StartUnit, StopUnit -> units; UnitUp, UnitDown -> fleet
+
+Words between front and fleet are late, lost and doubled, units fail to start, die while they drain. After every event
+the fleet's book is checked, and nothing may be sent to a unit that drains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from hadal.core.balance import AUTO
+from hadal.core.config import Deployment, FleetConfig, LimitsConfig, UnitsConfig
+from hadal.core.fleet import Demand, DrainUnit
+from hadal.core.messages import Ahead, Decode, Prefill, UnitDown, UnitUp
+from hadal.core.seams import Event, FleetEffect, OfferNodes, Send, StartUnit, StopUnit, Tick, WakeAt, WithdrawNodes
+from hadal.core.wire import AnyMessage
+from hadal.roles.fleet_rules import make_fleet
+from hadal.roles.fleet_units import UnitState
+from tests.sim.scenario import longest_output, random_generation
+from tests.sim.world import Faults, World
+
+
+@dataclass(frozen=True)
+class FleetFaults:
+    """What may go wrong with the fleet, while other things go wrong."""
+
+    start_fail_share: float = 0.0
+    lost_share: float = 0.0
+    """Of the words between front and fleet; those about units' lives are the supervisor's own."""
+    drain_death_share: float = 0.0
+    """Of drains: the unit dies a little later."""
+
+
+class FleetWorld(World):
+    """Units run when the fleet says so."""
+
+    def __init__(self, seed: int, config: Deployment, fleet_faults: FleetFaults, faults: Faults) -> None:
+        self.fleet = make_fleet(config, 0.0)
+        self.fleet_faults = fleet_faults
+        self.num_offered = 0
+        self.num_drains = 0
+        self.num_forced = 0
+        """Units stopped with requests on them: their drain had lasted too long."""
+        self._asked: set[str] = set()
+        """Units whose process is to be there."""
+        self._wake_number = 0
+        super().__init__(seed, config, max_context=2000, pool_blocks=(20, 20), faults=faults)
+        self.clock.after(0.05, lambda: self._apply(self.fleet.start(self.clock.now())))
+
+    # ---- processes: the supervisor's part ----
+    def start_unit(self, name: str) -> None:
+        if name in self._asked and name not in self.hosts:
+            super().start_unit(name)
+
+    def kill_unit(self, name: str) -> None:
+        if name in self.hosts and self.hosts[name].is_alive:
+            self.num_deaths += 1
+            self._end(name, "the process ended")
+
+    def _end(self, name: str, reason: str) -> None:
+        self._kill(name)
+        del self.hosts[name]
+        self._asked.discard(name)
+        notice_s = self.random.uniform(0, 0.2)
+        self.clock.after(notice_s, lambda: self._tell("front", UnitDown(name, reason)))
+        self.clock.after(notice_s, lambda: self.tell_fleet(UnitDown(name, reason)))
+
+    def _sender(self, name: str):  # type: ignore[no-untyped-def]
+        send = super()._sender(name)
+
+        def with_fleet(to: str, message: AnyMessage) -> None:
+            if to == "supervisor" and isinstance(message, UnitUp):
+                self.clock.after(self.random.uniform(0, 0.01), lambda: self.tell_fleet(message))
+                return
+            if to == "supervisor" and isinstance(message, Demand):
+                self._perhaps(lambda: self.tell_fleet(message))
+                return
+            if name == "front" and isinstance(message, Prefill | Decode | Ahead):
+                assert self.front.units.by_name[to].is_open, f"{type(message).__name__} to {to}, which drains"
+            send(to, message)
+
+        return with_fleet
+
+    def _perhaps(self, action) -> None:  # type: ignore[no-untyped-def]
+        """Late, and maybe lost or done twice."""
+        for _ in range(2 if self.random.random() < self.faults.duplicate_rate else 1):
+            if self.random.random() >= self.fleet_faults.lost_share or self.clock.now() > self.faults.until_s:
+                self.clock.after(self.random.uniform(0, 0.01), action)
+
+    # ---- the fleet ----
+    def tell_fleet(self, event: Event) -> None:
+        """An event of the fleet; its book is checked after it."""
+        self._apply(self.fleet.handle(self.clock.now(), event))
+        problems = self.fleet.check()
+        assert not problems, f"the fleet after {event}: {problems}"
+
+    def _apply(self, effects: list[FleetEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case StartUnit(unit):
+                    self._start_later(unit)
+                case StopUnit(unit):
+                    self._stop(unit)
+                case Send(to, message):
+                    self._drains(message)
+                    self._perhaps(lambda to=to, message=message: self._hear(to, message))
+                case OfferNodes(num):
+                    self.num_offered += num
+                case WithdrawNodes(num):
+                    self.num_offered -= num
+                    assert self.num_offered >= 0
+                case WakeAt(time_s):
+                    self._wake_number += 1
+                    self.clock.at(time_s, lambda number=self._wake_number: self._woken(number))
+
+    def _hear(self, to: str, message: AnyMessage) -> None:
+        if to in self.hosts:
+            self.hosts[to].handle(message)
+
+    def _woken(self, number: int) -> None:
+        if number == self._wake_number:
+            self.tell_fleet(Tick())
+
+    def _start_later(self, unit: str) -> None:
+        assert unit not in self._asked, f"{unit} runs already"
+        self._asked.add(unit)
+        takes_s = self.random.uniform(0.0, 2 * self.config.fleet.start_s)
+        if self.random.random() < self.fleet_faults.start_fail_share and self.clock.now() < self.faults.until_s:
+            self.clock.after(takes_s, lambda: self._failed(unit))
+        else:
+            self.clock.after(takes_s, lambda: self.start_unit(unit))
+
+    def _failed(self, unit: str) -> None:
+        if unit in self._asked and unit not in self.hosts:
+            self._asked.discard(unit)
+            self.tell_fleet(UnitDown(unit, "it did not start"))
+
+    def _stop(self, unit: str) -> None:
+        if unit in self.hosts:
+            held = self.front.requests.on_unit(unit) if "front" in self.hosts else []
+            self.num_forced += bool(held)
+            self._end(unit, "stopped")
+        elif unit in self._asked:
+            self._asked.discard(unit)
+            self.clock.after(self.random.uniform(0, 0.2), lambda: self.tell_fleet(UnitDown(unit, "never ran")))
+
+    def _drains(self, message: AnyMessage) -> None:
+        if not isinstance(message, DrainUnit):
+            return
+        self.num_drains += 1
+        if self.random.random() < self.fleet_faults.drain_death_share and self.clock.now() < self.faults.until_s:
+            self.clock.after(self.random.uniform(0, 0.3), lambda: self.kill_unit(message.unit))
+
+    def is_at_rest(self) -> bool:
+        """Nothing is asked for: the floor is up and all other nodes are offered."""
+        rules, counts = self.fleet.rules, self.fleet.counts()
+        num_free = rules.num_nodes_max - rules.num_nodes(rules.floor)
+        return counts[UnitState.UP] == rules.floor and self.num_offered == num_free
+
+
+def fleet_world(seed: int) -> FleetWorld:
+    """Waves of requests, so that the fleet grows and shrinks more than once; from calm to much going wrong."""
+    random = Random(f"fleet {seed}")
+    bundle = random.choice([(0, 0), (0, 0), (1, 1), (2, 1)])
+    config = Deployment(
+        chunk_tokens=64, heartbeat_s=0.05, unit_timeout_s=3.0, rank_timeout_s=1.0, lease_s=random.choice([2.0, 30.0]),
+        prefill=UnitsConfig(max_requests=4), decode=UnitsConfig(max_requests=random.choice([2, 6])),
+        limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
+        fleet=FleetConfig(
+            AUTO, prefill_max=random.randint(1, 4), decode_max=random.randint(2, 4), bundle_prefill=bundle[0],
+            bundle_decode=bundle[1], prefill_tokens_per_s=random.choice([0.0, 100.0, 1000.0]),
+            decode_tokens_per_s=random.choice([0.0, 60.0, 200.0]), start_s=random.choice([0.1, 0.5]), period_s=0.1,
+            hold_s=random.choice([0.0, 0.5]), drain_timeout_s=random.choice([0.05, 0.5, 30.0]),
+        ),
+    )  # fmt: skip
+    faults, fleet_faults = random.choice([
+        (Faults(until_s=0.0), FleetFaults()),
+        (Faults(until_s=0.0), FleetFaults()),
+        (Faults(duplicate_rate=0.2, until_s=9.0), FleetFaults(lost_share=0.5)),
+        (Faults(until_s=9.0), FleetFaults(start_fail_share=0.4)),
+        (Faults(crash_every_s=1.0, until_s=9.0), FleetFaults(0.2, 0.2, 0.5)),
+        (Faults(crash_every_s=1.0, stuck_share=0.3, duplicate_rate=0.1, front_restarts=2, until_s=9.0),
+         FleetFaults(0.1, 0.3, 0.3)),
+    ])  # fmt: skip
+    world = FleetWorld(seed, config, fleet_faults, faults)
+    for wave in range(3):
+        for number in range(random.randint(0, 12)):
+            generation = random_generation(random, f"r{wave}.{number}", 200, 80)
+            at_s = 0.2 + 4.0 * wave + random.uniform(0.0, 1.0)
+            world.submit_at(at_s, generation, longest_output(world, len(generation.prompt)))
+            if random.random() < 0.1:
+                world.clock.at(at_s + random.uniform(0.0, 1.0), lambda name=generation.request_id: world.cancel(name))
+    return world

@@ -1,0 +1,57 @@
+"""Seeds against the fleet: units that come, go, fail to start and die while they drain; words that are lost.
+
+Whatever happened: every stream ends with every token in its place, nothing new ever goes to a unit that drains, and
+when nobody asks for anything the floor is up and all other nodes are free.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+import pytest
+
+from tests.sim.fleet import FleetWorld, fleet_world
+
+FIXED_SEEDS = list(range(30))
+FRESH_SEEDS = [secrets.randbelow(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+LIMIT_S = 900.0
+"""A unit that was forgotten while it started is noticed after ten minutes."""
+
+
+def run(seed: int) -> FleetWorld:
+    """Run one seed to its end, and until the fleet is at rest. An error names the seed."""
+    world = fleet_world(seed)
+    try:
+        world.run_to_the_end(LIMIT_S)
+        for name, client in world.clients.items():
+            error = client.final.error if client.final is not None else None
+            assert error is None or client.final.error_status == 499, f"{name} failed: {error}"
+        world.clock.run(world.clock.now() + LIMIT_S, world.is_at_rest)
+        assert world.is_at_rest(), f"{world.fleet.counts()}, {world.num_offered} nodes offered"
+        assert world.front.check() == []
+    except Exception as error:
+        error.add_note(f"fleet_world({seed}) at {world.clock.now():.3f} s, {world.faults}, {world.fleet_faults}")
+        raise
+    return world
+
+
+@pytest.mark.parametrize("seed", FIXED_SEEDS)
+def test_no_request_is_lost_while_units_come_and_go(seed: int) -> None:
+    run(seed)
+
+
+@pytest.mark.parametrize("seed", FRESH_SEEDS)
+def test_fresh_seeds(seed: int) -> None:
+    run(seed)
+
+
+def test_the_seeds_do_what_they_are_for() -> None:
+    worlds = [run(seed) for seed in FIXED_SEEDS[:14]]
+    assert sum(world.num_drains for world in worlds) > 20
+    assert sum(world.num_deaths for world in worlds) > 20
+    calm = [world for world in worlds if world.faults.until_s == 0.0]
+    assert calm
+    assert sum(world.num_drains for world in calm) > 5
+    # Where nobody dies and no word is lost, a unit is stopped when it is empty.
+    assert [world.num_forced for world in calm] == [0] * len(calm)
