@@ -52,11 +52,13 @@ class DayShape:
         middles = 2.0 * means - 0.5 * (edges + np.roll(edges, -1))
         return np.append(np.stack([edges, middles], 1).ravel(), edges[0])
 
+    @cached_property
+    def _times_s(self) -> Floats:
+        return np.linspace(0.0, DAY_S, self._values.size)
+
     def at(self, time_s: ArrayLike) -> Floats:
         """The shape at these times of day, seconds from midnight; days repeat."""
-        values = self._values
-        times = np.linspace(0.0, DAY_S, values.size)
-        return np.asarray(np.interp(np.mod(time_s, DAY_S), times, values), np.float64)
+        return np.asarray(np.interp(np.mod(time_s, DAY_S), self._times_s, self._values), np.float64)
 
 
 FLAT = DayShape((1.0,))

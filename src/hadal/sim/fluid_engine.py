@@ -137,11 +137,13 @@ def _level(bottom: Floats, per_request: Floats, room: Floats, num_requests: floa
     """
     if num_requests >= room.sum():
         return room
-    low, high = float(bottom.min()), float((bottom + room * per_request).max())
-    for _ in range(60):
-        level = 0.5 * (low + high)
-        poured = np.clip((level - bottom) / per_request, 0.0, room).sum()
-        low, high = (level, high) if poured < num_requests else (low, level)
-    inflow = np.clip((high - bottom) / per_request, 0.0, room)
+    # What is poured rises with the level in straight pieces: a vessel begins to take at its bottom and ends when full.
+    levels = np.concatenate([bottom, bottom + room * per_request])
+    order = np.argsort(levels)
+    slopes = np.cumsum(np.concatenate([1.0 / per_request, -1.0 / per_request])[order])
+    levels = levels[order]
+    poured = np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(levels))])
+    level = float(np.interp(num_requests, poured, levels))
+    inflow = np.clip((level - bottom) / per_request, 0.0, room)
     total = float(inflow.sum())
     return inflow * (num_requests / total) if total > 0.0 else inflow
