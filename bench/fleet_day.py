@@ -2,7 +2,7 @@
 
     python -m bench.fleet_day [--seed N] [--hours-only]
 
-Capacities are not priced here but read off two published points, so this shows what the *policy* does with them: decode
+Capacities are not priced here but read off published points, so this shows what the *policy* does with them: decode
 128 requests a GPU at 55 ms a token (DeepSeek's profile) and 88 at 47.6 ms (its day's mean), prefill 7,839 tokens/s a GPU,
 with 43.7 % of a prompt to be computed. The promise is 20 tokens/s for a user, TPOT 50 ms. The shape of the day is known
 from the day before. Dollars are node-hours at $2 a GPU-hour.
@@ -51,14 +51,18 @@ def capacity() -> float:
     ], TPOT_S)  # fmt: skip
 
 
+RULES = ScalingRules(
+    RoleRules(4, 0.6, 5, 60, 3, 2), RoleRules(18, 1.0, 1, 16, 1, 0), num_nodes_max=500, start_s=600.0
+)
+FAULTS = Faults()
+
+
 @dataclass(frozen=True)
 class Setting:
     """One run of the day."""
 
-    rules: ScalingRules = ScalingRules(
-        RoleRules(4, 0.6, 5, 60, 3, 2), RoleRules(18, 1.0, 1, 16, 1, 0), num_nodes_max=500, start_s=600.0
-    )
-    faults: Faults = Faults()
+    rules: ScalingRules = RULES
+    faults: Faults = FAULTS
     shape: DayShape = SHAPE
     decode_tokens_per_s: float = 0.0
     """0: `capacity()`."""
@@ -134,9 +138,9 @@ def hours_table(day: Day) -> Table:
     prefill_rate = day.tokens_in / 86_400 / day.prefill_nodes_mean
     decode_rate = day.tokens_out / 86_400 / day.decode_nodes_mean
     table.caption = (
-        f"mean {day.nodes_mean:.2f} nodes (published {PUBLISHED_MEAN}, {day.nodes_mean / PUBLISHED_MEAN - 1:+.1%}), peak "
-        f"{day.nodes_peak} ({PUBLISHED_PEAK}); {prefill_rate:,.0f} in and {decode_rate:,.0f} out tokens/s a node (73.7k "
-        f"and 14.8k); {day.tokens_per_s_user:.1f} tokens/s/user (20-22); {day.num_changes} changes"
+        f"mean {day.nodes_mean:.2f} nodes (published {PUBLISHED_MEAN}, {day.nodes_mean / PUBLISHED_MEAN - 1:+.1%}), "
+        f"peak {day.nodes_peak} ({PUBLISHED_PEAK}); {prefill_rate:,.0f} in and {decode_rate:,.0f} out tokens/s a node "
+        f"(73.7k and 14.8k); {day.tokens_per_s_user:.1f} tokens/s/user (20-22); {day.num_changes} changes"
     )
     return table
 

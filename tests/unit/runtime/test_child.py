@@ -150,3 +150,15 @@ def test_a_restart_is_not_waited_for_as_long_as_a_first_start(tmp_path: Path) ->
         child.is_ready(100.0 + took_s)
         reap(child, 2000.0)
     assert [*limits, child.start_timeout_s] == [START_TIMEOUT_S, RESTART_TIMEOUT_S, 160.0, START_TIMEOUT_S]
+
+
+def test_one_that_is_not_wanted_rests_when_it_ends_and_counts_no_failure(tmp_path: Path) -> None:
+    child = make(tmp_path, "import sys; sys.exit(1)")
+    for _ in range(FAILED_STARTS_MAX + 1):
+        child.want(0.0)
+        start(child, tmp_path)
+        child.dismiss()
+        assert reap(child) == 1
+        assert child.phase is Phase.RESTING
+    assert child.why_give_up(0.0) is None
+    assert child.pid == 0

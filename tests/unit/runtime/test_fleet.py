@@ -1,0 +1,146 @@
+"""The fleet's executor over children that are only told: processes rest until wanted, end when asked, are killed late."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from hadal.core.config import Deployment, FleetConfig, UnitsConfig
+from hadal.core.fleet import Demand, DrainUnit, UnitFacts
+from hadal.core.messages import UnitUp
+from hadal.roles.fleet_rules import make_fleet
+from hadal.runtime.child import Child, Phase
+from hadal.runtime.fleet import STOP_S, FleetExecutor
+
+
+class FakeChild(Child):
+    """One whose process is never started; signals are kept."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, name.split("-")[0], ["nothing"], None)
+        self.signals: list[signal.Signals] = []
+
+    def signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+
+
+class World:
+    def __init__(self, *, ranks: int = 1) -> None:
+        deployment = Deployment(
+            decode=UnitsConfig(ranks=ranks),
+            fleet=FleetConfig(
+                "auto", decode_max=2, decode_tokens_per_s=100.0, decode_use=1.0, start_s=1.0, period_s=1.0, hold_s=1.0
+            ),
+        )  # fmt: skip
+        names = ["prefill-0", "decode-0", "decode-1", "gateway"]
+        names += [f"decode-{unit}.{rank}" for unit in range(2) for rank in range(ranks) if ranks > 1]
+        self.children: dict[str, FakeChild] = {name: FakeChild(name) for name in names}
+        self.sent: list[tuple[str, Any]] = []
+        self.now_s, self.tokens = 0.0, 0
+        self.executor = FleetExecutor(
+            make_fleet(deployment, 0.0), self.children, lambda *what: self.sent.append(what), 0.0
+        )  # fmt: skip
+
+    def phases(self) -> list[str]:
+        return [child.phase.value for child in self.children.values() if child.name.startswith("decode")]
+
+    def up(self, unit: str) -> None:
+        for child in self.children.values():
+            if child.name.startswith(unit):
+                child.phase = Phase.READY
+        self.executor.tell(self.now_s, UnitUp(unit, unit.split("-")[0], f"{self.now_s}", 1, 1))
+
+    def ends(self, unit: str) -> bool:
+        """As the supervisor reaps it."""
+        child = self.children[unit]
+        child.phase = Phase.WAITING if child.is_wanted else Phase.RESTING
+        return self.executor.ended(self.now_s, unit, "it ended")
+
+    def goes_on(self, rate: int, seconds: int, draining: dict[str, int] | None = None) -> None:
+        for _ in range(seconds):
+            self.now_s += 1.0
+            self.tokens += rate
+            facts = tuple(UnitFacts(unit, "decode", 0, number) for unit, number in (draining or {}).items())
+            self.executor.tell(self.now_s, Demand("f", 0, self.tokens, 0, 0, facts))
+            self.executor.tick(self.now_s)
+
+
+def test_only_the_floor_is_wanted_at_first() -> None:
+    world = World()
+    assert [child.phase.value for child in world.children.values()] == ["waiting", "waiting", "resting", "waiting"]
+    assert set(world.executor.units) == {"prefill-0", "decode-0", "decode-1"}
+
+
+def test_a_unit_is_wanted_drained_stopped_and_rests() -> None:
+    world = World()
+    world.up("prefill-0")
+    world.up("decode-0")
+    world.goes_on(150, 3)
+    assert world.phases() == ["ready", "waiting"]
+    world.up("decode-1")
+    world.goes_on(50, 30)
+    to, drain = next(sent for sent in world.sent if isinstance(sent[1], DrainUnit))
+    assert (to, drain.unit) == ("front", "decode-1")
+    world.goes_on(50, 1, {"decode-1": drain.number})
+    assert world.children["decode-1"].signals == [signal.SIGTERM]
+    assert not world.children["decode-1"].is_wanted
+    world.goes_on(50, int(STOP_S) + 1)
+    assert world.children["decode-1"].signals == [signal.SIGTERM, signal.SIGKILL]
+    assert world.ends("decode-1")
+    assert world.phases() == ["ready", "resting"]
+
+
+def test_one_that_ends_by_itself_is_wanted_again() -> None:
+    world = World()
+    world.up("decode-0")
+    assert not world.ends("decode-0")
+    assert world.phases() == ["waiting", "resting"]
+    assert world.children["decode-0"].is_wanted
+
+
+def test_a_unit_of_many_processes_comes_and_goes_as_one() -> None:
+    world = World(ranks=2)
+    assert world.phases() == ["waiting", "resting", "waiting", "waiting", "resting", "resting"]
+    world.up("prefill-0")
+    world.up("decode-0")
+    world.goes_on(150, 3)
+    names = ("decode-1", "decode-1.0", "decode-1.1")
+    assert [world.children[name].phase for name in names] == [Phase.WAITING] * 3
+    world.ends("decode-0")
+    assert all(world.children[name].is_wanted for name in ("decode-0", "decode-0.0", "decode-0.1"))
+
+
+def test_a_start_that_is_called_off_before_it_began_ends_at_the_next_tick() -> None:
+    world = World()
+    world.up("prefill-0")
+    world.up("decode-0")
+    world.goes_on(150, 3)
+    assert world.phases() == ["ready", "waiting"]
+    world.goes_on(0, 30)
+    assert world.children["decode-1"].signals == []
+    assert world.phases() == ["ready", "resting"]
+
+
+def test_a_unit_can_be_spared_where_another_of_its_role_works() -> None:
+    world = World()
+    assert not world.executor.has_other("decode-1")
+    world.up("decode-0")
+    assert world.executor.has_other("decode-1")
+    assert not world.executor.has_other("decode-0")
+
+
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.READY])
+def test_a_child_that_is_not_wanted_runs_on_until_it_ends(phase: Phase) -> None:
+    child = FakeChild("decode-0")
+    child.phase = phase
+    child.dismiss()
+    assert child.phase is phase
+    child.want(1.0)
+    assert child.phase is phase
+    child.phase = Phase.WAITING
+    child.dismiss()
+    assert child.phase is Phase.RESTING
+    child.want(5.0)
+    assert (child.phase, child.start_at_s) == (Phase.WAITING, 5.0)
