@@ -3,9 +3,9 @@
     python -m bench.fleet_day [--seed N] [--hours-only]
 
 Capacities are not priced here but read off published points, so this shows what the *policy* does with them: decode
-128 requests a GPU at 55 ms a token (DeepSeek's profile) and 88 at 47.6 ms (its day's mean), prefill 7,839 tokens/s a GPU,
-with 43.7 % of a prompt to be computed. The promise is 20 tokens/s for a user, TPOT 50 ms. The shape of the day is known
-from the day before. Dollars are node-hours at $2 a GPU-hour.
+128 requests a GPU at 55 ms a token (DeepSeek's profile) and 88 at 47.6 ms (its day's mean), prefill 7,839 tokens/s a
+GPU, with 43.7 % of a prompt to be computed. The promise is 20 tokens/s for a user, TPOT 50 ms. The shape of the day is
+known from the day before. Dollars are node-hours at $2 a GPU-hour.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 from rich.console import Console
@@ -22,7 +23,7 @@ def test_every_what_if_changes_one_thing() -> None:
 
 
 def test_the_table_shows_the_day() -> None:
-    console = Console(width=200, record=True, quiet=True)
+    console = Console(width=200, record=True, file=StringIO())
     day = run(replace(Setting(), faults=replace(Setting().faults, noise=0.0)), seed=1)
     console.print(hours_table(day))
     text = console.export_text()

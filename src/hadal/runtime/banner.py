@@ -17,6 +17,7 @@ from hadal.core.balance import OFF
 from hadal.core.config import ROLES
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.runtime.cache_plan import cache_rows
+from hadal.runtime.child import Phase
 from hadal.runtime.ledger_place import shown
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.status import Status
@@ -78,6 +79,10 @@ class Banner:
         deployment = self._resolved.deployment
         for name, process in status.processes.items():
             unit, rank = unit_of(name)
+            if process.phase == Phase.RESTING:
+                if rank is None:
+                    yield name, "rests until the fleet needs it"
+                continue
             text = f"pid {process.pid}"
             if process.role in ROLES and rank is None:
                 units = units_of(deployment, process.role)

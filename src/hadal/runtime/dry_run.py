@@ -70,6 +70,9 @@ def _topology(resolved: Resolved, places: list[UnitPlace]) -> Iterator[Row]:
     yield "transport", f"{deployment.transport}, wire {deployment.wire}"
     pulled = "when a prompt is done" if deployment.early_pull == OFF else "while a long prompt is computed"
     yield "hand-over", f"{deployment.handover}, pulled {pulled}"
+    if deployment.fleet.is_on:
+        counts = [f"{units_of(deployment, role).units} to {deployment.num_units_max(role)} {role}" for role in ROLES]
+        yield "fleet", f"{counts[0]} and {counts[1]} units, as they are needed; shown with all of them"
     for role in ROLES:
         of_role = [place for place in places if place.role == role]
         for place in of_role[:_SHOWN]:

@@ -1,4 +1,4 @@
-"""The fleet's executor over children that are only told: processes rest until wanted, end when asked, are killed late."""
+"""The fleet's executor over children that are only told: they rest until wanted, end when asked, are killed late."""
 
 from __future__ import annotations
 
