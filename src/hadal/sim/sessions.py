@@ -1,0 +1,253 @@
+"""Conversations as DeepSeek's published day may have seen them: a few parameters, each with a reading and a source.
+
+A session is some turns with one model. Each turn's prompt is everything before it (what the model reasoned left out) and
+a new message, sometimes with a document in it. Between two turns somebody reads and types, in seconds. A session may
+also rest for longer, which is measured by the load clock: it is taken up when people are awake.
+
+    sitting 0               rest           sitting 1
+    turn 0 . turn 1 . turn 2 --------------- turn 3 . turn 4
+    |answer|think|                                              arrival = begin of the sitting + answers and thinking
+
+Sittings begin at a constant rate by the load clock, first and later ones alike, so every moment is in the steady state.
+
+Four parameters were fitted, each on one published figure (`python -m bench.cache_day`): share_r1 on the mean KV length,
+document_share on input over output, continue_share on the share of hits, sessions_per_day on the day's input. All else
+is measured elsewhere or said to be assumed. Nothing here knows those figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from hadal.sim.day_shape import DAY_S, DEEPSEEK_SHARES, DayShape, Floats, Ints
+from hadal.sim.workload import MAX_TURNS, NO_PREFIX, R1, V3, Workload
+
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """exp(log(median) + sigma x standard normal), not above `limit`."""
+
+    median: float
+    sigma: float
+    limit: float
+
+    def draw(self, rng: Generator, count: int) -> Floats:
+        return np.minimum(self.median * np.exp(self.sigma * rng.standard_normal(count)), self.limit)
+
+    def tokens(self, rng: Generator, count: int) -> Ints:
+        """Rounded up: at least 1."""
+        return np.ceil(self.draw(rng, count)).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class SystemPrompt:
+    """An application's, and its share of all sessions; 0 tokens: it has none."""
+
+    share: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadParams:
+    """What is asked for on a day. Times in seconds, lengths in tokens."""
+
+    sessions_per_day: float = 79.4e6
+    """That begin. Fitted on the published 608 B tokens in."""
+    share_r1: float = 0.53
+    """Of sessions, with R1; the others with V3. Fitted on the published mean KV length per output token, 4,989."""
+    continue_share: float = 0.53
+    """Probability that a turn is followed by another. Fitted on the published hits, 56.3 % of tokens in. Mooncake's
+    conversations have 2.6 requests for each that begins one, this gives 2.1."""
+    document_share: float = 0.13
+    """Of messages that bring a document. Fitted on the published 608 / 168 tokens in per token out. 10 % of ServeGen's
+    prompts are longer than 2,000 tokens."""
+    message: LogNormal = LogNormal(130, 1.2, 8_000)
+    """What people type. ServeGen's prompts to R1, nine in ten of them a first turn, have a median of 187, documents and
+    system prompts included."""
+    document: LogNormal = LogNormal(5_000, 0.9, 48_000)
+    """With one in eight messages: 4.6 % of prompts beyond 6,500 tokens and 0.7 % beyond 21,000, where ServeGen has 5 %
+    and 1 %."""
+    output_v3: LogNormal = LogNormal(350, 0.86, 8_192)
+    """Median of Mooncake's conversations, spread of Azure's of 2023; the API's limit then."""
+    output_r1: LogNormal = LogNormal(875, 0.97, 32_768)
+    """ServeGen's DeepSeek-R1: median, spread of the logarithm; the API's limit then. Reasoning included."""
+    reason_short: tuple[float, float, float] = (0.34, 12.0, 18.0)
+    """Reasoning's part of R1's output has two humps in ServeGen: this share of turns is of the lower, a beta
+    distribution with these two parameters (mean 0.40)."""
+    reason_long: tuple[float, float] = (16.0, 2.8)
+    """The upper (mean 0.85); 0.70 for both together."""
+    think_s: LogNormal = LogNormal(75, 1.5, 12 * 3600)
+    """From the end of an answer to the next message. With the time of the answer, 9 in 10 of those come within 10
+    minutes; Mooncake's gaps above 10 s have a median of two minutes. Assumed otherwise."""
+    rest_from_s: float = 600.0
+    """Whoever thinks for longer rests. Assumed."""
+    return_share: float = 0.12
+    """Of further turns that come much later instead. 0.12 x none and 0.88 x 9 in 10 are the 80 % of reuses within 10
+    minutes that Alibaba's chat service sees (Wang et al., "KVCache Cache in the Wild", 2025)."""
+    return_s: LogNormal = LogNormal(8 * 3600, 1.2, 3 * DAY_S)
+    """How long it rests by the load clock: later that day or on one of the next. Assumed: no public trace is as long."""
+    system_prompts: tuple[SystemPrompt, ...] = (
+        SystemPrompt(0.45, 0), SystemPrompt(0.20, 200), SystemPrompt(0.15, 400),
+        SystemPrompt(0.10, 700), SystemPrompt(0.06, 1200), SystemPrompt(0.04, 2500),
+    )  # fmt: skip
+    """One for each tenant, in order. Assumed: a few popular ones of some hundred tokens, and most chats without."""
+    context: int = 65_536
+    """A session ends before the turn whose prompt and answer would be longer: the API's limit then."""
+    first_token_s: float = 1.5
+    token_s: float = 1 / 21
+    """How fast answers come, for when the next turn does. Published: 20 to 22 tokens a second per user."""
+    shares: tuple[float, ...] = DEEPSEEK_SHARES
+    """Of the day's load, by hour from 12:00 Beijing time."""
+    lead_s: float = 240.0
+    """So much earlier than that sittings begin: their tokens come later, in the mean. Fitted on the shares."""
+
+    def __post_init__(self) -> None:
+        for name in ("share_r1", "continue_share", "document_share", "return_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it is a probability.")
+        if self.sessions_per_day <= 0 or self.continue_share > 0.95:
+            raise ValueError("sessions_per_day has to be above 0 and continue_share at most 0.95.")
+        if not self.system_prompts or abs(sum(prompt.share for prompt in self.system_prompts) - 1) > 1e-6:
+            raise ValueError("the shares of the system prompts have to come to 1.")
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Of whole sessions, one behind the other; when these begin is not said."""
+
+    session: Ints
+    turn: Ints
+    sitting: Ints
+    """Of the session, from 0."""
+    tokens_in: Ints
+    tokens_out: Ints
+    tokens_reasoning: Ints
+    tokens_seen: Ints
+    tenant: Ints
+    model: Ints
+    pause_s: Floats
+    """By the load clock, between this turn's sitting and the one before; 0 within a sitting."""
+    rested_s: Floats
+    """By the load clock: all pauses of the session so far."""
+    lag_s: Floats
+    """Answers and thinking since the session began."""
+
+
+def draw_turns(params: WorkloadParams, num_sessions: int, rng: Generator) -> Turns:
+    """So many sessions from their first turn to their last. All columns are of the same length."""
+    num_turns = np.minimum(rng.geometric(1 - params.continue_share, num_sessions), MAX_TURNS)
+    begin = np.cumsum(num_turns) - num_turns
+    count = int(num_turns.sum())
+    session = np.repeat(np.arange(num_sessions), num_turns)
+    turn = np.arange(count) - begin[session]
+    model = np.where(rng.random(num_sessions) < params.share_r1, R1, V3)[session]
+    edges = np.cumsum([prompt.share for prompt in params.system_prompts])[:-1]
+    tenant = np.searchsorted(edges, rng.random(num_sessions), side="right")[session]
+    system = np.array([prompt.tokens for prompt in params.system_prompts])[tenant]
+
+    message = params.message.tokens(rng, count)
+    has_document = rng.random(count) < params.document_share
+    message[has_document] += params.document.tokens(rng, int(has_document.sum()))
+    output, reasoning = _draw_outputs(params, model, rng)
+    is_first = turn == 0
+    # The prompt grows by what was answered, reasoning left out, and the next message.
+    tokens_in = system + _running(message + _before(output - reasoning, is_first), begin, session)
+    seen = np.where(reasoning > 0, tokens_in, tokens_in + output - 1)
+    tokens_seen = np.where(is_first, system, _before(seen, is_first))
+
+    think_s = params.think_s.draw(rng, count)
+    is_return = rng.random(count) < params.return_share
+    think_s[is_return] = params.return_s.draw(rng, int(is_return.sum()))
+    rests = ~is_first & (is_return | (think_s > params.rest_from_s))
+    pause_s = np.where(rests, think_s, 0.0)
+    answer_s = params.first_token_s + output * params.token_s
+    wait_s = _before(answer_s, is_first) + np.where(is_first | rests, 0.0, think_s)
+    lag_s = _running(wait_s, begin, session)
+
+    too_long = np.where(tokens_in + output > params.context, turn, MAX_TURNS + 1)
+    stays = turn < np.minimum.reduceat(too_long, begin)[session] if count else is_first
+    columns = (
+        session, turn, _running(rests, begin, session), tokens_in, output, reasoning, tokens_seen, tenant, model,
+        pause_s, _running(pause_s, begin, session), lag_s,
+    )  # fmt: skip
+    return Turns(*[np.asarray(column)[stays] for column in columns])
+
+
+def generate(
+    params: WorkloadParams, start_s: float, end_s: float, rng: Generator, scale: float = 1.0, *, history_s: float = 3 * DAY_S,
+) -> Workload:  # fmt: skip
+    """Every request that comes in [start_s, end_s), of one session in `scale`.
+
+    Sessions are taken up again after at most `params.return_s.limit`: those that began up to `history_s` earlier are
+    there with their later turns, so the first second is like any other. To draw sessions at a `scale`th of the rate is
+    to sample them by a hash of their numbers, which mean nothing (see Workload.sample).
+    Raises ValueError for an empty window or a scale below 1.
+    """
+    if not start_s < end_s or scale < 1:
+        raise ValueError(f"[{start_s}, {end_s}) and scale {scale}: the window is empty or the scale below 1.")
+    shape = DayShape(params.shares)
+    first, last = float(shape.load_s(start_s - history_s)), float(shape.load_s(end_s))
+    num_sessions = int(rng.poisson(params.sessions_per_day / scale * (last - first) / DAY_S))
+    begins = rng.uniform(first, last, num_sessions)
+    turns = draw_turns(params, num_sessions, rng)
+    load_s = begins[turns.session] + turns.rested_s
+    rows = np.flatnonzero((load_s >= float(shape.load_s(start_s - MAX_SITTING_S))) & (load_s < last))
+    return placed(params, turns, rows, load_s[rows], shape, start_s, end_s)
+
+
+MAX_SITTING_S = DAY_S
+"""No sitting is longer: those that began earlier are over."""
+
+
+def placed(
+    params: WorkloadParams, turns: Turns, rows: Ints, load_s: Floats, shape: DayShape, start_s: float, end_s: float
+) -> Workload:
+    """The requests of these turns that come in [start_s, end_s), by arrival. `load_s`: when their sittings begin, by
+    the load clock."""
+    lag_s = turns.lag_s[rows]
+    arrival_s = shape.at_s(load_s) - params.lead_s + lag_s
+    inside = (arrival_s >= start_s) & (arrival_s < end_s)
+    rows, load_s, arrival_s = rows[inside], load_s[inside], arrival_s[inside]
+    order = np.argsort(arrival_s, kind="stable")
+    rows, load_s, arrival_s = rows[order], load_s[order], arrival_s[order]
+    is_first = turns.turn[rows] == 0
+    before = rows - ~is_first  # The turn before stands before it.
+    before_s = shape.at_s(load_s - turns.pause_s[rows]) - params.lead_s + turns.lag_s[before]
+    tenant = turns.tenant[rows]
+    system = np.array([prompt.tokens for prompt in params.system_prompts])[tenant]
+    return Workload(
+        arrival_s, turns.session[rows], turns.turn[rows], turns.tokens_in[rows], turns.tokens_out[rows],
+        turns.tokens_reasoning[rows], np.where(system > 0, tenant, NO_PREFIX), system, turns.tokens_seen[rows],
+        np.where(is_first, np.inf, arrival_s - before_s), tenant, turns.model[rows],
+    )  # fmt: skip
+
+
+def _draw_outputs(params: WorkloadParams, model: Ints, rng: Generator) -> tuple[Ints, Ints]:
+    """Tokens generated, and how many of them are reasoning: none of V3's, never all of R1's."""
+    is_r1 = model == R1
+    num_r1 = int(is_r1.sum())
+    output = np.empty(len(model), dtype=np.int64)
+    output[is_r1] = params.output_r1.tokens(rng, num_r1)
+    output[~is_r1] = params.output_v3.tokens(rng, len(model) - num_r1)
+    share, *short = params.reason_short
+    parts = np.where(rng.random(num_r1) < share, rng.beta(*short, num_r1), rng.beta(*params.reason_long, num_r1))
+    reasoning = np.zeros(len(model), dtype=np.int64)
+    reasoning[is_r1] = np.minimum(output[is_r1] * parts, output[is_r1] - 1)
+    return output, reasoning
+
+
+def _before(values: NDArray[np.generic], is_first: Bools) -> NDArray[np.generic]:
+    """Of the turn before; 0 in a session's first."""
+    return np.where(is_first, 0, np.roll(values, 1))
+
+
+def _running(values: NDArray[np.generic], begin: Ints, session: Ints) -> NDArray[np.generic]:
+    """Sums since each session began, this turn's value included."""
+    total = np.cumsum(values)
+    return total - (total - values)[begin][session]
