@@ -79,33 +79,52 @@ class CacheDay:
     def found_share(self, at_s: Floats, idle_s: Floats) -> Floats:
         """How likely what was used so long ago is still there: as measured over the day at this ratio of its age and
         the age of what is being evicted at this hour. Between the middles of RATIO_EDGES it is interpolated."""
-        own, share = self._hits_by(self._ratio(self.workload.arrival_s, self.workload.idle_s), RATIO_EDGES)
+        total, share = self._hits_by(self._ratio(self.workload.arrival_s, self.workload.idle_s), RATIO_EDGES)
         middle = np.array([*np.add(RATIO_EDGES[:-2], RATIO_EDGES[1:-1]) / 2, 2 * RATIO_EDGES[-2]])
-        known = own > 0
+        known = total > 0
         if not known.any():
             raise ValueError("in this day no session went on: nothing is known of what a cache keeps.")
         return np.interp(self._ratio(at_s, idle_s), middle[known], share[known])
+
+    def hit_share_of(self, workload: Workload) -> float:
+        """What is to be expected of other requests than those of the day's sample: more of them, less noise."""
+        shared, own = tokens_shared_own(workload)
+        found = np.where(own > 0, self.found_share(workload.arrival_s, workload.idle_s), 0.0)
+        return float((shared + own * found).sum() / workload.tokens_in.sum())
 
     def _ratio(self, at_s: Floats, idle_s: Floats) -> Floats:
         return np.asarray(idle_s / self.eviction_age_s[hour_index(at_s)])
 
     def _hits_by(self, values: Floats, edges: tuple[float, ...]) -> tuple[Ints, Floats]:
-        shared = self.workload.prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS
-        goes_on = np.isfinite(self.workload.idle_s) & (self.workload.tokens_findable > shared)
+        shared, own = tokens_shared_own(self.workload)
+        goes_on = own > 0
         bin_index = np.digitize(values[goes_on], edges[1:-1])
-        own = np.bincount(bin_index, (self.workload.tokens_findable - shared)[goes_on], len(edges) - 1)
+        total = np.bincount(bin_index, own[goes_on], len(edges) - 1)
         found = np.bincount(bin_index, np.maximum(self.tokens_found - shared, 0)[goes_on], len(edges) - 1)
-        return own.astype(np.int64), found / np.maximum(own, 1)
+        return total.astype(np.int64), found / np.maximum(total, 1)
+
+
+def tokens_shared_own(workload: Workload) -> tuple[Ints, Ints]:
+    """Of what can be found of each prompt: tokens that all sessions with its system prompt use, which are always there,
+    and those of its own session."""
+    findable = workload.tokens_findable
+    shared = np.minimum(workload.prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS, findable)
+    return shared, np.where(np.isfinite(workload.idle_s), findable - shared, 0)
 
 
 def simulate_cache(
     params: WorkloadParams, rng: Generator, *, budget_bytes: float = BUDGET_BYTES, scale: float = 5000.0,
-    warm_s: float = 2 * DAY_S, policy: type[Arc | Lru] = Arc,
+    warm_s: float = 2 * DAY_S, policy: type[Arc | Lru] = Arc, keeps_reasoned: bool = True,
 ) -> CacheDay:  # fmt: skip
     """One day that begins at second 0 with the cache that `warm_s` of the same load before it left behind: a day fills
-    the default budget, and it takes Arc some hours more to learn how to divide it."""
+    the default budget, and it takes Arc some hours more to learn how to divide it.
+
+    `keeps_reasoned`: answers that began with reasoning are written as all others are. No next turn can use them.
+    """
     workload = generate(params, -warm_s, DAY_S, rng, scale)
     end_s = workload.arrival_s + params.first_token_s + workload.tokens_out * params.token_s
+    if not keeps_reasoned:
+        end_s = np.where(workload.tokens_reasoning > 0, np.inf, end_s)
     return replay(workload, end_s, max(1, int(budget_bytes / BLOCK_BYTES / scale)), policy, scale=scale)
 
 
@@ -114,7 +133,7 @@ def replay(
 ) -> CacheDay:
     """These requests through a disk of so many slots. What comes before second 0 warms it and is not counted.
 
-    `end_s`: when each answer is complete and on disk. Raises InvariantError or AssertionError if a ledger breaks.
+    `end_s`: when each answer is complete and written; inf: it is not. Raises InvariantError or AssertionError if a ledger breaks.
     """
     disk = DiskReplay(num_slots, policy)
     last_use_s: dict[bytes, float] = {}
@@ -122,8 +141,9 @@ def replay(
     ages_s = np.zeros(24)
     found = np.zeros(len(workload), np.int64)
     times = np.concatenate((workload.arrival_s, end_s))
-    hours = hour_index(times)
-    for event in np.argsort(times, kind="stable").tolist():
+    hours = hour_index(np.where(np.isfinite(times), times, 0.0))
+    order = np.argsort(times, kind="stable")
+    for event in order[np.isfinite(times[order])].tolist():
         index, is_end = event % len(workload), event >= len(workload)
         at_s = float(times[event])
         chain = workload.chain(index, with_output=is_end)

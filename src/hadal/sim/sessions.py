@@ -57,27 +57,27 @@ class SystemPrompt:
 class WorkloadParams:
     """What is asked for on a day. Times in seconds, lengths in tokens."""
 
-    sessions_per_day: float = 102.0e6
+    sessions_per_day: float = 103.1e6
     """That begin. Fitted on the published 608 B tokens in."""
-    share_r1: float = 0.532
+    share_r1: float = 0.533
     """Of sessions, with R1; the others with V3. Fitted on the published mean KV length per output token, 4,989."""
-    continue_share: float = 0.322
-    """Probability that a turn is followed by another. Fitted on the published hits, 56.3 % of tokens in. Mooncake's
-    conversations have 2.6 requests for each that begins one, this gives 2.1."""
+    continue_share: float = 0.3187
+    """Probability that a first turn is followed by another, mean over sessions. Fitted on the published hits, 56.3 % of
+    tokens in."""
     continue_samples: float = 5.0
     """How much alike sessions are in that: the probability is drawn for each from a beta distribution as narrow as after
-    so many observations. Mooncake's conversations go on the more likely the longer they are: 0.29 after the second
-    request, 0.5 after the fourth, 0.7 after the eighth; with 5 it is 0.45 after the first, 0.53, 0.66 and 0.77.
+    so many observations, so those that went on go on. Mooncake's conversations do so with 0.29 after the second
+    request, 0.50 after the fourth, 0.66 after the sixth and 0.76 after the eighth; with 5 it is 0.43, 0.58, 0.66, 0.72.
     """
-    document_share: float = 0.144
+    document_share: float = 0.1465
     """Of messages that bring a document. Fitted on the published 608 / 168 tokens in per token out. 10 % of ServeGen's
     prompts are longer than 2,000 tokens."""
     message: LogNormal = LogNormal(130, 1.2, 8_000)
     """What people type. ServeGen's prompts to R1, nine in ten of them a first turn, have a median of 187, documents and
     system prompts included."""
     document: LogNormal = LogNormal(5_000, 0.9, 48_000)
-    """With one in eight messages: 4.6 % of prompts beyond 6,500 tokens and 0.7 % beyond 21,000, where ServeGen has 5 %
-    and 1 %."""
+    """Of such messages, 39 % beyond 6,500 tokens and 6 % beyond 21,000: 5.7 % and 0.8 % of all, where ServeGen's prompts
+    have 5 % and 1 %."""
     output_v3: LogNormal = LogNormal(350, 0.86, 8_192)
     """Median of Mooncake's conversations, spread of Azure's of 2023; the API's limit then."""
     output_r1: LogNormal = LogNormal(875, 0.97, 32_768)
