@@ -2,7 +2,7 @@
 
 One session in `scale` meets a cache of one `scale`th of the bytes (SHARDS, see Workload.sample): who is evicted depends
 on what came meanwhile over what there is room for, and both shrink alike. A prompt's blocks are written when they are
-computed, an answer's when it has come, R1's reasoning with it: decode writes what it fills, and does not know the next turn.
+computed, an answer's when it has come, R1's reasoning with it: decode writes what it fills and knows no next turn.
 
 Bytes are those of DeepSeek-V3: 61 layers x 576 values x 2 bytes a token.
 """
@@ -25,10 +25,10 @@ from hadal.sim.workload import Workload
 KV_BYTES_TOKEN = 61 * 576 * 2
 BLOCK_BYTES = KV_BYTES_TOKEN * BLOCK_TOKENS
 BUDGET_BYTES = 180 * 16 * 14 * 2**40 / 3
-"""14.8 PB: the cluster of 3FS's README, 180 nodes with 16 disks of 14 TiB, everything kept three times (its chains' usual
-length, assumed). Half of what the published day writes: hours, as DeepSeek says of its cache."""
+"""14.8 PB: the cluster of 3FS's README, 180 nodes with 16 disks of 14 TiB, everything kept three times (assumed). Half of
+what the published day writes, so hours, as DeepSeek says of its cache."""
 
-IDLE_EDGES_S = (0.0, 60.0, 300.0, 600.0, 1800.0, 3600.0, 2 * 3600.0, 4 * 3600.0, 8 * 3600.0, 16 * 3600.0, 32 * 3600.0, np.inf)
+IDLE_EDGES_S = (0.0, 60.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0, 14400.0, 28800.0, 57600.0, 115200.0, np.inf)
 RATIO_EDGES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.35, 1.7, 2.2, 3.0, np.inf)
 """Of the time since the last use over the mean age of what is being evicted."""
 
@@ -66,11 +66,10 @@ class CacheDay:
 
     def by_hour(self) -> dict[str, Floats]:
         """24 sums for all sessions: `tokens_in`, `tokens_hit`, `tokens_out`."""
-        hour = hour_index(self.workload.arrival_s)
-        columns = {
-            "tokens_in": self.workload.tokens_in, "tokens_hit": self.tokens_found, "tokens_out": self.workload.tokens_out
-        }  # fmt: skip
-        return {name: np.bincount(hour, column, 24) * self.scale for name, column in columns.items()}
+        came = self.workload
+        hour = hour_index(came.arrival_s)
+        columns = {"tokens_in": came.tokens_in, "tokens_hit": self.tokens_found, "tokens_out": came.tokens_out}
+        return {name: np.asarray(np.bincount(hour, column, 24) * self.scale) for name, column in columns.items()}
 
     def hits_by_idle(self) -> tuple[Ints, Floats]:
         """By interval of IDLE_EDGES_S: tokens of their own session that prompts could find, and the share found."""
@@ -133,7 +132,8 @@ def replay(
 ) -> CacheDay:
     """These requests through a disk of so many slots. What comes before second 0 warms it and is not counted.
 
-    `end_s`: when each answer is complete and written; inf: it is not. Raises InvariantError or AssertionError if a ledger breaks.
+    `end_s`: when each answer is complete and written; inf: it never is. Raises InvariantError or AssertionError if a ledger
+    breaks.
     """
     disk = DiskReplay(num_slots, policy)
     last_use_s: dict[bytes, float] = {}

@@ -53,12 +53,12 @@ class DayShape:
     def load_s(self, at_s: Floats | float) -> Floats:
         """By the load clock."""
         day, second = np.divmod(np.asarray(at_s, dtype=np.float64), DAY_S)
-        return day * DAY_S + np.interp(second, self._seconds, self._loads)
+        return np.asarray(day * DAY_S + np.interp(second, self._seconds, self._loads))
 
     def at_s(self, load_s: Floats | float) -> Floats:
         """In seconds: the other way round."""
         day, load = np.divmod(np.asarray(load_s, dtype=np.float64), DAY_S)
-        return day * DAY_S + np.interp(load, self._loads, self._seconds)
+        return np.asarray(day * DAY_S + np.interp(load, self._loads, self._seconds))
 
     def rate(self, at_s: Floats | float) -> Floats:
         """Load per second, where a day's mean is 1: constant for STEP_S."""

@@ -1,8 +1,8 @@
 """Conversations as DeepSeek's published day may have seen them: a few parameters, each with a reading and a source.
 
-A session is some turns with one model. Each turn's prompt is everything before it (what the model reasoned left out) and
-a new message, sometimes with a document in it. Between two turns somebody reads and types, in seconds. A session may
-also rest for longer, which is measured by the load clock: it is taken up when people are awake.
+A session is some turns with one model. Each turn's prompt is everything before it (what the model reasoned left out)
+and a new message, sometimes with a document in it. Between two turns somebody reads and types, in seconds. A session
+may also rest for longer, which is measured by the load clock: it is taken up when people are awake.
 
     sitting 0               rest           sitting 1
     turn 0 . turn 1 . turn 2 --------------- turn 3 . turn 4
@@ -18,6 +18,7 @@ is measured elsewhere or said to be assumed. Nothing here knows those figures.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.random import Generator
@@ -27,6 +28,7 @@ from hadal.sim.day_shape import DAY_S, DEEPSEEK_SHARES, DayShape, Floats, Ints
 from hadal.sim.workload import MAX_TURNS, NO_PREFIX, R1, V3, Workload
 
 Bools = NDArray[np.bool_]
+Number = TypeVar("Number", np.int64, np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,10 @@ class WorkloadParams:
     """Probability that a first turn is followed by another, mean over sessions. Fitted on the published hits, 56.3 % of
     tokens in."""
     continue_samples: float = 5.0
-    """How much alike sessions are in that: the probability is drawn for each from a beta distribution as narrow as after
-    so many observations, so those that went on go on. Mooncake's conversations do so with 0.29 after the second
-    request, 0.50 after the fourth, 0.66 after the sixth and 0.76 after the eighth; with 5 it is 0.43, 0.58, 0.66, 0.72.
-    """
+    """How much alike sessions are in that: each one's probability is drawn from a beta distribution as narrow as after so
+    many observations, so those that went on go on. After the first to the sixth turn that is 0.32, 0.43, 0.51, 0.57,
+    0.62, 0.66, and 1.66 turns a session; in Mooncake's hour of conversations 0.38, 0.31, 0.45, 0.53, 0.61, 0.65, and
+    1.63."""
     document_share: float = 0.1465
     """Of messages that bring a document. Fitted on the published 608 / 168 tokens in per token out. 10 % of ServeGen's
     prompts are longer than 2,000 tokens."""
@@ -76,8 +78,8 @@ class WorkloadParams:
     """What people type. ServeGen's prompts to R1, nine in ten of them a first turn, have a median of 187, documents and
     system prompts included."""
     document: LogNormal = LogNormal(5_000, 0.9, 48_000)
-    """Of such messages, 39 % beyond 6,500 tokens and 6 % beyond 21,000: 5.7 % and 0.8 % of all, where ServeGen's prompts
-    have 5 % and 1 %."""
+    """39 % beyond 6,500 tokens and 6 % beyond 21,000: 5.7 % and 0.8 % of all messages, where ServeGen's prompts have 5 %
+    and 1 %."""
     output_v3: LogNormal = LogNormal(350, 0.86, 8_192)
     """Median of Mooncake's conversations, spread of Azure's of 2023; the API's limit then."""
     output_r1: LogNormal = LogNormal(875, 0.97, 32_768)
@@ -96,7 +98,7 @@ class WorkloadParams:
     """Of further turns that come much later instead. 0.12 x none and 0.88 x 9 in 10 are the 80 % of reuses within 10
     minutes that Alibaba's chat service sees (Wang et al., "KVCache Cache in the Wild", 2025)."""
     return_s: LogNormal = LogNormal(8 * 3600, 1.2, 3 * DAY_S)
-    """How long it rests by the load clock: later that day or on one of the next. Assumed: no public trace is as long."""
+    """How long it rests by the load clock: later that day or on one of the next. Assumed: no public trace has it."""
     system_prompts: tuple[SystemPrompt, ...] = (
         SystemPrompt(0.45, 0), SystemPrompt(0.20, 200), SystemPrompt(0.15, 400),
         SystemPrompt(0.10, 700), SystemPrompt(0.06, 1200), SystemPrompt(0.04, 2500),
@@ -119,7 +121,7 @@ class WorkloadParams:
         if self.sessions_per_day <= 0:
             raise ValueError(f"sessions_per_day is {self.sessions_per_day}; it has to be above 0.")
         if self.continue_samples * (1 - self.continue_share) <= 1:
-            raise ValueError("continue_samples x (1 - continue_share) has to be above 1, or sessions have no mean length.")
+            raise ValueError("continue_samples x (1 - continue_share) has to be above 1, or the mean is no number.")
         if not self.system_prompts or abs(sum(prompt.share for prompt in self.system_prompts) - 1) > 1e-6:
             raise ValueError("the shares of the system prompts have to come to 1.")
 
@@ -168,26 +170,27 @@ def draw_turns(params: WorkloadParams, num_sessions: int, rng: Generator) -> Tur
     seen = np.where(reasoning > 0, tokens_in, tokens_in + output - 1)
     tokens_seen = np.where(is_first, system, _before(seen, is_first))
 
-    think_s = params.think_s.draw(rng, count)
+    think_s: Floats = params.think_s.draw(rng, count)
     is_return = rng.random(count) < params.return_share
     think_s[is_return] = params.return_s.draw(rng, int(is_return.sum()))
     rests = ~is_first & (is_return | (think_s > params.rest_from_s))
     pause_s = np.where(rests, think_s, 0.0)
-    answer_s = params.first_token_s + output * params.token_s
-    wait_s = _before(answer_s, is_first) + np.where(is_first | rests, 0.0, think_s)
+    answer_s: Floats = params.first_token_s + output * params.token_s
+    wait_s: Floats = _before(answer_s, is_first) + np.where(is_first | rests, 0.0, think_s)
     lag_s = _running(wait_s, begin, session)
 
     too_long = np.where(tokens_in + output > params.context, turn, MAX_TURNS + 1)
     stays = turn < np.minimum.reduceat(too_long, begin)[session] if count else is_first
     columns = (
-        session, turn, _running(rests, begin, session), tokens_in, output, reasoning, tokens_seen, tenant, model,
-        pause_s, _running(pause_s, begin, session), lag_s,
+        session, turn, _running(rests.astype(np.int64), begin, session), tokens_in, output, reasoning, tokens_seen,
+        tenant, model, pause_s, _running(pause_s, begin, session), lag_s,
     )  # fmt: skip
     return Turns(*[np.asarray(column)[stays] for column in columns])
 
 
 def generate(
-    params: WorkloadParams, start_s: float, end_s: float, rng: Generator, scale: float = 1.0, *, history_s: float = 3 * DAY_S,
+    params: WorkloadParams, start_s: float, end_s: float, rng: Generator, scale: float = 1.0, *,
+    history_s: float = 3 * DAY_S,
 ) -> Workload:  # fmt: skip
     """Every request that comes in [start_s, end_s), of one session in `scale`.
 
@@ -250,19 +253,21 @@ def _draw_outputs(params: WorkloadParams, model: Ints, rng: Generator) -> tuple[
     output = np.empty(len(model), dtype=np.int64)
     output[is_r1] = params.output_r1.tokens(rng, num_r1)
     output[~is_r1] = params.output_v3.tokens(rng, len(model) - num_r1)
-    share, *short = params.reason_short
-    parts = np.where(rng.random(num_r1) < share, rng.beta(*short, num_r1), rng.beta(*params.reason_long, num_r1))
+    share, yes, no = params.reason_short
+    parts = np.where(rng.random(num_r1) < share, rng.beta(yes, no, num_r1), rng.beta(*params.reason_long, num_r1))
     reasoning = np.zeros(len(model), dtype=np.int64)
     reasoning[is_r1] = np.minimum(output[is_r1] * parts, output[is_r1] - 1)
     return output, reasoning
 
 
-def _before(values: NDArray[np.generic], is_first: Bools) -> NDArray[np.generic]:
+def _before(values: NDArray[Number], is_first: Bools) -> NDArray[Number]:
     """Of the turn before; 0 in a session's first."""
-    return np.where(is_first, 0, np.roll(values, 1))
+    before = np.roll(values, 1)
+    before[is_first] = 0
+    return before
 
 
-def _running(values: NDArray[np.generic], begin: Ints, session: Ints) -> NDArray[np.generic]:
+def _running(values: NDArray[Number], begin: Ints, session: Ints) -> NDArray[Number]:
     """Sums since each session began, this turn's value included."""
-    total = np.cumsum(values)
-    return total - (total - values)[begin][session]
+    total: NDArray[Number] = np.cumsum(values, dtype=values.dtype)
+    return np.asarray(total - (total - values)[begin][session], dtype=values.dtype)

@@ -1,4 +1,4 @@
-"""Some seconds in the middle of a day at the full rate: who comes, who is there already, and what the cache has of them.
+"""Some seconds of a day at the full rate: who comes, who is there already, and what the cache has of them.
 
 Conversations last for days, and a day has 170 million requests; drawing all that to look at a minute is out of the
 question. It is not needed either. Sittings, first and later ones alike, begin at a constant rate by the load clock
@@ -56,7 +56,8 @@ def window(
     shape = DayShape(params.shares)
     first, last = (float(shape.load_s(at_s + params.lead_s)) for at_s in (t0_s - warm_s, t1_s))
     left = int(rng.poisson(params.sessions_per_day / scale * (last - first) / DAY_S))
-    drawn, next_session = [], 0
+    drawn: list[Workload] = []
+    next_session = 0
     while left or not drawn:
         count = min(left, CHUNK_SESSIONS)
         turns = _sittings_apart(draw_turns(params, count, rng), next_session)

@@ -20,6 +20,7 @@ and the last token of a text, which was drawn but never computed, fills none.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,7 +136,7 @@ class Workload:
 
 def concatenate(workloads: list[Workload]) -> Workload:
     """All their requests, by arrival; ties in the order given. None of them may have parts."""
-    columns = {
+    columns: dict[str, Any] = {
         field.name: np.concatenate([getattr(workload, field.name) for workload in workloads])
         for field in fields(Workload) if field.name != "parts"
     }  # fmt: skip

@@ -1,0 +1,125 @@
+"""Published traces as workloads. Text comes in, as lines or as what JSON made of it: opening files is the caller's.
+
+What a trace does not tell is not made up: without ids of blocks nothing is a prefix of anything, and every request is a
+session by itself.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+
+from hadal.sim.day_shape import Floats, Ints
+from hadal.sim.workload import NO_PREFIX, R1, V3, Parts, Workload
+
+MOONCAKE_PART_TOKENS = 512
+SERVEGEN_BIN_S = 600.0
+_NEVER = (0, 0, 1 << 62)
+
+
+class MooncakeRow(NamedTuple):
+    at_s: float
+    tokens_in: int
+    tokens_out: int
+    parts: tuple[int, ...]
+    """Numbers of its 512-token parts, the last one perhaps not full; equal numbers: equal text from the first token."""
+
+
+def mooncake_rows(lines: Iterable[str]) -> Iterator[MooncakeRow]:
+    """Mooncake's JSON lines (FAST'25 release), one by one. Raises ValueError if one has fewer parts than its length."""
+    for line in lines:
+        row = json.loads(line)
+        parts, length = tuple(row["hash_ids"]), row["input_length"]
+        if len(parts) * MOONCAKE_PART_TOKENS < length:
+            raise ValueError(f"{len(parts)} parts for {length} tokens: not one of Mooncake's traces.")
+        yield MooncakeRow(row["timestamp"] / 1e3, length, row["output_length"], parts)
+
+
+def mooncake(lines: Iterable[str]) -> Workload:
+    """A Mooncake trace. The first request that begins with all full parts of an earlier one and is longer than that and
+    its answer is that session's next turn; what else of its text was there before counts as seen all the same.
+    `idle_s`: since its deepest known part was used."""
+    rows = sorted(mooncake_rows(lines), key=lambda row: row.at_s)
+    end_to_turn: dict[int, tuple[int, int, int]] = {}
+    """By the last full part of a prompt nobody went on from: session, turn, tokens with the answer."""
+    used_s: dict[int, float] = {}
+    sessions, turns, seen, idle_s = [], [], [], []
+    for number, row in enumerate(rows):
+        full = row.parts[: row.tokens_in // MOONCAKE_PART_TOKENS]
+        num_known = next((at for at, part in enumerate(full) if part not in used_s), len(full))
+        seen.append(num_known * MOONCAKE_PART_TOKENS)
+        idle_s.append(row.at_s - used_s[full[num_known - 1]] if num_known else np.inf)
+        end = next((part for part in reversed(full) if end_to_turn.get(part, _NEVER)[2] <= row.tokens_in), None)
+        session, turn, _ = (number, -1, 0) if end is None else end_to_turn.pop(end)
+        sessions.append(session)
+        turns.append(turn + 1)
+        used_s.update(dict.fromkeys(full, row.at_s))
+        if full:
+            end_to_turn[full[-1]] = (session, turn + 1, row.tokens_in + row.tokens_out)
+    first = np.cumsum([0, *(len(row.parts) for row in rows)])
+    parts = Parts(MOONCAKE_PART_TOKENS, first, np.array([part for row in rows for part in row.parts], dtype=np.int64))
+    at_s = np.array([row.at_s for row in rows])
+    return _workload(
+        at_s, _ints(row.tokens_in for row in rows), _ints(row.tokens_out for row in rows),
+        session=_ints(sessions), turn=_ints(turns), tokens_seen=_ints(seen), idle_s=np.array(idle_s), parts=parts,
+    )  # fmt: skip
+
+
+def azure(lines: Iterable[str]) -> Workload:
+    """Azure's LLM inference traces: CSV with TIMESTAMP, ContextTokens, GeneratedTokens. Second 0: the first arrival."""
+    rows = list(csv.DictReader(lines))
+    if not rows or not {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= rows[0].keys():
+        raise ValueError("no rows with TIMESTAMP, ContextTokens and GeneratedTokens: not one of Azure's traces.")
+    at = np.array([row["TIMESTAMP"].strip() for row in rows], dtype="datetime64[ns]")
+    tokens_in, tokens_out = (_ints(int(row[name]) for row in rows) for name in ("ContextTokens", "GeneratedTokens"))
+    order = np.argsort(at, kind="stable")
+    at_s = (at[order] - at.min()) / np.timedelta64(1, "s")
+    return _workload(at_s, tokens_in[order], np.maximum(tokens_out[order], 1))
+
+
+def servegen(summary: Mapping[str, Any], rng: Generator, scale: float = 1.0) -> Workload:
+    """A day like ServeGen's of DeepSeek-R1, from the summary of its clients: a Poisson process with the rate of each 10
+    minutes over `scale`, lengths and the part of reasoning drawn from their histograms, each by itself."""
+    begin_s, rates = np.array(summary["rate_600s"], dtype=np.float64).T
+    counts = rng.poisson(rates * SERVEGEN_BIN_S / scale)
+    at_s = np.sort(np.repeat(begin_s, counts) + rng.uniform(0, SERVEGEN_BIN_S, int(counts.sum())))
+    tokens_in = _draw_lengths(summary["input_hist_lo_hi_p_mean"], rng, len(at_s))
+    tokens_out = _draw_lengths(summary["output_hist_lo_hi_p_mean"], rng, len(at_s))
+    edges, shares = np.array(summary["reason_ratio_hist"], dtype=np.float64).T
+    part = rng.choice(edges, len(at_s), p=shares / shares.sum())
+    reasoning = np.minimum(tokens_out * part, tokens_out - 1).astype(np.int64)
+    return _workload(at_s, tokens_in, tokens_out, tokens_reasoning=reasoning, model=R1)
+
+
+def _draw_lengths(histogram: Sequence[Sequence[float]], rng: Generator, count: int) -> Ints:
+    """From rows (from, up to but not including, probability, mean): uniform within a row."""
+    low, high, shares, _ = np.array(histogram, dtype=np.float64).T
+    row = rng.choice(len(low), count, p=shares / shares.sum())
+    return np.asarray(low[row] + rng.random(count) * (high - low)[row], dtype=np.int64)
+
+
+def _workload(
+    at_s: Floats, tokens_in: Ints, tokens_out: Ints, *, session: Ints | None = None, turn: Ints | None = None,
+    tokens_seen: Ints | None = None, tokens_reasoning: Ints | None = None, idle_s: Floats | None = None,
+    parts: Parts | None = None, model: int = V3,
+) -> Workload:  # fmt: skip
+    """Of one tenant, without system prompts."""
+    assert all(a <= b for a, b in pairwise(at_s)), "arrivals are in order"
+    zeros = np.zeros(len(at_s), dtype=np.int64)
+    return Workload(
+        at_s, np.arange(len(at_s)) if session is None else session, zeros if turn is None else turn,
+        tokens_in, tokens_out,
+        zeros if tokens_reasoning is None else tokens_reasoning, zeros + NO_PREFIX, zeros,
+        zeros if tokens_seen is None else tokens_seen, np.full(len(at_s), np.inf) if idle_s is None else idle_s,
+        zeros, zeros + model, parts,
+    )  # fmt: skip
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.fromiter(values, dtype=np.int64)
