@@ -28,17 +28,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.cache_traces import Trace, chats, continued_tokens, find
-from hadal.core.cache import NAME_BYTES, num_names, slice_of, split
+from hadal.core.cache import NAME_BYTES, num_names, slice_of
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.kv.blocks import BlockAllocator
-from hadal.kv.disk_index import DiskIndex
-from hadal.kv.disk_slots import DiskSlots
 from hadal.policy.eviction import Arc, Lru
+from hadal.sim.disk_replay import DiskReplay
 
 Policy = type[Arc | Lru]
 SHARES = (0.1, 0.03)
-STORE_BLOCKS = 32
-POLL_S = 2.0
 QUICK_PROMPTS = 3000
 
 
@@ -100,43 +97,23 @@ def memory(trace: Trace, num_blocks: int, policy: Policy = Arc) -> Outcome:
 
 
 def disk(trace: Trace, num_slots: int, policy: Policy = Arc, *, with_answers: bool = False) -> Outcome:
-    """Through one writer's slots and one leader's index, nothing in memory."""
-    slots, index = DiskSlots(policy), DiskIndex()
-    slots.add_segment(0, num_slots)
+    """Through one writer's slots and one leader's index (sim/disk_replay), nothing in memory."""
+    cache = DiskReplay(num_slots, policy)
     answers = count(1 << 100)
-    used: dict[int, int] = {}
-    num_hit = num_touched = num_runs = num_written = 0
-    took_s, poll_at_s = 0.0, POLL_S
+    num_hit = num_touched = 0
+    took_s = 0.0
     for prompt in trace.prompts:
         chain = prompt.chain
         start_s = time.process_time()
-        if prompt.at_s >= poll_at_s:
-            slots.used(0, list(used), list(used.values()))
-            used.clear()
-            poll_at_s = prompt.at_s + POLL_S
-        found = index.lookup(slice_of(chain, 0, prompt.num_usable))
-        for place in found:
-            used[place.slot] = used.get(place.slot, 0) + 1
+        num_hit += cache.find(prompt.at_s, slice_of(chain, 0, prompt.num_usable))
         if with_answers:
             num_more = (prompt.num_tokens + prompt.num_output) // BLOCK_TOKENS - prompt.num_full
             chain += b"".join(next(answers).to_bytes(NAME_BYTES, "big") for _ in range(num_more))
-        new = [(name, position) for position, name in enumerate(split(chain)) if name not in index]
-        for first in range(0, len(new), STORE_BLOCKS):
-            names, positions = zip(*new[first : first + STORE_BLOCKS], strict=True)
-            places, dropped = slots.take(names, positions)
-            index.drop(dropped)
-            index.put(b"".join(names), places)
-            slots.wrote([name for name, place in zip(names, places, strict=True) if place is not None])
-            for name in split(dropped):
-                assert slots.find(name) is None
-            at = [place.slot for place in places if place is not None]
-            num_runs += sum(slot - 1 != before for slot, before in zip(at, [-9, *at], strict=False))
-            num_written += len(at)
+        cache.store(chain)
         took_s += time.process_time() - start_s
-        num_hit += len(found)
         num_touched += num_names(chain)
-    assert slots.check() == [], slots.check()
-    return Outcome(num_hit * BLOCK_TOKENS, trace.num_tokens, num_touched, took_s, num_runs, num_written)
+    assert cache.check() == [], cache.check()
+    return Outcome(num_hit * BLOCK_TOKENS, trace.num_tokens, num_touched, took_s, cache.num_runs, cache.num_written)
 
 
 def best(trace: Trace, num_blocks: int) -> float:

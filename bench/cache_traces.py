@@ -8,7 +8,6 @@ only: the next turn holds it, but under numbers that say nothing of where they c
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from bench.balance_loads import BLOCK_TOKENS as TRACE_BLOCK_TOKENS
 from bench.balance_loads import find_data
 from hadal.core.cache import NAME_BYTES
 from hadal.core.messages import BLOCK_TOKENS
+from hadal.sim.traces import mooncake_rows
 
 TRACES = ("mooncake_conversation.jsonl.gz", "mooncake_synthetic.jsonl.gz")
 NAMES_ID = TRACE_BLOCK_TOKENS // BLOCK_TOKENS
@@ -89,14 +89,9 @@ class Trace:
 
 def read(path: Path) -> Trace:
     """One of Mooncake's."""
-    prompts = []
     with gzip.open(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            prompts.append(
-                Prompt(row["timestamp"] / 1e3, row["input_length"], row["output_length"], tuple(row["hash_ids"]))
-            )
-    return Trace(path.name.split(".")[0].removeprefix("mooncake_"), tuple(prompts))
+        prompts = tuple(Prompt(*row) for row in mooncake_rows(lines))
+    return Trace(path.name.split(".")[0].removeprefix("mooncake_"), prompts)
 
 
 def find() -> list[Trace]:

@@ -25,8 +25,8 @@ from hadal.sim.workload import Workload
 KV_BYTES_TOKEN = 61 * 576 * 2
 BLOCK_BYTES = KV_BYTES_TOKEN * BLOCK_TOKENS
 BUDGET_BYTES = 180 * 16 * 14 * 2**40 / 3
-"""14.8 PB: the cluster of 3FS's README, 180 nodes with 16 disks of 14 TiB, everything kept three times (assumed). Half of
-what the published day writes, so hours, as DeepSeek says of its cache."""
+"""14.8 PB: the cluster of 3FS's README, 180 nodes with 16 disks of 14 TiB, everything kept three times (assumed). Half
+of what the published day writes, so hours, as DeepSeek says of its cache."""
 
 IDLE_EDGES_S = (0.0, 60.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0, 14400.0, 28800.0, 57600.0, 115200.0, np.inf)
 RATIO_EDGES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.35, 1.7, 2.2, 3.0, np.inf)
@@ -132,8 +132,7 @@ def replay(
 ) -> CacheDay:
     """These requests through a disk of so many slots. What comes before second 0 warms it and is not counted.
 
-    `end_s`: when each answer is complete and written; inf: it never is. Raises InvariantError or AssertionError if a ledger
-    breaks.
+    `end_s`: when each answer is complete and written; inf: it never is.
     """
     disk = DiskReplay(num_slots, policy)
     last_use_s: dict[bytes, float] = {}

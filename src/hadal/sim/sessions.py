@@ -67,8 +67,8 @@ class WorkloadParams:
     """Probability that a first turn is followed by another, mean over sessions. Fitted on the published hits, 56.3 % of
     tokens in."""
     continue_samples: float = 5.0
-    """How much alike sessions are in that: each one's probability is drawn from a beta distribution as narrow as after so
-    many observations, so those that went on go on. After the first to the sixth turn that is 0.32, 0.43, 0.51, 0.57,
+    """How much alike sessions are in that: each one's probability is drawn from a beta distribution as narrow as after
+    so many observations, so those that went on go on. After the first to the sixth turn that is 0.32, 0.43, 0.51, 0.57,
     0.62, 0.66, and 1.66 turns a session; in Mooncake's hour of conversations 0.38, 0.31, 0.45, 0.53, 0.61, 0.65, and
     1.63."""
     document_share: float = 0.1465
@@ -78,8 +78,8 @@ class WorkloadParams:
     """What people type. ServeGen's prompts to R1, nine in ten of them a first turn, have a median of 187, documents and
     system prompts included."""
     document: LogNormal = LogNormal(5_000, 0.9, 48_000)
-    """39 % beyond 6,500 tokens and 6 % beyond 21,000: 5.7 % and 0.8 % of all messages, where ServeGen's prompts have 5 %
-    and 1 %."""
+    """39 % beyond 6,500 tokens and 6 % beyond 21,000: 5.7 % and 0.8 % of all messages, where ServeGen's prompts have
+    5 % and 1 %."""
     output_v3: LogNormal = LogNormal(350, 0.86, 8_192)
     """Median of Mooncake's conversations, spread of Azure's of 2023; the API's limit then."""
     output_r1: LogNormal = LogNormal(875, 0.97, 32_768)
@@ -170,14 +170,14 @@ def draw_turns(params: WorkloadParams, num_sessions: int, rng: Generator) -> Tur
     seen = np.where(reasoning > 0, tokens_in, tokens_in + output - 1)
     tokens_seen = np.where(is_first, system, _before(seen, is_first))
 
-    think_s: Floats = params.think_s.draw(rng, count)
+    think_s = params.think_s.draw(rng, count)
     is_return = rng.random(count) < params.return_share
     think_s[is_return] = params.return_s.draw(rng, int(is_return.sum()))
     rests = ~is_first & (is_return | (think_s > params.rest_from_s))
     pause_s = np.where(rests, think_s, 0.0)
-    answer_s: Floats = params.first_token_s + output * params.token_s
-    wait_s: Floats = _before(answer_s, is_first) + np.where(is_first | rests, 0.0, think_s)
-    lag_s = _running(wait_s, begin, session)
+    answer_s = np.asarray(params.first_token_s + output * params.token_s, dtype=np.float64)
+    wait_s = _before(answer_s, is_first) + np.where(is_first | rests, 0.0, think_s)
+    lag_s = _running(np.asarray(wait_s, dtype=np.float64), begin, session)
 
     too_long = np.where(tokens_in + output > params.context, turn, MAX_TURNS + 1)
     stays = turn < np.minimum.reduceat(too_long, begin)[session] if count else is_first
