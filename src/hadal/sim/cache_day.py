@@ -64,6 +64,12 @@ class CacheDay:
         """In the day, for all sessions."""
         return float(self.blocks_written.sum()) * BLOCK_BYTES * self.scale
 
+    @property
+    def eviction_age_mean_s(self) -> float:
+        """Over what made room that day; inf if nothing did."""
+        some = self.blocks_evicted > 0
+        return float(np.average(self.eviction_age_s[some], weights=self.blocks_evicted[some])) if some.any() else np.inf
+
     def by_hour(self) -> dict[str, Floats]:
         """24 sums for all sessions: `tokens_in`, `tokens_hit`, `tokens_out`."""
         came = self.workload
@@ -92,7 +98,9 @@ class CacheDay:
         return float((shared + own * found).sum() / workload.tokens_in.sum())
 
     def _ratio(self, at_s: Floats, idle_s: Floats) -> Floats:
-        return np.asarray(idle_s / self.eviction_age_s[hour_index(at_s)])
+        ratio = np.full(len(idle_s), np.inf)
+        np.divide(idle_s, self.eviction_age_s[hour_index(at_s)], out=ratio, where=np.isfinite(idle_s))
+        return ratio
 
     def _hits_by(self, values: Floats, edges: tuple[float, ...]) -> tuple[Ints, Floats]:
         shared, own = tokens_shared_own(self.workload)

@@ -149,7 +149,7 @@ class Turns:
 
 
 def draw_turns(params: WorkloadParams, num_sessions: int, rng: Generator) -> Turns:
-    """So many sessions from their first turn to their last. All columns are of the same length."""
+    """So many sessions from their first turn to their last. All columns are equally long."""
     num_turns = _draw_lengths(params, num_sessions, rng)
     begin = np.cumsum(num_turns) - num_turns
     count = int(num_turns.sum())
@@ -190,12 +190,12 @@ def draw_turns(params: WorkloadParams, num_sessions: int, rng: Generator) -> Tur
 
 def generate(
     params: WorkloadParams, start_s: float, end_s: float, rng: Generator, scale: float = 1.0, *,
-    history_s: float = 3 * DAY_S,
+    history_s: float = 6 * DAY_S,
 ) -> Workload:  # fmt: skip
     """Every request that comes in [start_s, end_s), of one session in `scale`.
 
-    Sessions are taken up again after at most `params.return_s.limit`: those that began up to `history_s` earlier are
-    there with their later turns, so the first second is like any other. To draw sessions at a `scale`th of the rate is
+    Sessions that began up to `history_s` earlier are there with their later turns, so the first second is like any
+    other: with the default, one token in a thousand of those that should come is missing. To draw sessions at a `scale`th of the rate is
     to sample them by a hash of their numbers, which mean nothing (see Workload.sample).
     Raises ValueError for an empty window or a scale below 1.
     """
