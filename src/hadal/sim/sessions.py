@@ -195,14 +195,14 @@ def generate(
     """Every request that comes in [start_s, end_s), of one session in `scale`.
 
     Sessions that began up to `history_s` earlier are there with their later turns, so the first second is like any
-    other: with the default, one token in a thousand of those that should come is missing. To draw sessions at a `scale`th of the rate is
-    to sample them by a hash of their numbers, which mean nothing (see Workload.sample).
+    other: with the default, one token in a thousand of those that should come is missing. To draw sessions at a
+    `scale`th of the rate is to sample them by a hash of their numbers, which mean nothing (see Workload.sample).
     Raises ValueError for an empty window or a scale below 1.
     """
     if not start_s < end_s or scale < 1:
         raise ValueError(f"[{start_s}, {end_s}) and scale {scale}: the window is empty or the scale below 1.")
     shape = DayShape(params.shares)
-    first, last = float(shape.load_s(start_s - history_s)), float(shape.load_s(end_s))
+    first, last = (float(shape.load_s(at_s + params.lead_s)) for at_s in (start_s - history_s, end_s))
     num_sessions = int(rng.poisson(params.sessions_per_day / scale * (last - first) / DAY_S))
     begins = rng.uniform(first, last, num_sessions)
     turns = draw_turns(params, num_sessions, rng)

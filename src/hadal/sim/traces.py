@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,18 +48,20 @@ def mooncake(lines: Iterable[str]) -> Workload:
     rows = sorted(mooncake_rows(lines), key=lambda row: row.at_s)
     end_to_turn: dict[int, tuple[int, int, int]] = {}
     """By the last full part of a prompt nobody went on from: session, turn, tokens with the answer."""
-    used_s: dict[int, float] = {}
+    part_to_use: dict[int, tuple[int, float]] = {}
+    """Tokens of it that were computed, 512 but where a prompt ends, and when last."""
     sessions, turns, seen, idle_s = [], [], [], []
     for number, row in enumerate(rows):
         full = row.parts[: row.tokens_in // MOONCAKE_PART_TOKENS]
-        num_known = next((at for at, part in enumerate(full) if part not in used_s), len(full))
-        seen.append(num_known * MOONCAKE_PART_TOKENS)
-        idle_s.append(row.at_s - used_s[full[num_known - 1]] if num_known else np.inf)
+        known = list(takewhile(part_to_use.__contains__, row.parts))
+        seen.append(sum(part_to_use[part][0] for part in known))
+        idle_s.append(row.at_s - part_to_use[known[-1]][1] if known else np.inf)
         end = next((part for part in reversed(full) if end_to_turn.get(part, _NEVER)[2] <= row.tokens_in), None)
         session, turn, _ = (number, -1, 0) if end is None else end_to_turn.pop(end)
         sessions.append(session)
         turns.append(turn + 1)
-        used_s.update(dict.fromkeys(full, row.at_s))
+        part_to_use.update(dict.fromkeys(full, (MOONCAKE_PART_TOKENS, row.at_s)))
+        part_to_use.update(dict.fromkeys(row.parts[len(full) :], (row.tokens_in % MOONCAKE_PART_TOKENS, row.at_s)))
         if full:
             end_to_turn[full[-1]] = (session, turn + 1, row.tokens_in + row.tokens_out)
     first = np.cumsum([0, *(len(row.parts) for row in rows)])
