@@ -148,12 +148,41 @@ class Turns:
     """Answers and thinking since the session began."""
 
 
-def draw_turns(params: WorkloadParams, num_sessions: int, rng: Generator) -> Turns:
-    """So many sessions from their first turn to their last. All columns are equally long."""
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """When the turns of whole sessions come after each other, before anything is said of their lengths."""
+
+    num_turns: Ints
+    """By session; the other columns by turn."""
+    think_s: Floats
+    """Since the answer before, within a sitting: 0 in the first turn of each."""
+    pause_s: Floats
+    """Instead, by the load clock, where a sitting begins that is not the first; 0 elsewhere."""
+    rested_s: Floats
+    """By the load clock: all pauses of the session so far."""
+
+    def of(self, wanted: Bools) -> Rhythm:
+        """These sessions only: `wanted` by session."""
+        turns = np.repeat(wanted, self.num_turns)
+        return Rhythm(self.num_turns[wanted], self.think_s[turns], self.pause_s[turns], self.rested_s[turns])
+
+
+def draw_rhythm(params: WorkloadParams, num_sessions: int, rng: Generator) -> Rhythm:
+    """So many sessions from their first turn to their last."""
     num_turns = _draw_lengths(params, num_sessions, rng)
-    begin = np.cumsum(num_turns) - num_turns
-    count = int(num_turns.sum())
-    session = np.repeat(np.arange(num_sessions), num_turns)
+    session, begin, is_first = _layout(num_turns)
+    think_s = params.think_s.draw(rng, len(session))
+    is_return = rng.random(len(session)) < params.return_share
+    think_s[is_return] = params.return_s.draw(rng, int(is_return.sum()))
+    rests = ~is_first & (is_return | (think_s > params.rest_from_s))
+    pause_s = np.where(rests, think_s, 0.0)
+    return Rhythm(num_turns, np.where(rests | is_first, 0.0, think_s), pause_s, _running(pause_s, begin, session))
+
+
+def draw_turns(params: WorkloadParams, rhythm: Rhythm, rng: Generator) -> Turns:
+    """The turns of these sessions. All columns are equally long."""
+    session, begin, is_first = _layout(rhythm.num_turns)
+    num_sessions, count = len(begin), len(session)
     turn = np.arange(count) - begin[session]
     model = np.where(rng.random(num_sessions) < params.share_r1, R1, V3)[session]
     edges = np.cumsum([prompt.share for prompt in params.system_prompts])[:-1]
@@ -164,26 +193,19 @@ def draw_turns(params: WorkloadParams, num_sessions: int, rng: Generator) -> Tur
     has_document = rng.random(count) < params.document_share
     message[has_document] += params.document.tokens(rng, int(has_document.sum()))
     output, reasoning = _draw_outputs(params, model, rng)
-    is_first = turn == 0
     # The prompt grows by what was answered, reasoning left out, and the next message.
     tokens_in = system + _running(message + _before(output - reasoning, is_first), begin, session)
     seen = np.where(reasoning > 0, tokens_in, tokens_in + output - 1)
     tokens_seen = np.where(is_first, system, _before(seen, is_first))
-
-    think_s = params.think_s.draw(rng, count)
-    is_return = rng.random(count) < params.return_share
-    think_s[is_return] = params.return_s.draw(rng, int(is_return.sum()))
-    rests = ~is_first & (is_return | (think_s > params.rest_from_s))
-    pause_s = np.where(rests, think_s, 0.0)
     answer_s = np.asarray(params.first_token_s + output * params.token_s, dtype=np.float64)
-    wait_s = _before(answer_s, is_first) + np.where(is_first | rests, 0.0, think_s)
-    lag_s = _running(np.asarray(wait_s, dtype=np.float64), begin, session)
+    wait_s = np.asarray(_before(answer_s, is_first) + rhythm.think_s, dtype=np.float64)
+    sitting = _running((rhythm.pause_s > 0).astype(np.int64), begin, session)
 
     too_long = np.where(tokens_in + output > params.context, turn, MAX_TURNS + 1)
     stays = turn < np.minimum.reduceat(too_long, begin)[session] if count else is_first
     columns = (
-        session, turn, _running(rests.astype(np.int64), begin, session), tokens_in, output, reasoning, tokens_seen,
-        tenant, model, pause_s, _running(pause_s, begin, session), lag_s,
+        session, turn, sitting, tokens_in, output, reasoning, tokens_seen, tenant, model, rhythm.pause_s,
+        rhythm.rested_s, _running(wait_s, begin, session),
     )  # fmt: skip
     return Turns(*[np.asarray(column)[stays] for column in columns])
 
@@ -205,14 +227,20 @@ def generate(
     first, last = (float(shape.load_s(at_s + params.lead_s)) for at_s in (start_s - history_s, end_s))
     num_sessions = int(rng.poisson(params.sessions_per_day / scale * (last - first) / DAY_S))
     begins = rng.uniform(first, last, num_sessions)
-    turns = draw_turns(params, num_sessions, rng)
-    load_s = begins[turns.session] + turns.rested_s
-    rows = np.flatnonzero((load_s >= float(shape.load_s(start_s - MAX_SITTING_S))) & (load_s < last))
+    rhythm = draw_rhythm(params, num_sessions, rng)
+    # Most sessions that began long ago are over. Nobody has to know what they were about.
+    sitting_s = np.repeat(begins, rhythm.num_turns) + rhythm.rested_s
+    counts = (sitting_s >= float(shape.load_s(start_s - MAX_SITTING_S))) & (sitting_s < last)
+    wanted = np.zeros(num_sessions, dtype=np.bool_)
+    wanted[np.repeat(np.arange(num_sessions), rhythm.num_turns)[counts]] = True
+    turns = draw_turns(params, rhythm.of(wanted), rng)
+    load_s = begins[wanted][turns.session] + turns.rested_s
+    rows = np.flatnonzero(load_s < last)
     return placed(params, turns, rows, load_s[rows], shape, start_s, end_s)
 
 
-MAX_SITTING_S = DAY_S
-"""No sitting is longer: those that began earlier are over."""
+MAX_SITTING_S = DAY_S / 4
+"""Hardly a sitting is longer, so those that began earlier are over."""
 
 
 def placed(
@@ -236,6 +264,15 @@ def placed(
         turns.tokens_reasoning[rows], np.where(system > 0, tenant, NO_PREFIX), system, turns.tokens_seen[rows],
         np.where(is_first, np.inf, arrival_s - before_s), tenant, turns.model[rows],
     )  # fmt: skip
+
+
+def _layout(num_turns: Ints) -> tuple[Ints, Ints, Bools]:
+    """By turn, its session; by session, its first turn; by turn, whether it is that."""
+    begin = np.cumsum(num_turns) - num_turns
+    session = np.repeat(np.arange(len(num_turns)), num_turns)
+    is_first = np.zeros(len(session), dtype=np.bool_)
+    is_first[begin] = True
+    return session, begin, is_first
 
 
 def _draw_lengths(params: WorkloadParams, num_sessions: int, rng: Generator) -> Ints:

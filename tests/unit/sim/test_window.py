@@ -14,8 +14,8 @@ from hadal.sim.window import Window, window
 from hadal.sim.workload import Workload
 
 PARAMS = WorkloadParams()
-FROM_S, TO_S = 10 * HOUR_S, 10 * HOUR_S + 1200
-SCALE = 100
+FROM_S, TO_S = 10 * HOUR_S, 10 * HOUR_S + 2400
+SCALE = 300
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -50,7 +50,8 @@ def test_what_comes_is_what_comes_in_a_played_day(seen: Window, played: Workload
     for name in ("tokens_in", "tokens_out", "tokens_reasoning", "tokens_findable", "turn", "model"):
         mine, other = getattr(ours, name), getattr(theirs, name)
         noise = np.hypot(mine.std() / len(mine) ** 0.5, other.std() / len(other) ** 0.5)
-        assert abs(mine.mean() - other.mean()) < 3 * noise, name
+        # Turns of one sitting are alike: the means vary more than as many independent requests would.
+        assert abs(mine.mean() - other.mean()) < 5 * noise, name
     for edge_s in (60, 600, HOUR_S, 8 * HOUR_S, 24 * HOUR_S):
         assert (ours.idle_s < edge_s).mean() == pytest.approx((theirs.idle_s < edge_s).mean(), abs=0.01)
 
@@ -63,7 +64,8 @@ def test_what_runs_has_come_as_far_as_in_a_played_day(seen: Window, played: Work
     done = seen.tokens_done[:num]
     assert (done < ours.tokens_out).all()
     assert (done >= 0).all()
-    assert np.abs(ours.arrival_s + PARAMS.first_token_s + done * PARAMS.token_s - FROM_S)[done > 0].max() <= PARAMS.token_s
+    made_s = ours.arrival_s + PARAMS.first_token_s + done * PARAMS.token_s
+    assert np.abs(made_s - FROM_S)[done > 0].max() <= PARAMS.token_s
     assert not seen.tokens_done[num:].any()
 
     ends_s = played.arrival_s + PARAMS.first_token_s + played.tokens_out * PARAMS.token_s
