@@ -2,7 +2,7 @@
 
     python -m bench.cache_day [--quick] [--scale N] [--seed N]
 
-lengths: from one session in 200.
+lengths: from one session in 100.
 hits: from the ledgers that serve, for one session in `--scale`. "expected" is what that cache's memory (how likely a
 text is found by the time since its last use) would have found for the lengths' sample: the same figure with less noise.
 age: how long what makes room had not been used, mean of the day. found, by time since the last use: of a session's own
@@ -32,7 +32,7 @@ PUBLISHED = {
     "tokens in, B a day": 608.0, "tokens out, B a day": 168.0, "in / out": 608 / 168, "mean KV length": 4989.0
 }  # fmt: skip
 PUBLISHED_HIT = 0.563
-LENGTHS_SCALE, SCALE, QUICK_SCALE = 200, 5000, 40_000
+LENGTHS_SCALE, SCALE, QUICK_SCALE = 100, 8000, 40_000
 CHANGES: dict[str, dict[str, Any]] = {
     "1/10 of the budget": {"budget_bytes": BUDGET_BYTES / 10},
     "1/2": {"budget_bytes": BUDGET_BYTES / 2},

@@ -120,7 +120,7 @@ def tokens_shared_own(workload: Workload) -> tuple[Ints, Ints]:
 
 
 def simulate_cache(
-    params: WorkloadParams, rng: Generator, *, budget_bytes: float = BUDGET_BYTES, scale: float = 5000.0,
+    params: WorkloadParams, rng: Generator, *, budget_bytes: float = BUDGET_BYTES, scale: float = 8000.0,
     warm_s: float = 2 * DAY_S, policy: type[Arc | Lru] = Arc, keeps_reasoned: bool = True,
 ) -> CacheDay:  # fmt: skip
     """One day that begins at second 0 with the cache that `warm_s` of the same load before it left behind: a day fills

@@ -59,7 +59,7 @@ class SystemPrompt:
 class WorkloadParams:
     """What is asked for on a day. Times in seconds, lengths in tokens."""
 
-    sessions_per_day: float = 103.1e6
+    sessions_per_day: float = 103.2e6
     """That begin. Fitted on the published 608 B tokens in."""
     share_r1: float = 0.533
     """Of sessions, with R1; the others with V3. Fitted on the published mean KV length per output token, 4,989."""
@@ -71,7 +71,7 @@ class WorkloadParams:
     so many observations, so those that went on go on. After the first to the sixth turn that is 0.32, 0.43, 0.51, 0.57,
     0.62, 0.66, and 1.66 turns a session; in Mooncake's hour of conversations 0.38, 0.31, 0.45, 0.53, 0.61, 0.65, and
     1.63."""
-    document_share: float = 0.1465
+    document_share: float = 0.1473
     """Of messages that bring a document. Fitted on the published 608 / 168 tokens in per token out. 10 % of ServeGen's
     prompts are longer than 2,000 tokens."""
     message: LogNormal = LogNormal(130, 1.2, 8_000)
@@ -144,6 +144,8 @@ class Turns:
     """By the load clock, between this turn's sitting and the one before; 0 within a sitting."""
     rested_s: Floats
     """By the load clock: all pauses of the session so far."""
+    wait_s: Floats
+    """Between the turn before and this one, what is not a pause: its answer and thinking."""
     lag_s: Floats
     """Answers and thinking since the session began."""
 
@@ -205,7 +207,7 @@ def draw_turns(params: WorkloadParams, rhythm: Rhythm, rng: Generator) -> Turns:
     stays = turn < np.minimum.reduceat(too_long, begin)[session] if count else is_first
     columns = (
         session, turn, sitting, tokens_in, output, reasoning, tokens_seen, tenant, model, rhythm.pause_s,
-        rhythm.rested_s, _running(wait_s, begin, session),
+        rhythm.rested_s, wait_s, _running(wait_s, begin, session),
     )  # fmt: skip
     return Turns(*[np.asarray(column)[stays] for column in columns])
 
@@ -255,8 +257,7 @@ def placed(
     order = np.argsort(arrival_s, kind="stable")
     rows, load_s, arrival_s = rows[order], load_s[order], arrival_s[order]
     is_first = turns.turn[rows] == 0
-    before = rows - ~is_first  # The turn before stands before it.
-    before_s = shape.at_s(load_s - turns.pause_s[rows]) - params.lead_s + turns.lag_s[before]
+    before_s = shape.at_s(load_s - turns.pause_s[rows]) - params.lead_s + turns.lag_s[rows] - turns.wait_s[rows]
     tenant = turns.tenant[rows]
     system = np.array([prompt.tokens for prompt in params.system_prompts])[tenant]
     return Workload(
