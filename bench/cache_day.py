@@ -2,7 +2,7 @@
 
     python -m bench.cache_day [--quick] [--scale N] [--seed N]
 
-lengths: from one session in 100.
+lengths: from one session in 100, which leaves them noise of a few tenths of a percent.
 hits: from the ledgers that serve, for one session in `--scale`. "expected" is what that cache's memory (how likely a
 text is found by the time since its last use) would have found for the lengths' sample: the same figure with less noise.
 age: how long what makes room had not been used, mean of the day. found, by time since the last use: of a session's own
@@ -23,7 +23,7 @@ from rich.table import Table
 
 from hadal.policy.eviction import Lru
 from hadal.sim.cache_day import BUDGET_BYTES, IDLE_EDGES_S, CacheDay, simulate_cache
-from hadal.sim.day_shape import DAY_S, DEEPSEEK_SHARES, HOUR_S, hour_beijing
+from hadal.sim.day_shape import DAY_S, DEEPSEEK_SHARES, HOUR_S, hour_beijing, hour_index
 from hadal.sim.sessions import WorkloadParams, generate
 from hadal.sim.window import window
 from hadal.sim.workload import Workload
@@ -37,7 +37,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "1/10 of the budget": {"budget_bytes": BUDGET_BYTES / 10},
     "1/2": {"budget_bytes": BUDGET_BYTES / 2},
     "default": {},
-    "x 2": {"budget_bytes": BUDGET_BYTES * 2},
+    "x 2": {"budget_bytes": BUDGET_BYTES * 2, "warm_s": 4 * DAY_S},
     "LRU instead of ARC": {"policy": Lru},
     "answers after reasoning not written": {"keeps_reasoned": False},
 }
@@ -70,18 +70,20 @@ def budgets(days: dict[str, CacheDay], workload: Workload, took_s: dict[str, flo
     return table
 
 
-def hours(day: CacheDay) -> Table:
-    """The default day, by hour."""
-    columns = ("Beijing", "tokens in B", "of the shape", "hits", "tokens out B", "written PB", "age h")
-    table = Table(*columns, title="by hour")
-    by_hour = day.by_hour()
+def hours(day: CacheDay, workload: Workload) -> Table:
+    """The default day, by hour: tokens of the lengths' sample, what was written and its age of the other one."""
+    titles = ("Beijing", "tokens in B", "of the shape", "hits", "tokens out B", "written PB", "age h")
+    table = Table(*titles, title="by hour")
+    hour, scaled = hour_index(workload.arrival_s), LENGTHS_SCALE / 1e9
+    columns = workload.tokens_in, day.tokens_expected(workload), workload.tokens_out
+    by_hour = [np.bincount(hour, column, 24) * scaled for column in columns]
     for index in range(24):
-        tokens_in, hit, out = (by_hour[name][index] for name in ("tokens_in", "tokens_hit", "tokens_out"))
-        share = tokens_in / by_hour["tokens_in"].sum() / DEEPSEEK_SHARES[index] - 1
+        tokens_in, hit, out = (values[index] for values in by_hour)
+        share = tokens_in / by_hour[0].sum() / DEEPSEEK_SHARES[index] - 1
         written = day.blocks_written[index] / day.blocks_written.sum() * day.bytes_written / 1e15
         table.add_row(
-            f"{hour_beijing(index):02}:00", f"{tokens_in / 1e9:.1f}", f"{share:+.1%}", f"{hit / tokens_in:.1%}",
-            f"{out / 1e9:.2f}", f"{written:.2f}", f"{day.eviction_age_s[index] / HOUR_S:.1f}",
+            f"{hour_beijing(index):02}:00", f"{tokens_in:.1f}", f"{share:+.1%}", f"{hit / tokens_in:.1%}",
+            f"{out:.2f}", f"{written:.2f}", f"{day.eviction_age_s[index] / HOUR_S:.1f}",
         )  # fmt: skip
     return table
 
@@ -134,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         took_s[name] = time.perf_counter() - begin_s
     console.print(budgets(days, workload, took_s))
     console.print(ages({name: days[name] for name in ("default", "LRU instead of ARC")}))
-    console.print(hours(days["default"]))
+    console.print(hours(days["default"], workload))
     console.print(windows(params, days["default"], options.seed))
 
 

@@ -59,7 +59,7 @@ class SystemPrompt:
 class WorkloadParams:
     """What is asked for on a day. Times in seconds, lengths in tokens."""
 
-    sessions_per_day: float = 103.2e6
+    sessions_per_day: float = 103.0e6
     """That begin. Fitted on the published 608 B tokens in."""
     share_r1: float = 0.533
     """Of sessions, with R1; the others with V3. Fitted on the published mean KV length per output token, 4,989."""
@@ -71,7 +71,7 @@ class WorkloadParams:
     so many observations, so those that went on go on. After the first to the sixth turn that is 0.32, 0.43, 0.51, 0.57,
     0.62, 0.66, and 1.66 turns a session; in Mooncake's hour of conversations 0.38, 0.31, 0.45, 0.53, 0.61, 0.65, and
     1.63."""
-    document_share: float = 0.1473
+    document_share: float = 0.1465
     """Of messages that bring a document. Fitted on the published 608 / 168 tokens in per token out. 10 % of ServeGen's
     prompts are longer than 2,000 tokens."""
     message: LogNormal = LogNormal(130, 1.2, 8_000)

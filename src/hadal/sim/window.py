@@ -75,8 +75,7 @@ def window(
 
 
 def _sittings_apart(turns: Turns, first_session: int) -> Turns:
-    """The same with every sitting as a session of its own, which begins with it. Turns and what they have seen stay as they
-    are."""
+    """The same with every sitting as a session of its own; turns and what they have seen stay as they are."""
     begins = np.concatenate(([True], (np.diff(turns.session) != 0) | (np.diff(turns.sitting) != 0)))[: len(turns.turn)]
     sitting = np.cumsum(begins) - 1
     return replace(turns, session=first_session + sitting, lag_s=turns.lag_s - turns.lag_s[begins][sitting])
