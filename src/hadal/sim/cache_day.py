@@ -98,8 +98,8 @@ class CacheDay:
         return np.asarray(shared + own * share)
 
     def hit_share_of(self, workload: Workload) -> float:
-        """Of all prompt tokens of such requests. A sample's own `hit_share` has a standard deviation of a point or more,
-        for a few long sessions have much of the tokens, and nearly all of it is what there is to be found at all."""
+        """Of their prompt tokens. A sample's own `hit_share` has a standard deviation of a point and more:
+        few long sessions have much of the tokens, so how much there is to be found varies."""
         return float(self.tokens_expected(workload).sum() / workload.tokens_in.sum())
 
     def _ratio(self, at_s: Floats, idle_s: Floats) -> Floats:

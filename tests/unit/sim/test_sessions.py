@@ -90,10 +90,10 @@ def day() -> Workload:
 
 
 def test_requests_come_by_the_shape_of_the_day(day: Workload) -> None:
-    for weights in (day.tokens_in, day.tokens_out):
+    # At night 5,000 requests an hour. What turns of one session bring in is alike and varies much: 4 % of noise there.
+    for weights, most in ((np.ones(len(day)), 0.05), (day.tokens_out, 0.07), (day.tokens_in, 0.12)):
         shares = np.bincount(hour_index(day.arrival_s), weights, 24) / weights.sum()
-        # 5,000 to 24,000 requests an hour, with a coefficient of variation of up to 1.7: a few percent of noise.
-        assert np.abs(shares / np.array(DEEPSEEK_SHARES) - 1).max() < 0.08
+        assert np.abs(shares / np.array(DEEPSEEK_SHARES) - 1).max() < most
 
 
 def test_a_day_is_like_the_published_one(day: Workload) -> None:
