@@ -16,9 +16,10 @@ from numpy.random import Generator
 
 from hadal.core.cache import NAME_BYTES, slice_of, split
 from hadal.core.messages import BLOCK_TOKENS
+from hadal.policy.demand import DAY_S
 from hadal.policy.eviction import Arc, Lru
-from hadal.sim.day_shape import DAY_S, Floats, Ints, hour_index
 from hadal.sim.disk_replay import DiskReplay
+from hadal.sim.load_clock import Floats, Ints, hour_index
 from hadal.sim.sessions import WorkloadParams, generate
 from hadal.sim.workload import Workload
 

@@ -24,7 +24,8 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from hadal.sim.day_shape import DAY_S, DEEPSEEK_SHARES, DayShape, Floats, Ints
+from hadal.policy.demand import DAY_S
+from hadal.sim.load_clock import DEEPSEEK_SHARES, Floats, Ints, LoadClock
 from hadal.sim.workload import MAX_TURNS, NO_PREFIX, R1, V3, Workload
 
 Bools = NDArray[np.bool_]
@@ -225,7 +226,7 @@ def generate(
     """
     if not start_s < end_s or scale < 1:
         raise ValueError(f"[{start_s}, {end_s}) and scale {scale}: the window is empty or the scale below 1.")
-    shape = DayShape(params.shares)
+    shape = LoadClock(params.shares)
     first, last = (float(shape.load_s(at_s + params.lead_s)) for at_s in (start_s - history_s, end_s))
     num_sessions = int(rng.poisson(params.sessions_per_day / scale * (last - first) / DAY_S))
     begins = rng.uniform(first, last, num_sessions)
@@ -246,7 +247,7 @@ MAX_SITTING_S = DAY_S / 4
 
 
 def placed(
-    params: WorkloadParams, turns: Turns, rows: Ints, load_s: Floats, shape: DayShape, start_s: float, end_s: float
+    params: WorkloadParams, turns: Turns, rows: Ints, load_s: Floats, shape: LoadClock, start_s: float, end_s: float
 ) -> Workload:
     """The requests of these turns that come in [start_s, end_s), by arrival. `load_s`: when their sittings begin, by
     the load clock."""

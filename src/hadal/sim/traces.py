@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from hadal.sim.day_shape import Floats, Ints
+from hadal.sim.load_clock import Floats, Ints
 from hadal.sim.workload import NO_PREFIX, R1, V3, Parts, Workload
 
 MOONCAKE_PART_TOKENS = 512

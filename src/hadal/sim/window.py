@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.random import Generator
 
+from hadal.policy.demand import DAY_S
 from hadal.sim.cache_day import CacheDay, tokens_shared_own
-from hadal.sim.day_shape import DAY_S, DayShape, Floats, Ints
+from hadal.sim.load_clock import Floats, Ints, LoadClock
 from hadal.sim.sessions import Turns, WorkloadParams, draw_rhythm, draw_turns, placed
 from hadal.sim.workload import Workload, concatenate
 
@@ -53,7 +54,7 @@ def window(
     """
     if not t0_s < t1_s or warm_s < 0 or scale < 1:
         raise ValueError(f"[{t0_s}, {t1_s}), warm_s {warm_s}, scale {scale}: empty, negative or below 1.")
-    shape = DayShape(params.shares)
+    shape = LoadClock(params.shares)
     first, last = (float(shape.load_s(at_s + params.lead_s)) for at_s in (t0_s - warm_s, t1_s))
     left = int(rng.poisson(params.sessions_per_day / scale * (last - first) / DAY_S))
     drawn: list[Workload] = []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hadal.core.config import Deployment
-from hadal.core.messages import Decode, KvLease, PrefillDone, Pulled, Returned, Submit, Token, UnitUp
+from hadal.core.messages import Decode, KvLease, PrefillDone, Pulled, Returned, Stop, Submit, Token, UnitUp
 from hadal.core.messages import Prefill as PrefillMessage
 from hadal.core.plans import Draw
-from hadal.core.seams import Deliver
+from hadal.core.seams import Deliver, Send
 from hadal.roles.front import Front
 from tests.columns import Row, tokens_message
 from tests.unit.roles.driving import finals, generation, of, sent
@@ -65,6 +65,17 @@ def test_tokens_under_another_front_s_tickets_are_nobody_s() -> None:
     made, (a,) = decoding("a")
     assert made.handle(0.3, tokens_message("decode-0", "f0", [(a, 1, 61, None), (5, 1, 61, None)])) == []
     assert made.totals.tokens_out == 1
+
+
+def test_tokens_that_nobody_waits_for_are_stopped_where_they_come_from() -> None:
+    made, (known,) = decoding("a")
+    for stranger in (known + (1 << 30), known + 1, 1 << 62):
+        late = tokens_message("decode-0", "f1", [(stranger, 1, 61, None)])
+        assert of(made.handle(0.3, late), Send) == [Send("decode-0", Stop((stranger,)))]
+        assert of(made.handle(0.3, tokens_message("decode-0", "f1", [(stranger, 1, 61, "stop")])), Send) == []
+    (stop,) = sent(made.handle(0.3, tokens_message("decode-1", "f1", [(known, 1, 61, None)])), Stop)
+    assert stop.tickets == (known,), "another unit's"
+    assert made.check() == []
 
 
 def test_tokens_before_the_word_that_kv_was_pulled_say_it() -> None:

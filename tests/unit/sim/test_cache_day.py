@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hadal.policy.demand import DAY_S
 from hadal.policy.eviction import Lru
 from hadal.sim.cache_day import (
     BLOCK_BYTES,
@@ -17,7 +18,7 @@ from hadal.sim.cache_day import (
     simulate_cache,
     tokens_shared_own,
 )
-from hadal.sim.day_shape import DAY_S, HOUR_S
+from hadal.sim.day import HOUR_S
 from hadal.sim.sessions import LogNormal, WorkloadParams, generate
 from hadal.sim.workload import R1
 from tests.unit.sim.worlds import Row, of

@@ -7,7 +7,9 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from hadal.sim.day_shape import DAY_S, DEEPSEEK_SHARES, FLAT_SHARES, HOUR_S, hour_index
+from hadal.policy.demand import DAY_S
+from hadal.sim.day import HOUR_S
+from hadal.sim.load_clock import DEEPSEEK_SHARES, FLAT_SHARES, hour_index
 from hadal.sim.sessions import LogNormal, SystemPrompt, Turns, WorkloadParams, draw_rhythm, draw_turns, generate
 from hadal.sim.workload import NO_PREFIX, R1, V3, Workload
 

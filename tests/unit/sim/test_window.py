@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hadal.sim.cache_day import CacheDay, simulate_cache
-from hadal.sim.day_shape import HOUR_S
+from hadal.sim.day import HOUR_S
 from hadal.sim.sessions import WorkloadParams, generate
 from hadal.sim.window import Window, window
 from hadal.sim.workload import Workload

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hadal.sim.day_shape import (
+from hadal.sim.load_clock import (
     DAY_S,
     DEEPSEEK_SHARES,
     FLAT_SHARES,
     HOUR_S,
     STEP_S,
-    DayShape,
+    LoadClock,
     hour_beijing,
     hour_index,
 )  # fmt: skip
 
-SHAPE = DayShape()
+SHAPE = LoadClock()
 HOURS_S = np.arange(25) * HOUR_S
 
 
@@ -44,7 +44,7 @@ def test_both_directions_agree_over_days() -> None:
 
 def test_a_flat_day_is_a_clock() -> None:
     at_s = np.linspace(-DAY_S, 2 * DAY_S, 500)
-    assert np.allclose(DayShape(FLAT_SHARES).load_s(at_s), at_s)
+    assert np.allclose(LoadClock(FLAT_SHARES).load_s(at_s), at_s)
 
 
 def test_hours_are_those_of_beijing() -> None:
@@ -56,4 +56,4 @@ def test_hours_are_those_of_beijing() -> None:
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.0, *DEEPSEEK_SHARES[1:])])
 def test_refuses_what_is_no_day(shares: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="give 24 above 0"):
-        DayShape(shares)
+        LoadClock(shares)

@@ -16,27 +16,20 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.policy.demand import DAY_S
+from hadal.sim.day import FIRST_HOUR, HOUR_S, HOURLY_SHARES
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-DAY_S = 86_400.0
-HOUR_S = 3_600.0
-FIRST_HOUR_BEIJING = 12
-"""Of second 0."""
-
-DEEPSEEK_SHARES = (
-    0.04808, 0.05073, 0.05421, 0.05502, 0.05421, 0.04951, 0.04767, 0.05257, 0.05461, 0.05482, 0.05523, 0.05298,
-    0.03869, 0.03195, 0.02338, 0.01419, 0.01133, 0.01133, 0.01419, 0.02440, 0.04114, 0.05237, 0.05421, 0.05318,
-)  # fmt: skip
-"""Of a day's tokens, by hour from 12:00 Beijing time. Source: the bars of theoretical income in DeepSeek's "V3/R1
-inference system overview" (open-infra-index, day 6), read off the chart to 0.4 %, with one mix of models all day."""
-
+DEEPSEEK_SHARES = (*HOURLY_SHARES[FIRST_HOUR:], *HOURLY_SHARES[:FIRST_HOUR])
+"""Of the published day, from second 0 on."""
 FLAT_SHARES = (1 / 24,) * 24
 STEP_S = 15.0
 """Between two entries of the clock's table; within one the rate is constant."""
 
 
-class DayShape:
+class LoadClock:
     """The load clock of a day that repeats."""
 
     def __init__(self, shares: Sequence[float] = DEEPSEEK_SHARES) -> None:
@@ -73,7 +66,7 @@ def hour_index(at_s: Floats) -> Ints:
 
 def hour_beijing(index: int) -> int:
     """What clocks in Beijing show in the hour that begins so many hours after second 0."""
-    return (FIRST_HOUR_BEIJING + index) % 24
+    return (FIRST_HOUR + index) % 24
 
 
 def _cumulative(shares: Floats, seconds: Floats) -> Floats:
