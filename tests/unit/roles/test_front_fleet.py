@@ -26,6 +26,7 @@ from hadal.core.messages import (
 )
 from hadal.core.seams import Deliver, Effect, Send, Tick
 from hadal.roles.front import Front
+from tests.columns import tokens_message
 from tests.unit.roles.driving import finals, generation, of, sent
 
 LEASE = KvLease("pool", (1,), (0,), 10)
@@ -52,6 +53,12 @@ def decoding(made: Front, name: str, now_s: float = 0.0) -> str:
     (effect,) = [e for e in of(effects, Send) if is_(e, Decode)]
     made.handle(now_s, Pulled(effect.to, name, 0))
     return effect.to
+
+
+def token(made: Front, unit: str, name: str, finish: str | None = None) -> Tokens:
+    """A request's second one."""
+    ticket = made.requests.running.ticket_of(made.requests.by_id[name])
+    return tokens_message(unit, "f1", [(ticket, 1, 61, finish)])
 
 
 def is_(effect: Send, kind: type) -> bool:
@@ -87,7 +94,7 @@ def test_what_it_holds_ends_there() -> None:
     unit = decoding(made, "a")
     made.handle(0.0, DrainUnit(unit, 60.0, 7))
     assert held(made, 1.0)[unit] == (7, 1)
-    effects = made.handle(30.0, Tokens(unit, (Token("a", 0, 1, 61, "length"),)))
+    effects = made.handle(30.0, token(made, unit, "a", "length"))
     assert finals(effects) == [("a", None)]
     assert held(made, 31.0)[unit] == (7, 0)
     ok(made)
@@ -96,7 +103,7 @@ def test_what_it_holds_ends_there() -> None:
 def test_at_the_deadline_the_rest_goes_on_elsewhere_and_nothing_is_lost() -> None:
     made = front()
     unit = decoding(made, "a")
-    made.handle(0.0, Tokens(unit, (Token("a", 0, 1, 61),)))
+    made.handle(0.0, token(made, unit, "a"))
     made.handle(1.0, DrainUnit(unit, 60.0, 1))
     made.handle(2.0, DrainUnit(unit, 600.0, 2))  # Said again: the deadline stands.
     assert sent(made.handle(60.0, Tick()), Cancel) == []
@@ -165,7 +172,7 @@ def test_a_draining_unit_leaves_the_others_their_room() -> None:
     assert sorted(units) == ["decode-0", "decode-0", "decode-1", "decode-1"]
     made.handle(0.0, DrainUnit("decode-0", 60.0, 1))
     first = units.index("decode-1")
-    made.handle(0.0, Tokens("decode-1", (Token(f"r{first}", 0, 1, 61, "stop"),)))
+    made.handle(0.0, token(made, "decode-1", f"r{first}", "stop"))
     assert decoding(made, "more") == "decode-1"
     ok(made)
 
@@ -199,7 +206,7 @@ def test_demand_says_all_there_is_at_every_beat() -> None:
     assert sent(made.handle(0.1, Tick()), Demand) == []  # Not before the next beat.
     for index in range(2):
         unit = decoding(made, f"r{index}")
-    made.handle(0.2, Tokens(unit, (Token("r1", 0, 1, 61, "stop"),)))
+    made.handle(0.2, token(made, unit, "r1", "stop"))
     said = demand(made, 1.0)
     assert (said.tokens_in, said.tokens_out, said.tokens_waiting) == (20, 3, 0)
     made.handle(1.0, Load(unit, f"d{unit[-1]}", 20, 0, 1, 1, 0, step_ms=20.0))

@@ -6,7 +6,7 @@ from hadal.core.config import Deployment
 from hadal.core.messages import Decode, KvLease, PrefillDone, Pulled, Returned, Stop, Submit, Token, UnitUp
 from hadal.core.messages import Prefill as PrefillMessage
 from hadal.core.plans import Draw
-from hadal.core.seams import Deliver, Send
+from hadal.core.seams import Closing, Deliver, Send
 from hadal.roles.front import Front
 from tests.columns import Row, tokens_message
 from tests.unit.roles.driving import finals, generation, of, sent
@@ -36,7 +36,7 @@ def test_each_token_goes_to_its_reader_with_what_was_asked_for() -> None:
     effects = made.handle(0.3, tokens_message("decode-0", "f1", rows, {0: Draw(-0.5, ((61, -0.5),))}))
     assert of(effects, Deliver) == [
         Deliver("a", (Token("a", 0, 1, 61, None, -0.5, ((61, -0.5),)),)),
-        Deliver("b", (Token("b", 0, 1, 71, "stop"),), True),
+        Deliver("b", (Token("b", 0, 1, 71, "stop"),), True, closing=Closing("prefill-0", "decode-0", 0)),
     ]
     assert (made.totals.tokens_out, made.totals.finished) == (4, 1)
     assert made.check() == []
