@@ -1,7 +1,17 @@
-"""For every test: none writes into the home folder of whoever runs it."""
+"""For every test: none writes into the home folder of whoever runs it, and torch draws the same numbers every time."""
 
 import os
+import sys
+
+import pytest
 
 from hadal.runtime.ledger_place import LEDGER_VARIABLE
 
 os.environ[LEDGER_VARIABLE] = "off"  # Also for the processes that tests start; those that want a ledger say where.
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """A test that wants others seeds a generator of its own, and says so when it fails."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
