@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "perf": {"core", "overlap"},
     "kernels": {"core", "reference"},
     "roles": {"core", "policy", "overlap", "perf", "kv", "stats"},
-    "sim": {"core", "kv", "perf", "policy", "roles", "stats"},
+    "sim": {"core", "kv", "overlap", "perf", "policy", "roles", "stats"},
     "model": {"core", "overlap", "kernels", "reference", "comm"},
     "runtime": {"core", "kv", "model", "roles", "comm", "overlap", "stats"},
     "gateway": {"core", "overlap", "roles", "runtime", "stats"},

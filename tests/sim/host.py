@@ -24,7 +24,7 @@ from hadal.core.seams import (
     WakeAt,
 )
 from hadal.core.wire import AnyMessage
-from tests.sim.clock import SimClock
+from hadal.sim.clock import SimClock
 from tests.sim.disk import SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, pull
 

@@ -19,7 +19,7 @@ from hadal.core.plans import Formed, FormPlan, Staged, StagePlan, StepDone, Step
 from hadal.core.seams import Effect, Event, Execute, Form, Stage, Tick
 from hadal.core.wire import AnyMessage
 from hadal.roles.rank import Progress, RankRole
-from tests.sim.clock import SimClock
+from hadal.sim.clock import SimClock
 from tests.sim.disk import SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine
 from tests.sim.experts import SimExperts, Traffic, skewed

@@ -31,9 +31,9 @@ from hadal.roles.rank_book import RankBook
 from hadal.roles.rank_states import Phase
 from hadal.roles.ranks import RankedLeader
 from hadal.roles.reasons import kind_of
+from hadal.sim.clock import SimClock
 from tests.columns import rows_of
 from tests.sim.client import Client
-from tests.sim.clock import SimClock
 from tests.sim.disk import DiskFaults, SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, expected_output
 from tests.sim.experts import GROWING_S, NUM_EXPERTS, NUM_LAYERS, PORT, TERMS

@@ -6,15 +6,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hadal.core.messages import TracedStep
-from hadal.core.plans import TraceEvent
+from hadal.core.plans import OpTime, TraceEvent
 from hadal.overlap.plan import SEQUENTIAL, Schedule
 from hadal.overlap.trace import WAIT
+from hadal.perf.costs import EVERY_LAYER, NUM_POSTS, OPS, POST
 from hadal.perf.layer import Kernel, MicroBatch
 from hadal.perf.price import OpSeconds, Price, price
 from hadal.perf.roofline import LINK
 
 _STEADY_LAYERS = 8
 HOST = "host"
+DENSE_LAYERS = "dense layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,17 @@ class StepPrice:
         short, long = of(_STEADY_LAYERS - 2), of(_STEADY_LAYERS)
         more = (self.num_layers - _STEADY_LAYERS) / 2
         return {op: long_s + more * (long_s - short.get(op, 0.0)) for op, long_s in long.items()}
+
+    def op_times(self) -> tuple[OpTime, ...]:
+        """What each op took in the whole step, as a rank reports it (see perf/costs). Dense layers' time counts with
+        the ops that run in every layer, by their shares."""
+        seconds = {op: self.num_layers * sum(getattr(times, op) for times in self.ops) for op in OPS}
+        seconds[POST] *= NUM_POSTS
+        every_s = sum(seconds[op] for op in EVERY_LAYER)
+        dense_s = sum(part.seconds for part in self.parts if part.name == DENSE_LAYERS)
+        for op in EVERY_LAYER:
+            seconds[op] *= 1.0 + dense_s / every_s
+        return tuple(OpTime(op, self.num_layers * len(self.ops), total_s) for op, total_s in seconds.items())
 
     def traced(self, num_layers: int | None = None) -> TracedStep:
         """The MoE layers (or the first `num_layers`) as a step that was traced live, for overlap/trace."""

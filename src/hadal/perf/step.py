@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import ATTN_CORE, ATTN_IN, SCHEDULES, SEQUENTIAL, Schedule
 from hadal.perf.constants import CONSTANTS, Constants
-from hadal.perf.explain import Part, StepPrice
+from hadal.perf.explain import DENSE_LAYERS, Part, StepPrice
 from hadal.perf.extrapolation import decode_flags, prefill_flags
 from hadal.perf.hardware import H800, Hardware
 from hadal.perf.imbalance import expected_imbalance
@@ -179,9 +179,9 @@ class StepModel:
         *,
         num_rows: float,
         mtp_tokens: int = 0,
-    ) -> float:
-        """Return the seconds of a step of given micro-batches: a simulator's way in. `num_rows` rows go to the head."""
-        return self._price(phase, schedule, micro_batches, mtp_tokens, num_rows).seconds
+    ) -> StepPrice:
+        """Price a step of given micro-batches: a simulator's way in. `num_rows` rows go to the head."""
+        return self._price(phase, schedule, micro_batches, mtp_tokens, num_rows)
 
     def expected_imbalance(self, phase: str, tokens_per_rank: float, text_tokens: float = 1.0) -> float:
         """Of one micro-batch of `tokens_per_rank` tokens a rank, in texts of `text_tokens` tokens each."""
@@ -240,7 +240,7 @@ class StepModel:
             seconds_of(seen[batch][0], ATTN_IN, ATTN_CORE) + seconds_of(self._layer.dense(line, batch))
             for batch in micro_batches
         )
-        parts = [Part("dense layers", self.model.first_k_dense_replace * dense_s)]
+        parts = [Part(DENSE_LAYERS, self.model.first_k_dense_replace * dense_s)]
         if mtp_tokens:
             hidden = self.model.hidden_size
             parts.append(Part("draft projection", mtp_tokens * sum(

@@ -101,9 +101,16 @@ class Front:
         self._out += self._alarm.set(now_s, self.requests.next_retry_s)
         return self._out
 
-    def handle(self, now_s: float, event: Event) -> list[Effect]:
-        """Take in one event and return what to do, in order."""
+    def handle(self, now_s: float, *events: Event) -> list[Effect]:
+        """Take in what happened, in order, and return what to do, in order."""
         self._out = []
+        for event in events:
+            self._take(now_s, event)
+            self._place(now_s)
+        self._out += self._alarm.set(now_s, self.requests.next_retry_s)
+        return self._out
+
+    def _take(self, now_s: float, event: Event) -> None:
         match event:
             case Tokens():
                 self._tokens(now_s, event)
@@ -139,9 +146,6 @@ class Front:
                 pass  # An answer to whoever asked through the host.
             case _:
                 raise InvariantError(f"the front cannot take {type(event).__name__}")
-        self._place(now_s)
-        self._out += self._alarm.set(now_s, self.requests.next_retry_s)
-        return self._out
 
     # ---- new requests ----
     def _submit(self, now_s: float, generation: Generation) -> None:
@@ -149,19 +153,16 @@ class Front:
         if request_id in self.requests.by_id:
             raise InvariantError(f"the request id {request_id} is in use.")
         self.totals.submitted += 1
-        error = refuse_lengths(
-            len(generation.prompt), len(generation.output), generation.max_tokens, self._max_context
-        )  # fmt: skip
+        error = refuse_lengths(len(generation.prompt), len(generation.output), generation.max_tokens, self._max_context)
         if error is not None:
             self.totals.refused += 1
             self._out.append(Deliver(request_id, (), True, error, 400))
             return
-        num_tokens = len(generation.prompt) + len(generation.output)
-        is_full = self.requests.num_queued >= self._config.limits.max_queued
-        is_placeable = is_full and self.requests.num_queued == 0 and self.rooms.has_room(num_tokens)
+        num_queued, num_queued_max = self.requests.num_queued, self._config.limits.max_queued
+        # Asked only where it matters: with a queue that may hold nobody.
+        is_placeable = num_queued == num_queued_max == 0 and self.rooms.has_room(generation)
         refusal = admit(AdmissionView(
-            self.is_draining, is_placeable, self.requests.num_queued, self._config.limits.max_queued,
-            self._finished.per_s(now_s),
+            self.is_draining, is_placeable, num_queued, num_queued_max, self._finished.per_s(now_s)
         ))  # fmt: skip
         if refusal is not None:
             self.totals.refused += 1
@@ -218,9 +219,7 @@ class Front:
         self.totals.tokens_out += 1
         if self._keeps_text:
             record.output.append(token.token)
-        grown = self.requests.grow(record)
-        if record.decode_unit is not None:
-            self.units.grew(record.decode_unit, grown)
+        self.units.grew(record.decode_unit or "", self.requests.grow(record))
         if done.lease is None:
             record.prefill_unit = None
             self._let_go(record)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from hadal.core.config import LimitsConfig
-from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.messages import BLOCK_TOKENS, Generation
 from hadal.core.request import State
 from hadal.kv.blocks import blocks_for
 from hadal.policy.admission import may_prefill
@@ -30,8 +30,9 @@ class Rooms:
     limits: LimitsConfig
     max_context: int
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens could start now; else it has to wait."""
+    def has_room(self, generation: Generation) -> bool:
+        """Whether a new request could start now; else it has to wait."""
+        num_tokens = len(generation.prompt) + len(generation.output)
         if not self._may_prefill(num_tokens):
             return False
         return choose_prefill_unit(self.units.prefill_views(), blocks_for(num_tokens), num_tokens) is not None

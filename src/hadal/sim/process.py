@@ -1,0 +1,121 @@
+"""A simulated process: a role with its mailbox, its timer and, for a leader, the Runner of its unit.
+
+What arrives within `look_s` of the first of it is handed to the role together, as a socket's reader would find it.
+Applies effects as the live hosts do, and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hadal.core.plans import KvPulled, StepDone
+from hadal.core.seams import (
+    MAX_STEPS_IN_FLIGHT,
+    Deliver,
+    Effect,
+    Event,
+    Execute,
+    Freed,
+    Pull,
+    Send,
+    Tick,
+    WakeAt,
+)
+from hadal.core.wire import AnyMessage
+from hadal.sim.clock import SimClock
+
+
+class Role(Protocol):
+    """A role that takes events together."""
+
+    def start(self, now_s: float) -> list[Effect]: ...
+
+    def handle(self, now_s: float, *events: Event) -> list[Effect]: ...
+
+
+class UnitRunner(Protocol):
+    """What executes a unit's steps (sim/runners)."""
+
+    def run(self, plans: Any) -> StepDone: ...
+
+
+class Process:
+    """One role at work. `send(to, message)` puts a message on the wire; `pull(effect)` says how long a copy takes."""
+
+    def __init__(
+        self, name: str, role: Role, clock: SimClock, send: Callable[[str, AnyMessage], None], *,
+        look_s: float = 0.0, runner: UnitRunner | None = None, pull_s: Callable[[Pull], float] | None = None,
+        deliver: Callable[[Deliver], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.role = role
+        self.num_events = 0
+        self.num_steps = 0
+        self._clock = clock
+        self._send = send
+        self._look_s = look_s
+        self._runner = runner
+        self._pull_s = pull_s
+        self._deliver = deliver
+        self._mail: list[Event] = []
+        self._plans: deque[Any] = deque()
+        self._wake_number = 0
+
+    def start(self) -> None:
+        """Begin to live."""
+        self._apply(self.role.start(self._clock.now()))
+
+    def post(self, event: Event) -> None:
+        """Something arrived."""
+        self._mail.append(event)
+        if len(self._mail) == 1:
+            self._clock.after(self._look_s, self._look)
+
+    def handle(self, *events: Event) -> None:
+        """Give the role events now."""
+        self.num_events += len(events)
+        self._apply(self.role.handle(self._clock.now(), *events))
+
+    def _look(self) -> None:
+        events, self._mail = self._mail, []
+        self.handle(*events)
+
+    def _apply(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._send(effect.to, effect.message)
+            elif isinstance(effect, Deliver):
+                if self._deliver is not None:
+                    self._deliver(effect)
+            elif isinstance(effect, Pull):
+                assert self._pull_s is not None, f"{self.name} has no wire for KV"
+                pulled = KvPulled(effect.request_id, effect.attempt, None)
+                self._clock.after(self._pull_s(effect), lambda event=pulled: self.post(event))  # type: ignore[misc]
+            elif isinstance(effect, Execute):
+                self._plans.append(effect.plans)
+                assert len(self._plans) <= MAX_STEPS_IN_FLIGHT, f"{self.name} has too many plans in flight"
+                if len(self._plans) == 1:
+                    self._run()
+            elif isinstance(effect, WakeAt):
+                self._wake_number += 1
+                self._clock.at(effect.time_s, lambda number=self._wake_number: self._wake(number))  # type: ignore[misc]
+            else:
+                assert isinstance(effect, Freed), f"{self.name} asks for {type(effect).__name__}"
+
+    def _run(self) -> None:
+        assert self._runner is not None, f"{self.name} has no runner"
+        done = self._runner.run(self._plans[0])
+        self._clock.after(done.elapsed_s, lambda: self._done(done))
+
+    def _done(self, done: StepDone) -> None:
+        self._plans.popleft()
+        self.num_steps += 1
+        if self._plans:
+            self._run()
+        self.handle(done)
+
+    def _wake(self, number: int) -> None:
+        if number == self._wake_number:
+            self.handle(Tick())

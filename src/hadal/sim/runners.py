@@ -1,0 +1,153 @@
+"""The Runner seam of a whole unit, without a model: plans of all ranks in, results and a priced time out.
+
+A step takes what perf/step says of the very plans: the micro-batches the leader cut, each as its slowest rank has it,
+under the schedule it chose. Op times go back to the leader as a rank would have measured them, so its own choice of
+schedules, balances and moves is made from the same numbers as live. Tokens are 0 until a request's output is as long
+as its user wanted it; then the stop id is drawn, and the leader notices one plan late, as it does live.
+
+Shapes: R ranks, S slots of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.plans import Chunk, DecodePlan, PrefillPlan, StepDone
+from hadal.overlap.plan import SCHEDULES
+from hadal.overlap.split import num_pairs_of
+from hadal.perf.layer import MicroBatch
+from hadal.perf.shapes import expanded_flops_per_pair, mla_params
+from hadal.perf.step import DECODE, PREFILL, StepModel, tokens_per_step
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+STOP_ID = 1
+"""Of every simulated request: `Generation.stop_ids` has it."""
+WORD_ID = 0
+"""Any other token."""
+
+
+OutputTokens = Callable[[int], int]
+"""Number of a request (`Sampling.seed`) -> how long its output becomes."""
+
+
+class PrefillRunner:
+    """Executes a prefill unit's steps."""
+
+    def __init__(self, model: StepModel, output_tokens: OutputTokens) -> None:
+        self._model = model
+        self._output_tokens = output_tokens
+        # How much heavier a token's projections are than one position that it attends to: which rank is the slowest.
+        self._pairs_token = 2 * mla_params(model.model) / expanded_flops_per_pair(model.model)
+
+    def run(self, plans: Sequence[PrefillPlan]) -> StepDone:
+        """The step's result; it is done `elapsed_s` after it began."""
+        halves = [[plan.chunks for plan in plans]]
+        if plans[0].num_micro_batches == 2:
+            halves.append([plan.second for plan in plans])
+        chunks = list(chain.from_iterable(chain(plan.chunks, plan.second) for plan in plans))
+        drawn = [(key, chunk, chunk.sampling) for key, chunk in enumerate(chunks) if chunk.sampling is not None]
+        batches = [self._micro_batch(half) for half in halves]
+        schedule = SCHEDULES[plans[0].schedule]
+        price = self._model.price_works(PREFILL, schedule, batches, num_rows=len(drawn) / len(plans))
+        tokens = tuple(
+            STOP_ID if chunk.output_index + 1 >= self._output_tokens(sampling.seed) else WORD_ID
+            for _, chunk, sampling in drawn
+        )
+        keys = tuple(key for key, _, _ in drawn)
+        return StepDone(plans[0].step_id, keys, tokens, {}, price.seconds, op_times=price.op_times())
+
+    def _micro_batch(self, rank_to_chunks: Sequence[Sequence[Chunk]]) -> MicroBatch:
+        works = [
+            (sum(len(c.tokens) for c in chunks), sum(num_pairs_of(c.start, len(c.tokens)) for c in chunks),
+             sum(c.start + len(c.tokens) for c in chunks), len(chunks))
+            for chunks in rank_to_chunks
+        ]  # fmt: skip
+        slowest = max(works, key=lambda work: work[1] + self._pairs_token * work[0])
+        num_tokens = sum(work[0] for work in works)
+        mean_tokens = num_tokens / len(works)
+        num_texts = sum(work[3] for work in works)
+        imbalance = self._model.expected_imbalance(PREFILL, mean_tokens, num_tokens / num_texts) if num_texts else 1.0
+        return MicroBatch(*slowest[:3], mean_tokens, imbalance)
+
+
+class DecodeRunner:
+    """Executes a decode unit's steps. Its ranks' tables are arrays, slot by slot.
+
+    With `mtp_tokens` drafts a step is one that verifies them, and takes a request on by `tokens_per_step` tokens: the
+    leader plans token by token, so each of its steps is that part of a verified one.
+    """
+
+    def __init__(
+        self, model: StepModel, num_slots: int, output_tokens: OutputTokens, *, mtp_tokens: int = 0,
+        mtp_accept: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._num_slots = num_slots
+        self._output_tokens = output_tokens
+        self._mtp_tokens = mtp_tokens
+        self._tokens_step = tokens_per_step(mtp_tokens, mtp_accept)
+        size = model.num_ranks * num_slots
+        self.is_taken: Bools = np.zeros(size, np.bool_)
+        self._left: Ints = np.zeros(size, np.int64)
+        """Tokens until the output is as long as it was wanted."""
+        self._length: Ints = np.zeros(size, np.int64)
+        """Positions in the cache."""
+        self._is_second: Bools = np.zeros(size, np.bool_)
+        self._second: tuple[tuple[int, ...], ...] = ()
+
+    def run(self, plans: Sequence[DecodePlan]) -> StepDone:
+        """The step's result; it is done `elapsed_s` after it began."""
+        for rank, plan in enumerate(plans):
+            self._change(rank * self._num_slots, plan)
+        slots = np.flatnonzero(self.is_taken)
+        self._length[slots] += 1
+        self._left[slots] -= 1
+        tokens = np.where(self._left[slots] <= 0, STOP_ID, WORD_ID)
+        price = self._model.price_works(
+            DECODE, SCHEDULES[plans[0].schedule], self._micro_batches(plans),
+            num_rows=slots.size * (1 + self._mtp_tokens) / len(plans), mtp_tokens=self._mtp_tokens,
+        )  # fmt: skip
+        # Arrays, where a rank's process sends tuples: nothing but lengths and elements is asked of them.
+        keys, values = cast("tuple[int, ...]", slots), cast("tuple[int, ...]", tokens)
+        elapsed_s = price.seconds / self._tokens_step
+        return StepDone(plans[0].step_id, keys, values, {}, elapsed_s, op_times=price.op_times())
+
+    def _change(self, first: int, plan: DecodePlan) -> None:
+        for slot in plan.leaves:
+            self.is_taken[first + slot] = False
+        for join in plan.joins:
+            slot = first + join.slot
+            self.is_taken[slot] = True
+            self._length[slot] = join.num_tokens
+            self._left[slot] = self._output_tokens(join.sampling.seed) - join.output_index
+
+    def _micro_batches(self, plans: Sequence[DecodePlan]) -> list[MicroBatch]:
+        if plans[0].num_micro_batches == 1:
+            return [self._micro_batch(self.is_taken)]
+        second = tuple(plan.second for plan in plans)
+        if second != self._second:
+            self._second = second
+            self._is_second[:] = False
+            for rank, slots in enumerate(second):
+                self._is_second[rank * self._num_slots + np.array(slots, np.int64)] = True
+        return [
+            self._micro_batch(self.is_taken & ~self._is_second), self._micro_batch(self.is_taken & self._is_second)
+        ]
+
+    def _micro_batch(self, is_in: Bools) -> MicroBatch:
+        queries = 1 + self._mtp_tokens
+        shape = (-1, self._num_slots)
+        requests_R = np.count_nonzero(is_in.reshape(shape), axis=1)
+        positions_R = (self._length * is_in).reshape(shape).sum(axis=1)
+        slowest = int(positions_R.argmax())
+        num_tokens, context = float(requests_R[slowest] * queries), float(positions_R[slowest])
+        mean_tokens = float(requests_R.mean()) * queries
+        imbalance = self._model.expected_imbalance(DECODE, mean_tokens) if mean_tokens else 1.0
+        return MicroBatch(num_tokens, context * queries, context, mean_tokens, imbalance)

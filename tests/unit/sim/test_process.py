@@ -1,0 +1,90 @@
+"""A simulated process: what comes together is handed over together, and every effect has its answer in its time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hadal.core.messages import Cancel, KvLease, Release
+from hadal.core.plans import KvPulled, PrefillPlan, StepDone
+from hadal.core.seams import Deliver, Effect, Event, Execute, Freed, Pull, Send, Tick, WakeAt
+from hadal.sim.clock import SimClock
+from hadal.sim.process import Process
+
+
+class Scripted:
+    """Notes what it is given, and answers with what is next in its script."""
+
+    def __init__(self, *script: list[Effect]) -> None:
+        self.script = list(script)
+        self.given: list[tuple[float, tuple[Event, ...]]] = []
+
+    def start(self, now_s: float) -> list[Effect]:
+        return self.script.pop(0) if self.script else []
+
+    def handle(self, now_s: float, *events: Event) -> list[Effect]:
+        self.given.append((round(now_s, 9), events))
+        return self.script.pop(0) if self.script else []
+
+
+class Steps:
+    def run(self, plans: Any) -> StepDone:
+        return StepDone(plans[0].step_id, (), (), {}, 0.25)
+
+
+def process(role: Scripted, **options: Any) -> tuple[Process, SimClock, list[Any]]:
+    clock, sent = SimClock(), []
+    made = Process("p", role, clock, lambda to, message: sent.append((to, message)), **options)
+    made.start()
+    return made, clock, sent
+
+
+def test_what_arrives_within_a_look_is_handed_over_together() -> None:
+    role = Scripted()
+    made, clock, _ = process(role, look_s=0.1)
+    a, b, c = (Release(name, 0) for name in "abc")
+    for at_s, message in ((0.0, a), (0.05, b), (0.3, c)):
+        clock.at(at_s, lambda message=message: made.post(message))  # type: ignore[misc]
+    clock.run(1.0)
+    assert role.given == [(0.1, (a, b)), (0.4, (c,))]
+    assert made.num_events == 3
+
+
+def test_steps_run_one_behind_the_other() -> None:
+    plans = [(PrefillPlan(number, ()),) for number in range(3)]
+    role = Scripted([Execute(plans[0]), Execute(plans[1])], [Execute(plans[2])])
+    made, clock, _ = process(role, runner=Steps())
+    clock.run(2.0)
+    assert [(at_s, event.step_id) for at_s, (event,) in role.given] == [(0.25, 0), (0.5, 1), (0.75, 2)]  # type: ignore[union-attr]
+    assert made.num_steps == 3
+
+
+def test_three_plans_at_once_are_a_bug() -> None:
+    role = Scripted([Execute((PrefillPlan(number, ()),)) for number in range(3)])
+    with pytest.raises(AssertionError, match="too many plans"):
+        process(role, runner=Steps())
+
+
+def test_messages_copies_and_streams() -> None:
+    lease = KvLease("pool", (1,), (0,), 10)
+    role = Scripted([Send("front", Cancel("a", 0)), Pull("a", 2, lease, (3,)), Deliver("a", ()), Freed((1,))])
+    told: list[Deliver] = []
+    _, clock, sent = process(role, pull_s=lambda effect: 0.5, deliver=told.append)
+    clock.run(1.0)
+    assert (sent, told) == ([("front", Cancel("a", 0))], [Deliver("a", ())])
+    assert role.given == [(0.5, (KvPulled("a", 2, None),))]
+
+
+def test_the_last_alarm_counts() -> None:
+    role = Scripted([WakeAt(0.2), WakeAt(0.4)])
+    _, clock, _ = process(role)
+    clock.run(1.0)
+    assert role.given == [(0.4, (Tick(),))]
+
+
+def test_what_nobody_can_do_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="no wire for KV"):
+        process(Scripted([Pull("a", 0, KvLease("pool", (1,), (0,), 10), (3,))]))
+    with pytest.raises(AssertionError, match="no runner"):
+        process(Scripted([Execute((PrefillPlan(0, ()),))]))

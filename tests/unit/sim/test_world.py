@@ -1,0 +1,138 @@
+"""A small fleet under the roles that serve: every request ends once, in the time that its steps take."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hadal.core.balance import OFF
+from hadal.core.config import CacheConfig, Deployment, LimitsConfig, UnitsConfig
+from hadal.perf.hardware import HARDWARE
+from hadal.perf.step import StepModel
+from hadal.roles.decode import DecodeLeader
+from hadal.sim.world import FleetWorld, Requests, kv_blocks
+
+
+def deployment(*, early_pull: str = "off", **limits: int) -> Deployment:
+    return Deployment(
+        prefill=UnitsConfig(2, ranks=8, max_requests=8, max_waiting=1000),
+        decode=UnitsConfig(2, ranks=16, max_requests=16, max_waiting=1000),
+        limits=LimitsConfig(**{"max_running": 4000, "max_queued": 4000, **limits}), cache=CacheConfig(memory=OFF),
+        chunk_tokens=4096, early_pull=early_pull,
+    )  # fmt: skip
+
+
+def requests(seed: int, size: int, per_s: float, tokens_in: float = 1000, tokens_out: float = 60) -> Requests:
+    rng = np.random.default_rng(seed)
+    lengths = (np.ceil(rng.exponential(mean, size)).astype(np.int64) for mean in (tokens_in, tokens_out))
+    return Requests(np.cumsum(rng.exponential(1 / per_s, size)), *lengths)
+
+
+def models() -> dict[str, StepModel]:
+    return {"prefill": StepModel(8, HARDWARE["h200"]), "decode": StepModel(16, HARDWARE["h200"])}
+
+
+def world(asked: Requests, config: Deployment | None = None, **options: Any) -> FleetWorld:
+    return FleetWorld(config or deployment(), models(), asked, max_context=16_384, **options)
+
+
+@pytest.mark.parametrize("early_pull", ["off", "auto"])
+def test_every_request_ends_once_and_has_its_tokens(early_pull: str) -> None:
+    asked = requests(1, 600, 200.0)
+    made = world(asked, deployment(early_pull=early_pull))
+    made.run(300.0)
+    assert np.isfinite(made.seen.end_s).all()
+    assert not made.seen.is_failed.any()
+    assert made.front.totals.tokens_out == asked.tokens_out.sum()
+    assert made.front.totals.tokens_in == asked.tokens_in.sum()
+    assert made.front.idle
+    assert made.check() == []
+    assert (made.seen.first_token_s > asked.arrival_s).all()
+    assert (made.seen.end_s >= made.seen.first_token_s).all()
+
+
+def test_it_adds_up_in_the_middle_of_things() -> None:
+    made = world(requests(2, 400, 300.0))
+    for until_s in np.linspace(0.3, 3.0, 10):
+        made.run(float(until_s))
+        assert made.check() == []
+
+
+def test_the_same_requests_make_the_same_run() -> None:
+    def run() -> FleetWorld:
+        made = world(requests(3, 200, 200.0))
+        made.run(100.0)
+        return made
+
+    one, other = run(), run()
+    assert np.array_equal(one.seen.end_s, other.seen.end_s)
+    assert [p.num_events for p in one.processes.values()] == [p.num_events for p in other.processes.values()]
+
+
+def test_alone_a_request_takes_what_its_steps_take() -> None:
+    asked = Requests(np.array([1.0]), np.array([2000]), np.array([101]))
+    made = world(asked)
+    made.run(60.0)
+    prefill_s = models()["prefill"].prefill(2000 / 8, 2000).seconds  # Less: one rank has it all, and does it alone.
+    assert made.seen.first_token_s[0] - 1.0 > prefill_s
+    decode = models()["decode"]
+    step_s = decode.decode(1 / 16, 2050, schedule="sequential").seconds
+    tpot_s = (made.seen.end_s[0] - made.seen.first_token_s[0]) / 100
+    assert step_s < tpot_s < 1.3 * step_s, "the rank that has it is slower than the mean, and KV has to come first"
+
+
+def test_more_load_makes_steps_longer_and_drafts_tokens_faster() -> None:
+    def tpot_s(per_s: float, **options: Any) -> float:
+        asked = requests(4, int(10 * per_s), per_s, tokens_out=100)
+        made = world(asked, **options)
+        made.run(200.0)
+        return float(np.mean((made.seen.end_s - made.seen.first_token_s) / asked.tokens_out))
+
+    light, heavy = tpot_s(20.0), tpot_s(120.0)
+    assert light < heavy
+    assert tpot_s(20.0, mtp_tokens=1, mtp_accept=0.8) < light
+
+
+def test_an_overloaded_fleet_refuses_and_the_rest_is_served() -> None:
+    made = world(requests(5, 500, 1000.0), deployment(max_queued=20))
+    made.run(300.0)
+    assert np.isfinite(made.seen.end_s).all()
+    assert 0 < made.front.totals.refused == int(made.seen.is_failed.sum()) < 500
+    assert made.front.idle
+    assert made.check() == []
+
+
+def test_a_switched_off_balancer_shows() -> None:
+    """What the roles do about balance they do here."""
+    def unevenness(balance: str) -> float:
+        config = deployment()
+        decode = dataclasses.replace(config.decode, request_balance=balance)
+        made = world(requests(6, 600, 200.0, tokens_out=150), dataclasses.replace(config, decode=decode))
+        seen = []
+        for until_s in np.arange(1.0, 3.0, 0.1):
+            made.run(float(until_s))
+            for process in made.processes.values():
+                if isinstance(process.role, DecodeLeader):
+                    used = process.role.blocks.num_used_R
+                    seen.append(used.max() / used.mean())
+        return float(np.mean(seen))
+
+    assert unevenness("auto") < 0.9 * unevenness("off")
+
+
+def test_memory_says_how_much_kv_a_rank_holds() -> None:
+    assert kv_blocks(StepModel(144)) > kv_blocks(StepModel(32)) > 1000
+    with pytest.raises(ValueError, match="no memory left"):
+        kv_blocks(StepModel(1, HARDWARE["h800"]))
+
+
+def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(ValueError, match="as many arrivals"):
+        Requests(np.zeros(2), np.ones(1, np.int64), np.ones(2, np.int64))
+    with pytest.raises(ValueError, match="order of arrival"):
+        Requests(np.array([1.0, 0.5]), np.ones(2, np.int64), np.ones(2, np.int64))
+    with pytest.raises(ValueError, match="the decode model has 8 ranks"):
+        FleetWorld(deployment(), {"prefill": StepModel(8), "decode": StepModel(8)}, requests(1, 1, 1.0))
