@@ -212,8 +212,9 @@ class DecodeSlots:
         return bool(self._short_ranks(needing))
 
     def _short_ranks(self, needing: Ints) -> list[int]:
-        counts = np.bincount(needing // self.per_rank)
-        return [rank for rank, count in enumerate(counts.tolist()) if count > self._pools[rank].num_free]
+        counts = np.bincount(needing // self.per_rank, minlength=self._pools.num_ranks)
+        ranks: list[int] = np.flatnonzero(counts > self._pools.num_blocks_rank - self._pools.num_used_R).tolist()
+        return ranks
 
     def _make_room(self, rank: int, num_blocks: int, done_step_id: int) -> None:
         """Take from a rank, as far as so many blocks are not free, what costs no request its place: blocks that wait to

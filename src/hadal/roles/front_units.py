@@ -7,7 +7,7 @@ messages are kept for the metrics and as heartbeats.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hadal.core.config import DECODE, PREFILL, ROLES
 from hadal.core.messages import BLOCK_TOKENS, Cached, Load, UnitUp
@@ -41,6 +41,8 @@ class Unit:
     num_blocks_used: int = 0
     """Decode: blocks of the requests sent there."""
     load: Load | None = None
+    view: PrefillUnitView | None = None
+    """Prefill: as the policies saw it last, unless something changed since."""
     drain_number: int = 0
     drain_by_s: float | None = None
     """Not None: nothing new is sent there, and what it holds may stay until then (roles/front_fleet)."""
@@ -55,6 +57,15 @@ def prefill_work(record: Record) -> tuple[int, int]:
     """Tokens and pairs that its prefill unit computes for a request: what is cached there is context only."""
     num_tokens = record.num_tokens - record.num_cached
     return num_tokens, num_pairs_of(record.num_cached, num_tokens)
+
+
+def _view_of(unit: Unit) -> PrefillUnitView:
+    """As it is for a request of which it has nothing."""
+    load = unit.load
+    return PrefillUnitView(
+        unit.name, unit.num_blocks_request, unit.num_tokens, unit.num_requests, unit.num_requests_max,
+        unit.num_pairs, load.num_ranks if load else 1, load.token_s if load else 0.0, load.pair_s if load else 0.0,
+    )  # fmt: skip
 
 
 class UnitBook:
@@ -82,6 +93,7 @@ class UnitBook:
     def heard(self, unit: Unit, load: Load, now_s: float) -> None:
         """A heartbeat: what the unit can hold changes when a rank is lost or comes back."""
         unit.seen_s = now_s
+        unit.view = None
         unit.load = load
         unit.num_blocks, unit.num_requests_max = load.num_blocks, load.num_requests_max
         unit.num_blocks_request = load.num_blocks_request or load.num_blocks
@@ -109,6 +121,7 @@ class UnitBook:
     # ---- what was sent to them ----
     def sent_to_prefill(self, name: str, record: Record) -> None:
         unit, (num_tokens, num_pairs) = self.by_name[name], prefill_work(record)
+        unit.view = None
         unit.num_requests += 1
         unit.num_tokens += num_tokens
         unit.num_pairs += num_pairs
@@ -117,6 +130,7 @@ class UnitBook:
         unit = self.by_name.get(name)
         if unit is not None:
             num_tokens, num_pairs = prefill_work(record)
+            unit.view = None
             unit.num_requests -= 1
             unit.num_tokens -= num_tokens
             unit.num_pairs -= num_pairs
@@ -149,12 +163,10 @@ class UnitBook:
         for unit in self.of_role(PREFILL):
             if not unit.is_open:
                 continue
-            load = unit.load
-            views.append(PrefillUnitView(
-                unit.name, unit.num_blocks_request, unit.num_tokens, unit.num_requests, unit.num_requests_max,
-                unit.num_pairs, load.num_ranks if load else 1, load.token_s if load else 0.0,
-                load.pair_s if load else 0.0, unit_to_cached.get(unit.name, 0),
-            ))  # fmt: skip
+            if unit.view is None:
+                unit.view = _view_of(unit)
+            num_cached = unit_to_cached.get(unit.name, 0)
+            views.append(replace(unit.view, num_cached=num_cached) if num_cached else unit.view)
         return views
 
     def decode_views(self) -> list[DecodeUnitView]:
@@ -178,6 +190,8 @@ class UnitBook:
         """Problems of the counts; empty when they are what the `placed` requests add up to."""
         problems = []
         for unit in self.by_name.values():
+            if unit.view not in (None, _view_of(unit)):
+                problems.append(f"{unit.name} is seen as {unit.view}, which is no longer so")
             if unit.role == PREFILL:
                 records = [r for r in placed if r.prefill_unit == unit.name and r.state is State.PREFILLING]
                 works = [prefill_work(record) for record in records]

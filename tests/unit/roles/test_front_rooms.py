@@ -81,9 +81,9 @@ def test_a_full_unit_is_not_chosen_whatever_it_has(monkeypatch: pytest.MonkeyPat
 
 def test_room_is_bounded_by_what_runs() -> None:
     made = rooms(max_running=1)
-    assert made.has_room(10)
+    assert made.has_room(generation("b"))
     made.requests.move(record_of(made), Move.PLACE)
-    assert not made.has_room(10)
+    assert not made.has_room(generation("b"))
 
 
 def test_an_output_is_capped_once() -> None:
