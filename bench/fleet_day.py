@@ -33,6 +33,8 @@ PUBLISHED_MEAN, PUBLISHED_PEAK = 226.75, 278
 TPOT_S = 0.050
 DECODE_RANKS = 144
 PREFILL_TOKENS_PER_S = 32 * 7839 / (266 / 608)
+NUM_COLUMNS = 130
+"""Of characters: the tables need so many."""
 WARM_HOURS = 6
 """The run begins with nothing and a queue: what comes of that is not the day's."""
 
@@ -151,17 +153,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hours-only", action="store_true", help="leave out what moves them")
     arguments = parser.parse_args()
-    console = Console()
+    console = Console(width=max(NUM_COLUMNS, Console().width))
     base = Setting()
     first = run(base, arguments.seed)
     console.print(hours_table(first))
     if arguments.hours_only:
         return
     table = Table(title="What moves it: one thing at a time", title_justify="left")
+    table.add_column("", no_wrap=True)
     for column in (
-        "", "nodes mean", "peak", "least", "changes", "$ a day", "slowest hour, tokens/s/user", "longest wait, s",
+        "nodes mean", "peak", "least", "changes", "$ a day", "slowest hour, tokens/s/user", "longest wait, s",
     ):  # fmt: skip
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="right")
     for name, setting in [("as above", base), *what_ifs(base)]:
         day = first if setting == base else run(setting, arguments.seed)
         table.add_row(

@@ -41,10 +41,10 @@ def step(
         int | None, typer.Option(help="Decode: drafts a request verifies in a step. [dim]0[/dim]")
     ] = None,
     mtp_accept: Annotated[
-        float | None, typer.Option(help="Share of drafts accepted, if all before were. [dim]0.8[/dim]")
+        float | None, typer.Option(help="With drafts: share accepted, if all before were. [dim]0.8[/dim]")
     ] = None,
     plan: Annotated[
-        str, typer.Option(help="sequential, prefill_dual, decode_five, or auto: the cheapest of them.")
+        str, typer.Option(help="Schedule: sequential, prefill_dual, decode_five, or auto, the cheapest of them.")
     ] = "auto",
     redundant: Annotated[
         int | None, typer.Option(help="Expert replicas beyond one of each. [dim]32 where it divides[/dim]")
@@ -67,7 +67,7 @@ def step(
     decode_only = {"--batch": batch, "--kv": kv, "--mtp-tokens": mtp_tokens, "--mtp-accept": mtp_accept}
     prefill_only = {"--tokens": tokens, "--prompt": prompt, "--cached": cached}
     try:
-        _check_phase(phase, {"decode": decode_only, "prefill": prefill_only})
+        _check_options(phase, {"decode": decode_only, "prefill": prefill_only})
         num_ranks = ep if ep is not None else 144 if phase == "decode" else 32
         model = StepModel(
             num_ranks, hardware_named(hardware), num_redundant=redundant, expert_dtype=experts_dtype
@@ -98,13 +98,15 @@ def step(
         typer.echo(f"Written to {trace}; open it at ui.perfetto.dev.")
 
 
-def _check_phase(phase: str, own: dict[str, dict[str, float | None]]) -> None:
+def _check_options(phase: str, own: dict[str, dict[str, float | None]]) -> None:
     if phase not in own:
         raise ValueError(f"--phase is {phase!r}; decode or prefill.")
     for other, options in own.items():
         for name, value in options.items():
             if other != phase and value is not None:
                 raise ValueError(f"{name} is not for --phase {phase}.")
+    if own["decode"]["--mtp-accept"] is not None and not own["decode"]["--mtp-tokens"]:
+        raise ValueError("--mtp-accept is of drafts, and there are none: give --mtp-tokens as well.")
 
 
 def as_object(price: StepPrice, balanced: StepPrice) -> dict[str, Any]:

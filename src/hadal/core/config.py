@@ -325,12 +325,12 @@ def _check_fleet(deployment: Deployment) -> None:
             raise ConfigError(f"fleet.{name} is {getattr(fleet, name):g}; it must be positive.")
     for kind in ROLES:
         most, units = getattr(fleet, f"{kind}_max"), getattr(deployment, kind).units
+        if min(most, getattr(fleet, f"bundle_{kind}"), getattr(fleet, f"{kind}_tokens_per_s")) < 0:
+            raise ConfigError(f"fleet: {kind}_max, bundle_{kind} and {kind}_tokens_per_s cannot be negative.")
         if most and most < units:
             raise ConfigError(f"fleet.{kind}_max is {most}, and {kind}.units, the floor, is {units}. Raise the first.")
         if not 0.0 < getattr(fleet, f"{kind}_use") <= 1.0:
             raise ConfigError(f"fleet.{kind}_use is {getattr(fleet, f'{kind}_use'):g}; it is a share, of (0, 1].")
-        if min(most, getattr(fleet, f"bundle_{kind}"), getattr(fleet, f"{kind}_tokens_per_s")) < 0:
-            raise ConfigError(f"fleet: {kind}_max, bundle_{kind} and {kind}_tokens_per_s cannot be negative.")
     if fleet.hold_s < 0:
         raise ConfigError("fleet.hold_s cannot be negative.")
     if bool(fleet.bundle_prefill) != bool(fleet.bundle_decode):

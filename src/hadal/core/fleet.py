@@ -53,7 +53,7 @@ class Demand(Message, frozen=True):
     """Prompt tokens of the requests that came, those that were refused for want of room among them."""
     tokens_out: int
     tokens_waiting: int
-    """Prompt tokens that no unit works on: a backlog of prefill."""
+    """Prompt tokens that are not prefilled yet, be they queued or sent to a unit: a backlog of prefill."""
     outputs_waiting: int
-    """Output tokens that those requests will ask of decode, at what requests have brought on average."""
+    """Output tokens that queued requests will ask of decode, at what requests have brought on average."""
     units: tuple[UnitFacts, ...]

@@ -7,14 +7,13 @@ from functools import cached_property
 
 from hadal.core.messages import TracedStep
 from hadal.core.plans import OpTime, TraceEvent
-from hadal.overlap.plan import SEQUENTIAL, Schedule
+from hadal.overlap.plan import COMBINE, DISPATCH, Schedule
 from hadal.overlap.trace import WAIT
 from hadal.perf.costs import EVERY_LAYER, NUM_POSTS, OPS, POST
 from hadal.perf.layer import Kernel, MicroBatch
-from hadal.perf.price import OpSeconds, Price, price
+from hadal.perf.price import OpSeconds, Price, extended, price
 from hadal.perf.roofline import LINK
 
-_STEADY_LAYERS = 8
 HOST = "host"
 DENSE_LAYERS = "dense layers"
 
@@ -106,23 +105,16 @@ class StepPrice:
         return tuple(rows)
 
     def _waits(self) -> dict[str, float]:
-        """Exposed time by exchange, over all layers, from the same two stretches as the makespan."""
-        def of(num_layers: int) -> dict[str, float]:
+        """Exposed time by exchange, over all layers."""
+        exchanges = (DISPATCH, COMBINE)
+
+        def of(num_layers: int) -> tuple[float, ...]:
             events: list[TraceEvent] = []
             price(self.schedule, self.ops, num_layers, events)
-            sums: dict[str, float] = {}
-            for event in events:
-                if event.lane == WAIT:
-                    sums[event.op] = sums.get(event.op, 0.0) + event.end_s - event.start_s
-            return sums
+            waits = [event for event in events if event.lane == WAIT]
+            return tuple(sum(e.end_s - e.start_s for e in waits if e.op == exchange) for exchange in exchanges)
 
-        if self.num_layers <= _STEADY_LAYERS:
-            return of(self.num_layers)
-        if self.schedule is SEQUENTIAL:
-            return {op: self.num_layers * seconds for op, seconds in of(1).items()}
-        short, long = of(_STEADY_LAYERS - 2), of(_STEADY_LAYERS)
-        more = (self.num_layers - _STEADY_LAYERS) / 2
-        return {op: long_s + more * (long_s - short.get(op, 0.0)) for op, long_s in long.items()}
+        return dict(zip(exchanges, extended(self.schedule, self.num_layers, of), strict=True))
 
     def op_times(self) -> tuple[OpTime, ...]:
         """What each op took in the whole step, as a rank reports it (see perf/costs). Dense layers' time counts with

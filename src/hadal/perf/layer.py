@@ -15,12 +15,7 @@ from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import ATTN_CORE, ATTN_IN, COMBINE, DISPATCH, EXPERTS, GATE, SHARED
 from hadal.perf.price import OpSeconds
 from hadal.perf.roofline import BF16, CONTIGUOUS, FP8, LINK, MASKED, Curve, Roofline, Timed
-from hadal.perf.shapes import (
-    BF16_BYTES,
-    FP8_BYTES,
-    absorbed_flops_per_pair,
-    expanded_flops_per_pair,
-)
+from hadal.perf.shapes import BF16_BYTES, FP8_BYTES, absorbed_flops_per_pair, expanded_flops_per_pair
 
 TOP_K_S = 34e-9
 """Per token, of choosing experts: 141 us for 4,096 tokens in DeepSeek's training profile."""

@@ -9,8 +9,8 @@ that a live trace has (overlap/trace draws either). Knows nothing of where the t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 from hadal.core.plans import TraceEvent
@@ -25,11 +25,15 @@ from hadal.overlap.plan import (
     DISPATCH_START,
     EXPERTS,
     GATE,
+    SEQUENTIAL,
     SHARED,
     Schedule,
     order,
 )
 from hadal.overlap.trace import COMPUTE, LINK, WAIT
+
+_STEADY_LAYERS = 8
+"""By then the pipeline of two micro-batches is full: two more layers add what any two more add."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,22 @@ def price(
         if events is not None and now_s > before_s:
             events.append(TraceEvent(0, COMPUTE, op, micro_batch, layer, before_s, now_s))
     return Price(now_s, exposed_s, compute_s, link_s)
+
+
+def price_stack(schedule: Schedule, micro_batches: Sequence[OpSeconds], num_layers: int) -> Price:
+    """What `price` says of many layers, from walks over a few of them."""
+    return Price(*extended(schedule, num_layers, lambda num: astuple(price(schedule, micro_batches, num))))
+
+
+def extended(schedule: Schedule, num_layers: int, of: Callable[[int], tuple[float, ...]]) -> tuple[float, ...]:
+    """Sums over `num_layers` layers, where `of(n)` are those of a walk over n: linear once the pipeline is full."""
+    if num_layers <= _STEADY_LAYERS:
+        return of(num_layers)
+    if schedule is SEQUENTIAL:
+        return tuple(num_layers * value for value in of(1))
+    short, long = of(_STEADY_LAYERS - 2), of(_STEADY_LAYERS)
+    more = (num_layers - _STEADY_LAYERS) / 2
+    return tuple(b + more * (b - a) for a, b in zip(short, long, strict=True))
 
 
 @lru_cache(maxsize=64)

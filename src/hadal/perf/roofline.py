@@ -27,8 +27,6 @@ TENSOR_SHARE = 0.875
 """Of peak FLOP/s that tensor cores hold under load: 865 of 989 TFLOPS on a throttled H800 (FlashMLA deep-dive)."""
 COOL_TENSOR_SHARE = 0.95
 """The same where power is no limit (H20)."""
-
-
 TILE_ROWS = 32.0
 """Of a group's padding, what tiles of 64 rows waste on average; the rest is tiles waiting for their weights."""
 
@@ -105,7 +103,6 @@ class Roofline:
             (id(curve), dtype): self._seconds_per_flop(curve, dtype)
             for curve in CURVES.values() for dtype in (FP4, FP8, BF16)
         }  # fmt: skip
-
         self._late_s_per_flop = {
             (id(curve), dtype): H800.hbm_bytes_per_s / hardware.hbm_bytes_per_s / (
                 curve.efficiency * H800.fp8_flops * self._speed

@@ -68,12 +68,15 @@ def total_params(model: ModelConfig) -> int:
     )  # fmt: skip
 
 
-def weight_bytes(model: ModelConfig, num_slots: int) -> int:
-    """Of a rank with `num_slots` expert replicas in each layer: FP8, embedding and head BF16."""
+def weight_bytes(model: ModelConfig, num_slots: int, num_draft_layers: int = 0) -> int:
+    """Of a rank with `num_slots` expert replicas in each layer: FP8, embedding and head BF16.
+
+    A draft layer is an MoE layer and a projection of two hidden states to one (V3 report 2.2); it shares the rest.
+    """
     moe = (num_slots + model.n_shared_experts) * expert_params(model) + model.hidden_size * model.n_routed_experts
     fp8 = (
         model.num_hidden_layers * mla_params(model) + model.first_k_dense_replace * dense_params(model)
-        + num_moe_layers(model) * moe
+        + num_moe_layers(model) * moe + num_draft_layers * (mla_params(model) + moe + 2 * model.hidden_size**2)
     )  # fmt: skip
     return fp8 * FP8_BYTES + 2 * model.vocab_size * model.hidden_size * BF16_BYTES
 

@@ -4,7 +4,8 @@
     model.decode(88, 4989, mtp_tokens=1).seconds
 
 A step is what its host does, dense layers, MoE layers walked by perf/price in the order that executes, draft layers and
-the output head. `auto` takes the cheapest of all schedules. Inputs are sizes; no request and no clock is known here.
+the output head. `auto` takes the cheapest of all schedules. Inputs are sizes; a mean over ranks need not be whole, and
+what is less than two is not cut into micro-batches. No request and no clock is known here.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import math
 from collections.abc import Sequence
 
 from hadal.core.model_config import ModelConfig
-from hadal.overlap.plan import ATTN_CORE, ATTN_IN, SCHEDULES, SEQUENTIAL, Schedule
+from hadal.overlap.plan import ATTN_CORE, ATTN_IN, SCHEDULES, Schedule
 from hadal.perf.constants import CONSTANTS, Constants
 from hadal.perf.explain import DENSE_LAYERS, Part, StepPrice
 from hadal.perf.extrapolation import decode_flags, prefill_flags
 from hadal.perf.hardware import H800, Hardware
 from hadal.perf.imbalance import expected_imbalance
 from hadal.perf.layer import Kernel, Layer, MicroBatch, op_seconds, seconds_of
-from hadal.perf.price import OpSeconds, Price, price
+from hadal.perf.price import OpSeconds, price_stack
 from hadal.perf.roofline import BF16, FP4, FP8, Roofline
 from hadal.perf.shapes import DEEPSEEK_V3, causal_pairs, kv_bytes_per_token, num_moe_layers, weight_bytes
 from hadal.perf.traffic import COMM_SMS, Links
@@ -35,7 +36,6 @@ PLACED_BY_NODES = 1.16
 """What EPLB leaves of imbalance over a whole run, mean over layers, where groups are kept on nodes: our balancer on
 SGLang's published loads of five prefill workloads (1.12-1.23, EP32). Placed freely it leaves 1.00 (three decode
 workloads, EP72); with two slots a rank (EP144) it leaves 1.15, which a caller gives as `placed`."""
-_STEADY_LAYERS = 8
 
 
 def redundant_default(model: ModelConfig, num_ranks: int) -> int:
@@ -126,13 +126,12 @@ class StepModel:
             num = 1 if way.offset is None else 2
             imbalance = expert_imbalance or self.expected_imbalance(DECODE, tokens / num)
             ways.append((way, [_with(whole.scaled(1.0 / num), imbalance)] * num))
-        draw = requests_per_rank * (1 + mtp_tokens)
-        best = self._cheapest(DECODE, ways, mtp_tokens, draw)
+        best = self._cheapest(DECODE, ways, mtp_tokens, num_rows=tokens)
         flags = decode_flags(self, best.micro_batches[0], kv_tokens, queries)
         made = tokens_per_step(mtp_tokens, mtp_accept)
         return best.finished(
             tokens_per_s_gpu=requests_per_rank * made / best.seconds, tokens_per_s_user=made / best.seconds,
-            extrapolated=flags, hbm_bytes=self.hbm_bytes(requests_per_rank * kv_tokens),
+            extrapolated=flags, hbm_bytes=self.hbm_bytes(requests_per_rank * kv_tokens, mtp_tokens),
         )  # fmt: skip
 
     def prefill(
@@ -164,7 +163,7 @@ class StepModel:
             num = 1 if way.offset is None else 2
             imbalance = expert_imbalance or self.expected_imbalance(PREFILL, tokens_per_rank / num, new)
             ways.append((way, [_with(whole.scaled(1.0 / num), imbalance)] * num))
-        best = self._cheapest(PREFILL, ways, 0, prompts)
+        best = self._cheapest(PREFILL, ways, 0, num_rows=prompts)
         return best.finished(
             tokens_per_s_gpu=tokens_per_rank / best.seconds, tokens_per_s_user=None,
             extrapolated=prefill_flags(self, best.micro_batches[0], prompt_tokens),
@@ -193,9 +192,12 @@ class StepModel:
             slots_per_rank=self.num_slots, affinity=self.constants.prompt_affinity,
         )  # fmt: skip
 
-    def hbm_bytes(self, kv_tokens: float) -> float:
-        """Weights and KV of a rank; activations and buffers are not in it."""
-        return weight_bytes(self.model, self.num_slots) + kv_tokens * kv_bytes_per_token(self.model)
+    def hbm_bytes(self, kv_tokens: float, mtp_tokens: int = 0) -> float:
+        """Weights and KV of a rank, draft layers in where it drafts; activations and buffers are not in it."""
+        # Drafts beyond the model's draft layers come from those again.
+        num_draft_layers = min(mtp_tokens, self.model.num_nextn_predict_layers)
+        kv_bytes = kv_bytes_per_token(self.model, self.model.num_hidden_layers + num_draft_layers)
+        return weight_bytes(self.model, self.num_slots, num_draft_layers) + kv_tokens * kv_bytes
 
     def kernels(self, phase: str, batch: MicroBatch, *, is_overlapped: bool) -> tuple[Kernel, ...]:
         """An MoE layer's kernels on one micro-batch."""
@@ -235,7 +237,7 @@ class StepModel:
                 kernels = self.kernels(phase, batch, is_overlapped=is_overlapped)
                 seen[batch] = kernels, op_seconds(kernels, post_s)
         layers = self.num_moe_layers + mtp_tokens
-        walked = stack(schedule, [seen[batch][1] for batch in micro_batches], layers)
+        walked = price_stack(schedule, [seen[batch][1] for batch in micro_batches], layers)
         dense_s = sum(
             seconds_of(seen[batch][0], ATTN_IN, ATTN_CORE) + seconds_of(self._layer.dense(line, batch))
             for batch in micro_batches
@@ -258,30 +260,13 @@ class StepModel:
         )  # fmt: skip
 
 
-def stack(schedule: Schedule, micro_batches: Sequence[OpSeconds], num_layers: int) -> Price:
-    """The walk over many layers: once the pipeline is full, every layer adds the same."""
-    if num_layers <= _STEADY_LAYERS:
-        return price(schedule, micro_batches, num_layers)
-    if schedule is SEQUENTIAL:
-        one = price(schedule, micro_batches, 1)
-        return Price(*(num_layers * value for value in (one.total_s, one.exposed_s, one.compute_s, one.link_s)))
-    short, long = (price(schedule, micro_batches, layers) for layers in (_STEADY_LAYERS - 2, _STEADY_LAYERS))
-    more = (num_layers - _STEADY_LAYERS) / 2
-    return Price(
-        long.total_s + more * (long.total_s - short.total_s),
-        long.exposed_s + more * (long.exposed_s - short.exposed_s),
-        long.compute_s + more * (long.compute_s - short.compute_s),
-        long.link_s + more * (long.link_s - short.link_s),
-    )
-
-
 def _with(batch: MicroBatch, imbalance: float) -> MicroBatch:
     return MicroBatch(batch.num_tokens, batch.num_pairs, batch.context_tokens, batch.mean_tokens, imbalance)
 
 
 def _check_positive(what: str, value: float) -> None:
     if not (value > 0.0 and math.isfinite(value)):
-        raise ValueError(f"{what}: {value:g}; it must be above 0.")
+        raise ValueError(f"{what}: {value:g}; it must be above 0 and finite.")
 
 
 def _check_imbalance(expert: float | None, attention: float) -> None:

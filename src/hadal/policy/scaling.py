@@ -12,11 +12,12 @@ A pure function; knows no unit by name, no clock and no machine.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
 
+from hadal.core.config import DECODE, PREFILL
 from hadal.policy.capacity import units_needed
 from hadal.policy.demand import FLAT, DayShape, Floats, forecast
 
@@ -73,7 +74,7 @@ class ScalingRules:
     """In which a backlog is to be worked off."""
 
     def __post_init__(self) -> None:
-        for name, role in (("prefill", self.prefill), ("decode", self.decode)):
+        for name, role in ((PREFILL, self.prefill), (DECODE, self.decode)):
             if not 0 < role.num_min <= role.num_max:
                 raise ValueError(f"{name}: the floor is {role.num_min} units; 1 to {role.num_max}, the most, can be.")
             if not 0.0 < role.use <= 1.0 or role.unit_nodes < 1:
@@ -147,7 +148,7 @@ class Why:
     need_soon: float
     need_kept: float
     bound: str = ""
-    """"floor", "limit" or "nodes", where one of them decided."""
+    """"floor" or "limit" of that role, or "nodes", where one of them decided."""
 
     def __str__(self) -> str:
         bound = f", bounded by {self.bound}" if self.bound else ""
@@ -181,6 +182,10 @@ class _Need:
         """In bundles, beside `num_extra` units."""
         return _Need(*((need - num_extra) / num_bundle for need in (self.now, self.soon, self.kept)))
 
+    def or_more(self, other: _Need) -> _Need:
+        """At each time the larger one."""
+        return _Need(max(self.now, other.now), max(self.soon, other.soon), max(self.kept, other.kept))
+
     def level(self, before: int) -> int:
         """Whole units, or bundles: grown to what comes soon, shrunk to what is kept, or as before."""
         return max(_whole(self.soon), min(before, _whole(self.kept)))
@@ -199,11 +204,9 @@ def decide(view: ScalingView, rules: ScalingRules) -> Decision:
         )
     limited = Units(_limited(levels.prefill, rules.prefill), _limited(levels.decode, rules.decode))
     units = _on_nodes(limited, prefill, decode, rules)
-    bound = "nodes" if units != limited else ""
-    if not bound and limited != levels:
-        bound = "floor" if rules.num_nodes(limited) > rules.num_nodes(levels) else "limit"
-    why = _why(view.levels, levels, prefill, decode, rules, bound)
-    return Decision(units, levels, prefill.now, decode.now, why)
+    why = _why(view.levels, levels, prefill, decode, rules)
+    bound = "nodes" if units != limited else _bound(levels, limited, why.role)
+    return Decision(units, levels, prefill.now, decode.now, replace(why, bound=bound))
 
 
 def _ahead_s(rules: ScalingRules) -> Floats:
@@ -224,11 +227,9 @@ def _need(role: RoleView, fixed: RoleRules, rules: ScalingRules, now_s: float, a
 
 def _bundled(prefill: _Need, decode: _Need, before: Units, rules: ScalingRules) -> Units:
     """As many bundles as the role needs that asks for most."""
-    needs = [
-        need.of(fixed.num_extra, fixed.num_bundle)
-        for need, fixed in ((prefill, rules.prefill), (decode, rules.decode))
-    ]  # fmt: skip
-    most = _Need(*(max(getattr(need, name) for need in needs) for name in ("now", "soon", "kept")))
+    of_prefill = prefill.of(rules.prefill.num_extra, rules.prefill.num_bundle)
+    of_decode = decode.of(rules.decode.num_extra, rules.decode.num_bundle)
+    most = of_prefill.or_more(of_decode)
     num_before = max(0, (before.decode - rules.decode.num_extra) // rules.decode.num_bundle)
     num = most.level(num_before)
     return Units(
@@ -265,7 +266,13 @@ def _on_nodes(wanted: Units, prefill: _Need, decode: _Need, rules: ScalingRules)
     return max(fitting, key=supply)
 
 
-def _why(before: Units, after: Units, prefill: _Need, decode: _Need, rules: ScalingRules, bound: str) -> Why:
+def _bound(levels: Units, limited: Units, role: str) -> str:
+    """What changed the level of the role that a decision speaks of."""
+    level, num = (levels.prefill, limited.prefill) if role == PREFILL else (levels.decode, limited.decode)
+    return "floor" if num > level else "limit" if num < level else ""
+
+
+def _why(before: Units, after: Units, prefill: _Need, decode: _Need, rules: ScalingRules) -> Why:
     if rules.num_nodes(after) > rules.num_nodes(before):
         step = Step.GROW
     else:
@@ -273,7 +280,7 @@ def _why(before: Units, after: Units, prefill: _Need, decode: _Need, rules: Scal
     p_size, d_size = rules.prefill.num_bundle or 1, rules.decode.num_bundle or 1
     is_prefill = (prefill.soon - rules.prefill.num_extra) / p_size > (decode.soon - rules.decode.num_extra) / d_size
     need = prefill if is_prefill else decode
-    return Why(step, "prefill" if is_prefill else "decode", need.now, need.soon, need.kept, bound)
+    return Why(step, PREFILL if is_prefill else DECODE, need.now, need.soon, need.kept)
 
 
 def _whole(need: float) -> int:

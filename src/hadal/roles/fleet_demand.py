@@ -41,8 +41,11 @@ class DemandMeter:
 
     def add(self, now_s: float, demand: Demand) -> None:
         """Take in what the front counted. The first message of a front says only where it begins to count."""
+        last = self._last
+        if last is not None and last[1].epoch == demand.epoch and _is_older(demand, last[1]):
+            return  # It came late: all that it says was said.
         self.backlog = {PREFILL: float(demand.tokens_waiting), DECODE: float(demand.outputs_waiting)}
-        last, self._last = self._last, (now_s, demand)
+        self._last = now_s, demand
         if last is None or last[1].epoch != demand.epoch:
             self._open = dict.fromkeys(ROLES, 0.0)
             self._open_from_s = now_s
@@ -84,3 +87,8 @@ class DemandMeter:
         bins = [rate for rate in self._days[role] if rate is not None]
         if len(bins) == NUM_BINS and max(bins) > 0:
             self._shapes[role] = learned_shape(bins)
+
+
+def _is_older(one: Demand, other: Demand) -> bool:
+    """Of the same front, whose counters never fall."""
+    return one.tokens_in < other.tokens_in or one.tokens_out < other.tokens_out

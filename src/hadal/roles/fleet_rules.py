@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.core.config import PREFILL, Deployment
+from hadal.core.config import DECODE, PREFILL, Deployment
 from hadal.core.errors import ConfigError
 from hadal.policy.scaling import RoleRules, ScalingRules
 from hadal.roles.fleet import Fleet
@@ -22,7 +22,7 @@ def rules_of(deployment: Deployment) -> ScalingRules:
             num_bundle=fleet.bundle_prefill if is_prefill else fleet.bundle_decode,
         )  # fmt: skip
 
-    prefill, decode = role(PREFILL), role("decode")
+    prefill, decode = role(PREFILL), role(DECODE)
     try:
         return ScalingRules(
             prefill, decode, prefill.num_max * prefill.unit_nodes + decode.num_max * decode.unit_nodes,

@@ -10,6 +10,7 @@ import math
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from hadal.core.fleet import DrainUnit, KeepUnit
 from hadal.core.messages import UnitDown
 from hadal.core.seams import Event, FleetEffect, OfferNodes, Send, StartUnit, StopUnit, Tick, WakeAt, WithdrawNodes
 from hadal.core.wire import AnyMessage
@@ -84,29 +85,39 @@ class FleetExecutor:
         )  # fmt: skip
 
     def _apply(self, now_s: float, effects: Iterable[FleetEffect]) -> None:
-        why = self._role.decision.why if self._role.decision is not None else None
         for effect in effects:
             match effect:
                 case StartUnit(unit):
-                    is_news = why is not None and why.step == "grow"
-                    log.info("starting %s (%s)", unit, why) if is_news else log.info("starting %s", unit)
+                    log.info("starting %s%s", unit, self._why("grow"))
                     for child in self._unit_to_children[unit]:
                         child.want(now_s)
                 case StopUnit(unit):
                     self._stop(now_s, unit)
                 case Send(to, message):
-                    log.info("%s", message)
+                    self._log_send(message)
                     self._send(to, message)
                 case WakeAt(time_s):
                     self._wake_s = time_s
                 case OfferNodes() | WithdrawNodes():
                     log.debug("%s", effect)  # On one host there is no other work to tell.
 
+    def _log_send(self, message: AnyMessage) -> None:
+        match message:
+            case DrainUnit(unit, timeout_s):
+                log.info("draining %s for at most %.0f s%s", unit, timeout_s, self._why("shrink"))
+            case KeepUnit(unit):
+                log.info("keeping %s", unit)
+
+    def _why(self, step: str) -> str:
+        """What led to it, if the last decision was such a step; units that died are replaced without one."""
+        decision = self._role.decision
+        return f" ({decision.why})" if decision is not None and decision.why.step == step else ""
+
     def _stop(self, now_s: float, unit: str) -> None:
         """The first process ends by itself, and the ranks of a unit are ended when it has."""
         if unit in self._kill_at_s:
             return
-        first = self._unit_to_children[unit][0]
+        first, *ranks = self._unit_to_children[unit]
         is_running = first.phase in (Phase.STARTING, Phase.READY)
         for child in self._unit_to_children[unit]:
             child.dismiss()
@@ -116,3 +127,5 @@ class FleetExecutor:
             first.signal(signal.SIGTERM)
         else:
             self._gone.append(unit)
+            for rank in ranks:
+                rank.replace()  # It may have started before the leader that it waits for.

@@ -79,6 +79,7 @@ def test_the_trace_is_chromes(tmp_path: Path) -> None:
         (["--ep", "100", "--redundant", "32"], "do not divide over 100"),
         (["--ep", "0"], "0 ranks"),
         (["--plan", "quick"], "known are auto"),
+        (["--mtp-accept", "0.8"], "give --mtp-tokens as well"),
         (["--tokens", "16384"], "--tokens is not for --phase decode"),
         (["--phase", "prefill", "--batch", "8"], "--batch is not for --phase prefill"),
         (["--phase", "prefill", "--prompt", "100", "--cached", "100"], "some must be computed"),

@@ -63,6 +63,8 @@ def test_small_batches_are_monotone_too() -> None:
     model = StepModel(144)
     seconds = [model.decode(batch, 4989).seconds for batch in range(1, 65)]
     assert seconds == sorted(seconds)
+    seconds = [model.prefill(tokens, 131_072).seconds for tokens in range(1, 65)]
+    assert seconds == sorted(seconds)
 
 
 def test_auto_is_the_cheapest_and_changes_with_the_batch() -> None:
@@ -117,6 +119,17 @@ def test_weights_and_kv_of_deepseeks_units() -> None:
     assert StepModel(32).num_slots == 9
 
 
+def test_a_unit_that_drafts_holds_the_draft_layer() -> None:
+    """The released checkpoints have 11.5 B weights more for it (V3's README: 14 B, embedding and head in)."""
+    weights = StepModel(1).hbm_bytes(0, mtp_tokens=1) - StepModel(1).hbm_bytes(0)
+    assert weights == pytest.approx(11.5e9, rel=0.01)
+    model = StepModel(144)
+    plain, drafts, more = (model.decode(88, 4989, mtp_tokens).hbm_bytes for mtp_tokens in (0, 1, 3))
+    kv_bytes = 88 * 4989 * kv_bytes_per_token(DEEPSEEK_V3, 1)
+    assert drafts - plain == pytest.approx(kv_bytes + model.hbm_bytes(0, 1) - model.hbm_bytes(0))
+    assert more == drafts, "V3 has one draft layer, however often it is used"
+
+
 def test_another_shape_of_the_same_architecture() -> None:
     """No groups, no query compression, one dense layer more: as small models of the family are."""
     small = replace(
@@ -160,6 +173,7 @@ def test_the_slowest_ranks_attention_counts_and_the_mean_ranks_experts() -> None
         (lambda: StepModel(144, expert_dtype="fp4"), "fp4 on b200 and gb200"),
         (lambda: StepModel(144).decode(0, 100), "requests of a rank: 0"),
         (lambda: StepModel(144).decode(8, math.nan), "KV tokens"),
+        (lambda: StepModel(144).decode(8, math.inf), "inf; it must be above 0 and finite"),
         (lambda: StepModel(144).decode(8, 100, -1), "drafts"),
         (lambda: StepModel(144).decode(8, 100, 1, mtp_accept=1.5), "between 0 and 1"),
         (lambda: StepModel(144).decode(8, 100, expert_imbalance=0.5), "expert imbalance is 0.5"),

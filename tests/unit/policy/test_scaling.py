@@ -48,6 +48,13 @@ def test_roles_grow_by_themselves_where_there_are_no_bundles() -> None:
     assert decide(view(20 * 600.0, 7000.0), ALONE).units == Units(20, 8)
 
 
+def test_a_bound_is_of_the_role_that_the_decision_speaks_of() -> None:
+    why = decide(view(0.0, 7000.0), ALONE).why  # Prefill is at its floor, which nobody asked about.
+    assert (why.role, why.step, why.bound) == ("decode", Step.GROW, "")
+    assert decide(view(0.0, 0.0), ALONE).why.bound == "floor"
+    assert decide(view(0.0, 20_000.0), ALONE).why.bound == "limit"
+
+
 def test_a_backlog_is_worked_off_in_time() -> None:
     assert decide(view(0.0, 1800.0), ALONE).units.decode == 2
     assert decide(view(0.0, 1800.0, backlog_tokens=540_000.0), ALONE).units.decode == 3

@@ -33,6 +33,16 @@ def test_a_lost_message_loses_no_tokens_and_a_double_adds_none() -> None:
     assert list(meter.times_s) == [45.0]
 
 
+def test_a_message_that_is_overtaken_says_nothing() -> None:
+    meter = DemandMeter(10.0)
+    for time_s, tokens in ((0.0, 0), (10.0, 100), (20.0, 300), (25.0, 200), (30.0, 400)):
+        meter.add(time_s, demand(tokens, tokens / 2))
+    assert list(meter.rates["prefill"]) == [pytest.approx(rate) for rate in (10.0, 20.0, 10.0)]
+    late = Demand("f", 350, 200, 10**9, 10**9, ())
+    meter.add(31.0, late)
+    assert meter.backlog == {"prefill": 5.0, "decode": 6.0}
+
+
 def test_a_new_front_counts_from_nothing() -> None:
     meter = DemandMeter(10.0)
     meter.add(0.0, demand(1e9))

@@ -21,6 +21,10 @@ class FakeChild(Child):
     def __init__(self, name: str) -> None:
         super().__init__(name, name.split("-")[0], ["nothing"], None)
         self.signals: list[signal.Signals] = []
+        self.num_replaced = 0
+
+    def replace(self) -> None:
+        self.num_replaced += 1
 
     def signal(self, number: signal.Signals) -> None:
         self.signals.append(number)
@@ -121,6 +125,28 @@ def test_a_start_that_is_called_off_before_it_began_ends_at_the_next_tick() -> N
     world.goes_on(0, 30)
     assert world.children["decode-1"].signals == []
     assert world.phases() == ["ready", "resting"]
+
+
+def test_ranks_that_run_before_their_leader_end_with_a_start_that_is_called_off() -> None:
+    world = World(ranks=2)
+    world.up("prefill-0")
+    world.up("decode-0")
+    world.goes_on(150, 3)
+    ranks = [world.children[f"decode-1.{index}"] for index in range(2)]
+    for rank in ranks:
+        rank.phase = Phase.READY
+    assert world.children["decode-1"].phase is Phase.WAITING
+    world.goes_on(0, 30)
+    assert world.children["decode-1"].phase is Phase.RESTING
+    assert all(rank.num_replaced == 1 and not rank.is_wanted for rank in ranks)
+
+
+def test_what_the_front_is_told_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hadal.fleet")
+    test_a_unit_is_wanted_drained_stopped_and_rests()
+    lines = [record.getMessage() for record in caplog.records]
+    assert "starting decode-1 (grow: decode needs 1.50 units now, 1.50 soon, keeps 1.53)" in lines
+    assert any(line.startswith("draining decode-1 for at most 120 s (shrink: decode needs 0.") for line in lines)
 
 
 def test_a_unit_can_be_spared_where_another_of_its_role_works() -> None:
