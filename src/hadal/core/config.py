@@ -317,22 +317,28 @@ def _check_deadlines(deployment: Deployment) -> None:
         raise ConfigError("unit_timeout_s must exceed rank_timeout_s: a unit outlives the loss of a rank.")
 
 
+_FLEET_MAX_S = 86_400.0
+"""The fleet looks no further than a day: then another like it begins."""
+
+
 def _check_fleet(deployment: Deployment) -> None:
     fleet = deployment.fleet
     _check_name("fleet.mode", fleet.mode, (AUTO, OFF))
     for name in ("start_s", "period_s", "drain_timeout_s"):
-        if getattr(fleet, name) <= 0:
-            raise ConfigError(f"fleet.{name} is {getattr(fleet, name):g}; it must be positive.")
+        if not 0 < getattr(fleet, name) <= _FLEET_MAX_S:
+            raise ConfigError(
+                f"fleet.{name} is {getattr(fleet, name):g}; it must be positive, and {_FLEET_MAX_S:g} s at most."
+            )
     for kind in ROLES:
         most, units = getattr(fleet, f"{kind}_max"), getattr(deployment, kind).units
-        if min(most, getattr(fleet, f"bundle_{kind}"), getattr(fleet, f"{kind}_tokens_per_s")) < 0:
-            raise ConfigError(f"fleet: {kind}_max, bundle_{kind} and {kind}_tokens_per_s cannot be negative.")
+        if min(most, getattr(fleet, f"bundle_{kind}")) < 0 or not 0 <= getattr(fleet, f"{kind}_tokens_per_s") < 1e15:
+            raise ConfigError(f"fleet: {kind}_max, bundle_{kind} and {kind}_tokens_per_s are numbers from 0 on.")
         if most and most < units:
             raise ConfigError(f"fleet.{kind}_max is {most}, and {kind}.units, the floor, is {units}. Raise the first.")
         if not 0.0 < getattr(fleet, f"{kind}_use") <= 1.0:
             raise ConfigError(f"fleet.{kind}_use is {getattr(fleet, f'{kind}_use'):g}; it is a share, of (0, 1].")
-    if fleet.hold_s < 0:
-        raise ConfigError("fleet.hold_s cannot be negative.")
+    if not 0 <= fleet.hold_s <= _FLEET_MAX_S:
+        raise ConfigError(f"fleet.hold_s is {fleet.hold_s:g}; 0 to {_FLEET_MAX_S:g} s are allowed.")
     if bool(fleet.bundle_prefill) != bool(fleet.bundle_decode):
         raise ConfigError("fleet: a bundle has units of both roles; set bundle_prefill and bundle_decode, or neither.")
 

@@ -50,9 +50,14 @@ def test_the_fleet_starts_with_the_floor() -> None:
         ({"decode_use": 0.0}, "fleet.decode_use is 0; it is a share"),
         ({"prefill_use": 1.5}, "fleet.prefill_use is 1.5"),
         ({"start_s": 0.0}, "fleet.start_s is 0"),
-        ({"hold_s": -1.0}, "fleet.hold_s cannot be negative"),
+        ({"start_s": float("nan")}, "fleet.start_s is nan"),
+        ({"period_s": float("inf")}, "86400 s at most"),
+        ({"hold_s": -1.0}, "fleet.hold_s is -1; 0 to 86400 s"),
+        ({"hold_s": 1e12}, "fleet.hold_s is 1e"),
+        ({"decode_max": -1}, "decode_max, bundle_decode and decode_tokens_per_s are numbers from 0 on"),
+        ({"prefill_tokens_per_s": float("nan")}, "prefill_tokens_per_s are numbers"),
         ({"bundle_prefill": 3}, "a bundle has units of both roles"),
-        ({"decode_tokens_per_s": -1.0}, "decode_tokens_per_s cannot be negative"),
+        ({"decode_tokens_per_s": -1.0}, "decode_tokens_per_s are numbers from 0 on"),
     ],
 )
 def test_what_cannot_work_is_named(fields: dict[str, Any], words: str) -> None:
