@@ -18,6 +18,8 @@ NUM_SAMPLES = 15
 NUM_BINS = 24
 """Of a day's shape that is learned: narrower ones would learn noise."""
 _BIN_S = DAY_S / NUM_BINS
+_GAP_S = 0.1 * _BIN_S
+"""Of an hour, so much may be missing."""
 
 
 class DemandMeter:
@@ -74,11 +76,12 @@ class DemandMeter:
         """An hour counts if all of it was seen."""
         if last_s // _BIN_S != now_s // _BIN_S:
             index = int(last_s % DAY_S // _BIN_S)
-            if self._hour_from_s is not None and last_s - self._hour_from_s > 0.9 * _BIN_S:
+            if self._hour_from_s is not None and last_s - self._hour_from_s > _BIN_S - _GAP_S:
                 for role in ROLES:
                     self._days[role][index] = self._hour[role] / (last_s - self._hour_from_s)
                     self._learn(role)
-            self._hour_from_s = last_s
+            is_near = now_s - last_s < _GAP_S  # Else nobody knows which hour the tokens came in.
+            self._hour_from_s = last_s if is_near else None
             self._hour = dict.fromkeys(ROLES, 0.0)
         for role in ROLES:
             self._hour[role] += more[role]

@@ -60,6 +60,18 @@ def test_only_the_last_samples_are_kept() -> None:
     assert meter.rates["prefill"][-1] == pytest.approx(197.0)
 
 
+def test_an_hour_that_was_not_seen_is_not_learned() -> None:
+    """From 1:30 to 4:10 nothing is heard of a front that goes on: what it says then is not the fifth hour's."""
+    meter = DemandMeter(60.0)
+    for minute in range(28 * 60 + 30):
+        if not 90 < minute < 250:
+            meter.add(60.0 * minute, demand(1000.0 * minute))
+    assert meter.shape("prefill") is FLAT
+    for minute in range(28 * 60 + 30, 29 * 60 + 2):
+        meter.add(60.0 * minute, demand(1000.0 * minute))
+    assert meter.shape("prefill") is not FLAT
+
+
 def test_a_day_that_was_seen_is_the_shape_of_the_next() -> None:
     meter = DemandMeter(60.0)
     total = 0.0
