@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,7 +13,7 @@ from hadal.overlap.trace import WAIT
 from hadal.perf.costs import EVERY_LAYER, NUM_POSTS, OPS, POST
 from hadal.perf.layer import Kernel, MicroBatch
 from hadal.perf.price import OpSeconds, Price, extended, price
-from hadal.perf.roofline import LINK
+from hadal.perf.roofline import LAUNCH, LINK, Timed
 
 HOST = "host"
 DENSE_LAYERS = "dense layers"
@@ -24,6 +25,12 @@ class Part:
 
     name: str
     seconds: float
+    bound: str
+
+
+def part_of(name: str, kernels: Sequence[Timed | Kernel], num: int = 1) -> Part:
+    """These kernels `num` times over; what bounds the longest of them bounds the part."""
+    return Part(name, num * sum(kernel.seconds for kernel in kernels), max(kernels, key=lambda k: k.seconds).bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +105,9 @@ class StepPrice:
             rows.append(Stage(kernel.op, kernel.name, kernel.seconds, total_s, kernel.bound, exposed_s))
         posts_s = 4 * self.num_layers * sum(op.post for op in self.ops)
         if posts_s > 0.0:
-            rows.append(Stage("post", "issue and receive", 4 * self.ops[0].post, posts_s, "launch", posts_s))
+            rows.append(Stage("post", "issue and receive", 4 * self.ops[0].post, posts_s, LAUNCH, posts_s))
         for part in self.parts:
-            bound = HOST if part.name.startswith(HOST) else "memory" if "head" in part.name else "compute"
-            rows.append(Stage("step", part.name, part.seconds, part.seconds, bound, part.seconds))
+            rows.append(Stage("step", part.name, part.seconds, part.seconds, part.bound, part.seconds))
         return tuple(rows)
 
     def _waits(self) -> dict[str, float]:

@@ -204,9 +204,9 @@ def op_seconds(kernels: Sequence[Kernel], post_s: float) -> OpSeconds:
     )
 
 
-def seconds_of(kernels: Sequence[Kernel], *ops: str) -> float:
-    """Of those ops together; of all without one."""
-    return sum(kernel.seconds for kernel in kernels if not ops or kernel.op in ops)
+def kernels_of(kernels: Sequence[Kernel], *ops: str) -> list[Kernel]:
+    """Those of these ops."""
+    return [kernel for kernel in kernels if kernel.op in ops]
 
 
 def _kernel(op: str, name: str, timed: Timed) -> Kernel:

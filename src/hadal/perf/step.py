@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import ATTN_CORE, ATTN_IN, SCHEDULES, Schedule
 from hadal.perf.constants import CONSTANTS, Constants
-from hadal.perf.explain import DENSE_LAYERS, Part, StepPrice
+from hadal.perf.explain import DENSE_LAYERS, HOST, Part, StepPrice, part_of
 from hadal.perf.extrapolation import decode_flags, prefill_flags
 from hadal.perf.hardware import H800, Hardware
 from hadal.perf.imbalance import expected_imbalance
-from hadal.perf.layer import Kernel, Layer, MicroBatch, op_seconds, seconds_of
+from hadal.perf.layer import Kernel, Layer, MicroBatch, kernels_of, op_seconds
 from hadal.perf.price import OpSeconds, price_stack
 from hadal.perf.roofline import BF16, FP4, FP8, Roofline
 from hadal.perf.shapes import DEEPSEEK_V3, causal_pairs, kv_bytes_per_token, num_moe_layers, weight_bytes
@@ -238,21 +238,21 @@ class StepModel:
                 seen[batch] = kernels, op_seconds(kernels, post_s)
         layers = self.num_moe_layers + mtp_tokens
         walked = price_stack(schedule, [seen[batch][1] for batch in micro_batches], layers)
-        dense_s = sum(
-            seconds_of(seen[batch][0], ATTN_IN, ATTN_CORE) + seconds_of(self._layer.dense(line, batch))
-            for batch in micro_batches
-        )
-        parts = [Part(DENSE_LAYERS, self.model.first_k_dense_replace * dense_s)]
+        dense = [
+            kernel for batch in micro_batches
+            for kernel in (*kernels_of(seen[batch][0], ATTN_IN, ATTN_CORE), *self._layer.dense(line, batch))
+        ]  # fmt: skip
+        parts = [part_of(DENSE_LAYERS, dense, self.model.first_k_dense_replace)]
+        hidden = self.model.hidden_size
         if mtp_tokens:
-            hidden = self.model.hidden_size
-            parts.append(Part("draft projection", mtp_tokens * sum(
-                line.gemm(batch.num_tokens, hidden, 2 * hidden).seconds for batch in micro_batches
-            )))  # fmt: skip
+            projections = [line.gemm(batch.num_tokens, hidden, 2 * hidden) for batch in micro_batches]
+            parts.append(part_of("draft projection", projections, mtp_tokens))
         # Every row is verified by the one head; each draft then goes through it once more.
         drafts = [num_rows / (1 + mtp_tokens)] * mtp_tokens
-        heads = (line.gemm(rows, self.model.vocab_size, self.model.hidden_size, BF16) for rows in (num_rows, *drafts))
-        parts.append(Part("output head", sum(head.seconds for head in heads)))
-        parts.append(Part("host and draw", self.constants.step_overhead_s + num_rows * self.constants.row_overhead_s))
+        heads = [line.gemm(rows, self.model.vocab_size, hidden, BF16) for rows in (num_rows, *drafts)]
+        parts.append(part_of("output head", heads))
+        host_s = self.constants.step_overhead_s + num_rows * self.constants.row_overhead_s
+        parts.append(Part("host and draw", host_s, HOST))
         return StepPrice(
             phase=phase, schedule=schedule, num_layers=layers, walked=walked, parts=tuple(parts),
             micro_batches=tuple(micro_batches), kernels=tuple(seen[batch][0] for batch in micro_batches),

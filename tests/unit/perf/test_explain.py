@@ -57,6 +57,15 @@ def test_pictures() -> None:
     assert sum(span["ph"] == "X" and span["name"] == "dispatch" for span in spans) == 16
 
 
+def test_what_bounds_a_part_is_priced_too() -> None:
+    """A head's weights are read for a few rows; many keep tensor cores busy."""
+    bounds = [
+        {stage.name: stage.bound for stage in StepModel(144).decode(batch, 4989).stages}["output head"]
+        for batch in (8, 1024)
+    ]  # fmt: skip
+    assert bounds == ["memory", "compute"]
+
+
 def test_one_rank_waits_for_no_link() -> None:
     alone = STEPS["decode, one rank"]
     assert alone.walked.link_s == alone.walked.exposed_s == 0.0
