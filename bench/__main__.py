@@ -23,6 +23,7 @@ from bench import (
     cache_policies,
     cache_replay,
     cache_ttft,
+    control_plane,
     distributed,
     engine,
     handover,
@@ -65,6 +66,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "cache_disk": cache_disk.main,
     "cache_disk_index": cache_disk_index.main,
     "cache_ttft": cache_ttft.main,
+    "control_plane": control_plane.main,
 }
 
 

@@ -1,6 +1,6 @@
 """How much of a fleet one core can decide for: the roles that serve, at the published size, under priced steps.
 
-    python -m bench.control_plane [--quick] [--seconds N] [--profile]
+    python -m bench.control_plane [--quick] [--seconds N] [--profile] [--collect]
 
 9 decode units of 144 ranks and 29 prefill units of 32, 2,000 requests/s (about the published peak) of 1,650 tokens to
 compute and 400 to generate, exponential. `--quick`: a ninth of it. Processor time of this process; the collector of
@@ -13,7 +13,9 @@ import argparse
 import cProfile
 import gc
 import pstats
+import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from rich.console import Console
@@ -47,19 +49,22 @@ def requests(per_s: float, until_s: float) -> Requests:
     return Requests(np.sort(rng.uniform(0.1, until_s, size)), *lengths)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] = ()) -> None:
+    """Run, and print one table."""
     parser = argparse.ArgumentParser(prog="bench control_plane", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="a ninth of the fleet, for 10 s")
     parser.add_argument("--seconds", type=float, default=0.0, help="simulated (20, quick 10)")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
-    options = parser.parse_args()
+    parser.add_argument("--collect", action="store_true", help="leave the collector of cyclic garbage on")
+    options = parser.parse_args(arguments)
     num_decode, num_prefill, part = (1, 3, 9.0) if options.quick else (9, 29, 1.0)
     until_s = options.seconds or (10.0 if options.quick else 20.0)
     models = {"prefill": StepModel(32), "decode": StepModel(144, placed=PLACED_DECODE)}
     asked = requests(REQUESTS_PER_S / part, until_s)
     world = FleetWorld(fleet(num_decode, num_prefill), models, asked)
     profile = cProfile.Profile() if options.profile else None
-    gc.disable()
+    if not options.collect:
+        gc.disable()
     began_s = time.process_time()
     if profile is not None:
         profile.runcall(world.run, until_s)
@@ -94,4 +99,4 @@ def report(world: FleetWorld, until_s: float, cpu_s: float) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

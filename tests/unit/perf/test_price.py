@@ -1,6 +1,6 @@
 """The price of a schedule: by hand, against bounds, and what DeepSeek's schedules are worth. No clock.
 
-The op times are those of the prototype behind facts/overlap.md (ms for a micro-batch in a layer): a balanced case (20
+The op times are those of a prototype on two cores (ms for a micro-batch in a layer): a balanced case (20
 compute, 19 link), a prefill-like and a decode-like one (26.5 and 20).
 """
 
