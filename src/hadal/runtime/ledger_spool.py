@@ -8,9 +8,11 @@ file is there only while something waits. A record that was cut short by a crash
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
+import re
 import secrets
 import struct
 import zlib
@@ -27,6 +29,7 @@ log = logging.getLogger("hadal.ledger")
 MAX_BYTES = 64 * 1024 * 1024
 """Of one spool: some 400,000 requests."""
 SUFFIX = ".spool"
+_NAME_BYTES = 6
 _HEAD = struct.Struct("<II")
 _decode = msgspec.msgpack.Decoder(PackedFacts).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -40,7 +43,7 @@ class Spool:
         self._stem = stem
         self._max_bytes = max_bytes
         self._fd: int | None = None
-        self._path = folder / f"{stem}.{secrets.token_hex(6)}{SUFFIX}"
+        self._path = folder / f"{stem}.{secrets.token_hex(_NAME_BYTES)}{SUFFIX}"
         self._num_bytes = 0
 
     @property
@@ -66,14 +69,14 @@ class Spool:
         return True
 
     def read(self) -> Iterator[PackedFacts]:
-        """What waits here, oldest first."""
-        if self._num_bytes:
-            yield from _records(self._path)
+        """What waits here, oldest first; also if somebody removed the file."""
+        if self._fd is not None:
+            yield from _records(self._fd)
 
     def clear(self) -> None:
-        """Its facts are in the database: remove the file."""
+        """Its facts are in the database: remove the file, or keep it aside as `adopted` does."""
         if self._fd is not None:
-            self._path.unlink(missing_ok=True)
+            _remove(self._fd, self._path, self._num_bytes)
             os.close(self._fd)
             self._fd = None
         self._num_bytes = 0
@@ -88,8 +91,12 @@ class Spool:
             self.clear()
 
     def orphans(self) -> list[Path]:
-        """Spools of this ledger that other writers may have left."""
-        return [path for path in sorted(self._folder.glob(f"{self._stem}.*{SUFFIX}")) if path != self._path]
+        """Spools of this ledger that other writers may have left. Those of a ledger whose name begins alike are not."""
+        name = re.compile(rf"{re.escape(self._stem)}\.[0-9a-f]{{{2 * _NAME_BYTES}}}{re.escape(SUFFIX)}")
+        try:
+            return sorted(p for p in self._folder.iterdir() if name.fullmatch(p.name) and p != self._path)
+        except OSError:
+            return []  # There is no folder yet; or none that can be read, and what is in it says so when it is written.
 
     def _open(self) -> int:
         if self._fd is None:
@@ -125,29 +132,36 @@ def adopted(path: Path) -> Iterator[Iterator[PackedFacts] | None]:
         if not _is_at(fd, path):
             yield None
             return
-        yield _records(path)
-        if _num_sound_bytes(path) < os.fstat(fd).st_size:
-            log.warning("%s could not be read to its end; it is kept as %s.damaged", path, path.name)
-            path.rename(path.with_name(f"{path.name}.damaged"))
-        else:
-            path.unlink()
+        yield _records(fd)
+        _remove(fd, path, os.fstat(fd).st_size)
     finally:
         os.close(fd)
 
 
-def _records(path: Path) -> Iterator[PackedFacts]:
-    for _, facts in _sound(path):
+def _remove(fd: int, path: Path, num_bytes: int) -> None:
+    if _num_sound_bytes(fd) < num_bytes:
+        log.warning("%s could not be read to its end; it is kept as %s.damaged", path, path.name)
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(path.with_name(f"{path.name}.damaged"))
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _records(fd: int) -> Iterator[PackedFacts]:
+    for _, facts in _sound(fd):
         yield facts
 
 
-def _num_sound_bytes(path: Path) -> int:
-    return max((end for end, _ in _sound(path)), default=0)
+def _num_sound_bytes(fd: int) -> int:
+    return max((end for end, _ in _sound(fd)), default=0)
 
 
-def _sound(path: Path) -> Iterator[tuple[int, PackedFacts]]:
-    """Whole records up to the first that is not, each with the place where it ends."""
+def _sound(fd: int) -> Iterator[tuple[int, PackedFacts]]:
+    """Whole records up to the first that is not, each with the place where it ends. Of the open file, not of a path:
+    what has been kept in it is there as long as it is open."""
     end = 0
-    with path.open("rb") as file:
+    with open(fd, "rb", closefd=False) as file:
+        file.seek(0)
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             length, crc = _HEAD.unpack(head)
             body = file.read(length)

@@ -6,6 +6,8 @@ its beginning, so two processes take turns. What was committed is there after `k
 
 from __future__ import annotations
 
+import logging
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ from hadal.runtime.ledger_place import file_of, shown
 from hadal.stats import ledger
 from hadal.stats.ledger import LedgerError, Written
 from hadal.stats.tally import Tally
+
+log = logging.getLogger("hadal.ledger")
 
 BUSY_S = 5.0
 """How long a write waits for another process' write."""
@@ -54,6 +58,8 @@ class Store:
         self.place = shown(url)
         self._path = file_of(url)
         self._engine = _sqlite(url) if self._path is not None else _postgresql(url)
+        self._identity: tuple[int, int] | None = None
+        """Of the file that was prepared."""
 
     def prepare(self) -> None:
         """Make file and tables where there are none. Raises LedgerError for what is no ledger of ours, StoreDown."""
@@ -67,9 +73,15 @@ class Store:
                 ledger.prepare(connection)
         except LedgerError as error:
             raise LedgerError(f"{self.place}: {error}") from None
+        self._identity = self._found()
 
     def write(self, facts: PackedFacts) -> Written:
-        """Write all or nothing, durably. Raises StoreDown, FactsRefused."""
+        """Write all or nothing, durably. Raises StoreDown, FactsRefused, and LedgerError if there is another database
+        now that is no ledger of ours."""
+        if self._identity is not None and self._found() != self._identity:
+            # Somebody removed the file, or put it elsewhere. SQLite would go on to write what nobody can read.
+            self._leave_file()
+            self.prepare()
         with self._begin() as connection:
             ledger.write_nodes(connection, facts.nodes)
             return ledger.write_requests(connection, facts.requests)
@@ -91,6 +103,26 @@ class Store:
     def close(self) -> None:
         """Give connections back."""
         self._engine.dispose()
+
+    def _leave_file(self) -> None:
+        """Let go of a file that is elsewhere now, with all that was written: a part may be in the log beside its old
+        place, which the next database there would remove. If there is one already it has done so."""
+        try:
+            if self._found() is None:
+                connection = self._engine.raw_connection()
+                connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                connection.close()
+        except (exc.SQLAlchemyError, sqlite3.Error) as error:
+            log.warning("%s is gone, and with it perhaps the latest facts: %s", self.place, _reason(error))
+        self._engine.dispose()
+
+    def _found(self) -> tuple[int, int] | None:
+        """Which file is at the path; None without one, as for a server."""
+        try:
+            found = self._path.stat() if self._path is not None else None
+        except OSError:
+            return None
+        return None if found is None else (found.st_dev, found.st_ino)
 
     @contextmanager
     def _begin(self, *, is_reading: bool = False) -> Iterator[sa.Connection]:

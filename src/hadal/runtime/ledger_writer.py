@@ -19,10 +19,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from hadal.core.errors import HadalError
 from hadal.core.facts import Fact, PackedFacts, RequestFact, pack
 from hadal.runtime.ledger_spool import Spool, adopted
 from hadal.runtime.ledger_store import FactsRefused, Store, StoreDown
-from hadal.stats.ledger import LedgerError, Written
+from hadal.stats.ledger import Written
 
 log = logging.getLogger("hadal.ledger")
 
@@ -130,9 +131,10 @@ class LedgerWriter:
             self._is_closing = True
             self._changed.notify()
         self._thread.join(timeout_s)
-        if self._thread.is_alive() or self.counts.num_waiting:
-            log.error("the ledger lost %d facts: %s does not answer", self.counts.num_waiting, self._store.place)
-        else:
+        num_waiting = self.counts.num_waiting
+        if num_waiting:
+            log.error("the ledger lost %d facts: %s does not answer", num_waiting, self._store.place)
+        elif not self._thread.is_alive():
             self._spool.close()
             self._store.close()
 
@@ -140,9 +142,13 @@ class LedgerWriter:
     def _run(self) -> None:
         while (facts := self._take()) is not None:
             kept = False
-            if time.monotonic() >= self._retry_at_s or self._is_closing:
+            is_due = time.monotonic() >= self._retry_at_s
+            # At the end a database that was down may hang: what can be kept without it comes first.
+            if is_due or not facts:
                 kept = self._to_store(facts)
             kept = kept or not facts or self._to_spool(facts)
+            if not kept and not is_due and self._is_closing:
+                kept = self._to_store(facts)
             if kept and facts:
                 self._on_kept(facts)
             with self._changed:
@@ -182,7 +188,7 @@ class LedgerWriter:
             self._prepare()
             self._empty_spools()
             self._write(pack(facts))
-        except (StoreDown, LedgerError, OSError) as error:
+        except (HadalError, OSError) as error:
             self._down(error)
             return False
         if self._pause_s:
@@ -194,7 +200,7 @@ class LedgerWriter:
         """Whether the facts are in the spool."""
         try:
             has_room, why = self._spool.append(pack(facts)), "it is full"
-        except OSError as error:
+        except (OSError, ValueError) as error:  # A text that is no text cannot be written either.
             has_room, why = False, str(error)
         if not has_room and not self._is_spool_down:
             log.error("facts cannot wait in the ledger's spool (%s); they wait in memory", why)
@@ -217,9 +223,12 @@ class LedgerWriter:
             self._spool.clear()
             self._is_spool_down = False
         while self._orphans:
-            with adopted(self._orphans[0]) as left:
-                for facts in left or ():
-                    self._write(facts)
+            try:
+                with adopted(self._orphans[0]) as left:
+                    for facts in left or ():
+                        self._write(facts)
+            except OSError as error:  # Another user's, or a bad sector: no reason to keep new facts out.
+                log.error("facts of another writer wait in %s and cannot be read: %s", self._orphans[0], error)
             self._orphans.pop(0)
 
     def _write(self, facts: PackedFacts) -> None:
@@ -246,6 +255,7 @@ class LedgerWriter:
     def _down(self, error: Exception) -> None:
         if not self._pause_s:
             log.error("the ledger cannot be written, facts wait in its spool: %s", error)
+        self._is_prepared = False  # What comes back may be another database.
         self._pause_s = min(self._retry_s[1], self._pause_s * 2 or self._retry_s[0])
         self._retry_at_s = time.monotonic() + self._pause_s
 

@@ -109,3 +109,37 @@ def test_a_disk_that_fails_keeps_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     spool.append(facts("c"))
     assert list(spool.read()) == [facts("a"), facts("c")]
     spool.clear()
+
+
+def test_what_is_kept_outlives_its_file(tmp_path: Path) -> None:
+    """Somebody may tidy up while the database is down."""
+    spool = Spool(tmp_path, "l")
+    spool.append(facts("a"))
+    for path in files(tmp_path):
+        path.unlink()
+    assert spool.append(facts("b"))
+    assert list(spool.read()) == [facts("a"), facts("b")]
+    spool.clear()
+    assert files(tmp_path) == []
+
+
+def test_a_writer_removes_no_file_that_it_cannot_read(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, "l")
+    spool.append(facts("a"))
+    spool.append(facts("b"))
+    [path] = files(tmp_path)
+    sound = path.read_bytes()
+    path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    assert list(spool.read()) == [facts("a")]
+    spool.clear()
+    assert [one.suffix for one in files(tmp_path)] == [".damaged"]
+
+
+def test_a_ledger_finds_its_own_spools_whatever_it_is_called(tmp_path: Path) -> None:
+    for stem in ("l", "l.sqlite", "l[1]"):
+        left = Spool(tmp_path, stem)
+        left.append(facts("a"))
+        left.close()
+    for stem in ("l", "l.sqlite", "l[1]"):
+        assert [path.name.rsplit(".", 2)[0] for path in Spool(tmp_path, stem).orphans()] == [stem]
+    assert Spool(tmp_path / "nowhere", "l").orphans() == []

@@ -102,3 +102,25 @@ def test_a_folder_that_cannot_be_made_is_down_for_now(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreDown):
         Store(ledger_url(str(tmp_path / "file" / "l.sqlite"))).prepare()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_file_that_is_taken_away_is_made_again(store: Store, tmp_path: Path, is_kept: bool) -> None:
+    """Not written on where nobody can read it; one that was put elsewhere has all that was written until then."""
+    store.prepare()
+    store.write(PackedFacts((fact("a"),)))
+    path, elsewhere = tmp_path / "state" / "l.sqlite", tmp_path / "old.sqlite"
+    if is_kept:
+        path.rename(elsewhere)
+    else:
+        for one in path.parent.iterdir():
+            one.unlink()
+    assert store.write(PackedFacts((fact("b"),))).num_new == 1
+    reader = Store(ledger_url(str(path)))
+    assert [counts.num_requests for _, counts in reader.read(*ALWAYS).tally] == [1]
+    reader.close()
+    if is_kept:
+        old = Store(ledger_url(str(elsewhere)))
+        assert [counts.num_requests for _, counts in old.read(*ALWAYS).tally] == [1]
+        old.close()
+    store.close()

@@ -268,3 +268,72 @@ def test_a_database_that_hangs_holds_nobody_up_at_the_end(
     writer.close(0.05)
     assert "lost 1 facts" in caplog.text
     store.go.set()
+
+
+def test_at_the_end_a_database_that_was_down_is_not_waited_for(
+    store: FakeStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may hang by now, and whoever ends this process does not wait for long: facts are kept without it first."""
+    kept = Kept()
+    folder, stem = spool_place(ledger_url(store.place))
+    writer = LedgerWriter(store, Spool(folder, stem), on_kept=kept, linger_s=1000.0, retry_s=NEVER_S)
+    store.is_down = True
+    writer.start()
+    store.is_down = False
+    store.go.clear()
+    writer.add(fact("a"))
+    writer.close(0.3)
+    kept.wait_for(1)
+    assert len(Spool(folder, stem).orphans()) == 1
+    assert "lost" not in caplog.text
+    store.go.set()
+
+
+def test_one_spool_that_cannot_be_read_keeps_no_fact_out(
+    store: FakeStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "l.sqlite.000000000000.spool").mkdir()
+    kept = Kept()
+    writer = writer_of(store, kept, NEVER_S)
+    writer.start()
+    writer.add(fact("a"))
+    kept.wait_for(1)
+    writer.close(CLOSE_S)
+    assert store.ids() == {"a"}
+    assert "cannot be read" in caplog.text
+    store.close()
+
+
+def test_tables_that_are_gone_are_made_again(store: FakeStore) -> None:
+    kept = Kept()
+    writer = writer_of(store, kept)
+    writer.start()
+    writer.add(fact("a"))
+    kept.wait_for(1)
+    other = Store(ledger_url(store.place))
+    with other._begin() as connection:
+        for table in ("requests", "nodes", "tallies", "schema"):
+            connection.exec_driver_sql(f"DROP TABLE hadal_{table}")
+    other.close()
+    writer.add(fact("b"))
+    kept.wait_for(2)
+    writer.close(CLOSE_S)
+    assert store.ids() == {"b"}
+    store.close()
+
+
+def test_a_fact_that_no_file_takes_ends_nothing(store: FakeStore) -> None:
+    """Half a surrogate, as in the name of a folder that is no UTF-8."""
+    kept = Kept()
+    writer = writer_of(store, kept)
+    store.is_down = True
+    writer.start()
+    writer.add(fact("\udc80"))
+    store.is_down = False
+    kept.wait_for(1)
+    writer.add(fact("a"))
+    kept.wait_for(2)
+    writer.close(CLOSE_S)
+    assert store.ids() == {"a"}
+    assert writer.counts.num_refused == 1
+    store.close()
