@@ -27,6 +27,7 @@ from bench import (
     distributed,
     engine,
     handover,
+    ledger,
     load,
     overlap,
     staging,
@@ -67,6 +68,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "cache_disk_index": cache_disk_index.main,
     "cache_ttft": cache_ttft.main,
     "control_plane": control_plane.main,
+    "ledger": ledger.main,
 }
 
 

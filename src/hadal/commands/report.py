@@ -20,6 +20,8 @@ from hadal.stats.report import iso, report
 
 EXIT_CONFIG = 2
 _UNITS_S = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_MAX_S = 3660 * _UNITS_S["d"]
+"""Ten years, hour by hour."""
 
 
 def run(
@@ -72,7 +74,10 @@ def seconds_of(text: str) -> int:
     found = re.fullmatch(r"([0-9]{1,6})\s*([mhdw]?)", text.strip().lower())
     if not found or not int(found[1]):
         raise ValueError(f"--last is {text!r}; say it as 90m, 24h, 7d or 2w.")
-    return int(found[1]) * _UNITS_S[found[2] or "h"]
+    seconds = int(found[1]) * _UNITS_S[found[2] or "h"]
+    if seconds > _MAX_S:
+        raise ValueError(f"--last is {text!r}; a report goes back {_MAX_S // _UNITS_S['d']}d at most.")
+    return seconds
 
 
 def _why_empty(window: Window, offset_s: int) -> str:

@@ -13,7 +13,7 @@ CANCELLED = "cancelled"
 FINISHES = ("stop", "length")
 """How one ended that is complete. Anything else is the HTTP status of its error, in digits."""
 REFUSALS = ("429", "503")
-"""Statuses of what was not let in, where no token came before it."""
+"""Statuses of what was not let in, where no unit had it before."""
 
 
 def micros(time_s: float) -> int:
@@ -77,6 +77,11 @@ class RequestFact(msgspec.Struct, frozen=True, array_like=True):
     def tokens_in(self) -> int:
         """Prompt tokens that are billed."""
         return self.tokens_hit + self.tokens_miss
+
+    @property
+    def is_refused(self) -> bool:
+        """It was not let in. One that a unit had, and that ended with the same status, failed."""
+        return self.end in REFUSALS and not self.is_billed and not self.prefill_unit
 
     @property
     def is_billed(self) -> bool:

@@ -174,7 +174,8 @@ def read_tally(connection: sa.Connection, from_us: int, to_us: int) -> Tally:
     of = _requests.c
     bucket = (of.completed_us // BUCKET_US).label("bucket")
     is_finished, is_cancelled = of.end.in_(FINISHES), of.end == CANCELLED
-    is_refused = sa.and_(of.end.in_(REFUSALS), of.tokens_hit + of.tokens_miss + of.tokens_out == 0)
+    is_unbilled = of.tokens_hit + of.tokens_miss + of.tokens_out == 0
+    is_refused = sa.and_(of.end.in_(REFUSALS), is_unbilled, of.prefill_unit == "")
     sums: dict[str, sa.ColumnElement[int]] = {
         "num_requests": sa.func.count(),
         "num_finished": _count(is_finished),

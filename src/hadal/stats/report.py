@@ -204,10 +204,16 @@ def _by_hour(
     """Every hour of the window, the empty ones too; the first and the last only as far as they lie in it."""
     offset_us = utc_offset_s * 1_000_000
     hours = _sum(tally, lambda key: (key.bucket * BUCKET_US + offset_us) // _HOUR_US)
+    # Each hour looks at the units it had, not at all of a year.
+    hour_to_nodes: dict[int, list[NodesFact]] = {}
+    for fact in nodes:
+        first, last = max(from_us, micros(fact.from_s)), min(to_us, micros(fact.to_s))
+        for hour in range((first + offset_us) // _HOUR_US, -((-last - offset_us) // _HOUR_US)):
+            hour_to_nodes.setdefault(hour, []).append(fact)
     lines = []
     for hour in range((from_us + offset_us) // _HOUR_US, -((-to_us - offset_us) // _HOUR_US)):
         start_us = hour * _HOUR_US - offset_us
-        use = use_of(nodes, max(from_us, start_us), min(to_us, start_us + _HOUR_US))
+        use = use_of(hour_to_nodes.get(hour, ()), max(from_us, start_us), min(to_us, start_us + _HOUR_US))
         lines.append(Line(iso(start_us, utc_offset_s), hours.get(hour, Counts()), use, start_us // 1_000_000))
     return lines
 

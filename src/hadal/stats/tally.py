@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hadal.core.facts import CANCELLED, FINISHES, REFUSALS, RequestFact, micros
+from hadal.core.facts import CANCELLED, FINISHES, RequestFact, micros
 from hadal.stats.prices import BUCKET_US, PriceBook
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -69,13 +69,12 @@ def counts_of(fact: RequestFact) -> Counts:
     if fact.first_token_s is not None and fact.last_token_s is not None:
         stream_us = micros(fact.last_token_s) - micros(fact.first_token_s)
     is_finished, is_cancelled = fact.end in FINISHES, fact.end == CANCELLED
-    is_refused = fact.end in REFUSALS and not fact.is_billed
     return Counts(
         num_requests=1,
         num_finished=int(is_finished),
         num_cancelled=int(is_cancelled),
-        num_refused=int(is_refused),
-        num_failed=int(not (is_finished or is_cancelled or is_refused)),
+        num_refused=int(fact.is_refused),
+        num_failed=int(not (is_finished or is_cancelled or fact.is_refused)),
         num_retries=fact.num_retries,
         tokens_hit=fact.tokens_hit,
         tokens_miss=fact.tokens_miss,

@@ -125,6 +125,7 @@ def test_a_quiet_time_says_when_the_last_request_was(ledger: str, capsys: pytest
     [
         (("--last", "soon"), "say it as 90m, 24h, 7d or 2w"),
         (("--last", "0h"), "say it as 90m"),
+        (("--last", "999999w"), "3660d at most"),
         (("--by", "day"), "by hour, model, tenant"),
         (("--prices", "cheap"), "HIT/MISS/OUT"),
         (("--ledger", "mysql://h/d"), "SQLite or PostgreSQL"),

@@ -28,6 +28,7 @@ def _fact(rng: np.random.Generator, request_id: str, span_s: float) -> RequestFa
     first_s = last_s - out * 0.05 * float(rng.random())
     return RequestFact(
         request_id, f"t{rng.integers(4)}", f"m{rng.integers(3)}", hit, miss, out, sum_kv_tokens(hit + miss, out), end,
-        first_s - 1.0, completed_s, first_s if out else None, last_s if out else None, "prefill-0", "decode-0",
+        first_s - 1.0, completed_s, first_s if out else None, last_s if out else None,
+        "prefill-0" if is_let_in or rng.random() < 0.5 else "", "decode-0",
         int(rng.integers(0, 3)), R1.charge(micros(completed_s), hit, miss, out),
     )  # fmt: skip

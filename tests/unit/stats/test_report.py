@@ -7,9 +7,10 @@ import itertools
 import json
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
-from hadal.core.facts import NodesFact
+from hadal.core.facts import NodesFact, micros
 from hadal.stats.prices import BUCKET_US, H800_HOUR_MICRO_USD, HOUR_S, R1, PriceBook, rent_pico_usd, to_micro_usd
 from hadal.stats.report import BY, Report, report, use_of
 from hadal.stats.tally import Counts, Key, Tally
@@ -126,6 +127,24 @@ def test_lines_add_up_to_the_total(by: str) -> None:
         assert cost == made.total.nodes.cost_pico_usd
     names = {"hour": 25, "model": ["(shared)", "m0", "m1", "m2"], "tenant": ["t0", "t1", "t2", "t3"]}[by]
     assert (len(made.lines) if isinstance(names, int) else [line.label for line in made.lines]) == names
+
+
+@pytest.mark.parametrize("offset_s", [0, 20_700])
+def test_hours_have_the_nodes_that_lie_in_them(offset_s: int) -> None:
+    """Whatever begins, ends or lies outside: the hours' node time and cost are the total's."""
+    rng = np.random.default_rng(3)
+    starts = START_S + rng.integers(-9000, 90_000, 60)
+    nodes = [
+        NodesFact(f"u{at}", "e", "decode", 3, 8, float(start), float(start + length), "", 2_000_000)
+        for at, (start, length) in enumerate(zip(starts, rng.integers(0, 20_000, 60), strict=True))
+    ]  # fmt: skip
+    window = micros(START_S + 100.0), micros(START_S + 80_000.5)
+    made = report(Tally(), nodes, *window, utc_offset_s=offset_s)
+    assert sum(line.nodes.cost_pico_usd for line in made.lines) == made.total.nodes.cost_pico_usd > 0
+    for line in made.lines:
+        assert line.start_s is not None
+        first, last = max(window[0], line.start_s * 10**6), min(window[1], (line.start_s + 3600) * 10**6)
+        assert line.nodes == use_of(nodes, first, last)
 
 
 def test_a_window_cuts_hours_and_nodes() -> None:

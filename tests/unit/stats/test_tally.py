@@ -38,6 +38,12 @@ def test_refused_is_what_no_token_was_spent_on() -> None:
     assert (given_up.num_refused, given_up.num_failed) == (0, 1)
 
 
+def test_what_a_unit_had_and_gave_up_failed_though_its_status_is_that_of_a_refusal() -> None:
+    """Retried until nobody would any more, before its first token."""
+    given_up = counts_of(fact("503", 0, tokens_hit=0, tokens_miss=0, prefill_unit="prefill-0", num_retries=3))
+    assert (given_up.num_refused, given_up.num_failed) == (0, 1)
+
+
 def test_time_per_token_counts_from_the_first() -> None:
     counts = counts_of(fact(tokens_out=3))
     assert (counts.tokens_after_first, counts.stream_us) == (2, 1_500_000)
