@@ -2,14 +2,15 @@
 
     Decode is sent: seat -> a ticket | Tokens: take ... take | it ends, is lost or given up: leave
 
-A ticket names an attempt by the row that it has here and is never given out twice, so what comes late of an attempt
-that has left finds nothing. While it is seated, what grows with every token is here and not in its record. Knows no
-messages but Tokens.
+A ticket names an attempt by the row that it has here and is never given out twice, nor by another front, so what comes
+late of an attempt that has left finds nothing. While it is seated, what grows with every token is here and not in its
+record. Knows no messages but Tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ Bools = NDArray[np.bool_]
 _ROW_BITS = 24
 _NOBODY = -1
 MAX_ROWS = 1 << _ROW_BITS
+_FIRST_BITS = 38
+"""Of the number of a front's first ticket: as many again fit into what a row leaves of 63 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,11 @@ class Running:
 
     def __len__(self) -> int:
         return len(self._records) - len(self._free)
+
+    def begin(self, epoch: str) -> None:
+        """Give out this front's tickets. Those of two are far apart: a unit may have attempts of one that died beside
+        its successor's, and neither's text may ever be taken for the other's."""
+        self._num_given = int.from_bytes(blake2b(epoch.encode(), digest_size=8).digest()) >> (64 - _FIRST_BITS)
 
     def _grow(self, num_more: int) -> None:
         first = len(self._records)

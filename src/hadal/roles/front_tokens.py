@@ -40,6 +40,7 @@ class FrontTokens:
     def __init__(
         self, requests: RequestBook, units: UnitBook, totals: Totals, *, epoch: str, keeps_text: bool
     ) -> None:
+        requests.running.begin(epoch)
         self._requests = requests
         self._units = units
         self._totals = totals

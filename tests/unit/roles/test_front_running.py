@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from hadal.core.config import Deployment
 from hadal.core.errors import InvariantError
 from hadal.kv.blocks import blocks_for
+from hadal.roles.front import Front
 from hadal.roles.front_record import Record
 from hadal.roles.front_running import MAX_ROWS, Running
 from tests.columns import tokens_message
@@ -75,6 +77,16 @@ def test_a_ticket_is_never_given_out_twice() -> None:
         running.leave(one)
         running.leave(one)
     assert (len(seen), len(running)) == (50, 0)
+
+
+def test_no_front_gives_out_another_s_tickets() -> None:
+    """A unit may have attempts of a front that died beside those of its successor: one's text is never the other's."""
+    first, second = (Front(Deployment(), epoch=epoch, max_context=1000).requests.running for epoch in ("f1", "f2"))
+    (ours,), (theirs,) = seated(first, record("a")), seated(second, record("b"))
+    assert ours != theirs
+    taken = second.take(tokens_message("decode-0", "f2", [(ours, 1, 61, None)]))
+    assert (taken.good.size, taken.strangers) == (0, (ours,))
+    assert max(ours, theirs) < 1 << 62
 
 
 def test_more_rows_are_made_as_they_are_needed() -> None:
