@@ -67,11 +67,6 @@ class BlockAllocator:
         self._touched = touched
 
     @property
-    def is_changed(self) -> bool:
-        """`take_changes` has something to say."""
-        return bool(self._changes or self._evicted)
-
-    @property
     def num_usable(self) -> int:
         """Blocks that can be owned: all but the scratch block."""
         return self.num_blocks - 1
