@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from hadal.runtime.ledger_place import LEDGER_VARIABLE
+from tests.fresh import RUN, VARIABLE
 
 os.environ[LEDGER_VARIABLE] = "off"  # Also for the processes that tests start; those that want a ledger say where.
 
@@ -15,3 +16,7 @@ def _same_numbers() -> None:
     """A test that wants others seeds a generator of its own, and says so when it fails."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+def pytest_report_header() -> str:
+    return f"fresh seeds: {VARIABLE}={RUN} draws them again"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tests.dist.cached import audit, cache_fields, counts, settle
 from tests.dist.chats import Answer, Chat, ChatMaker, Named, num_hit, talk, with_kv, wrong
 from tests.dist.oracle import FULL, Case
 from tests.dist.serving import Server, StartServer
+from tests.fresh import fresh
 
 NUM_CHATS = 75 if FULL else 6
 """Of four turns."""
@@ -89,9 +89,9 @@ SETUPS = {**EVERYDAY, **MORE} if FULL else EVERYDAY
 @pytest.fixture(scope="module")
 def chats() -> list[Chat]:
     """Fixed chats and fresh ones; the fresh seed is printed when a test fails."""
-    fresh = random.SystemRandom().randrange(2**31)
-    print(f"fresh chats: seed {fresh}")
-    return ChatMaker(7).chats(NUM_CHATS - NUM_FRESH) + ChatMaker(fresh).chats(NUM_FRESH)
+    seed = fresh().randrange(2**31)
+    print(f"fresh chats: seed {seed}")
+    return ChatMaker(7).chats(NUM_CHATS - NUM_FRESH) + ChatMaker(seed).chats(NUM_FRESH)
 
 
 def possible(chats: list[Chat]) -> int:

@@ -30,6 +30,7 @@ from tests.dist.chats import Chat, ChatMaker, Named, talk, with_kv, wrong
 from tests.dist.oracle import FULL
 from tests.dist.segments import cut_off, flip_bits, flip_records, names_on_disk, put_back, tables_of
 from tests.dist.serving import Server, StartServer
+from tests.fresh import fresh
 
 NUM_CHATS = 30 if FULL else 5
 MAX_LOG_LINES = 6
@@ -79,7 +80,7 @@ def check_log(server: Server, what: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_damage(start_server: StartServer, chats: list[Chat], folder: Path, fault: str) -> None:
-    seed = random.SystemRandom().randrange(2**31)
+    seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     written(start_server, chats, cache_fields(folder, memory=False))
     assert FAULTS[fault](folder, random.Random(seed)) > 0
@@ -96,7 +97,7 @@ def test_damage(start_server: StartServer, chats: list[Chat], folder: Path, faul
 @pytest.mark.timeout(600)
 def test_a_damaged_table_is_a_miss(start_server: StartServer, chats: list[Chat], folder: Path) -> None:
     """A record that fails its own check names nothing: there is no block that could be damaged."""
-    seed = random.SystemRandom().randrange(2**31)
+    seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     written(start_server, chats, cache_fields(folder, memory=False))
     assert flip_records(folder, random.Random(seed)) > 0
@@ -125,7 +126,7 @@ def test_a_stale_table(start_server: StartServer, chats: list[Chat], folder: Pat
 @pytest.mark.timeout(600)
 def test_damage_under_a_running_server(start_server: StartServer, chats: list[Chat], folder: Path) -> None:
     """What it wrote itself and knows of is not believed either."""
-    seed = random.SystemRandom().randrange(2**31)
+    seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     server = start_server(cache=cache_fields(folder, memory=False))
     assert wrong(chats, talk(server.url, server.model, chats)) == []

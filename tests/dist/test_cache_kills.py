@@ -24,6 +24,7 @@ from tests.dist.chats import Answer, Chat, ChatMaker, ask, client_for, talk, wro
 from tests.dist.oracle import FULL
 from tests.dist.segments import Record, names_on_disk, records_on_disk
 from tests.dist.serving import Server, StartServer, is_alive, wait_until
+from tests.fresh import fresh
 
 NUM_ROUNDS = 200 if FULL else 4
 NUM_CHATS = 24 if FULL else 12
@@ -179,7 +180,7 @@ def look(cache: Path, disk_mb: int, load: Load, book: Book, told: str) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("disk_mb", [ROOMY_MB, TIGHT_MB], ids=["roomy", "tight"])
 def test_every_restart_serves(start_server: StartServer, chats: list[Chat], folder: Path, disk_mb: int) -> None:
-    seed = 37 if FULL else random.SystemRandom().randrange(2**31)
+    seed = 37 if FULL else fresh().randrange(2**31)
     print(f"seed {seed}")
     rng, book = random.Random(seed), Book()
     num_rounds = NUM_ROUNDS // 2

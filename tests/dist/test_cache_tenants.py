@@ -27,6 +27,7 @@ from tests.dist.chats import Answer, ChatMaker, ask, client_for, talk, wrong
 from tests.dist.oracle import FULL, Case
 from tests.dist.segments import names_on_disk
 from tests.dist.serving import Server, StartServer
+from tests.fresh import fresh
 
 ALICE, BOB = "alice-key", "bob-key"
 PROMPT_TOKENS = 1500
@@ -43,7 +44,7 @@ ALARM_Z = 4.06
 
 @pytest.fixture(scope="module")
 def maker() -> ChatMaker:
-    return ChatMaker(random.SystemRandom().randrange(2**31))
+    return ChatMaker(fresh().randrange(2**31))
 
 
 @pytest.fixture
@@ -157,7 +158,7 @@ async def sample(server: Server, maker: ChatMaker, rng: random.Random, num: int)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("memory", [True, False], ids=["memory", "disk"])
 def test_time_does_not_tell(start_server: StartServer, folder: Path, maker: ChatMaker, memory: bool) -> None:
-    seed = random.SystemRandom().randrange(2**31)
+    seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     fields = {"prefill": {"kv_memory_mb": 256}, "cache": cache_fields(folder, memory=memory, disk_mb=2048)}
     server = start_server("--api-key", ALICE, "--api-key", BOB, **fields)

@@ -4,7 +4,6 @@ and nobody who reads meanwhile is ever given a wrong block. `HADAL_FULL=1`: 200 
 
 import os
 import random
-import secrets
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from hadal.runtime.disk_trouble import Troubles
 from hadal.runtime.disk_view import DiskView
 from hadal.runtime.segment import segment_bytes
 from tests.dist.disk_child import BLOCK_BYTES, FINGERPRINT, content
+from tests.fresh import fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = os.environ.get("HADAL_FULL") == "1"
@@ -174,7 +174,7 @@ def play_round(
 
 @pytest.mark.timeout(900 if FULL else 120)
 def test_what_was_durable_is_found_after_kill_9(tmp_path: Path) -> None:
-    for seed in (5, secrets.randbits(32)):
+    for seed in (5, fresh().getrandbits(32)):
         print(f"seed {seed}")
         rng, num_written = random.Random(seed), 0
         alive: set[bytes] = set()
@@ -188,7 +188,7 @@ def test_what_was_durable_is_found_after_kill_9(tmp_path: Path) -> None:
 
 
 def test_writers_of_the_same_blocks_take_up_what_the_dead_left(tmp_path: Path) -> None:
-    for seed in (11, secrets.randbits(32), secrets.randbits(32)):
+    for seed in (11, fresh().getrandbits(32), fresh().getrandbits(32)):
         print(f"seed {seed}")
         rng, alive = random.Random(seed), set[bytes]()
         for _ in range(ROUNDS_OF_A_FOLDER):
@@ -197,7 +197,7 @@ def test_writers_of_the_same_blocks_take_up_what_the_dead_left(tmp_path: Path) -
 
 def test_what_the_dead_left_is_adopted_and_grows_no_further(tmp_path: Path) -> None:
     alive: set[bytes] = set()
-    rng = random.Random(secrets.randbits(32))
+    rng = random.Random(fresh().getrandbits(32))
     for _ in range(4):
         play_round(tmp_path, rng, alive, TINY_BYTES)
     # Two at once at most, each within its share.

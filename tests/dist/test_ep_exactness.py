@@ -8,7 +8,6 @@ does not depend on where an expert lives.
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import Any
 
 import httpx
@@ -16,6 +15,7 @@ import pytest
 
 from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
 from tests.dist.serving import Server, StartServer
+from tests.fresh import fresh
 
 NUM_CASES = 200 if FULL else 40
 
@@ -47,9 +47,9 @@ DEPLOYMENTS = {**EVERYDAY, **MORE} if FULL else EVERYDAY
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
     """Fixed prompts and fresh ones; the fresh seed is printed when a test fails."""
-    fresh = random.SystemRandom().randrange(2**31)
-    print(f"fresh prompts: seed {fresh}")
-    return make_cases(NUM_CASES - NUM_CASES // 4, seed=17) + make_cases(NUM_CASES // 4, seed=fresh)
+    seed = fresh().randrange(2**31)
+    print(f"fresh prompts: seed {seed}")
+    return make_cases(NUM_CASES - NUM_CASES // 4, seed=17) + make_cases(NUM_CASES // 4, seed=seed)
 
 
 async def trace(server: Server, unit: str) -> set[tuple[str, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import signal
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from hadal.core.messages import BLOCK_TOKENS
 from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
 from tests.dist.serving import Server, StartServer
+from tests.fresh import fresh
 
 NUM_CASES = 200 if FULL else 64
 
@@ -20,9 +20,9 @@ NUM_CASES = 200 if FULL else 64
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
     """Fixed prompts and fresh ones; the fresh seed is printed when a test fails."""
-    fresh = random.SystemRandom().randrange(2**31)
-    print(f"fresh prompts: seed {fresh}")
-    return make_cases(NUM_CASES - NUM_CASES // 4, seed=7) + make_cases(NUM_CASES // 4, seed=fresh)
+    seed = fresh().randrange(2**31)
+    print(f"fresh prompts: seed {seed}")
+    return make_cases(NUM_CASES - NUM_CASES // 4, seed=7) + make_cases(NUM_CASES // 4, seed=seed)
 
 
 def metric(server: Server, name: str) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import httpx
 import pytest
 
 from tests.dist.oracle import FULL, complete_all, differences, make_cases
 from tests.dist.serving import Server, StartServer
+from tests.fresh import fresh
 
 NUM_CASES = 160 if FULL else 48
 
@@ -23,9 +23,9 @@ def num_moved(server: Server) -> float:
 @pytest.mark.timeout(600)
 def test_tokens_are_the_plain_loops_while_requests_move(start_server: StartServer) -> None:
     """Each third prompt is long, and ends come when they come: no placement stays even."""
-    fresh = random.SystemRandom().randrange(2**31)
-    print(f"fresh prompts: seed {fresh}")
-    cases = make_cases(NUM_CASES // 2, seed=23) + make_cases(NUM_CASES // 2, seed=fresh)
+    seed = fresh().randrange(2**31)
+    print(f"fresh prompts: seed {seed}")
+    cases = make_cases(NUM_CASES // 2, seed=23) + make_cases(NUM_CASES // 2, seed=seed)
     server = start_server(
         prefill={"kv_memory_mb": 32, "max_requests": 8},
         decode={"ranks": 4, "kv_memory_mb": 32, "max_requests": 8, "min_split_tokens": 2}, chunk_tokens=512,

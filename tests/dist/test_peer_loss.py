@@ -18,6 +18,7 @@ import torch
 from hadal.comm.group import PeerLost
 from hadal.comm.mesh import MeshGroup
 from hadal.core.plans import Member
+from tests.fresh import fresh
 from tests.unit.comm.groups import run_processes
 from tests.unit.comm.test_mesh import exchange_sized, shuffle
 
@@ -173,11 +174,11 @@ def report(kind: str, noticed: list[float], formed: list[float]) -> None:
 
 @pytest.mark.timeout(900)
 def test_a_killed_peer_is_noticed_by_all_and_the_others_go_on(ranks: Ranks) -> None:
-    fresh = random.SystemRandom().randrange(1 << 30)
+    drawn = fresh().randrange(1 << 30)
     noticed: list[float] = []
     formed: list[float] = []
     for index in range(NUM_ROUNDS):
-        seed = index if index % 2 else fresh + index
+        seed = index if index % 2 else drawn + index
         print("seed", seed)
         took_s, formed_s = lose_one(ranks, seed, "mid-payload" if index % 4 < 2 else "kill")
         assert max(took_s) < NOTICE_LIMIT_S, (seed, took_s)

@@ -20,6 +20,7 @@ import pytest
 
 from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
 from tests.dist.serving import Server, StartServer, wait_until
+from tests.fresh import fresh
 
 NUM_KILLS, NUM_STOPS = (50, 20) if FULL else (2, 1)
 CONCURRENCY = 16
@@ -100,7 +101,7 @@ def break_one(server: Server, cases: list[Case], rng: random.Random, number: int
 def test_no_request_shows_that_a_rank_is_gone(
     start_server: StartServer, cases: list[Case], number: int, num_rounds: int
 ) -> None:
-    seed = 31 if FULL else random.SystemRandom().randrange(2**31)
+    seed = 31 if FULL else fresh().randrange(2**31)
     print(f"seed {seed}")
     rng = random.Random(seed)
     server = start_server(

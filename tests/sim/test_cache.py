@@ -6,7 +6,6 @@ end nothing is held. HADAL_SEEDS=N runs N fresh seeds beside the fixed ones, HAD
 from __future__ import annotations
 
 import os
-import secrets
 from collections import Counter
 from functools import partial
 
@@ -15,13 +14,14 @@ import pytest
 from hadal.core import cache
 from hadal.core.config import CacheConfig
 from hadal.roles.prefill import PrefillLeader
+from tests.fresh import fresh
 from tests.sim.chats import BOTH, DISK, MEMORY, OFF, chats_world, failing_world
 from tests.sim.disk import DiskFaults
 from tests.sim.test_world import run_seed
 from tests.sim.world import World, core_of
 
 NUM_SEEDS = 10_000 if os.environ.get("HADAL_FULL") else 40
-FRESH_SEEDS = [secrets.randbelow(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
 
 
 def counts_of(worlds: list[World]) -> Counter[str]:
@@ -71,7 +71,7 @@ def test_a_bad_disk_is_counted_and_breaks_nothing() -> None:
     assert min(counts[cache.DAMAGED_BLOCKS], counts[cache.SKIPPED_BLOCKS], counts[cache.DISK_HIT_TOKENS]) > 0
 
 
-@pytest.mark.parametrize("seed", [0, 1, secrets.randbelow(2**40)])
+@pytest.mark.parametrize("seed", [0, 1, fresh().randrange(2**40)])
 def test_nothing_is_read_into_blocks_of_a_step_that_failed_before_all_ranks_broke_it_off(seed: int) -> None:
     run_seed(seed, failing_world)
 

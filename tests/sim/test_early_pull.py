@@ -8,7 +8,6 @@ HADAL_SEEDS=N runs N fresh seeds beside the fixed ones.
 from __future__ import annotations
 
 import os
-import secrets
 from collections import Counter
 from random import Random
 
@@ -19,13 +18,14 @@ from hadal.core.messages import Ahead, Cancel, Decode, Generation, PrefillAhead
 from hadal.core.wire import AnyMessage
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.decode_table import SlotState
+from tests.fresh import fresh
 from tests.sim.engine import VOCAB
 from tests.sim.scenario import RANK_TIMEOUT_S, longest_output, random_sampling
 from tests.sim.test_world import run_seed
 from tests.sim.world import Faults, World, core_of
 
 FIXED_SEEDS = list(range(24))
-FRESH_SEEDS = [secrets.randbelow(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
 
 
 class EarlyWorld(World):

@@ -7,7 +7,6 @@ that no giver lacks what it is asked for (tests/sim/experts); `check` of the lea
 from __future__ import annotations
 
 import os
-import secrets
 from random import Random
 
 import numpy as np
@@ -17,13 +16,14 @@ from hadal.core.config import Deployment, UnitsConfig
 from hadal.core.placement import without
 from hadal.roles.expert_install import InstallState
 from hadal.roles.ranks import RankedLeader
+from tests.fresh import fresh
 from tests.sim.experts import NUM_LAYERS, Traffic, skewed
 from tests.sim.ranks import RankHost
 from tests.sim.test_membership import RANK_TIMEOUT_S, SteppingWorld
 from tests.sim.world import Faults, is_whole
 
 FIXED_SEEDS = list(range(6))
-FRESH_SEEDS = [secrets.randbelow(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "2")))]
+FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "2")))]
 UNIT = "decode-0"
 STEPS_TO_FOLLOW = 400
 """After a change of regime: the window's 64 steps must be of the new one by half, then layers flip one by one."""

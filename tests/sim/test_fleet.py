@@ -7,14 +7,14 @@ when nobody asks for anything the floor is up and all other nodes are free.
 from __future__ import annotations
 
 import os
-import secrets
 
 import pytest
 
+from tests.fresh import fresh
 from tests.sim.fleet import FleetWorld, fleet_world
 
 FIXED_SEEDS = list(range(30))
-FRESH_SEEDS = [secrets.randbelow(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
 LIMIT_S = 900.0
 """A unit that was forgotten while it started is noticed after ten minutes."""
 

@@ -7,7 +7,6 @@ by a reset; those who are alive are told of a death within the promised time.
 from __future__ import annotations
 
 import os
-import secrets
 import statistics
 from random import Random
 
@@ -19,13 +18,14 @@ from hadal.core.plans import DecodePlan, PrefillPlan, StepDone
 from hadal.core.rank_messages import RankForm
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Effect, Event, Execute, RankReset, Send, WakeAt
 from hadal.roles.ranks import RankedLeader
+from tests.fresh import fresh
 from tests.sim.experts import NUM_EXPERTS
 from tests.sim.host import Host
 from tests.sim.ranks import RankHost
 from tests.sim.world import Faults, World, is_whole
 
 FIXED_SEEDS = list(range(15))
-FRESH_SEEDS = [secrets.randbelow(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
 RANK_TIMEOUT_S = 1.5
 NOTICED_S = 0.21
 """From a death to the supervisor's word of it, in this world."""

@@ -5,7 +5,6 @@ no client notices; nobody stands still for long; and the unit is evener than wit
 from __future__ import annotations
 
 import os
-import secrets
 from collections import Counter
 from statistics import fmean
 
@@ -16,12 +15,13 @@ from hadal.core.messages import Load
 from hadal.core.wire import AnyMessage
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.decode_moving import STALL_STEPS_MAX
+from tests.fresh import fresh
 from tests.sim.scenario import uneven_world
 from tests.sim.test_world import run_seed
 from tests.sim.world import World
 
 FIXED_SEEDS = list(range(10))
-FRESH_SEEDS = [secrets.randbelow(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "3")))]
+FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "3")))]
 
 
 class Watch:

@@ -6,17 +6,17 @@ HADAL_SEEDS=N runs N fresh seeds beside the fixed ones. A failure names its seed
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable
 
 import pytest
 
+from tests.fresh import fresh
 from tests.sim.scenario import pressured_world, random_world, ranked_world
 from tests.sim.world import World
 
 LIMIT_S = 3000.0
 FIXED_SEEDS = list(range(40))
-FRESH_SEEDS = [secrets.randbelow(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
 
 
 def run_seed(seed: int, make_world: Callable[[int], World] = random_world) -> World:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -12,10 +10,11 @@ from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.slot_counts import SlotCounts
 from hadal.core.placement import SPLIT_PARTS, Placement, spread
 from hadal.kernels import library
+from tests.fresh import fresh
 from tests.unit.comm.queues import in_threads, queue_groups
 from tests.unit.comm.test_expert_comm import EXPERTS, HIDDEN, LAYERS, MODES, TOKENS, TOP_K, Scene, cuts, make, scene
 
-SEEDS = [1, random.SystemRandom().randrange(1 << 30)]
+SEEDS = [1, fresh().randrange(1 << 30)]
 NUM_ROUNDS = 3
 
 

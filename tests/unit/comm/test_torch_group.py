@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import tempfile
 import threading
 import time
@@ -16,9 +15,10 @@ import torch
 from hadal.comm.group import PeerLost
 from hadal.comm.torch_group import TorchGroup
 from hadal.core.plans import Member
+from tests.fresh import fresh
 from tests.unit.comm.groups import DEADLINE_S, run_threads
 
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = fresh().randrange(1 << 30)
 SIZES = (0, 1, 1000, 65_536, 1_000_003)
 
 

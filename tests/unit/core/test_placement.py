@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from hadal.core.placement import EMPTY, SPLIT_PARTS, Placement, parts_of, spread, spread_by_node, without
+from tests.fresh import fresh
 
-SEEDS = [0, 1, random.randrange(2**32)]
+SEEDS = [0, 1, fresh().randrange(2**32)]
 
 
 def held(placement: Placement, layer: int, rank: int) -> list[int]:

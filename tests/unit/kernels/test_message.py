@@ -1,6 +1,5 @@
 """Whole messages written and read by the kernels: byte for byte what the plain path of comm writes."""
 
-import random
 
 import pytest
 import torch
@@ -13,9 +12,10 @@ from hadal.core.placement import spread
 from hadal.kernels import message
 from hadal.kernels.route import route
 from hadal.reference.route import Replicas
+from tests.fresh import fresh
 
 EXPERTS, RANKS, TOP_K = 12, 4, 3
-SEEDS = [1, random.SystemRandom().randrange(1 << 30)]
+SEEDS = [1, fresh().randrange(1 << 30)]
 
 
 def replicas() -> Replicas:

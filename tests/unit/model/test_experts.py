@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from hadal.core.plans import LayerFlip, Source, Staged, StagePlan
 from hadal.model.experts import ExpertStore
 from hadal.model.weights import load_weights
 from hadal.reference.params import ModelWeights
+from tests.fresh import fresh
 from tests.unit.model.checkpoints import Peer
 
 
@@ -68,7 +68,7 @@ def test_placements_come_and_go(plain: Peer) -> None:
 
 
 def test_any_slots(plain: Peer) -> None:
-    seed = random.SystemRandom().randrange(2**31)
+    seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     num_experts = plain.weights.config.n_routed_experts
@@ -279,7 +279,7 @@ def test_what_is_given_up_does_not_pile_up(plain: Peer) -> None:
 
 def test_experts_are_read_while_layers_flip(plain: Peer) -> None:
     """As another rank's fetch does, from a thread of its own."""
-    half, seed = Half(plain), random.SystemRandom().randrange(2**31)
+    half, seed = Half(plain), fresh().randrange(2**31)
     print(f"seed {seed}")
     rng, is_over = np.random.default_rng(seed), threading.Event()
     num_found, wrong = [0], []

@@ -41,6 +41,7 @@ from hadal.model.runner import ModelRunner
 from hadal.model.weights import load_weights
 from hadal.overlap.plan import Schedule
 from hadal.reference.generate import generate
+from tests.fresh import fresh
 from tests.unit.comm.groups import member, run_threads
 from tests.unit.model.checkpoints import Peer
 from tests.unit.model.test_deepseek import TOLERANCE, random_tokens
@@ -247,7 +248,7 @@ def random_parts(slots_RS: np.ndarray, rng: random.Random) -> np.ndarray:
 def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: str) -> None:
     """The same requests with layers that move between any two steps and without: the logits are the same bits. What
     was counted are all pairs since the counted step before, of a flipped layer those since its flip."""
-    seed = random.SystemRandom().randrange(2**31)
+    seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     placement, num_steps = spread(2, 16, num_ranks, 4 * (num_ranks - 1) if num_ranks < 4 else 4), 7
     ranks = [Rank(plain, number, mode=mode) for number in range(num_ranks)]

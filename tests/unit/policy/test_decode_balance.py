@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random, SystemRandom
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from hadal.policy.admission import fits_decode
 from hadal.policy.decode_balance import SLACK, SLACK_MAX, Arrival, Sent, place, place_by_counts, with_sent
 from hadal.policy.views import DecodeRanksView
+from tests.fresh import fresh
 
-SEEDS = [*range(3), *(SystemRandom().randrange(1 << 30) for _ in range(2))]
+SEEDS = [*range(3), *(fresh().randrange(1 << 30) for _ in range(2))]
 PROPERTY = settings(max_examples=150, deadline=None)
 
 

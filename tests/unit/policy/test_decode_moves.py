@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random, SystemRandom
+from random import Random
 
 import numpy as np
 import pytest
 
 from hadal.policy.decode_moves import Move, MoveTerms, RunningView, choose_moves, is_uneven, terms_of
 from hadal.policy.views import DecodeRanksView
+from tests.fresh import fresh
 
-SEEDS = [*range(20), *(SystemRandom().randrange(1 << 30) for _ in range(5))]
+SEEDS = [*range(20), *(fresh().randrange(1 << 30) for _ in range(5))]
 TERMS = MoveTerms(gain_steps=1000.0)
 
 

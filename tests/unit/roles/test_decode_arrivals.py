@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from random import Random, SystemRandom
+from random import Random
 from typing import Any
 
 import msgspec
@@ -15,10 +15,11 @@ from hadal.core.seams import Freed, Pull, RankReset, Tick, WakeAt
 from hadal.kv.blocks import blocks_for
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.decode_table import SlotState
+from tests.fresh import fresh
 from tests.unit.roles.decode_worlds import FINGERPRINT, DecodeWorld
 from tests.unit.roles.driving import decode, decode_leader, decode_plans, done, of, sent
 
-SEEDS = [*range(4), *(SystemRandom().randrange(1 << 30) for _ in range(2))]
+SEEDS = [*range(4), *(fresh().randrange(1 << 30) for _ in range(2))]
 LEASE_S = 5.0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from random import Random, SystemRandom
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,10 +12,11 @@ from hadal.core.plans import DecodePlan, KvPulled
 from hadal.core.seams import Execute, Pull, RankReset, Send
 from hadal.policy.decode_moves import MoveTerms
 from hadal.roles.decode import DecodeLeader
+from tests.fresh import fresh
 from tests.unit.roles.decode_worlds import FINGERPRINT, DecodeWorld
 from tests.unit.roles.driving import decode, done, of, sent
 
-SEEDS = [*range(4), *(SystemRandom().randrange(1 << 30) for _ in range(2))]
+SEEDS = [*range(4), *(fresh().randrange(1 << 30) for _ in range(2))]
 POOLS = ("p0", "p1")
 
 

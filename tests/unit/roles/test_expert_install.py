@@ -11,6 +11,7 @@ from hadal.core.errors import InvariantError
 from hadal.core.placement import spread
 from hadal.core.plans import Source, Staged
 from hadal.roles.expert_install import Installation, InstallState, choose_sources
+from tests.fresh import fresh
 
 ADDRESSES = {rank: ("h", 7000 + rank) for rank in range(4)}
 
@@ -63,7 +64,7 @@ def test_a_new_split_needs_no_staging() -> None:
 
 
 def test_sending_is_spread_evenly() -> None:
-    seed = Random().randrange(2**32)
+    seed = fresh().randrange(2**32)
     for number in (seed, *range(20)):
         random = Random(number)
         slots = spread(1, 24, 6, 48).slot_to_expert_LRS[0]

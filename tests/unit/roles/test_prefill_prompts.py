@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random, SystemRandom
+from random import Random
 from typing import Any
 
 import msgspec
@@ -19,10 +19,11 @@ from hadal.policy.batching import AGE_S
 from hadal.roles.prefill import PrefillLeader
 from hadal.roles.prefill_prompts import Part, Prompt, cut, pack
 from hadal.roles.rank_pools import RankPools
+from tests.fresh import fresh
 from tests.unit.roles.driving import done, generation, of, prefill, sent
 from tests.unit.roles.rank_worlds import PrefillWorld
 
-SEEDS = [*range(4), *(SystemRandom().randrange(1 << 30) for _ in range(2))]
+SEEDS = [*range(4), *(fresh().randrange(1 << 30) for _ in range(2))]
 POOLS = ("p0", "p1")
 
 

@@ -10,6 +10,7 @@ from hadal.core.cache import NAME_BYTES
 from hadal.core.seams import Freed, RankReset
 from hadal.kv.names import extend
 from hadal.roles.rank_pools import RankPools
+from tests.fresh import fresh
 
 
 def test_a_rank_alone_lives_from_the_start_and_several_wait_to_be_named() -> None:
@@ -82,7 +83,7 @@ def test_evicted_blocks_are_told_as_freed_and_counted() -> None:
     assert pools.take_names() == (b"", bytes(16))
 
 
-@pytest.mark.parametrize("seed", [1, 2, random.randrange(1 << 32)])
+@pytest.mark.parametrize("seed", [1, 2, fresh().randrange(1 << 32)])
 def test_prefixes_are_what_a_look_at_every_rank_finds(seed: int) -> None:
     random_ = random.Random(seed)
     pools = RankPools(9, 4)

@@ -2,7 +2,6 @@
 
 import os
 import random
-import secrets
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from hadal.core.plans import Source
 from hadal.runtime import expert_wire
 from hadal.runtime.expert_wire import MAX_CONNECTIONS, PIECE_BYTES, PURPOSE, ExpertClient, ExpertServer, ExpertWire
 from hadal.runtime.peers import key_of
+from tests.fresh import fresh
 
 HOST = "127.0.0.1"
 KEY = key_of("a run", PURPOSE)
@@ -69,7 +69,7 @@ def source(port: int, expert: int = 7) -> Source:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", [TINY, (2, 3, 1), (1024, 771, 512)])
 def test_what_is_held_arrives_as_it_is(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    seed = secrets.randbelow(2**31)
+    seed = fresh().randrange(2**31)
     print("seed", seed)
     held = expert_of(seed, shape, dtype)
     with serving({(3, 7): held}) as server:

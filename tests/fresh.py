@@ -1,0 +1,27 @@
+"""Seeds that are new in every run, and the same again when the run is repeated.
+
+    HADAL_FRESH=NUMBER make test        draws what the run with this number drew
+
+pytest prints the number at its head. A draw depends on it, on the place in the file and on the test, not on which other
+tests run, so a test alone draws what it drew among all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from random import Random, SystemRandom
+
+VARIABLE = "HADAL_FRESH"
+RUN = os.environ.get(VARIABLE) or str(SystemRandom().randrange(2**48))
+_num_drawn: Counter[str] = Counter()
+
+
+def fresh() -> Random:
+    """A generator for one draw, or for all of a test's."""
+    caller = sys._getframe(1)
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    place = f"{caller.f_globals['__name__']}:{caller.f_lineno} {test}"
+    _num_drawn[place] += 1
+    return Random(f"{RUN} {place} {_num_drawn[place]}")
