@@ -17,28 +17,32 @@ from hadal.runtime.ledger_place import LEDGER_VARIABLE, ledger_url
 from hadal.runtime.ledger_store import Store
 from hadal.stats.prices import R1
 
-NOW_S = time.time()
-
 
 def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["report", *arguments], env={"COLUMNS": "100"})
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> str:
+def now_s() -> float:
+    """When the test begins: the file may have been read half an hour before."""
+    return time.time()
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, now_s: float) -> str:
     """Of a request a minute for two days, until now, of two tenants and two models, on one unit of each role."""
     path = str(tmp_path / "l.sqlite")
     store = Store(ledger_url(path))
     store.prepare()
     requests = []
     for index in range(2 * 24 * 60):
-        completed_s = NOW_S - 60 * index - 30
+        completed_s = now_s - 60 * index - 30
         requests.append(RequestFact(
             f"r{index}", f"t{index % 2}", f"m{index % 2}", 64, 36, 11, 11 * 105, "stop", completed_s - 3, completed_s,
             completed_s - 2, completed_s - 1, "prefill-0", "decode-0", 0, R1.flat().charge(0, 64, 36, 11),
         ))  # fmt: skip
     nodes = [
-        NodesFact(f"{role}-0", "e", role, 8, 8, NOW_S - 2 * 86_400, NOW_S, "cpu", 2_000_000, "m0")
+        NodesFact(f"{role}-0", "e", role, 8, 8, now_s - 2 * 86_400, now_s, "cpu", 2_000_000, "m0")
         for role in ("prefill", "decode")
     ]  # fmt: skip
     store.write(PackedFacts(tuple(requests), tuple(nodes)))
@@ -80,7 +84,7 @@ def test_other_prices_than_were_charged(ledger: str) -> None:
 
 
 @pytest.mark.parametrize("by", ["hour", "model", "tenant"])
-def test_the_table(ledger: str, by: str) -> None:
+def test_the_table(ledger: str, now_s: float, by: str) -> None:
     result = call("--ledger", ledger, "--by", by, "--utc")
     assert result.exit_code == 0, result.output
     text = result.stdout
@@ -89,7 +93,7 @@ def test_the_table(ledger: str, by: str) -> None:
     assert re.search(r"tokens/s per user +10\.0", text)
     assert "UTC" in text
     assert ledger in text.replace("\n", "")
-    assert {"hour": time.strftime("%m-%d %H:00", time.gmtime(NOW_S - 30)), "model": "m1", "tenant": "t1"}[by] in text
+    assert {"hour": time.strftime("%m-%d %H:00", time.gmtime(now_s - 30)), "model": "m1", "tenant": "t1"}[by] in text
 
 
 def test_no_ledger_says_how_to_get_one_and_makes_none(tmp_path: Path) -> None:
@@ -110,14 +114,16 @@ def test_an_empty_ledger_says_what_to_do(tmp_path: Path) -> None:
     assert json.loads(call("--ledger", str(tmp_path / "l.sqlite"), "--json").stdout)["requests"] == 0
 
 
-def test_a_quiet_time_says_when_the_last_request_was(ledger: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quiet_time_says_when_the_last_request_was(
+    ledger: str, now_s: float, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = run(
-        last="1h", by="hour", as_json=False, ledger=ledger, prices="", is_utc=True, now_s=NOW_S + 10 * 86_400
+        last="1h", by="hour", as_json=False, ledger=ledger, prices="", is_utc=True, now_s=now_s + 10 * 86_400
     )  # fmt: skip
     assert code == 0
     text = capsys.readouterr().out
     assert "No request ended in this time; the last one did at" in text
-    assert time.strftime("%Y-%m-%dT%H:%M", time.gmtime(NOW_S - 30)) in text
+    assert time.strftime("%Y-%m-%dT%H:%M", time.gmtime(now_s - 30)) in text
 
 
 @pytest.mark.parametrize(
