@@ -107,7 +107,7 @@ def wire(batch: int, rounds: int) -> float:
         unit, front = ZmqWire("decode-0", Path(folder)), ZmqWire("front", Path(folder))
         try:
             column = np.arange(batch).tobytes()
-            message = Tokens("decode-0", "epoch", column, column, column)
+            message = Tokens("decode-0", column, column, column)
             start = time.perf_counter()
             for index in range(rounds + 1):
                 if index == 1:

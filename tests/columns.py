@@ -26,12 +26,12 @@ def key_of(ticket: int) -> Key:
 
 
 def tokens_message(
-    unit: str, epoch: str, rows: Iterable[Row], draws: Mapping[int, Draw] = MappingProxyType({})
+    unit: str, rows: Iterable[Row], draws: Mapping[int, Draw] = MappingProxyType({})
 ) -> Tokens:  # fmt: skip
     rows = list(rows)
     tickets, indices, values = (np.array([row[at] for row in rows], np.int64).tobytes() for at in range(3))
     finishes = tuple((at, row[3]) for at, row in enumerate(rows) if row[3] is not None)
-    return Tokens(unit, epoch, tickets, indices, values, finishes, dict(draws))
+    return Tokens(unit, tickets, indices, values, finishes, dict(draws))
 
 
 def rows_of(message: Tokens) -> list[Row]:

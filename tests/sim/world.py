@@ -96,7 +96,7 @@ class World:
         self._last_arrival_s: dict[tuple[int, str], float] = {}
         self._mail: dict[str, list[AnyMessage]] = {}
         """What sockets keep for a process that is dead."""
-        self._next_index: dict[tuple[int, str, int], int] = {}
+        self._next_index: dict[tuple[int, int], int] = {}
         self._cut_lives: set[int] = set()
         """Lives whose last words were lost with them."""
         self.fabrics: dict[str, Fabric] = {}
@@ -300,7 +300,7 @@ class World:
     def _watch(self, life: int, message: AnyMessage) -> None:
         """Every life sends the tokens of an attempt in order, and none after the last."""
         for ticket, index, _, finish in rows_of(message) if isinstance(message, Tokens) else ():
-            key = (life, message.epoch, ticket)
+            key = (life, ticket)
             expected = self._next_index.get(key, index)
             assert index == expected, f"{key}: sent token {index}, {expected} was next"
             self._next_index[key] = index + 1 if finish is None else -1

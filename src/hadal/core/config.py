@@ -199,6 +199,11 @@ class Deployment:
         return max(units, most) if self.fleet.is_on else units
 
 
+def units_of(deployment: Deployment, role: str) -> UnitsConfig:
+    """The units of one role, "prefill" or "decode"."""
+    return deployment.prefill if role == PREFILL else deployment.decode
+
+
 def read_deployment(path: Path, **overrides: Any) -> Deployment:
     """Read a TOML deployment; `overrides` (None is ignored) replace top-level fields. Raises ConfigError.
 

@@ -51,7 +51,7 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     chain: bytes = b""
     """Names of the full blocks of prompt + output, as the front fills them in; empty where nothing is to be cached."""
     ticket: int = 0
-    """Given by the front with Decode: by this number it knows the attempt's tokens again."""
+    """Given by the front with Decode: by this number it, and no other front, knows the attempt's tokens again."""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -176,8 +176,6 @@ class Decode(Message, frozen=True):
 
     generation: Generation
     lease: KvLease
-    epoch: str = ""
-    """Of the front, for the Tokens that come of it."""
 
 
 # ---- decode leader -> front ----
@@ -194,8 +192,6 @@ class Tokens(Message, frozen=True):
     `tickets[i]`. `indices[i]` is its place in the output, so a duplicate or a gap is noticed."""
 
     unit: str
-    epoch: str
-    """Of the front that gave the tickets out."""
     tickets: bytes
     """int64 [N]"""
     indices: bytes

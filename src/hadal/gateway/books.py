@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from hadal.core.config import Deployment
+from hadal.core.config import Deployment, units_of
 from hadal.core.facts import Fact, NodesFact, RequestFact, micros, sum_kv_tokens
 from hadal.core.seams import Closing
 from hadal.gateway.service import Work
@@ -19,7 +19,6 @@ from hadal.gateway.sse import Meter
 from hadal.gateway.tenants import name_of
 from hadal.roles.front_units import Unit
 from hadal.runtime.ledger_writer import LedgerCounts
-from hadal.runtime.topology import units_of
 from hadal.stats.prices import PriceList, micro_usd, price_list
 
 BEAT_S = 10.0

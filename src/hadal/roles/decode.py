@@ -90,8 +90,6 @@ class DecodeLeader:
             num_ranks, overlap, min_split_tokens, num_layers=num_layers, num_moe_layers=num_moe_layers
         )
         self._unit = unit
-        self._front_epoch = ""
-        """Of the front whose tickets are in the table: another one says FrontUp before it sends anybody here."""
         self._in_flight: deque[_InFlight] = deque()
         self._num_plans = 0
         self._second: tuple[tuple[int, ...], ...] | None = None
@@ -131,7 +129,6 @@ class DecodeLeader:
             case StepDone():
                 self._step_done(event)
             case Decode():
-                self._front_epoch = event.epoch
                 self.arrivals.accept(event)
             case Ahead():
                 self.arrivals.hint(now_s, event)
@@ -249,7 +246,7 @@ class DecodeLeader:
             slot_to_row = {slot: row for row, slot in enumerate(slots.tolist())} if done.draws else {}
             draws = {slot_to_row[slot]: draw for slot, draw in done.draws.items() if slot in slot_to_row}
             self._out.append(Send("front", Tokens(
-                self._unit, self._front_epoch, table.ticket[slots].tobytes(), index.tobytes(),
+                self._unit, table.ticket[slots].tobytes(), index.tobytes(),
                 values.tobytes(), finishes, draws,
             )))  # fmt: skip
         self.slots.end(slots[ends])

@@ -234,7 +234,7 @@ class Front:
             return
         ticket = self.requests.running.seat(record)
         generation = msgspec.structs.replace(self._current(record), ticket=ticket)
-        self._send(unit, Decode(generation, done.lease, self._epoch))
+        self._send(unit, Decode(generation, done.lease))
 
     def _count_hits(self, record: Record, num_cached: int) -> int:
         """Tokens of the prompt that the first token cost no work for; a retry's are nobody's news."""

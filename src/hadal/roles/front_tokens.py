@@ -35,7 +35,7 @@ class Came:
 
 
 class FrontTokens:
-    """`epoch`: tickets of another front's mean nothing here."""
+    """`epoch`: the front's; tickets of another one are strangers here."""
 
     def __init__(
         self, requests: RequestBook, units: UnitBook, totals: Totals, *, epoch: str, keeps_text: bool
@@ -44,17 +44,14 @@ class FrontTokens:
         self._requests = requests
         self._units = units
         self._totals = totals
-        self._epoch = epoch
         self._keeps_text = keeps_text
 
     def early(self, message: Tokens) -> list[Record]:
         """Requests whose tokens come though nobody said that their KV was pulled."""
-        return self._requests.running.early(message) if message.epoch == self._epoch else []
+        return self._requests.running.early(message)
 
     def take(self, message: Tokens) -> Came:
         """Count a message's tokens."""
-        if message.epoch != self._epoch:
-            return Came((), (), (), ())
         taken = self._requests.running.take(message)
         self._totals.tokens_out += taken.good.size
         self._requests.num_blocks_placed += taken.num_blocks

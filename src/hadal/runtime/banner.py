@@ -14,14 +14,14 @@ from rich.text import Text
 
 from hadal import __version__
 from hadal.core.balance import OFF
-from hadal.core.config import ROLES
+from hadal.core.config import ROLES, units_of
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.runtime.cache_plan import cache_rows
 from hadal.runtime.child import Phase
 from hadal.runtime.ledger_place import shown
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.status import Status
-from hadal.runtime.topology import rank_name, unit_of, units_of
+from hadal.runtime.topology import rank_name, unit_of
 
 _PRECISIONS = {"F8_E4M3": "FP8 E4M3, block-scaled", "BF16": "BF16", "F32": "FP32", "F16": "FP16"}
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hadal.core.balance import OFF
-from hadal.core.config import PREFILL, Deployment, UnitsConfig
+from hadal.core.config import PREFILL, Deployment, UnitsConfig, units_of
 from hadal.core.model_config import ModelConfig
 from hadal.core.placement import Placement, spread, spread_by_node
 from hadal.roles.decode import DecodeLeader
@@ -14,7 +14,6 @@ from hadal.roles.prefill import PrefillLeader
 from hadal.runtime.disk_view import DiskView
 from hadal.runtime.memory import num_moe_layers
 from hadal.runtime.process import Run
-from hadal.runtime.topology import units_of
 
 
 def make_core(

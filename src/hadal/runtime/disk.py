@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hadal.core.config import PREFILL, Deployment
+from hadal.core.config import PREFILL, Deployment, units_of
 from hadal.core.plans import BlocksLoaded, BlocksStored
 from hadal.core.seams import LoadBlocks, StoreBlocks
 from hadal.runtime.disk_loader import LOAD_DEADLINE_S, Loader
@@ -20,7 +20,6 @@ from hadal.runtime.disk_trouble import Troubles
 from hadal.runtime.disk_writer import PAUSE_S, QUEUE_BYTES, STORE_DEADLINE_S, Writer
 from hadal.runtime.process import Run
 from hadal.runtime.segment import Bytes
-from hadal.runtime.topology import units_of
 
 PREFILL_PART = 0.6
 """Of the budget, of all prefill ranks together. In DeepSeek's day prompts left 266 of 434 billion new tokens behind,

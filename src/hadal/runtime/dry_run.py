@@ -15,14 +15,14 @@ from rich.text import Text
 
 from hadal.comm.layout import WireLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
 from hadal.core.balance import OFF
-from hadal.core.config import PREFILL, ROLES, UnitsConfig
+from hadal.core.config import PREFILL, ROLES, UnitsConfig, units_of
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.overlap.plan import SCHEDULES
 from hadal.runtime.cache_plan import cache_rows
 from hadal.runtime.core import first_placement
 from hadal.runtime.memory import RankMemory, gb, max_step_tokens, mode_of
 from hadal.runtime.resolve import Resolved
-from hadal.runtime.topology import UnitPlace, num_nodes, place_units, units_of
+from hadal.runtime.topology import UnitPlace, num_nodes, place_units
 
 Row = tuple[str, str]
 _SHOWN = 8

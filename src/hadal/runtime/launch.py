@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hadal.core.config import Deployment
+from hadal.core.config import Deployment, units_of
 from hadal.core.errors import ConfigError
 from hadal.core.fleet import Demand
 from hadal.core.messages import SUPERVISOR, Drain, UnitDown, UnitUp
@@ -38,7 +38,7 @@ from hadal.runtime.process import API_KEYS, EXIT_CONFIG, LISTEN_FD, Run, write_r
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.signals import read_signals, signal_pipe
 from hadal.runtime.status import Status, write_status
-from hadal.runtime.topology import process_names, rank_name, unit_of, units_of
+from hadal.runtime.topology import process_names, rank_name, unit_of
 from hadal.runtime.wire import ZmqWire, socket_path
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from hadal.core.config import DECODE, PREFILL
+from hadal.core.config import DECODE, PREFILL, units_of
 from hadal.core.messages import Load
 from hadal.core.model_config import read_model_config
 from hadal.core.rank_messages import RankDone
@@ -31,7 +31,6 @@ from hadal.runtime.core import first_placement, keeps_groups, make_core, make_vi
 from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.memory import moves_experts
 from hadal.runtime.process import Run, enter_child, unit_arguments
-from hadal.runtime.topology import units_of
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.leader")

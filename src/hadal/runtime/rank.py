@@ -20,7 +20,7 @@ from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Group
 from hadal.comm.mesh import MeshGroup
 from hadal.comm.torch_group import TorchGroup
-from hadal.core.config import Deployment
+from hadal.core.config import Deployment, units_of
 from hadal.core.errors import ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, read_model_config
@@ -45,7 +45,7 @@ from hadal.runtime.news import News, Noticing
 from hadal.runtime.peers import key_of
 from hadal.runtime.process import Run, enter_child, unit_arguments
 from hadal.runtime.stager import Stager
-from hadal.runtime.topology import rank_name, units_of
+from hadal.runtime.topology import rank_name
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.rank")

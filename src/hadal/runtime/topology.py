@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hadal.core.config import PREFILL, ROLES, Deployment, UnitsConfig
+from hadal.core.config import ROLES, Deployment, units_of
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,6 @@ class UnitPlace:
     num_ranks: int
     nodes: tuple[int, ...]
     first_device: int
-
-
-def units_of(deployment: Deployment, role: str) -> UnitsConfig:
-    """The units of one role, "prefill" or "decode"."""
-    return deployment.prefill if role == PREFILL else deployment.decode
 
 
 def rank_name(unit: str, rank: int) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from hadal.comm.expert_comm import ExpertComm
-from hadal.core.config import Deployment
+from hadal.core.config import Deployment, units_of
 from hadal.core.errors import ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, read_model_config
@@ -33,7 +33,6 @@ from hadal.runtime.kv_pool import KvPool, pool_name
 from hadal.runtime.kv_wire import live_wire
 from hadal.runtime.process import Run, enter_child, unit_arguments
 from hadal.runtime.rank import ADDRESS, make_comm
-from hadal.runtime.topology import units_of
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.unit")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.balance import OFF
-from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, UnitsConfig
+from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, units_of
 from hadal.core.messages import BLOCK_TOKENS, Generation, Submit
 from hadal.core.plans import Sampling
 from hadal.core.seams import Deliver, Pull, RankReset
@@ -74,11 +74,6 @@ def kv_blocks(model: StepModel) -> int:
     return num_blocks
 
 
-def of_role(config: Deployment, role: str) -> UnitsConfig:
-    """The units of one role."""
-    return config.prefill if role == PREFILL else config.decode
-
-
 class FleetWorld:
     """One run. `models`: by role, whose ranks must be the deployment's. `max_context`: longest prompt and output.
 
@@ -91,7 +86,7 @@ class FleetWorld:
         wire_s: float = 0.0005, look_s: float = 0.005, mtp_tokens: int = 0, mtp_accept: float = 0.0,
     ) -> None:  # fmt: skip
         for role in ROLES:
-            if models[role].num_ranks != of_role(config, role).ranks:
+            if models[role].num_ranks != units_of(config, role).ranks:
                 raise ValueError(f"the {role} model has {models[role].num_ranks} ranks, the deployment another number.")
         self.clock = SimClock()
         self.requests = requests
@@ -110,7 +105,7 @@ class FleetWorld:
         self.front = Front(config, epoch="front-0", max_context=max_context, keeps_text=False)
         self._start("front", self.front)
         for role in ROLES:
-            for index in range(of_role(config, role).units):
+            for index in range(units_of(config, role).units):
                 self._start_unit(f"{role}-{index}", role)
         if size:
             self.clock.at(float(requests.arrival_s[0]), self._submit)
@@ -137,7 +132,7 @@ class FleetWorld:
         return process
 
     def _start_unit(self, name: str, role: str) -> None:
-        units, config, model = of_role(self._config, role), self._config, self._models[role]
+        units, config, model = units_of(self._config, role), self._config, self._models[role]
         num_blocks, num_layers = kv_blocks(model), model.model.num_hidden_layers
         leader: PrefillLeader | DecodeLeader
         runner: PrefillRunner | DecodeRunner

@@ -60,7 +60,6 @@ class FakeUnits:
         """Of blocks that were prefilled."""
         self.go = asyncio.Event()
         self.go.set()
-        self._epoch = ""
         self._inbox: list[AnyMessage] = []
         self._ready = asyncio.Event()
 
@@ -72,7 +71,6 @@ class FakeUnits:
     # ---- the wire, as the host sees it ----
     def send(self, to: str, message: AnyMessage) -> None:
         if isinstance(message, FrontUp):
-            self._epoch = message.epoch
             self._say(UnitUp(to, to.partition("-")[0], f"{to}-epoch", NUM_BLOCKS, MAX_REQUESTS))
         elif isinstance(message, Prefill):
             self.submitted.append(message.generation)
@@ -143,7 +141,7 @@ class FakeUnits:
             if token.finish is not None:
                 del self.decoding[key]
         if rows:
-            self._say(tokens_message("decode-0", self._epoch, rows, draws))
+            self._say(tokens_message("decode-0", rows, draws))
             self._say(
                 Load(
                     "decode-0",

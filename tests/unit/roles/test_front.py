@@ -53,7 +53,7 @@ def first_token(name: str = "a", *, attempt: int = 0, index: int = 0, finish: st
 
 def tokens(made: Front, name: str, index: int, *, finish: str | None = None) -> Tokens:
     ticket = made.requests.running.ticket_of(made.requests.by_id[name])
-    return tokens_message("decode-0", "f1", [(ticket, index, 60 + index, finish)])
+    return tokens_message("decode-0", [(ticket, index, 60 + index, finish)])
 
 
 def decoding(made: Front, name: str = "a", **options: Any) -> Front:

@@ -228,7 +228,7 @@ def test_a_retry_goes_on_with_the_chain_it_had(monkeypatch: pytest.MonkeyPatch) 
     assert len(whole) == 2 * 16
     made.handle(0.2, Pulled("decode-0", "a", 0))
     for index in range(1, 66):
-        made.handle(0.3, tokens_message("decode-0", "f1", [(decode.generation.ticket, index, 60 + index, None)]))
+        made.handle(0.3, tokens_message("decode-0", [(decode.generation.ticket, index, 60 + index, None)]))
     given: list[bytes] = []
 
     def noted(root: bytes, chain: bytes, *rest: Any) -> bytes:

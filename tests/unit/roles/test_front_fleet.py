@@ -58,7 +58,7 @@ def decoding(made: Front, name: str, now_s: float = 0.0) -> str:
 def token(made: Front, unit: str, name: str, finish: str | None = None) -> Tokens:
     """A request's second one."""
     ticket = made.requests.running.ticket_of(made.requests.by_id[name])
-    return tokens_message(unit, "f1", [(ticket, 1, 61, finish)])
+    return tokens_message(unit, [(ticket, 1, 61, finish)])
 
 
 def is_(effect: Send, kind: type) -> bool:

@@ -31,7 +31,7 @@ def test_tokens_of_a_unit_are_counted_together() -> None:
     running = Running(num_rows=2)
     records = [record("a", 62), record("b", 61), record("c")]
     a, b, c = seated(running, *records)
-    taken = running.take(tokens_message("decode-0", "f", [(c, 1, 7, None), (a, 1, 8, None), (b, 1, 9, "stop")]))
+    taken = running.take(tokens_message("decode-0", [(c, 1, 7, None), (a, 1, 8, None), (b, 1, 9, "stop")]))
     assert (taken.good.tolist(), taken.gaps, taken.strangers) == ([0, 1, 2], (), ())
     assert taken.num_blocks == 1, "64 tokens of a are known, and the next one needs a place"
     for one in records:
@@ -45,7 +45,7 @@ def test_blocks_grow_as_they_are_counted_for_a_request_by_itself() -> None:
     (ticket,) = seated(running, one)
     for index in range(1, 300):
         before = one.num_blocks
-        taken = running.take(tokens_message("decode-0", "f", [(ticket, index, 7, None)]))
+        taken = running.take(tokens_message("decode-0", [(ticket, index, 7, None)]))
         running.sync(one)
         assert one.num_blocks == before + taken.num_blocks == blocks_for(one.num_tokens + 1)
 
@@ -54,15 +54,15 @@ def test_what_is_late_doubled_or_missing() -> None:
     running, a, b = Running(), record("a"), record("b")
     first, second = seated(running, a, b)
     again = [(first, 1, 7, None), (second, 3, 7, None)]
-    taken = running.take(tokens_message("decode-0", "f", again))
+    taken = running.take(tokens_message("decode-0", again))
     assert (taken.good.tolist(), taken.gaps) == ([0], (b,))
-    taken = running.take(tokens_message("decode-0", "f", again[:1]))
+    taken = running.take(tokens_message("decode-0", again[:1]))
     assert (taken.good.size, taken.gaps, taken.strangers, taken.num_blocks) == (0, (), (), 0)
     running.leave(a)
     assert (a.row, a.num_output) == (-1, 2)
-    taken = running.take(tokens_message("decode-0", "f", [(first, 2, 7, None), (first, 2, 7, "stop")]))
+    taken = running.take(tokens_message("decode-0", [(first, 2, 7, None), (first, 2, 7, "stop")]))
     assert taken.strangers == (first,), "one that ends anyway need not be told"
-    other = running.take(tokens_message("decode-7", "f", [(second, 1, 7, None)]))
+    other = running.take(tokens_message("decode-7", [(second, 1, 7, None)]))
     assert other.strangers == (second,), "another unit's"
 
 
@@ -84,7 +84,7 @@ def test_no_front_gives_out_another_s_tickets() -> None:
     first, second = (Front(Deployment(), epoch=epoch, max_context=1000).requests.running for epoch in ("f1", "f2"))
     (ours,), (theirs,) = seated(first, record("a")), seated(second, record("b"))
     assert ours != theirs
-    taken = second.take(tokens_message("decode-0", "f2", [(ours, 1, 61, None)]))
+    taken = second.take(tokens_message("decode-0", [(ours, 1, 61, None)]))
     assert (taken.good.size, taken.strangers) == (0, (ours,))
     assert max(ours, theirs) < 1 << 62
 
@@ -101,7 +101,7 @@ def test_more_rows_are_made_as_they_are_needed() -> None:
 def test_early_ones_are_those_that_nobody_said_were_pulled() -> None:
     running, a, b = Running(), record("a"), record("b", unit="decode-1")
     first, second = running.seat(a), running.seat(b)
-    message = tokens_message("decode-0", "f", [(first, 1, 7, None), (second, 1, 7, None), (1 << 60, 1, 7, None)])
+    message = tokens_message("decode-0", [(first, 1, 7, None), (second, 1, 7, None), (1 << 60, 1, 7, None)])
     assert running.early(message) == [a]
     running.pulled(a)
     assert running.early(message) == []

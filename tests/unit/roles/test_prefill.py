@@ -241,4 +241,4 @@ def test_wrong_results_are_a_bug() -> None:
     with pytest.raises(InvariantError, match="not the one that runs"):
         unit.handle(0.1, done(7))
     with pytest.raises(InvariantError, match="cannot take Tokens"):
-        unit.handle(0.1, Tokens("decode-0", "f1", b"", b"", b""))
+        unit.handle(0.1, Tokens("decode-0", b"", b"", b""))

@@ -36,7 +36,7 @@ def receive_all(wire: ZmqWire, count: int, timeout_s: float = 5.0) -> list[objec
 def test_messages_arrive_whole_and_in_order(folder: Path) -> None:
     a, b = ZmqWire("a", folder), ZmqWire("b", folder)
     sent = [
-        Tokens("decode-0", "f1", bytes(n % 40), b"", b"x", ((n, "stop"),), {n: Draw(-0.5, ((n, -0.25),))})
+        Tokens("decode-0", bytes(n % 40), b"", b"x", ((n, "stop"),), {n: Draw(-0.5, ((n, -0.25),))})
         for n in range(3 * MAX_BATCH)
     ]
     for message in sent:
