@@ -7,13 +7,13 @@ value is derived.
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hadal.core.balance import AUTO, NO_MOVES, OFF
 from hadal.core.errors import ConfigError
+from hadal.core.tables import build, read_toml
 
 PREFILL = "prefill"
 DECODE = "decode"
@@ -209,44 +209,12 @@ def read_deployment(path: Path, **overrides: Any) -> Deployment:
 
     A relative `model` in the file is looked for beside the file, then in the working folder.
     """
-    try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such deployment file.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: not a TOML file ({error}).") from error
+    fields = read_toml(path, "deployment")
     model = fields.get("model")
     if isinstance(model, str) and model and (path.parent / model).is_dir():
         fields["model"] = str(path.parent / model)
     fields.update({name: value for name, value in overrides.items() if value is not None})
-    deployment = _build(Deployment, fields, str(path))
-    assert isinstance(deployment, Deployment)
-    return deployment
-
-
-def _build(kind: Any, fields: dict[str, Any], where: str) -> Any:
-    known = {f.name: f for f in dataclasses.fields(kind)}
-    for name in fields:
-        if name not in known:
-            raise ConfigError(f"{where}: unknown field {name!r}. Known: {', '.join(known)}.")
-    values: dict[str, Any] = {}
-    for name, value in fields.items():
-        kind_name = str(known[name].type)
-        if kind_name in _NESTED:
-            if not isinstance(value, dict):
-                raise ConfigError(f"{where}: {name} must be a table.")
-            values[name] = _build(_NESTED[kind_name], value, f"{where}: {name}")
-            continue
-        wanted = {"int": int, "float": (int, float), "str": str}[kind_name]
-        if not isinstance(value, wanted) or isinstance(value, bool):  # type: ignore[arg-type]
-            raise ConfigError(f"{where}: {name} is {value!r}; a value of type {kind_name} is needed.")
-        values[name] = float(value) if kind_name == "float" else value
-    return kind(**values)
-
-
-_NESTED: dict[str, Any] = {
-    kind.__name__: kind for kind in (UnitsConfig, LimitsConfig, CacheConfig, LedgerConfig, FleetConfig)
-}
+    return build(Deployment, fields, str(path))
 
 
 def check(deployment: Deployment) -> None:

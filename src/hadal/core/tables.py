@@ -1,0 +1,50 @@
+"""TOML tables as frozen dataclasses: known names only, of the right type, and an error that says where.
+
+A field is an int, float, str or bool, a tuple of one of those (written as an array), or another dataclass (a table).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from hadal.core.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The tables of a file. Raises ConfigError, naming `what` was to be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such {what} file.") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file ({error}).") from error
+
+
+def build(kind: type[T], fields: dict[str, Any], where: str) -> T:
+    """Make a `kind` of what a table says; what it does not say has its default. Raises ConfigError."""
+    types = get_type_hints(kind)
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in fields:
+        if name not in known:
+            raise ConfigError(f"{where}: unknown field {name!r}. Known: {', '.join(known)}.")
+    return kind(**{name: _value(types[name], value, where, name) for name, value in fields.items()})
+
+
+def _value(kind: Any, value: Any, where: str, name: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: {name} must be a table.")
+        return build(kind, value, f"{where}: {name}")  # type: ignore[arg-type]
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where}: {name} is {value!r}; an array is needed.")
+        return tuple(_value(get_args(kind)[0], one, where, name) for one in value)
+    wanted = (int, float) if kind is float else kind
+    if not isinstance(value, wanted) or (kind is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{where}: {name} is {value!r}; a value of type {kind.__name__} is needed.")
+    return float(value) if kind is float else value
