@@ -34,7 +34,7 @@ def chats_world(
         prefill=UnitsConfig(
             units=random.choice([1, 1, 2]), ranks=ranks, max_requests=random.randint(1, 6),
             overlap=random.choice(["auto", "prefill_dual"]), min_split_tokens=random.choice([2, 32]),
-            request_balance=random.choice(["auto", "auto", "off"]),
+            request_balance=random.choice(["auto", "auto", "off", "turns"]),
         ),
         decode=UnitsConfig(
             units=random.choice([1, 2]), ranks=random.choice([1, 1, 2]), max_requests=random.randint(2, 6)

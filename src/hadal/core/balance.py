@@ -25,8 +25,9 @@ EXPERTS_WORST = "experts_worst"
 """The same in the layer where it is least."""
 OBJECTIVES = (ATTENTION, TOKENS, TIME, KV, REQUESTS, EXPERTS, EXPERTS_WORST)
 
-AUTO, NO_MOVES, OFF = "auto", "no_moves", "off"
-"""What UnitsConfig.request_balance and, but for the second, UnitsConfig.expert_balance may be."""
+AUTO, NO_MOVES, OFF, TURNS = "auto", "no_moves", "off", "turns"
+"""What UnitsConfig.request_balance may be, and the first and third UnitsConfig.expert_balance. "turns" is round-robin:
+one request to each rank in turn, whatever it is and whatever that rank has to do."""
 
 
 def mean_over_max(amounts: Sequence[float]) -> float | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hadal.core.balance import AUTO, NO_MOVES, OFF
+from hadal.core.balance import AUTO, NO_MOVES, OFF, TURNS
 from hadal.core.errors import ConfigError
 from hadal.core.tables import build, read_toml
 
@@ -44,7 +44,8 @@ class UnitsConfig:
     """"auto": replicas move and split anew while it serves, when that pays; "off": they stay as they were placed."""
     request_balance: str = AUTO
     """Over the unit's ranks. Prefill: "auto" cuts steps by cost, "off" by token budgets. Decode: "auto" places by KV
-    and counts and moves running requests when that pays, "no_moves" only places, "off" goes by counts alone."""
+    and counts and moves running requests when that pays, "no_moves" only places, "off" goes by counts alone.
+    "turns", in both: round-robin, to compare with."""
     threads: int = 0
     """CPU threads of a rank. 0: the cores divided by the unit's ranks."""
     kv_blocks: int = 0
@@ -263,7 +264,7 @@ _UNIT_NAMES: dict[str, tuple[str, ...]] = {
     "overlap": ("auto", "sequential", "prefill_dual", "decode_five"),
     "mode": ("", "normal", "low_latency"),
     "expert_balance": (AUTO, OFF),
-    "request_balance": (AUTO, NO_MOVES, OFF),
+    "request_balance": (AUTO, NO_MOVES, OFF, TURNS),
 }
 
 
@@ -338,4 +339,4 @@ def _check_units(kind: str, units: UnitsConfig) -> None:
     for name, known in _UNIT_NAMES.items():
         _check_name(f"{kind}.{name}", getattr(units, name), known)
     if kind == PREFILL and units.request_balance == NO_MOVES:
-        raise ConfigError("prefill.request_balance is 'no_moves'; prompts never move, so it is 'auto' or 'off'.")
+        raise ConfigError("prefill.request_balance is 'no_moves'; prompts never move. Take 'auto', 'off' or 'turns'.")

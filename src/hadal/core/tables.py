@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -32,6 +33,10 @@ def build(kind: type[T], fields: dict[str, Any], where: str) -> T:
     for name in fields:
         if name not in known:
             raise ConfigError(f"{where}: unknown field {name!r}. Known: {', '.join(known)}.")
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        has_default = field.default is not MISSING or field.default_factory is not MISSING
+        if not has_default and field.name not in fields:
+            raise ConfigError(f"{where}: {field.name} is missing.")
     return kind(**{name: _value(types[name], value, where, name) for name, value in fields.items()})
 
 

@@ -172,6 +172,21 @@ def place_by_counts(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, pree
     return ranks.ranks[rows].tolist() if rows else []
 
 
+def place_in_turn(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, turn: int, preempts: bool) -> list[int]:
+    """The same without looking at what ranks hold: the first arrival to rank `turn`, the next to the next of those that
+    it fits on. Round-robin, to compare with."""
+    shares, rows = Shares(ranks, 0, 0, preempts=preempts), list[int]()
+    for arrival in arrivals:
+        fitting = np.flatnonzero(shares.fits(arrival))
+        if not fitting.size:
+            break
+        row = int(fitting[np.argmin((fitting - turn) % ranks.ranks.size)])
+        turn = row + 1
+        shares.add(row, arrival)
+        rows.append(row)
+    return ranks.ranks[rows].tolist() if rows else []
+
+
 def _num_at_most(ranks: DecodeRanksView, arrivals: Sequence[Arrival], preempts: bool) -> int:
     """So many of the first arrivals might fit, were the unit one rank. A long queue is not worth a longer look."""
     num_slots = int(np.maximum(ranks.num_requests_max - ranks.num_requests, 0).sum())

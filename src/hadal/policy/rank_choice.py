@@ -38,3 +38,12 @@ def choose_prefill_rank(
         return rank.work + cost_s(view, UNMEASURED), view.num_loading, -rank.num_blocks_free, rank.rank
 
     return min(fitting, key=work_then).rank
+
+
+def rank_in_turn(ranks: Sequence[PrefillRankView], prompt: PromptView, number: int) -> int | None:
+    """Return rank `number` of those, whatever it has to do; None if the prompt has to wait for it. Round-robin, to
+    compare with."""
+    rank = ranks[number % len(ranks)]
+    if not rank.num_tokens_free or rank.num_starts_free <= 0 or prompt.num_blocks_needed > rank.num_blocks_free:
+        return None
+    return rank.rank

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hadal.core.balance import AUTO, OFF
+from hadal.core.balance import AUTO, OFF, TURNS
 from hadal.core.messages import Ahead, Decode, Key
 from hadal.kv.blocks import blocks_for
-from hadal.policy.decode_balance import Arrival, place, place_by_counts
+from hadal.policy.decode_balance import Arrival, place, place_by_counts, place_in_turn
 from hadal.policy.decode_moves import MoveTerms, choose_moves, is_uneven
 from hadal.policy.preemption import choose_victims
 from hadal.policy.views import DecodeRanksView, HolderView
@@ -50,6 +50,7 @@ class DecodeSlots:
         self._give_back = give_back
         self._num_arrivals = 0
         self._place = place_by_counts if request_balance == OFF else place
+        self._is_in_turn = request_balance == TURNS
         self._may_move = request_balance == AUTO and pools.num_ranks > 1
         self._look_step_id = 0
         """The next plan before which the imbalance is looked at."""
@@ -69,7 +70,10 @@ class DecodeSlots:
         num_slots = int((view.num_requests_max - view.num_requests).sum())
         arrivals = [self._arrival(decode) for decode in waiting[:num_slots]]
         # A rank that runs short lets its latest arrived go (`_preempt`).
-        ranks = self._place(view, arrivals, preempts=True)
+        if self._is_in_turn:
+            ranks = place_in_turn(view, arrivals, turn=self._num_arrivals, preempts=True)
+        else:
+            ranks = self._place(view, arrivals, preempts=True)
         seated = []
         for message, arrival, rank in zip(waiting, arrivals, ranks, strict=False):
             generation, lease = message.generation, message.lease

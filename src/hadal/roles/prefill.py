@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from hadal.core.balance import AUTO, OFF
+from hadal.core.balance import AUTO, OFF, TURNS
 from hadal.core.config import PREFILL
 from hadal.core.errors import InvariantError
 from hadal.core.messages import (
@@ -91,6 +91,7 @@ class PrefillLeader:
         self._is_pulled_early = early_pull == AUTO
         # A rank alone keeps no other waiting: a token budget fills its steps as well, and plans faster.
         self._is_by_cost = request_balance == AUTO and num_ranks > 1
+        self._is_in_turn = request_balance == TURNS
         self._waiting: dict[Key, Prompt] = {}
         """In their turn."""
         self._num_arrived = 0
@@ -307,6 +308,7 @@ class PrefillLeader:
             step = pack(
                 self._started.values(), self._waiting.values(), self.blocks, self._chunk_tokens,
                 self._num_requests_max, rates if self._is_by_cost else None, self.cache.find,
+                is_in_turn=self._is_in_turn,
             )  # fmt: skip
             out += self.cache.start(now_s, step.starts)
             for prompt, _, _ in step.starts:

@@ -27,7 +27,7 @@ from hadal.policy.cached_prefix import NOTHING, Prefix
 from hadal.policy.prefill_balance import PrefillQueueView, look_ahead, plan_step
 from hadal.policy.prefill_budget import StepLimits
 from hadal.policy.prefill_rates import UNMEASURED, cost_s
-from hadal.policy.rank_choice import choose_prefill_rank
+from hadal.policy.rank_choice import choose_prefill_rank, rank_in_turn
 from hadal.policy.views import PrefillRankView, PromptView
 from hadal.roles.ending import history_of
 from hadal.roles.rank_pools import RankPools
@@ -135,9 +135,9 @@ def _found_nowhere(prompt: Prompt) -> Found:
 
 def pack(
     started: Iterable[Prompt], waiting: Iterable[Prompt], pools: RankPools, chunk_tokens: int, num_requests_max: int,
-    rates: StepRates | None = None, find: Callable[[Prompt], Found] = _found_nowhere,
+    rates: StepRates | None = None, find: Callable[[Prompt], Found] = _found_nowhere, *, is_in_turn: bool = False,
 ) -> Step:  # fmt: skip
-    """Return a step cut by cost if there are `rates`, by token budgets if not.
+    """Return a step cut by cost if there are `rates`, by token budgets if not; `is_in_turn`: with ranks in turn.
 
     `chunk_tokens`, which no step of a rank exceeds, and `num_requests_max` are a rank's. Started prompts go on first;
     those that wait start in their order, each where the least work is, until one fits nowhere. `find` tells what of a
@@ -150,7 +150,7 @@ def pack(
         if prompt.num_left and not prompt.is_dropped:
             rank_to_prompts[prompt.rank].append(prompt)
     if rates is None:
-        return _pack_tokens(rank_to_prompts, num_starts, waiting, pools, chunk_tokens, find)
+        return _pack_tokens(rank_to_prompts, num_starts, waiting, pools, chunk_tokens, find, is_in_turn)
     return _pack_cost(rank_to_prompts, num_starts, waiting, pools, chunk_tokens, rates, find)
 
 
@@ -194,7 +194,7 @@ def _num_left(prompt: Prompt, found: Found) -> int:
 
 def _pack_tokens(
     rank_to_prompts: list[list[Prompt]], num_starts: Sequence[int], waiting: Iterable[Prompt], pools: RankPools,
-    chunk_tokens: int, find: Callable[[Prompt], Found],
+    chunk_tokens: int, find: Callable[[Prompt], Found], is_in_turn: bool,
 ) -> Step:  # fmt: skip
     """Every rank as many tokens as its budget."""
     ready = [[(p, p.view()) for p in prompts if not p.is_loading] for prompts in rank_to_prompts]
@@ -206,12 +206,20 @@ def _pack_tokens(
         ) for rank in pools.living
     }  # fmt: skip
     starts: list[Start] = []
+    full: set[int] = set()
+    """Whose turn came, and who had no room: those who come later wait behind that prompt."""
     for prompt in islice(waiting, chunk_tokens * len(views)):  # Each takes a token at least, if it does not load.
         found = find(prompt)
         there = {rank: prompt.view_with(prefix) for rank, prefix in found.items()}
-        rank = choose_prefill_rank(list(views.values()), prompt.view(), there)
-        if rank is None:
-            break  # Those behind it wait too: nobody is overtaken.
+        if is_in_turn:
+            rank = rank_in_turn(list(views.values()), prompt.view(), prompt.number)
+            if rank is None or rank in full:
+                full.add(list(views)[prompt.number % len(views)])
+                continue
+        else:
+            rank = choose_prefill_rank(list(views.values()), prompt.view(), there)
+            if rank is None:
+                break  # Those behind it wait too: nobody is overtaken.
         starts.append((prompt, rank, found.get(rank, NOTHING)))
         view, taken = there.get(rank, prompt.view()), views[rank]
         num_taken = 0

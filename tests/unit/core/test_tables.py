@@ -16,11 +16,17 @@ class Inner:
 
 
 @dataclass(frozen=True)
+class Needed:
+    size: int
+
+
+@dataclass(frozen=True)
 class Outer:
     name: str = ""
     share: float = 0.5
     shares: tuple[float, ...] = ()
     inner: Inner = field(default_factory=Inner)
+    needed: tuple[Needed, ...] = ()
 
 
 def test_what_is_not_said_has_its_default() -> None:
@@ -39,6 +45,7 @@ def test_whole_numbers_are_numbers_and_arrays_are_tuples() -> None:
         ({"share": True}, "type float"),
         ({"shares": 1.0}, "an array"),
         ({"shares": ["x"]}, "type float"),
+        ({"needed": [{}]}, "f: needed: size is missing"),
         ({"inner": 1}, "must be a table"),
         ({"inner": {"size": True}}, "f: inner: size is True"),
         ({"inner": {"is_on": 1}}, "type bool"),

@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hadal.policy.admission import fits_decode
-from hadal.policy.decode_balance import SLACK, SLACK_MAX, Arrival, Sent, place, place_by_counts, with_sent
+from hadal.policy.decode_balance import (
+    SLACK,
+    SLACK_MAX,
+    Arrival,
+    Sent,
+    place,
+    place_by_counts,
+    place_in_turn,
+    with_sent,
+)
 from hadal.policy.views import DecodeRanksView
 from tests.fresh import fresh
 
@@ -238,3 +247,11 @@ def test_by_counts_the_fewest_requests_win_and_the_lowest_rank_of_equals() -> No
     assert place_by_counts(ranks, [ask(101), ask(1)], preempts=False) == []  # Nobody is overtaken.
     assert place_by_counts(unit((0, 8), (0, 8)), [ask(1)], preempts=True) == []
     assert place_by_counts(replace(ranks, ranks=np.array([4, 5, 9])), [ask(1)], preempts=True) == [4]
+
+
+def test_in_turn_ranks_follow_each_other_whatever_they_hold() -> None:
+    ranks = unit((90, 1), (10, 2), (0, 1))
+    assert place_in_turn(ranks, [ask(1)] * 5, turn=7, preempts=False) == [1, 2, 0, 1, 2]
+    assert place_in_turn(ranks, [ask(20), ask(1)], turn=0, preempts=False) == [1, 2]  # It does not fit on the first.
+    assert place_in_turn(ranks, [ask(101), ask(1)], turn=0, preempts=False) == []  # Nobody is overtaken.
+    assert place_in_turn(replace(ranks, ranks=np.array([4, 5, 9])), [ask(1)], turn=2, preempts=True) == [9]

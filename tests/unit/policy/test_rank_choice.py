@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.policy.rank_choice import choose_prefill_rank
+from hadal.policy.rank_choice import choose_prefill_rank, rank_in_turn
 from hadal.policy.views import PrefillRankView, PromptView
 
 PROMPT = PromptView(100, 2)
@@ -25,3 +25,10 @@ def test_a_rank_that_has_some_of_it_takes_it_unless_it_has_too_much_else() -> No
     assert choose_prefill_rank([prefill(0, work=80.0, blocks=1), prefill(1, blocks=1)], PROMPT, there) == 0
     both = {0: PromptView(36, 2, 64, num_loading=1), 1: PromptView(36, 1, 64)}
     assert choose_prefill_rank([prefill(0), prefill(1)], PROMPT, both) == 1, "nothing has to be read there"
+
+
+def test_in_turn_a_prompt_waits_for_its_rank_alone() -> None:
+    ranks = [prefill(3, work=9.0), prefill(5), prefill(6, blocks=1)]
+    assert [rank_in_turn(ranks, PROMPT, number) for number in range(5)] == [3, 5, None, 3, 5]
+    assert rank_in_turn([prefill(0, tokens=0)], PROMPT, 0) is None
+    assert rank_in_turn([prefill(0, starts=0)], PROMPT, 0) is None

@@ -155,6 +155,12 @@ def test_balance_is_told_smoothed_and_by_step() -> None:
     assert 0.5 < load.balance["kv"] < 1.0
 
 
+def test_in_turn_requests_go_to_the_next_rank_whatever_left() -> None:
+    unit = leader(request_balance="turns")
+    up(unit)
+    assert [seat(unit, name, prompt=length) for name, length in zip("abc", (200, 10, 10), strict=True)] == [0, 1, 0]
+
+
 def test_by_counts_alone_requests_take_turns() -> None:
     unit = leader(request_balance="off")
     up(unit)

@@ -45,7 +45,9 @@ def plans_of(effects: Any) -> list[tuple[PrefillPlan, ...]]:
     return [effect.plans for effect in of(effects, Execute)]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("overlap", "balance"), [("auto", "auto"), ("prefill_dual", "auto"), ("auto", "off")])
+@pytest.mark.parametrize(
+    ("overlap", "balance"), [("auto", "auto"), ("prefill_dual", "auto"), ("auto", "off"), ("auto", "turns")]
+)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_prompt_is_prefilled_once_whatever_the_ranks_do(seed: int, overlap: str, balance: str) -> None:
     print("seed", seed)
@@ -82,6 +84,17 @@ def test_by_token_budgets_prompts_start_where_there_is_less_to_do() -> None:
     answers = [(m.token.request_id, m.lease and m.lease.source) for m in sent(effects, PrefillDone)]
     assert answers == [("c", "p1"), ("d", "p1")]
     assert unit.audit() == []
+
+
+def test_in_turn_a_prompt_is_its_ranks_however_much_that_has_to_do() -> None:
+    unit = leader(request_balance="turns")
+    up(unit)
+    assert len(plans_of(unit.handle(0.0, prefill("a", 300)))) == 2
+    for name in "bcd":
+        unit.handle(0.0, prefill(name, 10))
+    ((first, second),) = plans_of(unit.handle(0.1, done(0, {})))
+    assert [chunk.request_id for chunk in first.chunks] == ["a"], "c has to wait behind a"
+    assert [chunk.request_id for chunk in second.chunks] == ["b", "d"]
 
 
 def test_a_lost_rank_gives_back_its_prompts_and_leases_and_survivors_plan_again() -> None:

@@ -1,0 +1,179 @@
+"""What is simulated, as one frozen value: hardware, prices, load, units, balancers, cache and fleet.
+
+Every field can be changed, by a TOML file or one by one; nothing that comes out is among them. The default is the day
+that DeepSeek published (DeepSeek-V3/R1 inference overview): its units, its load and its price for a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hadal.core.balance import AUTO, NO_MOVES, OFF, TURNS
+from hadal.core.config import CacheConfig, Deployment, FleetConfig, LimitsConfig, UnitsConfig
+from hadal.perf.hardware import hardware_named
+from hadal.perf.step import MTP_ACCEPT, StepModel
+from hadal.policy.eviction import Arc, Lru
+from hadal.policy.scaling import RoleRules, ScalingRules
+from hadal.sim.cache_day import BUDGET_BYTES
+from hadal.sim.sessions import WorkloadParams
+from hadal.stats.prices import PriceBook, micro_usd, price_list
+
+PB = 1e15
+CACHE_POLICIES: dict[str, type[Arc | Lru]] = {"arc": Arc, "lru": Lru}
+_NUM_MAX = 1_000_000
+"""Of requests at once: a day has peaks of a hundred thousand and more."""
+
+
+@dataclass(frozen=True)
+class UnitsStudy:
+    """Units of one role, and how the fleet holds them."""
+
+    ranks: int
+    redundant_experts: int
+    """Replicas beyond the experts."""
+    max_requests: int
+    """Of a rank."""
+    bundle: int
+    """Units of a bundle; 0 for both roles: each role grows by itself."""
+    extra: int
+    """Units beside the bundles, always there."""
+    units_min: int
+    units_max: int
+    use: float
+    """How busy a unit may be on average."""
+    request_balance: str = AUTO
+    """auto, no_moves (decode), off, or turns: each request to the next rank."""
+    expert_balance: str = AUTO
+    """auto: replicas where loads ask for them. off: spread without looking."""
+
+
+@dataclass(frozen=True)
+class CacheStudy:
+    """The KV cache on disk, which the whole fleet shares."""
+
+    disk_pb: float = BUDGET_BYTES / PB
+    policy: str = "arc"
+    """arc or lru."""
+    sample: float = 8000.0
+    """One session in so many meets a cache that is as much smaller."""
+
+
+@dataclass(frozen=True)
+class FleetStudy:
+    """How units come and go."""
+
+    nodes_max: int = 500
+    start_s: float = 600.0
+    """From a decision until a unit works: nodes are freed by other work, weights are read."""
+    start_spread: float = 0.1
+    """Of that: uniform, plus or minus."""
+    start_fail_share: float = 0.0
+    hold_s: float = 1800.0
+    """A unit is given up if it was not needed for so long, and will not be."""
+    hours_between_failures: float = 0.0
+    """Of one node; 0: nodes do not fail."""
+    noise: float = 0.02
+    """Standard deviation of a minute's arrivals beside the day's shape."""
+
+
+@dataclass(frozen=True)
+class WindowStudy:
+    """The part of every hour in which every request is one."""
+
+    seconds: float = 10.0
+    """Measured."""
+    settle_s: float = 5.0
+    """Before that: what runs already finds its place."""
+    back_s: float = 3600.0
+    """Sittings that began no longer ago are there."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """All of it. Raises ValueError at birth for what cannot be."""
+
+    name: str = "deepseek-day"
+    hardware: str = "h800"
+    gpu_hour_usd: float = 2.0
+    prices: str = "deepseek-reasoner-flat"
+    """A list's name, or HIT/MISS/OUT in dollars per million tokens."""
+    tpot_ms: float = 50.0
+    """Promised per output token; 20 tokens/s is the least of what was published."""
+    chunk_tokens: int = 16_384
+    """Of a rank in a prefill step."""
+    mtp_tokens: int = 1
+    """Drafts that a decode step verifies. Not published; DeepSeek's profile of decode shows one."""
+    mtp_accept: float = MTP_ACCEPT
+    seed: int = 1
+    prefill: UnitsStudy = UnitsStudy(32, 32, 64, bundle=3, extra=2, units_min=5, units_max=60, use=0.6)
+    decode: UnitsStudy = UnitsStudy(144, 32, 160, bundle=1, extra=0, units_min=1, units_max=16, use=1.0)
+    workload: WorkloadParams = field(default_factory=WorkloadParams)
+    cache: CacheStudy = field(default_factory=CacheStudy)
+    fleet: FleetStudy = field(default_factory=FleetStudy)
+    window: WindowStudy = field(default_factory=WindowStudy)
+
+    def __post_init__(self) -> None:
+        hardware_named(self.hardware)
+        price_list(self.prices)
+        micro_usd(self.gpu_hour_usd)
+        if self.cache.policy not in CACHE_POLICIES:
+            raise ValueError(f"cache.policy is {self.cache.policy!r}; known are {', '.join(CACHE_POLICIES)}.")
+        for role, units in (("prefill", self.prefill), ("decode", self.decode)):
+            known = (AUTO, OFF, TURNS) if role == "prefill" else (AUTO, NO_MOVES, OFF, TURNS)
+            if units.request_balance not in known or units.expert_balance not in (AUTO, OFF):
+                raise ValueError(
+                    f"{role}: request_balance is {units.request_balance!r}, of {', '.join(known)}; expert_balance is "
+                    f"{units.expert_balance!r}, of {AUTO}, {OFF}."
+                )
+        if self.cache.disk_pb < 0 or self.cache.sample < 1 or self.tpot_ms <= 0 or self.window.seconds < 0:
+            raise ValueError("cache.disk_pb, window.seconds >= 0, cache.sample >= 1 and tpot_ms > 0 are needed.")
+        if self.mtp_tokens < 0 or not 0 <= self.mtp_accept <= 1 or self.chunk_tokens < 1:
+            raise ValueError("mtp_tokens >= 0, mtp_accept of [0, 1] and chunk_tokens >= 1 are needed.")
+        self.rules()
+
+    def units_of(self, role: str) -> UnitsStudy:
+        """The units of "prefill" or "decode"."""
+        return self.prefill if role == "prefill" else self.decode
+
+    def rules(self) -> ScalingRules:
+        """As the fleet is told. Raises ValueError for rules that no fleet can keep."""
+        gpus = hardware_named(self.hardware).gpus_per_node
+
+        def role(units: UnitsStudy) -> RoleRules:
+            return RoleRules(
+                -(-units.ranks // gpus), units.use, units.units_min, units.units_max, units.bundle, units.extra
+            )
+
+        return ScalingRules(
+            role(self.prefill), role(self.decode), self.fleet.nodes_max, start_s=self.fleet.start_s,
+            hold_s=self.fleet.hold_s,
+        )  # fmt: skip
+
+    def step_model(self, role: str, placed: float) -> StepModel:
+        """Of a unit; `placed`: what its expert balancer leaves of imbalance over a run, maximum over mean."""
+        units = self.units_of(role)
+        return StepModel(
+            units.ranks, hardware_named(self.hardware), num_redundant=units.redundant_experts, placed=placed
+        )
+
+    def deployment(self, num_prefill: int, num_decode: int) -> Deployment:
+        """So many units, as they would be configured to serve."""
+
+        def units(count: int, study: UnitsStudy) -> UnitsConfig:
+            return UnitsConfig(
+                count, ranks=study.ranks, ranks_per_node=hardware_named(self.hardware).gpus_per_node,
+                redundant_experts=study.redundant_experts, request_balance=study.request_balance,
+                expert_balance=study.expert_balance, max_requests=study.max_requests, max_waiting=_NUM_MAX,
+            )  # fmt: skip
+
+        return Deployment(
+            prefill=units(num_prefill, self.prefill), decode=units(num_decode, self.decode),
+            limits=LimitsConfig(max_running=_NUM_MAX, max_queued=_NUM_MAX),
+            cache=CacheConfig(memory=OFF, folder="disk" if self.cache.disk_pb else ""),
+            fleet=FleetConfig(start_s=self.fleet.start_s, hold_s=self.fleet.hold_s),
+            chunk_tokens=self.chunk_tokens, early_pull=OFF,
+        )  # fmt: skip
+
+    def price_book(self) -> PriceBook:
+        """Of what is sold."""
+        return PriceBook(price_list(self.prices))
