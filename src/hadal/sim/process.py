@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from hadal.core.plans import KvPulled, StepDone
+from hadal.core.plans import BlocksLoaded, BlocksStored, KvPulled, StepDone
 from hadal.core.seams import (
     MAX_STEPS_IN_FLIGHT,
     Deliver,
@@ -18,13 +18,19 @@ from hadal.core.seams import (
     Event,
     Execute,
     Freed,
+    LoadBlocks,
     Pull,
     Send,
+    StoreBlocks,
     Tick,
+    UsedBlocks,
     WakeAt,
 )
 from hadal.core.wire import AnyMessage
 from hadal.sim.clock import SimClock
+
+DiskAnswer = tuple[float, BlocksLoaded | BlocksStored]
+"""How long a read or write takes, and what comes of it."""
 
 
 class Role(Protocol):
@@ -42,12 +48,13 @@ class UnitRunner(Protocol):
 
 
 class Process:
-    """One role at work. `send(to, message)` puts a message on the wire; `pull(effect)` says how long a copy takes."""
+    """One role at work. `send(to, message)` puts a message on the wire; `pull_s(effect)` says how long a copy takes."""
 
     def __init__(
         self, name: str, role: Role, clock: SimClock, send: Callable[[str, AnyMessage], None], *,
         look_s: float = 0.0, runner: UnitRunner | None = None, pull_s: Callable[[Pull], float] | None = None,
         deliver: Callable[[Deliver], None] | None = None,
+        disk: Callable[[LoadBlocks | StoreBlocks], DiskAnswer] | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.role = role
@@ -59,6 +66,7 @@ class Process:
         self._runner = runner
         self._pull_s = pull_s
         self._deliver = deliver
+        self._disk = disk
         self._mail: list[Event] = []
         self._plans: deque[Any] = deque()
         self._wake_number = 0
@@ -101,8 +109,12 @@ class Process:
             elif isinstance(effect, WakeAt):
                 self._wake_number += 1
                 self._clock.at(effect.time_s, lambda number=self._wake_number: self._wake(number))  # type: ignore[misc]
+            elif isinstance(effect, LoadBlocks | StoreBlocks):
+                assert self._disk is not None, f"{self.name} has no disk"
+                delay_s, answer = self._disk(effect)
+                self._clock.after(delay_s, lambda event=answer: self.post(event))  # type: ignore[misc]
             else:
-                assert isinstance(effect, Freed), f"{self.name} asks for {type(effect).__name__}"
+                assert isinstance(effect, Freed | UsedBlocks), f"{self.name} asks for {type(effect).__name__}"
 
     def _run(self) -> None:
         assert self._runner is not None, f"{self.name} has no runner"

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.plans import Chunk, DecodePlan, PrefillPlan, StepDone
+from hadal.core.plans import Chunk, DecodePlan, OpTime, PrefillPlan, StepDone
 from hadal.overlap.plan import SCHEDULES
 from hadal.overlap.split import num_pairs_of
 from hadal.perf.layer import MicroBatch
@@ -37,10 +37,32 @@ OutputTokens = Callable[[int], int]
 """Number of a request (`Sampling.seed`) -> how long its output becomes."""
 
 
+class StepWork(NamedTuple):
+    """What a step did, for whoever adds up (sim/world_seen)."""
+
+    tokens: int
+    """Prefill: computed. Decode: requests, a token each."""
+    positions: int
+    """Prefill: (token, position that it attends to) pairs. Decode: positions in the cache, the new one among them."""
+    texts: int
+    """Prefill: chunks. Decode: requests."""
+    most_tokens: int
+    """Of a rank."""
+    most_positions: int
+    imbalance: float
+    """Of experts, the mean of the micro-batches."""
+    num_micro_batches: int
+
+
+NO_WORK = StepWork(0, 0, 0, 0, 0, 1.0, 1)
+
+
 class PrefillRunner:
     """Executes a prefill unit's steps."""
 
     def __init__(self, model: StepModel, output_tokens: OutputTokens) -> None:
+        self.work = NO_WORK
+        """Of the last step."""
         self._model = model
         self._output_tokens = output_tokens
         # How much heavier a token's projections are than one position that it attends to: which rank is the slowest.
@@ -53,7 +75,9 @@ class PrefillRunner:
             halves.append([plan.second for plan in plans])
         chunks = list(chain.from_iterable(chain(plan.chunks, plan.second) for plan in plans))
         drawn = [(key, chunk, chunk.sampling) for key, chunk in enumerate(chunks) if chunk.sampling is not None]
-        batches = [self._micro_batch(half) for half in halves]
+        works = [_works_of(half) for half in halves]
+        batches = [self._micro_batch(half) for half in works]
+        self.work = _work_of(works, batches)
         schedule = SCHEDULES[plans[0].schedule]
         price = self._model.price_works(PREFILL, schedule, batches, num_rows=len(drawn) / len(plans))
         tokens = tuple(
@@ -63,18 +87,33 @@ class PrefillRunner:
         keys = tuple(key for key, _, _ in drawn)
         return StepDone(plans[0].step_id, keys, tokens, {}, price.seconds, op_times=price.op_times())
 
-    def _micro_batch(self, rank_to_chunks: Sequence[Sequence[Chunk]]) -> MicroBatch:
-        works = [
-            (sum(len(c.tokens) for c in chunks), sum(num_pairs_of(c.start, len(c.tokens)) for c in chunks),
-             sum(c.start + len(c.tokens) for c in chunks), len(chunks))
-            for chunks in rank_to_chunks
-        ]  # fmt: skip
+    def _micro_batch(self, works: Sequence[_RankWork]) -> MicroBatch:
         slowest = max(works, key=lambda work: work[1] + self._pairs_token * work[0])
         num_tokens = sum(work[0] for work in works)
         mean_tokens = num_tokens / len(works)
         num_texts = sum(work[3] for work in works)
         imbalance = self._model.expected_imbalance(PREFILL, mean_tokens, num_tokens / num_texts) if num_texts else 1.0
         return MicroBatch(*slowest[:3], mean_tokens, imbalance)
+
+
+_RankWork = tuple[int, int, int, int]
+"""Of a rank in a micro-batch: tokens, (token, position) pairs, positions that are read, chunks."""
+
+
+def _works_of(rank_to_chunks: Sequence[Sequence[Chunk]]) -> list[_RankWork]:
+    return [
+        (sum(len(c.tokens) for c in chunks), sum(num_pairs_of(c.start, len(c.tokens)) for c in chunks),
+         sum(c.start + len(c.tokens) for c in chunks), len(chunks))
+        for chunks in rank_to_chunks
+    ]  # fmt: skip
+
+
+def _work_of(halves: Sequence[Sequence[_RankWork]], batches: Sequence[MicroBatch]) -> StepWork:
+    tokens, pairs = ([sum(half[rank][of] for half in halves) for rank in range(len(halves[0]))] for of in (0, 1))
+    return StepWork(
+        sum(tokens), sum(pairs), sum(work[3] for half in halves for work in half), max(tokens), max(pairs),
+        sum(batch.expert_imbalance for batch in batches) / len(batches), len(batches),
+    )  # fmt: skip
 
 
 class DecodeRunner:
@@ -88,6 +127,8 @@ class DecodeRunner:
         self, model: StepModel, num_slots: int, output_tokens: OutputTokens, *, mtp_tokens: int = 0,
         mtp_accept: float = 0.0,
     ) -> None:  # fmt: skip
+        self.work = NO_WORK
+        """Of the last step."""
         self._model = model
         self._num_slots = num_slots
         self._output_tokens = output_tokens
@@ -110,14 +151,29 @@ class DecodeRunner:
         self._length[slots] += 1
         self._left[slots] -= 1
         tokens = np.where(self._left[slots] <= 0, STOP_ID, WORD_ID)
+        batches = self._micro_batches(plans)
+        self._note(slots, batches)
         price = self._model.price_works(
-            DECODE, SCHEDULES[plans[0].schedule], self._micro_batches(plans),
+            DECODE, SCHEDULES[plans[0].schedule], batches,
             num_rows=slots.size * (1 + self._mtp_tokens) / len(plans), mtp_tokens=self._mtp_tokens,
         )  # fmt: skip
         # Arrays, where a rank's process sends tuples: nothing but lengths and elements is asked of them.
         keys, values = cast("tuple[int, ...]", slots), cast("tuple[int, ...]", tokens)
-        elapsed_s = price.seconds / self._tokens_step
-        return StepDone(plans[0].step_id, keys, values, {}, elapsed_s, op_times=price.op_times())
+        # All of it by that part, or the leader would take its ops for longer than its step.
+        part = 1.0 / self._tokens_step
+        op_times = price.op_times()
+        if self._mtp_tokens:
+            op_times = tuple(OpTime(time.op, time.count, time.seconds * part) for time in op_times)
+        return StepDone(plans[0].step_id, keys, values, {}, price.seconds * part, op_times=op_times)
+
+    def _note(self, slots: Ints, batches: Sequence[MicroBatch]) -> None:
+        lengths, ranks = self._length[slots], slots // self._num_slots
+        requests_R = np.bincount(ranks, minlength=self._model.num_ranks)
+        positions_R = np.bincount(ranks, lengths, minlength=self._model.num_ranks)
+        self.work = StepWork(
+            slots.size, int(lengths.sum()), slots.size, int(requests_R.max()), int(positions_R.max()),
+            sum(batch.expert_imbalance for batch in batches) / len(batches), len(batches),
+        )  # fmt: skip
 
     def _change(self, first: int, plan: DecodePlan) -> None:
         for slot in plan.leaves:

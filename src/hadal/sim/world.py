@@ -1,25 +1,24 @@
 """A fleet at work in simulated time: one front, units of many ranks, all of them the roles that serve, priced steps.
 
     requests -> front <-> prefill-0 .. decode-0 ..      every arrow a wire with a delay; KV over the ranks' NICs
+                             |  ^
+                             v  |  disk (sim/world_disk): what it has of each prompt is told beforehand
 
 The same requests, deployment and models make the same run. What is simulated is what costs time: steps (sim/runners),
-messages, KV on its way. Text is not: a prompt is a range of its length, and tokens are counted where they would be
-delivered. There are no faults here, and no disk.
+messages, KV on its way, reads and writes of the disk. Text is not: a prompt is a range of its length, a block is named
+by its place (sim/world_requests), and tokens are counted where they would be delivered.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hadal.core.balance import OFF
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, units_of
-from hadal.core.messages import BLOCK_TOKENS, Generation, Submit
-from hadal.core.plans import Sampling
-from hadal.core.seams import Deliver, Pull, RankReset
+from hadal.core.messages import BLOCK_TOKENS, Submit
+from hadal.core.plans import BlocksLoaded, BlocksStored
+from hadal.core.seams import Deliver, LoadBlocks, Pull, RankReset, StoreBlocks
 from hadal.core.wire import AnyMessage
 from hadal.perf.shapes import kv_bytes_per_token
 from hadal.perf.step import StepModel
@@ -28,62 +27,26 @@ from hadal.roles.front import Front
 from hadal.roles.prefill import PrefillLeader
 from hadal.sim.clock import SimClock
 from hadal.sim.process import Process, Role
-from hadal.sim.runners import STOP_ID, DecodeRunner, PrefillRunner
+from hadal.sim.world_disk import DiskSpeed, WorldDisk
+from hadal.sim.world_requests import Requests
+from hadal.sim.world_seen import Reading, WorldLog, nothing_seen, read
+from hadal.sim.world_units import LoggedRunner, decode_leader, kv_blocks, prefill_leader, runner_of
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-HBM_SHARE = 0.9
-"""Of a GPU's memory for weights and KV; the rest is activations and communication buffers."""
-
-
-@dataclass(frozen=True)
-class Requests:
-    """What users ask for, in the order of arrival."""
-
-    arrival_s: Floats
-    tokens_in: Ints
-    tokens_out: Ints
-    """At which length the model draws its stop id."""
-
-    def __post_init__(self) -> None:
-        if not len(self.arrival_s) == len(self.tokens_in) == len(self.tokens_out):
-            raise ValueError("requests need as many arrivals as lengths.")
-        if (np.diff(self.arrival_s) < 0).any() or (np.concatenate([self.tokens_in, self.tokens_out]) < 1).any():
-            raise ValueError("requests must come in the order of arrival, with at least one token in and out.")
-
-    def __len__(self) -> int:
-        return len(self.arrival_s)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What became of the requests, by request; NaN: it did not come to that."""
-
-    first_token_s: Floats
-    end_s: Floats
-    is_failed: NDArray[np.bool_]
-
-
-def kv_blocks(model: StepModel) -> int:
-    """Blocks of a rank's KV pool: what its memory has beside the weights. Raises ValueError if that is nothing."""
-    free_bytes = HBM_SHARE * model.hardware.hbm_bytes - model.hbm_bytes(0)
-    num_blocks = int(free_bytes // (BLOCK_TOKENS * kv_bytes_per_token(model.model)))
-    if num_blocks < 2:
-        raise ValueError(f"{model.hardware.name} has no memory left for KV with {model.num_slots} experts on a rank.")
-    return num_blocks
+__all__ = ["FleetWorld", "Requests", "kv_blocks"]
 
 
 class FleetWorld:
     """One run. `models`: by role, whose ranks must be the deployment's. `max_context`: longest prompt and output.
 
     `wire_s`: a message's way. `look_s`: how long a process collects what arrives. `mtp_tokens`, `mtp_accept`: drafts in
-    decode (sim/runners).
+    decode (sim/runners). `disk`: of the cache that `Requests.tokens_cached` tells of; `stores`: what is computed and
+    generated is written to it. `sample_s`: how often KV use is looked at; 0: never.
     """
 
     def __init__(
-        self, config: Deployment, models: dict[str, StepModel], requests: Requests, *, max_context: int = 65_536,
+        self, config: Deployment, models: Mapping[str, StepModel], requests: Requests, *, max_context: int = 65_536,
         wire_s: float = 0.0005, look_s: float = 0.005, mtp_tokens: int = 0, mtp_accept: float = 0.0,
+        disk: DiskSpeed | None = None, stores: bool = False, sample_s: float = 0.0,
     ) -> None:  # fmt: skip
         for role in ROLES:
             if models[role].num_ranks != units_of(config, role).ranks:
@@ -91,14 +54,20 @@ class FleetWorld:
         self.clock = SimClock()
         self.requests = requests
         self.processes: dict[str, Process] = {}
-        size = len(requests)
-        self.seen = Seen(np.full(size, np.nan), np.full(size, np.nan), np.zeros(size, np.bool_))
+        self.seen = nothing_seen(len(requests))
+        self.log = WorldLog()
         self._config = config
         self._models = models
         self._max_context = max_context
         self._wire_s = wire_s
         self._look_s = look_s
         self._drafts = mtp_tokens, mtp_accept
+        self._stores = stores
+        self._sample_s = sample_s
+        self._token_bytes = kv_bytes_per_token(models[DECODE].model)
+        self.disk = WorldDisk(
+            requests.tokens_cached // BLOCK_TOKENS, BLOCK_TOKENS * self._token_bytes, disk or DiskSpeed()
+        )  # fmt: skip
         self._nic_free_s: dict[tuple[str, int], float] = {}
         """When a rank's NIC is done with what it pulls."""
         self._next = 0
@@ -107,12 +76,23 @@ class FleetWorld:
         for role in ROLES:
             for index in range(units_of(config, role).units):
                 self._start_unit(f"{role}-{index}", role)
-        if size:
+        if len(requests):
             self.clock.at(float(requests.arrival_s[0]), self._submit)
+        if sample_s:
+            self.clock.after(sample_s, self._sample)
 
     def run(self, until_s: float) -> None:
         """Let time pass."""
         self.clock.run(until_s)
+
+    def read(self, begin_s: float, end_s: float) -> Reading:
+        """What happened in [begin_s, end_s), of what has happened so far."""
+        requests, config = self.requests, self._config
+        return read(
+            begin_s, end_s, self.log, self.seen, requests.arrival_s, requests.tokens_in, requests.is_running,
+            {role: units_of(config, role).units for role in ROLES},
+            {role: units_of(config, role).ranks for role in ROLES},
+        )  # fmt: skip
 
     def check(self) -> list[str]:
         """Problems of all ledgers; empty when everything adds up."""
@@ -123,43 +103,33 @@ class FleetWorld:
         return problems
 
     # ---- processes ----
-    def _start(self, name: str, role: Role, runner: PrefillRunner | DecodeRunner | None = None) -> Process:
+    def _start(self, name: str, role: Role, runner: LoggedRunner | None = None) -> Process:
         process = self.processes[name] = Process(
             name, role, self.clock, self._send, look_s=self._look_s, runner=runner, deliver=self._deliver,
-            pull_s=lambda effect: self._pull_s(name, effect),
+            pull_s=lambda effect: self._pull_s(name, effect), disk=lambda effect: self._disk(name, effect),
         )  # fmt: skip
         process.start()
         return process
 
     def _start_unit(self, name: str, role: str) -> None:
-        units, config, model = units_of(self._config, role), self._config, self._models[role]
-        num_blocks, num_layers = kv_blocks(model), model.model.num_hidden_layers
+        config, model, epoch = self._config, self._models[role], f"{name}-epoch"
         leader: PrefillLeader | DecodeLeader
-        runner: PrefillRunner | DecodeRunner
         if role == PREFILL:
-            leader = PrefillLeader(
-                name, f"{name}-epoch", "", num_blocks, chunk_tokens=config.chunk_tokens,
-                num_requests_max=units.max_requests, num_waiting_max=units.max_waiting, lease_s=config.lease_s,
-                heartbeat_s=config.heartbeat_s, num_ranks=units.ranks, overlap=units.overlap,
-                min_split_tokens=units.min_split_tokens, num_layers=num_layers, num_moe_layers=model.num_moe_layers,
-                request_balance=units.request_balance, keeps_blocks=config.cache.memory != OFF,
-                early_pull=config.early_pull,
-            )  # fmt: skip
-            runner = PrefillRunner(model, self._output_tokens)
+            leader = prefill_leader(name, epoch, config, model, self.disk.view(), stores=self._stores)
         else:
-            leader = DecodeLeader(
-                name, f"{name}-epoch", num_blocks, num_slots=units.max_requests, num_waiting_max=units.max_waiting,
-                max_context=self._max_context, heartbeat_s=config.heartbeat_s, num_ranks=units.ranks,
-                overlap=units.overlap, min_split_tokens=units.min_split_tokens, num_layers=num_layers,
-                num_moe_layers=model.num_moe_layers, request_balance=units.request_balance, lease_s=config.lease_s,
-            )  # fmt: skip
-            runner = DecodeRunner(
-                model, units.max_requests, self._output_tokens, mtp_tokens=self._drafts[0], mtp_accept=self._drafts[1]
-            )
-        process = self._start(name, leader, runner)
-        ranks = tuple(range(units.ranks))
-        pools = tuple(f"{name}.{rank}" for rank in ranks)
-        process.handle(RankReset((), ranks, pools, generation=1))
+            leader = decode_leader(name, epoch, config, model, self._max_context, stores=self._stores)
+        runner = runner_of(role, model, config, self._output_tokens, self._drafts)
+        process = self._start(name, leader, LoggedRunner(name, role, runner, self.clock, self.log))
+        ranks = tuple(range(units_of(config, role).ranks))
+        process.handle(RankReset((), ranks, tuple(f"{name}.{rank}" for rank in ranks), generation=1))
+
+    def _sample(self) -> None:
+        """Note how full the ranks of decode units are."""
+        for name, process in self.processes.items():
+            if isinstance(process.role, DecodeLeader):
+                pools = process.role.blocks
+                self.log.kv.append((self.clock.now(), name, pools.num_used_R / pools.num_blocks_rank))
+        self.clock.after(self._sample_s, self._sample)
 
     # ---- wires ----
     def _send(self, to: str, message: AnyMessage) -> None:
@@ -169,12 +139,23 @@ class FleetWorld:
 
     def _pull_s(self, name: str, effect: Pull) -> float:
         """Until a copy has arrived: one behind the other over the NIC of the rank that pulls."""
-        model = self._models[DECODE]
-        num_bytes = effect.lease.num_tokens * kv_bytes_per_token(model.model)
+        num_bytes = effect.lease.num_tokens * self._token_bytes
         now_s, key = self.clock.now(), (name, effect.rank)
-        free_s = max(self._nic_free_s.get(key, 0.0), now_s) + num_bytes / model.hardware.nic_bytes_per_s
+        free_s = max(self._nic_free_s.get(key, 0.0), now_s) + num_bytes / self._models[DECODE].hardware.nic_bytes_per_s
         self._nic_free_s[key] = free_s
         return free_s - now_s + self._wire_s
+
+    def _disk(self, unit: str, effect: LoadBlocks | StoreBlocks) -> tuple[float, BlocksLoaded | BlocksStored]:
+        """Until a read or write of a unit's rank is done, and what comes of it."""
+        now_s = self.clock.now()
+        if isinstance(effect, StoreBlocks):
+            end_s, stored = self.disk.store(now_s, unit, effect)
+            self.log.writes.append((now_s, end_s, len(effect.block_ids) * BLOCK_TOKENS))
+            return end_s - now_s, stored
+        begin_s, end_s, loaded = self.disk.load(now_s, unit, effect)
+        num_tokens = len(effect.into) * BLOCK_TOKENS
+        self.log.reads.append((now_s, begin_s, end_s, num_tokens, loaded.num_loaded * BLOCK_TOKENS))
+        return end_s - now_s, loaded
 
     # ---- requests ----
     def _output_tokens(self, number: int) -> int:
@@ -183,11 +164,10 @@ class FleetWorld:
     def _submit(self) -> None:
         number, requests = self._next, self.requests
         self._next += 1
-        prompt = cast("tuple[int, ...]", range(int(requests.tokens_in[number])))
-        most = self._max_context - len(prompt)
-        self.processes["front"].handle(Submit(Generation(
-            str(number), prompt, (), max(most, 1), (STOP_ID,), 0, Sampling(seed=number), 0
-        )))  # fmt: skip
+        # Names of what can be read, and of what can be written.
+        num_tokens = requests.tokens_in[number] if self._stores else requests.tokens_cached[number]
+        generation = requests.generation(number, self._max_context, int(num_tokens) // BLOCK_TOKENS)
+        self.processes["front"].handle(Submit(generation))
         if self._next < len(requests):
             self.clock.at(float(requests.arrival_s[self._next]), self._submit)
 
@@ -195,7 +175,7 @@ class FleetWorld:
         number, now_s = int(deliver.request_id), self.clock.now()
         if deliver.tokens and np.isnan(self.seen.first_token_s[number]):
             self.seen.first_token_s[number] = now_s
+            self.seen.tokens_hit[number] = deliver.num_cached
         if deliver.final:
             self.seen.end_s[number] = now_s
             self.seen.is_failed[number] = deliver.error is not None
-

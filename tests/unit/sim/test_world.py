@@ -14,6 +14,7 @@ from hadal.perf.hardware import HARDWARE
 from hadal.perf.step import StepModel
 from hadal.roles.decode import DecodeLeader
 from hadal.sim.world import FleetWorld, Requests, kv_blocks
+from hadal.sim.world_disk import DiskSpeed
 
 
 def deployment(*, early_pull: str = "off", **limits: int) -> Deployment:
@@ -136,3 +137,70 @@ def test_what_cannot_be_is_said() -> None:
         Requests(np.array([1.0, 0.5]), np.ones(2, np.int64), np.ones(2, np.int64))
     with pytest.raises(ValueError, match="the decode model has 8 ranks"):
         FleetWorld(deployment(), {"prefill": StepModel(8), "decode": StepModel(8)}, requests(1, 1, 1.0))
+
+
+# ---- what the disk has ----
+def cached(asked: Requests, share: float) -> Requests:
+    return dataclasses.replace(asked, tokens_cached=(asked.tokens_in * share).astype(np.int64) // 64 * 64)
+
+
+def test_what_is_on_disk_is_read_and_not_computed() -> None:
+    asked = cached(requests(7, 300, 100.0), 0.6)
+    made = world(asked, deployment_off())
+    made.run(300.0)
+    usable = np.minimum(asked.tokens_cached, (asked.tokens_in - 1) // 64 * 64)
+    assert np.array_equal(made.seen.tokens_hit, usable), "a prompt's last position is always computed"
+    seen = made.read(0.0, 300.0)
+    assert seen.tokens_hit == seen.disk_tokens == made.front.totals.tokens_hit == usable.sum()
+    assert seen.prefill.tokens == pytest.approx((asked.tokens_in - usable).sum())
+    assert seen.tokens_in == asked.tokens_in.sum()
+    assert seen.decode.tokens + seen.first_tokens == pytest.approx(
+        asked.tokens_out.sum(), rel=0.05
+    ), "and one more of each, for a stop id is noticed a plan late"
+    assert made.check() == []
+
+
+def deployment_off() -> Deployment:
+    """All that is on disk is read, whatever it costs."""
+    return dataclasses.replace(deployment(), cache=CacheConfig(memory=OFF, recompute=OFF))
+
+
+def test_a_read_takes_its_bytes_and_what_is_before_it() -> None:
+    asked = Requests(np.array([1.0]), np.array([6400]), np.array([2]), np.array([6336]))
+    slow = DiskSpeed(read_bytes_per_s=1e8)
+    fast, late = (world(asked, deployment_off(), disk=speed) for speed in (DiskSpeed(), slow))
+    for made in (fast, late):
+        made.run(60.0)
+    block_bytes = 64 * 70_272
+    assert late.log.reads[0][2] - late.log.reads[0][1] == pytest.approx(99 * block_bytes / 1e8)
+    waited_s = late.seen.first_token_s[0] - fast.seen.first_token_s[0]
+    assert waited_s == pytest.approx(99 * block_bytes * (1 / 1e8 - 1 / (40 * 2**30)), rel=1e-3)
+
+
+def test_a_disk_that_is_slower_than_computing_is_left_alone() -> None:
+    asked = cached(requests(8, 400, 100.0), 0.6)
+    config = deployment()
+    made = world(asked, config, disk=DiskSpeed(read_bytes_per_s=2e8, node_ranks=1))
+    made.run(300.0)
+    assert np.isfinite(made.seen.end_s).all()
+    assert not made.seen.is_failed.any()
+    assert made.seen.tokens_hit.sum() < 0.5 * asked.tokens_cached.sum()
+
+
+def test_what_is_computed_and_generated_is_written() -> None:
+    asked = cached(requests(9, 100, 50.0, tokens_out=300), 0.5)
+    made = world(asked, deployment_off(), stores=True)
+    made.run(300.0)
+    # The last token of an output has no KV.
+    full = (asked.tokens_in + asked.tokens_out - 1) // 64 * 64 - asked.tokens_cached
+    assert made.read(0.0, 300.0).disk_tokens_written == full.sum()
+    assert np.array_equal(made.disk.num_blocks, asked.tokens_in // 64), "prompts can be found from now on"
+    assert made.check() == []
+
+
+def test_how_full_ranks_are_is_sampled() -> None:
+    made = world(requests(1, 300, 200.0), sample_s=0.1)
+    made.run(2.0)
+    share = made.read(0.5, 2.0).kv_share
+    assert sorted(share) == ["decode-0", "decode-1"]
+    assert all(of_unit.shape == (16,) and 0.0 < of_unit.mean() < 0.2 for of_unit in share.values())

@@ -1,0 +1,160 @@
+"""The disk cache of a simulated world: which blocks it has, and what reading and writing them takes.
+
+    leader: find (View) -> LoadBlocks --> queue of the rank's node --> BlocksLoaded
+                           StoreBlocks -> queue of the rank's node --> BlocksStored, found from then on
+
+What there is is a number for each request: so many first blocks of it. A node's ranks share its storage NIC, one read
+behind the other, and writes beside the reads, for a link carries both ways at once. Nothing is read or written: a
+block's text is its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.cache import NAME_BYTES, Place, num_names, split
+from hadal.core.plans import BlocksLoaded, BlocksStored
+from hadal.core.seams import LoadBlocks, StoreBlocks
+from hadal.sim.world_requests import block_of
+
+Ints = NDArray[np.int64]
+
+GIB = 2**30
+_HERE = Place(0, 0)
+"""Of every block: nobody looks there."""
+
+
+@dataclass(frozen=True)
+class DiskSpeed:
+    """Of the storage network, by node. Raises ValueError for a speed that is none."""
+
+    read_bytes_per_s: float = 40.0 * GIB
+    """Peak of the KV cache's clients (3FS README), of a NIC of 400 Gb/s that only storage uses (arXiv 2505.09343)."""
+    write_bytes_per_s: float = 40.0 * GIB
+    """Taken to be the same: the NIC's other direction."""
+    latency_s: float = 0.0
+    """Of a read or write, beside its bytes; none was published."""
+    node_ranks: int = 8
+    """That share a NIC."""
+
+    def __post_init__(self) -> None:
+        if min(self.read_bytes_per_s, self.write_bytes_per_s) <= 0.0 or self.latency_s < 0.0 or self.node_ranks < 1:
+            raise ValueError(f"{self}: bytes/s and ranks of a node must be above 0, the latency not below.")
+
+
+class View:
+    """What a leader takes for what is on disk: has the methods of kv/disk_index.
+
+    `num_blocks`: by request, shared by all views. What a read did not find is not looked for again by this leader.
+    """
+
+    def __init__(self, num_blocks: Ints) -> None:
+        self._num_blocks = num_blocks
+        self._dropped: dict[int, int] = {}
+        """Request -> its first block that is gone."""
+
+    def __len__(self) -> int:
+        return 0  # Nobody counts them.
+
+    def __contains__(self, name: bytes) -> bool:
+        return self.find(name) is not None
+
+    def put(self, names: bytes, places: Sequence[Place | None]) -> None:
+        """These are on disk, where the blocks before them are, too: there is no telling that some in between are not.
+        """
+        for name, place in zip(split(names), places, strict=True):
+            known = self._known(name)
+            if place is None or known is None:
+                continue
+            number, index = known
+            if self._dropped.get(number) == index:
+                del self._dropped[number]
+            if self._num_blocks[number] == index:
+                self._num_blocks[number] = index + 1
+
+    def drop(self, names: bytes) -> None:
+        """These cannot be found any more."""
+        for name in split(names):
+            known = self._known(name)
+            if known is not None:
+                self._dropped[known[0]] = min(known[1], self._dropped.get(known[0], known[1]))
+
+    def find(self, name: bytes) -> Place | None:
+        """Where a block is."""
+        return _HERE if self._num_behind(name) else None
+
+    def num_found(self, chain: bytes) -> int:
+        """How many of the chain's first blocks are here, up to one that is not."""
+        return min(num_names(chain), self._num_behind(chain[:NAME_BYTES])) if chain else 0
+
+    def lookup(self, chain: bytes) -> tuple[Place, ...]:
+        """The places of the longest prefix of the chain that is here."""
+        return (_HERE,) * self.num_found(chain)
+
+    def _known(self, name: bytes) -> tuple[int, int] | None:
+        found = block_of(name)
+        return found if found is not None and found[0] < len(self._num_blocks) else None
+
+    def _num_behind(self, name: bytes) -> int:
+        """Blocks that are here from this one on."""
+        known = self._known(name)
+        if known is None:
+            return 0
+        num = int(self._num_blocks[known[0]])
+        return max(0, min(num, self._dropped.get(known[0], num)) - known[1])
+
+
+class NodeQueues:
+    """When the NICs of nodes are done with what they were asked for."""
+
+    def __init__(self, bytes_per_s: float, latency_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._latency_s = latency_s
+        self._free_s: dict[tuple[str, int], float] = {}
+
+    def ask(self, now_s: float, node: tuple[str, int], num_bytes: float) -> tuple[float, float]:
+        """When so many bytes begin to move, and when they are there."""
+        begin_s = max(now_s, self._free_s.get(node, 0.0))
+        self._free_s[node] = begin_s + num_bytes / self._bytes_per_s
+        return begin_s, self._free_s[node] + self._latency_s
+
+
+class WorldDisk:
+    """Reads and writes of all units. `block_bytes`: of all layers.
+
+    `loads`: asked for every read, how many of its blocks come: (now, unit, effect) -> blocks.
+    """
+
+    def __init__(
+        self, num_blocks: Ints, block_bytes: float, speed: DiskSpeed,
+        loads: Callable[[float, str, LoadBlocks], int] = lambda now_s, unit, effect: len(effect.into),
+    ) -> None:  # fmt: skip
+        self.num_blocks = num_blocks
+        """By request."""
+        self._block_bytes = block_bytes
+        self._node_ranks = speed.node_ranks
+        self._reads = NodeQueues(speed.read_bytes_per_s, speed.latency_s)
+        self._writes = NodeQueues(speed.write_bytes_per_s, speed.latency_s)
+        self._loads = loads
+
+    def view(self) -> View:
+        """Of one more leader."""
+        return View(self.num_blocks)
+
+    def load(self, now_s: float, unit: str, effect: LoadBlocks) -> tuple[float, float, BlocksLoaded]:
+        """When a read begins and ends, and what comes of it. One that fails does so at its first missing block."""
+        num = self._loads(now_s, unit, effect)
+        node = unit, effect.rank // self._node_ranks
+        begin_s, end_s = self._reads.ask(now_s, node, num * self._block_bytes)
+        error = None if num == len(effect.into) else "input/output error"
+        return begin_s, end_s, BlocksLoaded(effect.load_id, num, 0, error)
+
+    def store(self, now_s: float, unit: str, effect: StoreBlocks) -> tuple[float, BlocksStored]:
+        """When a write ends, and what comes of it."""
+        num = len(effect.block_ids)
+        _, end_s = self._writes.ask(now_s, (unit, effect.rank // self._node_ranks), num * self._block_bytes)
+        return end_s, BlocksStored(effect.store_id, (_HERE,) * num)

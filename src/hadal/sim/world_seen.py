@@ -1,0 +1,189 @@
+"""What a simulated world saw, and what that comes to between two points in time.
+
+Everything is kept as it happened and added up afterwards, so that any interval can be read: a step counts for the part
+of it that lies inside. Values are plain arrays and can be pickled. Knows neither roles nor clocks.
+
+Shapes: N requests, K steps, R ranks of a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.config import DECODE, PREFILL
+from hadal.sim.runners import StepWork
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What became of the requests, by request; NaN: it did not come to that."""
+
+    first_token_s: Floats
+    """Of those that ran at the start: the first in this world."""
+    end_s: Floats
+    is_failed: NDArray[np.bool_]
+    tokens_hit: Ints
+    """Of its prompt, tokens that its first token cost no work for."""
+
+
+def nothing_seen(size: int) -> Seen:
+    """Of `size` requests, before anything happened."""
+    return Seen(np.full(size, np.nan), np.full(size, np.nan), np.zeros(size, np.bool_), np.zeros(size, np.int64))
+
+
+@dataclass
+class WorldLog:
+    """Written while a world runs."""
+
+    steps: dict[str, list[tuple[str, float, float, StepWork]]] = field(
+        default_factory=lambda: {PREFILL: [], DECODE: []}
+    )
+    """By role: (unit, begin, seconds, work), as steps began."""
+    reads: list[tuple[float, float, float, int, int]] = field(default_factory=list)
+    """Of the disk: (asked, begin, end, tokens wanted, tokens that came), in the order of asking."""
+    writes: list[tuple[float, float, int]] = field(default_factory=list)
+    """To the disk: (asked, end, tokens)."""
+    kv: list[tuple[float, str, Floats]] = field(default_factory=list)
+    """Samples: (time, decode unit, part of each rank's blocks that is used [R])."""
+
+
+@dataclass(frozen=True)
+class StepReading:
+    """Steps of one role's units. Imbalances are maximum over mean of a unit's ranks, means over time at work."""
+
+    num_steps: float
+    tokens: float
+    """Prefill: computed. Decode: made, first tokens aside."""
+    positions: float
+    """Prefill: (token, position) pairs. Decode: KV positions read, summed over tokens."""
+    busy_share: float
+    """Of the units' time."""
+    step_s: float
+    """Mean of steps. With drafts, of a step of the leader: a token each."""
+    token_s: float
+    """Decode: mean time from token to token, as users of the step have it."""
+    requests_per_rank: float
+    """Decode: mean over time at work. Prefill: texts of a step by ranks."""
+    tokens_imbalance: float
+    """Decode: of requests."""
+    positions_imbalance: float
+    expert_imbalance: float
+    two_micro_batches_share: float
+    """Of the time at work."""
+    seconds_K: Floats
+    """Of each step that has a part in the interval, with"""
+    tokens_K: Floats
+    """the tokens of that part: what a distribution over tokens is made of."""
+
+    @property
+    def positions_per_token(self) -> float:
+        """Decode: mean KV length per output token."""
+        return self.positions / self.tokens if self.tokens else 0.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What happened in [begin_s, end_s)."""
+
+    begin_s: float
+    end_s: float
+    prefill: StepReading
+    decode: StepReading
+    num_arrived: int
+    num_ended: int
+    num_failed: int
+    ttft_s: Floats
+    """Of requests whose first token came; those that ran at the start are not among them."""
+    tokens_in: int
+    """Of the same requests' prompts,"""
+    tokens_hit: int
+    """and what of them was not computed."""
+    disk_tokens: int
+    """Read, by the end of the read; not for what ran at the start."""
+    disk_wait_s: float
+    """Mean time a read stood behind others."""
+    disk_read_s: float
+    """Mean time from asking to having."""
+    disk_tokens_written: int
+    kv_share: Mapping[str, Floats]
+    """Decode unit -> part of each rank's blocks that was used, mean of the samples [R]."""
+
+    @property
+    def first_tokens(self) -> int:
+        """Tokens that prefill drew: output too, and not among `decode.tokens`."""
+        return len(self.ttft_s)
+
+
+def read(
+    begin_s: float, end_s: float, log: WorldLog, seen: Seen, arrival_s: Floats, tokens_in: Ints,
+    is_running: NDArray[np.bool_], num_units: Mapping[str, int], num_ranks: Mapping[str, int],
+) -> Reading:  # fmt: skip
+    """Add up [begin_s, end_s). `is_running`: requests [N] that ran at the start. Raises ValueError if it is empty."""
+    if not begin_s < end_s:
+        raise ValueError(f"[{begin_s}, {end_s}) is empty.")
+
+    def inside(time_s: Floats) -> NDArray[np.bool_]:
+        return (time_s >= begin_s) & (time_s < end_s)
+
+    first = inside(seen.first_token_s) & ~is_running
+    ended = inside(seen.end_s)
+    steps = {
+        role: _read_steps(log.steps[role], begin_s, end_s, num_units[role], num_ranks[role])
+        for role in (PREFILL, DECODE)
+    }  # fmt: skip
+    reads = [one for one in log.reads if begin_s <= one[2] < end_s]
+    return Reading(
+        begin_s, end_s, steps[PREFILL], steps[DECODE],
+        num_arrived=int((inside(arrival_s) & ~is_running).sum()), num_ended=int(ended.sum()),
+        num_failed=int((ended & seen.is_failed).sum()), ttft_s=(seen.first_token_s - arrival_s)[first],
+        tokens_in=int(tokens_in[first].sum()), tokens_hit=int(seen.tokens_hit[first].sum()),
+        disk_tokens=sum(one[4] for one in reads),
+        disk_wait_s=float(np.mean([one[1] - one[0] for one in reads])) if reads else 0.0,
+        disk_read_s=float(np.mean([one[2] - one[0] for one in reads])) if reads else 0.0,
+        disk_tokens_written=sum(tokens for _, at_s, tokens in log.writes if begin_s <= at_s < end_s),
+        kv_share=_kv_share([(unit, share) for at_s, unit, share in log.kv if begin_s <= at_s < end_s]),
+    )  # fmt: skip
+
+
+def _kv_share(samples: Sequence[tuple[str, Floats]]) -> dict[str, Floats]:
+    by_unit: dict[str, list[Floats]] = {}
+    for unit, share in samples:
+        by_unit.setdefault(unit, []).append(share)
+    return {unit: np.mean(shares, axis=0) for unit, shares in sorted(by_unit.items())}
+
+
+def _read_steps(
+    steps: Sequence[tuple[str, float, float, StepWork]], begin_s: float, end_s: float, num_units: int, num_ranks: int
+) -> StepReading:
+    inside = [one for one in steps if one[1] < end_s and one[1] + one[2] > begin_s]
+    if not inside:
+        return StepReading(*(0.0,) * 7, 1.0, 1.0, 1.0, 0.0, np.zeros(0), np.zeros(0))
+    at_s, seconds = (np.array([one[column] for one in inside]) for column in (1, 2))
+    work = np.array([one[3] for one in inside], np.float64)
+    tokens, positions, texts, most_tokens, most_positions, imbalance, num_micro_batches = work.T
+    part_s = np.minimum(at_s + seconds, end_s) - np.maximum(at_s, begin_s)
+    part = part_s / seconds
+    made = tokens * part
+
+    def over_mean(most: Floats, amount: Floats) -> float:
+        has = amount > 0.0
+        return float(np.average(most[has] * num_ranks / amount[has], weights=part_s[has])) if has.any() else 1.0
+
+    return StepReading(
+        num_steps=float(part.sum()), tokens=float(made.sum()), positions=float((positions * part).sum()),
+        busy_share=float(part_s.sum()) / ((end_s - begin_s) * num_units),
+        step_s=float(part_s.sum() / part.sum()),
+        token_s=float(np.average(seconds, weights=made)) if made.any() else 0.0,
+        requests_per_rank=float(np.average(texts, weights=part_s)) / num_ranks,
+        tokens_imbalance=over_mean(most_tokens, tokens), positions_imbalance=over_mean(most_positions, positions),
+        expert_imbalance=float(np.average(imbalance, weights=part_s)),
+        two_micro_batches_share=float(np.average(num_micro_batches > 1, weights=part_s)),
+        seconds_K=seconds, tokens_K=made,
+    )  # fmt: skip
