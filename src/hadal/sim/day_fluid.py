@@ -1,0 +1,80 @@
+"""A study's day as a liquid: how many units there are at every minute, under the fleet role that serves.
+
+Begins some hours early with an empty fleet, so that what comes of that is not the day's. Its clock is that of Beijing,
+as the fleet is told; hours are counted from second 0, noon, as everywhere else here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadal.core.config import DECODE, PREFILL
+from hadal.core.errors import ConfigError
+from hadal.policy.demand import DAY_S
+from hadal.policy.scaling import Units
+from hadal.roles.fleet import Fleet
+from hadal.sim.day import FIRST_HOUR, HOUR_S
+from hadal.sim.day_load import DayLoad, generator
+from hadal.sim.fluid import Faults, FluidDay
+from hadal.sim.fluid_hours import Day, Hours
+from hadal.sim.study import Study
+from hadal.sim.unit_curves import UnitCurves
+
+EARLY_HOURS = 6
+STEP_S = 60.0
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class FluidResult:
+    """A day of 1,440 minutes from noon in Beijing."""
+
+    day: Day
+    prefill_nodes: Ints
+    """By minute; nodes of units that start and drain are owned as well."""
+    decode_nodes: Ints
+    units: tuple[Units, ...]
+    """At the middle of each hour: those that take requests."""
+    capacity: tuple[float, float]
+    """Tokens per second that a prefill and a decode unit were counted on, within the promise."""
+
+
+def fluid_day(study: Study, curves: UnitCurves, load: DayLoad) -> FluidResult:
+    """Run it. Raises ConfigError where no batch keeps the promise."""
+    try:
+        decode_tokens_per_s = curves.decode_tokens_per_s(study.tpot_ms / 1e3)
+    except ValueError as error:
+        raise ConfigError(f"{study.name}: {error}") from error
+    demand, fleet_study = load.demand(), study.fleet
+    fleet = Fleet(
+        study.rules(), prefill_tokens_per_s=curves.prefill_tokens_per_s, decode_tokens_per_s=decode_tokens_per_s,
+        shape=demand.shape,
+    )  # fmt: skip
+    faults = Faults(
+        fleet_study.start_s, fleet_study.start_spread, fleet_study.start_fail_share,
+        node_failures_per_s=1.0 / (3600.0 * fleet_study.hours_between_failures)
+        if fleet_study.hours_between_failures else 0.0, noise=fleet_study.noise,
+    )  # fmt: skip
+    fluid = FluidDay(
+        fleet, demand, curves.unit_model(), faults, generator(study, "fluid"),
+        start=HOUR_S * (FIRST_HOUR - EARLY_HOURS), step_s=STEP_S,
+    )  # fmt: skip
+    fluid.run(round(EARLY_HOURS * HOUR_S / STEP_S))
+    hours = Hours(fluid.engine, fleet)
+    nodes: list[tuple[int, int]] = []
+    units = []
+    for minute in range(round(DAY_S / STEP_S)):
+        fluid.step()
+        hours.add(fluid.now_s, STEP_S)
+        owned = fleet.role_to_nodes()
+        nodes.append((owned[PREFILL], owned[DECODE]))
+        if minute % 60 == 30:
+            engine = fluid.engine
+            units.append(Units(sum(engine.prefill_units.values()), sum(engine.decode_units.values())))
+    prefill_nodes, decode_nodes = np.array(nodes, np.int64).T
+    return FluidResult(
+        hours.done(), prefill_nodes, decode_nodes, tuple(units), (curves.prefill_tokens_per_s, decode_tokens_per_s)
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""What a day asks for, in sum: a sample of its requests, and what a finite cache will have of each.
+
+One session in SAMPLE is drawn whole, so that the day's totals come out of the workload's parameters with little noise.
+How likely a text is still in the cache is taken from a day through the cache's own ledgers (sim/cache_day).
+
+Shapes: N requests of the sample, 24 hours from second 0 on (12:00 in Beijing).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.random import Generator
+
+from hadal.policy.demand import DAY_S, DayShape
+from hadal.sim.cache_day import CacheDay, simulate_cache
+from hadal.sim.day import FIRST_HOUR, HOUR_S, DemandCurve
+from hadal.sim.load_clock import Floats, hour_index
+from hadal.sim.sessions import WorkloadParams, generate
+from hadal.sim.study import CACHE_POLICIES, PB, Study
+from hadal.sim.workload import Workload
+
+SAMPLE = 100
+"""Of all sessions one in so many is drawn."""
+EARLY_S = 2 * HOUR_S
+"""Before second 0: those who came then end in the day."""
+
+
+@dataclass(frozen=True)
+class DayLoad:
+    """A day's requests, and some of the hours before."""
+
+    workload: Workload
+    tokens_hit: Floats
+    """Of each prompt [N], expected."""
+    eviction_age_s: float
+    """How long what made room in the cache had not been used, mean of the day; inf: nothing had to."""
+
+    @property
+    def counts(self) -> Floats:
+        """By hour of arrival [24], all sessions: requests."""
+        return self._by_hour(np.ones(len(self.workload)))
+
+    @property
+    def tokens_in(self) -> Floats:
+        """The same: prompt tokens."""
+        return self._by_hour(self.workload.tokens_in.astype(np.float64))
+
+    @property
+    def tokens_hit_by_hour(self) -> Floats:
+        return self._by_hour(self.tokens_hit)
+
+    @property
+    def tokens_out(self) -> Floats:
+        """The same: output tokens of those who came then."""
+        return self._by_hour(self.workload.tokens_out.astype(np.float64))
+
+    @property
+    def hit_share(self) -> float:
+        """Of the day's prompt tokens."""
+        return float(self.tokens_hit_by_hour.sum() / self.tokens_in.sum())
+
+    @property
+    def output_tokens_mean(self) -> float:
+        return float(self.tokens_out.sum() / self.counts.sum())
+
+    @property
+    def kv_length_mean(self) -> float:
+        """Over output tokens."""
+        return self.workload.kv_length_mean
+
+    def demand(self) -> DemandCurve:
+        """The same as a liquid."""
+        tokens_in, shares = self.tokens_in, self.tokens_in / self.tokens_in.sum()
+        shape = DayShape(tuple(np.roll(shares, FIRST_HOUR).tolist()))
+        return DemandCurve(
+            float(tokens_in.sum()), float(self.tokens_out.sum()), float(tokens_in.sum() / self.counts.sum()), shape
+        )
+
+    def _by_hour(self, column: Floats) -> Floats:
+        arrival_s = self.workload.arrival_s
+        today = (arrival_s >= 0) & (arrival_s < DAY_S)
+        return np.asarray(np.bincount(hour_index(arrival_s[today]), column[today], 24) * float(SAMPLE))
+
+
+def cache_day(study: Study) -> CacheDay:
+    """The day through the cache's ledgers."""
+    cache = study.cache
+    return simulate_cache(
+        study.workload, generator(study, "cache"), budget_bytes=cache.disk_pb * PB, scale=cache.sample,
+        policy=CACHE_POLICIES[cache.policy],
+    )  # fmt: skip
+
+
+def day_load(study: Study, cache: CacheDay | None) -> DayLoad:
+    """Draw the sample. `cache`: None if there is none; then nothing hits."""
+    workload = generate(study.workload, -EARLY_S, DAY_S, generator(study, "load"), SAMPLE)
+    if cache is None:
+        return DayLoad(workload, np.zeros(len(workload)), np.inf)
+    return DayLoad(workload, cache.tokens_expected(workload), cache.eviction_age_mean_s)
+
+
+def with_tokens_at(params: WorkloadParams, token_s: float, first_token_s: float) -> WorkloadParams:
+    """The same, with answers that come so fast."""
+    return replace(params, token_s=token_s, first_token_s=first_token_s)
+
+
+_STREAMS = ("cache", "load", "fluid", "window", "curve")
+
+
+def generator(study: Study, what: str, *numbers: int) -> Generator:
+    """Of one part of the study's randomness: no part's draws depend on another's."""
+    return np.random.default_rng((study.seed, _STREAMS.index(what), *numbers))

@@ -1,0 +1,86 @@
+"""One hour of the day at full fleet size: every request is one, and the roles that serve decide about all of them.
+
+    settle | measured seconds |        what runs at the start is there already, as far as it would have come
+
+The fleet is the one that the fluid day has at the middle of the hour. A value goes in and a value comes out, so that
+hours can be looked at in other processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hadal.core.config import DECODE, PREFILL
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.policy.scaling import Units
+from hadal.sim.cache_day import CacheDay
+from hadal.sim.day import HOUR_S
+from hadal.sim.day_load import generator, with_tokens_at
+from hadal.sim.study import Study
+from hadal.sim.window import Window, window
+from hadal.sim.world import FleetWorld, Requests
+from hadal.sim.world_seen import Reading
+
+SAMPLE_S = 1.0
+"""Between two looks at how full ranks are."""
+
+
+@dataclass(frozen=True)
+class HourSetting:
+    """What an hour is looked at with."""
+
+    index: int
+    """Hours since second 0."""
+    units: Units
+    token_s: float
+    """Seconds per output token before the start: it says how far what runs has come, and how much of it there is."""
+    first_token_s: float
+
+
+@dataclass(frozen=True)
+class HourWindow:
+    """What was seen in it."""
+
+    setting: HourSetting
+    reading: Reading
+    num_events: int
+    num_steps: int
+    problems: tuple[str, ...]
+    """Of the ledgers, at the end."""
+
+
+def run_hour(
+    study: Study, placed: Mapping[str, float], setting: HourSetting, cache: CacheDay | None
+) -> HourWindow:
+    """Simulate the middle of an hour. `placed`: by role, see Study.step_model."""
+    begin_s = (setting.index + 0.5) * HOUR_S
+    settle_s, seconds = study.window.settle_s, study.window.seconds
+    drawn = window(
+        with_tokens_at(study.workload, setting.token_s, setting.first_token_s), begin_s, begin_s + settle_s + seconds,
+        study.window.back_s, generator(study, "window", setting.index), cache,
+    )  # fmt: skip
+    world = FleetWorld(
+        study.deployment(setting.units.prefill, setting.units.decode),
+        {role: study.step_model(role, placed[role]) for role in (PREFILL, DECODE)},
+        requests_of(drawn, begin_s, has_cache=cache is not None), mtp_tokens=study.mtp_tokens,
+        mtp_accept=study.mtp_accept, sample_s=SAMPLE_S,
+    )  # fmt: skip
+    world.run(settle_s + seconds)
+    processes = world.processes.values()
+    return HourWindow(
+        setting, world.read(settle_s, settle_s + seconds), sum(process.num_events for process in processes),
+        sum(process.num_steps for process in processes), tuple(world.check()),
+    )  # fmt: skip
+
+
+def requests_of(drawn: Window, begin_s: float, *, has_cache: bool) -> Requests:
+    """A window's requests as a world takes them: second 0 is `begin_s`, and what came before it comes then."""
+    came = drawn.workload
+    cached = drawn.tokens_cached if has_cache else np.zeros(len(came), np.int64)
+    return Requests(
+        np.maximum(came.arrival_s - begin_s, 0.0), came.tokens_in, came.tokens_out,
+        cached // BLOCK_TOKENS * BLOCK_TOKENS, drawn.tokens_done,
+    )  # fmt: skip

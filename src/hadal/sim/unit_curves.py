@@ -1,0 +1,134 @@
+"""What units do, measured in a simulated world of few of them under the leaders that serve.
+
+A decode unit is loaded with some requests a rank, as a window of the day has them, and its time per token is read off;
+a prefill unit is given more than it can do. So what balancers leave of imbalance is in these curves, and the fleet that
+is sized by them (sim/fluid) knows what its balancers are worth. One point is one call: callers may spread them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hadal.core.config import DECODE, PREFILL
+from hadal.core.errors import InvariantError
+from hadal.policy.capacity import DecodePoint, decode_capacity
+from hadal.policy.demand import DAY_S, Floats
+from hadal.sim.cache_day import CacheDay
+from hadal.sim.day_load import DayLoad, generator, with_tokens_at
+from hadal.sim.fluid_engine import UnitModel
+from hadal.sim.hour import requests_of
+from hadal.sim.study import Study
+from hadal.sim.window import window
+from hadal.sim.world import FleetWorld
+
+REQUESTS_PER_RANK = (24.0, 56.0, 88.0, 112.0, 136.0)
+"""At which a decode unit is looked at."""
+OVERLOAD = 1.5
+"""Of what a prefill unit is priced to do, given to it where it is looked at."""
+_AT_S = 0.4 * DAY_S
+"""The hour whose requests are taken: what they are depends little on it."""
+
+
+@dataclass(frozen=True)
+class UnitCurves:
+    """Of the units of a study."""
+
+    decode: tuple[tuple[float, float], ...]
+    """(requests of a rank, seconds per output token of each), by the first."""
+    decode_ranks: int
+    prefill_computed_per_s: float
+    """Tokens that a prefill unit computes in a second, always busy."""
+    hit_share: float
+    """Of prompt tokens: found, not computed."""
+    batch_max: float
+    """Requests of a decode rank, at most."""
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens of a prefill unit, those found in the cache among them."""
+        return self.prefill_computed_per_s / (1.0 - self.hit_share)
+
+    def tpot_s(self, batch: Floats) -> Floats:
+        """Seconds per output token with `batch` requests on a rank: straight between what was measured and beyond."""
+        at, tpot_s = (np.array(column) for column in zip(*self.decode, strict=True))
+        tpot_s = np.maximum.accumulate(tpot_s)
+        slope = (tpot_s[-1] - tpot_s[-2]) / (at[-1] - at[-2])
+        first = (tpot_s[1] - tpot_s[0]) / (at[1] - at[0])
+        batch = np.asarray(batch, np.float64)
+        inside = np.interp(batch, at, tpot_s)
+        below = np.maximum(tpot_s[0] - first * (at[0] - batch), 0.5 * tpot_s[0])
+        above = tpot_s[-1] + slope * (batch - at[-1])
+        return np.asarray(np.where(batch > at[-1], above, np.where(batch < at[0], below, inside)))
+
+    def decode_tokens_per_s(self, tpot_s: float) -> float:
+        """Of a unit whose requests are promised a token every so many seconds. Raises ValueError if none is so fast."""
+        batches = np.arange(1.0, self.batch_max + 1.0)
+        return decode_capacity([
+            DecodePoint(float(tpot), float(self.decode_ranks * batch / tpot))
+            for batch, tpot in zip(batches, self.tpot_s(batches), strict=True)
+        ], tpot_s)  # fmt: skip
+
+    def unit_model(self) -> UnitModel:
+        """As the liquid has it."""
+        return UnitModel(self.prefill_tokens_per_s, self.decode_ranks, self.tpot_s, self.batch_max)
+
+
+def decode_point(
+    study: Study, placed: Mapping[str, float], load: DayLoad, cache: CacheDay | None, requests_per_rank: float
+) -> tuple[float, float]:
+    """Measure one decode unit with about so many requests on a rank: (how many there were, seconds per token)."""
+    ranks = study.decode.ranks
+    model = study.step_model(DECODE, placed[DECODE])
+    priced = model.decode(requests_per_rank, load.kv_length_mean, study.mtp_tokens, mtp_accept=study.mtp_accept)
+    assert priced.tokens_per_s_user is not None
+    token_s = 1.0 / priced.tokens_per_s_user
+    requests_per_s = ranks * requests_per_rank / (load.output_tokens_mean * token_s)
+    num_prefill = math.ceil(requests_per_s / (0.5 * _prefill_requests_per_s(study, placed, load)))
+    world = _world(study, placed, load, cache, num_prefill, requests_per_s, token_s, int(requests_per_rank))
+    reading = world.read(study.window.settle_s, study.window.settle_s + study.window.seconds)
+    return reading.decode.requests_per_rank, reading.decode.token_s
+
+
+def prefill_point(study: Study, placed: Mapping[str, float], load: DayLoad, cache: CacheDay | None) -> float:
+    """Measure one prefill unit that has always something to do: tokens that it computes in a second."""
+    requests_per_s = OVERLOAD * _prefill_requests_per_s(study, placed, load)
+    world = _world(study, placed, load, cache, 1, requests_per_s, 1e-6, 0)
+    reading = world.read(study.window.settle_s, study.window.settle_s + study.window.seconds)
+    return reading.prefill.tokens / (study.window.seconds * max(reading.prefill.busy_share, 1e-9))
+
+
+def _prefill_requests_per_s(study: Study, placed: Mapping[str, float], load: DayLoad) -> float:
+    """About what a prefill unit does, as its steps are priced."""
+    tokens_in = float(load.tokens_in.sum() / load.counts.sum())
+    cached = load.hit_share * tokens_in
+    priced = study.step_model(PREFILL, placed[PREFILL]).prefill(study.chunk_tokens, tokens_in, cached)
+    return study.prefill.ranks * priced.tokens_per_s_gpu / (tokens_in - cached)
+
+
+def _world(
+    study: Study, placed: Mapping[str, float], load: DayLoad, cache: CacheDay | None, num_prefill: int,
+    requests_per_s: float, token_s: float, number: int,
+) -> FleetWorld:  # fmt: skip
+    """One decode unit and some prefill units, from the start to the end of what is measured."""
+    settle_s, seconds = study.window.settle_s, study.window.seconds
+    hour = int(_AT_S // 3600.0)
+    scale = float(load.counts[hour]) / 3600.0 / requests_per_s
+    params = with_tokens_at(study.workload, token_s, study.workload.first_token_s)
+    drawn = window(
+        replace(params, sessions_per_day=params.sessions_per_day / min(1.0, scale)), _AT_S, _AT_S + settle_s + seconds,
+        study.window.back_s, generator(study, "curve", number), cache, scale=max(1.0, scale),
+    )  # fmt: skip
+    models = {role: study.step_model(role, placed[role]) for role in (PREFILL, DECODE)}
+    world = FleetWorld(
+        study.deployment(num_prefill, 1), models, requests_of(drawn, _AT_S, has_cache=cache is not None),
+        mtp_tokens=study.mtp_tokens, mtp_accept=study.mtp_accept,
+    )  # fmt: skip
+    world.run(settle_s + seconds)
+    problems = world.check()
+    if problems:
+        raise InvariantError(f"{study.name}: {problems[0]}")
+    return world
