@@ -6,7 +6,8 @@
 
 The same requests, deployment and models make the same run. What is simulated is what costs time: steps (sim/runners),
 messages, KV on its way, reads and writes of the disk. Text is not: a prompt is a range of its length, a block is named
-by its place (sim/world_requests), and tokens are counted where they would be delivered.
+by its place (sim/world_requests), and tokens are counted where they would be delivered. Requests that ran before are
+placed at the start (sim/world_warm), so that seconds of an hour can be looked at without the hour before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, units_of
-from hadal.core.messages import BLOCK_TOKENS, Submit
+from hadal.core.messages import BLOCK_TOKENS, Submit, UnitDown
 from hadal.core.plans import BlocksLoaded, BlocksStored
 from hadal.core.seams import Deliver, LoadBlocks, Pull, RankReset, StoreBlocks
 from hadal.core.wire import AnyMessage
@@ -31,6 +32,7 @@ from hadal.sim.world_disk import DiskSpeed, WorldDisk
 from hadal.sim.world_requests import Requests
 from hadal.sim.world_seen import Reading, WorldLog, nothing_seen, read
 from hadal.sim.world_units import LoggedRunner, decode_leader, kv_blocks, prefill_leader, runner_of
+from hadal.sim.world_warm import PLACED_HOPS, SUBMIT_HOPS, WARM, WarmUnit
 
 __all__ = ["FleetWorld", "Requests", "kv_blocks"]
 
@@ -40,7 +42,7 @@ class FleetWorld:
 
     `wire_s`: a message's way. `look_s`: how long a process collects what arrives. `mtp_tokens`, `mtp_accept`: drafts in
     decode (sim/runners). `disk`: of the cache that `Requests.tokens_cached` tells of; `stores`: what is computed and
-    generated is written to it. `sample_s`: how often KV use is looked at; 0: never.
+    generated is written to it, else it is not. `sample_s`: how often KV use is looked at; 0: never.
     """
 
     def __init__(
@@ -66,18 +68,23 @@ class FleetWorld:
         self._sample_s = sample_s
         self._token_bytes = kv_bytes_per_token(models[DECODE].model)
         self.disk = WorldDisk(
-            requests.tokens_cached // BLOCK_TOKENS, BLOCK_TOKENS * self._token_bytes, disk or DiskSpeed()
+            requests.blocks_cached, BLOCK_TOKENS * self._token_bytes, disk or DiskSpeed()
         )  # fmt: skip
         self._nic_free_s: dict[tuple[str, int], float] = {}
         """When a rank's NIC is done with what it pulls."""
+        self._is_running = requests.is_running
+        self._arriving = np.flatnonzero(~self._is_running)
+        """Requests that come, in their order."""
         self._next = 0
+        """Which of those is next."""
         self.front = Front(config, epoch="front-0", max_context=max_context, keeps_text=False)
         self._start("front", self.front)
-        for role in ROLES:
-            for index in range(units_of(config, role).units):
-                self._start_unit(f"{role}-{index}", role)
-        if len(requests):
-            self.clock.at(float(requests.arrival_s[0]), self._submit)
+        self._start_units(DECODE)
+        if self._is_running.any():
+            self._start(WARM, WarmUnit(self._output_tokens))
+            self._place_running()
+        else:
+            self._begin()
         if sample_s:
             self.clock.after(sample_s, self._sample)
 
@@ -111,6 +118,20 @@ class FleetWorld:
         process.start()
         return process
 
+    def _begin(self) -> None:
+        """From now on requests come, and prefill's units take them."""
+        if WARM in self.processes:
+            del self.processes[WARM]
+            # At once, or who comes meanwhile is sent there.
+            self.processes["front"].handle(UnitDown(WARM, "it was only there to begin with"))
+        self._start_units(PREFILL)
+        if self._arriving.size:
+            self.clock.at(float(self.requests.arrival_s[self._arriving[0]]), self._submit)
+
+    def _start_units(self, role: str) -> None:
+        for index in range(units_of(self._config, role).units):
+            self._start_unit(f"{role}-{index}", role)
+
     def _start_unit(self, name: str, role: str) -> None:
         config, model, epoch = self._config, self._models[role], f"{name}-epoch"
         leader: PrefillLeader | DecodeLeader
@@ -141,6 +162,8 @@ class FleetWorld:
         """Until a copy has arrived: one behind the other over the NIC of the rank that pulls."""
         num_bytes = effect.lease.num_tokens * self._token_bytes
         now_s, key = self.clock.now(), (name, effect.rank)
+        if effect.lease.source == WARM:
+            return self._wire_s  # It was there before.
         free_s = max(self._nic_free_s.get(key, 0.0), now_s) + num_bytes / self._models[DECODE].hardware.nic_bytes_per_s
         self._nic_free_s[key] = free_s
         return free_s - now_s + self._wire_s
@@ -161,15 +184,32 @@ class FleetWorld:
     def _output_tokens(self, number: int) -> int:
         return int(self.requests.tokens_out[number])
 
+    def _submitted(self, number: int) -> Submit:
+        requests = self.requests
+        num_blocks = int(self.disk.num_blocks[number])
+        if self._stores:  # Names of what can be written, too.
+            num_blocks = max(num_blocks, int(requests.tokens_in[number]) // BLOCK_TOKENS)
+        return Submit(requests.generation(number, self._max_context, num_blocks))
+
     def _submit(self) -> None:
-        number, requests = self._next, self.requests
+        number = int(self._arriving[self._next])
         self._next += 1
-        # Names of what can be read, and of what can be written.
-        num_tokens = requests.tokens_in[number] if self._stores else requests.tokens_cached[number]
-        generation = requests.generation(number, self._max_context, int(num_tokens) // BLOCK_TOKENS)
-        self.processes["front"].handle(Submit(generation))
-        if self._next < len(requests):
-            self.clock.at(float(requests.arrival_s[self._next]), self._submit)
+        self.processes["front"].handle(self._submitted(number))
+        if self._next < self._arriving.size:
+            self.clock.at(float(self.requests.arrival_s[self._arriving[self._next]]), self._submit)
+
+    def _place_running(self) -> None:
+        """Those that run at the start: together, for the queue behind each is then looked at once and not for each,
+        but no more at once than decode lets wait."""
+        numbers = np.flatnonzero(self._is_running).tolist()
+        most = max(1, self._config.decode.max_waiting * self._config.decode.units // 2)
+        hop_s, at_s = self._wire_s + self._look_s, 0.0
+        for batch, first in enumerate(range(0, len(numbers), most)):
+            at_s = (SUBMIT_HOPS + batch) * hop_s
+            self.clock.at(at_s, lambda some=numbers[first : first + most]: self.processes["front"].handle(  # type: ignore[misc]
+                *(self._submitted(number) for number in some)
+            ))  # fmt: skip
+        self.clock.at(at_s + PLACED_HOPS * hop_s, self._begin)
 
     def _deliver(self, deliver: Deliver) -> None:
         number, now_s = int(deliver.request_id), self.clock.now()

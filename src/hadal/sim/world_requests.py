@@ -35,7 +35,8 @@ class Requests:
     tokens_out: Ints
     """At which length the model draws its stop id."""
     tokens_cached: Ints = field(default_factory=lambda: _NONE)
-    """First tokens of the prompt that are on disk when it comes: full blocks. Left out: none of any."""
+    """First tokens of the prompt that are on disk when it comes: full blocks. Left out: none of any. Those that run at
+    the start have all of theirs there."""
     tokens_done: Ints = field(default_factory=lambda: _NONE)
     """Output tokens made before the start: more than 0 for those that run then. Left out: none does."""
 
@@ -61,6 +62,12 @@ class Requests:
     def is_running(self) -> NDArray[np.bool_]:
         """By request: whether it runs at the start."""
         return self.tokens_done > 0
+
+    @property
+    def blocks_cached(self) -> Ints:
+        """By request: blocks that are on disk at the start; of one that runs then, all that are full."""
+        full = (self.tokens_in + self.tokens_done) // BLOCK_TOKENS
+        return np.where(self.is_running, full, self.tokens_cached // BLOCK_TOKENS)
 
     def generation(self, number: int, max_context: int, num_named: int) -> Generation:
         """A request as the front takes it. `num_named`: blocks of its text that have a name."""
