@@ -23,14 +23,26 @@ class StepRates:
     """Of a token on the rank that has most of them, for which all wait; 0 where transfers are hidden."""
     step_s: float = 0.0
     """Of a step, whatever it computes: launches, weights read, the first exchange that nothing hides."""
+    mean_s: float = 0.0
+    """Of a token whichever rank has it, as a share of all ranks: experts compute what the others send, so it is the
+    unit's mean that counts, and to give a rank fewer tokens makes its experts no faster."""
 
     def __post_init__(self) -> None:
-        if self.token_s <= 0 or min(self.pair_s, self.dispatch_s, self.step_s) < 0:
+        if self.token_s <= 0 or min(self.pair_s, self.dispatch_s, self.step_s, self.mean_s) < 0:
             raise ValueError(f"{self}: token_s must be positive and the others not negative.")
+
+    @property
+    def all_token_s(self) -> float:
+        """Of a token, all that it costs the unit, by ranks: without the positions that it attends to."""
+        return self.token_s + self.dispatch_s + self.mean_s
 
     def chunk_s(self, start: int, num_tokens: int) -> float:
         """Seconds of `num_tokens` positions from `start` on."""
         return num_tokens * (self.token_s + self.pair_s * (start + 0.5 * (num_tokens + 1)))
+
+    def whole_s(self, start: int, num_tokens: int) -> float:
+        """The same with what others do for them."""
+        return self.chunk_s(start, num_tokens) + (self.all_token_s - self.token_s) * num_tokens
 
     def fit(self, start: int, num_tokens: int, budget_s: float) -> tuple[int, float]:
         """Return the most of `num_tokens` positions from `start` on that fit into `budget_s`, and their seconds."""

@@ -153,7 +153,7 @@ class StepCosts:
         if self._models is None:
             self._models = self._fit()
         token_s = pair_s = 0.0
-        for op in (*EVERY_LAYER, GATE, EXPERTS):
+        for op in (*EVERY_LAYER, GATE):
             _, per_token, per_pair = self._models.get(op, (0.0, 0.0, 0.0))
             num_layers = self.num_layers if op in EVERY_LAYER else self.num_moe_layers
             token_s += per_token * num_layers
@@ -163,15 +163,18 @@ class StepCosts:
             return None
         bins = self._bins.values()
         num_tokens, num_pairs = sum(b.num_tokens for b in bins) / len(bins), sum(b.num_pairs for b in bins) / len(bins)
+        _, per_token, per_pair = self._models.get(EXPERTS, (0.0, 0.0, 0.0))
+        # Experts see no pairs. What the fit gave them of those came with the tokens.
+        mean_s = self.num_moe_layers * (per_token + per_pair * num_pairs / num_tokens)
         # What is exposed bends with the size, so it is taken as a line around the mean of the sizes.
         small_s, large_s = (
             step_s(self, schedule, [Work(num_tokens * by, num_pairs * by)] * num_micro_batches, self.num_layers)
             for by in (0.5, 1.5)
         )
-        compute_s = num_micro_batches * (token_s * num_tokens + pair_s * num_pairs)
+        compute_s = num_micro_batches * ((token_s + mean_s) * num_tokens + pair_s * num_pairs)
         others_s = max(0.0, large_s - small_s - compute_s)
         fixed_s = small_s - 0.5 * (compute_s + others_s)
-        return StepRates(token_s, pair_s, others_s / (num_micro_batches * num_tokens), max(0.0, fixed_s))
+        return StepRates(token_s, pair_s, others_s / (num_micro_batches * num_tokens), max(0.0, fixed_s), mean_s)
 
     def growing_s(self, op: str) -> float:
         """Seconds of an op in one layer, in a step of recent steps' mean size, as far as they grow with tokens.

@@ -68,7 +68,7 @@ def choose_prefix(
     load_s = queued_s + loads.seconds(num_disk) if loads is not None else 0.0
     num_tokens = num_disk * BLOCK_TOKENS
     if rates is not None and loads is not None:
-        compute_s = rates.chunk_s(num_memory * BLOCK_TOKENS, num_tokens) + rates.dispatch_s * num_tokens
+        compute_s = rates.whole_s(num_memory * BLOCK_TOKENS, num_tokens)
         if compute_s < load_s:
             return Prefix(num_memory, num_shared, num_recomputed=num_disk)
     return Prefix(num_memory, num_shared, num_disk, load_s if rates is not None else 0.0)

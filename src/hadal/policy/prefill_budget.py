@@ -85,8 +85,9 @@ def choose_budget(
     dense_S1R = np.minimum(mean_R, mean_R * budget_s_S11 / mean_s_R + others_R)
     rise_R = (most_R - mean_R) / np.maximum(most_s_R - mean_s_R, 1e-30)
     tokens_SCR = np.where(own_s_SCR < mean_s_R, dense_S1R, mean_R + rise_R * (own_s_SCR - mean_s_R))
-    step_s_SC = rates.step_s + own_s_SCR.max(axis=2) + rates.dispatch_s * tokens_SCR.max(axis=2)
-    done_s_SC = own_s_SCR.sum(axis=2) + rates.dispatch_s * tokens_SCR.sum(axis=2)
+    experts_s_SC = rates.mean_s * tokens_SCR.mean(axis=2)
+    step_s_SC = rates.step_s + own_s_SCR.max(axis=2) + rates.dispatch_s * tokens_SCR.max(axis=2) + experts_s_SC
+    done_s_SC = own_s_SCR.sum(axis=2) + rates.dispatch_s * tokens_SCR.sum(axis=2) + len(points) * experts_s_SC
     best = (-inf, nominal_s, caps[0])
     for scale, efficiencies in zip(SCALES, (done_s_SC / step_s_SC / len(prompts)).tolist(), strict=True):
         for cap, efficiency in zip(caps, efficiencies, strict=True):
@@ -123,5 +124,7 @@ def predict(rank_to_work: Sequence[tuple[float, int]], rates: StepRates) -> floa
     seconds, tokens = zip(*rank_to_work, strict=True)
     if not any(tokens):
         return 1.0
-    step_s = rates.step_s + max(seconds) + rates.dispatch_s * max(tokens)
-    return float((sum(seconds) + rates.dispatch_s * sum(tokens)) / len(rank_to_work) / step_s)
+    num_ranks = len(rank_to_work)
+    experts_s = rates.mean_s * sum(tokens) / num_ranks
+    step_s = rates.step_s + max(seconds) + rates.dispatch_s * max(tokens) + experts_s
+    return float(((sum(seconds) + rates.dispatch_s * sum(tokens)) / num_ranks + experts_s) / step_s)

@@ -240,7 +240,7 @@ class PrefillLeader:
         self.scheduler.done(done.step_id, done.op_times)
         if self.scheduler.is_calibrated:
             rates = self.scheduler.rates
-            self._reporter.rates_s = (rates.token_s + rates.dispatch_s, rates.pair_s)
+            self._reporter.rates_s = (rates.all_token_s, rates.pair_s)
         if done.error is not None:
             self.cache.fetch_again(step.fetches)
             for part in step.parts:

@@ -8,7 +8,7 @@ planning stays a small part of a step. Knows no requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 
 from hadal.core.plans import OpTime
@@ -98,6 +98,8 @@ class StepScheduler:
         """What the unit's time goes into, as the steps so far show; asked for again only now and then."""
         if self.costs.num_steps and (self._rates_at < 0 or self._is_old(self._rates_at)):
             found = self.costs.rates(*self._last)
+            if found is not None and self._num_ranks == 1:  # All tokens of its experts are its own.
+                found = replace(found, token_s=found.token_s + found.mean_s, mean_s=0.0)
             if found is not None:
                 self._rates = found
             self._rates_at = self.costs.num_steps

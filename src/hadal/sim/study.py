@@ -169,7 +169,7 @@ class Study:
         return Deployment(
             prefill=units(num_prefill, self.prefill), decode=units(num_decode, self.decode),
             limits=LimitsConfig(max_running=_NUM_MAX, max_queued=_NUM_MAX),
-            cache=CacheConfig(memory=OFF, folder="disk" if self.cache.disk_pb else ""),
+            cache=CacheConfig(memory=OFF),
             fleet=FleetConfig(start_s=self.fleet.start_s, hold_s=self.fleet.hold_s),
             chunk_tokens=self.chunk_tokens, early_pull=OFF,
         )  # fmt: skip
