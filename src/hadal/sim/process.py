@@ -6,8 +6,9 @@ Applies effects as the live hosts do, and decides nothing.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from hadal.core.plans import BlocksLoaded, BlocksStored, KvPulled, StepDone
@@ -20,6 +21,7 @@ from hadal.core.seams import (
     Freed,
     LoadBlocks,
     Pull,
+    RankReset,
     Send,
     StoreBlocks,
     Tick,
@@ -55,7 +57,9 @@ class Process:
         look_s: float = 0.0, runner: UnitRunner | None = None, pull_s: Callable[[Pull], float] | None = None,
         deliver: Callable[[Deliver], None] | None = None,
         disk: Callable[[LoadBlocks | StoreBlocks], DiskAnswer] | None = None,
+        pull_error: Callable[[Pull], str | None] = lambda effect: None,
     ) -> None:  # fmt: skip
+        """`pull_error`: asked when a copy ends, why it is void."""
         self.name = name
         self.role = role
         self.num_events = 0
@@ -67,9 +71,18 @@ class Process:
         self._pull_s = pull_s
         self._deliver = deliver
         self._disk = disk
+        self._pull_error = pull_error
         self._mail: list[Event] = []
         self._plans: deque[Any] = deque()
         self._wake_number = 0
+        self._is_alive = True
+        self._is_forming = False
+        self._num_broken = 0
+        """How often steps were broken off: one that was is not done any more."""
+        self._dead: set[int] = set()
+        """Ranks of the unit, whether the role knows it or not."""
+        self._num_deaths: Counter[int] = Counter()
+        """By rank: what one began is not answered by the next."""
 
     def start(self) -> None:
         """Begin to live."""
@@ -77,6 +90,8 @@ class Process:
 
     def post(self, event: Event) -> None:
         """Something arrived."""
+        if not self._is_alive:
+            return
         self._mail.append(event)
         if len(self._mail) == 1:
             self._clock.after(self._look_s, self._look)
@@ -86,9 +101,37 @@ class Process:
         self.num_events += len(events)
         self._apply(self.role.handle(self._clock.now(), *events))
 
+    # ---- what goes wrong ----
+    def end(self) -> None:
+        """The process dies: nothing reaches it any more, and nothing comes of it."""
+        self._is_alive = False
+        self.break_off(())
+
+    def break_off(self, ranks: Sequence[int]) -> None:
+        """These ranks die; steps in flight end, and none begins before the unit has formed."""
+        self._is_forming = True
+        self._num_broken += 1
+        self._plans.clear()
+        self._dead.update(ranks)
+        self._num_deaths.update(ranks)
+
+    def form(self, reset: RankReset) -> None:
+        """The unit works again, with the ranks that the role is told of now."""
+        self._look()  # What was answered before is heard before.
+        self._is_forming = False
+        self._dead.difference_update(reset.fresh)
+        self.handle(reset)
+
     def _look(self) -> None:
         events, self._mail = self._mail, []
-        self.handle(*events)
+        if events and self._is_alive:
+            self.handle(*events)
+
+    def _answer(self, rank: int, delay_s: float, answer: Callable[[], Event]) -> None:
+        """A rank is asked for something: it answers, unless it dies."""
+        life = self._num_deaths[rank]
+        if rank not in self._dead:
+            self._clock.after(delay_s, lambda: self.post(answer()) if self._num_deaths[rank] == life else None)
 
     def _apply(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -98,10 +141,10 @@ class Process:
                 if self._deliver is not None:
                     self._deliver(effect)
             elif isinstance(effect, Pull):
-                assert self._pull_s is not None, f"{self.name} has no wire for KV"
-                pulled = KvPulled(effect.request_id, effect.attempt, None)
-                self._clock.after(self._pull_s(effect), lambda event=pulled: self.post(event))  # type: ignore[misc]
+                self._pull(effect)
             elif isinstance(effect, Execute):
+                if self._is_forming:
+                    continue  # The next generation makes it void.
                 self._plans.append(effect.plans)
                 assert len(self._plans) <= MAX_STEPS_IN_FLIGHT, f"{self.name} has too many plans in flight"
                 if len(self._plans) == 1:
@@ -112,16 +155,25 @@ class Process:
             elif isinstance(effect, LoadBlocks | StoreBlocks):
                 assert self._disk is not None, f"{self.name} has no disk"
                 delay_s, answer = self._disk(effect)
-                self._clock.after(delay_s, lambda event=answer: self.post(event))  # type: ignore[misc]
+                self._answer(effect.rank, delay_s, partial(_same, answer))
             else:
                 assert isinstance(effect, Freed | UsedBlocks), f"{self.name} asks for {type(effect).__name__}"
 
+    def _pull(self, effect: Pull) -> None:
+        assert self._pull_s is not None, f"{self.name} has no wire for KV"
+        self._answer(
+            effect.rank, self._pull_s(effect),
+            lambda: KvPulled(effect.request_id, effect.attempt, self._pull_error(effect)),
+        )  # fmt: skip
+
     def _run(self) -> None:
         assert self._runner is not None, f"{self.name} has no runner"
-        done = self._runner.run(self._plans[0])
-        self._clock.after(done.elapsed_s, lambda: self._done(done))
+        done, number = self._runner.run(self._plans[0]), self._num_broken
+        self._clock.after(done.elapsed_s, lambda: self._done(done, number))
 
-    def _done(self, done: StepDone) -> None:
+    def _done(self, done: StepDone, number: int) -> None:
+        if number != self._num_broken:
+            return
         self._plans.popleft()
         self.num_steps += 1
         if self._plans:
@@ -129,5 +181,9 @@ class Process:
         self.handle(done)
 
     def _wake(self, number: int) -> None:
-        if number == self._wake_number:
+        if number == self._wake_number and self._is_alive:
             self.handle(Tick())
+
+
+def _same(event: Event) -> Event:
+    return event

@@ -10,7 +10,7 @@ Shapes: R ranks, S slots of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from hadal.core.plans import Chunk, DecodePlan, OpTime, PrefillPlan, StepDone
 from hadal.overlap.plan import SCHEDULES
 from hadal.overlap.split import num_pairs_of
+from hadal.perf.explain import StepPrice
 from hadal.perf.layer import MicroBatch
 from hadal.perf.shapes import expanded_flops_per_pair, mla_params
 from hadal.perf.step import DECODE, PREFILL, StepModel, tokens_per_step
@@ -63,6 +64,9 @@ class PrefillRunner:
     def __init__(self, model: StepModel, output_tokens: OutputTokens) -> None:
         self.work = NO_WORK
         """Of the last step."""
+        self.slow: dict[int, float] = {}
+        """Rank -> how many times as long its part of a step takes."""
+        self._num_living = model.num_ranks
         self._model = model
         self._output_tokens = output_tokens
         # How much heavier a token's projections are than one position that it attends to: which rank is the slowest.
@@ -78,19 +82,29 @@ class PrefillRunner:
         works = [_works_of(half) for half in halves]
         batches = [self._micro_batch(half) for half in works]
         self.work = _work_of(works, batches)
-        schedule = SCHEDULES[plans[0].schedule]
-        price = self._model.price_works(PREFILL, schedule, batches, num_rows=len(drawn) / len(plans))
+        schedule, num_rows = SCHEDULES[plans[0].schedule], len(drawn) / self._num_living
+
+        def price_of(batches: Sequence[MicroBatch]) -> StepPrice:
+            return self._model.price_works(PREFILL, schedule, batches, num_rows=num_rows)
+
+        price = price_of(batches)
+        part = _slowed(price, self.slow, lambda rank: price_of([self._micro_batch(half, rank) for half in works]))
         tokens = tuple(
             STOP_ID if chunk.output_index + 1 >= self._output_tokens(sampling.seed) else WORD_ID
             for _, chunk, sampling in drawn
         )
         keys = tuple(key for key, _, _ in drawn)
-        return StepDone(plans[0].step_id, keys, tokens, {}, price.seconds, op_times=price.op_times())
+        return StepDone(plans[0].step_id, keys, tokens, {}, price.seconds * part, op_times=_op_times(price, part))
 
-    def _micro_batch(self, works: Sequence[_RankWork]) -> MicroBatch:
-        slowest = max(works, key=lambda work: work[1] + self._pairs_token * work[0])
+    def formed(self, num_living: int) -> None:
+        """So many ranks take part from now on."""
+        self._num_living = max(1, num_living)
+
+    def _micro_batch(self, works: Sequence[_RankWork], rank: int | None = None) -> MicroBatch:
+        """As its slowest rank has it, or as `rank` has."""
+        slowest = max(works, key=lambda work: work[1] + self._pairs_token * work[0]) if rank is None else works[rank]
         num_tokens = sum(work[0] for work in works)
-        mean_tokens = num_tokens / len(works)
+        mean_tokens = num_tokens / self._num_living
         num_texts = sum(work[3] for work in works)
         imbalance = self._model.expected_imbalance(PREFILL, mean_tokens, num_tokens / num_texts) if num_texts else 1.0
         return MicroBatch(*slowest[:3], mean_tokens, imbalance)
@@ -129,6 +143,9 @@ class DecodeRunner:
     ) -> None:  # fmt: skip
         self.work = NO_WORK
         """Of the last step."""
+        self.slow: dict[int, float] = {}
+        """Rank -> how many times as long its part of a step takes."""
+        self._num_living = model.num_ranks
         self._model = model
         self._num_slots = num_slots
         self._output_tokens = output_tokens
@@ -151,20 +168,28 @@ class DecodeRunner:
         self._length[slots] += 1
         self._left[slots] -= 1
         tokens = np.where(self._left[slots] <= 0, STOP_ID, WORD_ID)
-        batches = self._micro_batches(plans)
+        is_in = self._halves(plans)
+        batches = [self._micro_batch(half) for half in is_in]
         self._note(slots, batches)
-        price = self._model.price_works(
-            DECODE, SCHEDULES[plans[0].schedule], batches,
-            num_rows=slots.size * (1 + self._mtp_tokens) / len(plans), mtp_tokens=self._mtp_tokens,
-        )  # fmt: skip
+        num_rows = slots.size * (1 + self._mtp_tokens) / self._num_living
+
+        def price_of(batches: Sequence[MicroBatch]) -> StepPrice:
+            schedule = SCHEDULES[plans[0].schedule]
+            return self._model.price_works(DECODE, schedule, batches, num_rows=num_rows, mtp_tokens=self._mtp_tokens)
+
+        price = price_of(batches)
+        # All of it by the same part, or the leader would take its ops for longer than its step.
+        part = _slowed(price, self.slow, lambda rank: price_of([self._micro_batch(half, rank) for half in is_in]))
+        part /= self._tokens_step
         # Arrays, where a rank's process sends tuples: nothing but lengths and elements is asked of them.
         keys, values = cast("tuple[int, ...]", slots), cast("tuple[int, ...]", tokens)
-        # All of it by that part, or the leader would take its ops for longer than its step.
-        part = 1.0 / self._tokens_step
-        op_times = price.op_times()
-        if self._mtp_tokens:
-            op_times = tuple(OpTime(time.op, time.count, time.seconds * part) for time in op_times)
-        return StepDone(plans[0].step_id, keys, values, {}, price.seconds * part, op_times=op_times)
+        elapsed_s = price.seconds * part
+        return StepDone(plans[0].step_id, keys, values, {}, elapsed_s, op_times=_op_times(price, part))
+
+    def formed(self, num_living: int) -> None:
+        """So many ranks take part from now on, and nobody is in their tables."""
+        self._num_living = max(1, num_living)
+        self.is_taken[:] = False
 
     def _note(self, slots: Ints, batches: Sequence[MicroBatch]) -> None:
         lengths, ranks = self._length[slots], slots // self._num_slots
@@ -184,26 +209,37 @@ class DecodeRunner:
             self._length[slot] = join.num_tokens
             self._left[slot] = self._output_tokens(join.sampling.seed) - join.output_index
 
-    def _micro_batches(self, plans: Sequence[DecodePlan]) -> list[MicroBatch]:
+    def _halves(self, plans: Sequence[DecodePlan]) -> list[Bools]:
+        """Who is in which micro-batch."""
         if plans[0].num_micro_batches == 1:
-            return [self._micro_batch(self.is_taken)]
+            return [self.is_taken]
         second = tuple(plan.second for plan in plans)
         if second != self._second:
             self._second = second
             self._is_second[:] = False
             for rank, slots in enumerate(second):
                 self._is_second[rank * self._num_slots + np.array(slots, np.int64)] = True
-        return [
-            self._micro_batch(self.is_taken & ~self._is_second), self._micro_batch(self.is_taken & self._is_second)
-        ]
+        return [self.is_taken & ~self._is_second, self.is_taken & self._is_second]
 
-    def _micro_batch(self, is_in: Bools) -> MicroBatch:
+    def _micro_batch(self, is_in: Bools, rank: int | None = None) -> MicroBatch:
+        """As its slowest rank has it, or as `rank` has."""
         queries = 1 + self._mtp_tokens
         shape = (-1, self._num_slots)
         requests_R = np.count_nonzero(is_in.reshape(shape), axis=1)
         positions_R = (self._length * is_in).reshape(shape).sum(axis=1)
-        slowest = int(positions_R.argmax())
+        slowest = int(positions_R.argmax()) if rank is None else rank
         num_tokens, context = float(requests_R[slowest] * queries), float(positions_R[slowest])
-        mean_tokens = float(requests_R.mean()) * queries
+        mean_tokens = float(requests_R.sum()) / self._num_living * queries
         imbalance = self._model.expected_imbalance(DECODE, mean_tokens) if mean_tokens else 1.0
         return MicroBatch(num_tokens, context * queries, context, mean_tokens, imbalance)
+
+
+def _slowed(price: StepPrice, slow: Mapping[int, float], price_of: Callable[[int], StepPrice]) -> float:
+    """How many times `price` a step takes whose other ranks wait for the slow ones. `price_of`: as a rank has it."""
+    return max([1.0, *(factor * price_of(rank).seconds / price.seconds for rank, factor in slow.items())])
+
+
+def _op_times(price: StepPrice, part: float) -> tuple[OpTime, ...]:
+    """Of a step that takes `part` of its price."""
+    times = price.op_times()
+    return times if part == 1.0 else tuple(OpTime(time.op, time.count, time.seconds * part) for time in times)

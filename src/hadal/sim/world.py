@@ -13,13 +13,14 @@ placed at the start (sim/world_warm), so that seconds of an hour can be looked a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, units_of
 from hadal.core.messages import BLOCK_TOKENS, Submit, UnitDown
 from hadal.core.plans import BlocksLoaded, BlocksStored
-from hadal.core.seams import Deliver, LoadBlocks, Pull, RankReset, StoreBlocks
+from hadal.core.seams import Deliver, LoadBlocks, Pull, StoreBlocks
 from hadal.core.wire import AnyMessage
 from hadal.perf.shapes import kv_bytes_per_token
 from hadal.perf.step import StepModel
@@ -29,9 +30,10 @@ from hadal.roles.prefill import PrefillLeader
 from hadal.sim.clock import SimClock
 from hadal.sim.process import Process, Role
 from hadal.sim.world_disk import DiskSpeed, WorldDisk
+from hadal.sim.world_faults import RanksDie, RankSlow, UnitDies, WorldFaults
 from hadal.sim.world_requests import Requests
 from hadal.sim.world_seen import Reading, WorldLog, nothing_seen, read
-from hadal.sim.world_units import LoggedRunner, decode_leader, kv_blocks, prefill_leader, runner_of
+from hadal.sim.world_units import LoggedRunner, SimUnit, decode_leader, kv_blocks, prefill_leader, runner_of
 from hadal.sim.world_warm import PLACED_HOPS, SUBMIT_HOPS, WARM, WarmUnit
 
 __all__ = ["FleetWorld", "Requests", "kv_blocks"]
@@ -42,13 +44,15 @@ class FleetWorld:
 
     `wire_s`: a message's way. `look_s`: how long a process collects what arrives. `mtp_tokens`, `mtp_accept`: drafts in
     decode (sim/runners). `disk`: of the cache that `Requests.tokens_cached` tells of; `stores`: what is computed and
-    generated is written to it, else it is not. `sample_s`: how often KV use is looked at; 0: never.
+    generated is written to it, else it is not. `sample_s`: how often KV use is looked at; 0: never. `faults`: what goes
+    wrong (sim/world_faults); a unit that dies is started again, as by a supervisor.
     """
 
     def __init__(
         self, config: Deployment, models: Mapping[str, StepModel], requests: Requests, *, max_context: int = 65_536,
         wire_s: float = 0.0005, look_s: float = 0.005, mtp_tokens: int = 0, mtp_accept: float = 0.0,
         disk: DiskSpeed | None = None, stores: bool = False, sample_s: float = 0.0,
+        faults: WorldFaults | None = None,
     ) -> None:  # fmt: skip
         for role in ROLES:
             if models[role].num_ranks != units_of(config, role).ranks:
@@ -66,9 +70,16 @@ class FleetWorld:
         self._drafts = mtp_tokens, mtp_accept
         self._stores = stores
         self._sample_s = sample_s
+        self._faults = faults or WorldFaults()
+        self._faults.check(self._unit_to_ranks)
+        self._node_ranks = (disk or DiskSpeed()).node_ranks
+        self._units: dict[str, SimUnit] = {}
+        self._pools = {WARM}
+        """Names of all that KV can be pulled from."""
+        self._num_lives = 0
         self._token_bytes = kv_bytes_per_token(models[DECODE].model)
         self.disk = WorldDisk(
-            requests.blocks_cached, BLOCK_TOKENS * self._token_bytes, disk or DiskSpeed()
+            requests.blocks_cached, BLOCK_TOKENS * self._token_bytes, disk or DiskSpeed(), self._num_loaded
         )  # fmt: skip
         self._nic_free_s: dict[tuple[str, int], float] = {}
         """When a rank's NIC is done with what it pulls."""
@@ -87,6 +98,7 @@ class FleetWorld:
             self._begin()
         if sample_s:
             self.clock.after(sample_s, self._sample)
+        self._plan_faults()
 
     def run(self, until_s: float) -> None:
         """Let time pass."""
@@ -114,6 +126,7 @@ class FleetWorld:
         process = self.processes[name] = Process(
             name, role, self.clock, self._send, look_s=self._look_s, runner=runner, deliver=self._deliver,
             pull_s=lambda effect: self._pull_s(name, effect), disk=lambda effect: self._disk(name, effect),
+            pull_error=self._pull_error,
         )  # fmt: skip
         process.start()
         return process
@@ -130,10 +143,17 @@ class FleetWorld:
 
     def _start_units(self, role: str) -> None:
         for index in range(units_of(self._config, role).units):
-            self._start_unit(f"{role}-{index}", role)
+            name = f"{role}-{index}"
+            if (start_s := self._faults.start_s(name)) > self.clock.now():
+                self.clock.at(start_s, lambda name=name: self._start_unit(name))  # type: ignore[misc]
+            else:
+                self._start_unit(name)
 
-    def _start_unit(self, name: str, role: str) -> None:
-        config, model, epoch = self._config, self._models[role], f"{name}-epoch"
+    def _start_unit(self, name: str) -> None:
+        role = name.partition("-")[0]
+        config, model = self._config, self._models[role]
+        self._num_lives += 1
+        epoch = f"{name}-{self._num_lives}"
         leader: PrefillLeader | DecodeLeader
         if role == PREFILL:
             leader = prefill_leader(name, epoch, config, model, self.disk.view(), stores=self._stores)
@@ -141,8 +161,58 @@ class FleetWorld:
             leader = decode_leader(name, epoch, config, model, self._max_context, stores=self._stores)
         runner = runner_of(role, model, config, self._output_tokens, self._drafts)
         process = self._start(name, leader, LoggedRunner(name, role, runner, self.clock, self.log))
-        ranks = tuple(range(units_of(config, role).ranks))
-        process.handle(RankReset((), ranks, tuple(f"{name}.{rank}" for rank in ranks), generation=1))
+        unit = SimUnit(name, self._num_lives, process, runner, self._unit_to_ranks[name], self._pools)
+        self._units[name] = unit
+        unit.begin()
+
+    @property
+    def _unit_to_ranks(self) -> dict[str, int]:
+        return {
+            f"{role}-{index}": units.ranks
+            for role in ROLES for units in (units_of(self._config, role),) for index in range(units.units)
+        }  # fmt: skip
+
+    # ---- faults ----
+    def _plan_faults(self) -> None:
+        at, faults = self.clock.at, self._faults
+        for ranks in faults.ranks:
+            at(ranks.at_s, partial(self._ranks_die, ranks))
+        for dies in faults.units:
+            at(dies.at_s, partial(self._unit_dies, dies))
+        for slow in faults.slow:
+            at(slow.begin_s, partial(self._set_slow, slow, slow.factor))
+            at(slow.end_s, partial(self._set_slow, slow, None))
+
+    def _ranks_die(self, fault: RanksDie) -> None:
+        unit = self._units.get(fault.unit)
+        if unit is not None and unit.lose(fault.ranks):
+            self.clock.after(fault.form_s, unit.form)
+            self.clock.after(fault.back_s, partial(unit.come, fault.ranks))
+
+    def _unit_dies(self, fault: UnitDies) -> None:
+        unit = self._units.pop(fault.unit, None)
+        if unit is None:
+            return  # It is down already.
+        unit.end()
+        del self.processes[fault.unit]
+        down = UnitDown(fault.unit, "its process ended")
+        self.clock.after(fault.notice_s, lambda: self.processes["front"].handle(down))
+        self.clock.after(fault.start_s, partial(self._start_unit, fault.unit))
+
+    def _set_slow(self, fault: RankSlow, factor: float | None) -> None:
+        unit = self._units.get(fault.unit)
+        if unit is not None and factor is not None:
+            unit.runner.slow[fault.rank] = factor
+        elif unit is not None:
+            unit.runner.slow.pop(fault.rank, None)
+
+    def _num_loaded(self, now_s: float, unit: str, effect: LoadBlocks) -> int:
+        """How many of the blocks of a read come."""
+        is_lost = self._faults.is_disk_lost(now_s, unit, effect.rank // self._node_ranks)
+        return 0 if is_lost else len(effect.into)
+
+    def _pull_error(self, effect: Pull) -> str | None:
+        return None if effect.lease.source in self._pools else "its source is gone"
 
     def _sample(self) -> None:
         """Note how full the ranks of decode units are."""

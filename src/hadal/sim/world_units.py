@@ -6,22 +6,26 @@ requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from hadal.core.balance import OFF
 from hadal.core.config import PREFILL, Deployment, units_of
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.plans import StepDone
+from hadal.core.seams import RankReset
 from hadal.kv.disk_index import DiskIndex
 from hadal.perf.shapes import kv_bytes_per_token
 from hadal.perf.step import StepModel
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.prefill import PrefillLeader
 from hadal.sim.clock import SimClock
+from hadal.sim.process import Process
 from hadal.sim.runners import DecodeRunner, OutputTokens, PrefillRunner
 from hadal.sim.world_disk import View
 from hadal.sim.world_seen import WorldLog
+
+Runner = PrefillRunner | DecodeRunner
 
 HBM_SHARE = 0.9
 """Of a GPU's memory for weights and KV; the rest is activations and communication buffers."""
@@ -69,11 +73,83 @@ def decode_leader(
     )  # fmt: skip
 
 
+class SimUnit:
+    """One life of a unit: which of its ranks live, and what its leader is told of that.
+
+    `pools`: names of all pools there are, shared with the other units; `number`: new for each life of any unit.
+    """
+
+    def __init__(
+        self, name: str, number: int, process: Process, runner: Runner, num_ranks: int, pools: set[str]
+    ) -> None:
+        self.name = name
+        self.process = process
+        self.runner = runner
+        self.is_alive = True
+        self._number = number
+        self._pools = pools
+        self._rank_to_pool = [""] * num_ranks
+        """"": dead."""
+        self._lost: set[int] = set()
+        """Dead, and the leader does not know."""
+        self._num_pools = 0
+        self._generation = 0
+
+    @property
+    def num_living(self) -> int:
+        return sum(map(bool, self._rank_to_pool))
+
+    def begin(self) -> None:
+        """All ranks are there."""
+        self.come(range(len(self._rank_to_pool)))
+
+    def lose(self, ranks: Iterable[int]) -> bool:
+        """These die, and no step is done until `form`. Returns whether one of them lived."""
+        dying = [rank for rank in ranks if self._rank_to_pool[rank]]
+        if not dying or not self.is_alive:
+            return False
+        for rank in dying:
+            self._pools.discard(self._rank_to_pool[rank])
+            self._rank_to_pool[rank] = ""
+        self._lost.update(dying)
+        self.process.break_off(dying)
+        return True
+
+    def form(self) -> None:
+        """Go on without those who died."""
+        if self.is_alive and self._lost:
+            self._form(())
+
+    def come(self, ranks: Iterable[int]) -> None:
+        """Ranks that are dead are back, with empty pools; what steps were in flight is done again."""
+        fresh = tuple(rank for rank in ranks if not self._rank_to_pool[rank])
+        if not fresh or not self.is_alive:
+            return
+        for rank in fresh:
+            self._num_pools += 1
+            self._rank_to_pool[rank] = f"{self.name}.{rank}.{self._number}.{self._num_pools}"
+            self._pools.add(self._rank_to_pool[rank])
+        self.process.break_off(())
+        self._form(fresh)
+
+    def end(self) -> None:
+        """The leader dies, and its ranks with it."""
+        self.is_alive = False
+        self.process.end()
+        self._pools.difference_update(self._rank_to_pool)
+
+    def _form(self, fresh: tuple[int, ...]) -> None:
+        self._generation += 1
+        lost, self._lost = tuple(sorted(self._lost)), set()
+        self.runner.formed(self.num_living)
+        self.process.form(RankReset(lost, fresh, tuple(self._rank_to_pool), self._generation))
+
+
 class LoggedRunner:
     """A unit's Runner, and a line in the log for every step."""
 
     def __init__(
-        self, unit: str, role: str, runner: PrefillRunner | DecodeRunner, clock: SimClock, log: WorldLog
+        self, unit: str, role: str, runner: Runner, clock: SimClock, log: WorldLog
     ) -> None:
         self.runner = runner
         self._unit = unit
@@ -89,7 +165,7 @@ class LoggedRunner:
 
 def runner_of(
     role: str, model: StepModel, config: Deployment, output_tokens: OutputTokens, drafts: tuple[int, float]
-) -> PrefillRunner | DecodeRunner:
+) -> Runner:
     """`drafts`: how many in a step, and how often one is accepted (decode)."""
     if role == PREFILL:
         return PrefillRunner(model, output_tokens)

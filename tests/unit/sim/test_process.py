@@ -7,8 +7,21 @@ from typing import Any
 import pytest
 
 from hadal.core.messages import Cancel, KvLease, Release
-from hadal.core.plans import KvPulled, PrefillPlan, StepDone
-from hadal.core.seams import Deliver, Effect, Event, Execute, Freed, Pull, Send, Tick, WakeAt
+from hadal.core.plans import BlocksLoaded, BlocksStored, KvPulled, PrefillPlan, StepDone
+from hadal.core.seams import (
+    Deliver,
+    Effect,
+    Event,
+    Execute,
+    Freed,
+    LoadBlocks,
+    Pull,
+    RankReset,
+    Send,
+    StoreBlocks,
+    Tick,
+    WakeAt,
+)
 from hadal.sim.clock import SimClock
 from hadal.sim.process import Process
 
@@ -88,3 +101,35 @@ def test_what_nobody_can_do_is_a_bug() -> None:
         process(Scripted([Pull("a", 0, KvLease("pool", (1,), (0,), 10), (3,))]))
     with pytest.raises(AssertionError, match="no runner"):
         process(Scripted([Execute((PrefillPlan(0, ()),))]))
+
+
+def test_a_rank_that_dies_answers_nothing_and_breaks_off_the_steps() -> None:
+    pulls = [Pull(name, 0, KvLease("x", (1,), (0,), 64), (2,), rank) for rank, name in enumerate("ab")]
+    plans = [(PrefillPlan(number, ()),) for number in range(2)]
+    role = Scripted([Execute(plans[0]), *pulls], [*pulls, Execute(plans[1])])
+    made, clock, _ = process(role, runner=Steps(), pull_s=lambda pull: 0.2, pull_error=lambda pull: "gone")
+    clock.at(0.1, lambda: made.break_off((1,)))
+    reset = RankReset((1,), ())
+    clock.at(0.5, lambda: made.form(reset))
+    clock.run(1.0)
+    answer = KvPulled("a", 0, "gone")
+    # The step of 0.25 s never ends; at 0.2 the living rank answers, and what is planned then is void.
+    assert role.given == [(0.2, (answer,)), (0.4, (answer,)), (0.5, (reset,))]
+
+
+def test_a_process_that_ended_hears_nothing() -> None:
+    role = Scripted([WakeAt(0.5)])
+    made, clock, _ = process(role, look_s=0.1)
+    made.post(Release("a", 0))
+    clock.at(0.05, made.end)
+    clock.at(0.2, lambda: made.post(Release("b", 0)))
+    clock.run(1.0)
+    assert role.given == []
+
+
+def test_the_disk_answers_in_its_time() -> None:
+    loaded, stored = BlocksLoaded(3, 1), BlocksStored(4, (None,))
+    role = Scripted([LoadBlocks(3, b"", (), (1,)), StoreBlocks(4, b"", (0,), (1,))])
+    _, clock, _ = process(role, disk=lambda effect: (0.3, loaded) if isinstance(effect, LoadBlocks) else (0.2, stored))
+    clock.run(1.0)
+    assert role.given == [(0.2, (stored,)), (0.3, (loaded,))]

@@ -107,3 +107,39 @@ def test_op_times_are_the_walk_s_sums(phase: str, schedule: object) -> None:
     dense_s = next(part.seconds for part in step.parts if part.name == "dense layers")
     assert sum(times.values()) == pytest.approx(step.walked.compute_s + dense_s, rel=1e-6)
     assert link_s == pytest.approx(step.walked.link_s, rel=1e-6)
+
+
+def test_a_slow_rank_takes_so_many_times_what_its_own_part_takes() -> None:
+    model = StepModel(16)
+    full = {f"r{rank}": tuple(join(slot, 4000, 0) for slot in range(8)) for rank in range(16)}
+    runner, slow = (DecodeRunner(model, 8, long) for _ in range(2))
+    slow.slow[3] = 2.5
+    usual, late = runner.run(decode_plans(16, **full)), slow.run(decode_plans(16, **full))
+    assert late.elapsed_s == pytest.approx(2.5 * usual.elapsed_s)
+    assert [time.seconds for time in late.op_times] == pytest.approx([2.5 * time.seconds for time in usual.op_times])
+    prefill, idle = (PrefillRunner(StepModel(8), long) for _ in range(2))
+    idle.slow[7] = 1.05
+    plans = [PrefillPlan(0, (chunk(4000 if rank < 7 else 100),)) for rank in range(8)]
+    assert idle.run(plans).elapsed_s == prefill.run(plans).elapsed_s, "it had so little to do that nobody waits for it"
+
+
+def test_fewer_ranks_share_what_there_is() -> None:
+    runner = DecodeRunner(StepModel(16), 8, long)
+    runner.run(decode_plans(16, r0=(join(0, 4000, 0),)))
+    runner.formed(8)
+    assert not runner.is_taken.any(), "nobody has a table after a unit has formed"
+    half = {f"r{rank}": tuple(join(slot, 4000, 0) for slot in range(8)) for rank in range(8)}
+    eight = runner.run(decode_plans(16, 1, **half)).elapsed_s
+    runner.formed(16)
+    assert eight > runner.run(decode_plans(16, 2, **half)).elapsed_s
+
+
+def test_a_step_says_what_it_did() -> None:
+    runner = DecodeRunner(StepModel(8), SLOTS, long)
+    runner.run(decode_plans(8, r0=(join(1, 50, 7), join(2, 10, 7)), r2=(join(0, 70, 8),)))
+    assert runner.work[:5] == (3, 51 + 11 + 71, 3, 2, 71)
+    prefill = PrefillRunner(StepModel(8), long)
+    prefill.run([PrefillPlan(0, (chunk(10, 5),), PREFILL_DUAL.name, (chunk(4), chunk(2)), 2) for _ in range(8)])
+    pairs = 5 * 10 + 55 + 10 + 3
+    assert prefill.work[:5] == (8 * 16, 8 * pairs, 24, 16, pairs)
+    assert prefill.work.num_micro_batches == 2

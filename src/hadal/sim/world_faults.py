@@ -1,0 +1,161 @@
+"""What goes wrong in a simulated world, and when: ranks and nodes that die, ranks that are slow, disks that fail, units
+that die or start late.
+
+Values only; sim/world plays them. Units are named as they are on the wire ("decode-0"), times are the world's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from numpy.random import Generator
+
+NODE_RANKS = 8
+
+
+@dataclass(frozen=True)
+class RanksDie:
+    """One rank, or all of a node: the unit forms without them, and again when they are back."""
+
+    at_s: float
+    unit: str
+    ranks: tuple[int, ...]
+    form_s: float = 2.0
+    """Until the unit works without them."""
+    back_s: float = 60.0
+    """Until they are back with empty pools, counted from their death; it is later than the forming."""
+
+
+@dataclass(frozen=True)
+class RankSlow:
+    """A rank's part of each step takes `factor` times as long."""
+
+    begin_s: float
+    end_s: float
+    unit: str
+    rank: int
+    factor: float
+
+
+@dataclass(frozen=True)
+class DiskLost:
+    """Reads of a node fail at once."""
+
+    begin_s: float
+    end_s: float
+    unit: str
+    node: int | None = None
+    """Its first rank divided by the ranks of a node; None: all of the unit."""
+
+
+@dataclass(frozen=True)
+class UnitDies:
+    """Its leader with all ranks: the front hears of it, and it starts again."""
+
+    at_s: float
+    unit: str
+    notice_s: float = 0.1
+    """Until the front hears of it."""
+    start_s: float = 60.0
+    """Until it is up again, counted from its death."""
+
+
+@dataclass(frozen=True)
+class UnitLate:
+    """Is not up before `start_s`."""
+
+    unit: str
+    start_s: float
+
+
+@dataclass(frozen=True)
+class WorldFaults:
+    """All of one world. Raises ValueError for what cannot be."""
+
+    ranks: tuple[RanksDie, ...] = ()
+    slow: tuple[RankSlow, ...] = ()
+    disks: tuple[DiskLost, ...] = ()
+    units: tuple[UnitDies, ...] = ()
+    late: tuple[UnitLate, ...] = ()
+
+    def __post_init__(self) -> None:
+        for one in self.ranks:
+            if not one.ranks or not 0.0 <= one.form_s < one.back_s:
+                raise ValueError(f"{one}: somebody has to die, and come back after the unit has formed.")
+        for slow in self.slow:
+            if slow.factor < 1.0 or slow.end_s <= slow.begin_s:
+                raise ValueError(f"{slow}: a slow rank takes longer, for some time.")
+        for dies in self.units:
+            if not 0.0 <= dies.notice_s < dies.start_s:
+                raise ValueError(f"{dies}: the front hears of a death before the unit is up again.")
+
+    def check(self, unit_to_ranks: Mapping[str, int]) -> None:
+        """Raises ValueError if one is of a unit or rank that there is not."""
+        named: list[tuple[str, Iterable[int]]] = [(one.unit, one.ranks) for one in self.ranks]
+        named += [(one.unit, (one.rank,)) for one in self.slow]
+        named += [(one.unit, ()) for some in (self.disks, self.units, self.late) for one in some]
+        for unit, ranks in named:
+            if unit not in unit_to_ranks or any(not 0 <= rank < unit_to_ranks[unit] for rank in ranks):
+                raise ValueError(f"a fault is of {unit}, ranks {tuple(ranks)}; there are {dict(unit_to_ranks)}.")
+
+    def start_s(self, unit: str) -> float:
+        """When a unit may be up first."""
+        return max((one.start_s for one in self.late if one.unit == unit), default=0.0)
+
+    def is_disk_lost(self, now_s: float, unit: str, node: int) -> bool:
+        """Whether reads of a unit's node fail now."""
+        return any(
+            one.unit == unit and one.node in (None, node) and one.begin_s <= now_s < one.end_s for one in self.disks
+        )
+
+
+@dataclass(frozen=True)
+class FaultRates:
+    """Mean time between faults of a kind, in the whole world; 0: never."""
+
+    rank_every_s: float = 0.0
+    node_every_s: float = 0.0
+    slow_every_s: float = 0.0
+    disk_every_s: float = 0.0
+    unit_every_s: float = 0.0
+    lasts_s: float = 10.0
+    """Mean of slowness, of failing disks, and until ranks and units are back."""
+    form_s: float = 1.0
+    slow_factor: float = 3.0
+    """The most that a slow rank is slow."""
+
+
+def draw_faults(rates: FaultRates, unit_to_ranks: Mapping[str, int], until_s: float, rng: Generator) -> WorldFaults:
+    """Faults at random times before `until_s`, each on any unit."""
+    units = sorted(unit_to_ranks)
+
+    def times(every_s: float) -> list[float]:
+        count = int(rng.poisson(until_s / every_s)) if every_s else 0
+        return sorted(float(at_s) for at_s in rng.uniform(0.0, until_s, count))
+
+    def unit() -> str:
+        return units[int(rng.integers(len(units)))]
+
+    def lasts_s() -> float:
+        return float(rng.exponential(rates.lasts_s)) + 0.1
+
+    def ranks(at_s: float, size: int) -> RanksDie:
+        name = unit()
+        num_ranks = unit_to_ranks[name]
+        first = int(rng.integers(num_ranks)) // size * size
+        some = tuple(range(first, min(first + size, num_ranks)))
+        return RanksDie(at_s, name, some, rates.form_s, rates.form_s + lasts_s())
+
+    def slow(at_s: float) -> RankSlow:
+        name = unit()
+        rank = int(rng.integers(unit_to_ranks[name]))
+        return RankSlow(at_s, at_s + lasts_s(), name, rank, float(rng.uniform(1.0, rates.slow_factor)))
+
+    return WorldFaults(
+        ranks=tuple(ranks(at_s, 1) for at_s in times(rates.rank_every_s))
+        + tuple(ranks(at_s, NODE_RANKS) for at_s in times(rates.node_every_s)),
+        slow=tuple(slow(at_s) for at_s in times(rates.slow_every_s)),
+        disks=tuple(DiskLost(at_s, at_s + lasts_s(), unit()) for at_s in times(rates.disk_every_s)),
+        units=tuple(UnitDies(at_s, unit(), 0.05, 0.05 + lasts_s()) for at_s in times(rates.unit_every_s)),
+    )
