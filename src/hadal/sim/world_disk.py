@@ -85,11 +85,13 @@ class View:
 
     def find(self, name: bytes) -> Place | None:
         """Where a block is."""
-        return _HERE if self._num_behind(name) else None
+        known = self._known(name)
+        return _HERE if known is not None and known[1] < self._end_of(known[0]) else None
 
     def num_found(self, chain: bytes) -> int:
         """How many of the chain's first blocks are here, up to one that is not."""
-        return min(num_names(chain), self._num_behind(chain[:NAME_BYTES])) if chain else 0
+        known = self._known(chain[:NAME_BYTES]) if chain else None
+        return 0 if known is None else min(num_names(chain), max(0, self._end_of(known[0]) - known[1]))
 
     def lookup(self, chain: bytes) -> tuple[Place, ...]:
         """The places of the longest prefix of the chain that is here."""
@@ -99,13 +101,10 @@ class View:
         found = block_of(name)
         return found if found is not None and found[0] < len(self._num_blocks) else None
 
-    def _num_behind(self, name: bytes) -> int:
-        """Blocks that are here from this one on."""
-        known = self._known(name)
-        if known is None:
-            return 0
-        num = int(self._num_blocks[known[0]])
-        return max(0, min(num, self._dropped.get(known[0], num)) - known[1])
+    def _end_of(self, number: int) -> int:
+        """So many first blocks of a request are here."""
+        num = int(self._num_blocks[number])
+        return min(num, self._dropped.get(number, num)) if self._dropped else num
 
 
 class NodeQueues:

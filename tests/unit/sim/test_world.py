@@ -124,6 +124,18 @@ def test_a_switched_off_balancer_shows() -> None:
     assert unevenness("auto") < 0.9 * unevenness("off")
 
 
+def test_a_prefill_balancer_that_is_off_shows_in_the_reading() -> None:
+    def unevenness(balance: str) -> float:
+        config = deployment()
+        prefill = dataclasses.replace(config.prefill, request_balance=balance)
+        asked = requests(6, 400, 400.0, tokens_in=2000, tokens_out=2)
+        made = world(asked, dataclasses.replace(config, prefill=prefill))
+        made.run(1.5)
+        return made.read(0.5, 1.5).prefill.positions_imbalance
+
+    assert unevenness("auto") < 0.9 * unevenness("off")
+
+
 def test_memory_says_how_much_kv_a_rank_holds() -> None:
     assert kv_blocks(StepModel(144)) > kv_blocks(StepModel(32)) > 1000
     with pytest.raises(ValueError, match="no memory left"):
