@@ -191,6 +191,12 @@ class DecodeRunner:
         self._num_living = max(1, num_living)
         self.is_taken[:] = False
 
+    @property
+    def requests_R(self) -> Ints:
+        """Requests by rank."""
+        requests_R: Ints = np.count_nonzero(self.is_taken.reshape(-1, self._num_slots), axis=1)
+        return requests_R
+
     def _note(self, slots: Ints, batches: Sequence[MicroBatch]) -> None:
         lengths, ranks = self._length[slots], slots // self._num_slots
         requests_R = np.bincount(ranks, minlength=self._model.num_ranks)

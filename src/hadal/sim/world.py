@@ -29,6 +29,7 @@ from hadal.roles.front import Front
 from hadal.roles.prefill import PrefillLeader
 from hadal.sim.clock import SimClock
 from hadal.sim.process import Process, Role
+from hadal.sim.runners import DecodeRunner
 from hadal.sim.world_disk import DiskSpeed, WorldDisk
 from hadal.sim.world_faults import RanksDie, RankSlow, UnitDies, WorldFaults
 from hadal.sim.world_requests import Requests
@@ -106,9 +107,9 @@ class FleetWorld:
 
     def read(self, begin_s: float, end_s: float) -> Reading:
         """What happened in [begin_s, end_s), of what has happened so far."""
-        requests, config = self.requests, self._config
+        config = self._config
         return read(
-            begin_s, end_s, self.log, self.seen, requests.arrival_s, requests.tokens_in, requests.is_running,
+            begin_s, end_s, self.log, self.seen, self.requests,
             {role: units_of(config, role).units for role in ROLES},
             {role: units_of(config, role).ranks for role in ROLES},
         )  # fmt: skip
@@ -215,11 +216,12 @@ class FleetWorld:
         return None if effect.lease.source in self._pools else "its source is gone"
 
     def _sample(self) -> None:
-        """Note how full the ranks of decode units are."""
-        for name, process in self.processes.items():
-            if isinstance(process.role, DecodeLeader):
-                pools = process.role.blocks
-                self.log.kv.append((self.clock.now(), name, pools.num_used_R / pools.num_blocks_rank))
+        """Note what the ranks of decode units hold."""
+        for name, unit in self._units.items():
+            leader, runner = unit.process.role, unit.runner
+            if isinstance(leader, DecodeLeader) and isinstance(runner, DecodeRunner):
+                share_R = leader.blocks.num_used_R / leader.blocks.num_blocks_rank
+                self.log.ranks.append((self.clock.now(), name, share_R, runner.requests_R.astype(np.float64)))
         self.clock.after(self._sample_s, self._sample)
 
     # ---- wires ----

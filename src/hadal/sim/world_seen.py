@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 
 from hadal.core.config import DECODE, PREFILL
 from hadal.sim.runners import StepWork
+from hadal.sim.world_requests import Requests
+
+TPOT_TOKENS = 20
+"""Fewer say little about a pace."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -50,8 +54,8 @@ class WorldLog:
     """Of the disk: (asked, begin, end, tokens wanted, tokens that came), in the order of asking."""
     writes: list[tuple[float, float, int]] = field(default_factory=list)
     """To the disk: (asked, end, tokens)."""
-    kv: list[tuple[float, str, Floats]] = field(default_factory=list)
-    """Samples: (time, decode unit, part of each rank's blocks that is used [R])."""
+    ranks: list[tuple[float, str, Floats, Floats]] = field(default_factory=list)
+    """Samples: (time, decode unit, part of each rank's blocks that is used [R], requests of each rank [R])."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,10 @@ class Reading:
     num_failed: int
     ttft_s: Floats
     """Of requests whose first token came; those that ran at the start are not among them."""
+    tpot_s: Floats
+    """Of requests that ended: mean time from token to token, of those that had at least TPOT_TOKENS to make here."""
     tokens_in: int
-    """Of the same requests' prompts,"""
+    """Of the prompts of those whose first token came,"""
     tokens_hit: int
     """and what of them was not computed."""
     disk_tokens: int
@@ -114,6 +120,8 @@ class Reading:
     disk_tokens_written: int
     kv_share: Mapping[str, Floats]
     """Decode unit -> part of each rank's blocks that was used, mean of the samples [R]."""
+    requests: Mapping[str, Floats]
+    """Decode unit -> requests of each rank, mean of the samples [R]."""
 
     @property
     def first_tokens(self) -> int:
@@ -122,41 +130,46 @@ class Reading:
 
 
 def read(
-    begin_s: float, end_s: float, log: WorldLog, seen: Seen, arrival_s: Floats, tokens_in: Ints,
-    is_running: NDArray[np.bool_], num_units: Mapping[str, int], num_ranks: Mapping[str, int],
+    begin_s: float, end_s: float, log: WorldLog, seen: Seen, requests: Requests, num_units: Mapping[str, int],
+    num_ranks: Mapping[str, int],
 ) -> Reading:  # fmt: skip
-    """Add up [begin_s, end_s). `is_running`: requests [N] that ran at the start. Raises ValueError if it is empty."""
+    """Add up [begin_s, end_s). Raises ValueError if it is empty."""
     if not begin_s < end_s:
         raise ValueError(f"[{begin_s}, {end_s}) is empty.")
 
     def inside(time_s: Floats) -> NDArray[np.bool_]:
         return (time_s >= begin_s) & (time_s < end_s)
 
+    is_running, arrival_s = requests.is_running, requests.arrival_s
     first = inside(seen.first_token_s) & ~is_running
     ended = inside(seen.end_s)
+    tokens_left = requests.tokens_out - requests.tokens_done
+    paced = ended & ~seen.is_failed & (tokens_left >= TPOT_TOKENS)
     steps = {
         role: _read_steps(log.steps[role], begin_s, end_s, num_units[role], num_ranks[role])
         for role in (PREFILL, DECODE)
     }  # fmt: skip
+    samples = [one for one in log.ranks if begin_s <= one[0] < end_s]
     reads = [one for one in log.reads if begin_s <= one[2] < end_s]
     return Reading(
         begin_s, end_s, steps[PREFILL], steps[DECODE],
         num_arrived=int((inside(arrival_s) & ~is_running).sum()), num_ended=int(ended.sum()),
         num_failed=int((ended & seen.is_failed).sum()), ttft_s=(seen.first_token_s - arrival_s)[first],
-        tokens_in=int(tokens_in[first].sum()), tokens_hit=int(seen.tokens_hit[first].sum()),
+        tpot_s=(seen.end_s - seen.first_token_s)[paced] / (tokens_left[paced] - 1),
+        tokens_in=int(requests.tokens_in[first].sum()), tokens_hit=int(seen.tokens_hit[first].sum()),
         disk_tokens=sum(one[4] for one in reads),
         disk_wait_s=float(np.mean([one[1] - one[0] for one in reads])) if reads else 0.0,
         disk_read_s=float(np.mean([one[2] - one[0] for one in reads])) if reads else 0.0,
         disk_tokens_written=sum(tokens for _, at_s, tokens in log.writes if begin_s <= at_s < end_s),
-        kv_share=_kv_share([(unit, share) for at_s, unit, share in log.kv if begin_s <= at_s < end_s]),
+        kv_share=_means([one[1:3] for one in samples]), requests=_means([(one[1], one[3]) for one in samples]),
     )  # fmt: skip
 
 
-def _kv_share(samples: Sequence[tuple[str, Floats]]) -> dict[str, Floats]:
+def _means(samples: Sequence[tuple[str, Floats]]) -> dict[str, Floats]:
     by_unit: dict[str, list[Floats]] = {}
-    for unit, share in samples:
-        by_unit.setdefault(unit, []).append(share)
-    return {unit: np.mean(shares, axis=0) for unit, shares in sorted(by_unit.items())}
+    for unit, of_ranks in samples:
+        by_unit.setdefault(unit, []).append(of_ranks)
+    return {unit: np.mean(some, axis=0) for unit, some in sorted(by_unit.items())}
 
 
 def _read_steps(

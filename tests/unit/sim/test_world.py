@@ -213,6 +213,9 @@ def test_what_is_computed_and_generated_is_written() -> None:
 def test_how_full_ranks_are_is_sampled() -> None:
     made = world(requests(1, 300, 200.0), sample_s=0.1)
     made.run(2.0)
-    share = made.read(0.5, 2.0).kv_share
+    seen = made.read(0.5, 2.0)
+    share = seen.kv_share
+    mean = np.mean([of_unit.mean() for of_unit in seen.requests.values()])
+    assert mean == pytest.approx(seen.decode.requests_per_rank, rel=0.1), "samples and steps tell the same"
     assert sorted(share) == ["decode-0", "decode-1"]
     assert all(of_unit.shape == (16,) and 0.0 < of_unit.mean() < 0.2 for of_unit in share.values())

@@ -9,13 +9,14 @@ import pytest
 
 from hadal.core.config import DECODE, PREFILL
 from hadal.sim.runners import StepWork
+from hadal.sim.world_requests import Requests
 from hadal.sim.world_seen import Reading, WorldLog, nothing_seen, read
 
 
-def reading(log: WorldLog, begin_s: float = 0.0, end_s: float = 10.0, size: int = 0) -> Reading:
-    none = np.zeros(size)
-    return read(begin_s, end_s, log, nothing_seen(size), none, none.astype(np.int64), none > 0,
-                {PREFILL: 1, DECODE: 2}, {PREFILL: 4, DECODE: 8})  # fmt: skip
+def reading(log: WorldLog, begin_s: float = 0.0, end_s: float = 10.0) -> Reading:
+    none = np.zeros(0, np.int64)
+    nobody = Requests(np.zeros(0), none, none)
+    return read(begin_s, end_s, log, nothing_seen(0), nobody, {PREFILL: 1, DECODE: 2}, {PREFILL: 4, DECODE: 8})
 
 
 def test_steps_count_for_the_part_that_lies_inside() -> None:
@@ -53,17 +54,18 @@ def test_requests_count_when_they_come_begin_and_end() -> None:
     seen.end_s[:] = [2.1, 2.6, np.nan, 2.9]
     seen.is_failed[3] = True
     seen.tokens_hit[:] = [0, 64, 128, 0]
-    arrival_s, is_running = np.array([-5.0, 2.0, 2.2, 2.4]), np.array([True, False, False, False])
-    tokens_in = np.array([500, 100, 300, 9])
+    asked = Requests(np.array([-5.0, 2.0, 2.2, 2.4]), np.array([500, 100, 300, 9]), np.array([52, 10, 9, 9]),
+                     tokens_done=np.array([30, 0, 0, 0]))  # fmt: skip
 
     def at(begin_s: float, end_s: float) -> Reading:
         one = {PREFILL: 1, DECODE: 1}
-        return read(begin_s, end_s, WorldLog(), seen, arrival_s, tokens_in, is_running, one, one)
+        return read(begin_s, end_s, WorldLog(), seen, asked, one, one)
 
     both = at(2.0, 3.0)
     assert (both.num_arrived, both.num_ended, both.num_failed) == (3, 3, 1)
     assert both.ttft_s.tolist() == [0.5]
     assert (both.tokens_in, both.tokens_hit, both.first_tokens) == (100, 64, 1)
+    assert both.tpot_s.tolist() == pytest.approx([1.1 / 21]), "22 tokens here; the other one had but 10"
     assert at(0.0, 2.0).first_tokens == 0, "that one ran at the start"
 
 
@@ -71,10 +73,12 @@ def test_reads_writes_and_samples_are_of_their_interval() -> None:
     log = WorldLog()
     log.reads += [(0.5, 1.0, 1.5, 640, 640), (1.0, 1.0, 3.0, 128, 64), (1.0, 1.0, 12.0, 64, 64)]
     log.writes += [(0.0, 1.0, 192), (9.0, 11.0, 64)]
-    log.kv += [(1.0, "decode-0", np.array([0.2, 0.4])), (2.0, "decode-0", np.array([0.4, 0.8])),
-               (11.0, "decode-0", np.array([1.0, 1.0]))]  # fmt: skip
+    log.ranks += [(1.0, "decode-0", np.array([0.2, 0.4]), np.array([3.0, 4.0])),
+                  (2.0, "decode-0", np.array([0.4, 0.8]), np.array([5.0, 4.0])),
+                  (11.0, "decode-0", np.array([1.0, 1.0]), np.array([9.0, 9.0]))]  # fmt: skip
     seen = reading(log)
     assert (seen.disk_tokens, seen.disk_tokens_written) == (704, 192)
     assert (seen.disk_wait_s, seen.disk_read_s) == (pytest.approx(0.25), pytest.approx(1.5))
     assert seen.kv_share["decode-0"].tolist() == pytest.approx([0.3, 0.6])
+    assert seen.requests["decode-0"].tolist() == [4.0, 4.0]
     assert pickle.loads(pickle.dumps(seen)).disk_tokens == 704
