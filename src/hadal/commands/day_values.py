@@ -1,0 +1,124 @@
+"""What the report of a day reads out of `result.json`, and how it writes numbers.
+
+Anything may be missing or null there (no window ran, nothing is published): a number is then None, written as a dash.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NOTHING = "–"
+UNITS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))
+
+
+def number(source: Mapping[str, Any], *path: str) -> float | None:
+    """The finite number at a path of keys; None if there is none."""
+    found: Any = source
+    for key in path:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return as_number(found)
+
+
+def as_number(value: Any) -> float | None:
+    """Any value as a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def numbers(source: Mapping[str, Any], *path: str) -> list[float | None]:
+    """The list at a path of keys, empty if there is none."""
+    found: Any = source
+    for key in path:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return [as_number(value) for value in found] if isinstance(found, list | tuple) else []
+
+
+def present(values: Sequence[float | None]) -> list[float]:
+    """Those that are numbers."""
+    return [value for value in values if value is not None]
+
+
+def mapping(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object at a key, empty if there is none."""
+    found = source.get(key)
+    return found if isinstance(found, Mapping) else {}
+
+
+def rows(source: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """The list of objects at a key; what in it is no object is left out."""
+    found = source.get(key)
+    return [row for row in found if isinstance(row, Mapping)] if isinstance(found, list | tuple) else []
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """None where one is missing or the divisor is 0."""
+    return None if above is None or not below else above / below
+
+
+def plain(value: float | None, decimals: int = 1) -> str:
+    """With thousands separated; decimals fall away from 1,000 on."""
+    if value is None:
+        return NOTHING
+    if abs(value) >= 1e15:
+        return f"{value:.3g}"
+    return f"{value:,.{0 if abs(value) >= 1000 else decimals}f}".replace("-", "−")
+
+
+def compact(value: float | None, digits: int = 3) -> str:
+    """With as many significant digits and a unit: 608 B, 73.7 k, 0.56."""
+    if value is None:
+        return NOTHING
+    if abs(value) >= 1e18:
+        return f"{value:.{digits}g}"
+    for limit, unit in UNITS:
+        if abs(value) >= limit * (1 - 0.5 * 10**-digits):
+            return _significant(value / limit, digits) + unit
+    return _significant(value, digits)
+
+
+def _significant(value: float, digits: int) -> str:
+    whole = len(str(int(abs(value))))
+    text = f"{value:,.{max(0, digits - whole)}f}" if abs(value) >= 1 else f"{value:.{digits}g}"
+    return (text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text).replace("-", "−")
+
+
+def dollars(value: float | None) -> str:
+    """Whole dollars from 1,000 on, cents below, a unit from ten millions on."""
+    if value is None:
+        return NOTHING
+    sign = "−" if value < 0 else ""
+    amount = abs(value)
+    if amount >= 1e7:
+        return f"{sign}${compact(amount, 4)}"
+    return f"{sign}${amount:,.{0 if amount >= 1000 else 2}f}"
+
+
+def percent(value: float | None, decimals: int = 1) -> str:
+    """Of a value that is in percent already."""
+    return NOTHING if value is None else f"{plain(value, decimals)} %"
+
+
+def signed_percent(value: float | None, decimals: int = 1) -> str:
+    """A relative difference, 0.01 being +1.0 %."""
+    if value is None:
+        return NOTHING
+    text = plain(100 * value, decimals)
+    return f"{'' if text.startswith('−') else '+'}{text} %"
+
+
+def duration(seconds: float | None) -> str:
+    """Milliseconds below a second, then seconds."""
+    if seconds is None:
+        return NOTHING
+    return f"{_significant(seconds * 1e3, 3)} ms" if abs(seconds) < 1 else f"{_significant(seconds, 3)} s"
+
+
+def hour_label(hour: float | None) -> str:
+    return NOTHING if hour is None else f"{int(hour) % 24:02}:00"
