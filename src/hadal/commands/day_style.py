@@ -28,9 +28,9 @@ p{margin:0 0 10px;max-width:74ch}
 section{margin-top:52px}
 .sub{color:var(--soft);margin:0 0 16px}
 .card .sub{font-size:13px;margin:0 0 8px}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(180px,1fr));gap:1px;background:var(--rule);
+.tiles{display:flex;flex-wrap:wrap;gap:1px;background:var(--rule);
 border:1px solid var(--rule);border-radius:10px;overflow:hidden;margin:28px 0 0}
-.tile{background:var(--card);padding:16px 18px}
+.tile{flex:1 1 180px;background:var(--card);padding:16px 18px}
 .tile b{display:block;font-size:27px;line-height:1.2;font-weight:600;letter-spacing:-.02em}
 .tile span{color:var(--soft);font-size:13px}
 .card{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:18px 20px;min-width:0}
