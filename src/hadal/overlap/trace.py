@@ -47,6 +47,7 @@ _COLOURS = {
 }  # fmt: skip
 """Names of chrome://tracing's palette; Perfetto chooses its own by the name of an op."""
 _THREADS = ("step", COMPUTE, WAIT, "link mb0", "link mb1")
+_THREADS_APART = ("step", "compute mb0", "compute mb1", WAIT, "link mb0", "link mb1")
 
 Stretch = tuple[float, float]
 
@@ -97,18 +98,20 @@ def duration_s(events: Sequence[TraceEvent]) -> float:
     return max(event.end_s for event in events) - min(event.start_s for event in events)
 
 
-def chrome_trace(unit: str, steps: Sequence[TracedStep]) -> dict[str, Any]:
+def chrome_trace(unit: str, steps: Sequence[TracedStep], *, is_apart: bool = False) -> dict[str, Any]:
     """The steps as one Trace Event Format object: a process for each rank, a thread for each lane; times in us.
 
     What the balancers made of a step is a counter of its own for each objective, in the first rank's process.
+    `is_apart`: each micro-batch's computation is a thread of its own, though one lane does both.
     """
+    threads = _THREADS_APART if is_apart else _THREADS
     everything = [event for step in steps for event in step.events]
     zero_s = min((event.start_s for event in everything), default=0.0)
     found: list[dict[str, Any]] = []
     for rank in sorted({event.rank for event in everything}):
         found.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"{unit} rank {rank}"}})
         found.append({"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}})
-        for tid, name in enumerate(_THREADS):
+        for tid, name in enumerate(threads):
             found.append({"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": name}})
             found.append({"ph": "M", "pid": rank, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
     for step in steps:
@@ -122,7 +125,7 @@ def chrome_trace(unit: str, steps: Sequence[TracedStep]) -> dict[str, Any]:
             start_s = min(event.start_s for event in mine)
             name = f"step {step.step_id} {step.schedule}"
             found.append(_span(name, "step", share.rank, 0, start_s - zero_s, duration_s(mine), args))
-            found += [_event(event, zero_s) for event in mine]
+            found += [_event(event, zero_s, threads) for event in mine]
     return {"traceEvents": found, "displayTimeUnit": "ms"}
 
 
@@ -138,9 +141,10 @@ def _counters(step: TracedStep, zero_s: float) -> list[dict[str, Any]]:
     ]
 
 
-def _event(event: TraceEvent, zero_s: float) -> dict[str, Any]:
+def _event(event: TraceEvent, zero_s: float, threads: tuple[str, ...]) -> dict[str, Any]:
     # Exchanges of two micro-batches may be under way at once, and stretches of a thread must not cross.
-    tid = 3 + event.micro_batch if event.lane == LINK else 2 if event.lane == WAIT else 1
+    own = f"{event.lane} mb{event.micro_batch}"
+    tid = threads.index(own if own in threads else event.lane)
     name = f"wait {event.op}" if event.lane == WAIT else event.op
     args = {"layer": event.layer, "micro_batch": event.micro_batch}
     span = _span(name, event.lane, event.rank, tid, event.start_s - zero_s, event.end_s - event.start_s, args)

@@ -24,6 +24,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from hadal.core.balance import AUTO, OFF
 from hadal.core.placement import Placement, spread
 from hadal.perf.shapes import DEEPSEEK_V3, num_moe_layers
 from hadal.perf.step import DECODE, PREFILL
@@ -31,7 +32,6 @@ from hadal.policy.expert_balance import Cluster, balance, rank_loads
 
 Floats = NDArray[np.float64]
 
-AUTO, OFF = "auto", "off"
 POLICIES = (AUTO, OFF)
 NUM_LAYERS, NUM_EXPERTS, NUM_GROUPS = num_moe_layers(DEEPSEEK_V3), DEEPSEEK_V3.n_routed_experts, DEEPSEEK_V3.n_group
 RANKS_PER_NODE = 8

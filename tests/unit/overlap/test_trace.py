@@ -130,6 +130,19 @@ def test_chrome_trace_draws_balance_over_time() -> None:
     assert heads == [{"kv": 0.75, "experts": 0.5}, {"kv": 1.0}]
 
 
+def test_micro_batches_may_have_tracks_of_their_own() -> None:
+    step = TracedStep(0, "prefill_dual", 2, 9, tuple(played(PREFILL_DUAL, 2)))
+    for is_apart, threads in ((False, {"compute"}), (True, {"compute mb0", "compute mb1"})):
+        entries = chrome_trace("prefill-0", [step], is_apart=is_apart)["traceEvents"]
+        names = {e["tid"]: e["args"]["name"] for e in entries if e["name"] == "thread_name"}
+        assert {name for name in names.values() if name.startswith("compute")} == threads
+        for e in entries:
+            if e["ph"] == "X":
+                expected = {"compute": f"compute mb{e['args'].get('micro_batch')}" if is_apart else "compute",
+                            "link": f"link mb{e['args'].get('micro_batch')}"}.get(e["cat"], e["cat"])
+                assert names[e["tid"]] == expected
+
+
 def test_an_empty_trace_is_a_valid_one() -> None:
     assert chrome_trace("decode-0", []) == {"traceEvents": [], "displayTimeUnit": "ms"}
 

@@ -12,9 +12,10 @@ from bench.expert_loads import DECODE as DECODE_NAMES
 from bench.expert_loads import PREFILL as PREFILL_NAMES
 from bench.expert_loads import read_loads
 from bench.expert_skew import figures
+from hadal.core.balance import AUTO, OFF
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.perf.step import DECODE, PREFILL, StepModel, redundant_default
-from hadal.sim.expert_loads import AUTO, OFF, POLICIES, ExpertRanks, draw_loads, expert_share, keeps_groups
+from hadal.sim.expert_loads import POLICIES, ExpertRanks, draw_loads, expert_share, keeps_groups
 
 NUM_SEEDS = 8
 
