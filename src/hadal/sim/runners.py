@@ -64,6 +64,8 @@ class PrefillRunner:
     def __init__(self, model: StepModel, output_tokens: OutputTokens) -> None:
         self.work = NO_WORK
         """Of the last step."""
+        self.price: StepPrice | None = None
+        """The same, for sim/step_trace."""
         self.slow: dict[int, float] = {}
         """Rank -> how many times as long its part of a step takes."""
         self._num_living = model.num_ranks
@@ -87,7 +89,7 @@ class PrefillRunner:
         def price_of(batches: Sequence[MicroBatch]) -> StepPrice:
             return self._model.price_works(PREFILL, schedule, batches, num_rows=num_rows)
 
-        price = price_of(batches)
+        self.price = price = price_of(batches)
         part = _slowed(price, self.slow, lambda rank: price_of([self._micro_batch(half, rank) for half in works]))
         tokens = tuple(
             STOP_ID if chunk.output_index + 1 >= self._output_tokens(sampling.seed) else WORD_ID
@@ -143,6 +145,8 @@ class DecodeRunner:
     ) -> None:  # fmt: skip
         self.work = NO_WORK
         """Of the last step."""
+        self.price: StepPrice | None = None
+        """The same, for sim/step_trace."""
         self.slow: dict[int, float] = {}
         """Rank -> how many times as long its part of a step takes."""
         self._num_living = model.num_ranks
@@ -177,7 +181,7 @@ class DecodeRunner:
             schedule = SCHEDULES[plans[0].schedule]
             return self._model.price_works(DECODE, schedule, batches, num_rows=num_rows, mtp_tokens=self._mtp_tokens)
 
-        price = price_of(batches)
+        self.price = price = price_of(batches)
         # All of it by the same part, or the leader would take its ops for longer than its step.
         part = _slowed(price, self.slow, lambda rank: price_of([self._micro_batch(half, rank) for half in is_in]))
         part /= self._tokens_step

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from hadal.core.plans import Chunk, DecodePlan, Join, PrefillPlan, Sampling
 from hadal.overlap.plan import DECODE_FIVE, SEQUENTIAL
 from hadal.perf.explain import StepPrice
 from hadal.perf.step import StepModel
+from hadal.sim.runners import DecodeRunner, PrefillRunner
 from hadal.sim.step_trace import steps_trace
 
 MODEL = StepModel(144)
@@ -101,3 +103,22 @@ def test_no_steps_are_a_trace_and_times_must_go_on() -> None:
     for begins in ((1.0, 0.5), (0.0, math.nan), (0.0, math.inf)):
         with pytest.raises(ValueError, match="in the order in which they began"):
             steps_trace("unit-0", [(begin_s, SMALL) for begin_s in begins])
+
+
+def test_what_runners_simulated_becomes_a_trace() -> None:
+    runner = DecodeRunner(StepModel(8), 4, lambda number: 1000)
+    steps, now_s = [], 0.0
+    for number in range(3):
+        joins = (Join(number, (), 500, 0, 1, Sampling(seed=number)),)
+        elapsed_s = runner.run([DecodePlan(number, (), joins, ()) for _ in range(8)]).elapsed_s
+        assert runner.price is not None
+        assert runner.price.seconds == elapsed_s
+        steps.append((now_s, runner.price))
+        now_s += elapsed_s
+    found = entries(*steps)
+    assert [e["args"]["requests"] for e in found if e["name"] == "requests"] == [1, 2, 3]
+    assert [e["args"]["KV positions"] for e in found if e["name"] == "KV positions"] == [501, 1003, 1506]
+    prefill = PrefillRunner(StepModel(8), lambda number: 1000)
+    prefill.run([PrefillPlan(0, (Chunk("a", (0,) * 700, 0, (), Sampling(), 0),)) for _ in range(8)])
+    assert prefill.price is not None
+    assert [e["args"]["tokens"] for e in entries((0.0, prefill.price)) if e["name"] == "tokens"] == [700]
