@@ -78,8 +78,8 @@ class Axis:
 def round_values(low: float, high: float, num: int = 5) -> list[float]:
     """Multiples of 1, 2, 2.5 or 5 times a power of ten that cover low to high in about `num` steps."""
     span = high - low
-    # Doubles tell no two values apart that are closer than this.
-    if not span > 1e-12 * max(abs(low), abs(high)) or not math.isfinite(span):
+    # Doubles tell no two values apart that are closer than this, and have few digits left below the last.
+    if not span > max(1e-12 * max(abs(low), abs(high)), 1e-290) or not math.isfinite(span):
         return [low]
     raw = span / max(num, 1)
     power = 10.0 ** math.floor(math.log10(raw))

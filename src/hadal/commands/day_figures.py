@@ -50,7 +50,7 @@ Row = Mapping[str, Any]
 WIDE, HALF = 1040.0, 506.0
 NUM_COLUMNS = 96
 """Stretches with a tooltip of their own in a chart by the minute: quarters of an hour."""
-NUM_BARS = 400
+NUM_BARS = 200
 """Ranks shown one by one; of more, means of neighbours."""
 _MARKS = (("p50", "median"), ("p90", "p90"), ("p99", "p99"))
 
@@ -124,7 +124,7 @@ def income_and_cost(hours: Sequence[Row]) -> Html | None:
         return None
     box = Box(WIDE, 280, left=62)
     axis_x, axis_y = _hour_axis(box, hours), from_zero(box, amounts)
-    width = 0.36 * (axis_x.at(1.0) - axis_x.at(0.0))
+    width = min(0.36 * (axis_x.at(1.0) - axis_x.at(0.0)), 60.0)
     parts = [grid(box, axis_y, lambda usd: f"${compact(usd)}".replace("$−", "−$")), _hour_labels(box, axis_x, hours)]
     for place, (name, key) in enumerate(series):
         for index, hour in enumerate(hours):

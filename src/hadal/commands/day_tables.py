@@ -46,6 +46,7 @@ HEADLINE: tuple[tuple[str, str, Shown], ...] = (
 """Key, words, how it is written."""
 _IN_POINTS = {"hit_percent"}
 _STUDY_ROWS_MAX, _VALUE_CHARS_MAX = 400, 240
+_RANK_ROWS_MAX = 400
 _QUANTILES = ("p50", "p90", "p99")
 _IMBALANCES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("KV", ("kv_imbalance",)), ("requests", ("request_imbalance",)), ("prefill work", ("prefill_imbalance",)),
@@ -246,10 +247,12 @@ def bins(histogram: Row) -> Html:
 
 
 def of_ranks(series: Sequence[tuple[str, Sequence[float | None]]]) -> Html:
-    """Ranks below each other, one column for each list."""
+    """Ranks below each other, one column for each list; of very many the first ones."""
     longest = max((len(values) for _, values in series), default=0)
+    is_cut = longest > _RANK_ROWS_MAX
+    caption = f"The first {_RANK_ROWS_MAX} of {longest:,}; all are in result.json." if is_cut else None
     body = [
         (str(rank), *(compact(values[rank] if rank < len(values) else None, 4) for _, values in series))
-        for rank in range(longest)
+        for rank in range(min(longest, _RANK_ROWS_MAX))
     ]
-    return table(("rank", *(name for name, _ in series)), body)
+    return table(("rank", *(name for name, _ in series)), body, caption)

@@ -5,11 +5,12 @@ Anything may be missing or null there (no window ran, nothing is published): a n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 NOTHING = "–"
+LARGEST = 1e300
+"""What is larger is no number of anything, and sums of it would not be finite."""
 UNITS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))
 
 
@@ -22,14 +23,14 @@ def number(source: Mapping[str, Any], *path: str) -> float | None:
 
 
 def as_number(value: Any) -> float | None:
-    """Any value as a finite number, else None."""
+    """Any value as a number within LARGEST, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         found = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return found if abs(found) <= LARGEST else None
 
 
 def numbers(source: Mapping[str, Any], *path: str) -> list[float | None]:
@@ -58,8 +59,8 @@ def rows(source: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """None where one is missing or the divisor is 0."""
-    return None if above is None or not below else above / below
+    """None where one is missing, the divisor is 0 or nothing finite comes of it."""
+    return None if above is None or not below else as_number(above / below)
 
 
 def plain(value: float | None, decimals: int = 1) -> str:

@@ -26,6 +26,12 @@ def test_round_values_cover_their_range_in_few_steps(a: float, b: float) -> None
         assert ticks[-1] >= high - slack
 
 
+def test_values_that_can_hardly_be_told_from_nothing_have_an_axis() -> None:
+    for values in ([5e-324], [0.0], [1e300, -1e300], [3.0, 3.0]):
+        for axis in (from_zero(BOX, values), around(BOX, values)):
+            assert all(BOX.top <= axis.at(value) <= BOX.bottom_px for value in values)
+
+
 def test_round_values_are_round() -> None:
     assert round_values(0.0, 278.0, 4) == [0.0, 100.0, 200.0, 300.0]
     assert round_values(0.0, 1.27, 4) == [0.0, 0.5, 1.0, 1.5]

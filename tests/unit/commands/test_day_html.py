@@ -18,7 +18,8 @@ SECTIONS = (
     "The day", "Load and nodes", "Income and cost", "What users get, and what the cache saves", "Latency",
     "Balance over ranks", "Fluid beside windows", "What if", "Assumptions",
 )  # fmt: skip
-DAMAGE = (None, "<b>", -1e300, 1e300, 10**400, math.nan, math.inf, 0, True, [], {}, [None], {"p50": 1.0})
+NUMBERS = (-1e300, 1e300, 5e-324, -1e-300, 10**400, math.nan, math.inf, 0, True)
+DAMAGE = (None, "<b>", *NUMBERS, [], {}, [None], {"p50": 1.0})
 BAD = "<script>alert('&\"')</script>"
 
 
@@ -77,7 +78,7 @@ def test_what_it_is_told_stays_text() -> None:
     assert any(BAD in title for title in page.titles)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_it_stands_whatever_is_in_its_places(seed: int) -> None:
     rng = np.random.default_rng(seed)
     share = (0.02, 0.1, 0.3)[seed % 3]
@@ -106,3 +107,9 @@ def test_without_windows_the_rest_is_there() -> None:
     assert page.num("svg") == 4
     assert page.text.count("No window ran") == 4
     assert "No other case was asked for." in page.text
+
+
+def test_a_page_of_a_huge_unit_stays_readable() -> None:
+    ranks = {key: value * 20 if isinstance(value, list) else value for key, value in RESULT["ranks"].items()}
+    cases = [{**RESULT["what_ifs"][1], "name": f"case {index} " + "long " * 40} for index in range(20)]
+    assert len(report_html({**RESULT, "ranks": ranks, "what_ifs": cases}).encode()) < 400_000

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from hadal.commands.day_tables import bins, by_hour, fluid_and_windows, headline, study, what_if_table, windows
+from hadal.commands.day_tables import (
+    bins,
+    by_hour,
+    fluid_and_windows,
+    headline,
+    of_ranks,
+    study,
+    what_if_table,
+    windows,
+)
 from tests.unit.commands.day_result import result
 from tests.unit.commands.pages import Page
 
@@ -69,3 +78,11 @@ def test_a_study_is_one_row_for_each_value() -> None:
 def test_bins_are_shares() -> None:
     page = Page(bins({"edges": [0, 1, 2, 3], "counts": [1, 0, 3]}))
     assert page.rows[1:] == [["0 ms to 1 s", "25.00 %"], ["2 s to 3 s", "75.00 %"]]
+
+
+def test_ranks_stand_below_each_other() -> None:
+    page = Page(of_ranks([("KV", [0.5, None]), ("tokens", [7.0])]))
+    assert page.rows == [["rank", "KV", "tokens"], ["0", "0.5", "7"], ["1", "–", "–"]]
+    many = Page(of_ranks([("KV", [1.0] * 1500)]))
+    assert len(many.rows) == 401
+    assert "The first 400 of 1,500" in many.text

@@ -23,7 +23,7 @@ from hadal.commands.day_values import (
 )
 
 
-@pytest.mark.parametrize("value", [None, "12", True, math.nan, math.inf, 10**400, [1], {}])
+@pytest.mark.parametrize("value", [None, "12", True, math.nan, math.inf, 1e301, 10**400, [1], {}])
 def test_what_is_no_finite_number_is_nothing(value: object) -> None:
     assert as_number(value) is None
     assert number({"a": {"b": value}}, "a", "b") is None
@@ -37,6 +37,7 @@ def test_missing_paths_are_nothing() -> None:
     assert numbers({"a": 3}, "a") == numbers({}, "a") == []
     assert rows({"a": [{"b": 1}, 3, None]}, "a") == [{"b": 1}]
     assert ratio(1.0, 0.0) is None
+    assert ratio(1e300, 1e-300) is None
     assert ratio(None, 2.0) is None
     assert ratio(1.0, 2.0) == 0.5
 
