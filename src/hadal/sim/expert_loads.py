@@ -8,8 +8,9 @@ An expert's load is log-normal: in each layer a deviate of its group (of the gat
 both stretched by a factor of the layer. The deviations are fitted to SGLang's published loads of DeepSeek-V3/R1, 256
 experts in 58 layers (five prefill and three decode workloads of its reproduction kit for large-scale expert
 parallelism): to the mean over layers of maximum over mean of ranks, with experts in order and with our placement, and
-to the heaviest experts. Maximum over mean of 32 prefill ranks in order 1.78 (drawn 1.74), placed 1.16 (1.15); of 144
-decode ranks in order 3.72 (3.77), placed 1.15 (1.14). Groups come out more unequal than measured (deviation of the
+to the heaviest experts. Maximum over mean of 32 prefill ranks in order 1.78 (drawn 1.74), with groups kept on nodes
+1.16 (1.15), as the balancer that serves places them 1.01 (1.01); of 144 decode ranks in order 3.72 (3.77), placed 1.15
+(1.14). Groups come out more unequal than measured (deviation of the
 logarithm of their loads 0.31 and 0.37, drawn 0.38 and 0.44). `python -m bench expert_skew` prints both side by side.
 
 Knows no workload: a real one has hot experts that stay hot, so loads are drawn once for a day, not for each step.
@@ -28,7 +29,7 @@ from hadal.core.balance import AUTO, OFF
 from hadal.core.placement import Placement, spread
 from hadal.perf.shapes import DEEPSEEK_V3, num_moe_layers
 from hadal.perf.step import DECODE, PREFILL
-from hadal.policy.expert_balance import Cluster, balance, rank_loads
+from hadal.policy.expert_balance import Cluster, ExpertPlan, balance, rank_loads
 
 Floats = NDArray[np.float64]
 
@@ -108,8 +109,9 @@ def expert_share(
 ) -> ExpertRanks:
     """Draw a unit's loads, place its experts, and say what its ranks receive.
 
-    `auto`: our balancer, by nodes where a unit keeps a gate's group on one node (see `keeps_groups`), else freely; from
-    scratch, replicas sharing evenly. `off`: experts in order, replicas evenly chosen, without a look at the loads.
+    `auto`: our balancer as roles/experts asks it: a gate's group stays on its node where ranks can be level like that
+    (`keeps_groups`), replicas split their expert's tokens as it says; but from scratch, whatever that moves. `off`:
+    experts in order, replicas evenly chosen, without a look at the loads.
     Raises ValueError for other policies and phases, and for experts and replicas that do not divide over the ranks.
     """
     if policy not in POLICIES:
@@ -118,17 +120,20 @@ def expert_share(
     if num_ranks == 1:
         return ExpertRanks(np.ones((num_layers, 1)))
     in_order = spread(num_layers, NUM_EXPERTS, num_ranks, num_redundant)
-    placement = in_order if policy == OFF else _balanced(loads_LE, phase, in_order, num_redundant, ranks_per_node)
-    loads_LR = rank_loads(placement, loads_LE)
+    if policy == OFF:
+        loads_LR = rank_loads(in_order, loads_LE)
+    else:
+        plan = _balanced(loads_LE, phase, in_order, num_redundant, ranks_per_node)
+        loads_LR = rank_loads(plan.placement, loads_LE, plan.split_LRS)
     return ExpertRanks(np.asarray(loads_LR / loads_LR.mean(axis=1, keepdims=True)))
 
 
-def _balanced(loads_LE: Floats, phase: str, like: Placement, num_redundant: int, ranks_per_node: int) -> Placement:
+def _balanced(loads_LE: Floats, phase: str, like: Placement, num_redundant: int, ranks_per_node: int) -> ExpertPlan:
     nodes = tuple(rank // ranks_per_node for rank in range(like.num_ranks))
     cluster = Cluster((like.num_slots,) * like.num_ranks, nodes)
     by_nodes = keeps_groups(phase, like.num_ranks, num_redundant, ranks_per_node)
-    mode = "hierarchical" if by_nodes else "global"
-    return balance(loads_LE, cluster, mode=mode, num_groups=NUM_GROUPS if by_nodes else 1).placement
+    mode = "hybrid" if by_nodes else "global"
+    return balance(loads_LE, cluster, mode=mode, num_groups=NUM_GROUPS if by_nodes else 1, weighted=True)
 
 
 def keeps_groups(phase: str, num_ranks: int, num_redundant: int, ranks_per_node: int) -> bool:

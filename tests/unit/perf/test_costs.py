@@ -164,7 +164,8 @@ def test_rates_are_sums_over_layers() -> None:
         for n, length in [(32, 10), (64, 500), (256, 100), (512, 20), (128, 900)]:
             costs.observe([work := Work(n, n * length)], step(LINEAR, [work], rng, 0.0))
     rates = costs.rates()
-    assert rates.token_s == pytest.approx((8 * 2 + 7 * 1.1) * 1e-6, rel=0.1)
+    assert rates.token_s == pytest.approx((8 * 2 + 7 * 0.1) * 1e-6, rel=0.1)
+    assert rates.mean_s == pytest.approx(7 * 1e-6, rel=0.1), "experts compute what all ranks send"
     assert rates.pair_s == pytest.approx(8 * 0.01e-6, rel=0.1)
 
 
@@ -180,7 +181,7 @@ def test_rates_add_up_to_the_price_of_a_step(schedule: Schedule, num: int) -> No
     for by in (0.6, 1.0, 1.4):
         n, pairs = 245 * by, 245 * 102 * by
         priced_s = step_s(costs, schedule, [Work(n, pairs)] * num, costs.num_layers)
-        line_s = rates.step_s + num * (n * (rates.token_s + rates.dispatch_s) + pairs * rates.pair_s)
+        line_s = rates.step_s + num * (n * rates.all_token_s + pairs * rates.pair_s)
         assert line_s == pytest.approx(priced_s, rel=0.05)
     assert rates.step_s > 0
 

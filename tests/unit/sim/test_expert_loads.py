@@ -30,13 +30,13 @@ def imbalance(policy: str, phase: str, num_ranks: int) -> float:
 
 @pytest.mark.parametrize(
     ("policy", "phase", "num_ranks", "low", "high"),
-    [(OFF, PREFILL, 32, 1.73, 1.85), (OFF, DECODE, 144, 3.6, 3.86), (AUTO, PREFILL, 32, 1.12, 1.23),
+    [(OFF, PREFILL, 32, 1.73, 1.85), (OFF, DECODE, 144, 3.6, 3.86), (AUTO, PREFILL, 32, 1.005, 1.02),
      (AUTO, DECODE, 144, 1.13, 1.17), (AUTO, DECODE, 72, 1.0, 1.01)],
 )  # fmt: skip
 def test_placements_leave_what_they_leave_of_measured_loads(
     policy: str, phase: str, num_ranks: int, low: float, high: float
 ) -> None:
-    """The ranges are those of SGLang's published loads, workload by workload (1.144 to 1.157 for the fourth)."""
+    """The ranges are those of SGLang's published loads, workload by workload (1.142 to 1.155 for the fourth)."""
     assert low <= imbalance(policy, phase, num_ranks) <= high
 
 
@@ -48,7 +48,7 @@ def test_drawn_loads_are_like_the_measured_ones() -> None:
         measured = np.mean([figures(phase, read_loads(folder, name)) for name in names], axis=0)
         drawn = np.array(figures(phase, draw_loads(phase, np.random.default_rng(0), 580)))
         errors = drawn / measured - 1.0
-        # Of 580 drawn layers, chance alone moves the mean maximum of decode ranks in order by 2 to 3 %.
+        # Of 580 drawn layers, chance alone moves the mean maximum of decode ranks in order by 1 to 2 %.
         assert abs(errors[4:]).max() < 0.05, "maximum over mean of ranks, off and auto"
         assert abs(errors[2:4]).max() < 0.11, "the heaviest expert and the eighth"
         assert abs(errors[:2]).max() < 0.30, "deviations of groups and within them"
@@ -85,7 +85,7 @@ def test_groups_stay_on_nodes_as_a_launched_unit_keeps_them() -> None:
     on_nodes, freely = (
         expert_share(AUTO, PREFILL, 32, 32, np.random.default_rng(3), ranks_per_node=size).imbalance for size in (8, 32)
     )
-    assert freely < 1.01 < on_nodes
+    assert freely < 1.005 < on_nodes
 
 
 def test_one_micro_batch_adds_chance_to_shares() -> None:
