@@ -34,14 +34,14 @@ MAX_STEPS_IN_FLIGHT = 2
 
 
 # ---- effects: what a role asks its host to do ----
-class Send(msgspec.Struct, frozen=True):
+class Send(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Put `message` on the wire to the process named `to` ("front", "prefill-0", "decode-0", "supervisor")."""
 
     to: str
     message: AnyMessage
 
 
-class Execute(msgspec.Struct, frozen=True):
+class Execute(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Run a step: plans[r] on rank r. A leader may have MAX_STEPS_IN_FLIGHT of them under way; they run in order.
 
     A dead rank's plan is empty and is sent nowhere. In a rank's own process the tuple has the one plan of that rank.
@@ -50,19 +50,19 @@ class Execute(msgspec.Struct, frozen=True):
     plans: tuple[StepPlan, ...]
 
 
-class Form(msgspec.Struct, frozen=True):
+class Form(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """In a rank's process: break off whatever the Runner does, then let it execute the FormPlan."""
 
     plan: FormPlan
 
 
-class Stage(msgspec.Struct, frozen=True):
+class Stage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """In a rank's process: have the plan's experts in memory, beside the steps that run, and answer with Staged."""
 
     plan: StagePlan
 
 
-class Pull(msgspec.Struct, frozen=True):
+class Pull(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Copy the leased blocks into own blocks `into`, verify, and answer with KvPulled."""
 
     request_id: str
@@ -73,7 +73,7 @@ class Pull(msgspec.Struct, frozen=True):
     """Whose blocks `into` are."""
 
 
-class LoadBlocks(msgspec.Struct, frozen=True):
+class LoadBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Read blocks of the disk cache into own blocks `into`, verify them, and answer with BlocksLoaded. Until then
     `into` must be nobody else's."""
 
@@ -86,7 +86,7 @@ class LoadBlocks(msgspec.Struct, frozen=True):
     """Whose blocks `into` are."""
 
 
-class StoreBlocks(msgspec.Struct, frozen=True):
+class StoreBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Write own blocks to the disk cache when there is time, and answer with BlocksStored. Until then they must stay as
     they are."""
 
@@ -99,26 +99,26 @@ class StoreBlocks(msgspec.Struct, frozen=True):
     rank: int = 0
 
 
-class UsedBlocks(msgspec.Struct, frozen=True):
+class UsedBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A prompt used these blocks, out of memory or disk: whoever keeps them there wants to know."""
 
     places: tuple[Place, ...]
 
 
-class WakeAt(msgspec.Struct, frozen=True):
+class WakeAt(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Call handle(now, Tick()) no later than shortly after `time_s`. A later WakeAt replaces an earlier one."""
 
     time_s: float
 
 
-class Freed(msgspec.Struct, frozen=True):
+class Freed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """These blocks of a rank's pool were freed: raise their generation before they are used again (see KvLease)."""
 
     block_ids: tuple[int, ...]
     rank: int = 0
 
 
-class Closing(msgspec.Struct, frozen=True):
+class Closing(msgspec.Struct, frozen=True, array_like=True):
     """Where a request was worked on, for the ledger."""
 
     prefill_unit: str
@@ -127,7 +127,7 @@ class Closing(msgspec.Struct, frozen=True):
     num_retries: int
 
 
-class Deliver(msgspec.Struct, frozen=True):
+class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Front only: new tokens, or the end, for the stream of one request. Exactly one of a request is `final`."""
 
     request_id: str
@@ -144,26 +144,26 @@ class Deliver(msgspec.Struct, frozen=True):
     """With final, of a request that was let in."""
 
 
-class StartUnit(msgspec.Struct, frozen=True):
+class StartUnit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Fleet only: start this unit on free nodes, and say UnitUp when it works, or UnitDown if it does not."""
 
     unit: str
     role: str
 
 
-class StopUnit(msgspec.Struct, frozen=True):
+class StopUnit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Fleet only: end this unit, which nobody needs any more, and say UnitDown when its nodes are free."""
 
     unit: str
 
 
-class OfferNodes(msgspec.Struct, frozen=True):
+class OfferNodes(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Fleet only: these nodes are free for other work until they are withdrawn."""
 
     num_nodes: int
 
 
-class WithdrawNodes(msgspec.Struct, frozen=True):
+class WithdrawNodes(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Fleet only: other work has to leave these nodes. What is started on them waits for that."""
 
     num_nodes: int
@@ -176,11 +176,11 @@ Effect = Send | Execute | Form | Stage | Pull | LoadBlocks | StoreBlocks | UsedB
 
 
 # ---- events that are not messages ----
-class Tick(msgspec.Struct, frozen=True):
+class Tick(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Time passed (answer to WakeAt)."""
 
 
-class DiskNews(msgspec.Struct, frozen=True):
+class DiskNews(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """To a leader: what can be found on disk changed, by whomever. The first one says all there is."""
 
     added: bytes
@@ -189,7 +189,7 @@ class DiskNews(msgspec.Struct, frozen=True):
     dropped: bytes = b""
 
 
-class RankReset(msgspec.Struct, frozen=True):
+class RankReset(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """To a leader, from the book of its ranks (roles/ranks): the unit formed anew; steps in flight will not be done.
 
     Everything on `lost` ranks is gone; the living ones keep their KV and have empty tables. A rank in `fresh` has just

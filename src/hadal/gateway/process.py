@@ -30,6 +30,7 @@ from hadal.gateway.http import Gateway, Patience, make_app
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.service import Service, read_served_model
 from hadal.roles.front import Front
+from hadal.roles.recording import MadeFront
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.ledger_place import ledger_url, shown, spool_place
 from hadal.runtime.ledger_spool import Spool
@@ -37,6 +38,7 @@ from hadal.runtime.ledger_store import Store
 from hadal.runtime.ledger_writer import LedgerWriter
 from hadal.runtime.listen import open_listener
 from hadal.runtime.process import API_KEYS, EXIT_CONFIG, EXIT_FATAL, LISTEN_FD, enter_child
+from hadal.runtime.recorder import recorded
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.gateway")
@@ -65,14 +67,16 @@ class _Server(uvicorn.Server):
 
 
 def make_gateway(
-    deployment: Deployment, wire: ZmqWire, environment: dict[str, str], fingerprint: str = ""
+    deployment: Deployment, wire: ZmqWire, environment: dict[str, str], fingerprint: str = "", run_id: str = ""
 ) -> Gateway:
-    """Put the parts together. `fingerprint`: as roles/front has it. Raises ConfigError."""
+    """Put the parts together. `fingerprint`: as roles/front has it; `run_id`: for a recording. Raises ConfigError."""
     folder = Path(deployment.model)
     model = read_served_model(folder, deployment.model_name or folder.name)
     clock = LiveClock()
-    front = Front(
-        deployment, epoch=os.urandom(8).hex(), max_context=model.context_tokens, fingerprint=fingerprint
+    made = MadeFront(os.urandom(8).hex(), model.context_tokens, fingerprint)
+    front = recorded(
+        Front(deployment, epoch=made.epoch, max_context=made.max_context, fingerprint=fingerprint),
+        "front", made, run_id, deployment,
     )  # fmt: skip
     books = None
     if url := ledger_url(deployment.ledger.url):
@@ -173,7 +177,7 @@ def main() -> int:
     environment = dict(os.environ)
     wire = ZmqWire("front", arguments.folder)
     try:
-        gateway = make_gateway(run.deployment, wire, environment, run.fingerprint)
+        gateway = make_gateway(run.deployment, wire, environment, run.fingerprint, run.run_id)
         for number, tenant in enumerate(gateway.keys.tenants, 1):
             log.info("API key %d is tenant %s in the ledger", number, tenant)
         listening = listener_of(run.deployment, environment)

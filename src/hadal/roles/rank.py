@@ -54,7 +54,7 @@ from hadal.core.seams import (
 )
 
 
-class Progress(msgspec.Struct, frozen=True):
+class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """How far the rank's compute thread is. The host feeds it before every Tick, before a step's result, and whenever
     `lost` changed."""
 

@@ -231,7 +231,8 @@ class UnitHost:
         if self._wake_at_s is not None and now_s >= self._wake_at_s:
             self._wake_at_s = None
             self._take_news()
-            self._apply(self._leader.handle(now_s, Tick()))
+            # Read again: the news was told at a later time than `now_s`, and a role's time never goes back.
+            self._apply(self._leader.handle(self._clock.now(), Tick()))
 
     def _take_news(self) -> None:
         self._apply(self._news(self._clock.now()))

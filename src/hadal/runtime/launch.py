@@ -29,12 +29,14 @@ from hadal.core.fleet import Demand
 from hadal.core.messages import SUPERVISOR, Drain, UnitDown, UnitUp
 from hadal.core.rank_messages import RankUp
 from hadal.roles.fleet_rules import make_fleet
+from hadal.roles.recording import MadeFleet
 from hadal.runtime.child import PUT_OFF_S, Child, Phase
 from hadal.runtime.fleet import FleetExecutor
 from hadal.runtime.kv_pool import remove_segments, remove_stale_segments
 from hadal.runtime.listen import open_listener, url_of
 from hadal.runtime.probe import Probe
 from hadal.runtime.process import API_KEYS, EXIT_CONFIG, LISTEN_FD, Run, write_run
+from hadal.runtime.recorder import recorded
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.signals import read_signals, signal_pipe
 from hadal.runtime.status import Status, write_status
@@ -170,7 +172,10 @@ class Supervisor:
         if not self._deployment.fleet.is_on:
             return None
         now_s = time.monotonic()
-        fleet = make_fleet(self._deployment, time.time() - now_s)
+        made = MadeFleet(time.time() - now_s)
+        fleet = recorded(
+            make_fleet(self._deployment, made.day_s), SUPERVISOR, made, self._run_id, self._deployment
+        )  # fmt: skip
         return FleetExecutor(fleet, self._children, self._wire.send, now_s)
 
     def _tell_fleet(self, message: Demand | UnitUp) -> None:

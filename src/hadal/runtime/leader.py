@@ -16,7 +16,7 @@ import msgspec
 
 from hadal.core.config import DECODE, PREFILL, units_of
 from hadal.core.messages import Load
-from hadal.core.model_config import read_model_config
+from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.core.rank_messages import RankDone
 from hadal.core.seams import Effect, Event, Send
 from hadal.overlap.plan import EXPERTS
@@ -25,12 +25,14 @@ from hadal.roles.experts import ExpertBalancer
 from hadal.roles.notes import Routine
 from hadal.roles.rank_book import RankBook
 from hadal.roles.ranks import RankedLeader
+from hadal.roles.recording import MadeLeader
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.compute import IDLE
 from hadal.runtime.core import first_placement, keeps_groups, make_core, make_view
 from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.memory import moves_experts
 from hadal.runtime.process import Run, enter_child, unit_arguments
+from hadal.runtime.recorder import recorded
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.leader")
@@ -49,7 +51,11 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     """Put the leader together; also return its first effects. Raises ConfigError."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     epoch = f"{os.getpid()}-{time.time_ns():x}"
-    leader = Spoken(make_leader(run, unit, role, epoch))
+    config = read_model_config(Path(run.deployment.model))
+    leader = Spoken(recorded(
+        make_leader(run, unit, role, epoch, config), unit, MadeLeader(role, epoch, run.fingerprint, config),
+        run.run_id, run.deployment,
+    ))  # fmt: skip
     gc.collect()
     gc.freeze()  # What is there now stays: no collection need look at it again.
     clock = LiveClock()
@@ -60,10 +66,10 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     return host, leader.start(clock.now())
 
 
-def make_leader(run: Run, unit: str, role: str, epoch: str) -> RankedLeader:
-    """The role's core, and the book of its ranks. Raises ConfigError."""
+def make_leader(run: Run, unit: str, role: str, epoch: str, config: ModelConfig | None = None) -> RankedLeader:
+    """The role's core, and the book of its ranks. `config` None: the deployment's model is read. Raises ConfigError."""
     deployment, units = run.deployment, units_of(run.deployment, role)
-    config = read_model_config(Path(deployment.model))
+    config = config or read_model_config(Path(deployment.model))
     core = make_core(deployment, config, unit, role, epoch, fingerprint=run.fingerprint)
     placement = first_placement(deployment, config, role)
     book = RankBook(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s)

@@ -32,6 +32,7 @@ from hadal.model.membership import Membership
 from hadal.model.runner import ModelRunner
 from hadal.model.weights import load_weights
 from hadal.roles.rank import RankRole
+from hadal.roles.recording import MadeRank
 from hadal.runtime.accelerator import open_device
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.core import first_placement
@@ -44,6 +45,7 @@ from hadal.runtime.memory import max_step_tokens, mode_of, moves_experts
 from hadal.runtime.news import News, Noticing
 from hadal.runtime.peers import key_of
 from hadal.runtime.process import Run, enter_child, unit_arguments
+from hadal.runtime.recorder import recorded
 from hadal.runtime.stager import Stager
 from hadal.runtime.topology import rank_name
 from hadal.runtime.wire import ZmqWire
@@ -92,7 +94,11 @@ def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[
     # Its experts stay where they are, or others may have them: then it needs theirs as well.
     wire = ExpertWire(ADDRESS, key_of(run.run_id, PURPOSE), store.expert) if moves_experts(units) else None
     kv_wire = live_wire(pool, deployment, run.run_id, ADDRESS)
-    rank_role = RankRole(unit, rank, epoch, ADDRESS, port, kv_wire.address, expert_port=wire.port if wire else 0)
+    expert_port = wire.port if wire else 0
+    rank_role = recorded(
+        RankRole(unit, rank, epoch, ADDRESS, port, kv_wire.address, expert_port=expert_port), name,
+        MadeRank(unit, rank, epoch, ADDRESS, port, kv_wire.address, expert_port), run.run_id, deployment,
+    )  # fmt: skip
     host = UnitHost(
         Noticing(rank_role, news), runner, ZmqWire(name, folder), pool, clock,
         step_deadline_s=STEP_DEADLINES * deployment.unit_timeout_s,

@@ -24,6 +24,7 @@ from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.runner import ModelRunner
 from hadal.model.weights import load_weights
+from hadal.roles.recording import MadeCore
 from hadal.runtime.accelerator import open_device
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.core import first_placement, make_core, make_view
@@ -33,6 +34,7 @@ from hadal.runtime.kv_pool import KvPool, pool_name
 from hadal.runtime.kv_wire import live_wire
 from hadal.runtime.process import Run, enter_child, unit_arguments
 from hadal.runtime.rank import ADDRESS, make_comm
+from hadal.runtime.recorder import recorded
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.unit")
@@ -69,7 +71,10 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     gc.freeze()  # What is there now stays: no collection need look at it again.
     log.info("model loaded in %.1f s, %d threads, %s", time.monotonic() - started_s, units.threads, device)
     kv_wire = live_wire(pool, deployment, run.run_id, ADDRESS)
-    leader = make_core(deployment, config, unit, role, epoch, kv_wire.address, fingerprint=run.fingerprint)
+    leader = recorded(
+        make_core(deployment, config, unit, role, epoch, kv_wire.address, fingerprint=run.fingerprint),
+        unit, MadeCore(role, epoch, kv_wire.address, run.fingerprint, config), run.run_id, deployment,
+    )  # fmt: skip
     clock = LiveClock()
     wire = ZmqWire(unit, folder)
     host = UnitHost(

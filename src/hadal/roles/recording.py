@@ -1,0 +1,178 @@
+"""A role's life, written down: how it was made, and every call with what it was given and what it answered.
+
+    frame := length (4 bytes, big endian), msgpack        file := frame of an Opening, frames of Calls
+
+A role is a function of what it heard and when, so this is all it takes to live the same life again. Times are those of
+the host's monotone clock, which all processes of a host share; its readings are whole nanoseconds, and `ns_of` gets
+them back out of a float, so a time and a recorded delay make the very time that was read. Files are read and written
+elsewhere (runtime/recorder).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hadal.core.config import Deployment
+from hadal.core.errors import HadalError
+from hadal.core.model_config import ModelConfig
+from hadal.core.seams import Effect, Event, OfferNodes, StartUnit, StopUnit, WithdrawNodes
+from hadal.roles.rank import Progress
+
+VERSION = 1
+AnyEvent = Event | Progress
+AnyEffect = Effect | StartUnit | StopUnit | OfferNodes | WithdrawNodes
+_LENGTH = struct.Struct(">I")
+
+
+class RecordingError(HadalError, ValueError):
+    """Something is not a recording, or not one of this version."""
+
+
+# ---- how each role was made, besides the deployment ----
+class MadeFront(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    epoch: str
+    max_context: int
+    fingerprint: str
+
+
+class MadeCore(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The leader of a unit that is one process."""
+
+    role: str
+    epoch: str
+    pool: str
+    fingerprint: str
+    model: ModelConfig
+
+
+class MadeLeader(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The leader of a unit of many ranks."""
+
+    role: str
+    epoch: str
+    fingerprint: str
+    model: ModelConfig
+
+
+class MadeRank(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    unit: str
+    rank: int
+    epoch: str
+    host: str
+    port: int
+    pool: str
+    expert_port: int
+
+
+class MadeFleet(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    day_s: float
+
+
+Made = MadeFront | MadeCore | MadeLeader | MadeRank | MadeFleet
+
+
+class Opening(msgspec.Struct, frozen=True, array_like=True):
+    """The head of a recording."""
+
+    version: int
+    run_id: str
+    process: str
+    """Its name on the wire."""
+    made: Made
+    deployment: Deployment
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """One call of a role. No events: it was `start`."""
+
+    now_s: float
+    events: tuple[AnyEvent, ...]
+    effects: tuple[AnyEffect, ...]
+    error: str = ""
+    """What the role raised instead of answering."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One process from its start to its end, or to where the writing was broken off."""
+
+    opening: Opening
+    calls: tuple[Call, ...]
+
+    @property
+    def process(self) -> str:
+        return self.opening.process
+
+
+def _plain(value: object) -> object:
+    """What stands in for tuples and ints in a plan that never left its process."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, range):
+        return list(value)
+    raise NotImplementedError(f"{type(value).__name__} cannot be written down.")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_opening_decoder = msgspec.msgpack.Decoder(Opening)
+_call_decoder = msgspec.msgpack.Decoder(Call)
+
+
+def encode(value: Any) -> bytes:
+    """Any event, effect or call as msgpack."""
+    return _encoder.encode(value)
+
+
+def frame(value: Opening | Call) -> bytes:
+    """What one of them is in a file."""
+    body = encode(value)
+    return _LENGTH.pack(len(body)) + body
+
+
+def canonical(call: Call) -> bytes:
+    """Equal for calls that a reader could not tell apart: 0 in a field of floats is 0.0, a list is a tuple."""
+    return encode(_call_decoder.decode(encode(call)))
+
+
+def parse(data: bytes) -> Recording:
+    """Read a file's bytes. A last frame that was cut off, as by `kill -9`, is left out. Raises RecordingError."""
+    bodies = _frames(data)
+    if not bodies:
+        raise RecordingError("it is empty: the process ended before its role began.")
+    try:
+        opening = _opening_decoder.decode(bodies[0])
+        if opening.version != VERSION:
+            raise RecordingError(f"its version is {opening.version}; this Hadal reads {VERSION}: record again.")
+        return Recording(opening, tuple(_call_decoder.decode(body) for body in bodies[1:]))
+    except msgspec.MsgspecError as error:
+        raise RecordingError(f"it is no recording, or another version's ({error}).") from error
+
+
+def _frames(data: bytes) -> Sequence[bytes]:
+    bodies, at = [], 0
+    while at + _LENGTH.size <= len(data):
+        (length,) = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size + length
+        if at > len(data):
+            break
+        bodies.append(data[at - length:at])
+    return bodies
+
+
+def ns_of(time_s: float) -> int:
+    """Whole nanoseconds, in exact arithmetic: a reading of a clock that counts them comes back from `seconds_of`."""
+    numerator, denominator = time_s.as_integer_ratio()
+    return (2 * numerator * 1_000_000_000 + denominator) // (2 * denominator)
+
+
+def seconds_of(time_ns: int) -> float:
+    """The reading that a clock which counts nanoseconds gives: `ns_of` backwards."""
+    return time_ns / 1e9

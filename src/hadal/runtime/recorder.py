@@ -1,0 +1,124 @@
+"""Records what roles hear and answer, where HADAL_RECORD names a folder; else nothing is here at all.
+
+Every process that hosts a role writes a file of its own, `PROCESS-PID.rec` (format: roles/recording), call by call, so
+that `kill -9` loses at most the call it interrupts. A recording holds prompts and answers: it is for its owner alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from hadal.core.config import Deployment
+from hadal.core.errors import ConfigError
+from hadal.roles.recording import VERSION, Call, Made, Opening, Recording, RecordingError, frame, parse
+
+log = logging.getLogger(__name__)
+
+RECORD = "HADAL_RECORD"
+"""Environment variable: the folder that recordings go to. Empty or unset: none are made."""
+SUFFIX = ".rec"
+
+
+class Recordable(Protocol):
+    """A role."""
+
+    @property
+    def start(self) -> Callable[..., Any]: ...
+
+    @property
+    def handle(self) -> Callable[..., Any]: ...
+
+
+R = TypeVar("R", bound=Recordable)
+
+
+def recorded(role: R, process: str, made: Made, run_id: str, deployment: Deployment) -> R:
+    """Return the role. Where recordings are wanted, its calls are written down from now on; else it is as it was.
+
+    `process`: its name on the wire. Raises ConfigError if the folder cannot be written to.
+    """
+    folder = os.environ.get(RECORD, "")
+    if not folder:
+        return role
+    # The ledger's URL may hold a password, and no role asks for it.
+    deployment = dataclasses.replace(deployment, ledger=dataclasses.replace(deployment.ledger, url=""))
+    tape = Tape(partial(_append, _open(Path(folder), process)))
+    tape.write(Opening(VERSION, run_id, process, made, deployment))
+    # On the object itself: it stays what it is to everybody who has more to ask of it than these two.
+    for name in ("start", "handle"):
+        setattr(role, name, tape.noting(getattr(role, name)))
+    log.info("recording into %s", folder)
+    return role
+
+
+class Tape:
+    """One process's file. One that cannot be written any more ends the recording, not the process."""
+
+    def __init__(self, append: Callable[[bytes], object]) -> None:
+        """`append` puts bytes at the file's end."""
+        self._append: Callable[[bytes], object] | None = append
+
+    def noting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call(now_s, *events)`, written down with what comes of it; what it raises is noted and raised."""
+
+        def noted(now_s: float, *events: Any) -> Any:
+            try:
+                effects = call(now_s, *events)
+            except Exception as error:
+                self.write(Call(now_s, events, (), f"{type(error).__name__}: {error}"))
+                raise
+            self.write(Call(now_s, events, tuple(effects)))
+            return effects
+
+        return noted
+
+    def write(self, entry: Opening | Call) -> None:
+        """Append one entry and hand it to the kernel."""
+        if self._append is None:
+            return
+        try:
+            self._append(frame(entry))
+        except OSError as error:
+            log.warning("the recording ends here: %s", error)
+            self._append = None
+
+
+def _append(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest):]
+
+
+def _open(folder: Path, process: str) -> int:
+    """A descriptor that stays open until the process ends."""
+    path = folder / f"{process}-{os.getpid()}{SUFFIX}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already: give {RECORD} an empty folder.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error}): give {RECORD} another folder.") from error
+
+
+def read_recordings(folder: Path) -> list[Recording]:
+    """Read all recordings of one run, by process and time. Raises RecordingError that says what is wrong with which."""
+    recordings = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        try:
+            recordings.append(parse(path.read_bytes()))
+        except OSError as error:
+            raise RecordingError(f"{path} cannot be read: {error}") from error
+        except RecordingError as error:
+            raise RecordingError(f"{path}: {error}") from error
+    if not recordings:
+        raise RecordingError(f"{folder} has no {SUFFIX} files: serve with {RECORD}={folder} first.")
+    if len({recording.opening.run_id for recording in recordings}) > 1:
+        raise RecordingError(f"{folder} holds recordings of several runs: give each a folder of its own.")
+    return sorted(recordings, key=lambda r: (r.process, r.calls[0].now_s if r.calls else 0.0))
