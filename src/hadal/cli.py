@@ -16,6 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from hadal import __version__
+from hadal.commands.replay import EPILOG as REPLAY_EPILOG
+from hadal.commands.replay import replay
 from hadal.commands.step import EPILOG as STEP_EPILOG
 from hadal.commands.step import step
 from hadal.core.config import Deployment, read_deployment
@@ -285,6 +287,7 @@ def balance(
 
 
 app.command(epilog=STEP_EPILOG)(step)
+app.command(epilog=REPLAY_EPILOG)(replay)
 
 
 def _read_json(path: Path) -> Any:

@@ -1,0 +1,167 @@
+"""What caused each call in recordings of a live run, and how long after its cause it came: all that a world measures.
+
+    cause                    call                        measured
+    Send                     a message, elsewhere        its way: from the sender's call to the receiver's
+    Execute, Form            StepDone, Formed            the step: from its start, which is the end of the one before it
+    Pull, LoadBlocks, ...    KvPulled, BlocksLoaded ...  the copy
+    WakeAt                   Tick                        how late the host's timer was
+    none                     from outside                the moment: requests, clients that leave, a process that died
+
+An effect without a consequence had none: a message to a process that was not there yet, a timer that was replaced, what
+was under way when the recording ended. Delays are whole nanoseconds (roles/recording).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from hadal.core.messages import Load, Message
+from hadal.core.plans import BlocksLoaded, BlocksStored, Formed, KvPulled, Staged, StepDone
+from hadal.core.seams import Execute, Form, LoadBlocks, Pull, Send, Stage, StoreBlocks, Tick, WakeAt
+from hadal.roles.recording import AnyEffect, AnyEvent, Recording, encode, ns_of
+
+
+@dataclass(frozen=True, slots=True)
+class Consequence:
+    """Event `place` of call `call` of recording `index`, which comes `delay_ns` after its cause."""
+
+    index: int
+    call: int
+    place: int
+    delay_ns: int
+
+
+@dataclass
+class Links:
+    """The causes of all events. An effect is (index of its recording, its number among all effects there)."""
+
+    effect_to_consequence: dict[tuple[int, int], Consequence] = field(default_factory=dict)
+    outside: list[tuple[int, int, int]] = field(default_factory=list)
+    """(recording, call, place) of those without a cause in the recordings."""
+    num_lost: int = 0
+    """Messages that reached nobody."""
+
+
+@dataclass(slots=True)
+class _Ask:
+    """An effect that waits for its consequence."""
+
+    number: int
+    at_ns: int
+
+
+_Mail = dict[tuple[str, bytes], deque[tuple[int, int, int]]]
+"""(receiver, content) -> (sent at, index of the sender, number of the effect), in the order of sending."""
+
+
+def link(recordings: Sequence[Recording]) -> Links:
+    """Find the cause of every call."""
+    links, mail = Links(), _mail(recordings)
+    num_sent = sum(len(letters) for letters in mail.values())
+    num_received = 0
+    for index, recording in enumerate(recordings):
+        causes = _Causes()
+        for number, call in enumerate(recording.calls):
+            at_ns = ns_of(call.now_s)
+            for place, event in enumerate(call.events):
+                letters = mail.get((recording.process, _content(event))) if isinstance(event, Message) else None
+                if letters and letters[0][0] <= at_ns:
+                    cause_ns, sender, effect = letters.popleft()
+                    num_received += 1
+                elif (cause := causes.of(at_ns, event)) is not None:
+                    cause_ns, sender, effect = cause.at_ns, index, cause.number
+                else:
+                    links.outside.append((index, number, place))
+                    continue
+                links.effect_to_consequence[sender, effect] = Consequence(index, number, place, at_ns - cause_ns)
+            causes.add(at_ns, call.effects)
+    links.num_lost = num_sent - num_received
+    return links
+
+
+class _Causes:
+    """What one process asked of its host and has no answer to."""
+
+    def __init__(self) -> None:
+        self._num_effects = 0
+        self._asks: defaultdict[Hashable, deque[_Ask]] = defaultdict(deque)
+        self._timer: tuple[int, float] | None = None
+        """(number of the effect, when it is due)"""
+        self._runner_free_ns = 0
+
+    def add(self, at_ns: int, effects: Sequence[AnyEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, WakeAt):
+                self._timer = self._num_effects, effect.time_s
+            elif (key := key_of(effect)) is not None:
+                self._asks[key].append(_Ask(self._num_effects, at_ns))
+            self._num_effects += 1
+
+    def of(self, at_ns: int, event: AnyEvent) -> _Ask | None:
+        """Take the effect that this is the outcome of; for steps, with the time at which the Runner was free for it."""
+        if isinstance(event, Tick):
+            timer, self._timer = self._timer, None
+            return None if timer is None else _Ask(timer[0], ns_of(timer[1]))
+        key = key_of(event)
+        if key is None or not (asks := self._asks.get(key)):
+            return None
+        ask = asks.popleft()
+        if is_of_runner(event):
+            ask.at_ns = max(ask.at_ns, self._runner_free_ns)
+            self._runner_free_ns = at_ns
+        return ask
+
+
+def _mail(recordings: Sequence[Recording]) -> _Mail:
+    letters = []
+    for index, recording in enumerate(recordings):
+        number = 0
+        for call in recording.calls:
+            at_ns = ns_of(call.now_s)
+            for effect in call.effects:
+                if isinstance(effect, Send):
+                    letters.append((at_ns, index, number, (effect.to, _content(effect.message))))
+                number += 1
+    mail: _Mail = {}
+    for at_ns, index, number, key in sorted(letters):
+        mail.setdefault(key, deque()).append((at_ns, index, number))
+    return mail
+
+
+def _content(message: Message) -> bytes:
+    if isinstance(message, Load):
+        message = msgspec.structs.replace(message, overhead_ms=0.0)  # Put in by the host, on the way.
+    return encode(message)
+
+
+def key_of(entry: AnyEffect | AnyEvent) -> Hashable | None:
+    """Equal for what a role asks of its host and for the outcome; None for all else."""
+    match entry:
+        case Execute(plans):
+            return StepDone, plans[0].step_id
+        case StepDone(step_id):
+            return StepDone, step_id
+        case Form(plan):
+            return Formed, plan.generation
+        case Formed(generation):
+            return Formed, generation
+        case Stage(plan):
+            return Staged, plan.generation, plan.stage_id
+        case Staged(generation, stage_id):
+            return Staged, generation, stage_id
+        case Pull(request_id, attempt) | KvPulled(request_id, attempt):
+            return KvPulled, request_id, attempt
+        case LoadBlocks(load_id) | BlocksLoaded(load_id):
+            return BlocksLoaded, load_id
+        case StoreBlocks(store_id) | BlocksStored(store_id):
+            return BlocksStored, store_id
+    return None
+
+
+def is_of_runner(entry: AnyEffect | AnyEvent) -> bool:
+    """Whether it is work of the Runner, which does one thing after the other, or such work done."""
+    return isinstance(entry, Execute | Form | StepDone | Formed)

@@ -1,0 +1,105 @@
+"""A live run in small, without processes: real roles in simulated time with delays drawn from a seed, recorded.
+
+What the hosts do is done by sim/process here; the recordings go through the very bytes that a server would write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import random
+from pathlib import Path
+from typing import Any, cast
+
+from hadal.commands.replay import make_role
+from hadal.core.config import Deployment, UnitsConfig
+from hadal.core.messages import Cancel, Generation, Submit
+from hadal.core.model_config import read_model_config
+from hadal.core.plans import DecodePlan, PrefillPlan, Sampling, StepDone
+from hadal.core.seams import Effect, Event
+from hadal.core.wire import AnyMessage
+from hadal.roles.recording import VERSION, Made, MadeCore, MadeFront, Opening, Recording, parse
+from hadal.runtime.recorder import Tape
+from hadal.sim.clock import SimClock
+from hadal.sim.process import Process
+
+MODEL = read_model_config(Path(__file__).resolve().parents[3] / "models" / "hadal-tiny")
+UNITS = UnitsConfig(kv_blocks=40, max_requests=6, max_waiting=8)
+DEPLOYMENT = Deployment(model="m", prefill=UNITS, decode=UNITS, chunk_tokens=256)
+
+
+class Recorded:
+    """A role whose calls are written down, at times that a clock of whole nanoseconds could have read."""
+
+    def __init__(self, role: Any, tape: Tape) -> None:
+        self.start = tape.noting(role.start)
+        self._handle = tape.noting(role.handle)
+
+    def handle(self, now_s: float, *events: Event) -> list[Effect]:
+        return cast("list[Effect]", self._handle((math.floor(now_s * 1e9) + 1) / 1e9, *events))
+
+
+class Runner:
+    """Draws nothing but token 0; a step takes as long as the generator says. One rank."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._slots: set[int] = set()
+
+    def run(self, plans: tuple[Any, ...]) -> StepDone:
+        (plan,) = plans
+        elapsed_s = self._rng.uniform(0.002, 0.02)
+        if isinstance(plan, PrefillPlan):
+            chunks = (*plan.chunks, *plan.second)
+            keys = tuple(key for key, chunk in enumerate(chunks) if chunk.sampling is not None)
+            return StepDone(plan.step_id, keys, (0,) * len(keys), {}, elapsed_s)
+        assert isinstance(plan, DecodePlan)
+        self._slots = self._slots - set(plan.leaves) | {join.slot for join in plan.joins}
+        keys = tuple(sorted(self._slots))
+        return StepDone(plan.step_id, keys, (0,) * len(keys), {}, elapsed_s)
+
+
+def record(
+    seed: int, num_requests: int = 30, *, look_s: float = 0.0, deployment: Deployment = DEPLOYMENT
+) -> list[Recording]:
+    """Let so many requests through a front, a prefill and two decode units; every seventh client leaves early."""
+    rng, clock = random.Random(seed), SimClock()
+    deployment = dataclasses.replace(deployment, decode=dataclasses.replace(deployment.decode, units=2))
+    files: dict[str, io.BytesIO] = {}
+    processes: dict[str, Process] = {}
+    arrived_s: dict[tuple[str, str], float] = {}
+
+    def send(sender: str, to: str, message: AnyMessage) -> None:
+        if to in processes:  # In order, as over a socket.
+            at_s = max(clock.now() + rng.uniform(1e-4, 5e-3), arrived_s.get((sender, to), 0.0) + 1e-6)
+            arrived_s[sender, to] = at_s
+            clock.at(at_s, lambda: processes[to].post(message))
+
+    made: dict[str, Made] = {
+        "prefill-0": MadeCore("prefill", "p0", "pool-p0", "", MODEL),
+        "decode-0": MadeCore("decode", "d0", "pool-d0", "", MODEL),
+        "decode-1": MadeCore("decode", "d1", "pool-d1", "", MODEL),
+        "front": MadeFront("f", 2048, "fingerprint"),
+    }
+    for name, of in made.items():
+        files[name] = io.BytesIO()
+        opening, tape = Opening(VERSION, "run", name, of, deployment), Tape(files[name].write)
+        tape.write(opening)
+        processes[name] = Process(
+            name, Recorded(make_role(opening), tape), clock,
+            lambda to, message, name=name: send(name, to, message),  # type: ignore[misc]
+            look_s=look_s, runner=Runner(rng), pull_s=lambda effect: rng.uniform(1e-3, 2e-2),
+        )  # fmt: skip
+        processes[name].start()
+    at_s = 0.1
+    for number in range(num_requests):
+        at_s += rng.expovariate(100.0)
+        prompt = tuple(rng.randrange(3, 500) for _ in range(rng.randrange(1, 600)))
+        generation = Generation(str(number), prompt, (), rng.randrange(1, 40), (1,), 0, Sampling(seed=number), 0)
+        clock.at(at_s, lambda generation=generation: processes["front"].post(Submit(generation)))  # type: ignore[misc]
+        if number % 7 == 6:
+            leaves = Cancel(str(number), -1)
+            clock.at(at_s + rng.uniform(0, 0.2), lambda leaves=leaves: processes["front"].post(leaves))  # type: ignore[misc]
+    clock.run(20.0)
+    return [parse(file.getvalue()) for file in files.values()]

@@ -1,0 +1,157 @@
+"""A recorded run decided again: the same where nothing changed, and the first difference named where something did."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from hadal.commands.replay import make_role
+from hadal.core.messages import Ahead, Decode, Prefill
+from hadal.core.seams import Send
+from hadal.roles import front as front_room
+from hadal.roles.recording import Call, Opening, Recording
+from hadal.sim.relived import Role, replay_alone
+from hadal.sim.replay import kind_of, replay
+from tests.fresh import fresh
+
+from .recorded import record
+
+
+@pytest.fixture(scope="module")
+def recordings() -> list[Recording]:
+    return record(seed=1)
+
+
+@pytest.mark.parametrize("look_s", [0.0, 0.004])
+def test_the_same_decisions_in_the_same_order(look_s: float) -> None:
+    """Also where a role hears several things in one call."""
+    seed = fresh().randrange(2**31)
+    print(f"seed {seed}")
+    recordings = record(seed, look_s=look_s)
+    assert any(len(call.events) > 1 for r in recordings for call in r.calls) == (look_s > 0.0)
+    report = replay(recordings, make_role)
+    assert report.difference is None, str(report.difference)
+    assert report.num_calls == report.num_recorded == sum(len(recording.calls) for recording in recordings)
+    effects = [effect for recording in recordings for call in recording.calls for effect in call.effects]
+    assert report.num_decisions == sum(kind_of(effect) is not None for effect in effects)
+    assert report.decisions["Prefill"] >= 20
+    assert report.decisions["Deliver"] > 100
+    assert report.outside.keys() == {"Submit", "Cancel"}
+    assert report.outside["Submit"] == 30
+    for recording in recordings:
+        assert replay_alone(recording, make_role) is None
+
+
+def test_measures(recordings: list[Recording]) -> None:
+    report = replay(recordings, make_role)
+    assert set(report.steps) == {"prefill-0", "decode-0", "decode-1"}
+    for steps in report.steps.values():
+        assert steps.num_steps > 10
+        assert 2.0 <= steps.elapsed_ms <= steps.answered_ms + 1e-6 <= 20.0
+    way = report.ways["front", "prefill-0"]
+    assert 0.1 <= way.median_ms <= 5.0
+    assert set(report.ways) >= {("prefill-0", "front"), ("decode-0", "front"), ("front", "decode-1")}
+
+
+def test_another_policy_is_noticed(recordings: list[Recording], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front prefers the decode unit with the most KV in use from now on."""
+    chosen = front_room.Handover.unit_for
+
+    def worst(self: front_room.Handover, record: front_room.Record) -> str | None:
+        unit = chosen(self, record)
+        return {"decode-0": "decode-1", "decode-1": "decode-0"}.get(unit or "", unit)
+
+    monkeypatch.setattr(front_room.Handover, "unit_for", worst)
+    report = replay(recordings, make_role)
+    difference = report.difference
+    assert difference is not None
+    assert difference.process == "front"
+    assert difference.what.endswith((": Decode.to", ": Ahead.to"))
+    assert {difference.recorded, difference.replayed} == {"'decode-0'", "'decode-1'"}
+    (front,) = (recording for recording in recordings if recording.process == "front")
+    first = next(
+        number for number, call in enumerate(front.calls)
+        if any(isinstance(e, Send) and isinstance(e.message, Ahead | Decode) for e in call.effects)
+    )  # fmt: skip
+    assert difference.call == first
+    assert report.num_calls < report.num_recorded
+    alone = replay_alone(front, make_role)
+    assert alone is not None
+    assert (alone.call, alone.recorded, alone.replayed) == (difference.call, difference.recorded, difference.replayed)
+
+
+def changed(recordings: list[Recording], process: str, number: int, call: Call) -> list[Recording]:
+    """The same run with one call as it was not."""
+    return [
+        Recording(r.opening, (*r.calls[:number], call, *r.calls[number + 1:])) if r.process == process else r
+        for r in recordings
+    ]  # fmt: skip
+
+
+def first_sending(recordings: list[Recording], kind: type) -> tuple[int, Call]:
+    (front,) = (recording for recording in recordings if recording.process == "front")
+    return next(
+        (number, call) for number, call in enumerate(front.calls)
+        if any(isinstance(effect, Send) and isinstance(effect.message, kind) for effect in call.effects)
+    )  # fmt: skip
+
+
+def test_a_message_that_was_not_recorded_is_a_difference(recordings: list[Recording]) -> None:
+    """The live front says it did not send a Prefill, which this one sends."""
+    number, call = first_sending(recordings, Prefill)
+    kept = tuple(e for e in call.effects if not (isinstance(e, Send) and isinstance(e.message, Prefill)))
+    report = replay(changed(recordings, "front", number, msgspec.structs.replace(call, effects=kept)), make_role)
+    assert report.difference is not None
+    assert (report.difference.process, report.difference.call) == ("front", number)
+    assert "things, not" in report.difference.what
+    assert "Prefill(" in report.difference.replayed
+
+
+def test_a_change_of_order_is_a_difference(recordings: list[Recording]) -> None:
+    """Two effects of a call the other way round."""
+    (front,) = (recording for recording in recordings if recording.process == "front")
+    number, call = next(
+        (n, c) for n, c in enumerate(front.calls) if len(c.effects) > 1 and c.effects[0] != c.effects[1]
+    )
+    swapped = (call.effects[1], call.effects[0], *call.effects[2:])
+    report = replay(changed(recordings, "front", number, msgspec.structs.replace(call, effects=swapped)), make_role)
+    assert report.difference is not None
+    assert (report.difference.process, report.difference.call) == ("front", number)
+
+
+def test_a_recording_that_was_cut_off_is_replayed_as_far_as_it_goes(recordings: list[Recording]) -> None:
+    """As after `kill -9` of one process, and of the whole run."""
+    cut = [
+        Recording(r.opening, r.calls[: len(r.calls) // 2]) if r.process == "decode-1" else r for r in recordings
+    ]
+    report = replay(cut, make_role)
+    assert report.difference is None, str(report.difference)
+    assert report.outside["Tokens"] > 0  # Nobody knows any more who said it.
+    some = [Recording(r.opening, r.calls[:40]) for r in recordings]
+    assert replay(some, make_role).difference is None
+
+
+def test_what_a_role_raises_is_compared(recordings: list[Recording]) -> None:
+    class Broken:
+        def __init__(self, role: Role) -> None:
+            self.start = role.start
+
+        def handle(self, now_s: float, *events: object) -> list[object]:
+            raise RuntimeError("no")
+
+    def broken(opening: Opening) -> Role:
+        return Broken(make_role(opening)) if opening.process == "prefill-0" else make_role(opening)
+
+    report = replay(recordings, broken)
+    assert report.difference is not None
+    assert (report.difference.process, report.difference.call) == ("prefill-0", 1)
+    assert report.difference.replayed == "RuntimeError: no"
+    (prefill,) = (recording for recording in recordings if recording.process == "prefill-0")
+    raised = msgspec.structs.replace(prefill.calls[1], effects=(), error="RuntimeError: no")
+    ends = Recording(prefill.opening, (prefill.calls[0], raised))
+    assert replay_alone(ends, broken) is None
+
+
+def test_nothing_to_replay(recordings: list[Recording]) -> None:
+    with pytest.raises(ValueError, match="nothing to replay"):
+        replay([Recording(recordings[0].opening, ())], make_role)
