@@ -1,0 +1,96 @@
+"""A live server under load, recorded, and decided again by the simulator: the same decisions in the same order.
+
+`HADAL_FULL=1`: more requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hadal.commands.replay import make_role
+from hadal.evals.run import held_out_examples
+from hadal.roles.recording import Recording
+from hadal.runtime.recorder import RECORD, read_recordings
+from hadal.sim.relived import replay_alone
+from hadal.sim.replay import ReplayReport, replay
+from tests.dist.oracle import FULL
+from tests.dist.serving import Server, StartServer
+from tests.dist.test_load import load
+from tests.fresh import fresh
+
+NUM_REQUESTS = 1000 if FULL else 120
+CONCURRENCY = 32
+FROM_OUTSIDE = {"Submit", "Cancel", "Drain"}
+"""What clients and a signal do. All else has to come of what the roles themselves say and ask for."""
+RANKS = {"ranks": 2, "kv_memory_mb": 32}
+
+
+def run_load(server: Server, monkeypatch: pytest.MonkeyPatch, num_requests: int) -> None:
+    """The engine's load test: chats of several lengths, some streamed, every tenth client leaves early."""
+    monkeypatch.setattr("tests.dist.test_load.CONCURRENCY", CONCURRENCY)
+    seed = fresh().randrange(2**31)
+    print(f"seed {seed}")
+    ends = asyncio.run(load(server, held_out_examples(8, seed=5), num_requests, random.Random(seed)))
+    assert set(ends) == {"done", "left"}, set(ends)
+
+
+def check(recordings: list[Recording]) -> ReplayReport:
+    """Every role alone, then all of them together."""
+    for recording in recordings:
+        difference = replay_alone(recording, make_role)
+        assert difference is None, str(difference)
+    report = replay(recordings, make_role)
+    assert report.difference is None, str(report.difference)
+    assert report.num_calls == report.num_recorded
+    return report
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("units", [{}, {"prefill": RANKS, "decode": RANKS}], ids=["one", "ranks"])
+def test_the_same_decisions_in_the_same_order(
+    start_server: StartServer, folder: Path, monkeypatch: pytest.MonkeyPatch, units: dict[str, Any]
+) -> None:
+    server = start_server(environment={RECORD: str(folder)}, **units)
+    run_load(server, monkeypatch, NUM_REQUESTS)
+    server.stop()
+    report = check(read_recordings(folder))
+    assert report.num_processes == (7 if units else 3)
+    # A rank's process is told by its own compute thread how far it is.
+    assert set(report.outside) <= FROM_OUTSIDE | ({"Progress"} if units else set())
+    assert report.outside["Submit"] == NUM_REQUESTS
+    assert report.decisions["Prefill"] >= NUM_REQUESTS
+    assert report.decisions["Execute"] > 50
+    assert report.decisions["Deliver"] > 3 * NUM_REQUESTS
+    command = [sys.executable, "-m", "hadal.cli", "replay", str(folder), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["decisions"] == dict(report.decisions)
+
+
+@pytest.mark.timeout(600)
+def test_also_where_units_died(start_server: StartServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode unit is killed under load; its successor is another role under the same name. KV is on disk as well."""
+    disk = folder / "kv"
+    server = start_server(environment={RECORD: str(folder / "rec")}, cache={"folder": str(disk), "disk_mb": 64})
+    old_pid = server.pids()["decode-0"]
+    killing = threading.Timer(0.5, server.kill, ("decode-0",))
+    killing.start()
+    run_load(server, monkeypatch, 120)
+    killing.join()
+    server.wait_restarted("decode-0", old_pid)
+    run_load(server, monkeypatch, 40)
+    server.stop()
+    report = check(read_recordings(folder / "rec"))
+    assert report.num_processes == 4
+    assert report.outside["UnitDown"] == 1  # The supervisor saw it die.
+    assert set(report.outside) <= FROM_OUTSIDE | {"UnitDown", "DiskNews"}
+    assert report.decisions["StoreBlocks"] > 0
