@@ -134,7 +134,7 @@ class _Run:
                 if life.plans:
                     self._begin_step(index)
         for effect in life.last:
-            kind = kind_of(effect)
+            kind = decision_of(effect)
             if kind is not None:
                 self._report.decisions[kind] += 1
             consequence = self._links.effect_to_consequence.get((index, life.num_effects))
@@ -169,7 +169,7 @@ class _Run:
         return self._lives[came.index].recording.calls[came.call].events[came.place]
 
 
-def kind_of(effect: AnyEffect) -> str | None:
+def decision_of(effect: AnyEffect) -> str | None:
     """Name of a decision; None for timers and for what only reports."""
     if isinstance(effect, Send):
         return None if isinstance(effect.message, Load | RankBeat) else type(effect.message).__name__

@@ -11,7 +11,7 @@ from hadal.core.seams import Send
 from hadal.roles import front as front_room
 from hadal.roles.recording import Call, Opening, Recording
 from hadal.sim.relived import Role, replay_alone
-from hadal.sim.replay import kind_of, replay
+from hadal.sim.replay import decision_of, replay
 from tests.fresh import fresh
 
 from .recorded import record
@@ -33,7 +33,7 @@ def test_the_same_decisions_in_the_same_order(look_s: float) -> None:
     assert report.difference is None, str(report.difference)
     assert report.num_calls == report.num_recorded == sum(len(recording.calls) for recording in recordings)
     effects = [effect for recording in recordings for call in recording.calls for effect in call.effects]
-    assert report.num_decisions == sum(kind_of(effect) is not None for effect in effects)
+    assert report.num_decisions == sum(decision_of(effect) is not None for effect in effects)
     assert report.decisions["Prefill"] >= 20
     assert report.decisions["Deliver"] > 100
     assert report.outside.keys() == {"Submit", "Cancel"}

@@ -1,0 +1,234 @@
+"""The simulator decides with the code that serves: an import walk from both sides, and nothing decided twice.
+
+Who is reached from a server's processes and from the simulator is read out of the sources. The tables below hold what
+differs, each with its reason; an entry that is no longer true fails as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hadal.gateway.process
+import hadal.runtime.core
+import hadal.runtime.launch
+import hadal.sim.fluid
+import hadal.sim.world
+from hadal.core.config import Deployment, FleetConfig
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+
+SERVER = (
+    "hadal.gateway.process", "hadal.runtime.launch", "hadal.runtime.leader", "hadal.runtime.worker",
+    "hadal.runtime.rank",
+)  # fmt: skip
+"""What `hadal serve` starts, and what starts it."""
+SIMULATOR = (
+    "hadal.sim.world", "hadal.sim.fluid", "hadal.sim.cache_day", "hadal.sim.replay", "hadal.commands.simulate",
+)  # fmt: skip
+"""What simulates. A module that is not there yet is left out."""
+CONNECT = ("hadal.gateway", "hadal.runtime")
+"""The simulator's walk stops there: what it would reach through the server's own modules says nothing."""
+
+RANKS = "a simulated unit's ranks are one Runner (sim/runners): none forms, beats or dies by itself"
+PLACING = "replicas move when ranks report what they received; a simulated step takes the expected imbalance"
+ONLY_LIVE = {
+    "roles": {
+        "rank_blame": RANKS, "rank_book": RANKS, "rank_results": RANKS, "rank_states": RANKS, "ranks": RANKS,
+        "notes": RANKS, "experts": PLACING, "expert_gain": PLACING, "expert_install": PLACING, "expert_window": PLACING,
+        "fleet_rules": "reads a deployment's [fleet] table; the fluid day is given its rules",
+    },
+    "policy": dict.fromkeys((
+        "expert_balance", "expert_counts", "expert_flat", "expert_increment", "expert_near", "expert_nodes",
+        "expert_packing", "expert_pairs", "expert_paths", "expert_search", "expert_split", "expert_steady",
+    ), PLACING),
+}  # fmt: skip
+"""Room -> its modules that the server reaches and the simulator does not -> why. `hadal replay` runs those, too: it has
+the server's modules make the roles."""
+CACHE_DAY = "a day through the disk cache's own ledger (kv/disk_slots), which is given its policy as the server's is"
+DIRECT = {
+    ("cache_day", "eviction.Arc"): CACHE_DAY, ("cache_day", "eviction.Lru"): CACHE_DAY,
+    ("disk_replay", "eviction.Arc"): CACHE_DAY, ("disk_replay", "eviction.Lru"): CACHE_DAY,
+    ("day", "demand.DayShape"): "the published shape is a value of this type",
+}  # fmt: skip
+"""(module of sim/, class or function of policy/) used past the roles -> why. Constants and types may be."""
+
+DECIDES = ("choose", "plan", "balance", "admit", "route", "evict", "preempt", "place", "assign", "scale", "forecast")
+"""First words of what a decision is called."""
+NOT_DECIDED: dict[str, str] = {}
+"""Such a name in sim/ -> why it decides nothing that serves."""
+ROLES = ("front.Front", "prefill.PrefillLeader", "decode.DecodeLeader", "fleet.Fleet")
+"""Those that a simulated fleet is made of."""
+
+
+class Tree:
+    """The package's sources below a folder, module by module."""
+
+    def __init__(self, source: Path) -> None:
+        self.module_to_path = {}
+        for path in sorted((source / "hadal").rglob("*.py")):
+            parts = path.relative_to(source).with_suffix("").parts
+            self.module_to_path[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+
+    @functools.cache  # noqa: B019 - a tree is made once.
+    def parsed(self, module: str) -> ast.Module:
+        return ast.parse(self.module_to_path[module].read_text(encoding="utf-8"))
+
+    def room(self, name: str) -> list[str]:
+        """Modules of a room."""
+        return [module for module in self.module_to_path if module.startswith(f"hadal.{name}.")]
+
+    @functools.cache  # noqa: B019
+    def imports(self, module: str) -> frozenset[str]:
+        """Modules of ours that it imports when it runs."""
+        found = set()
+        for node in _running(self.parsed(module)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module)
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        return frozenset(found & self.module_to_path.keys())
+
+    def reached(self, entries: tuple[str, ...], stops: tuple[str, ...] = ()) -> set[str]:
+        """All modules that these import, and those that they import in turn."""
+        seen: set[str] = set()
+        waiting = [entry for entry in entries if entry in self.module_to_path]
+        while waiting:
+            module = waiting.pop()
+            if module not in seen and not module.startswith(stops):
+                seen.add(module)
+                waiting += self.imports(module)
+        return seen
+
+    def defined(self, module: str) -> set[str]:
+        """Classes and functions at its top."""
+        kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        return {node.name for node in self.parsed(module).body if isinstance(node, kinds)}
+
+    def functions(self, module: str) -> set[str]:
+        """At any depth, methods too."""
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef
+        return {node.name for node in ast.walk(self.parsed(module)) if isinstance(node, kinds)}
+
+
+def _running(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that only a type checker sees."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+            continue
+        yield node
+        yield from _running(node)
+
+
+def short(modules: set[str], room: str) -> set[str]:
+    """Of those in a room, the names inside it."""
+    prefix = f"hadal.{room}."
+    return {module.removeprefix(prefix) for module in modules if module.startswith(prefix)}
+
+
+def unlike(tree: Tree, room: str) -> tuple[set[str], set[str]]:
+    """Modules of a room that only the server reaches, and that only the simulator reaches."""
+    live, simulated = short(tree.reached(SERVER), room), short(tree.reached(SIMULATOR, CONNECT), room)
+    return live - simulated, simulated - live
+
+
+def direct(tree: Tree) -> set[tuple[str, str]]:
+    """(module of sim/, class or function of policy/) that it imports; a whole module of policy/ counts as one."""
+    found = set()
+    for module in tree.room("sim"):
+        for node in _running(tree.parsed(module)):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for name in names:
+                parent, _, last = name.rpartition(".")
+                is_code = name in tree.module_to_path or (
+                    parent in tree.module_to_path and last in tree.defined(parent)
+                )  # fmt: skip
+                if name.startswith("hadal.policy.") and is_code:
+                    found.add((module.removeprefix("hadal.sim."), name.removeprefix("hadal.policy.")))
+    return found
+
+
+def decided_again(tree: Tree) -> set[str]:
+    """What sim/ defines that has the name of something in roles/ or policy/, or is called as a decision would be."""
+    deciding = [*tree.room("roles"), *tree.room("policy")]
+    taken = {name for module in deciding for name in tree.defined(module) if not name.startswith("_")}
+    files = {module.rpartition(".")[2] for module in deciding}
+    found = short(set(tree.room("sim")), "sim") & files
+    for module in tree.room("sim"):
+        decisions = {name for name in tree.functions(module) if name.lstrip("_").split("_")[0] in DECIDES}
+        again = (tree.defined(module) & taken) | decisions
+        found |= {f"{module.removeprefix('hadal.sim.')}.{name}" for name in again}
+    return found
+
+
+@pytest.fixture(scope="module")
+def tree() -> Tree:
+    return Tree(SOURCE)
+
+
+@pytest.mark.parametrize("room", ["roles", "policy"])
+def test_server_and_simulator_reach_the_same(tree: Tree, room: str) -> None:
+    only_live, only_simulated = unlike(tree, room)
+    assert only_live == ONLY_LIVE[room].keys(), "used live and not simulated, or the other way round: mend or explain"
+    assert only_simulated == set(), "decides in a simulation alone"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_both_reach_every_role(tree: Tree, role: str) -> None:
+    module = f"hadal.roles.{role.rpartition('.')[0]}"
+    assert module in tree.reached(SERVER)
+    assert module in tree.reached(SIMULATOR, CONNECT)
+
+
+def test_they_are_the_very_classes() -> None:
+    """What the modules that host roles mean by their names."""
+    assert hadal.sim.world.Front is hadal.gateway.process.Front
+    assert hadal.sim.world.PrefillLeader is hadal.runtime.core.PrefillLeader
+    assert hadal.sim.world.DecodeLeader is hadal.runtime.core.DecodeLeader
+    made = hadal.runtime.launch.make_fleet(Deployment(fleet=FleetConfig(mode="auto")), 0.0)
+    assert type(made) is hadal.sim.fluid.Fleet
+
+
+def test_the_simulator_asks_policies_through_the_roles(tree: Tree) -> None:
+    assert direct(tree) == DIRECT.keys(), "a policy asked past its role, or no longer: let the role ask, or explain"
+
+
+def test_nothing_is_decided_twice(tree: Tree) -> None:
+    assert decided_again(tree) == NOT_DECIDED.keys(), "named as a decision is: take the one that serves, or explain"
+
+
+def test_a_copy_would_be_noticed(tmp_path: Path) -> None:
+    """A simulator with a front, a policy and a decision of its own, beside a server that uses the real ones."""
+    front = [
+        "from hadal.policy import admission", "from hadal.policy.rank_choice import choose_rank", "class Front: ...",
+    ]  # fmt: skip
+    world = [
+        "from typing import TYPE_CHECKING", "from hadal.sim.front import Front", "from hadal.policy.guess import guess",
+        "from hadal.policy.admission import LIMIT", "if TYPE_CHECKING:",
+        "    from hadal.policy.rank_choice import choose_rank",
+    ]  # fmt: skip
+    own_front = ["class Front:", "    def _plan_step(self): ...", "def choose_rank(ranks): ...", "def run(): ..."]
+    sources = {
+        "gateway/process": ["from hadal.roles.front import Front"], "roles/front": front, "sim/front": own_front,
+        "policy/admission": ["LIMIT = 3", "def admit(view): ..."], "sim/world": world,
+        "policy/rank_choice": ["def choose_rank(ranks): ..."], "policy/guess": ["def guess(): ..."],
+    }  # fmt: skip
+    for name, lines in sources.items():
+        path = tmp_path / "hadal" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines), encoding="utf-8")
+    tree = Tree(tmp_path)
+    assert unlike(tree, "roles") == ({"front"}, set())
+    assert unlike(tree, "policy") == ({"rank_choice"}, {"guess"})
+    assert direct(tree) == {("world", "guess.guess")}
+    assert decided_again(tree) == {"front", "front.Front", "front.choose_rank", "front._plan_step"}
