@@ -309,6 +309,35 @@ def test_news_come_before_the_results_they_explain() -> None:
         assert order[: order.index("StepDone") + 1][-2:] == ["news", "StepDone"]
 
 
+def test_a_roles_time_never_goes_back() -> None:
+    """News are told before a tick, which is told the time at which it is told."""
+    with tempfile.TemporaryDirectory(prefix="hadal-w-") as name:
+        told_s: list[float] = []
+
+        def answer(now_s: float, event: Event) -> list[Effect]:
+            told_s.append(now_s)
+            return [WakeAt(now_s + 0.001)] if isinstance(event, Tick) else []
+
+        def news(now_s: float) -> list[Effect]:
+            told_s.append(now_s)
+            return []
+
+        pool = KvPool.create(pool_name(RUN, "decode-0", "3"), (2, 1, 64, 4))
+        host = UnitHost(
+            Script(answer), Runner(), ZmqWire("decode-0", Path(name)), pool, LiveClock(), step_deadline_s=60, news=news
+        )
+        thread = threading.Thread(target=lambda: host.run([WakeAt(0.0)]))
+        thread.start()
+        deadline_s = time.monotonic() + 5
+        while len(told_s) < 20 and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        host.stop()
+        thread.join(5)
+        host.close()
+        assert len(told_s) >= 20
+        assert told_s == sorted(told_s)
+
+
 def test_what_a_leader_raises_ends_the_host(world: World) -> None:
     def answer(now_s: float, event: Event) -> list[Effect]:
         raise RuntimeError("a bug")
