@@ -67,7 +67,10 @@ class StepScheduler:
         schedule, num = self._decide(whole, max(tokens for tokens, _ in rank_to_work))
         self._last = (schedule, num)
         works = (whole,) if num == 1 else halve_works(whole)
-        self._in_flight[step_id] = works
+        # Of each op the longest of all ranks' times comes back (roles/rank_results): what grows with tokens from the
+        # rank that has most of them, what grows with pairs from the one that has most of those.
+        longest = Work(*(max(column) for column in zip(*rank_to_work, strict=True)))
+        self._in_flight[step_id] = (longest,) if num == 1 else halve_works(longest)
         return Choice(schedule.name, num, works)
 
     def _decide(self, whole: Work, num_tokens_max: int) -> tuple[Schedule, int]:

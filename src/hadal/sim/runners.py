@@ -21,8 +21,7 @@ from hadal.core.plans import Chunk, DecodePlan, OpTime, PrefillPlan, StepDone
 from hadal.overlap.plan import SCHEDULES
 from hadal.overlap.split import num_pairs_of
 from hadal.perf.explain import StepPrice
-from hadal.perf.layer import MicroBatch
-from hadal.perf.shapes import expanded_flops_per_pair, mla_params
+from hadal.perf.layer import MicroBatch, op_seconds
 from hadal.perf.step import DECODE, PREFILL, StepModel, tokens_per_step
 
 Ints = NDArray[np.int64]
@@ -71,8 +70,8 @@ class PrefillRunner:
         self._num_living = model.num_ranks
         self._model = model
         self._output_tokens = output_tokens
-        # How much heavier a token's projections are than one position that it attends to: which rank is the slowest.
-        self._pairs_token = 2 * mla_params(model.model) / expanded_flops_per_pair(model.model)
+        self._pairs_token = pairs_per_token(model)
+        """So many positions that are attended to take a rank as long as a token: which rank is the slowest."""
 
     def run(self, plans: Sequence[PrefillPlan]) -> StepDone:
         """The step's result; it is done `elapsed_s` after it began."""
@@ -91,12 +90,13 @@ class PrefillRunner:
 
         self.price = price = price_of(batches)
         part = _slowed(price, self.slow, lambda rank: price_of([self._micro_batch(half, rank) for half in works]))
+        ops = _op_times(price_of(_longest(self.work, batches)), part)
         tokens = tuple(
             STOP_ID if chunk.output_index + 1 >= self._output_tokens(sampling.seed) else WORD_ID
             for _, chunk, sampling in drawn
         )
         keys = tuple(key for key, _, _ in drawn)
-        return StepDone(plans[0].step_id, keys, tokens, {}, price.seconds * part, op_times=_op_times(price, part))
+        return StepDone(plans[0].step_id, keys, tokens, {}, price.seconds * part, op_times=ops)
 
     def formed(self, num_living: int) -> None:
         """So many ranks take part from now on."""
@@ -130,6 +130,27 @@ def _work_of(halves: Sequence[Sequence[_RankWork]], batches: Sequence[MicroBatch
         sum(tokens), sum(pairs), sum(work[3] for half in halves for work in half), max(tokens), max(pairs),
         sum(batch.expert_imbalance for batch in batches) / len(batches), len(batches),
     )  # fmt: skip
+
+
+def pairs_per_token(model: StepModel) -> float:
+    """How many (token, position) pairs of core attention take as long as what else a rank does with a token."""
+    def own_s(num_tokens: float, num_pairs: float) -> float:
+        batch = MicroBatch(num_tokens, num_pairs, num_tokens, 4096.0, 1.0)
+        ops = op_seconds(model.kernels(PREFILL, batch, is_overlapped=model.num_ranks > 1), 0.0)
+        return ops.attn_in + ops.attn_core + ops.gate + ops.shared
+
+    base_s = own_s(4096.0, 16e6)
+    return (own_s(8192.0, 16e6) - base_s) / 4096.0 / ((own_s(4096.0, 32e6) - base_s) / 16e6)
+
+
+def _longest(work: StepWork, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """What a unit's op times are of: each op is as long as on the rank on which it is longest (roles/rank_results)."""
+    num = len(batches)
+    return [
+        MicroBatch(work.most_tokens / num, work.most_positions / num, batch.context_tokens, batch.mean_tokens,
+                   batch.expert_imbalance)
+        for batch in batches
+    ]  # fmt: skip
 
 
 class DecodeRunner:

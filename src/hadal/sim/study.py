@@ -63,12 +63,12 @@ class FleetStudy:
     """How units come and go."""
 
     nodes_max: int = 500
-    start_s: float = 600.0
+    start_s: float = 300.0
     """From a decision until a unit works: nodes are freed by other work, weights are read."""
     start_spread: float = 0.1
     """Of that: uniform, plus or minus."""
     start_fail_share: float = 0.0
-    hold_s: float = 1800.0
+    hold_s: float = 600.0
     """A unit is given up if it was not needed for so long, and will not be."""
     hours_between_failures: float = 0.0
     """Of one node; 0: nodes do not fail."""
@@ -97,15 +97,15 @@ class Study:
     gpu_hour_usd: float = 2.0
     prices: str = "deepseek-reasoner-flat"
     """A list's name, or HIT/MISS/OUT in dollars per million tokens."""
-    tpot_ms: float = 50.0
-    """Promised per output token; 20 tokens/s is the least of what was published."""
+    tpot_ms: float = 200.0 / 3.0
+    """Promised per output token, whenever: 15 tokens/s. No promise was published, only what it comes to in the mean."""
     chunk_tokens: int = 16_384
     """Of a rank in a prefill step."""
     mtp_tokens: int = 1
     """Drafts that a decode step verifies. Not published; DeepSeek's profile of decode shows one."""
     mtp_accept: float = MTP_ACCEPT
     seed: int = 1
-    prefill: UnitsStudy = UnitsStudy(32, 32, 64, bundle=3, extra=2, units_min=5, units_max=60, use=0.6)
+    prefill: UnitsStudy = UnitsStudy(32, 32, 64, bundle=3, extra=2, units_min=5, units_max=60, use=0.9)
     decode: UnitsStudy = UnitsStudy(144, 32, 160, bundle=1, extra=0, units_min=1, units_max=16, use=1.0)
     workload: WorkloadParams = field(default_factory=WorkloadParams)
     cache: CacheStudy = field(default_factory=CacheStudy)
