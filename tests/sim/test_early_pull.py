@@ -46,17 +46,17 @@ class EarlyWorld(World):
         after = state_of(core, message)
         match message:
             case Ahead():
-                counts["seated"] += before is None and after is SlotState.AHEAD
+                counts["seated"] += before is None and after == SlotState.AHEAD
                 counts["ignored"] += after is None
-            case Decode() if before is SlotState.AHEAD:
-                counts["went on"] += after is SlotState.PULLING
+            case Decode() if before == SlotState.AHEAD:
+                counts["went on"] += after == SlotState.PULLING
             case Decode():
                 counts["had no seat"] += 1
-            case Cancel() if before is SlotState.AHEAD:
+            case Cancel() if before == SlotState.AHEAD:
                 counts["cancelled"] += 1
 
 
-def state_of(core: DecodeLeader, message: AnyMessage) -> SlotState | None:
+def state_of(core: DecodeLeader, message: AnyMessage) -> int | None:
     match message:
         case Ahead(generation) | Decode(generation):
             key = (generation.request_id, generation.attempt)
@@ -65,7 +65,7 @@ def state_of(core: DecodeLeader, message: AnyMessage) -> SlotState | None:
         case _:
             return None
     slot = core.slots.key_to_slot.get(key)
-    return None if slot is None else SlotState(int(core.table.state[slot]))
+    return None if slot is None else int(core.table.state[slot])
 
 
 def early_world(seed: int, *, num_ranks: int = 1, early_pull: str = "auto") -> EarlyWorld:

@@ -25,7 +25,10 @@ from hadal.core.errors import InvariantError
 from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK
 from hadal.policy.eviction import Arc, Lru
 
-_NO_OWNERS: dict[Hashable, None] = {}
+
+class _Owners(dict[Hashable, None]):
+    """Several owners of a block, in the order in which they came. A class of its own: no owner is one."""
+
 
 Counts = TypeVar("Counts", int, NDArray[np.int64])
 
@@ -51,8 +54,8 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, SCRATCH_BLOCK, -1))
         self._generation = [0] * num_blocks
-        self._owners: dict[int, dict[Hashable, None]] = {}
-        """Of the owned blocks."""
+        self._owners: dict[int, Hashable | _Owners] = {}
+        """Of the owned blocks: nearly all have one."""
         self._name_to_block: dict[bytes, int] = {}
         self._block_to_name: dict[int, tuple[bytes, bytes]] = {}
         """Its own and that of the block before it in the text, empty at position 0."""
@@ -103,7 +106,7 @@ class BlockAllocator:
         blocks = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - len(blocks) :]
         blocks += [self._evict() for _ in range(count - len(blocks))]
-        self._owners.update((block, {owner: None}) for block in blocks)
+        self._owners.update(dict.fromkeys(blocks, owner))
         return tuple(blocks)
 
     def acquire(self, blocks: Sequence[int], owner: Hashable, *, is_use: bool = True) -> None:
@@ -116,15 +119,19 @@ class BlockAllocator:
         self._eviction.tick()
         self._touched()
         for block in blocks:
-            names = self._block_to_name.get(block)
-            owners = self._owners.get(block, {})
-            if owner in owners or not (owners or names):
+            names, owners = self._block_to_name.get(block), self._owners.get(block)
+            if owners == owner or (owners is None and names is None):
                 raise InvariantError(f"{owner!r} acquires block {block}, which is {'his' if owners else 'free'}.")
-            if names and not owners:
-                self._owners[block] = owners
+            if isinstance(owners, _Owners):
+                if owner in owners:
+                    raise InvariantError(f"{owner!r} acquires block {block}, which is his.")
+                owners[owner] = None
+            elif owners is not None:
+                self._owners[block] = _Owners({owners: None, owner: None})
+            elif names is not None:
+                self._owners[block] = owner
                 self._blocked.pop(block, None)
                 self._eviction.withdraw(names[0])
-            owners[owner] = None
             if names and is_use:
                 self._eviction.use(names[0])
 
@@ -137,11 +144,9 @@ class BlockAllocator:
         gone = []
         all_owners, named, generation = self._owners, self._block_to_name, self._generation
         for block in blocks:
-            owners = all_owners.get(block, _NO_OWNERS)
-            if owner not in owners:
-                raise InvariantError(f"{owner!r} frees block {block}, which it does not own.")
-            if len(owners) > 1:
-                del owners[owner]
+            owners = all_owners.get(block)
+            if owners != owner:
+                self._leave(block, owner)
                 continue
             del all_owners[block]
             if block in named:
@@ -151,6 +156,21 @@ class BlockAllocator:
                 gone.append(block)
         self._free += gone
         return tuple(gone)
+
+    def _owners_of(self, block: int) -> tuple[Hashable, ...]:
+        owners = self._owners.get(block)
+        if owners is None:
+            return ()
+        return tuple(owners) if isinstance(owners, _Owners) else (owners,)
+
+    def _leave(self, block: int, owner: Hashable) -> None:
+        """Let one of several owners go."""
+        left = self._owners.get(block)
+        if not isinstance(left, _Owners) or owner not in left:
+            raise InvariantError(f"{owner!r} frees block {block}, which it does not own.")
+        del left[owner]
+        if len(left) == 1:
+            (self._owners[block],) = left
 
     def name(self, blocks: Sequence[int], chain: bytes, first: int) -> None:
         """Say that `blocks` are complete and hold the blocks of `chain` from number `first` on.
@@ -195,6 +215,8 @@ class BlockAllocator:
         The generations of the evicted were raised here; whoever keeps generations elsewhere must hear of them before
         anything may write them.
         """
+        if not self._changes and not self._evicted:
+            return b"", b"", ()
         added = b"".join(name for name, is_here in self._changes.items() if is_here)
         dropped = b"".join(name for name, is_here in self._changes.items() if not is_here)
         evicted = tuple(self._evicted)
@@ -220,11 +242,11 @@ class BlockAllocator:
         return tuple(self._generation[block] for block in blocks)
 
     def num_owners(self, block: int) -> int:
-        return len(self._owners.get(block, ()))
+        return len(self._owners_of(block))
 
     def owners(self) -> dict[int, tuple[Hashable, ...]]:
         """Every owned block and its owners."""
-        return {block: tuple(owners) for block, owners in sorted(self._owners.items())}
+        return {block: self._owners_of(block) for block in sorted(self._owners)}
 
     def check(self) -> list[str]:
         """Problems of the ledger; empty when free, cached and owned blocks are apart and together all there are."""
@@ -239,8 +261,8 @@ class BlockAllocator:
             problems.append(f"blocks {sorted(both)} are free and owned")
         if both := free & named:
             problems.append(f"blocks {sorted(both)} are free and named")
-        if not all(self._owners.values()):
-            problems.append("a block is owned by nobody")
+        if any(isinstance(owners, _Owners) and len(owners) < 2 for owners in self._owners.values()):
+            problems.append("a block of one owner or none is said to have several")
         if (counts := (len(free), len(cached), len(self._owners))) and sum(counts) != self.num_usable:
             problems.append(f"{counts} free, cached and owned blocks are not {self.num_usable}")
         return problems + self._check_names(cached)

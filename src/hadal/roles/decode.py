@@ -224,22 +224,24 @@ class DecodeLeader:
     def _take_tokens(self, step: _InFlight, done: StepDone) -> None:
         """Send the tokens of a step, and close the slots that drew their last one."""
         table = self.table
-        slots, values = np.array(done.keys, np.int64), np.array(done.tokens, np.int64)
+        slots, values = np.asarray(done.keys, np.int64), np.asarray(done.tokens, np.int64)
         if len(slots) != step.num_computed or len(values) != len(slots) or not step.computed[slots].all():
             raise InvariantError(f"{self._unit}: step {step.step_id} drew for {done.keys}, not its plan's slots.")
         for slot, reason in done.failed.items():
             self._give_up(slot, reason)
-        wanted = ~table.is_muted[slots]
-        slots, values = slots[wanted], values[wanted]
+        muted = table.is_muted[slots]
+        if muted.any():
+            slots, values = slots[~muted], values[~muted]
         # The arrays count up to the last emitted plan; the plans since this one have moved them on.
         index = table.output_index[slots] - 1
         for later in self._in_flight:
             index -= later.computed[slots]
-        is_stop = (table.stop_ids[slots] == values[:, None]).any(axis=1) & (index + 1 > table.min_tokens[slots])
+        is_stop = table.draws_stop(slots, values) & (index >= table.min_tokens[slots])
         is_last = index + 1 >= table.max_tokens[slots]
-        lengths = index + table.length[slots] - table.output_index[slots] + 1
-        self.slots.cache.filled(slots, lengths)
-        table.deliver(slots, values, lengths)
+        if self.slots.cache.is_on:
+            lengths = index + table.length[slots] - table.output_index[slots] + 1
+            self.slots.cache.delivered(slots, values, lengths)
+        table.deliver(slots, values)
         ends = np.flatnonzero(is_stop | is_last)
         if slots.size:
             finishes = tuple((row, STOP if is_stop[row] else LENGTH) for row in ends.tolist())
@@ -271,7 +273,7 @@ class DecodeLeader:
             table, moving, step_id = self.table, self.slots.moving, self._num_plans
             table.state[table.at_max_tokens()] = SlotState.CLOSING
             moving.call_off_late(step_id)
-            if not (table.state == SlotState.ACTIVE).any() and not (table.state == SlotState.READY).any():
+            if SlotState.ACTIVE not in table.state and SlotState.READY not in table.state:
                 self.slots.is_starved = False
                 return
             grown = self.slots.grow(self._done_step_id)
@@ -310,16 +312,16 @@ class DecodeLeader:
         request_s = rates.token_s * float(np.count_nonzero(active)) / num_living
         return terms_of(kv_s, request_s, self._reporter.meter.step_ms / 1e3, self._known_terms)
 
-    def _work(self, computed: Bools) -> list[tuple[int, int]]:
-        """By rank, requests of a plan and the positions that they attend to: lengths count the one it writes."""
+    def _work(self, computed: Bools) -> Ints:
+        """[R, 2] requests of a plan and the positions that they attend to: lengths count the one it writes."""
         shape = (-1, self.slots.per_rank)
-        num_tokens = np.count_nonzero(computed.reshape(shape), axis=1).tolist()
-        num_pairs = (self.table.length * computed).reshape(shape).sum(axis=1).tolist()
-        return list(zip(num_tokens, num_pairs, strict=True))
+        num_requests_R = np.count_nonzero(computed.reshape(shape), axis=1)
+        num_positions_R = (self.table.length * computed).reshape(shape).sum(axis=1)
+        return np.stack((num_requests_R, num_positions_R), axis=1)
 
-    def _trace(self, step_id: int, choice: Choice, work: list[tuple[int, int]]) -> bool:
+    def _trace(self, step_id: int, choice: Choice, work_R2: Ints) -> bool:
         """Note how balanced a plan is; whether it is recorded."""
-        balance = step_balance(self.blocks.living, work)
+        balance = step_balance(self.blocks.living, work_R2)
         self._balance.add(balance)
         is_traced = self._tracer.is_wanted
         if is_traced:

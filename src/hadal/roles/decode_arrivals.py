@@ -101,7 +101,7 @@ class DecodeArrivals:
     def _is_too_long(self, message: Decode | Ahead) -> bool:
         generation = message.generation
         num_positions = len(generation.prompt) + generation.max_tokens - 1
-        return blocks_for(num_positions) > int(self._table.block_ids.shape[1])
+        return blocks_for(num_positions) > self._table.num_blocks_max
 
     def cancel(self, key: Key) -> None:
         """Nobody waits for it any more; its seat is its owner's affair."""

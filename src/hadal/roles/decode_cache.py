@@ -26,15 +26,14 @@ class DecodeCache:
     def __init__(self, table: DecodeTable, pools: RankPools, per_rank: int, fingerprint: str) -> None:
         self.stores = StoreBook(pools, holds=True)
         """Nobody else keeps a block when its request ends."""
-        self._is_on = bool(fingerprint)
+        self.is_on = bool(fingerprint)
         self._root = root_of(fingerprint.encode())
         self._table = table
-        self._num_ranks = pools.num_ranks
         self._per_rank = per_rank
 
     def totals(self) -> dict[str, int]:
         """What Load.cache says; empty where there is no cache."""
-        return {**self.stores.counts, DISK_BLOCKS: len(self.stores.index)} if self._is_on else {}
+        return {**self.stores.counts, DISK_BLOCKS: len(self.stores.index)} if self.is_on else {}
 
     # ---- names ----
     def seated(self, slot: int) -> None:
@@ -43,7 +42,7 @@ class DecodeCache:
         generation, num_full = seat.generation, seat.lease.num_tokens // BLOCK_TOKENS
         num_chained = num_full * NAME_BYTES
         # A text without a full block has an empty chain, too: for those, only the fingerprint says what is cached.
-        table.is_named[slot] = self._is_on and (bool(generation.chain) or not num_full)
+        table.is_named[slot] = self.is_on and (bool(generation.chain) or not num_full)
         if not table.is_named[slot]:
             return
         text = text_of(generation)
@@ -54,18 +53,25 @@ class DecodeCache:
             chain = extend(self._root, chain, text, generation.salt, generation.num_public)
         table.names[slot] = chain[-NAME_BYTES:] or self._root
 
-    def fills(self, computed: Bools) -> list[list[int]]:
-        """By rank, the blocks whose last position the plan just made writes."""
+    def fills(self, computed: Bools) -> dict[int, list[int]]:
+        """rank -> the blocks whose last position the plan just made writes; ranks without any are not in it."""
         table = self._table
-        by_rank: list[list[int]] = [[] for _ in range(self._num_ranks)]
-        for slot in np.flatnonzero(computed & table.is_named & (table.length % BLOCK_TOKENS == 0)).tolist():
-            block_id = int(table.block_ids[slot, int(table.length[slot]) // BLOCK_TOKENS - 1])
-            by_rank[slot // self._per_rank].append(block_id)
+        by_rank: dict[int, list[int]] = {}
+        if not self.is_on:
+            return by_rank
+        slots = np.flatnonzero(computed & table.is_named)
+        for slot in slots[table.length[slots] % BLOCK_TOKENS == 0].tolist():
+            block_id = table.block_ids[slot][int(table.length[slot]) // BLOCK_TOKENS - 1]
+            by_rank.setdefault(slot // self._per_rank, []).append(block_id)
         return by_rank
 
-    def filled(self, slots: Ints, lengths: Ints) -> None:
-        """A step is done that wrote the last of so many positions of these slots, all of whose tokens were delivered:
-        name the blocks that it filled, and queue them."""
+    def delivered(self, slots: Ints, values: Ints, lengths: Ints) -> None:
+        """A step is done that wrote the last of so many positions of these slots and drew `values` behind them, all of
+        whose tokens were delivered: name the blocks that it filled, queue them, and note the new tokens."""
+        self._name_filled(slots, lengths)
+        self._table.tail[slots, lengths % BLOCK_TOKENS] = values
+
+    def _name_filled(self, slots: Ints, lengths: Ints) -> None:
         table = self._table
         full = (lengths % BLOCK_TOKENS == 0) & table.is_named[slots]
         if not full.any():
@@ -75,4 +81,4 @@ class DecodeCache:
             # As the chain's names would be: each begins with the one before it.
             name = table.names[slot] = extend(table.names[slot], b"", table.tail[slot].tolist(), salt)
             position = length // BLOCK_TOKENS - 1
-            self.stores.offer(slot // self._per_rank, name, position, int(table.block_ids[slot, position]))
+            self.stores.offer(slot // self._per_rank, name, position, table.block_ids[slot][position])

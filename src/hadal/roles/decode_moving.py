@@ -23,7 +23,7 @@ from hadal.core.messages import Key, KvLease
 from hadal.core.seams import Pull
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_moves import Move, MoveTerms, RunningView
-from hadal.roles.decode_table import ARRIVING, DecodeTable, SlotState
+from hadal.roles.decode_table import ARRIVING, STATE_TO_NAME, DecodeTable, SlotState
 from hadal.roles.rank_pools import RankPools
 
 STALL_STEPS_MAX = 3
@@ -78,12 +78,13 @@ class DecodeMoving:
         for key in self.arriving:  # A copy of it still runs, and there is only one of a request at a time.
             if key in self._key_to_slot:
                 may_move[self._key_to_slot[key]] = False
-        num_blocks = blocks_for(table.length + _NUM_MORE)
-        num_blocks_worst = blocks_for(table.length - table.output_index + table.max_tokens)
-        return RunningView(
-            np.where(may_move, num_blocks, 0).reshape(shape)[list(rows)],
-            np.where(may_move, np.maximum(num_blocks, num_blocks_worst), 0).reshape(shape)[list(rows)],
+        slots = np.flatnonzero(may_move)
+        num_blocks, num_blocks_worst = np.zeros(table.num_slots, np.int64), np.zeros(table.num_slots, np.int64)
+        num_blocks[slots] = blocks_for(table.length[slots] + _NUM_MORE)
+        num_blocks_worst[slots] = np.maximum(
+            num_blocks[slots], blocks_for(table.length[slots] - table.output_index[slots] + table.max_tokens[slots])
         )
+        return RunningView(num_blocks.reshape(shape)[list(rows)], num_blocks_worst.reshape(shape)[list(rows)])
 
     # ---- a move's life ----
     def reserve(self, moves: Sequence[Move], step_id: int) -> list[int]:
@@ -241,7 +242,7 @@ class DecodeMoving:
                 continue
             state = SlotState.RESERVED if trip.lease is None else SlotState.FILLING
             if self.arriving.get(trip.key) != trip.target or table.state[trip.target] != state:
-                problems.append(f"{trip.key} moves to slot {trip.target}, which is not {state.name} for it")
+                problems.append(f"{trip.key} moves to slot {trip.target}, which is not {STATE_TO_NAME[state]} for it")
             if trip.target // self._per_rank == trip.source // self._per_rank:
                 problems.append(f"{trip.key} moves from its rank to its rank")
         return problems

@@ -6,11 +6,13 @@ Decides nothing and changes nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from hadal.core.balance import KV, REQUESTS, balance_of
 from hadal.core.plans import DecodePlan, Join
-from hadal.roles.decode_table import DecodeTable
+from hadal.roles.decode_table import DecodeTable, Ints
 from hadal.roles.ending import has_penalty
 from hadal.roles.schedule import Choice
 
@@ -18,7 +20,7 @@ from hadal.roles.schedule import Choice
 def make_plans(
     step_id: int, num_ranks: int, per_rank: int, leaves: Sequence[int], joins: Sequence[tuple[int, Join]],
     grown: Sequence[tuple[int, int, int]], publishes: Sequence[int], choice: Choice,
-    second: tuple[tuple[int, ...], ...] | None, fills: Sequence[Sequence[int]], *, is_traced: bool,
+    second: tuple[tuple[int, ...], ...] | None, fills: Mapping[int, Sequence[int]], *, is_traced: bool,
 ) -> tuple[DecodePlan, ...]:  # fmt: skip
     """The step's plans, one for each rank, with the ranks' own slots; `second` and `fills` are by rank already."""
     rank_leaves: defaultdict[int, list[int]] = defaultdict(list)
@@ -38,15 +40,14 @@ def make_plans(
     # Most ranks of a large unit have no news, and one plan says it for all of them.
     same = DecodePlan(step_id, (), (), (), choice.schedule, (), choice.num_micro_batches, is_traced)
     plans = [same] * num_ranks
-    news = {*rank_leaves, *rank_joins, *rank_grown, *rank_publishes}
+    news = {*rank_leaves, *rank_joins, *rank_grown, *rank_publishes, *fills}
     if second is not None:
         news.update(rank for rank, slots in enumerate(second) if slots)
-    news.update(rank for rank, blocks in enumerate(fills) if blocks)
     for rank in news:
         plans[rank] = DecodePlan(
             step_id, tuple(rank_leaves.get(rank, ())), tuple(rank_joins.get(rank, ())),
             tuple(rank_grown.get(rank, ())), choice.schedule, second[rank] if second is not None else (),
-            choice.num_micro_batches, is_traced, tuple(rank_publishes.get(rank, ())), fills=tuple(fills[rank]),
+            choice.num_micro_batches, is_traced, tuple(rank_publishes.get(rank, ())), fills=tuple(fills.get(rank, ())),
         )  # fmt: skip
     return tuple(plans)
 
@@ -62,8 +63,7 @@ def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
     )  # fmt: skip
 
 
-def step_balance(living: Sequence[int], rank_to_work: Sequence[tuple[int, int]]) -> dict[str, float]:
+def step_balance(living: Sequence[int], work_R2: Ints) -> dict[str, float]:
     """How even a step's (requests, KV positions) lie on the living ranks; empty for a step without work."""
-    return balance_of({
-        KV: [rank_to_work[rank][1] for rank in living], REQUESTS: [rank_to_work[rank][0] for rank in living],
-    })  # fmt: skip
+    requests, positions = work_R2[np.array(living, np.int64)].T.tolist()
+    return balance_of({KV: positions, REQUESTS: requests})

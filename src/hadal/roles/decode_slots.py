@@ -90,7 +90,7 @@ class DecodeSlots:
         return self.per_rank - int(np.count_nonzero(self.table.state[self.of_rank(rank)]))
 
     def _view(self) -> DecodeRanksView:
-        living = np.flatnonzero(self._pools.is_living)
+        living = np.array(self._pools.living, np.int64)
         num_taken = np.count_nonzero(self.table.state.reshape(-1, self.per_rank), axis=1)
         return DecodeRanksView(
             ranks=living,
@@ -193,7 +193,8 @@ class DecodeSlots:
     def grow(self, done_step_id: int) -> list[tuple[int, int, int]] | None:
         """Give a block to every slot that needs one for the next plan; None if one of them has to wait for it."""
         needing = self.table.needing_block()
-        if needing.size and self._is_short(needing):
+        is_short = self._is_short(needing)
+        if is_short:
             if len(self.moving):
                 self.moving.call_off_into(self._short_ranks(needing))
                 needing = self.table.needing_block()
@@ -202,8 +203,9 @@ class DecodeSlots:
                 self._make_room(rank, len(of_rank), done_step_id)
                 self._preempt(rank, of_rank, done_step_id)
             needing = self.table.needing_block()
-        self.is_starved = bool(needing.size) and self._is_short(needing)
-        if self.is_starved:
+            is_short = self._is_short(needing)
+        self.is_starved = is_short
+        if is_short:
             return None
         grown = []
         for slot in needing.tolist():
@@ -213,7 +215,7 @@ class DecodeSlots:
         return grown
 
     def _is_short(self, needing: Ints) -> bool:
-        return bool(self._short_ranks(needing))
+        return bool(needing.size) and bool(self._short_ranks(needing))
 
     def _short_ranks(self, needing: Ints) -> list[int]:
         counts = np.bincount(needing // self.per_rank, minlength=self._pools.num_ranks)
@@ -230,7 +232,7 @@ class DecodeSlots:
             if pool.num_free + num_coming >= num_blocks:
                 return
             if self.table.num_pulling[slot]:
-                num_coming += int(self.table.num_blocks[slot])
+                num_coming += len(self.table.block_ids[slot])
             self.close(slot, done_step_id)
 
     def ahead_of(self, rank: int) -> list[int]:
@@ -247,11 +249,11 @@ class DecodeSlots:
         holders, num_blocks_coming = [], 0
         for slot in (rank * self.per_rank + np.flatnonzero(table.state[self.of_rank(rank)])).tolist():
             # One that goes asks for no block any more.
-            num_blocks = int(table.num_blocks[slot]) + int(slot in needing)
+            num_blocks = len(table.block_ids[slot]) + int(slot in needing)
             state = table.state[slot]
             is_closing = state == SlotState.CLOSING or table.is_muted[slot] or table.is_preempted[slot]
             if is_closing or state in ARRIVING or self.moving.is_going(slot):
-                num_blocks_coming += int(table.num_blocks[slot])
+                num_blocks_coming += len(table.block_ids[slot])
             else:
                 holders.append(HolderView(slot, table.seat(slot).arrival, num_blocks))
         for slot in choose_victims(holders, num_missing - num_blocks_coming):

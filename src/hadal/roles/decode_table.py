@@ -19,8 +19,7 @@ Knows neither messages nor the allocator.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +29,13 @@ from hadal.roles.ending import has_penalty
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+States = NDArray[np.int8]
 _NEVER = -(1 << 40)
 
 
-class SlotState(IntEnum):
+class SlotState:
+    """Numbers as they are: numpy takes fifty times as long to compare with a member of an IntEnum."""
+
     FREE = 0
     PULLING = 1
     READY = 2
@@ -49,6 +51,7 @@ class SlotState(IntEnum):
     """Holds room for a request whose prompt is still being prefilled, and the KV pulled so far."""
 
 
+STATE_TO_NAME: dict[int, str] = {number: name for name, number in vars(SlotState).items() if name.isupper()}
 ARRIVING = (SlotState.RESERVED, SlotState.FILLING)
 """From another rank of the unit."""
 ENTERING = (SlotState.AHEAD, SlotState.PULLING)
@@ -74,7 +77,8 @@ class DecodeTable:
     def __init__(self, num_slots: int, num_blocks_max: int) -> None:
         """`num_blocks_max` is the most blocks one request can hold."""
         self.num_slots = num_slots
-        self.state: Ints = np.zeros(num_slots, np.int64)
+        self.num_blocks_max = num_blocks_max
+        self.state: States = np.zeros(num_slots, np.int8)
         self.is_in_runner: Bools = np.zeros(num_slots, np.bool_)
         """The Runner's own table has the slot occupied, after the last emitted plan."""
         self.is_muted: Bools = np.zeros(num_slots, np.bool_)
@@ -91,8 +95,9 @@ class DecodeTable:
         self.min_tokens: Ints = np.zeros(num_slots, np.int64)
         self.stop_ids: Ints = np.full((num_slots, 1), -1, np.int64)
         """Padded with -1; grows to the longest list seen."""
-        self.num_blocks: Ints = np.zeros(num_slots, np.int64)
-        self.block_ids: Ints = np.zeros((num_slots, num_blocks_max), np.int64)
+        self.block_ids: list[list[int]] = [[] for _ in range(num_slots)]
+        self.room: Ints = np.zeros(num_slots, np.int64)
+        """Positions that fit into those blocks."""
         self.last_step_id: Ints = np.full(num_slots, -1, np.int64)
         """The last emitted plan that computes the slot."""
         self.moved_step_id: Ints = np.zeros(num_slots, np.int64)
@@ -106,7 +111,8 @@ class DecodeTable:
         self.num_pulling: Ints = np.zeros(num_slots, np.int64)
         """Blocks that the copy under way adds to them; 0: no copy is under way."""
         self.tail: Ints = np.zeros((num_slots, BLOCK_TOKENS), np.int64)
-        """The token at every position of the block being filled, by position % BLOCK_TOKENS, as far as delivered."""
+        """The token at every position of the block being filled, by position % BLOCK_TOKENS, as far as delivered, where
+        it `is_named`."""
         self.is_named: Bools = np.zeros(num_slots, np.bool_)
         """Blocks that it fills get names."""
         self.names: list[bytes] = [b""] * num_slots
@@ -115,7 +121,7 @@ class DecodeTable:
         """slot -> all delivered tokens, where a penalty asks for them."""
         self.seats: list[Seat | None] = [None] * num_slots
 
-    def slots_in(self, *states: SlotState) -> Ints:
+    def slots_in(self, *states: int) -> Ints:
         if len(states) == 1:
             return np.flatnonzero(self.state == states[0])
         return np.flatnonzero(np.isin(self.state, states))
@@ -128,8 +134,7 @@ class DecodeTable:
         slot = self._free_slot(among)
         self.state[slot] = SlotState.AHEAD
         self.is_muted[slot] = self.is_preempted[slot] = self.is_named[slot] = False
-        self.num_blocks[slot] = len(block_ids)
-        self.block_ids[slot, : len(block_ids)] = block_ids
+        self._set_blocks(slot, block_ids)
         self.last_step_id[slot] = self.left_step_id[slot] = -1
         self.moved_step_id[slot] = _NEVER
         self.num_pulled[slot] = self.num_pulling[slot] = self.length[slot] = self.output_index[slot] = 0
@@ -139,7 +144,8 @@ class DecodeTable:
 
     def set_lease(self, slot: int, lease: KvLease) -> None:
         """More of its prompt is prefilled."""
-        self.seats[slot] = replace(self.seat(slot), lease=lease)
+        seat = self.seat(slot)
+        self.seats[slot] = Seat(seat.generation, lease, seat.arrival)
 
     def prefilled(self, slot: int, generation: Generation, lease: KvLease) -> None:
         """Its prompt is prefilled: `generation` has the first token, `lease` all KV before it."""
@@ -153,7 +159,11 @@ class DecodeTable:
         self.last_token[slot] = generation.output[-1]
         if has_penalty(generation.sampling):
             self.outputs[slot] = list(generation.output)
-        self.seats[slot] = replace(self.seat(slot), generation=generation, lease=lease)
+        self.seats[slot] = Seat(generation, lease, self.seat(slot).arrival)
+
+    def _set_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
+        self.block_ids[slot] = list(block_ids)
+        self.room[slot] = len(block_ids) * BLOCK_TOKENS
 
     def _free_slot(self, among: slice) -> int:
         return (among.start or 0) + int(np.flatnonzero(self.state[among] == SlotState.FREE)[0])
@@ -163,8 +173,7 @@ class DecodeTable:
         slot = self._free_slot(among)
         self.state[slot] = SlotState.RESERVED
         self.is_muted[slot] = self.is_preempted[slot] = False
-        self.num_blocks[slot] = len(block_ids)
-        self.block_ids[slot, : len(block_ids)] = block_ids
+        self._set_blocks(slot, block_ids)
         self.last_step_id[slot] = -1
         self._copy_row(source, slot)
         self.seats[slot] = self.seat(source)
@@ -176,7 +185,8 @@ class DecodeTable:
         self.names[target] = self.names[source]
         if source in self.outputs:
             self.outputs[target] = self.outputs.pop(source)
-        self.seats[target] = replace(self.seat(source), lease=lease)
+        seat = self.seat(source)
+        self.seats[target] = Seat(seat.generation, lease, seat.arrival)
         self.state[target] = SlotState.READY
 
     def _copy_row(self, source: int, target: int) -> None:
@@ -196,7 +206,8 @@ class DecodeTable:
     def vacate(self, slot: int) -> None:
         """Free a slot. The Runner may still list it: the next plan says that it leaves."""
         self.state[slot] = SlotState.FREE
-        self.num_blocks[slot] = self.num_pulled[slot] = self.num_pulling[slot] = 0
+        self._set_blocks(slot, ())
+        self.num_pulled[slot] = self.num_pulling[slot] = 0
         self.outputs.pop(slot, None)
         self.seats[slot] = None
 
@@ -206,7 +217,7 @@ class DecodeTable:
         return seat
 
     def blocks_of(self, slot: int) -> tuple[int, ...]:
-        return tuple(self.block_ids[slot, : self.num_blocks[slot]].tolist())
+        return tuple(self.block_ids[slot])
 
     def is_as_pulled(self, slot: int) -> bool:
         """No token was delivered since the KV was pulled. Still so after a join whose plans were void: then it is not
@@ -215,15 +226,14 @@ class DecodeTable:
 
     def grow(self, slot: int, block_id: int) -> int:
         """Append a block and return its position in the slot's list."""
-        position = int(self.num_blocks[slot])
-        self.block_ids[slot, position] = block_id
-        self.num_blocks[slot] = position + 1
-        return position
+        self.block_ids[slot].append(block_id)
+        self.room[slot] += BLOCK_TOKENS
+        return len(self.block_ids[slot]) - 1
 
     def needing_block(self) -> Ints:
         """Slots of the next plan that would write beyond their blocks."""
         computed = (self.state == SlotState.ACTIVE) | (self.state == SlotState.READY)
-        return np.flatnonzero(computed & (self.length >= self.num_blocks * BLOCK_TOKENS))
+        return np.flatnonzero(computed & (self.length >= self.room))
 
     def at_max_tokens(self) -> Ints:
         """Active slots whose last token is drawn by a plan already emitted: they leave without waiting for it."""
@@ -237,10 +247,16 @@ class DecodeTable:
         self.last_step_id[active] = step_id
         return active
 
-    def deliver(self, slots: Ints, values: Ints, positions: Ints) -> None:
-        """Note the tokens that these slots' requests got, and where in their texts."""
+    def draws_stop(self, slots: Ints, values: Ints) -> Bools:
+        """Which of these slots drew a stop id of theirs. A column at a time: most requests have one or two."""
+        found: Bools = np.zeros(slots.size, np.bool_)
+        for stop_ids in self.stop_ids.T:
+            found |= stop_ids[slots] == values
+        return found
+
+    def deliver(self, slots: Ints, values: Ints) -> None:
+        """Note the tokens that these slots' requests got."""
         self.last_token[slots] = values
-        self.tail[slots, positions % BLOCK_TOKENS] = values
         if self.outputs:
             for slot, value in zip(slots.tolist(), values.tolist(), strict=True):
                 if slot in self.outputs:
@@ -262,29 +278,32 @@ class DecodeTable:
 
     def releasable(self, done_step_id: int) -> Ints:
         """Closing slots that no plan after `done_step_id` computes."""
-        return np.flatnonzero((self.state == SlotState.CLOSING) & (self.last_step_id <= done_step_id))
+        closing = np.flatnonzero(self.state == SlotState.CLOSING)
+        return closing[self.last_step_id[closing] <= done_step_id]
 
     def check(self) -> list[str]:
         """Problems of the table by itself; empty when rows and seats agree."""
         problems = []
         for slot in range(self.num_slots):
-            state, seat = SlotState(int(self.state[slot])), self.seats[slot]
-            blocks, length = int(self.num_blocks[slot]), int(self.length[slot])
-            if (state is SlotState.FREE) != (seat is None) or (state is SlotState.FREE) != (blocks == 0):
-                problems.append(f"slot {slot} is {state.name} with {blocks} blocks and seat {seat and seat.key}")
+            state, seat = int(self.state[slot]), self.seats[slot]
+            blocks, length, name = len(self.block_ids[slot]), int(self.length[slot]), STATE_TO_NAME[state]
+            if (state == SlotState.FREE) != (seat is None) or (state == SlotState.FREE) != (blocks == 0):
+                problems.append(f"slot {slot} is {name} with {blocks} blocks and seat {seat and seat.key}")
+            if self.room[slot] != blocks * BLOCK_TOKENS:
+                problems.append(f"slot {slot} has room for {self.room[slot]} positions in {blocks} blocks")
             if state in ENTERING and int(self.num_pulled[slot] + self.num_pulling[slot]) > blocks:
                 problems.append(f"slot {slot} pulls more than its {blocks} blocks")
-            if (state is SlotState.PULLING) > bool(self.num_pulling[slot]) or (
+            if (state == SlotState.PULLING) > bool(self.num_pulling[slot]) or (
                 state not in ENTERING and self.num_pulling[slot]
             ):
-                problems.append(f"slot {slot} is {state.name} while {self.num_pulling[slot]} blocks are being pulled")
-            if state is not SlotState.FREE and length > blocks * BLOCK_TOKENS:
+                problems.append(f"slot {slot} is {name} while {self.num_pulling[slot]} blocks are being pulled")
+            if state != SlotState.FREE and length > blocks * BLOCK_TOKENS:
                 problems.append(f"slot {slot} has {length} positions in {blocks} blocks")
             if state in (SlotState.ACTIVE, SlotState.MOVING) and self.is_muted[slot]:
-                problems.append(f"slot {slot} is {state.name} for nobody")
-            if state is SlotState.ACTIVE and not self.is_in_runner[slot]:
+                problems.append(f"slot {slot} is {name} for nobody")
+            if state == SlotState.ACTIVE and not self.is_in_runner[slot]:
                 problems.append(f"slot {slot} is active and not in the Runner")
-            if state is SlotState.AHEAD or seat is None:
+            if state == SlotState.AHEAD or seat is None:
                 continue
             if length - int(self.output_index[slot]) != len(seat.generation.prompt) - 1:
                 problems.append(f"slot {slot}: position {length} and output index {self.output_index[slot]} disagree")

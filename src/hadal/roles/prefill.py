@@ -11,8 +11,8 @@ what becomes of it, and what of it need not be computed is found by roles/prefil
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -96,6 +96,8 @@ class PrefillLeader:
         """In their turn."""
         self._num_arrived = 0
         self._started: dict[Key, Prompt] = {}
+        self._num_tokens_left: int | None = None
+        """Of all of them, not yet planned; None: to be counted again."""
         self._in_flight: deque[_InFlight] = deque()
         self._num_plans = 0
         self._reporter = UnitReporter(
@@ -113,12 +115,15 @@ class PrefillLeader:
         out: list[Effect] = []
         for event in events:
             self._take(now_s, event, out)
+            if not isinstance(event, Prefill | Release):  # Those are most, and say themselves what they change.
+                self._num_tokens_left = None
         for lease in self.leases.expired(now_s):
             self._free_lease(lease)
             self._give_back((lease.request_id, lease.attempt), LEASE_EXPIRED, out)
         for prompt in self.cache.give_up(now_s):
             self._give_back(prompt.key, QUEUE_FULL, out)
             self._free_started(prompt)
+            self._num_tokens_left = None
         out += self.blocks.take_freed()  # Before the plans of this event, which may write these blocks.
         self._plan(now_s, out)
         out += self.cache.effects()
@@ -169,17 +174,21 @@ class PrefillLeader:
             self._num_arrived += 1
             last = next(reversed(self._waiting.values()), None)
             self._waiting[prompt.key] = prompt
+            if self._num_tokens_left is not None:
+                self._num_tokens_left += prompt.num_left
             if last is not None and prompt.turn < last.turn:
                 self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].turn))
 
     def _drop(self, key: Key) -> None:
-        self._waiting.pop(key, None)
+        if self._waiting.pop(key, None) is not None:
+            self._num_tokens_left = None
         lease = self.leases.release(*key)
         if lease is not None:
             self._free_lease(lease)
         prompt = self._started.get(key)
         if prompt is not None:
             prompt.is_dropped = True
+            self._num_tokens_left = None
             self._free_if_done(prompt)
 
     def _drop_everything(self) -> None:
@@ -310,6 +319,8 @@ class PrefillLeader:
                 self._num_requests_max, rates if self._is_by_cost else None, self.cache.find,
                 is_in_turn=self._is_in_turn,
             )  # fmt: skip
+            if step.starts or any(step.parts):
+                self._num_tokens_left = None
             out += self.cache.start(now_s, step.starts)
             for prompt, _, _ in step.starts:
                 self._started[prompt.key] = self._waiting.pop(prompt.key)
@@ -360,29 +371,23 @@ class PrefillLeader:
         return len(self._waiting) + len(self._started) + len(self.leases)
 
     def _beat(self, now_s: float) -> list[Effect]:
-        waiting = chain(self._waiting.values(), self._started.values())
-        num_tokens = sum(prompt.num_left for prompt in waiting)
+        if self._num_tokens_left is None:
+            self._num_tokens_left = self._count_left()
         deadlines_s = [s for s in (self.leases.next_deadline_s, self.cache.loads.next_deadline_s) if s is not None]
-        return self._reporter.beat(now_s, self.num_requests, num_tokens, min(deadlines_s, default=None))
+        return self._reporter.beat(now_s, self.num_requests, self._num_tokens_left, min(deadlines_s, default=None))
+
+    def _count_left(self) -> int:
+        return sum(prompt.num_left for prompt in chain(self._waiting.values(), self._started.values()))
 
     def audit(self) -> list[str]:
         """Problems of all ledgers; empty when every owner of a block is a started prompt, a lease, a read or a write.
         """
         problems = self.blocks.check() + self.leases.check() + self.cache.check()
         for rank in range(self.blocks.num_ranks):
-            held: dict[int, list[Hashable]] = {}
-            holders = [*self.leases.owners(rank), *self.cache.owners(rank)]
-            holders += [(prompt.key, prompt.block_ids) for prompt in self._started.values() if prompt.rank == rank]
-            for owner, block_ids in holders:
-                for block in block_ids:
-                    held.setdefault(block, []).append(owner)
-            owned = self.blocks[rank].owners()
-            wrong = [
-                block for block in held.keys() | owned.keys()
-                if Counter(held.get(block, ())) != Counter(owned.get(block, ()))
-            ]  # fmt: skip
-            if wrong:
-                problems.append(f"rank {rank}: blocks {sorted(wrong)} are owned but not held")
+            started = [(prompt.key, prompt.block_ids) for prompt in self._started.values() if prompt.rank == rank]
+            problems += self.blocks.check_owners(rank, [*self.leases.owners(rank), *self.cache.owners(rank), *started])
+        if self._num_tokens_left not in (None, self._count_left()):
+            problems.append(f"{self._num_tokens_left} tokens are said to be left")
         if any(prompt.block_ids for prompt in self._waiting.values()):
             problems.append("a prompt that waits holds blocks")
         steps = {step.step_id for step in self._in_flight}

@@ -6,13 +6,14 @@ Knows no requests: whoever holds blocks of a lost rank forgets them before the r
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.cache import split
+from hadal.core.cache import num_names, split
 from hadal.core.seams import Freed, RankReset
 from hadal.kv.blocks import BlockAllocator
 
@@ -27,19 +28,24 @@ class RankPools:
         self.num_ranks = num_ranks
         self.generation = 0
         self.is_living = [num_ranks == 1] * num_ranks
+        self.living = [0] if num_ranks == 1 else []
+        """The ranks that live, in their order."""
         self.names = [name if num_ranks == 1 else ""] * num_ranks
         """By rank: under this name others find the pool's memory. New at every start of the rank."""
         self._num_blocks = num_blocks
         self._touched: set[int] = set()
         """Ranks of which something changed since `_settle`."""
         self._num_used_R = np.zeros(num_ranks, np.int64)
-        """As `_settle` left it."""
+        self._num_used = 0
+        """As `_settle` left them: by rank, and the sum."""
         self._allocators = [self._allocator(rank) for rank in range(num_ranks)]
         self._freed: dict[int, list[int]] = {}
         self.num_evicted = 0
         """Blocks that made room for others since the start."""
         self._names: dict[bytes, int] = {}
         """What can be found -> on which ranks, a bit each."""
+        self._num_named = 0
+        """Blocks that can be found, on all ranks, as `_settle` left it."""
         self._changed: dict[bytes, None] = {}
         """Of those and of others, what came to the first rank or went from the last since `take_names`."""
 
@@ -47,12 +53,8 @@ class RankPools:
         return self._allocators[rank]
 
     @property
-    def living(self) -> list[int]:
-        return [rank for rank, is_living in enumerate(self.is_living) if is_living]
-
-    @property
     def num_living(self) -> int:
-        return sum(self.is_living)
+        return len(self.living)
 
     @property
     def num_blocks_rank(self) -> int:
@@ -62,7 +64,7 @@ class RankPools:
     @property
     def num_blocks_request(self) -> int:
         """Usable blocks of the largest living rank; 0 if none lives."""
-        return self.num_blocks_rank if any(self.is_living) else 0
+        return self.num_blocks_rank if self.living else 0
 
     @property
     def num_usable(self) -> int:
@@ -77,7 +79,8 @@ class RankPools:
 
     @property
     def num_used(self) -> int:
-        return int(self.num_used_R.sum())
+        self._settle()
+        return self._num_used
 
     @property
     def num_free(self) -> int:
@@ -100,9 +103,12 @@ class RankPools:
 
     def _settle(self) -> None:
         """Take in what the allocators changed: few of a large unit's do at one event."""
+        if not self._touched:
+            return
         for rank in sorted(self._touched):
             self._take_changes(rank)
             self._num_used_R[rank] = self._allocators[rank].num_used
+        self._num_used = int(self._num_used_R.sum())
         self._touched.clear()
 
     def _take_changes(self, rank: int) -> None:
@@ -110,6 +116,9 @@ class RankPools:
         if evicted:
             self._freed.setdefault(rank, []).extend(evicted)
         self.num_evicted += len(evicted)
+        if not added and not dropped:
+            return
+        self._num_named += num_names(added) - num_names(dropped)
         for name in split(added):
             before = self._names.get(name, 0)
             self._names[name] = before | 1 << rank
@@ -157,7 +166,8 @@ class RankPools:
     @property
     def num_named(self) -> int:
         """Blocks that can be found, on all ranks."""
-        return sum(allocator.num_named for allocator in self._allocators)
+        self._settle()
+        return self._num_named
 
     def lost(self, event: RankReset) -> list[int]:
         """Ranks whose KV is gone with this reset: a living one that joins anew was lost without a word."""
@@ -175,6 +185,8 @@ class RankPools:
             self._allocators[rank] = self._allocator(rank)
             self._freed.pop(rank, None)
             self._num_used_R[rank] = 0
+        self._num_used = int(self._num_used_R.sum())
+        self.living = [rank for rank, is_living in enumerate(self.is_living) if is_living]
         for rank, name in enumerate(event.pools):
             self.names[rank] = name
 
@@ -183,15 +195,29 @@ class RankPools:
         problems = []
         self._settle()
         for rank, allocator in enumerate(self._allocators):
-            if self._num_used_R[rank] != allocator.num_used:
+            if self._num_used_R[rank] != allocator.num_used or self._num_used != self._num_used_R.sum():
                 problems.append(f"rank {rank} is said to have {self._num_used_R[rank]} blocks in use")
             problems += [f"rank {rank}: {problem}" for problem in allocator.check()]
             if not self.is_living[rank] and allocator.num_used:
                 problems.append(f"rank {rank} is dead and holds {allocator.num_used} blocks")
         num_told = sum(ranks.bit_count() for ranks in self._names.values())
-        if num_told != self.num_named:
-            problems.append(f"{num_told} names are told of, and {self.num_named} blocks have one")
+        num_named = sum(allocator.num_named for allocator in self._allocators)
+        if not num_told == num_named == self._num_named:
+            problems.append(f"{num_told} names are told of, and {num_named} blocks have one, not {self._num_named}")
         return problems
+
+    def check_owners(self, rank: int, holders: Iterable[tuple[Hashable, Sequence[int]]]) -> list[str]:
+        """Problems; empty when a rank's blocks are owned by those who say that they hold them, and by nobody else."""
+        held: dict[int, list[Hashable]] = {}
+        for owner, block_ids in holders:
+            for block in block_ids:
+                held.setdefault(block, []).append(owner)
+        owned = self._allocators[rank].owners()
+        wrong = [
+            block for block in held.keys() | owned.keys()
+            if Counter(held.get(block, ())) != Counter(owned.get(block, ()))
+        ]  # fmt: skip
+        return [f"rank {rank}: blocks {sorted(wrong)} are owned but not held"] if wrong else []
 
 
 def _ranks_of(bits: int) -> list[int]:

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import log2
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from hadal.core.plans import OpTime
 from hadal.core.rates import StepRates
 from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL, Schedule
@@ -59,12 +62,13 @@ class StepScheduler:
         """How the last step was run."""
         self._in_flight: dict[int, tuple[Work, ...]] = {}
 
-    def choose(self, step_id: int, rank_to_work: Sequence[tuple[int, int]]) -> Choice:
-        """Decide for step `step_id`; by rank, (tokens, pairs of a token and a position that it attends to)."""
+    def choose(self, step_id: int, rank_to_work: ArrayLike) -> Choice:
+        """Decide for step `step_id`; int [R, 2]: tokens, pairs of a token and a position that it attends to."""
         rates = self.rates
-        num_tokens, num_pairs = max(rank_to_work, key=lambda work: rates.token_s * work[0] + rates.pair_s * work[1])
-        whole = Work(num_tokens, num_pairs)
-        schedule, num = self._decide(whole, max(tokens for tokens, _ in rank_to_work))
+        tokens_R, pairs_R = np.asarray(rank_to_work, np.int64).T
+        busiest = int((rates.token_s * tokens_R + rates.pair_s * pairs_R).argmax())
+        whole = Work(int(tokens_R[busiest]), int(pairs_R[busiest]))
+        schedule, num = self._decide(whole, int(tokens_R.max()))
         self._last = (schedule, num)
         works = (whole,) if num == 1 else halve_works(whole)
         # Of each op the longest of all ranks' times comes back (roles/rank_results): what grows with tokens from the

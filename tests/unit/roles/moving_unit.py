@@ -42,8 +42,8 @@ class Unit:
     def slot(self, name: str) -> int:
         return self.leader.slots.key_to_slot[name, 0]
 
-    def state(self, slot: int) -> SlotState:
-        return SlotState(int(self.leader.table.state[slot]))
+    def state(self, slot: int) -> int:
+        return int(self.leader.table.state[slot])
 
     def feed(self, event: Event) -> list[Effect]:
         effects = self.leader.handle(0.0, event)

@@ -227,7 +227,7 @@ def needing_block(unit: Unit, *names: str) -> list[int]:
     """Pretend that these are at the end of their blocks, and that their rank has none left."""
     slots = [unit.slot(name) for name in names]
     for slot in slots:
-        unit.leader.table.length[slot] = 64 * unit.leader.table.num_blocks[slot]
+        unit.leader.table.length[slot] = unit.leader.table.room[slot]
     pool = unit.leader.blocks[slots[0] // PER_RANK]
     assert pool.allocate(pool.num_free, "somebody") is not None
     return slots
@@ -283,7 +283,7 @@ def test_the_room_taken_holds_the_next_position_too(prompt: int) -> None:
     table, source = unit.leader.table, unit.slot("a")
     unit.leader.slots.moving.reserve([Move(0, source, 1)], unit.leader._num_plans)
     length = int(table.length[source]) + 1  # The plan that is about to be made writes one more.
-    num_blocks = int(table.num_blocks[unit.leader.slots.moving.arriving["a", 0]])
+    num_blocks = len(table.block_ids[unit.leader.slots.moving.arriving["a", 0]])
     assert length < 64 * num_blocks <= length + 64
 
 

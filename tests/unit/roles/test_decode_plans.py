@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from hadal.core.balance import KV, REQUESTS
 from hadal.core.plans import DecodePlan, Join, Sampling
 from hadal.roles.decode_plans import make_plans, step_balance
@@ -12,7 +14,7 @@ def test_every_rank_gets_its_own_slots() -> None:
     join = Join(1, (3,), 9, 1, 1, Sampling())
     choice = Choice("sequential", 2, ())
     plans = make_plans(
-        7, 2, 4, [0, 6], [(5, join)], [(2, 1, 8), (5, 0, 3)], [3], choice, ((1,), (2,)), [[], [3]], is_traced=True
+        7, 2, 4, [0, 6], [(5, join)], [(2, 1, 8), (5, 0, 3)], [3], choice, ((1,), (2,)), {1: [3]}, is_traced=True
     )
     assert plans == (
         DecodePlan(7, (0,), (), ((2, 1, 8),), "sequential", (1,), 2, True, (3,)),
@@ -22,6 +24,6 @@ def test_every_rank_gets_its_own_slots() -> None:
 
 
 def test_balance_is_of_living_ranks_and_of_a_step_with_work() -> None:
-    assert step_balance([0, 2], [(2, 100), (0, 0), (4, 100)]) == {KV: 1.0, REQUESTS: 0.75}
-    assert step_balance([0, 1], [(0, 0), (0, 0)]) == {}
-    assert step_balance([], [(0, 0)]) == {}
+    assert step_balance([0, 2], np.array([(2, 100), (0, 0), (4, 100)])) == {KV: 1.0, REQUESTS: 0.75}
+    assert step_balance([0, 1], np.array([(0, 0), (0, 0)])) == {}
+    assert step_balance([], np.array([(0, 0)])) == {}

@@ -65,6 +65,14 @@ def test_longer_stop_lists_widen_the_array_and_leave_no_trace() -> None:
     assert table.stop_ids[0].tolist() == [9, -1, -1]
 
 
+def test_stop_ids_are_a_slots_own() -> None:
+    table = table_with(stop_ids=(1, 2, 3))
+    seat(table, decode("b", stop_ids=(9,)), 1, (3,))
+    slots = np.array([0, 1])
+    for values, stops in (((3, 3), (True, False)), ((9, 9), (False, True)), ((0, 0), (False, False))):
+        assert table.draws_stop(slots, np.array(values)).tolist() == list(stops)
+
+
 def test_a_closing_slot_is_released_with_its_last_plan() -> None:
     table = table_with()
     table.state[0] = SlotState.ACTIVE
@@ -91,6 +99,7 @@ def test_check_sees_what_does_not_agree() -> None:
         lambda table: table.num_pulling.__setitem__(0, 0),
         lambda table: table.num_pulled.__setitem__(0, 1),
         lambda table: table.state.__setitem__(0, SlotState.READY),
+        lambda table: table.room.__setitem__(0, 128),
     ):
         table = table_with()
         assert table.check() == []

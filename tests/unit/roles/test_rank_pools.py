@@ -105,3 +105,13 @@ def test_prefixes_are_what_a_look_at_every_rank_finds(seed: int) -> None:
             seen = {rank: len(pools[rank].lookup(chain)) for rank in range(4)}
             assert pools.prefixes(chain) == {rank: num for rank, num in seen.items() if num}, seed
         assert pools.prefixes(bytes(NAME_BYTES)) == pools.prefixes(b"") == {}
+
+
+def test_owners_and_holders_are_compared_block_by_block() -> None:
+    pools = RankPools(6)
+    blocks = pools[0].allocate(2, "a")
+    assert blocks is not None
+    pools[0].acquire(blocks[:1], "b")
+    assert pools.check_owners(0, [("a", blocks), ("b", blocks[:1])]) == []
+    for holders in ([("a", blocks)], [("a", blocks), ("b", blocks)], [("a", blocks), ("a", blocks[:1])]):
+        assert pools.check_owners(0, holders)
