@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from math import sqrt
 
 
+def chunk_s(token_s: float, pair_s: float, start: int, num_tokens: int) -> float:
+    """Seconds of `num_tokens` positions from `start` on."""
+    return num_tokens * (token_s + pair_s * (start + 0.5 * (num_tokens + 1)))
+
+
 @dataclass(frozen=True, slots=True)
 class StepRates:
     """What a unit's time goes into. Only ratios matter for a plan, so any unit will do."""
@@ -38,7 +43,7 @@ class StepRates:
 
     def chunk_s(self, start: int, num_tokens: int) -> float:
         """Seconds of `num_tokens` positions from `start` on."""
-        return num_tokens * (self.token_s + self.pair_s * (start + 0.5 * (num_tokens + 1)))
+        return chunk_s(self.token_s, self.pair_s, start, num_tokens)
 
     def whole_s(self, start: int, num_tokens: int) -> float:
         """The same with what others do for them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hadal.core.rates import StepRates
+from hadal.core.rates import chunk_s
 from hadal.policy.prefill_rates import UNMEASURED
 from hadal.policy.views import DecodeUnitView, PrefillUnitView
 
@@ -28,8 +28,16 @@ def choose_prefill_unit(
     ]  # fmt: skip
     if not fitting:
         return None
-    rates = _unknown_rates(units)
-    return min(fitting, key=lambda unit: (_done_s(unit, num_tokens, rates), unit.num_requests, unit.unit)).unit
+    rates = _unknown_rates(units) if min([unit.token_s for unit in fitting]) <= 0.0 else None
+    half = 0.5 * (num_tokens + 1)  # Nearly always nothing is cached, and _done_s is this.
+    times_s = [
+        unit.waits_s + num_tokens * (unit.token_s + unit.pair_s * half) if rates is None and not unit.num_cached
+        else _done_s(unit, num_tokens, rates)
+        for unit in fitting
+    ]  # fmt: skip
+    first_s = min(times_s)
+    first = [unit for unit, done_s in zip(fitting, times_s, strict=True) if done_s == first_s]
+    return min(first, key=lambda unit: (unit.num_requests, unit.unit)).unit
 
 
 def _unknown_rates(units: Sequence[PrefillUnitView]) -> tuple[float, float]:
@@ -40,12 +48,11 @@ def _unknown_rates(units: Sequence[PrefillUnitView]) -> tuple[float, float]:
     return sum(unit.token_s for unit in known) / len(known), sum(unit.pair_s for unit in known) / len(known)
 
 
-def _done_s(unit: PrefillUnitView, num_tokens: int, unknown: tuple[float, float]) -> float:
+def _done_s(unit: PrefillUnitView, num_tokens: int, unknown: tuple[float, float] | None) -> float:
     """Predicted seconds until the unit is done with a prompt of `num_tokens` that comes now."""
-    token_s, pair_s = (unit.token_s, unit.pair_s) if unit.token_s > 0.0 else unknown
-    waits_s = (unit.num_tokens_waiting * token_s + unit.num_pairs_waiting * pair_s) / max(1, unit.num_ranks)
+    token_s, pair_s = unknown if unknown is not None and unit.token_s <= 0.0 else (unit.token_s, unit.pair_s)
     num_cached = min(unit.num_cached, num_tokens - 1)  # The last position is computed in any case: a token is drawn.
-    return waits_s + StepRates(token_s, pair_s).chunk_s(num_cached, num_tokens - num_cached)
+    return unit.waits_at_s(token_s, pair_s) + chunk_s(token_s, pair_s, num_cached, num_tokens - num_cached)
 
 
 def choose_decode_unit(

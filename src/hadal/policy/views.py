@@ -6,6 +6,7 @@ A policy never holds a role's state, so it can be tested, simulated and replayed
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +14,9 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PrefillUnitView:
-    """A prefill unit as the front counts it."""
+    """A prefill unit as the front counts it. Many requests may see the same one: it keeps what it was asked once."""
 
     unit: str
     num_blocks: int
@@ -33,6 +34,15 @@ class PrefillUnitView:
     pair_s: float = 0.0
     num_cached: int = 0
     """Positions of the request in question that this unit has already."""
+
+    @cached_property
+    def waits_s(self) -> float:
+        """Predicted seconds until what waits there is done, shared by its ranks; 0 of a unit that measured nothing."""
+        return self.waits_at_s(self.token_s, self.pair_s)
+
+    def waits_at_s(self, token_s: float, pair_s: float) -> float:
+        """The same at rates that are not its own."""
+        return (self.num_tokens_waiting * token_s + self.num_pairs_waiting * pair_s) / max(1, self.num_ranks)
 
 
 @dataclass(frozen=True, slots=True)

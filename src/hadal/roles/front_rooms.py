@@ -42,12 +42,14 @@ class Rooms:
         num_tokens = record.num_tokens
         if not self._may_prefill(num_tokens):
             return None
-        # Only where it could go now: one that waits for room asks again at every event.
-        open_units = self.units.open_prefill_units()
-        unit_to_cached = self.units.cache.prefixes(record.generation.chain, open_units)
-        # The last position is computed in any case, and a block is taken whole or not at all.
-        most = usable_blocks(num_tokens) * BLOCK_TOKENS
-        unit_to_cached = {unit: min(num_cached, most) for unit, num_cached in unit_to_cached.items()}
+        unit_to_cached: dict[str, int] = {}
+        if record.generation.chain:
+            # Only where it could go now: one that waits for room asks again at every event.
+            open_units = self.units.open_prefill_units()
+            unit_to_cached = self.units.cache.prefixes(record.generation.chain, open_units)
+            # The last position is computed in any case, and a block is taken whole or not at all.
+            most = usable_blocks(num_tokens) * BLOCK_TOKENS
+            unit_to_cached = {unit: min(num_cached, most) for unit, num_cached in unit_to_cached.items()}
         views = self.units.prefill_views(unit_to_cached)
         unit = choose_prefill_unit(views, blocks_for(num_tokens), num_tokens)
         return None if unit is None else (unit, unit_to_cached.get(unit, 0))
@@ -59,8 +61,7 @@ class Rooms:
 
     def fit(self, record: Record) -> str | None:
         """Cap its output, once, by the context and by what one request can hold in the units; why it can have none."""
-        capacity_tokens = self.units.capacity_tokens()
-        if record.is_fitted or capacity_tokens is None:
+        if record.is_fitted or (capacity_tokens := self.units.capacity_tokens()) is None:
             return None
         record.is_fitted = True
         generation = record.generation

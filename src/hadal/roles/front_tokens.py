@@ -71,7 +71,10 @@ class FrontTokens:
     def _rows(self, message: Tokens, good: Ints) -> Iterator[tuple[Record, Token]]:
         row_to_finish = dict(message.finishes)
         if not self._keeps_text:
-            good = np.intersect1d(good, np.array(list(row_to_finish), np.int64))
+            ends = np.array(sorted(row_to_finish), np.int64)
+            good = ends[np.isin(ends, good)] if 8 * good.size < len(message.tickets) else ends
+            if not good.size:
+                return
         tickets, indices, values = (
             np.frombuffer(column, np.int64)[good].tolist()
             for column in (message.tickets, message.indices, message.values)

@@ -41,8 +41,9 @@ class Unit:
     num_blocks_used: int = 0
     """Decode: blocks of the requests sent there."""
     load: Load | None = None
-    view: PrefillUnitView | None = None
-    """Prefill: as the policies saw it last, unless something changed since."""
+    prefill_view: PrefillUnitView | None = None
+    decode_view: DecodeUnitView | None = None
+    """As the policies saw it last, unless something changed since."""
     drain_number: int = 0
     drain_by_s: float | None = None
     """Not None: nothing new is sent there, and what it holds may stay until then (roles/front_fleet)."""
@@ -52,6 +53,10 @@ class Unit:
         """New requests may be sent there."""
         return self.drain_by_s is None
 
+    def changed(self) -> None:
+        """It is not as the policies saw it any more."""
+        self.prefill_view = self.decode_view = None
+
 
 def prefill_work(record: Record) -> tuple[int, int]:
     """Tokens and pairs that its prefill unit computes for a request: what is cached there is context only."""
@@ -59,7 +64,14 @@ def prefill_work(record: Record) -> tuple[int, int]:
     return num_tokens, num_pairs_of(record.num_cached, num_tokens)
 
 
-def _view_of(unit: Unit) -> PrefillUnitView:
+def _decode_view(unit: Unit) -> DecodeUnitView:
+    return DecodeUnitView(
+        unit.name, unit.num_blocks, unit.num_blocks_used, unit.num_requests, unit.num_requests_max,
+        unit.num_blocks_request,
+    )  # fmt: skip
+
+
+def _prefill_view(unit: Unit) -> PrefillUnitView:
     """As it is for a request of which it has nothing."""
     load = unit.load
     return PrefillUnitView(
@@ -74,26 +86,32 @@ class UnitBook:
     def __init__(self) -> None:
         self.by_name: dict[str, Unit] = {}
         self.cache = FrontCache()
+        self._role_to_units: dict[str, list[Unit]] = {role: [] for role in ROLES}
 
     def of_role(self, role: str) -> list[Unit]:
-        return [unit for unit in self.by_name.values() if unit.role == role]
+        """In the order in which they came up."""
+        return self._role_to_units[role]
 
     def add(self, message: UnitUp, now_s: float) -> None:
-        self.by_name[message.unit] = Unit(
+        self.remove(message.unit)
+        unit = self.by_name[message.unit] = Unit(
             message.unit, message.role, message.epoch, message.num_blocks,
             message.num_blocks_request or message.num_blocks, message.num_requests_max, now_s,
         )  # fmt: skip
+        self._role_to_units[unit.role].append(unit)
         self.cache.up(message.unit, message.epoch, message.num_blocks)
 
     def remove(self, name: str) -> None:
         """It is down, and what it had with it."""
-        self.by_name.pop(name, None)
+        unit = self.by_name.pop(name, None)
+        if unit is not None:
+            self._role_to_units[unit.role].remove(unit)
         self.cache.down(name)
 
     def heard(self, unit: Unit, load: Load, now_s: float) -> None:
         """A heartbeat: what the unit can hold changes when a rank is lost or comes back."""
         unit.seen_s = now_s
-        unit.view = None
+        unit.changed()
         unit.load = load
         unit.num_blocks, unit.num_requests_max = load.num_blocks, load.num_requests_max
         unit.num_blocks_request = load.num_blocks_request or load.num_blocks
@@ -114,14 +132,15 @@ class UnitBook:
     def capacity_tokens(self) -> int | None:
         """Tokens of KV of one request that both roles have a unit for; None if no rank of a role is up."""
         num_blocks = min(
-            max((unit.num_blocks_request for unit in self.of_role(role) if unit.is_open), default=0) for role in ROLES
+            max([unit.num_blocks_request for unit in self.of_role(role) if unit.drain_by_s is None], default=0)
+            for role in ROLES
         )
         return num_blocks * BLOCK_TOKENS or None
 
     # ---- what was sent to them ----
     def sent_to_prefill(self, name: str, record: Record) -> None:
         unit, (num_tokens, num_pairs) = self.by_name[name], prefill_work(record)
-        unit.view = None
+        unit.changed()
         unit.num_requests += 1
         unit.num_tokens += num_tokens
         unit.num_pairs += num_pairs
@@ -130,25 +149,28 @@ class UnitBook:
         unit = self.by_name.get(name)
         if unit is not None:
             num_tokens, num_pairs = prefill_work(record)
-            unit.view = None
+            unit.changed()
             unit.num_requests -= 1
             unit.num_tokens -= num_tokens
             unit.num_pairs -= num_pairs
 
     def sent_to_decode(self, name: str, num_blocks: int) -> None:
         unit = self.by_name[name]
+        unit.changed()
         unit.num_requests += 1
         unit.num_blocks_used += num_blocks
 
     def grew(self, name: str, num_blocks: int) -> None:
         """Requests of a decode unit have more blocks."""
         unit = self.by_name.get(name)
-        if unit is not None:
+        if unit is not None and num_blocks:
+            unit.changed()
             unit.num_blocks_used += num_blocks
 
     def left_decode(self, name: str, num_blocks: int) -> None:
         unit = self.by_name.get(name)
         if unit is not None:
+            unit.changed()
             unit.num_requests -= 1
             unit.num_blocks_used -= num_blocks
 
@@ -161,28 +183,34 @@ class UnitBook:
         """As a request sees them of which units have so many positions already."""
         views = []
         for unit in self.of_role(PREFILL):
-            if not unit.is_open:
+            if unit.drain_by_s is not None:
                 continue
-            if unit.view is None:
-                unit.view = _view_of(unit)
-            num_cached = unit_to_cached.get(unit.name, 0)
-            views.append(replace(unit.view, num_cached=num_cached) if num_cached else unit.view)
-        return views
+            if unit.prefill_view is None:
+                unit.prefill_view = _prefill_view(unit)
+            views.append(unit.prefill_view)
+        if not unit_to_cached:
+            return views
+        return [
+            replace(view, num_cached=unit_to_cached[view.unit]) if view.unit in unit_to_cached else view
+            for view in views
+        ]  # fmt: skip
 
     def decode_views(self) -> list[DecodeUnitView]:
-        return [
-            DecodeUnitView(
-                unit.name, unit.num_blocks, unit.num_blocks_used, unit.num_requests, unit.num_requests_max,
-                unit.num_blocks_request,
-            ) for unit in self.of_role(DECODE) if unit.is_open
-        ]  # fmt: skip
+        views = []
+        for unit in self.of_role(DECODE):
+            if not unit.is_open:
+                continue
+            if unit.decode_view is None:
+                unit.decode_view = _decode_view(unit)
+            views.append(unit.decode_view)
+        return views
 
     def downstream(self, num_requests: int, num_blocks_used: int, num_transferring: int) -> DownstreamView:
         """One that drains has room for what it holds and for nothing else."""
         units = self.of_role(DECODE)
         return DownstreamView(
-            sum(unit.num_requests_max if unit.is_open else unit.num_requests for unit in units),
-            sum(unit.num_blocks if unit.is_open else unit.num_blocks_used for unit in units),
+            sum([unit.num_requests_max if unit.drain_by_s is None else unit.num_requests for unit in units]),
+            sum([unit.num_blocks if unit.drain_by_s is None else unit.num_blocks_used for unit in units]),
             num_requests, num_blocks_used, num_transferring,
         )  # fmt: skip
 
@@ -190,8 +218,12 @@ class UnitBook:
         """Problems of the counts; empty when they are what the `placed` requests add up to."""
         problems = []
         for unit in self.by_name.values():
-            if unit.view not in (None, _view_of(unit)):
-                problems.append(f"{unit.name} is seen as {unit.view}, which is no longer so")
+            if unit.prefill_view not in (None, _prefill_view(unit)):
+                problems.append(f"{unit.name} is seen as {unit.prefill_view}, which is no longer so")
+            if unit.decode_view not in (None, _decode_view(unit)):
+                problems.append(f"{unit.name} is seen as {unit.decode_view}, which is no longer so")
+            if not any(other is unit for other in self.of_role(unit.role)):
+                problems.append(f"{unit.name} is not among the units of its role")
             if unit.role == PREFILL:
                 records = [r for r in placed if r.prefill_unit == unit.name and r.state is State.PREFILLING]
                 works = [prefill_work(record) for record in records]

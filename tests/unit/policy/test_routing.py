@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
+from hadal.core.rates import StepRates
 from hadal.policy.routing import choose_decode_unit, choose_prefill_unit
 from hadal.policy.views import DecodeUnitView, PrefillUnitView
 
@@ -58,6 +60,29 @@ def test_a_unit_that_measured_nothing_is_taken_to_be_like_the_others() -> None:
     slow = {"token_s": 1.0, "pair_s": 1e-3}
     assert choose_prefill_unit([prefill("p0", 5000), prefill("p1", 4000, **slow)], 1, 100) == "p1"
     assert choose_prefill_unit([prefill("p0", 3000), prefill("p1", 4000, **slow)], 1, 100) == "p0"
+
+
+def test_the_choice_is_what_each_view_by_itself_says() -> None:
+    """Of many units the one whose wait and own time end first, ties by requests and name; a view may be asked twice."""
+    random = Random("routing")
+    for _ in range(200):
+        units = [
+            prefill(
+                f"p{index}", random.randrange(3) * 1000, random.randrange(5), random.randrange(1, 12),
+                num_pairs_waiting=random.randrange(3) * 10**6, num_ranks=random.choice((1, 4)),
+                token_s=random.choice((1e-5, 2e-5)), pair_s=1e-9, num_cached=random.choice((0, 0, 640)),
+            ) for index in range(6)
+        ]  # fmt: skip
+        num_tokens = random.randrange(1, 3000)
+        done_s = {
+            unit.unit: (unit.num_tokens_waiting * unit.token_s + unit.num_pairs_waiting * unit.pair_s) / unit.num_ranks
+            + StepRates(unit.token_s, unit.pair_s).chunk_s(
+                min(unit.num_cached, num_tokens - 1), num_tokens - min(unit.num_cached, num_tokens - 1)
+            ) for unit in units if unit.num_requests < 4 and unit.num_blocks >= 5
+        }  # fmt: skip
+        requests = {unit.unit: unit.num_requests for unit in units}
+        best = min(done_s, key=lambda name: (done_s[name], requests[name], name), default=None)
+        assert [choose_prefill_unit(units, 5, num_tokens) for _ in range(2)] == [best, best]
 
 
 def test_decode_balances_kv_when_kv_is_scarce() -> None:

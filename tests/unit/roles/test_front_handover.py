@@ -67,6 +67,7 @@ def test_a_hint_goes_to_a_unit_that_counts_the_request_and_later_ones_and_decode
     (ahead,) = sent(handle(made, hint(64)), Ahead)
     assert (ahead.generation.prompt, ahead.generation.output, ahead.lease) == (tuple(range(100, 300)), (), hint().lease)
     assert (used(made), used(made, "decode-1")) == ((1, 4), (0, 0))
+    made.units.by_name["decode-0"].changed()
     made.units.by_name["decode-0"].num_requests_max = 1  # Whoever would be chosen now is the other.
     assert to(handle(made, hint(128)), Ahead) == ["decode-0"]
     effects = handle(made, first_token())

@@ -19,7 +19,7 @@ def book() -> UnitBook:
 def test_capacity_is_the_largest_unit_of_the_smaller_role() -> None:
     made = book()
     assert made.capacity_tokens() == 20 * 64
-    del made.by_name["decode-0"]
+    made.remove("decode-0")
     assert made.capacity_tokens() is None
 
 
