@@ -237,19 +237,23 @@ def _pop_cheapest(
     cold: PromptView, rates: StepRates,
 ) -> int:  # fmt: skip
     """Take the queue where a prompt that some ranks have some of is done first: the heap's top, or one of those."""
-
-    def done_s(entry: tuple[float, int]) -> tuple[float, int, int]:
-        view = there.get(ranks[entry[1]].rank, cold)
-        return entry[0] + cost_s(view, rates) + view.load_s, view.num_loading, entry[1]
-
-    best = min(
-        (entry for entry in heap if entry == heap[0] or (
-            (view := there.get(ranks[entry[1]].rank)) is not None and _fits(queues[entry[1]], view)
-        )), key=done_s,
-    )  # fmt: skip
-    heap.remove(best)
+    view_to_s: dict[int, float] = {}  # By id: ranks where it is the same share a view.
+    best: tuple[float, int, int] | None = None
+    for entry in heap:
+        queued_s, at = entry
+        view = there.get(ranks[at].rank)
+        if entry is not heap[0] and (view is None or not _fits(queues[at], view)):
+            continue
+        view = cold if view is None else view
+        own_s = view_to_s.get(id(view))
+        if own_s is None:
+            own_s = view_to_s[id(view)] = cost_s(view, rates)
+        done = queued_s + own_s + view.load_s, view.num_loading, at
+        if best is None or done < best:
+            best, chosen = done, entry
+    heap.remove(chosen)
     heapify(heap)
-    return best[1]
+    return chosen[1]
 
 
 def _fits(queue: _Queue, prompt: PromptView) -> bool:
@@ -295,7 +299,8 @@ def plan_step(
     if not ranks:
         return StepCut((), 0.0, 0, 1.0)
     at_best = [
-        min(there.values(), key=lambda view: cost_s(view, rates)) if there else cold
+        min({id(view): view for view in there.values()}.values(), key=lambda view: cost_s(view, rates))
+        if there else cold
         for cold, there in zip(waiting, cached, strict=True)
     ] if cached else waiting  # fmt: skip
     nominal_s = step_budget_s(

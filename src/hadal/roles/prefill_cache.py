@@ -76,6 +76,8 @@ class PrefillCache:
         if not chain:
             return {}
         found: dict[int, Prefix] = {}
+        # Most ranks find the same where all of them read one disk and have nothing of it in memory.
+        kinds: dict[tuple[int, int, float], Prefix] = {}
         rank_to_start = self._pools.prefixes(chain)
         start_to_num: dict[int, int] = {}
         end = 0
@@ -85,17 +87,19 @@ class PrefillCache:
             start_to_num[start] = end - start
         for rank in self._pools.living:
             start = rank_to_start.get(rank, 0)
-            if start or start_to_num[start]:
-                found[rank] = choose_prefix(
-                    start, self._shared(rank, slice_of(chain, 0, start)), start_to_num[start], self._rates,
-                    self._load_rates, self._queued_s.get(rank, 0.0),
-                )  # fmt: skip
+            if not start and not start_to_num[0]:
+                continue
+            num_shared = self._shared(rank, slice_of(chain, 0, start)) if start else 0
+            kind = start, num_shared, self._queued_s.get(rank, 0.0)
+            if kind not in kinds:
+                kinds[kind] = choose_prefix(
+                    start, num_shared, start_to_num[start], self._rates, self._load_rates, kind[2]
+                )
+            found[rank] = kinds[kind]
         return found
 
     def _shared(self, rank: int, names: bytes) -> int:
         """How many of the blocks of a prefix that a rank has are in use: they need no room."""
-        if not names:
-            return 0
         key = rank, names[-NAME_BYTES:]
         if key not in self._num_shared:
             self._num_shared[key] = self._pools[rank].num_owned(self._pools[rank].lookup(names))

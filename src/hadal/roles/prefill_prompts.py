@@ -169,7 +169,7 @@ def _pack_cost(
     candidates = ((prompt, find(prompt)) for prompt in waiting)
     seen = look_ahead(islice(candidates, sum(max(0, num_starts[rank]) for rank in living)), len(living), limits,
                       lambda candidate: _num_left(*candidate))  # fmt: skip
-    cached = [{rank: prompt.view_with(prefix) for rank, prefix in found.items()} for prompt, found in seen]
+    cached = [_views_with(prompt, found) for prompt, found in seen]
     plan = plan_step(views, [prompt.view() for prompt, _ in seen], rates, limits, cached if any(cached) else ())
     parts: list[tuple[Part, ...]] = [()] * pools.num_ranks
     starts: dict[int, Start] = {}
@@ -187,9 +187,19 @@ def _pack_cost(
     return Step(tuple(starts[index] for index in sorted(starts)), tuple(parts))
 
 
+def _views_with(prompt: Prompt, found: Found) -> dict[int, PromptView]:
+    """By rank, as it is where it finds this. Ranks that find the same share a view, which is then priced once."""
+    views = {id(prefix): prompt.view_with(prefix) for prefix in _kinds(found)}
+    return {rank: views[id(prefix)] for rank, prefix in found.items()}
+
+
+def _kinds(found: Found) -> list[Prefix]:
+    return list({id(prefix): prefix for prefix in found.values()}.values())
+
+
 def _num_left(prompt: Prompt, found: Found) -> int:
     """Tokens that have to be computed where most of it is."""
-    return prompt.num_left - max((prefix.num_blocks for prefix in found.values()), default=0) * BLOCK_TOKENS
+    return prompt.num_left - max((prefix.num_blocks for prefix in _kinds(found)), default=0) * BLOCK_TOKENS
 
 
 def _pack_tokens(
