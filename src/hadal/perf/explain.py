@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
 from hadal.core.messages import TracedStep
 from hadal.core.plans import OpTime, TraceEvent
@@ -30,7 +31,8 @@ class Part:
 
 def part_of(name: str, kernels: Sequence[Timed | Kernel], num: int = 1) -> Part:
     """These kernels `num` times over; what bounds the longest of them bounds the part."""
-    return Part(name, num * sum(kernel.seconds for kernel in kernels), max(kernels, key=lambda k: k.seconds).bound)
+    longest = max(kernels, key=attrgetter("seconds"))
+    return Part(name, num * sum([kernel.seconds for kernel in kernels]), longest.bound)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ and training profiles. Knows no schedules beyond which op a kernel belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hadal.core.model_config import ModelConfig
@@ -23,6 +23,8 @@ MAP_S = 59e-9
 """Per received row's token, of computing where it goes among its experts' rows: 241 us for 4,096 tokens there."""
 DENSE = "dense"
 """Op name of a dense layer's network, which no schedule has."""
+DECODE = "decode"
+_KNOWN_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +64,51 @@ class Layer:
     num_slots: int
     """Expert replicas on a rank."""
     expert_dtype: str = FP8
+    _known: dict[tuple[Roofline, str, float], tuple[tuple[Kernel, ...], ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """What depends on the number of tokens alone, by it: a simulated unit has the same few numbers all the time."""
 
     def decode(self, line: Roofline, batch: MicroBatch, links_s: tuple[float, float]) -> tuple[Kernel, ...]:
         """Kernels of an MoE layer."""
+        before, after, shared = self._once(line, DECODE, batch.num_tokens, self._decode_rest)
         return (
-            *self._projections(line, batch),
-            *self._absorbed(line, batch),
-            *self._gate(line, batch),
+            *before,
+            self._absorbed_core(line, batch),
+            *after,
             Kernel(DISPATCH, "dispatch", links_s[0], LINK),
-            *self._shared(line, batch),
+            *shared,
             *self._experts(line, batch, MASKED),
             Kernel(COMBINE, "combine", links_s[1], LINK),
         )
+
+    def _decode_rest(self, line: Roofline, tokens: float) -> tuple[tuple[Kernel, ...], ...]:
+        """Before core attention, from it to dispatch, and the shared expert."""
+        model = self.model
+        heads, rank = model.num_attention_heads, model.kv_lora_rank
+        turned = tokens * heads * (2 * model.qk_rope_head_dim + model.latent_dim) * BF16_BYTES
+        before = (
+            *self._projections(line, tokens),
+            _kernel(ATTN_IN, "absorb W_UK", line.batched(tokens, heads, rank, model.qk_nope_head_dim)),
+            _kernel(ATTN_IN, "rope, write KV", line.elementwise(turned)),
+        )
+        after = (
+            _kernel(ATTN_CORE, "absorb W_UV", line.batched(tokens, heads, model.v_head_dim, rank)),
+            *self._output(line, tokens),
+            *self._gate(line, tokens),
+        )
+        return before, after, self._shared(line, tokens)
+
+    def _once(
+        self, line: Roofline, name: str, tokens: float,
+        make: Callable[[Roofline, float], tuple[tuple[Kernel, ...], ...]],
+    ) -> tuple[tuple[Kernel, ...], ...]:  # fmt: skip
+        found = self._known.get((line, name, tokens))
+        if found is None:
+            if len(self._known) >= _KNOWN_MAX:
+                self._known.clear()
+            found = self._known[line, name, tokens] = make(line, tokens)
+        return found
 
     def prefill(
         self, line: Roofline, batch: MicroBatch, links_s: tuple[float, float], ranks: float
@@ -84,11 +119,11 @@ class Layer:
         copies = min(tokens * ranks, rows)
         reduced = (rows + copies) * hidden * BF16_BYTES
         return (
-            *self._projections(line, batch),
+            *self._projections(line, batch.num_tokens),
             *self._expanded(line, batch),
-            *self._gate(line, batch),
+            *self._gate(line, batch.num_tokens),
             Kernel(DISPATCH, "dispatch", links_s[0], LINK),
-            *self._shared(line, batch),
+            *self._shared(line, batch.num_tokens),
             _kernel(EXPERTS, "map rows", line.elementwise(0.0, MAP_S * tokens)),
             _kernel(EXPERTS, "expand", line.elementwise((copies + rows) * hidden * FP8_BYTES)),
             *self._experts(line, batch, CONTIGUOUS),
@@ -99,13 +134,16 @@ class Layer:
 
     def dense(self, line: Roofline, batch: MicroBatch) -> tuple[Kernel, ...]:
         """The network of a dense layer; its attention is that of the others."""
-        return self._mlp(line, DENSE, batch.num_tokens, self.model.intermediate_size)
+        return self._once(line, DENSE, batch.num_tokens, self._dense_mlp)[0]
+
+    def _dense_mlp(self, line: Roofline, tokens: float) -> tuple[tuple[Kernel, ...], ...]:
+        return (self._mlp(line, DENSE, tokens, self.model.intermediate_size),)
 
     def _rows(self, batch: MicroBatch) -> float:
         return batch.mean_tokens * self.model.num_experts_per_tok * batch.expert_imbalance
 
-    def _projections(self, line: Roofline, batch: MicroBatch) -> tuple[Kernel, ...]:
-        model, tokens = self.model, batch.num_tokens
+    def _projections(self, line: Roofline, tokens: float) -> tuple[Kernel, ...]:
+        model = self.model
         heads, latent = model.num_attention_heads, model.latent_dim
         q_rank = model.q_lora_rank
         queries = heads * model.qk_head_dim
@@ -121,21 +159,14 @@ class Layer:
             _kernel(ATTN_IN, "q_b", line.gemm(tokens, queries, q_rank)),
         )
 
-    def _absorbed(self, line: Roofline, batch: MicroBatch) -> tuple[Kernel, ...]:
-        model, tokens = self.model, batch.num_tokens
-        heads, rank = model.num_attention_heads, model.kv_lora_rank
-        turned = tokens * heads * (2 * model.qk_rope_head_dim + model.latent_dim) * BF16_BYTES
+    def _absorbed_core(self, line: Roofline, batch: MicroBatch) -> Kernel:
+        model = self.model
+        row_bytes = model.num_attention_heads * (model.latent_dim + model.kv_lora_rank) * BF16_BYTES
         core = line.mla_decode(
-            tokens, batch.num_pairs, batch.context_tokens * model.latent_dim * BF16_BYTES,
-            absorbed_flops_per_pair(model), heads * (model.latent_dim + rank) * BF16_BYTES,
+            batch.num_tokens, batch.num_pairs, batch.context_tokens * model.latent_dim * BF16_BYTES,
+            absorbed_flops_per_pair(model), row_bytes,
         )  # fmt: skip
-        return (
-            _kernel(ATTN_IN, "absorb W_UK", line.batched(tokens, heads, rank, model.qk_nope_head_dim)),
-            _kernel(ATTN_IN, "rope, write KV", line.elementwise(turned)),
-            _kernel(ATTN_CORE, "core attention", core),
-            _kernel(ATTN_CORE, "absorb W_UV", line.batched(tokens, heads, model.v_head_dim, rank)),
-            *self._output(line, tokens),
-        )
+        return _kernel(ATTN_CORE, "core attention", core)
 
     def _expanded(self, line: Roofline, batch: MicroBatch) -> tuple[Kernel, ...]:
         model, tokens, context = self.model, batch.num_tokens, batch.context_tokens
@@ -159,17 +190,17 @@ class Layer:
             _kernel(ATTN_CORE, "o_proj", line.gemm(tokens, self.model.hidden_size, width)),
         )
 
-    def _gate(self, line: Roofline, batch: MicroBatch) -> tuple[Kernel, ...]:
-        model, tokens = self.model, batch.num_tokens
+    def _gate(self, line: Roofline, tokens: float) -> tuple[Kernel, ...]:
+        model = self.model
         return (
             _kernel(GATE, "norm, quantise", self._norm(line, tokens)),
             _kernel(GATE, "gate", line.gemm(tokens, model.n_routed_experts, model.hidden_size, BF16)),
             _kernel(GATE, "top-k", line.elementwise(tokens * model.n_routed_experts * 4.0, TOP_K_S * tokens)),
         )
 
-    def _shared(self, line: Roofline, batch: MicroBatch) -> tuple[Kernel, ...]:
+    def _shared(self, line: Roofline, tokens: float) -> tuple[Kernel, ...]:
         width = self.model.n_shared_experts * self.model.moe_intermediate_size
-        return self._mlp(line, SHARED, batch.num_tokens, width)
+        return self._mlp(line, SHARED, tokens, width)
 
     def _mlp(self, line: Roofline, op: str, tokens: float, width: int) -> tuple[Kernel, ...]:
         hidden = self.model.hidden_size

@@ -10,7 +10,7 @@ that a live trace has (overlap/trace draws either). Knows nothing of where the t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 
 from hadal.core.plans import TraceEvent
@@ -18,7 +18,6 @@ from hadal.overlap.plan import (
     ATTN_CORE,
     ATTN_IN,
     COMBINE,
-    COMBINE_FINISH,
     COMBINE_START,
     DISPATCH,
     DISPATCH_FINISH,
@@ -68,17 +67,17 @@ def price(
     """Return the makespan of one or two micro-batches; append what was walked to `events`, from 0 s on, as rank 0."""
     now_s = link_free_s = exposed_s = compute_s = link_s = 0.0
     arrives_s: dict[tuple[int, str], float] = {}
-    compute = {
-        (i, op): seconds for i, times in enumerate(micro_batches)
-        for op, seconds in (
-            (ATTN_IN, times.attn_in), (ATTN_CORE, times.attn_core), (GATE, times.gate), (SHARED, times.shared),
-            (EXPERTS, times.experts),
-        )
-    }  # fmt: skip
+    computes = [
+        {ATTN_IN: times.attn_in, ATTN_CORE: times.attn_core, GATE: times.gate, SHARED: times.shared,
+         EXPERTS: times.experts} for times in micro_batches
+    ]  # fmt: skip
     for micro_batch, layer, op in _ops(schedule, num_layers, len(micro_batches)):
+        before_s, op_s = now_s, computes[micro_batch].get(op)
         times = micro_batches[micro_batch]
-        before_s = now_s
-        if op in (DISPATCH_START, COMBINE_START):
+        if op_s is not None:
+            now_s += op_s
+            compute_s += op_s
+        elif op in (DISPATCH_START, COMBINE_START):
             now_s += times.post
             compute_s += times.post
             seconds = times.dispatch if op == DISPATCH_START else times.combine
@@ -88,7 +87,7 @@ def price(
             if events is not None:
                 name = DISPATCH if op == DISPATCH_START else COMBINE
                 events.append(TraceEvent(0, LINK, name, micro_batch, layer, link_free_s - seconds, link_free_s))
-        elif op in (DISPATCH_FINISH, COMBINE_FINISH):
+        else:
             started = DISPATCH_START if op == DISPATCH_FINISH else COMBINE_START
             waits_s = max(0.0, arrives_s.pop((micro_batch, started)) - now_s)
             if events is not None and waits_s > 0.0:
@@ -98,9 +97,6 @@ def price(
             now_s += waits_s + times.post
             exposed_s += waits_s
             compute_s += times.post
-        else:
-            now_s += compute[micro_batch, op]
-            compute_s += compute[micro_batch, op]
         if events is not None and now_s > before_s:
             events.append(TraceEvent(0, COMPUTE, op, micro_batch, layer, before_s, now_s))
     return Price(now_s, exposed_s, compute_s, link_s)
@@ -108,7 +104,11 @@ def price(
 
 def price_stack(schedule: Schedule, micro_batches: Sequence[OpSeconds], num_layers: int) -> Price:
     """What `price` says of many layers, from walks over a few of them."""
-    return Price(*extended(schedule, num_layers, lambda num: astuple(price(schedule, micro_batches, num))))
+    def of(num: int) -> tuple[float, ...]:
+        walked = price(schedule, micro_batches, num)
+        return walked.total_s, walked.exposed_s, walked.compute_s, walked.link_s
+
+    return Price(*extended(schedule, num_layers, of))
 
 
 def extended(schedule: Schedule, num_layers: int, of: Callable[[int], tuple[float, ...]]) -> tuple[float, ...]:

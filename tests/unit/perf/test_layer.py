@@ -30,6 +30,15 @@ def test_every_published_kernel_is_priced() -> None:
     assert {(op, name) for name, op, _ in DECODE_PROFILE} == priced
 
 
+def test_what_was_priced_before_costs_the_same_again() -> None:
+    model = StepModel(128)
+    for tokens, pairs in ((128, 1e6), (64, 1e6), (128, 2e6), (128, 1e6)):
+        batch = MicroBatch(tokens, pairs, pairs, tokens)
+        for is_overlapped in (False, True):
+            priced = model.kernels(DECODE, batch, is_overlapped=is_overlapped)
+            assert priced == StepModel(128).kernels(DECODE, batch, is_overlapped=is_overlapped)
+
+
 @pytest.mark.parametrize("phase", [DECODE, PREFILL])
 def test_ops_are_the_sums_of_their_kernels(phase: str) -> None:
     kernels = StepModel(32).kernels(phase, PROFILE, is_overlapped=False)
