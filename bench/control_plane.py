@@ -87,7 +87,7 @@ def report(world: FleetWorld, until_s: float, cpu_s: float) -> None:
     for name, value in (
         ("requests that came", f"{len(asked):,}"),
         ("ended, failed", f"{int(np.isfinite(seen.end_s).sum()):,}, {int(seen.is_failed.sum())}"),
-        ("requests/s of a core", f"{len(asked) / cpu_s:,.0f}"),
+        ("requests/s, events/s of a core", f"{len(asked) / cpu_s:,.0f}, {num_events / cpu_s:,.0f}"),
         ("events, steps of units", f"{num_events:,}, {num_steps:,}"),
         ("us an event, steps among them", f"{1e6 * cpu_s / num_events:.0f}"),
         ("TTFT, median", f"{np.nanmedian(seen.first_token_s - asked.arrival_s):.2f} s"),

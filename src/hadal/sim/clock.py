@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
+from heapq import heappop, heappush
 from itertools import count
 
 Action = Callable[[], None]
@@ -21,13 +21,14 @@ class SimClock:
         return self._now_s
 
     def at(self, time_s: float, action: Action) -> None:
-        heapq.heappush(self._queue, (max(time_s, self._now_s), next(self._numbers), action))
+        heappush(self._queue, (time_s if time_s > self._now_s else self._now_s, next(self._numbers), action))
 
     def after(self, delay_s: float, action: Action) -> None:
         self.at(self._now_s + delay_s, action)
 
-    def run(self, until_s: float, is_done: Callable[[], bool] = lambda: False) -> None:
+    def run(self, until_s: float, is_done: Callable[[], bool] | None = None) -> None:
         """Do what is due up to `until_s`, or until `is_done`."""
-        while self._queue and self._queue[0][0] <= until_s and not is_done():
-            self._now_s, _, action = heapq.heappop(self._queue)
+        queue = self._queue
+        while queue and queue[0][0] <= until_s and not (is_done is not None and is_done()):
+            self._now_s, _, action = heappop(queue)
             action()

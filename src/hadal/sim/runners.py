@@ -188,7 +188,8 @@ class DecodeRunner:
     def run(self, plans: Sequence[DecodePlan]) -> StepDone:
         """The step's result; it is done `elapsed_s` after it began."""
         for rank, plan in enumerate(plans):
-            self._change(rank * self._num_slots, plan)
+            if plan.leaves or plan.joins:
+                self._change(rank * self._num_slots, plan)
         slots = np.flatnonzero(self.is_taken)
         self._length[slots] += 1
         self._left[slots] -= 1
