@@ -44,7 +44,7 @@ def played(asked: Requests, faults: WorldFaults, look_at_s: list[float], **optio
 
 
 def busy() -> Requests:
-    return requests(1, 160, 80.0, tokens_out=80)
+    return requests(1, 90, 60.0, tokens_out=50)
 
 
 def test_a_rank_dies_and_its_unit_goes_on_without_it() -> None:
@@ -60,7 +60,7 @@ def test_a_rank_dies_and_its_unit_goes_on_without_it() -> None:
 
 def test_a_node_dies_and_comes_back_empty() -> None:
     fault = RanksDie(1.0, "decode-1", tuple(range(8)), form_s=0.2, back_s=2.0)
-    made = world(requests(1, 400, 100.0), faults=WorldFaults(ranks=(fault,)))
+    made = world(requests(1, 250, 70.0), faults=WorldFaults(ranks=(fault,)))
     made.run(1.3)
     leader = made.processes["decode-1"].role
     assert isinstance(leader, DecodeLeader)
@@ -139,12 +139,12 @@ def test_a_lost_disk_costs_what_it_had() -> None:
 def test_many_faults_at_random(seed: int) -> None:
     rates = FaultRates(rank_every_s=0.4, node_every_s=1.5, slow_every_s=1.0, disk_every_s=1.0, unit_every_s=1.5,
                        lasts_s=0.8, form_s=0.2)  # fmt: skip
-    faults = draw_faults(rates, UNITS, 4.0, np.random.default_rng(seed))
-    assert faults == draw_faults(rates, UNITS, 4.0, np.random.default_rng(seed))
-    asked = cached(requests(seed, 120, 50.0, tokens_out=80), 0.5)
+    faults = draw_faults(rates, UNITS, 3.0, np.random.default_rng(seed))
+    assert faults == draw_faults(rates, UNITS, 3.0, np.random.default_rng(seed))
+    asked = cached(requests(seed, 80, 40.0, tokens_out=50), 0.5)
     config = deployment(early_pull="auto")
     config = dataclasses.replace(config, limits=dataclasses.replace(config.limits, max_retries=100))
-    played_with = [float(at_s) for at_s in np.arange(0.2, 5.0, 0.2)]
+    played_with = [float(at_s) for at_s in np.arange(0.25, 5.0, 0.25)]
     played(asked, faults, played_with, config=config, stores=seed % 2 == 1)
 
 
