@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.messages import BLOCK_TOKENS, Generation, KvLease
+from hadal.core.config import PREFILL, Deployment
+from hadal.core.messages import BLOCK_TOKENS, SCRATCH_BLOCK, Generation, KvLease
 from hadal.core.plans import DecodePlan, Draw, Join, PrefillPlan, Sampling, StepDone
 from hadal.roles.ending import has_penalty
 
@@ -106,10 +107,24 @@ def pull(source: Pool | None, lease: KvLease, target: Pool, into: Sequence[int])
 class PrefillEngine:
     """Executes prefill plans on a pool."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, chunk_tokens: int) -> None:
         self._pool = pool
+        self._chunk_tokens = chunk_tokens
+
+    def _verify(self, plan: PrefillPlan) -> None:
+        """No more than a step may have, and every position once."""
+        chunks = plan.chunks + plan.second
+        assert sum(len(chunk.tokens) for chunk in chunks) <= self._chunk_tokens, "a step has more tokens than allowed"
+        written = [
+            (chunk.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS)
+            for chunk in chunks for position in range(chunk.start, chunk.start + len(chunk.tokens))
+        ]  # fmt: skip
+        assert len(set(written)) == len(written), "two chunks of a step write the same place"
+        assert all(block != SCRATCH_BLOCK for block, _ in written), "the scratch block is nobody's"
+        assert all(chunk.tokens for chunk in chunks), "a chunk without tokens"
 
     def execute(self, plan: PrefillPlan, elapsed_s: float, error: str | None) -> StepDone:
+        self._verify(plan)
         if error is not None:
             return StepDone(plan.step_id, (), (), {}, elapsed_s, error)
         keys, tokens, draws = [], [], {}
@@ -140,8 +155,9 @@ class _Row:
 class DecodeEngine:
     """Executes decode plans on a pool, keeping the table that the plans are differences of."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, num_slots: int) -> None:
         self._pool = pool
+        self._num_slots = num_slots
         self._rows: dict[int, _Row] = {}
         self._num_failures = 0
 
@@ -167,6 +183,7 @@ class DecodeEngine:
             self._rows[slot].block_ids.append(block)
         if error is not None:
             return StepDone(plan.step_id, (), (), {}, elapsed_s, error)
+        self._verify()
         slots = sorted(self._rows)
         tokens = tuple(self._advance(self._rows[slot]) for slot in slots)
         draws = {
@@ -174,6 +191,13 @@ class DecodeEngine:
             if self._rows[slot].join.sampling.num_logprobs >= 0
         }  # fmt: skip
         return StepDone(plan.step_id, tuple(slots), tokens, draws, elapsed_s)
+
+    def _verify(self) -> None:
+        """Every request has a slot of the rank, and its blocks for itself."""
+        assert all(0 <= slot < self._num_slots for slot in self._rows), f"slots {sorted(self._rows)}"
+        held = [block for row in self._rows.values() for block in row.block_ids]
+        assert len(set(held)) == len(held), "two requests of a rank have a block in common"
+        assert SCRATCH_BLOCK not in held, "the scratch block is nobody's"
 
     def _advance(self, row: _Row) -> int:
         join = row.join
@@ -185,3 +209,10 @@ class DecodeEngine:
         row.index += 1
         row.output.append(token)
         return token
+
+
+def engine_for(role: str, pool: Pool, config: Deployment) -> PrefillEngine | DecodeEngine:
+    """A rank's."""
+    if role == PREFILL:
+        return PrefillEngine(pool, config.chunk_tokens)
+    return DecodeEngine(pool, config.decode.max_requests)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from hadal.core.balance import AUTO
-from hadal.core.config import Deployment, FleetConfig, LimitsConfig, UnitsConfig
+from hadal.core.config import Deployment, FleetConfig, LimitsConfig, UnitsConfig, units_of
 from hadal.core.fleet import Demand, DrainUnit
 from hadal.core.messages import Ahead, Decode, Prefill, UnitDown, UnitUp
 from hadal.core.seams import Event, FleetEffect, OfferNodes, Send, StartUnit, StopUnit, Tick, WakeAt, WithdrawNodes
@@ -36,9 +37,12 @@ class FleetFaults:
 
 
 class FleetWorld(World):
-    """Units run when the fleet says so."""
+    """Units run when the fleet says so. Where the deployment has none (`fleet.mode`), they run as in any world."""
 
-    def __init__(self, seed: int, config: Deployment, fleet_faults: FleetFaults, faults: Faults) -> None:
+    def __init__(
+        self, seed: int, config: Deployment, fleet_faults: FleetFaults, faults: Faults, *, max_context: int = 2000,
+        pool_blocks: tuple[int, int] = (20, 20), **options: Any,
+    ) -> None:  # fmt: skip
         self.fleet = make_fleet(config, 0.0)
         self.fleet_faults = fleet_faults
         self.num_offered = 0
@@ -48,22 +52,40 @@ class FleetWorld(World):
         self._asked: set[str] = set()
         """Units whose process is to be there."""
         self._wake_number = 0
-        super().__init__(seed, config, max_context=2000, pool_blocks=(20, 20), faults=faults)
-        self.clock.after(0.05, lambda: self._apply(self.fleet.start(self.clock.now())))
+        super().__init__(seed, config, max_context=max_context, pool_blocks=pool_blocks, faults=faults, **options)
+        if self.has_fleet:
+            self.clock.after(0.05, lambda: self._apply(self.fleet.start(self.clock.now())))
+
+    @property
+    def has_fleet(self) -> bool:
+        return self.config.fleet.is_on
 
     # ---- processes: the supervisor's part ----
     def start_unit(self, name: str) -> None:
-        if name in self._asked and name not in self.hosts:
+        unit, _, rank = name.partition(".")
+        if not self.has_fleet:
             super().start_unit(name)
+        elif rank:
+            is_there = name in self.hosts and self.hosts[name].is_alive
+            if unit in self.hosts and self.hosts[unit].is_alive and not is_there:
+                super().start_unit(name)
+        elif name in self._asked and name not in self.hosts:
+            super().start_unit(name)
+            num_ranks = units_of(self.config, name.partition("-")[0]).ranks
+            for number in range(num_ranks if num_ranks > 1 else 0):
+                self.clock.after(self.random.uniform(0, 0.1), lambda rank=f"{name}.{number}": self.start_unit(rank))
 
     def kill_unit(self, name: str) -> None:
-        if name in self.hosts and self.hosts[name].is_alive:
+        if not self.has_fleet or "." in name:
+            super().kill_unit(name)  # A rank that dies is the supervisor's: the fleet knows units.
+        elif name in self.hosts and self.hosts[name].is_alive:
             self.num_deaths += 1
             self._end(name, "the process ended")
 
     def _end(self, name: str, reason: str) -> None:
-        self._kill(name)
-        del self.hosts[name]
+        for one in [one for one in self.hosts if one == name or one.startswith(f"{name}.")]:
+            self._kill(one)
+            del self.hosts[one]
         self._asked.discard(name)
         notice_s = self.random.uniform(0, 0.2)
         self.clock.after(notice_s, lambda: self._tell("front", UnitDown(name, reason)))
@@ -94,6 +116,8 @@ class FleetWorld(World):
     # ---- the fleet ----
     def tell_fleet(self, event: Event) -> None:
         """An event of the fleet; its book is checked after it."""
+        if not self.has_fleet:
+            return
         self._apply(self.fleet.handle(self.clock.now(), event))
         problems = self.fleet.check()
         assert not problems, f"the fleet after {event}: {problems}"

@@ -35,7 +35,7 @@ from hadal.sim.clock import SimClock
 from tests.columns import rows_of
 from tests.sim.client import Client
 from tests.sim.disk import DiskFaults, SimDisk
-from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, expected_output
+from tests.sim.engine import Pool, engine_for, expected_output
 from tests.sim.experts import GROWING_S, NUM_EXPERTS, NUM_LAYERS, PORT, TERMS
 from tests.sim.host import Host
 from tests.sim.names import FINGERPRINT, Names
@@ -62,7 +62,7 @@ class Faults:
 
 
 class World:
-    """One run. `pool_blocks` are blocks of each prefill unit and of each decode unit, scratch included."""
+    """One run. `pool_blocks`: of each prefill and each decode unit, scratch included."""
 
     def __init__(
         self, seed: int, config: Deployment, *, max_context: int, pool_blocks: tuple[int, int], faults: Faults,
@@ -148,7 +148,7 @@ class World:
             ))  # fmt: skip
             return
         pool = self.pools[pool_name] = Pool(self.pool_blocks[role])
-        engine = PrefillEngine(pool) if role == "prefill" else DecodeEngine(pool)
+        engine = engine_for(role, pool, self.config)
         self._start(name, Host(
             name, core, core.audit, self.clock, self.random, self._sender(name), pools=self.pools,
             pool_name=pool_name, engine=engine, step_s=self._step_s, pull_s=self._pull_s,
@@ -189,7 +189,7 @@ class World:
         unit, _, rank = name.partition(".")
         pool_name = f"{name}.{epoch}"
         pool = self.pools[pool_name] = Pool(self.pool_blocks[role])
-        engine = PrefillEngine(pool) if role == "prefill" else DecodeEngine(pool)
+        engine = engine_for(role, pool, self.config)
         rank_role = RankRole(unit, int(rank), epoch, "host", 1, pool_name, expert_port=PORT + int(rank))
         return RankHost(
             name, rank_role, self.clock, self.random, self._sender(name), self.fabrics[unit], engine, epoch=epoch,
@@ -198,6 +198,7 @@ class World:
         )  # fmt: skip
 
     def _start(self, name: str, host: Host) -> None:
+        assert name not in self.hosts or not self.hosts[name].is_alive, f"{name} runs twice"
         host.life = self._num_lives
         self.hosts[name] = host
         host.start()
@@ -388,10 +389,10 @@ def is_whole(leader: RankedLeader) -> bool:
 
 
 def process_names(config: Deployment) -> list[str]:
-    """All processes but the front."""
+    """All processes that there may be but the front."""
     names = []
     for role, units in (("prefill", config.prefill), ("decode", config.decode)):
-        for index in range(units.units):
+        for index in range(config.num_units_max(role)):
             names.append(f"{role}-{index}")
             if units.ranks > 1:
                 names += [f"{role}-{index}.{rank}" for rank in range(units.ranks)]

@@ -1,0 +1,182 @@
+"""One HTTP request of a swarm world, as the gateway has it: choices of a prompt, stop strings, a client that may leave,
+and the bill.
+
+The gateway's own code reads the front's deliveries (gateway/sse.Reply, gateway/stream.Assembler) and writes the facts
+(gateway/books). What must be billed is worked out here by itself, from the tokens that the request has to get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+
+from hadal.core.facts import CANCELLED, Fact, NodesFact, RequestFact, micros
+from hadal.core.messages import Cancel, Generation
+from hadal.core.plans import Sampling
+from hadal.core.seams import Deliver
+from hadal.gateway.books import Books
+from hadal.gateway.errors import ApiError
+from hadal.gateway.mailbox import Mailbox
+from hadal.gateway.openai import Ask
+from hadal.gateway.service import Choice, Work
+from hadal.gateway.sse import Reply, Times
+from hadal.gateway.stream import Assembler
+from hadal.gateway.vocabulary import Vocabulary
+from hadal.runtime.ledger_writer import LedgerCounts
+from tests.sim.client import Client
+from tests.sim.engine import VOCAB
+
+LETTERS = "".join(chr(ord("A") + number) for number in range(VOCAB))
+"""A token is a letter."""
+VOCABULARY = Vocabulary(
+    {
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": {letter: number for number, letter in enumerate(LETTERS)}, "merges": []},
+    },
+    "letters",
+)
+MODEL = "a model"
+
+
+class Sink:
+    """Where facts go."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, RequestFact] = {}
+        self.nodes: dict[tuple[str, str], NodesFact] = {}
+
+    def add(self, fact: Fact) -> None:
+        if isinstance(fact, RequestFact):
+            assert fact.request_id not in self.requests, f"{fact.request_id} is billed twice"
+            self.requests[fact.request_id] = fact
+            return
+        before = self.nodes.get((fact.unit, fact.epoch))
+        if before is not None:  # A front that was started anew begins later; the ledger takes the widest interval.
+            assert before.to_s <= fact.to_s, "node-hours run backwards"
+            fact = msgspec.structs.replace(fact, from_s=min(before.from_s, fact.from_s))
+        self.nodes[fact.unit, fact.epoch] = fact
+
+    @property
+    def counts(self) -> LedgerCounts:
+        return LedgerCounts(num_added=len(self.requests))
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+
+def cut_at_stop(tokens: list[int], stops: tuple[str, ...], first: int) -> tuple[int, bool]:
+    """How many of these tokens are taken until one of `stops` stands in the text behind the first `first`."""
+    text = "".join(LETTERS[token] for token in tokens)
+    for num in range(first + 1, len(tokens) + 1):
+        if any(stop in text[first:num] for stop in stops):
+            return num, True
+    return len(tokens), False
+
+
+class Call:
+    """The gateway's part of one request. `tell_front` is done at once; `books` are those of the gateway's life."""
+
+    def __init__(
+        self, generations: list[Generation], clients: list[Client], stops: tuple[str, ...], *, tenant: bytes,
+        now: Callable[[], float], tell_front: Callable[[Cancel], None], books: Books, timeout_s: float,
+    ) -> None:  # fmt: skip
+        self.generations = generations
+        self.clients = clients
+        self.stops = stops
+        self.end = ""
+        """How it ended: "200", "cancelled" or an error's status; "lost" with the gateway's process; empty: not yet."""
+        self.error = ""
+        self.mailbox = Mailbox(cast("Any", None))  # Nobody waits in it, so it needs no event loop.
+        self.mailbox.open_ids = {one.request_id: index for index, one in enumerate(generations)}
+        self._tell_front = tell_front
+        self._books = books
+        self._tenant = tenant
+        ask = Ask(
+            MODEL, True, True, len(generations), generations[0].max_tokens, generations[0].min_tokens, None, None,
+            Sampling(), None, stops, (), False, False,
+        )  # fmt: skip
+        choices = tuple(
+            Choice(one, Assembler(VOCABULARY, sections=False, stops=stops, min_tokens=one.min_tokens))
+            for one in generations
+        )
+        self.times = Times(now())
+        self.work = Work(ask, choices, len(generations[0].prompt))
+        self.reply = Reply(
+            self.work, self.mailbox, cast("Any", self), cast("Any", None), self.times, now, timeout_s=timeout_s,
+            keep_alive_s=1.0, send_timeout_s=1.0,
+        )  # fmt: skip
+
+    def cancel(self, mailbox: Mailbox, request_id: str) -> None:
+        """As gateway/host has it: what comes of it is dropped, but for where it was worked on."""
+        if mailbox.open_ids.pop(request_id, None) is not None:
+            self._tell_front(Cancel(request_id, -1))
+
+    def read(self) -> None:
+        """Take what has come out of the mailbox, as the request's task does when it gets its turn."""
+        items, self.mailbox._items = self.mailbox._items, []
+        if self.end:
+            return
+        try:
+            for index, deliver in items:
+                self.reply._assemble(index, deliver)
+        except ApiError as error:
+            self.error = str(error)
+            self._close(str(error.status))
+            return
+        if not self.reply._num_open:
+            self._close("200")
+
+    def leave(self) -> None:
+        """The client goes away."""
+        if not self.end:
+            self._close(CANCELLED)
+
+    def lose(self) -> None:
+        """The gateway's process dies: nobody writes a fact."""
+        self.end = self.end or "lost"
+
+    def _close(self, end: str) -> None:
+        self.end = end
+        for request_id in list(self.mailbox.open_ids):
+            self.cancel(self.mailbox, request_id)
+        self._books.close(self.work, self.reply.meters, self.mailbox.closings, self.times.start_s, self._tenant, end)
+
+    def check(self, sink: Sink) -> None:
+        """What was billed is what came, and what came is what had to come. Of a call that ended."""
+        names = [one.request_id for one in self.generations]
+        facts = [sink.requests.get(name) for name in names]
+        if self.end == "lost":
+            assert not any(facts), f"{names}: billed by a process that died before they ended"
+            return
+        assert all(facts), f"{names}: not billed"
+        usage = self.reply.usage
+        billed = [fact for fact in facts if fact is not None]
+        assert sum(fact.tokens_out for fact in billed) == usage.num_output_tokens, f"{names}: billed and shown differ"
+        num_answered = sum(fact.tokens_out > 0 for fact in billed)
+        num_prompt = len(self.generations[0].prompt) if num_answered else 0
+        assert sum(fact.tokens_in for fact in billed) == num_prompt, f"{names}: the prompt is not billed once"
+        for fact, client in zip(billed, self.clients, strict=True):
+            self._check_one(fact, client)
+
+    def _check_one(self, fact: RequestFact, client: Client) -> None:
+        name, generation = fact.request_id, client.generation
+        taken, stopped = cut_at_stop(client.received, self.stops, generation.min_tokens if self.stops else 0)
+        assert fact.tokens_out <= taken, f"{name}: {fact.tokens_out} tokens billed, {taken} streamed"
+        is_whole = client.final is not None and client.final.error is None
+        if self.end == "200":
+            assert stopped or is_whole, f"{name} ended well and is not whole"
+            assert fact.tokens_out == taken, f"{name}: {fact.tokens_out} tokens billed, {taken} streamed"
+            assert fact.end in ("stop", "length"), f"{name}: {fact.end}"
+            assert not stopped or fact.end == "stop", f"{name}: {fact.end}"
+        else:
+            # One choice may have ended before its request did; a letter that nobody read is not billed.
+            assert fact.end in (self.end, "stop", "length"), f"{name}: {fact.end}, not {self.end}"
+        due = self._books._prices.charge(micros(fact.completed_s), fact.tokens_hit, fact.tokens_miss, fact.tokens_out)
+        assert fact.income_pico_usd == due, f"{name}: charged {fact.income_pico_usd}, not {due}"
+
+
+def status_of(deliver: Deliver) -> str:
+    """Of a last delivery."""
+    return "200" if deliver.error is None else str(deliver.error_status)

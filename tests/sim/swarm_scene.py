@@ -1,0 +1,186 @@
+"""What one seed of the swarm means. Every feature and every fault is switched on or off by itself, so that any two of
+them meet in some seeds and are alone in others; what is on is then drawn from small sizes and rough rates.
+
+The idea is swarm testing (Groce et al., ISSTA 2012): a test with everything on at once hides what one thing alone does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from hadal.core.balance import AUTO, NO_MOVES, OFF
+from hadal.core.config import CacheConfig, Deployment, FleetConfig, LedgerConfig, LimitsConfig, UnitsConfig
+from hadal.core.messages import BLOCK_TOKENS
+from tests.sim.disk import DiskFaults
+from tests.sim.fleet import FleetFaults
+from tests.sim.scenario import RANK_TIMEOUT_S
+from tests.sim.world import Faults
+
+FEATURES = (
+    "many units", "prefill ranks", "decode ranks", "redundant experts", "no expert balance", "no prefill balance",
+    "no decode balance", "sequential", "memory cache", "disk cache", "no recompute", "late pull", "chats", "few blocks",
+    "few slots", "small chunks", "short leases", "small queues", "few running", "priorities", "stop strings", "choices",
+    "too long", "impatient", "fleet", "bundles", "rush", "crowd",
+)  # fmt: skip
+FAULTS = (
+    "cancels", "unit deaths", "rank deaths", "freezes", "slow ranks", "node deaths", "front restarts", "failed steps",
+    "failed staging", "duplicates", "late messages", "lost messages", "disk errors", "slow disk", "lost disk",
+    "failed starts", "lost fleet words", "deaths in drains", "few retries", "shutdown",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Troubles:
+    """Faults that this world has beside those of all worlds."""
+
+    every_s: dict[str, float]
+    """Kind of fault -> mean time between two."""
+    lost_rate: float = 0.0
+    """Of messages between front and units."""
+    late_rate: float = 0.0
+    """Of messages behind which a wire stands still for a while."""
+    late_s: float = 0.0
+    """How long, at most."""
+    lost_disk_s: tuple[float, float] | None = None
+    """The folder is gone from then to then."""
+    shutdown_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Drawn from a seed; a world is made of it."""
+
+    seed: int
+    on: frozenset[str]
+    config: Deployment
+    faults: Faults
+    fleet_faults: FleetFaults
+    disk_faults: DiskFaults
+    troubles: Troubles
+    max_context: int
+    pool_blocks: tuple[int, int]
+    disk_blocks: int
+    wire_s: float
+    pull_s: float
+
+
+def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
+    """The scene of a seed; `without` names features and faults to leave out of it, to see which one matters."""
+    random = Random(f"swarm {seed}")
+    share = random.choice([0.1, 0.3, 0.5])
+    on = {name for name in FEATURES if random.random() < random.choice([share, 0.5])}
+    on |= {name for name in FAULTS if random.random() < random.choice([0.0, share, share])}
+    on -= without
+    if random.random() < 0.1:
+        on -= set(FAULTS)
+    until_s = random.choice([4.0, 7.0]) if on & set(FAULTS) else 0.0
+
+    def rate(name: str, *rates: float) -> float:
+        drawn = random.choice(rates)
+        return drawn if name in on else 0.0
+
+    faults = Faults(
+        duplicate_rate=rate("duplicates", 0.02, 0.1, 0.5), engine_rate=rate("failed steps", 0.003, 0.02),
+        stage_rate=rate("failed staging", 0.2, 0.7),
+        front_restarts=int(rate("front restarts", 1, 2, 3)), until_s=until_s,
+    )  # fmt: skip
+    fleet_faults = FleetFaults(
+        rate("failed starts", 0.2, 0.5), rate("lost fleet words", 0.2, 0.5), rate("deaths in drains", 0.3, 0.7)
+    )
+    disk_faults = DiskFaults(
+        load_rate=rate("disk errors", 0.0, 0.1, 0.5), damage_rate=rate("disk errors", 0.0, 0.1),
+        store_rate=rate("disk errors", 0.0, 0.1, 0.5), drop_rate=rate("disk errors", 0.0, 0.3),
+        slow_rate=rate("slow disk", 0.05, 0.3), slow_s=random.choice([0.5, 8.0, 12.0]),
+    )  # fmt: skip
+    kinds = ("unit deaths", "rank deaths", "freezes", "slow ranks", "node deaths")
+    lost_from_s = random.uniform(0.2, 4.0)
+    troubles = Troubles(
+        {name: random.choice([0.5, 1.0, 2.0]) for name in kinds if name in on},
+        lost_rate=rate("lost messages", 0.002, 0.02), late_rate=rate("late messages", 0.002, 0.02),
+        late_s=random.choice([0.1, 1.0, 4.0]),
+        lost_disk_s=(lost_from_s, lost_from_s + random.choice([0.5, 100.0])) if "lost disk" in on else None,
+        shutdown_s=random.uniform(1.0, 6.0) if "shutdown" in on else None,
+    )  # fmt: skip
+    return Scene(
+        seed, frozenset(on), _deployment(random, on), faults, fleet_faults, disk_faults, troubles,
+        max_context=random.choice([200, 400, 700, 1600]),
+        pool_blocks=_pool_blocks(random, on), disk_blocks=random.choice([6, 40, 1000]),
+        wire_s=random.choice([0.0005, 0.002, 0.02]), pull_s=random.choice([0.005, 0.02, 0.2]),
+    )  # fmt: skip
+
+
+def _pool_blocks(random: Random, on: set[str]) -> tuple[int, int]:
+    low, high = (4, 11) if "few blocks" in on else (12, 40)
+    return random.randint(low, high), random.randint(low, high)
+
+
+def _deployment(random: Random, on: set[str]) -> Deployment:
+    memory = AUTO if "memory cache" in on else OFF
+    return Deployment(
+        chunk_tokens=random.choice([7, 16, 40]) if "small chunks" in on else random.choice([64, 200, 512]),
+        lease_s=random.choice([0.3, 1.0]) if "short leases" in on else random.choice([2.0, 30.0]),
+        heartbeat_s=0.1, unit_timeout_s=2 * RANK_TIMEOUT_S, rank_timeout_s=RANK_TIMEOUT_S,
+        early_pull=OFF if "late pull" in on else AUTO,
+        prefill=_units(random, on, "prefill"), decode=_units(random, on, "decode"), limits=_limits(random, on),
+        cache=CacheConfig(
+            memory, "folder" if "disk cache" in on else "", recompute=OFF if "no recompute" in on else AUTO
+        ),
+        ledger=LedgerConfig(prices=random.choice(["deepseek-reasoner", "0.1/0.2/0.3"])), fleet=_fleet(random, on),
+    )  # fmt: skip
+
+
+def _units(random: Random, on: set[str], role: str) -> UnitsConfig:
+    num_units = random.choice([2, 2, 3]) if "many units" in on and "fleet" not in on else 1
+    ranks = random.choice([2, 3] if role == "prefill" else [2, 3, 4])
+    ranks = ranks if f"{role} ranks" in on else 1
+    balance = random.choice([OFF, NO_MOVES]) if role == "decode" else OFF
+    return UnitsConfig(
+        units=num_units, ranks=ranks, ranks_per_node=random.choice([1, 8]),
+        redundant_experts=12 if "redundant experts" in on and ranks > 1 else 0,
+        overlap="sequential" if "sequential" in on else random.choice(["auto", "prefill_dual", "decode_five"]),
+        min_split_tokens=random.choice([2, 32]), expert_balance=OFF if "no expert balance" in on else AUTO,
+        request_balance=balance if f"no {role} balance" in on else AUTO,
+        max_requests=random.randint(1, 3) if "few slots" in on else random.randint(4, 8),
+        max_waiting=random.choice([0, 1, 4]) if "small queues" in on else 64,
+    )  # fmt: skip
+
+
+def _limits(random: Random, on: set[str]) -> LimitsConfig:
+    timeout_s = random.choice([2.0, 10.0]) if "impatient" in on else 4000.0
+    if "lost messages" in on:  # A request whose message is lost hangs until then.
+        timeout_s = min(timeout_s, 40.0)
+    return LimitsConfig(
+        max_running=random.choice([1, 2, 5]) if "few running" in on else 256,
+        max_queued=random.choice([0, 1, 3]) if "small queues" in on else 512,
+        max_retries=random.choice([0, 1, 3]) if "few retries" in on else 10_000,
+        request_timeout_s=timeout_s,
+    )  # fmt: skip
+
+
+def _fleet(random: Random, on: set[str]) -> FleetConfig:
+    bundle = random.choice([(1, 1), (2, 1)]) if "bundles" in on else (0, 0)
+    if "fleet" not in on:
+        return FleetConfig()
+    return FleetConfig(
+        AUTO, prefill_max=random.randint(1, 3), decode_max=random.randint(1, 3), bundle_prefill=bundle[0],
+        bundle_decode=bundle[1], prefill_tokens_per_s=random.choice([0.0, 100.0, 1000.0]),
+        decode_tokens_per_s=random.choice([0.0, 60.0, 200.0]), start_s=random.choice([0.1, 0.5]), period_s=0.1,
+        hold_s=random.choice([0.0, 0.5]), drain_timeout_s=random.choice([0.05, 0.5, 30.0]),
+    )  # fmt: skip
+
+
+def may_end_with(scene: Scene) -> frozenset[str]:
+    """Statuses with which a request that fits may end in this scene, beside 200 and the client's own leaving."""
+    statuses = set()
+    if "small queues" in scene.on:
+        statuses.add("429")
+    if scene.on & {"shutdown", "few retries", "impatient", "lost messages"}:
+        statuses.add("503")
+    if scene.on & {"impatient", "lost messages"}:
+        statuses.add("504")
+    return frozenset(statuses)
+
+
+LONGEST_PROMPT = 16 * BLOCK_TOKENS
+"""Of requests that come one by one; chats grow by themselves."""

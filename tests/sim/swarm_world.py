@@ -1,0 +1,380 @@
+"""A small deployment with everything at once: the fleet that starts and drains units of many ranks, caches, balancers,
+the gateway's bills, and whatever may happen to all of them. A scene (swarm_scene) says what of it is on.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import msgspec
+
+from hadal.core.messages import Cancel, Generation, Load, Submit
+from hadal.core.plans import Sampling
+from hadal.core.seams import Deliver
+from hadal.core.wire import AnyMessage
+from hadal.gateway.books import Books
+from hadal.gateway.tenants import salt_of
+from hadal.roles.decode import DecodeLeader
+from hadal.roles.prefill import PrefillLeader
+from hadal.roles.ranks import RankedLeader
+from hadal.roles.reasons import kind_of
+from hadal.stats.tally import Tally
+from tests.sim.chats import add_chats
+from tests.sim.client import Client
+from tests.sim.disk import DiskFaults
+from tests.sim.engine import VOCAB, expected_output
+from tests.sim.fleet import FleetWorld
+from tests.sim.host import Host
+from tests.sim.ranks import RankHost
+from tests.sim.scenario import longest_output, random_generation
+from tests.sim.swarm_calls import LETTERS, MODEL, Call, Sink
+from tests.sim.swarm_scene import LONGEST_PROMPT, Scene, may_end_with
+from tests.sim.world import is_whole
+
+UNIX_S = 1_700_000_000.0
+NUM_EVENTS_MAX = 2_000_000
+"""Of one world: a hundred times what the longest takes. More is going round in a circle."""
+NEAR = 1e-6
+_GONE = DiskFaults(load_rate=1.0, store_rate=1.0)
+
+
+class SwarmWorld(FleetWorld):
+    """Made of a scene, with its requests."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.calls: dict[str, Call] = {}
+        """By each of its generations."""
+        self.seen: Counter[str] = Counter()
+        """What happened, and how often."""
+        self.digest = 0
+        """Of all that clients got, and when."""
+        self.sink = Sink()
+        self.num_streamed: Counter[int] = Counter()
+        """Tokens that each front delivered."""
+        self._leaders: list[RankedLeader] = []
+        self._cores: list[PrefillLeader | DecodeLeader] = []
+        self._num_events = 0
+        self._is_too_long: set[str] = set()
+        super().__init__(
+            scene.seed, scene.config, scene.fleet_faults, scene.faults, max_context=scene.max_context,
+            pool_blocks=scene.pool_blocks, wire_s=scene.wire_s, pull_s=scene.pull_s, disk_blocks=scene.disk_blocks,
+            disk_faults=scene.disk_faults,
+        )  # fmt: skip
+        self._plan_troubles()
+        self._add_requests(Random(f"swarm requests {scene.seed}"))
+
+    # ---- requests ----
+    def _add_requests(self, random: Random) -> None:
+        on = self.scene.on
+        if "chats" in on:
+            add_chats(self, random)
+        else:
+            span_s = 0.1 if "rush" in on else random.choice([1.0, 4.0])
+            is_crowd = "crowd" in on  # Short prompts with long answers outgrow what they were let in with.
+            room = min(longest_output(self, 0) - 2, 100 if is_crowd else LONGEST_PROMPT)
+            for number in range(random.randint(10, 20) if is_crowd else random.randint(3, 14)):
+                num_output = random.choice([200, 300] if is_crowd else [40, 120])
+                generation = random_generation(random, f"r{number}", room, num_output)
+                at_s = random.uniform(0.1, 0.1 + span_s) + random.choice([0.0, 0.0, 4.0])
+                self.submit_at(at_s, generation, longest_output(self, len(generation.prompt)))
+                if random.random() < 0.3:
+                    self.clock.at(at_s + random.expovariate(1.0), lambda name=f"r{number}": self.cancel(name))
+        if "too long" in on:
+            for number in range(random.randint(1, 3)):
+                num_prompt = random.choice([longest_output(self, 0), self.max_context, self.max_context + 7])
+                prompt = tuple(random.randrange(VOCAB) for _ in range(num_prompt))
+                self._is_too_long.add(f"x{number}")
+                generation = Generation(f"x{number}", prompt, (), 9, (), 0, Sampling(), 0)
+                self.submit_at(random.uniform(0.1, 4.0), generation, 0)
+        if self.scene.troubles.shutdown_s is not None:
+            self.clock.at(self.scene.troubles.shutdown_s, self._shut_down)
+
+    def _shut_down(self) -> None:
+        if "front" in self.hosts:
+            self.seen["shutdowns"] += 1
+            self.drain()
+
+    def submit(self, generation: Generation, longest: int) -> None:
+        """A request of one or more choices reaches the gateway."""
+        if "front" not in self.hosts:
+            return
+        random, on = Random(f"{self.scene.seed} {generation.request_id}"), self.scene.on
+        if "priorities" in on:
+            generation = msgspec.structs.replace(generation, priority=random.choice([-1, 0, 0, 1, 5]))
+        num_choices = random.choice([1, 2, 3]) if "choices" in on else 1
+        generations = [
+            msgspec.structs.replace(
+                generation, request_id=f"{generation.request_id}{'' if index == 0 else f'/{index}'}",
+                sampling=msgspec.structs.replace(generation.sampling, seed=generation.sampling.seed + index),
+            ) for index in range(num_choices)
+        ]  # fmt: skip
+        call = Call(
+            generations, [Client(one, longest) for one in generations], self._stops(generation, random),
+            tenant=salt_of(generation.salt), now=self.clock.now, tell_front=self._tell_front, books=self.books,
+            timeout_s=self.config.limits.request_timeout_s,
+        )  # fmt: skip
+        for one, client in zip(generations, call.clients, strict=True):
+            if self.config.cache.is_on:
+                self.names.add(msgspec.structs.replace(one, output=tuple(expected_output(one))))
+            self.clients[one.request_id] = client
+            self.calls[one.request_id] = call
+        for one in generations:
+            self.seen["requests"] += 1
+            self.hosts["front"].handle(Submit(one))
+
+    def _stops(self, generation: Generation, random: Random) -> tuple[str, ...]:
+        """Mostly what will be said, or it would never be met."""
+        if "stop strings" not in self.scene.on or random.random() < 0.3:
+            return ()
+        text = "".join(LETTERS[token] for token in expected_output(generation))
+        at = random.randrange(len(text))
+        return text[at : at + random.choice([1, 2, 3])], "".join(random.sample(LETTERS, 2))
+
+    def _tell_front(self, message: Cancel) -> None:
+        self.seen["cancelled generations"] += 1
+        self.hosts["front"].handle(message)
+
+    def cancel(self, request_id: str) -> None:
+        if "cancels" in self.scene.on and request_id in self.calls:
+            self.seen["clients that left"] += not self.calls[request_id].end
+            self.calls[request_id].leave()
+
+    def _deliver(self, effect: Deliver) -> None:
+        super()._deliver(effect)
+        tokens = [token.token for token in effect.tokens]
+        what = self.clock.now(), effect.request_id, tokens, effect.final, effect.error
+        self.digest = zlib.crc32(repr(what).encode(), self.digest)
+        self.num_streamed[len(self.fronts)] += len(effect.tokens)
+        self._verify_end(effect)
+        call = self.calls[effect.request_id]
+        call.mailbox.put(effect)
+        self.clock.after(self.random.choice([0.0, 0.0, self.random.uniform(0, 0.1)]), call.read)
+
+    def _verify_end(self, effect: Deliver) -> None:
+        """Every end has a reason that this scene may have, in words and as a status."""
+        if not effect.final:
+            return
+        self.seen[f"ended {effect.error_status if effect.error else 200}"] += 1
+        if effect.error is None:
+            return
+        name, status = effect.request_id, str(effect.error_status)
+        allowed = {"499"} | may_end_with(self.scene)
+        if name.partition("/")[0] in self._is_too_long:
+            allowed.add("400")
+        assert effect.error.strip(), f"{name} ended with {status} and no reason"
+        assert status in allowed, f"{name} ended with {status}: {effect.error}"
+        assert status not in ("429", "503") or effect.retry_after_s, f"{name}: {status} without a time to come back"
+
+    # ---- processes ----
+    def start_front(self) -> None:
+        for call in self.calls.values():
+            call.lose()
+        self.seen["front restarts"] += bool(self.fronts)
+        super().start_front()
+        front = self.front
+        self.books = Books(
+            self.config, MODEL, self.sink, lambda: front.units.by_name, self.clock.now,
+            lambda: UNIX_S + self.clock.now(),
+        )  # fmt: skip
+
+    def _core(self, *args: Any) -> PrefillLeader | DecodeLeader:
+        core = super()._core(*args)
+        self._cores.append(core)
+        return core
+
+    def _ranked(self, *args: Any) -> RankedLeader:
+        leader = super()._ranked(*args)
+        self._leaders.append(leader)
+        return leader
+
+    # ---- what goes wrong ----
+    def _plan_troubles(self) -> None:
+        troubles = self.scene.troubles
+        acts: dict[str, Callable[[], None]] = {
+            "unit deaths": self._kill_a_unit, "rank deaths": self._kill_a_rank, "freezes": self._freeze,
+            "slow ranks": self._slow, "node deaths": self._kill_nodes,
+        }  # fmt: skip
+        for name, every_s in troubles.every_s.items():
+            self._again(name, acts[name], every_s)
+        self.clock.at(self.faults.until_s, self._calm)
+        if troubles.lost_disk_s is not None and self.disk is not None:
+            self.clock.at(troubles.lost_disk_s[0], self._lose_disk)
+            self.clock.at(troubles.lost_disk_s[1], self._mend_disk)
+
+    def _again(self, name: str, act: Callable[[], None], every_s: float) -> None:
+        def strike() -> None:
+            if self.clock.now() <= self.faults.until_s:
+                act()
+                self._again(name, act, every_s)
+
+        self.clock.after(self.random.expovariate(1 / every_s), strike)
+
+    def _calm(self) -> None:
+        """Steps fail no more: of a prompt of a hundred steps some would fail for ever."""
+        self.faults = replace(self.faults, engine_rate=0.0)
+        for host in self.hosts.values():
+            (host.compute if isinstance(host, RankHost) else host)._fault_rate = 0.0
+
+    def _living(self, *, ranks: bool) -> list[str]:
+        return [n for n, host in self.hosts.items() if host.is_alive and n != "front" and ("." in n) == ranks]
+
+    def _kill_a_unit(self) -> None:
+        for name in self.random.sample(units := self._living(ranks=False), min(1, len(units))):
+            self.seen["unit deaths"] += 1
+            self.kill_unit(name)
+
+    def _kill_a_rank(self) -> None:
+        for name in self.random.sample(ranks := self._living(ranks=True), min(1, len(ranks))):
+            self.seen["rank deaths"] += 1
+            self.kill_unit(name)
+
+    def _kill_nodes(self) -> None:
+        """What shares a machine dies at one instant: units, or ranks of several."""
+        names = self._living(ranks=bool(self._living(ranks=True)) and self.random.random() < 0.5)
+        self.seen["node deaths"] += len(names) > 1
+        for name in self.random.sample(names, min(len(names), self.random.choice([2, 3]))):
+            self.kill_unit(name)
+
+    def _freeze(self) -> None:
+        hosts = [host for name, host in self.hosts.items() if host.is_alive and name != "front" and not host.is_stuck]
+        if hosts:
+            self.seen["freezes"] += 1
+            self._upset(self.random.choice(hosts))
+
+    def _slow(self) -> None:
+        """A process whose steps take many times as long for a while."""
+        hosts = [h for n, h in self.hosts.items() if h.is_alive and n != "front" and h.pool_name]
+        if not hosts:
+            return
+        self.seen["slow ranks"] += 1
+        host = self.random.choice(hosts)
+        slow = host.compute if isinstance(host, RankHost) else host
+        slow._step_s = self._step_s * self.random.choice([5, 30, 200])
+
+        def recover() -> None:
+            slow._step_s = self._step_s
+
+        self.clock.after(self.random.choice([0.3, 2.0]), recover)
+
+    def _lose_disk(self) -> None:
+        assert self.disk is not None
+        self.seen["lost disks"] += 1
+        for name in list(self.disk.name_to_place):
+            self.disk._drop(name)
+        self.disk.faults = _GONE
+
+    def _mend_disk(self) -> None:
+        assert self.disk is not None
+        self.disk.faults = self.scene.disk_faults
+
+    # ---- wires ----
+    def _sender(self, name: str):  # type: ignore[no-untyped-def]
+        send, life, troubles = super()._sender(name), self._num_lives, self.scene.troubles
+
+        def late(to: str, message: AnyMessage) -> None:
+            if troubles.late_rate and self._is_between(name, to) and self.random.random() < troubles.late_rate:
+                self.seen["late messages"] += 1
+                until_s = self.clock.now() + self.random.uniform(0, troubles.late_s)
+                self._last_arrival_s[life, to] = max(until_s, self._last_arrival_s.get((life, to), 0.0))
+            send(to, message)
+
+        return late
+
+    def _is_between(self, name: str, to: str) -> bool:
+        """Whether this wire is one between front and units, while things may go wrong."""
+        return "." not in name and "." not in to and self.clock.now() < self.faults.until_s
+
+    def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
+        lost_rate = self.scene.troubles.lost_rate
+        # Between a leader and its ranks is one connection, which ends when a message of it is lost.
+        is_losable = bool(lost_rate) and self._is_between("", to) and not type(message).__name__.startswith("Rank")
+        if is_losable and self.random.random() < lost_rate:
+            self.seen["lost messages"] += 1
+            return
+        self.seen[f"message {type(message).__name__}"] += 1
+        super()._arrive(to, message, life)
+
+    def _watch(self, life: int, message: AnyMessage) -> None:
+        super()._watch(life, message)
+        if isinstance(message, Load):
+            assert 0 <= message.num_blocks_used <= message.num_blocks, f"{message}"
+            assert message.num_requests >= 0, f"{message}"
+            assert all(0 < value <= 1 + NEAR for value in message.balance.values()), f"mean above maximum: {message}"
+
+    # ---- the end ----
+    def is_over(self) -> bool:
+        self._num_events += 1
+        assert self._num_events < NUM_EVENTS_MAX, f"{NUM_EVENTS_MAX} events, and no end"
+        return super().is_over() and all(call.end for call in self.calls.values())
+
+    def verify_end(self) -> None:
+        """Nothing is held anywhere, and the books agree with what clients got."""
+        for name, call in self.calls.items():
+            assert call.end, f"{name}: its client never heard the end"
+            call.check(self.sink)
+        for number, front in enumerate(self.fronts, 1):
+            totals = front.totals
+            assert totals.tokens_out == self.num_streamed[number], f"{totals}, {self.num_streamed[number]} streamed"
+            ended = totals.finished + totals.cancelled + totals.failed + totals.refused
+            assert ended + len(front.requests.by_id) == totals.submitted, f"{totals}"
+        assert not self.front.check()
+        for name, host in self.hosts.items():
+            self._verify_idle(name, host)
+        self._verify_ledger()
+
+    def _verify_idle(self, name: str, host: Host) -> None:
+        """A unit that nobody asks anything of holds nothing."""
+        role = host.role
+        core = role.core if isinstance(role, RankedLeader) else role
+        if isinstance(role, RankedLeader):
+            assert is_whole(role), f"{name} is not whole"
+            assert not role._asked, f"{name} waits for {role._asked}"
+        if isinstance(core, PrefillLeader | DecodeLeader):
+            assert not core.audit(), core.audit()
+        if isinstance(core, PrefillLeader):
+            held = [*core._waiting, *core._started, *core.leases._leases]
+            assert not held, f"{name} holds {held}"
+        if isinstance(core, DecodeLeader):
+            held = [*core.slots.key_to_slot, *core.slots.moving.arriving]
+            assert not held, f"{name} holds {held}"
+            assert not core.table.state.any(), f"{name}: slots are in use"
+
+    def _verify_ledger(self) -> None:
+        """The day's sums are the facts', and the facts are what was shown."""
+        tally = Tally()
+        tally.add_facts(self.sink.requests.values())
+        calls = {id(call): call for call in self.calls.values() if call.end != "lost"}.values()
+        usages = [call.reply.usage for call in calls]
+        sums = [counts for _, counts in tally]
+        assert sum(one.tokens_out for one in sums) == sum(usage.num_output_tokens for usage in usages)
+        assert sum(one.num_requests for one in sums) == sum(len(call.generations) for call in calls)
+        assert sum(one.income_pico_usd for one in sums) == sum(f.income_pico_usd for f in self.sink.requests.values())
+
+    def count(self) -> Counter[str]:
+        """What the run saw, for the table of the swarm."""
+        seen = self.seen + Counter({f"returned {kind_of(why)}": num for why, num in self.num_returned.items()})
+        seen["all deaths"] += self.num_deaths
+        seen["drains"] += self.num_drains
+        seen["forced drains"] += self.num_forced
+        for front in self.fronts:
+            seen["retries"] += front.totals.retries
+            seen["tokens streamed"] += front.totals.tokens_out
+            seen["tokens hit"] += front.totals.tokens_hit
+        for core in self._cores:
+            if isinstance(core, DecodeLeader):
+                seen["moves"] += core.slots.moving.num_moved
+                seen["moves called off"] += core.slots.moving.num_called_off
+            else:
+                seen.update({name.replace("_", " "): num for name, num in core.cache.totals().items() if num})
+        for leader in self._leaders:
+            seen["generations of units"] += leader.book.generation
+            seen["experts: layers flipped"] += leader.experts.num_layers_flipped
+            seen["experts: replicas moved"] += leader.experts.num_replicas_moved
+            seen["experts: given up"] += leader.experts.num_abandoned
+        return +seen
