@@ -351,6 +351,7 @@ class Front:
         if unit is not None:
             self._unit_down(now_s, message.unit, "restarted")
         self.units.add(message, now_s)
+        self._send(message.unit, FrontUp(self._epoch))  # Or the first it hears of us would make it drop what it has.
 
     def _unit_down(self, now_s: float, name: str, reason: str) -> None:
         """Everything the unit held is lost: its requests go elsewhere, or to its next life."""
