@@ -9,7 +9,7 @@ ARGS   ?=
 UV := UV_FIND_LINKS="$$PIP_FIND_LINKS" UV_PYTHON_DOWNLOADS=never $(BIN)/uv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat eval test test-all check bench bench-quick bench-peers model pins clean
+.PHONY: help setup serve chat eval test test-all swarm check bench bench-quick bench-peers model pins clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test: setup  ## the test suite
 
 test-all: setup  ## the test suite at full sizes (tens of minutes)
 	@HADAL_FULL=1 $(BIN)/python -m pytest $(ARGS)
+
+swarm: setup  ## ten thousand small worlds with random faults; ARGS="--seed 7" repeats one
+	@$(BIN)/python -m tests.sim.swarm $(ARGS)
 
 check: setup  ## ruff and strict type checking
 	@$(BIN)/ruff check .

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from hadal.core.messages import Cancel, Generation, Load, Submit
+from hadal.core.messages import Cancel, Generation, Load, Submit, Tokens
 from hadal.core.plans import Sampling
 from hadal.core.seams import Deliver
 from hadal.core.wire import AnyMessage
@@ -24,6 +24,7 @@ from hadal.roles.prefill import PrefillLeader
 from hadal.roles.ranks import RankedLeader
 from hadal.roles.reasons import kind_of
 from hadal.stats.tally import Tally
+from tests.columns import rows_of
 from tests.sim.chats import add_chats
 from tests.sim.client import Client
 from tests.sim.disk import DiskFaults
@@ -301,6 +302,12 @@ class SwarmWorld(FleetWorld):
         super()._arrive(to, message, life)
 
     def _watch(self, life: int, message: AnyMessage) -> None:
+        if self.scene.faults.duplicate_rate and isinstance(message, Tokens):
+            for ticket, index, *_ in rows_of(message):
+                # A Decode once more when its attempt has ended: it is seated again, and nobody waits for it.
+                if not 0 <= self._next_index.get((life, ticket), 0) <= index:
+                    del self._next_index[life, ticket]
+                    self.seen["attempts seated twice"] += 1
         super()._watch(life, message)
         if isinstance(message, Load):
             assert 0 <= message.num_blocks_used <= message.num_blocks, f"{message}"

@@ -11,6 +11,7 @@ from hadal.core.messages import (
     Ahead,
     Cancel,
     Decode,
+    FrontUp,
     KvLease,
     Load,
     Prefill,
@@ -228,3 +229,14 @@ def test_what_is_refused_for_want_of_room_was_asked_for() -> None:
 
 def test_without_a_fleet_nobody_is_told() -> None:
     assert sent(front(mode="off").handle(9.0, Tick()), Demand) == []
+
+
+def test_a_unit_that_comes_up_hears_of_the_front_before_it_is_given_anything() -> None:
+    """A unit drops all it holds when it first hears of a front. A late word of its last life had the front ask who is
+    there, after it had sent requests: they were dropped, and hung (swarm seed 326)."""
+    made = Front(Deployment(), epoch="f1", max_context=1000)
+    made.handle(0.0, Submit(generation()))
+    made.handle(0.1, UnitUp("decode-0", "decode", "d1", 20, 4))
+    effects = made.handle(0.1, UnitUp("prefill-0", "prefill", "p2", 20, 4))
+    assert [type(effect.message) for effect in of(effects, Send)] == [FrontUp, Prefill]
+    assert sent(made.handle(0.2, UnitUp("prefill-0", "prefill", "p2", 20, 4)), FrontUp) == []  # Its answer to that.

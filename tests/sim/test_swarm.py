@@ -1,0 +1,110 @@
+"""A slice of the swarm with every run of the tests: fixed seeds, fresh ones, those that once found something, and that
+the swarm can fail at all. `make swarm` runs ten thousand, as HADAL_FULL=1 does here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from hadal.roles.front_units import UnitBook
+from hadal.roles.rank_pools import RankPools
+from tests.fresh import fresh
+from tests.sim.swarm import command, draw, run, run_all, run_seed, shrink
+from tests.sim.swarm_scene import FAULTS, FEATURES
+
+NUM_FIXED = 20
+NUM_FULL = 10_000
+STEP = 20
+FOUND_SEEDS = [326, 1008]
+"""Each of them failed once."""
+FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+
+
+@pytest.mark.parametrize("seed", [*range(NUM_FIXED), *FOUND_SEEDS, *FRESH_SEEDS])
+def test_seed(seed: int) -> None:
+    run_seed(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(NUM_FIXED, NUM_FULL, STEP))
+def test_ten_thousand(first: int) -> None:
+    found = run_all(range(first, first + STEP))
+    assert not found.errors, "\n".join(command(seed) for seed in found.errors)
+
+
+def test_a_seed_is_the_same_run_in_every_process() -> None:
+    """Whatever order Python gives to sets of strings."""
+    seeds = [0, 3]
+    here = [f"{run_seed(seed).digest:08x}" for seed in seeds]
+    code = f"from tests.sim.swarm import run_seed\nfor seed in {seeds}: print(f'{{run_seed(seed).digest:08x}}')"
+    for hash_seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        there = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
+        )
+        assert there.stdout.split() == here
+
+
+def test_everything_is_drawn() -> None:
+    on: Counter[str] = Counter()
+    for seed in range(300):
+        on.update(draw(seed).on)
+    assert on.keys() == {*FEATURES, *FAULTS}
+    assert min(on.values()) > 15, on
+    assert max(on.values()) < 220, on
+
+
+def test_what_leaks_is_found_and_the_command_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = RankPools.free
+
+    def leaky(self: RankPools, rank: int, block_ids: tuple[int, ...], owner: object) -> None:
+        if owner != ("r2", 0):
+            free(self, rank, block_ids, owner)
+
+    monkeypatch.setattr(RankPools, "free", leaky)
+    found = run_all(range(12))
+    assert found.errors
+    assert all(command(seed) in error for seed, error in found.errors.items())
+
+
+@pytest.mark.full
+def test_shrinking_leaves_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken so that only a fleet's drains show it."""
+    monkeypatch.setattr(UnitBook, "decode_views", _blind_to_drains(UnitBook.decode_views))
+    seed = next(seed for seed in range(40) if "fleet" in draw(seed).on and seed in run_all([seed]).errors)
+    out = shrink(seed)
+    left = draw(seed).on - out
+    assert "fleet" in left
+    assert len(left) < len(draw(seed).on)
+    with pytest.raises(AssertionError):
+        run(draw(seed, out))
+
+
+def _blind_to_drains(views):  # type: ignore[no-untyped-def]
+    def blind(book: UnitBook):  # type: ignore[no-untyped-def]
+        drains = {name: unit.drain_by_s for name, unit in book.by_name.items()}
+        for unit in book.by_name.values():
+            unit.drain_by_s = None
+        try:
+            return views(book)
+        finally:
+            for name, unit in book.by_name.items():
+                unit.drain_by_s = drains[name]
+
+    return blind
+
+
+def test_the_slice_reaches_what_it_is_for() -> None:
+    """Not that all goes well where nothing happens."""
+    found = run_all(range(20))
+    assert not found.errors
+    reached = (
+        "all deaths", "retries", "drains", "freezes", "experts: layers flipped", "ended 429", "ended 499", "ended 503",
+        "clients that left", "memory hit tokens", "stored blocks", "front restarts", "message Ahead", "message Stop",
+    )  # fmt: skip
+    assert [what for what in reached if not found.seen[what]] == []
