@@ -33,6 +33,8 @@ FLEET_LIMIT_S = 900.0
 WALL_S = 300
 """Real: a role that goes round in a circle within one event shows its stack after so long."""
 _BATCH = 20
+_TOLD = 200
+"""Where the output is a file, a line every so many seeds stands for the bar."""
 
 
 @dataclass
@@ -136,9 +138,16 @@ def run_many(first: int, num: int, jobs: int, console: Console) -> Found:
             part = future.result()
             found.add(part)
             progress.update(task, advance=part.num_seeds, description=f"seeds, {len(found.errors)} failed")
+            if not console.is_terminal and found.num_seeds % _TOLD == 0:
+                console.print(f"{found.num_seeds} of {num} seeds, {len(found.errors)} failed")
             for seed, error in part.errors.items():
-                console.print(f"{error.strip().splitlines()[-2]}\n{command(seed)}", markup=False)
+                console.print(f"{_reason(error)}\n{command(seed)}", markup=False)
     return found
+
+
+def _reason(trace: str) -> str:
+    """The line of a traceback that says what it was."""
+    return [line for line in trace.splitlines() if line and not line.startswith((" ", "at "))][-1]
 
 
 def table_of(found: Found) -> Table:

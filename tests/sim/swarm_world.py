@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from hadal.core.messages import Cancel, Generation, Load, Submit, Tokens
+from hadal.core.messages import Cancel, Generation, Key, Load, Pulled, Returned, Submit, Tokens
 from hadal.core.plans import Sampling
 from hadal.core.seams import Deliver
 from hadal.core.wire import AnyMessage
@@ -22,7 +22,7 @@ from hadal.gateway.tenants import salt_of
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.prefill import PrefillLeader
 from hadal.roles.ranks import RankedLeader
-from hadal.roles.reasons import kind_of
+from hadal.roles.reasons import LEASE_EXPIRED, kind_of
 from hadal.stats.tally import Tally
 from tests.columns import rows_of
 from tests.sim.chats import add_chats
@@ -62,6 +62,8 @@ class SwarmWorld(FleetWorld):
         self._cores: list[PrefillLeader | DecodeLeader] = []
         self._num_events = 0
         self._is_too_long: set[str] = set()
+        self._pulled_s: dict[Key, float] = {}
+        """When the front heard that an attempt's KV is at its decode unit."""
         super().__init__(
             scene.seed, scene.config, scene.fleet_faults, scene.faults, max_context=scene.max_context,
             pool_blocks=scene.pool_blocks, wire_s=scene.wire_s, pull_s=scene.pull_s, disk_blocks=scene.disk_blocks,
@@ -299,7 +301,18 @@ class SwarmWorld(FleetWorld):
             self.seen["lost messages"] += 1
             return
         self.seen[f"message {type(message).__name__}"] += 1
+        match message:
+            case Pulled(_, request_id, attempt):
+                self._pulled_s.setdefault((request_id, attempt), self.clock.now())
+            case Returned(_, request_id, attempt, reason) if kind_of(reason) == LEASE_EXPIRED:
+                self._verify_lease((request_id, attempt))
         super()._arrive(to, message, life)
+
+    def _verify_lease(self, key: Key) -> None:
+        """A lease that runs out is of KV that nobody has pulled: else it is given back at once."""
+        is_on_time = not (self.scene.on & {"lost messages", "late messages", "front restarts", "freezes"})
+        held_s = self.clock.now() - self._pulled_s.get(key, self.clock.now())
+        assert not is_on_time or held_s < 4 * self._wire_s + NEAR, f"{key} was pulled {held_s} s ago, and not released"
 
     def _watch(self, life: int, message: AnyMessage) -> None:
         if self.scene.faults.duplicate_rate and isinstance(message, Tokens):
