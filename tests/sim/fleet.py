@@ -102,7 +102,7 @@ class FleetWorld(World):
                 self._perhaps(lambda: self.tell_fleet(message))
                 return
             if name == "front" and isinstance(message, Prefill | Decode | Ahead):
-                assert self.front.units.by_name[to].is_open, f"{type(message).__name__} to {to}, which drains"
+                assert self.front.units.by_name[to].drain_by_s is None, f"{type(message).__name__} to draining {to}"
             send(to, message)
 
         return with_fleet

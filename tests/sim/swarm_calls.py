@@ -121,6 +121,8 @@ class Call:
         try:
             for index, deliver in items:
                 self.reply._assemble(index, deliver)
+                name, finish = self.generations[index].request_id, self.work.choices[index].assembler.finish
+                assert finish is None or name not in self.mailbox.open_ids, f"{name} ended, and still runs"
         except ApiError as error:
             self.error = str(error)
             self._close(str(error.status))
