@@ -73,7 +73,7 @@ class StepScheduler:
         works = (whole,) if num == 1 else halve_works(whole)
         # Of each op the longest of all ranks' times comes back (roles/rank_results): what grows with tokens from the
         # rank that has most of them, what grows with pairs from the one that has most of those.
-        longest = Work(*(max(column) for column in zip(*rank_to_work, strict=True)))
+        longest = Work(int(tokens_R.max()), int(pairs_R.max()))
         self._in_flight[step_id] = (longest,) if num == 1 else halve_works(longest)
         return Choice(schedule.name, num, works)
 
