@@ -68,17 +68,22 @@ def total_params(model: ModelConfig) -> int:
     )  # fmt: skip
 
 
-def weight_bytes(model: ModelConfig, num_slots: int, num_draft_layers: int = 0) -> int:
+def weight_bytes(
+    model: ModelConfig, num_slots: int, num_draft_layers: int = 0, expert_bytes: float = FP8_BYTES
+) -> int:
     """Of a rank with `num_slots` expert replicas in each layer: FP8, embedding and head BF16.
 
     A draft layer is an MoE layer and a projection of two hidden states to one (V3 report 2.2); it shares the rest.
+    `expert_bytes`: of a routed expert's weight, scales included.
     """
-    moe = (num_slots + model.n_shared_experts) * expert_params(model) + model.hidden_size * model.n_routed_experts
+    num_layers = num_moe_layers(model) + num_draft_layers
+    moe = model.n_shared_experts * expert_params(model) + model.hidden_size * model.n_routed_experts
     fp8 = (
         model.num_hidden_layers * mla_params(model) + model.first_k_dense_replace * dense_params(model)
-        + num_moe_layers(model) * moe + num_draft_layers * (mla_params(model) + moe + 2 * model.hidden_size**2)
+        + num_layers * moe + num_draft_layers * (mla_params(model) + 2 * model.hidden_size**2)
     )  # fmt: skip
-    return fp8 * FP8_BYTES + 2 * model.vocab_size * model.hidden_size * BF16_BYTES
+    routed = round(num_layers * num_slots * expert_params(model) * expert_bytes)
+    return fp8 * FP8_BYTES + routed + 2 * model.vocab_size * model.hidden_size * BF16_BYTES
 
 
 def kv_bytes_per_token(model: ModelConfig, num_layers: int | None = None) -> int:

@@ -22,7 +22,7 @@ from hadal.perf.hardware import H800, Hardware
 from hadal.perf.imbalance import expected_imbalance
 from hadal.perf.layer import Kernel, Layer, MicroBatch, kernels_of, op_seconds
 from hadal.perf.price import OpSeconds, price_stack
-from hadal.perf.roofline import BF16, FP4, FP8, Roofline
+from hadal.perf.roofline import BF16, DTYPE_BYTES, FP4, FP8, Roofline
 from hadal.perf.shapes import DEEPSEEK_V3, causal_pairs, kv_bytes_per_token, num_moe_layers, weight_bytes
 from hadal.perf.traffic import COMM_SMS, Links
 
@@ -197,7 +197,8 @@ class StepModel:
         # Drafts beyond the model's draft layers come from those again.
         num_draft_layers = min(mtp_tokens, self.model.num_nextn_predict_layers)
         kv_bytes = kv_bytes_per_token(self.model, self.model.num_hidden_layers + num_draft_layers)
-        return weight_bytes(self.model, self.num_slots, num_draft_layers) + kv_tokens * kv_bytes
+        weights = weight_bytes(self.model, self.num_slots, num_draft_layers, DTYPE_BYTES[self.expert_dtype])
+        return weights + kv_tokens * kv_bytes
 
     def kernels(self, phase: str, batch: MicroBatch, *, is_overlapped: bool) -> tuple[Kernel, ...]:
         """An MoE layer's kernels on one micro-batch."""

@@ -34,6 +34,8 @@ def test_weights_of_a_rank() -> None:
     """DeepSeek's units: two slots a decode rank, nine a prefill rank."""
     assert weight_bytes(DEEPSEEK_V3, 2) == pytest.approx(24.2e9, rel=0.01)
     assert weight_bytes(DEEPSEEK_V3, 9) == pytest.approx(42.1e9, rel=0.01)
+    routed = 58 * 9 * expert_params(DEEPSEEK_V3)
+    assert weight_bytes(DEEPSEEK_V3, 9) - weight_bytes(DEEPSEEK_V3, 9, expert_bytes=0.5) == routed / 2
 
 
 def test_kv_and_messages_to_the_byte() -> None:
