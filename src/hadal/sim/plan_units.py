@@ -1,0 +1,308 @@
+"""Every unit that could be: what it does within a promise on latency, by the step model, or why it cannot.
+
+A decode unit's batch is the largest that keeps TPOT and fits in memory; TPOT rises with the batch, so it is found by
+bisection. A prefill unit takes what waits into its next step, so its steps are as long as the load makes them: a prompt
+waits for half a step, for the one that was planned meanwhile, and for its own, which bounds how long steps may be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.core.model_config import ModelConfig
+from hadal.perf.explain import StepPrice
+from hadal.perf.hardware import Hardware
+from hadal.perf.roofline import FP4, FP8
+from hadal.perf.shapes import kv_bytes_per_token
+from hadal.perf.step import MTP_ACCEPT, StepModel
+from hadal.policy.capacity import USE_MAX, prefill_use
+from hadal.policy.slo import MEAN, Slo
+from hadal.sim.plan_traffic import Traffic
+from hadal.sim.world import HBM_SHARE
+
+DECODE_UNITS: dict[tuple[int, int], float] = {
+    (4, 0): 1.0, (8, 0): 1.0, (8, 32): 1.0, (16, 0): 1.0, (16, 32): 1.0, (32, 0): 1.065, (32, 32): 1.0, (64, 0): 1.608,
+    (64, 64): 1.001, (72, 32): 1.003, (72, 104): 1.001, (96, 32): 1.013, (96, 128): 1.002, (128, 0): 2.981,
+    (128, 128): 1.004, (144, 32): 1.151, (144, 176): 1.004, (192, 128): 1.034, (288, 32): 2.079, (320, 64): 1.69,
+}  # fmt: skip
+"""(ranks, redundant experts) -> maximum over mean of what ranks receive over a whole run, mean over layers: our
+balancer, placing freely, on SGLang's published loads of three decode workloads. Where it says 1.00 for some redundancy,
+more of it only takes memory and is not tried."""
+PREFILL_UNITS: dict[tuple[int, int], float] = {
+    (4, 0): 1.0, (8, 0): 1.0, (16, 0): 1.012, (32, 0): 1.246, (32, 32): 1.158, (64, 64): 1.66, (72, 32): 1.003,
+}
+"""The same for prefill units, whose groups of experts stay on a node of eight (mean of five prefill workloads), but for
+72, which only units within one NVLink domain have."""
+CHUNKS = (1024, 2048, 4096, 8192, 16384, 32768)
+"""Tokens of a rank in a prefill step, at most."""
+BATCH_MAX = 1024
+"""Requests of a decode rank: nobody plans for more."""
+KV_USE = 0.9
+"""Of a KV pool, in use as planned: the rest is for requests that are longer than the mean."""
+KV_UNEVEN = 1.03
+"""Core attention of the busiest decode rank over the mean."""
+PROMPTS_UNEVEN = 1.15
+"""Core attention of the busiest prefill rank over the mean: a step has a few prompts a rank, of all lengths."""
+STEPS_BEFORE = 1.5
+"""Of a prompt's own: half of the one that runs, and the one that was planned while it ran (two are in flight)."""
+SPARE_SIGMAS = 2.0
+"""Room for requests that come unevenly: standard deviations of their number, which is Poisson's."""
+
+
+@dataclass(frozen=True)
+class DecodeUnit:
+    """A decode unit within the promise."""
+
+    model: StepModel
+    mtp_tokens: int
+    batch: int
+    """Requests of a rank."""
+    tpot_s: float
+    """At that batch."""
+    tokens_per_s: float
+    """Of the unit at that batch."""
+    is_memory_bound: bool
+    """A larger batch would keep the promise, and does not fit."""
+    price: StepPrice
+
+    @property
+    def tokens_per_s_gpu(self) -> float:
+        return self.tokens_per_s / self.model.num_ranks
+
+    def __str__(self) -> str:
+        drafts = f", {self.mtp_tokens} draft{'s' if self.mtp_tokens > 1 else ''}" if self.mtp_tokens else ""
+        return f"EP{self.model.num_ranks}+{self.model.num_redundant}{_dtype(self.model)}{drafts}"
+
+
+@dataclass(frozen=True)
+class PrefillUnit:
+    """A prefill unit within the promise."""
+
+    model: StepModel
+    chunk_tokens: int
+    """Of a rank in a step, at most."""
+    tokens_per_s: float
+    """Prompt tokens, cached ones among them, in full steps."""
+    use: float
+    """Up to which share of that it keeps the promise."""
+    step_s: float
+    """At that use."""
+    ttft_s: float
+    """What is then expected of what is promised."""
+    price: StepPrice
+
+    @property
+    def tokens_per_s_kept(self) -> float:
+        """Within the promise."""
+        return self.tokens_per_s * self.use
+
+    @property
+    def tokens_per_s_gpu(self) -> float:
+        return self.tokens_per_s_kept / self.model.num_ranks
+
+    def __str__(self) -> str:
+        model = self.model
+        return f"EP{model.num_ranks}+{model.num_redundant}{_dtype(model)}, steps of {self.chunk_tokens // 1024}K"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A unit that cannot keep the promise, or cannot be at all."""
+
+    role: str
+    hardware: str
+    num_ranks: int
+    num_redundant: int
+    what: str
+    """The unit, as __str__ of one that is."""
+    why: str
+    """A sentence without its full stop."""
+    shortfall: float = math.inf
+    """How many times over the promise it is: the least of them is the next best. inf: it does not fit."""
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """What units of one hardware are priced for."""
+
+    hardware: Hardware
+    model: ModelConfig
+    traffic: Traffic
+    slo: Slo
+    mtp_accept: float = MTP_ACCEPT
+    decode_share: float = 1.0
+    """Of what the step model promises, what is believed: a simulation that took longer than planned lowers it."""
+    prefill_share: float = 1.0
+
+    @cached_property
+    def _new(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        return self.traffic.new_quantiles()
+
+    # ---- decode ----
+    def decode_units(self, mtp_tokens: int, dtypes: tuple[str, ...] = (FP8,)) -> Iterator[DecodeUnit | Rejected]:
+        """All of them."""
+        for dtype in dtypes:
+            for (num_ranks, num_redundant), placed in DECODE_UNITS.items():
+                model = self._model(num_ranks, num_redundant, placed, dtype)
+                if model is not None:
+                    yield self.decode(model, mtp_tokens)
+
+    def decode(self, model: StepModel, mtp_tokens: int) -> DecodeUnit | Rejected:
+        """The largest batch of this unit."""
+        draft = f", {mtp_tokens} drafts" if mtp_tokens else ""
+
+        def no(why: str, shortfall: float = math.inf) -> Rejected:
+            what = f"EP{model.num_ranks}+{model.num_redundant}{_dtype(model)}{draft}"
+            return Rejected("decode", self.hardware.name, model.num_ranks, model.num_redundant, what, why, shortfall)
+
+        most = self._batch_in_memory(model, mtp_tokens)
+        if most < 1:
+            return no(self._no_room(model, mtp_tokens))
+        limit_s = self.slo.tpot_s * self.decode_share
+
+        @cache
+        def at(batch: int) -> StepPrice:
+            return self._decode_price(model, batch, mtp_tokens)
+
+        def tpot_s(batch: int) -> float:
+            return 1.0 / (at(batch).tokens_per_s_user or math.inf)
+
+        if tpot_s(1) > limit_s:
+            ratio = tpot_s(1) / self.slo.tpot_s
+            return no(f"TPOT {_ms(tpot_s(1))} > {_ms(limit_s)} at batch 1", ratio)
+        is_memory_bound = tpot_s(most) <= limit_s
+        low, high = (most, most) if is_memory_bound else (1, most)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if tpot_s(middle) <= limit_s else (low, middle)
+        price = at(low)
+        tokens_per_s = price.tokens_per_s_gpu * model.num_ranks
+        return DecodeUnit(model, mtp_tokens, low, tpot_s(low), tokens_per_s, is_memory_bound, price)
+
+    def _decode_price(self, model: StepModel, batch: int, mtp_tokens: int) -> StepPrice:
+        return model.decode(
+            batch, self.traffic.kv_length_mean, mtp_tokens, mtp_accept=self.mtp_accept, attention_imbalance=KV_UNEVEN
+        )
+
+    def _batch_in_memory(self, model: StepModel, mtp_tokens: int) -> int:
+        one_tokens = self.traffic.kv_length_mean + BLOCK_TOKENS / 2
+        one = model.hbm_bytes(one_tokens, mtp_tokens) - model.hbm_bytes(0, mtp_tokens)
+        return min(BATCH_MAX, max(0, int(KV_USE * self._kv_bytes(model, mtp_tokens) / one)))
+
+    # ---- prefill ----
+    def prefill_units(self, dtypes: tuple[str, ...] = (FP8,)) -> Iterator[PrefillUnit | Rejected]:
+        """All of them, with every size of a step."""
+        for dtype in dtypes:
+            for (num_ranks, num_redundant), placed in PREFILL_UNITS.items():
+                if num_ranks > 64 and num_ranks > self.hardware.nvlink_domain:
+                    continue
+                if self.hardware.nvlink_domain >= num_ranks:
+                    placed = min(placed, DECODE_UNITS.get((num_ranks, num_redundant), placed))
+                model = self._model(num_ranks, num_redundant, placed, dtype)
+                if model is not None:
+                    yield from self.prefill_sizes(model)
+
+    def prefill_sizes(self, model: StepModel, chunks: tuple[int, ...] = CHUNKS) -> list[PrefillUnit | Rejected]:
+        """This unit with steps of so many tokens a rank at most, each."""
+
+        @cache
+        def at(tokens: float) -> StepPrice:
+            return self._prefill_price(model, tokens)
+
+        return [self._prefill(model, chunk, at) for chunk in chunks]
+
+    def _prefill(self, model: StepModel, chunk_tokens: int, at: Callable[[float], StepPrice]) -> PrefillUnit | Rejected:
+        traffic, slo = self.traffic, self.slo
+
+        def no(why: str, shortfall: float = math.inf) -> Rejected:
+            what = f"EP{model.num_ranks}+{model.num_redundant}{_dtype(model)}, steps of {chunk_tokens // 1024}K"
+            return Rejected("prefill", self.hardware.name, model.num_ranks, model.num_redundant, what, why, shortfall)
+
+        # Three steps' prompts at once: computed, planned, and computed but not yet pulled by decode.
+        needed = 3.0 * max(chunk_tokens / (1.0 - traffic.cached_share), traffic.tokens_in)
+        if needed * kv_bytes_per_token(self.model) > self._kv_bytes(model, 0):
+            if self._kv_bytes(model, 0) <= 0:
+                return no(self._no_room(model, 0))
+            return no(f"KV of steps of {chunk_tokens:,} tokens does not fit: weights take {_gb(model.hbm_bytes(0))}")
+        limit_s = slo.ttft_s * self.prefill_share
+
+        def ttft_s(tokens: float) -> tuple[float, float]:
+            step_s = at(tokens).seconds
+            return step_s, step_s * (STEPS_BEFORE + self._own_steps(tokens))
+
+        # A longer step takes longer, and a prompt needs fewer of them: TTFT falls first, then rises.
+        sizes = [64.0 * 2.0 ** (0.5 * i) for i in range(round(2 * math.log2(chunk_tokens / 64.0)) + 1)]
+        expected = [ttft_s(size)[1] for size in sizes]
+        if min(expected) > limit_s:
+            return no(f"TTFT {min(expected):.2f} s > {limit_s:.2f} s with steps of any length", min(expected) / limit_s)
+        whole = at(sizes[-1])
+        full_s, expected_s = ttft_s(sizes[-1])
+        tokens_per_s = whole.tokens_per_s_gpu * model.num_ranks / (1.0 - traffic.cached_share)
+        if expected_s < limit_s:
+            # Steps are full before the promise is broken: what comes beyond waits in a queue.
+            servers = max(1, round(model.num_ranks * chunk_tokens / traffic.tokens_new))
+            spread = 1.0 if slo.ttft_quantile == MEAN else math.log(1.0 / (1.0 - slo.ttft_quantile))
+            use = prefill_use(expected_s, expected_s + (limit_s - expected_s) / spread, servers, traffic.variation_in)
+            step_s = full_s
+        else:
+            kept = max(i for i, seconds in enumerate(expected) if seconds <= limit_s)
+            tokens = _longest(ttft_s, limit_s, sizes[kept], sizes[min(kept + 1, len(sizes) - 1)])
+            step_s, expected_s = ttft_s(tokens)
+            use = min(USE_MAX, tokens / step_s / (chunk_tokens / full_s))
+        return PrefillUnit(model, chunk_tokens, tokens_per_s, use, step_s, expected_s, whole)
+
+    def _own_steps(self, tokens: float) -> float:
+        """Steps of a prompt itself: of the mean one, or at the promised quantile."""
+        if self.slo.ttft_quantile != MEAN:
+            return max(1.0, self.traffic.new_at(self.slo.ttft_quantile) / tokens)
+        return float(np.maximum(1.0, self._new / tokens).mean())
+
+    def _prefill_price(self, model: StepModel, tokens: float) -> StepPrice:
+        traffic = self.traffic
+        return model.prefill(
+            tokens, traffic.tokens_in, traffic.tokens_in * traffic.cached_share, attention_imbalance=PROMPTS_UNEVEN
+        )
+
+    # ---- both ----
+    def _model(self, num_ranks: int, num_redundant: int, placed: float, dtype: str) -> StepModel | None:
+        """None: there is no such unit of this hardware, or of this model."""
+        per_node = self.hardware.gpus_per_node
+        if (self.model.n_routed_experts + num_redundant) % num_ranks or (num_ranks > per_node and num_ranks % per_node):
+            return None
+        if dtype == FP4 and not self.hardware.fp4_flops:
+            return None
+        return StepModel(
+            num_ranks, self.hardware, self.model, num_redundant=num_redundant, placed=placed, expert_dtype=dtype
+        )
+
+    def _kv_bytes(self, model: StepModel, mtp_tokens: int) -> float:
+        return HBM_SHARE * self.hardware.hbm_bytes - model.hbm_bytes(0, mtp_tokens)
+
+    def _no_room(self, model: StepModel, mtp_tokens: int) -> str:
+        return f"does not fit: weights {_gb(model.hbm_bytes(0, mtp_tokens))} of {_gb(self.hardware.hbm_bytes)}"
+
+
+def _longest(ttft_s: Callable[[float], tuple[float, float]], limit_s: float, low: float, high: float) -> float:
+    """Tokens of a step with which the promise is just kept: by `low`, not by `high`."""
+    for _ in range(12):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if ttft_s(middle)[1] <= limit_s else (low, middle)
+    return low
+
+
+def _dtype(model: StepModel) -> str:
+    return " fp4" if model.expert_dtype == FP4 else ""
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.0f} GB"

@@ -1,0 +1,27 @@
+"""Prices of GPU-hours: a source for each, and a given one goes first."""
+
+import pytest
+
+from hadal.perf.hardware import HARDWARE
+from hadal.perf.rents import RENTS, rents
+
+
+def test_only_what_has_a_source_has_a_price() -> None:
+    assert RENTS.keys() == {"h800", "h100", "h200", "gb200"}
+    for name, rent in RENTS.items():
+        assert rent.usd == HARDWARE[name].usd_per_gpu_hour
+        assert rent.source
+        assert rent.as_of
+
+
+def test_a_given_price_goes_first() -> None:
+    found = rents({"H20": 1.2, "h800": 3.0})
+    assert found["h20"].usd == 1.2
+    assert found["h800"].usd == 3.0
+    assert found["h100"] == RENTS["h100"]
+
+
+@pytest.mark.parametrize("given", [{"h900": 1.0}, {"h20": 0.0}, {"h20": float("nan")}, {"h20": float("inf")}])
+def test_no_hardware_and_no_price(given: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"not known|above 0"):
+        rents(given)
