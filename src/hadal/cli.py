@@ -16,6 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from hadal import __version__
+from hadal.commands.plan import EPILOG as PLAN_EPILOG
+from hadal.commands.plan import plan as plan_deployment
 from hadal.commands.replay import EPILOG as REPLAY_EPILOG
 from hadal.commands.replay import replay
 from hadal.commands.step import EPILOG as STEP_EPILOG
@@ -288,6 +290,7 @@ def balance(
 
 app.command(epilog=STEP_EPILOG)(step)
 app.command(epilog=REPLAY_EPILOG)(replay)
+app.command(name="plan", epilog=PLAN_EPILOG)(plan_deployment)
 
 
 def _read_json(path: Path) -> Any:

@@ -80,6 +80,7 @@ class Plan:
     prefill: RolePlan
     decode: RolePlan
     rules: DayRules
+    mtp_accept: float
 
     @property
     def gpu_hours(self) -> float:
@@ -138,7 +139,7 @@ class HardwarePlans:
         pricing = self.pricing
         return Plan(
             pricing.hardware, self.rent, pricing.traffic, pricing.slo, self.prefill[prefill], self.decode[decode],
-            self.prefill_plans[prefill], self.decode_plans[decode], self.choice.rules,
+            self.prefill_plans[prefill], self.decode_plans[decode], self.choice.rules, pricing.mtp_accept,
         )  # fmt: skip
 
     def ranked(self) -> list[Plan]:

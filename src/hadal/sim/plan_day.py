@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hadal.perf.hardware import Hardware
 from hadal.policy.demand import DAY_S, DayShape
 from hadal.policy.scaling import RoleRules, ScalingRules
 from hadal.roles.fleet import Fleet
@@ -76,7 +75,7 @@ def bundled_hours(means: Sequence[float], num_ranks: Sequence[int], sizes: Seque
 
 
 def fluid_day(
-    traffic: Traffic, hardware: Hardware, rules: DayRules, model: UnitModel, prefill: RoleRules, decode: RoleRules,
+    traffic: Traffic, rules: DayRules, model: UnitModel, prefill: RoleRules, decode: RoleRules,
     decode_tokens_per_s: float, rng: np.random.Generator,
 ) -> Day:  # fmt: skip
     """The traffic's day under the real fleet role, as a liquid."""

@@ -90,16 +90,12 @@ class Traffic:
         """Of the day's shape: its highest point over its mean."""
         return float(self.shape.at(np.arange(0.0, DAY_S, 300.0)).max())
 
-    def new_at(self, quantile: float) -> float:
-        """Computed tokens of the prompt at this quantile."""
-        if self.lengths is not None:
-            return float(np.quantile(self.lengths[0], quantile)) * (1.0 - self.cached_share)
-        return _log_normal_at(self.tokens_new, self.variation_in, quantile)
-
     def new_quantiles(self) -> Floats:
         """Computed tokens of prompts, [NUM_QUANTILES], equally many requests each."""
         middles = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
-        return np.array([self.new_at(float(middle)) for middle in middles])
+        if self.lengths is not None:
+            return np.asarray(np.quantile(self.lengths[0], middles) * (1.0 - self.cached_share))
+        return np.array([_log_normal_at(self.tokens_new, self.variation_in, float(at)) for at in middles])
 
     def draw(self, size: int, rng: Generator) -> tuple[Ints, Ints]:
         """(tokens in, tokens out) of so many requests."""
@@ -107,9 +103,11 @@ class Traffic:
             rows = rng.integers(0, len(self.lengths[0]), size)
             return self.lengths[0][rows], self.lengths[1][rows]
         normal = rng.standard_normal((2, size))
+        # As spread as the mean context says, where that is known.
+        spread2 = 2.0 * (self.kv_length_mean - self.tokens_in) / self.tokens_out - 1.0
         return (
             _log_normal(self.tokens_in, self.variation_in, normal[0]),
-            _log_normal(self.tokens_out, self.variation_out, normal[1]),
+            _log_normal(self.tokens_out, math.sqrt(max(0.0, spread2)), normal[1]),
         )
 
     def curve(self) -> DemandCurve:

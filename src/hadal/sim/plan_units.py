@@ -16,15 +16,19 @@ import numpy as np
 
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
+from hadal.overlap.plan import SCHEDULES
 from hadal.perf.explain import StepPrice
+from hadal.perf.extrapolation import prefill_flags
 from hadal.perf.hardware import Hardware
+from hadal.perf.imbalance import expected_maximum
+from hadal.perf.layer import MicroBatch
 from hadal.perf.roofline import FP4, FP8
-from hadal.perf.shapes import kv_bytes_per_token
-from hadal.perf.step import MTP_ACCEPT, StepModel
+from hadal.perf.shapes import causal_pairs, kv_bytes_per_token
+from hadal.perf.step import MTP_ACCEPT, PREFILL, StepModel
 from hadal.policy.capacity import USE_MAX, prefill_use
 from hadal.policy.slo import MEAN, Slo
 from hadal.sim.plan_traffic import Traffic
-from hadal.sim.world import HBM_SHARE
+from hadal.sim.world_units import HBM_SHARE
 
 DECODE_UNITS: dict[tuple[int, int], float] = {
     (4, 0): 1.0, (8, 0): 1.0, (8, 32): 1.0, (16, 0): 1.0, (16, 32): 1.0, (32, 0): 1.065, (32, 32): 1.0, (64, 0): 1.608,
@@ -43,14 +47,25 @@ CHUNKS = (1024, 2048, 4096, 8192, 16384, 32768)
 """Tokens of a rank in a prefill step, at most."""
 BATCH_MAX = 1024
 """Requests of a decode rank: nobody plans for more."""
+HBM_FULL = 0.98
+"""Of memory, when everything is in it."""
 KV_USE = 0.9
 """Of a KV pool, in use as planned: the rest is for requests that are longer than the mean."""
 KV_UNEVEN = 1.03
 """Core attention of the busiest decode rank over the mean."""
-PROMPTS_UNEVEN = 1.15
-"""Core attention of the busiest prefill rank over the mean: a step has a few prompts a rank, of all lengths."""
-STEPS_BEFORE = 1.5
-"""Of a prompt's own: half of the one that runs, and the one that was planned while it ran (two are in flight)."""
+TOKENS_UNEVEN, PAIRS_UNEVEN = 1.0, 1.5
+"""How far the busiest prefill rank's tokens, and its (token, position) pairs, are above the mean, in units of
+expected_maximum(ranks) x sqrt((1 + variation^2) / 2) / sqrt(prompts of a rank's step). Fitted: steps of simulated units
+of 16 and 32 H800 with 0.4 to 2.5 prompts a rank, of log-normal lengths, then take what this says to -8 and +18 %."""
+STEPS_BEFORE = 3.3
+"""Before a prompt's own: half of the one that runs, the one that was planned while it ran (two are in flight), and what
+is put off so that ranks take equal time. Prompts of the same simulated units took 3.7 to 5.7 steps in all, most about
+4.2."""
+TTFT_TAIL = 0.6
+"""A quantile q of TTFT is so many times ln(1 / (1 - q)) of the mean: simulated p90 were 1.35 to 1.46 times the mean,
+p99 2.5 to 3.2 times."""
+_IDLE = 16.0
+"""A unit is looked at down to so many times less than a prompt in each step."""
 SPARE_SIGMAS = 2.0
 """Room for requests that come unevenly: standard deviations of their number, which is Poisson's."""
 
@@ -164,6 +179,11 @@ class Pricing:
         most = self._batch_in_memory(model, mtp_tokens)
         if most < 1:
             return no(self._no_room(model, mtp_tokens))
+        if self._kv_bytes(model, mtp_tokens) < self._context_tokens * kv_bytes_per_token(self.model):
+            return no(
+                f"a whole context of {self.model.max_position_embeddings:,} tokens does not fit beside "
+                f"{_gb(model.hbm_bytes(0, mtp_tokens))} of weights"
+            )
         limit_s = self.slo.tpot_s * self.decode_share
 
         @cache
@@ -225,51 +245,76 @@ class Pricing:
             return Rejected("prefill", self.hardware.name, model.num_ranks, model.num_redundant, what, why, shortfall)
 
         # Three steps' prompts at once: computed, planned, and computed but not yet pulled by decode.
-        needed = 3.0 * max(chunk_tokens / (1.0 - traffic.cached_share), traffic.tokens_in)
-        if needed * kv_bytes_per_token(self.model) > self._kv_bytes(model, 0):
+        needed = max(3.0 * chunk_tokens / (1.0 - traffic.cached_share), 3.0 * traffic.tokens_in, self._context_tokens)
+        if needed * kv_bytes_per_token(self.model) > prefill_kv_bytes(model, chunk_tokens):
             if self._kv_bytes(model, 0) <= 0:
                 return no(self._no_room(model, 0))
-            return no(f"KV of steps of {chunk_tokens:,} tokens does not fit: weights take {_gb(model.hbm_bytes(0))}")
-        limit_s = slo.ttft_s * self.prefill_share
+            return no(
+                f"KV of {needed:,.0f} tokens and buffers for steps of {chunk_tokens:,} do not fit beside "
+                f"{_gb(model.hbm_bytes(0))} of weights"
+            )
+        tail = 1.0 if slo.ttft_quantile == MEAN else max(1.0, TTFT_TAIL * -math.log1p(-slo.ttft_quantile))
+        limit_s = slo.ttft_s * self.prefill_share / tail
+
+        # With less than one prompt in a unit's step the unit is idle between: less waits, and a step is one prompt's.
+        one_tokens = min(float(chunk_tokens), traffic.tokens_new / model.num_ranks)
+        own_steps = float(np.maximum(1.0, self._new / chunk_tokens).mean())
 
         def ttft_s(tokens: float) -> tuple[float, float]:
-            step_s = at(tokens).seconds
-            return step_s, step_s * (STEPS_BEFORE + self._own_steps(tokens))
+            step_s = at(max(tokens, one_tokens)).seconds
+            return step_s, step_s * (STEPS_BEFORE * min(1.0, tokens / one_tokens) + own_steps)
 
-        # A longer step takes longer, and a prompt needs fewer of them: TTFT falls first, then rises.
-        sizes = [64.0 * 2.0 ** (0.5 * i) for i in range(round(2 * math.log2(chunk_tokens / 64.0)) + 1)]
+        num_sizes = math.ceil(2.0 * math.log2(_IDLE * chunk_tokens / one_tokens)) + 1
+        sizes = [chunk_tokens * 2.0 ** (-0.5 * i) for i in reversed(range(num_sizes))]
         expected = [ttft_s(size)[1] for size in sizes]
         if min(expected) > limit_s:
-            return no(f"TTFT {min(expected):.2f} s > {limit_s:.2f} s with steps of any length", min(expected) / limit_s)
+            least_s = min(expected) * tail
+            return no(f"TTFT {least_s:.2f} s > {limit_s * tail:.2f} s even when idle", min(expected) / limit_s)
         whole = at(sizes[-1])
         full_s, expected_s = ttft_s(sizes[-1])
         tokens_per_s = whole.tokens_per_s_gpu * model.num_ranks / (1.0 - traffic.cached_share)
         if expected_s < limit_s:
             # Steps are full before the promise is broken: what comes beyond waits in a queue.
             servers = max(1, round(model.num_ranks * chunk_tokens / traffic.tokens_new))
-            spread = 1.0 if slo.ttft_quantile == MEAN else math.log(1.0 / (1.0 - slo.ttft_quantile))
-            use = prefill_use(expected_s, expected_s + (limit_s - expected_s) / spread, servers, traffic.variation_in)
+            use = prefill_use(expected_s, limit_s, servers, traffic.variation_in)
             step_s = full_s
         else:
             kept = max(i for i, seconds in enumerate(expected) if seconds <= limit_s)
             tokens = _longest(ttft_s, limit_s, sizes[kept], sizes[min(kept + 1, len(sizes) - 1)])
             step_s, expected_s = ttft_s(tokens)
             use = min(USE_MAX, tokens / step_s / (chunk_tokens / full_s))
-        return PrefillUnit(model, chunk_tokens, tokens_per_s, use, step_s, expected_s, whole)
-
-    def _own_steps(self, tokens: float) -> float:
-        """Steps of a prompt itself: of the mean one, or at the promised quantile."""
-        if self.slo.ttft_quantile != MEAN:
-            return max(1.0, self.traffic.new_at(self.slo.ttft_quantile) / tokens)
-        return float(np.maximum(1.0, self._new / tokens).mean())
+        return PrefillUnit(model, chunk_tokens, tokens_per_s, use, step_s, expected_s * tail, whole)
 
     def _prefill_price(self, model: StepModel, tokens: float) -> StepPrice:
+        """A step of so many tokens a rank, attention as the busiest rank has it, under the cheapest schedule."""
         traffic = self.traffic
-        return model.prefill(
-            tokens, traffic.tokens_in, traffic.tokens_in * traffic.cached_share, attention_imbalance=PROMPTS_UNEVEN
-        )
+        cached = traffic.tokens_in * traffic.cached_share
+        prompts = tokens / traffic.tokens_new
+        spread = expected_maximum(model.num_ranks) * math.sqrt(0.5 * (1.0 + traffic.variation_in**2) / prompts)
+        uneven = [min(float(model.num_ranks), 1.0 + by * spread) for by in (TOKENS_UNEVEN, PAIRS_UNEVEN)]
+        pairs = prompts * causal_pairs(traffic.tokens_new, cached)
+        prices = []
+        for schedule in SCHEDULES.values():
+            num = 1 if schedule.offset is None else 2
+            imbalance = model.expected_imbalance(PREFILL, tokens / num, traffic.tokens_new)
+            batch = MicroBatch(
+                tokens / num * uneven[0], pairs / num * uneven[1], tokens / num * uneven[0] * traffic.tokens_in /
+                traffic.tokens_new, tokens / num, imbalance,
+            )  # fmt: skip
+            prices.append(model.price_works(PREFILL, schedule, [batch] * num, num_rows=prompts))
+        best = min(prices, key=lambda price: price.seconds)
+        return best.finished(
+            tokens_per_s_gpu=tokens / best.seconds, tokens_per_s_user=None,
+            extrapolated=prefill_flags(model, best.micro_batches[0], traffic.tokens_in),
+            hbm_bytes=model.hbm_bytes(prompts * traffic.tokens_in),
+        )  # fmt: skip
 
     # ---- both ----
+    @property
+    def _context_tokens(self) -> int:
+        """A pool holds the longest context at least (runtime/memory), and a spare block or two."""
+        return self.model.max_position_embeddings + 4 * BLOCK_TOKENS
+
     def _model(self, num_ranks: int, num_redundant: int, placed: float, dtype: str) -> StepModel | None:
         """None: there is no such unit of this hardware, or of this model."""
         per_node = self.hardware.gpus_per_node
@@ -286,6 +331,16 @@ class Pricing:
 
     def _no_room(self, model: StepModel, mtp_tokens: int) -> str:
         return f"does not fit: weights {_gb(model.hbm_bytes(0, mtp_tokens))} of {_gb(self.hardware.hbm_bytes)}"
+
+
+def prefill_kv_bytes(model: StepModel, chunk_tokens: int) -> float:
+    """Of a prefill rank's pool: what weights leave, and the buffers that its tokens and their results travel through.
+
+    Each of a step's tokens takes top_k rows in FP8 and BF16, out, in and decoded: 10 bytes a channel (runtime/memory).
+    """
+    hbm_bytes, weights = model.hardware.hbm_bytes, model.hbm_bytes(0)
+    buffers = 10.1 * chunk_tokens * model.model.num_experts_per_tok * model.model.hidden_size
+    return min(HBM_SHARE * hbm_bytes, HBM_FULL * hbm_bytes - buffers) - weights
 
 
 def _longest(ttft_s: Callable[[float], tuple[float, float]], limit_s: float, low: float, high: float) -> float:

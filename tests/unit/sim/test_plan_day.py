@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hadal.perf.hardware import HARDWARE
 from hadal.policy.demand import FLAT
 from hadal.policy.scaling import RoleRules
 from hadal.sim.day import SHAPE
@@ -55,6 +54,6 @@ def test_the_fluid_day_takes_the_nodes_that_were_counted() -> None:
     counted = needs_of(np.array([prefill_mean, decode_mean]), np.array([32, 144]), level)
     model = UnitModel(400_000.0, 144, lambda batch: 0.02 + 0.03 * batch / 80.0, 100.0)
     roles = (RoleRules(4, 0.9, 1, 60), RoleRules(18, 0.98, 1, 20))
-    day = fluid_day(traffic, HARDWARE["h800"], rules, model, *roles, capacity, np.random.default_rng(1))
+    day = fluid_day(traffic, rules, model, *roles, capacity, np.random.default_rng(1))
     assert day.node_hours * 8 == pytest.approx(counted.gpu_hours.sum(), rel=0.04)
     assert day.wait_s_max < 5.0

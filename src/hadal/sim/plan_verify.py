@@ -1,0 +1,209 @@
+"""A plan in the simulator: its units under the roles that serve, at the load of the busiest hour, beside its promise.
+
+A part of the fleet that has its proportions runs with its part of the peak's requests. It starts as if it had run for
+hours: requests are on the decode units with what such a moment has of ages and lengths. Generators are passed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.random import Generator
+
+from hadal.core.balance import OFF
+from hadal.core.config import DECODE, PREFILL, CacheConfig
+from hadal.core.messages import BLOCK_TOKENS
+from hadal.policy.scaling import RoleRules
+from hadal.policy.slo import MEAN
+from hadal.sim.fluid_engine import UnitModel
+from hadal.sim.fluid_hours import Day
+from hadal.sim.load_clock import Floats, Ints
+from hadal.sim.plan import Plan, RolePlan
+from hadal.sim.plan_day import fluid_day
+from hadal.sim.plan_deploy import deployment_of
+from hadal.sim.plan_units import KV_UNEVEN
+from hadal.sim.world import FleetWorld, Requests
+
+SETTLE_S, MEASURE_S = 5.0, 8.0
+"""Simulated seconds before and while it is measured, at least."""
+TTFTS_SETTLE, TTFTS_MEASURE = 4.0, 5.0
+"""And so many times what is promised for the first token."""
+RUNNING_MAX = 8_000
+RANKS_MAX = 1024
+"""Of the part of the fleet that is simulated."""
+CONTEXT_MAX = 131_072
+_STEPS = 20
+"""Of progress."""
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds over requests, or over tokens."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the simulator saw of a plan."""
+
+    num_prefill: int
+    num_decode: int
+    requests_per_s: float
+    load_share: float
+    """Of what these units are planned to take at the peak; less where whole units do not have the proportions."""
+    seconds: float
+    num_requests: int
+    """With a first token in that time."""
+    num_failed: int
+    ttft_s: Latency
+    tpot_s: Latency
+    """From token to token, over tokens."""
+    promised_ttft_s: float
+    """What was promised of, as it was measured."""
+    promised_tpot_s: float
+    requests_per_rank: float
+    kv_length: float
+    prefill_busy_share: float
+
+    def problem(self, plan: Plan) -> str:
+        """Why it misses the promise; empty if it keeps it."""
+        slo = plan.slo
+        if self.promised_ttft_s > slo.ttft_s:
+            return f"simulated TTFT {self.promised_ttft_s:.2f} s > {slo.ttft_s:g} s"
+        if self.promised_tpot_s > slo.tpot_s:
+            return f"simulated TPOT {self.promised_tpot_s * 1e3:.1f} ms > {slo.tpot_s * 1e3:g} ms"
+        return f"{self.num_failed} requests failed in the simulator" if self.num_failed else ""
+
+
+def part_of(plan: Plan) -> tuple[int, int]:
+    """(prefill, decode) units to simulate: the fleet if it is small, else the part that has its proportions best."""
+    prefill, decode = plan.prefill, plan.decode
+    most_decode = max(1, min(decode.num_peak, RUNNING_MAX // (decode.num_ranks * plan.decode_unit.batch)))
+    found: list[tuple[float, int, int]] = []
+    for num_decode in range(1, most_decode + 1):
+        wanted = prefill.need_peak * num_decode / decode.need_peak
+        for num_prefill in {math.floor(wanted), math.ceil(wanted)}:
+            num = min(max(1, num_prefill), prefill.num_peak)
+            if found and num * prefill.num_ranks + num_decode * decode.num_ranks > RANKS_MAX:
+                continue
+            loads = prefill.need_peak / num, decode.need_peak / num_decode
+            # A tenth of imbalance is not worth twice the units.
+            found.append((round(abs(math.log(loads[0] / loads[1])), 1), num, num_decode))
+    _, num_prefill, num_decode = min(found, key=lambda one: (one[0], one[2], one[1]))
+    return num_prefill, num_decode
+
+
+def measure(plan: Plan, rng: Generator, progress: Callable[[float], None] = lambda share: None) -> Measured:
+    """Run a part of the plan at the peak's load. `progress` is told the share of simulated time that is done."""
+    num_prefill, num_decode = part_of(plan)
+    traffic = plan.traffic
+    share = min(1.0, num_prefill / plan.prefill.need_peak, num_decode / plan.decode.need_peak)
+    per_s = share * traffic.requests_per_s * traffic.peak
+    settle_s = max(SETTLE_S, TTFTS_SETTLE * plan.slo.ttft_s)
+    measure_s = max(MEASURE_S, TTFTS_MEASURE * plan.slo.ttft_s)
+    end_s = settle_s + measure_s
+    unit = plan.decode_unit
+    # What is found of a prompt is told beforehand and read from the disk: prefill's memory has nothing to keep.
+    config = replace(
+        deployment_of(plan, num_prefill=num_prefill, num_decode=num_decode), cache=CacheConfig(memory=OFF)
+    )
+    world = FleetWorld(
+        config,
+        {PREFILL: plan.prefill_unit.model, DECODE: unit.model}, requests_of(plan, per_s, end_s, rng),
+        max_context=CONTEXT_MAX, mtp_tokens=unit.mtp_tokens, mtp_accept=plan.mtp_accept,
+    )  # fmt: skip
+    for step in range(1, _STEPS + 1):
+        world.run(end_s * step / _STEPS)
+        progress(step / _STEPS)
+    seen = world.read(settle_s, end_s)
+    ttft, tpot = _latency(seen.ttft_s), _latency(seen.decode.seconds_K, seen.decode.tokens_K)
+    return Measured(
+        num_prefill, num_decode, per_s, per_s / (num_decode / plan.decode.need_peak) / (
+            traffic.requests_per_s * traffic.peak
+        ), measure_s, len(seen.ttft_s), seen.num_failed, ttft, tpot,
+        _promised(plan.slo.ttft_quantile, ttft.mean, seen.ttft_s, None),
+        _promised(plan.slo.tpot_quantile, tpot.mean, seen.decode.seconds_K, seen.decode.tokens_K),
+        seen.decode.requests_per_rank, seen.decode.positions_per_token, seen.prefill.busy_share,
+    )  # fmt: skip
+
+
+def fluid_of(plan: Plan, rng: Generator) -> Day:
+    """The plan's day as a liquid, under the fleet role that serves."""
+    unit, traffic = plan.decode_unit, plan.traffic
+    batch_max = float(deployment_of(plan).decode.max_requests)
+    batches = np.unique(np.concatenate(([1.0], np.linspace(4.0, max(5.0, batch_max), 12))))
+    tpots = np.array([
+        1.0 / (unit.model.decode(
+            float(batch), traffic.kv_length_mean, unit.mtp_tokens, mtp_accept=plan.mtp_accept,
+            attention_imbalance=KV_UNEVEN,
+        ).tokens_per_s_user or math.inf) for batch in batches
+    ])  # fmt: skip
+
+    def rules(role: RolePlan) -> RoleRules:
+        num_min = role.num_peak if plan.rules.is_static else 1
+        return RoleRules(math.ceil(role.unit_nodes), role.use, num_min, 2 * role.num_peak)
+
+    model = UnitModel(
+        plan.prefill.unit_tokens_per_s, plan.decode.num_ranks, lambda batch: np.interp(batch, batches, tpots), batch_max
+    )
+    return fluid_day(
+        traffic, plan.rules, model, rules(plan.prefill), rules(plan.decode), plan.decode.unit_tokens_per_s, rng
+    )
+
+
+def requests_of(plan: Plan, per_s: float, until_s: float, rng: Generator) -> Requests:
+    """Those that run at the start, then Poisson arrivals."""
+    traffic = plan.traffic
+    num_running = round(per_s * traffic.tokens_out * plan.decode_unit.tpot_s)
+    running_in, running_out, done = _running(plan, num_running, rng)
+    size = int(rng.poisson(per_s * until_s))
+    tokens_in, tokens_out = (_bounded(column) for column in traffic.draw(size, rng))
+    cached = np.minimum(
+        np.rint(traffic.cached_share * tokens_in / BLOCK_TOKENS), (tokens_in - 1) // BLOCK_TOKENS
+    ).astype(np.int64)
+    return Requests(
+        np.concatenate([np.full(len(done), -1.0), np.sort(rng.uniform(0.0, until_s, size))]),
+        np.concatenate([running_in, tokens_in]), np.concatenate([running_out, tokens_out]),
+        np.concatenate([np.zeros_like(done), BLOCK_TOKENS * cached]), np.concatenate([done, np.zeros_like(tokens_in)]),
+    )  # fmt: skip
+
+
+def _running(plan: Plan, num: int, rng: Generator) -> tuple[Ints, Ints, Ints]:
+    """(tokens in, out, done) of requests met at a random moment: the longer one's output, the likelier it is met."""
+    tokens_in, tokens_out = (_bounded(column) for column in plan.traffic.draw(max(4 * num, 1000), rng))
+    weights = np.maximum(tokens_out - 1, 0).astype(np.float64)
+    if not num or not weights.any():
+        return (np.zeros(0, np.int64),) * 3
+    rows = rng.choice(len(weights), num, p=weights / weights.sum())
+    done = rng.integers(1, tokens_out[rows])
+    return tokens_in[rows], tokens_out[rows], done
+
+
+def _bounded(column: Ints) -> Ints:
+    return np.asarray(np.clip(column, 1, CONTEXT_MAX // 4))
+
+
+def _latency(seconds: Floats, weights: Floats | None = None) -> Latency:
+    if not len(seconds):
+        return Latency(*(math.nan,) * 4)
+    return Latency(float(np.average(seconds, weights=weights)), *_quantiles(seconds, weights, (0.5, 0.9, 0.99)))
+
+
+def _quantiles(seconds: Floats, weights: Floats | None, at: tuple[float, ...]) -> Iterator[float]:
+    order = np.argsort(seconds)
+    below = np.cumsum(np.ones(len(seconds)) if weights is None else weights[order])
+    for quantile in at:
+        yield float(seconds[order][min(np.searchsorted(below, quantile * below[-1]), len(order) - 1)])
+
+
+def _promised(quantile: float, mean: float, seconds: Floats, weights: Floats | None) -> float:
+    if quantile == MEAN or not len(seconds):
+        return mean
+    return next(_quantiles(seconds, weights, (quantile,)))

@@ -1,0 +1,134 @@
+"""`hadal plan`: JSON, a table, files that `hadal serve` reads, and one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hadal.cli import app
+from hadal.core.config import read_deployment
+from hadal.sim.plan_traffic import EXAMPLE
+
+SMALL = 'requests_per_s = 20\ntokens_in = 1500\ntokens_out = 200\nshape = "flat"\nvariation_in = 0.5\n'
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+@pytest.fixture
+def traffic(tmp_path: Path) -> str:
+    path = tmp_path / "traffic.toml"
+    path.write_text(SMALL, encoding="utf-8")
+    return str(path)
+
+
+def test_json_and_files_of_a_plan_that_was_simulated(traffic: str, tmp_path: Path) -> None:
+    out = tmp_path / "plans"
+    result = run("--traffic", traffic, "--hardware", "h200", "--slo", "ttft=2s,tpot=40ms", "--out", str(out), "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["is_verified"]
+    assert found["simulated"][0]["problem"] == ""
+    assert found["simulated"][0]["tpot_s"]["mean"] <= 0.04
+    costs = [plan["cost_usd_day"] for plan in found["plans"]]
+    assert costs == sorted(costs)
+    assert len(costs) == 3
+    assert {"hardware", "decode width", "prefill width", "MTP"} & {row["dimension"] for row in found["tried"]}
+    assert json.loads((out / "plan.json").read_text()) == found
+    files = sorted(out.glob("*.toml"))
+    assert len(files) == 3
+    for path, plan in zip(files, found["plans"], strict=True):
+        made = read_deployment(path)
+        assert (made.prefill.ranks, made.decode.ranks) == (plan["prefill"]["ranks"], plan["decode"]["ranks"])
+        assert made.fleet.decode_tokens_per_s == round(plan["decode"]["tokens_per_s"])
+
+
+def test_the_table_says_why_others_lose(traffic: str) -> None:
+    result = run("--traffic", traffic, "--hardware", "h200,h800", "--no-verify")
+    assert result.exit_code == 0, result.stderr
+    words = " ".join(result.stdout.split())
+    for said in ("deployments priced", "Not simulated", "decode width", "prefill width", "does not fit", "MTP",
+                 "the peak's units", "A GPU-hour of"):  # fmt: skip
+        assert said in words
+
+
+def test_hardware_without_a_price_is_left_out_until_one_is_given(traffic: str) -> None:
+    arguments = ("--traffic", traffic, "--no-verify", "--json", "--slo", "ttft=5s,tpot=60ms")
+    found = json.loads(run(*arguments, "--hardware", "h800,b200").stdout)
+    assert "b200 is left out" in found["notes"][0]
+    assert all(plan["hardware"] == "h800" for plan in found["plans"])
+    priced = json.loads(run(*arguments, "--hardware", "h800,b200", "--price", "b200=0.5").stdout)
+    assert not priced["notes"]
+    assert priced["plans"][0]["hardware"] == "b200"
+
+
+def test_the_example_can_be_planned_with(tmp_path: Path) -> None:
+    assert run("--example-traffic").stdout == EXAMPLE
+    path = tmp_path / "example.toml"
+    path.write_text(EXAMPLE, encoding="utf-8")
+    found = json.loads(run("--traffic", str(path), "--hardware", "h800", "--no-verify", "--json", "--top", "1").stdout)
+    assert found["traffic"]["requests_per_s"] == pytest.approx(1851.9)
+    assert len(found["plans"]) == 1
+
+
+def test_traces_are_read(tmp_path: Path) -> None:
+    azure = tmp_path / "trace.csv"
+    azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+        f"2023-11-16 18:15:{second:02}.0,{400 + second},{50 + second}\n" for second in range(60)
+    ))  # fmt: skip
+    mooncake = tmp_path / "trace.jsonl"
+    mooncake.write_text("".join(
+        json.dumps({"timestamp": 1000 * i, "input_length": 1000, "output_length": 100, "hash_ids": [0, i + 1]}) + "\n"
+        for i in range(50)
+    ))  # fmt: skip
+    for path, cached in ((azure, 0.0), (mooncake, 0.5)):
+        result = run("--traffic", str(path), "--hardware", "h200", "--no-verify", "--json")
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["traffic"]["cached_share"] == pytest.approx(cached, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--slo", "ttft=2s"), "tpot is not promised"),
+        (("--slo", "e2e=2s,tpot=1s"), "'e2e' cannot be promised"),
+        (("--hardware", "h900"), "'h900' is not known"),
+        (("--hardware", "b200"), "no trustworthy price"),
+        (("--price", "h20"), "dollars per GPU-hour"),
+        (("--price", "h20=-1"), "above 0"),
+        (("--traffic", "nowhere.toml"), "there is no such file"),
+        (("--experts", "fp2"), "fp8 or fp4"),
+        (("--hardware", "h800", "--experts", "fp4"), "fp4 runs on"),
+        (("--hardware", "h800", "--slo", "ttft=2s,tpot=1ms"), "at batch 1"),
+        (("--hardware", "h800", "--slo", "ttft=10ms,tpot=50ms"), "TTFT"),
+        (("--start", "90000"), "--start is 90000"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(arguments: tuple[str, ...], why: str) -> None:
+    result = run(*arguments, "--no-verify")
+    assert result.exit_code == 2
+    assert why in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("a.toml", "rate = 1", "unknown field 'rate'"), ("a.toml", "= 1", "a.toml:"), ("a.txt", "", "is needed"),
+        ("a.jsonl", "{}", "no field"), ("a.jsonl", "nothing", "a.jsonl:"),
+        ("a.csv", "a,b\n1,2\n", "not one of Azure's"),
+        ("a.jsonl", '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [1]}', "show no rate"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_none_is_said(name: str, text: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    result = run("--traffic", str(path), "--no-verify")
+    assert result.exit_code == 2
+    assert why in result.stderr
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,67 @@
+"""A plan as a deployment: it is sound, it is the plan, and written down it is read as the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hadal.core.config import check, read_deployment
+from hadal.core.config_text import to_toml
+from hadal.perf.shapes import kv_bytes_per_token
+from hadal.roles.fleet_rules import rules_of
+from hadal.runtime.resolve import plan as resolve
+from hadal.sim.plan import Choice, price_hardware
+from hadal.sim.plan_day import DayRules
+from hadal.sim.plan_deploy import deployment_of, heading_of, notes_of
+from hadal.sim.world_units import kv_blocks
+from tests.unit.sim.plans import small
+from tests.unit.sim.test_plan import best
+
+MODEL = Path(__file__).resolve().parents[3] / "configs" / "deepseek_v3"
+
+
+@pytest.mark.parametrize("hardware", ["h800", "h200", "gb200"])
+def test_the_file_is_the_plan_and_fits_where_it_was_planned(hardware: str, tmp_path: Path) -> None:
+    plan = best(hardware=hardware)
+    made = deployment_of(plan, model=str(MODEL))
+    check(made)
+    path = tmp_path / "plan.toml"
+    path.write_text(to_toml(made, heading_of(plan), notes_of(plan)), encoding="utf-8")
+    read = read_deployment(path)
+    assert read == made
+    assert (read.prefill.ranks, read.decode.ranks) == (plan.prefill.num_ranks, plan.decode.num_ranks)
+    assert read.decode.redundant_experts == plan.decode_unit.model.num_redundant
+    assert read.chunk_tokens == plan.prefill_unit.chunk_tokens
+    assert read.decode.max_requests >= plan.decode_unit.batch
+    assert read.num_units_max("decode") == plan.decode.num_peak
+    rules = rules_of(read)
+    assert rules.decode.use == pytest.approx(plan.decode.use, abs=1e-4)
+    assert rules.floor.prefill == plan.prefill.num_least
+    memory = resolve(read).memory
+    for rank in (memory.prefill, memory.decode):
+        assert rank.total_bytes <= plan.hardware.hbm_bytes
+    model = plan.decode_unit.model
+    planned = kv_blocks(model) * 64 * kv_bytes_per_token(model.model)
+    assert memory.decode.kv_bytes == pytest.approx(planned, rel=0.01)
+
+
+def test_a_static_fleet_and_a_part_have_no_fleet_table() -> None:
+    found = small()
+    static = price_hardware(found.pricing, found.rent, Choice(rules=DayRules(is_static=True))).ranked()[0]
+    made = deployment_of(static)
+    assert not made.fleet.is_on
+    assert (made.prefill.units, made.decode.units) == (static.prefill.num_peak, static.decode.num_peak)
+    part = deployment_of(found.ranked()[0], num_prefill=2, num_decode=3)
+    assert (part.prefill.units, part.decode.units, part.fleet.is_on) == (2, 3, False)
+
+
+def test_it_says_what_it_counts_on() -> None:
+    plan = best(hardware="gb200", dtypes=("fp4",), mtp_tokens=(1,))
+    text = "\n".join(heading_of(plan))
+    assert "MTP drafts" in text
+    assert "FP4" in text
+    assert "--cache-folder" in text
+    alone = dataclasses.replace(plan, traffic=dataclasses.replace(plan.traffic, cached_share=0.0))
+    assert "--cache-folder" not in "\n".join(heading_of(alone))

@@ -1,0 +1,72 @@
+"""The search with the simulator in it: what misses its promise is planned anew with less."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hadal.perf.hardware import HARDWARE
+from hadal.perf.rents import Rent
+from hadal.perf.shapes import DEEPSEEK_V3
+from hadal.policy.slo import Slo
+from hadal.sim import plan_search
+from hadal.sim.plan import Choice, Plan, price_hardware
+from hadal.sim.plan_search import Search, impossible
+from hadal.sim.plan_units import Pricing
+from hadal.sim.plan_verify import Measured, measure
+from tests.unit.sim.plans import SLO, SMALL, small
+
+
+def test_the_best_is_simulated_and_kept() -> None:
+    search = Search([small()])
+    told: list[float] = []
+    search.verify(1, np.random.default_rng(1), lambda plan, share: told.append(share))
+    assert [plan for plan, _ in search.verified] == search.ranked()[:1]
+    assert search.is_verified(search.ranked()[0])
+    assert not search.refuted
+    assert told[-1] == 1.0
+
+
+def test_what_misses_is_refuted_and_planned_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real simulator sees the first plan; then TPOT is taken to be a quarter longer than it was."""
+    seen = measure(small().ranked()[0], np.random.default_rng(1))
+
+    def slower(plan: Plan, *_: object) -> Measured:
+        return dataclasses.replace(seen, promised_tpot_s=1.25 * plan.decode_unit.tpot_s, promised_ttft_s=0.5)
+
+    monkeypatch.setattr(plan_search, "measure", slower)
+    busy = dataclasses.replace(SMALL, requests_per_s=2000.0)
+    pricing = Pricing(HARDWARE["h200"], DEEPSEEK_V3, busy, SLO)
+    search = Search([price_hardware(pricing, Rent(2.5, "given", ""), Choice())])
+    before = search.ranked()[0]
+    search.verify(1, np.random.default_rng(1), lambda plan, share: None)
+    after, kept = search.verified[0]
+    assert len(search.refuted) == 1
+    assert search.refuted[0].plan == before
+    assert search.refuted[0].why.startswith("simulated TPOT")
+    assert kept.problem(after) == ""
+    assert after.decode_unit.tpot_s <= SLO.tpot_s / 1.25
+    assert after.cost_usd > before.cost_usd
+
+
+def test_it_gives_up_after_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = measure(small().ranked()[0], np.random.default_rng(1))
+    monkeypatch.setattr(plan_search, "measure", lambda *_: dataclasses.replace(seen, num_failed=1))
+    search = Search([small()])
+    monkeypatch.setattr(plan_search, "TRIES", 2)
+    search.verify(1, np.random.default_rng(1), lambda plan, share: None)
+    assert len(search.refuted) == 2
+    assert not search.verified
+
+
+def test_nothing_keeps_it_and_why() -> None:
+    pricing = Pricing(HARDWARE["h20"], DEEPSEEK_V3, SMALL, Slo(0.02, 0.001))
+    found = price_hardware(pricing, Rent(1.0, "given", ""), Choice())
+    assert not Search([found]).ranked()
+    text = impossible([found])
+    assert "h20 has no prefill unit for it" in text
+    assert "h20 has no decode unit for it" in text
+    assert "TPOT" in text
+    assert "at batch 1" in text

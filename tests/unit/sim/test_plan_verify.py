@@ -1,0 +1,70 @@
+"""A plan in the simulator: at the peak's load from the start, beside what it promised."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hadal.policy.slo import Slo
+from hadal.sim.plan_verify import Latency, fluid_of, measure, part_of, requests_of
+from tests.unit.sim.plans import SMALL, small
+from tests.unit.sim.test_plan import best
+
+
+def test_a_small_fleet_runs_whole_and_keeps_its_promise() -> None:
+    plan = small().ranked()[0]
+    assert part_of(plan) == (plan.prefill.num_peak, plan.decode.num_peak)
+    shares: list[float] = []
+    seen = measure(plan, np.random.default_rng(1), shares.append)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert seen.problem(plan) == ""
+    assert seen.num_failed == 0
+    assert seen.requests_per_s == pytest.approx(SMALL.requests_per_s * SMALL.peak)
+    assert seen.num_requests == pytest.approx(seen.requests_per_s * seen.seconds, rel=0.2)
+    assert seen.ttft_s.p50 <= seen.ttft_s.p90 <= seen.ttft_s.p99
+    assert seen.promised_ttft_s == seen.ttft_s.mean
+    running = seen.requests_per_s * SMALL.tokens_out * seen.tpot_s.mean
+    ranks = seen.num_decode * plan.decode.num_ranks
+    assert seen.requests_per_rank * ranks == pytest.approx(running, rel=0.2), "Little's law, from the first second on"
+    assert seen.kv_length == pytest.approx(SMALL.kv_length_mean, rel=0.1)
+
+
+def test_a_part_has_the_proportions_of_the_whole() -> None:
+    plan = best()
+    num_prefill, num_decode = part_of(plan)
+    assert num_prefill / num_decode == pytest.approx(plan.prefill.need_peak / plan.decode.need_peak, rel=0.2)
+    assert num_decode * plan.decode.num_ranks * plan.decode_unit.batch < 20_000
+
+
+def test_requests_that_run_are_met_in_the_middle_of_theirs() -> None:
+    plan = best()
+    asked = requests_of(plan, 200.0, 10.0, np.random.default_rng(2))
+    running = asked.is_running
+    traffic = plan.traffic
+    assert running.sum() == round(200.0 * traffic.tokens_out * plan.decode_unit.tpot_s)
+    context = (asked.tokens_in + asked.tokens_done)[running]
+    assert context.mean() == pytest.approx(traffic.kv_length_mean, rel=0.03), "KV that there is, as planned"
+    assert asked.tokens_cached[~running].sum() / asked.tokens_in[~running].sum() == pytest.approx(0.5625, rel=0.02)
+    assert (~running).sum() == pytest.approx(2000, rel=0.1)
+
+
+def test_a_promise_on_a_percentile_is_measured_there_and_a_miss_is_said() -> None:
+    plan = small().ranked()[0]
+    slow = dataclasses.replace(plan, slo=Slo(0.05, 0.04, ttft_quantile=0.9))
+    seen = measure(slow, np.random.default_rng(1))
+    assert seen.promised_ttft_s == seen.ttft_s.p90
+    assert "simulated TTFT" in seen.problem(slow)
+    missed = dataclasses.replace(seen, promised_ttft_s=0.01, promised_tpot_s=0.05, ttft_s=Latency(*(0.01,) * 4))
+    assert missed.problem(slow) == "simulated TPOT 50.0 ms > 40 ms"
+    failed = dataclasses.replace(missed, promised_tpot_s=0.01, num_failed=3)
+    assert "3 requests failed" in failed.problem(slow)
+
+
+def test_the_fluid_day_of_a_plan_takes_about_what_was_counted() -> None:
+    plan = small().ranked()[0]
+    day = fluid_of(plan, np.random.default_rng(1))
+    assert day.nodes_mean * plan.hardware.gpus_per_node * 24 == pytest.approx(plan.gpu_hours, rel=0.05)
+    assert day.tokens_per_s_user >= 1.0 / plan.slo.tpot_s
