@@ -114,7 +114,8 @@ def measured_object(plan: Plan, measured: Measured) -> dict[str, Any]:
     ttft, tpot = measured.ttft_s, measured.tpot_s
     return {
         "plan": str(plan), "prefill_units": measured.num_prefill, "decode_units": measured.num_decode,
-        "requests_per_s": measured.requests_per_s, "load_share": measured.load_share, "seconds": measured.seconds,
+        "requests_per_s": measured.requests_per_s, "prefill_load": measured.prefill_load,
+        "decode_load": measured.decode_load, "is_full_load": measured.is_full, "seconds": measured.seconds,
         "requests": measured.num_requests,
         "ttft_s": {"mean": ttft.mean, "p50": ttft.p50, "p90": ttft.p90, "p99": ttft.p99},
         "tpot_s": {"mean": tpot.mean, "p50": tpot.p50, "p90": tpot.p90, "p99": tpot.p99},

@@ -57,7 +57,9 @@ def _plans(search: Search, plans: Sequence[Plan]) -> Table:
         if number > 1:
             what.append(f"\n{why(plan, plans[0])}", "dim")
         elif search.is_verified(plan):
-            what.append("\nkept its promise in the simulator", "green")
+            is_full = next(seen.is_full for one, seen in search.verified if str(one) == str(plan))
+            text = "kept its promise in the simulator" + ("" if is_full else ", at less than its planned load")
+            what.append(f"\n{text}", "green" if is_full else "yellow")
         table.add_row(
             str(number), what, f"{_range(prefill.num_least, prefill.num_peak)} P\n"
             f"{_range(decode.num_least, decode.num_peak)} D", f"{plan.nodes_mean:.1f}", f"{plan.nodes_peak:g}",
@@ -95,7 +97,8 @@ def _promise(search: Search, best: Plan, num_verify: int) -> Table | Text:
 def _what(measured: Measured) -> str:
     return (
         f"Simulated: {measured.num_prefill} prefill + {measured.num_decode} decode units at "
-        f"{measured.requests_per_s:,.0f} requests/s, {measured.load_share:.0%} of the peak's load"
+        f"{measured.requests_per_s:,.0f} requests/s: prefill at {measured.prefill_load:.0%}, decode at "
+        f"{measured.decode_load:.0%} of the load planned for the peak"
     )
 
 

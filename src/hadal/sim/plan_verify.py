@@ -31,10 +31,14 @@ SETTLE_S, MEASURE_S = 5.0, 8.0
 """Simulated seconds before and while it is measured, at least."""
 TTFTS_SETTLE, TTFTS_MEASURE = 4.0, 5.0
 """And so many times what is promised for the first token."""
-RUNNING_MAX = 8_000
+RUNNING_MAX = 16_000
 RANKS_MAX = 1024
 """Of the part of the fleet that is simulated."""
 CONTEXT_MAX = 131_072
+LOAD_MIN = 0.95
+"""Of its planned load: a role that had less was not tried at what it promises, and that is said."""
+UNEVEN_MAX = 0.04
+"""How far apart the roles' loads may be in the part that is simulated, if there is such a part."""
 _STEPS = 20
 """Of progress."""
 
@@ -56,8 +60,9 @@ class Measured:
     num_prefill: int
     num_decode: int
     requests_per_s: float
-    load_share: float
+    prefill_load: float
     """Of what these units are planned to take at the peak; less where whole units do not have the proportions."""
+    decode_load: float
     seconds: float
     num_requests: int
     """With a first token in that time."""
@@ -81,6 +86,11 @@ class Measured:
             return f"simulated TPOT {self.promised_tpot_s * 1e3:.1f} ms > {slo.tpot_s * 1e3:g} ms"
         return f"{self.num_failed} requests failed in the simulator" if self.num_failed else ""
 
+    @property
+    def is_full(self) -> bool:
+        """Whether both roles had about the load that they are planned for."""
+        return min(self.prefill_load, self.decode_load) >= LOAD_MIN
+
 
 def part_of(plan: Plan) -> tuple[int, int]:
     """(prefill, decode) units to simulate: the fleet if it is small, else the part that has its proportions best."""
@@ -94,8 +104,8 @@ def part_of(plan: Plan) -> tuple[int, int]:
             if found and num * prefill.num_ranks + num_decode * decode.num_ranks > RANKS_MAX:
                 continue
             loads = prefill.need_peak / num, decode.need_peak / num_decode
-            # A tenth of imbalance is not worth twice the units.
-            found.append((round(abs(math.log(loads[0] / loads[1])), 1), num, num_decode))
+            uneven = max(0.0, abs(math.log(loads[0] / loads[1])) - UNEVEN_MAX)
+            found.append((round(uneven, 2), num, num_decode))
     _, num_prefill, num_decode = min(found, key=lambda one: (one[0], one[2], one[1]))
     return num_prefill, num_decode
 
@@ -125,9 +135,8 @@ def measure(plan: Plan, rng: Generator, progress: Callable[[float], None] = lamb
     seen = world.read(settle_s, end_s)
     ttft, tpot = _latency(seen.ttft_s), _latency(seen.decode.seconds_K, seen.decode.tokens_K)
     return Measured(
-        num_prefill, num_decode, per_s, per_s / (num_decode / plan.decode.need_peak) / (
-            traffic.requests_per_s * traffic.peak
-        ), measure_s, len(seen.ttft_s), seen.num_failed, ttft, tpot,
+        num_prefill, num_decode, per_s, share * plan.prefill.need_peak / num_prefill,
+        share * plan.decode.need_peak / num_decode, measure_s, len(seen.ttft_s), seen.num_failed, ttft, tpot,
         _promised(plan.slo.ttft_quantile, ttft.mean, seen.ttft_s, None),
         _promised(plan.slo.tpot_quantile, tpot.mean, seen.decode.seconds_K, seen.decode.tokens_K),
         seen.decode.requests_per_rank, seen.decode.positions_per_token, seen.prefill.busy_share,

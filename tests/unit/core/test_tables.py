@@ -1,3 +1,5 @@
+"""Tables of a file as dataclasses: what is said, what is not, and what cannot be."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
