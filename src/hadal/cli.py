@@ -20,6 +20,8 @@ from hadal.commands.plan import EPILOG as PLAN_EPILOG
 from hadal.commands.plan import plan as plan_deployment
 from hadal.commands.replay import EPILOG as REPLAY_EPILOG
 from hadal.commands.replay import replay
+from hadal.commands.simulate import EPILOG as SIMULATE_EPILOG
+from hadal.commands.simulate import simulate as simulate_day
 from hadal.commands.step import EPILOG as STEP_EPILOG
 from hadal.commands.step import step
 from hadal.core.config import Deployment, read_deployment
@@ -289,6 +291,7 @@ def balance(
 
 
 app.command(epilog=STEP_EPILOG)(step)
+app.command(name="simulate", epilog=SIMULATE_EPILOG)(simulate_day)
 app.command(epilog=REPLAY_EPILOG)(replay)
 app.command(name="plan", epilog=PLAN_EPILOG)(plan_deployment)
 

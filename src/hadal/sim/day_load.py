@@ -28,6 +28,23 @@ EARLY_S = 2 * HOUR_S
 
 
 @dataclass(frozen=True)
+class LoadFigures:
+    """A day's load in a few numbers: means of a request, and how many come."""
+
+    requests_per_s: tuple[float, ...]
+    """By hour since second 0."""
+    tokens_in: float
+    tokens_hit: float
+    tokens_out: float
+    kv_length: float
+    """Over output tokens."""
+
+    @property
+    def hit_share(self) -> float:
+        return self.tokens_hit / self.tokens_in
+
+
+@dataclass(frozen=True)
 class DayLoad:
     """A day's requests, and some of the hours before."""
 
@@ -61,14 +78,14 @@ class DayLoad:
         """Of the day's prompt tokens."""
         return float(self.tokens_hit_by_hour.sum() / self.tokens_in.sum())
 
-    @property
-    def output_tokens_mean(self) -> float:
-        return float(self.tokens_out.sum() / self.counts.sum())
-
-    @property
-    def kv_length_mean(self) -> float:
-        """Over output tokens."""
-        return self.workload.kv_length_mean
+    def figures(self) -> LoadFigures:
+        """In short."""
+        count = self.counts.sum()
+        return LoadFigures(
+            tuple((self.counts / HOUR_S).tolist()), float(self.tokens_in.sum() / count),
+            float(self.tokens_hit_by_hour.sum() / count), float(self.tokens_out.sum() / count),
+            self.workload.kv_length_mean,
+        )  # fmt: skip
 
     def demand(self) -> DemandCurve:
         """The same as a liquid."""
@@ -106,7 +123,7 @@ def with_tokens_at(params: WorkloadParams, token_s: float, first_token_s: float)
     return replace(params, token_s=token_s, first_token_s=first_token_s)
 
 
-_STREAMS = ("cache", "load", "fluid", "window", "curve")
+_STREAMS = ("cache", "load", "fluid", "window", "curve", "experts", "ranks")
 
 
 def generator(study: Study, what: str, *numbers: int) -> Generator:

@@ -15,6 +15,7 @@ import numpy as np
 
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.messages import BLOCK_TOKENS
+from hadal.perf.explain import StepPrice
 from hadal.policy.scaling import Units
 from hadal.sim.cache_day import CacheDay
 from hadal.sim.day import HOUR_S
@@ -48,6 +49,8 @@ class HourWindow:
     reading: Reading
     num_events: int
     num_steps: int
+    steps: Mapping[str, tuple[str, StepPrice]]
+    """By role: a unit, and what its last step cost."""
     problems: tuple[str, ...]
     """Of the ledgers, at the end."""
 
@@ -72,7 +75,7 @@ def run_hour(
     processes = world.processes.values()
     return HourWindow(
         setting, world.read(settle_s, settle_s + seconds), sum(process.num_events for process in processes),
-        sum(process.num_steps for process in processes), tuple(world.check()),
+        sum(process.num_steps for process in processes), world.last_steps(), tuple(world.check()),
     )  # fmt: skip
 
 

@@ -62,13 +62,13 @@ class CacheStudy:
 class FleetStudy:
     """How units come and go."""
 
-    nodes_max: int = 500
+    nodes_max: int = 2_000
     start_s: float = 300.0
     """From a decision until a unit works: nodes are freed by other work, weights are read."""
     start_spread: float = 0.1
     """Of that: uniform, plus or minus."""
     start_fail_share: float = 0.0
-    hold_s: float = 600.0
+    hold_s: float = 300.0
     """A unit is given up if it was not needed for so long, and will not be."""
     hours_between_failures: float = 0.0
     """Of one node; 0: nodes do not fail."""
@@ -80,9 +80,9 @@ class FleetStudy:
 class WindowStudy:
     """The part of every hour in which every request is one."""
 
-    seconds: float = 10.0
+    seconds: float = 5.0
     """Measured."""
-    settle_s: float = 5.0
+    settle_s: float = 4.0
     """Before that: what runs already finds its place."""
     back_s: float = 3600.0
     """Sittings that began no longer ago are there."""
@@ -105,8 +105,8 @@ class Study:
     """Drafts that a decode step verifies. Not published; DeepSeek's profile of decode shows one."""
     mtp_accept: float = MTP_ACCEPT
     seed: int = 1
-    prefill: UnitsStudy = UnitsStudy(32, 32, 64, bundle=3, extra=2, units_min=5, units_max=60, use=0.9)
-    decode: UnitsStudy = UnitsStudy(144, 32, 160, bundle=1, extra=0, units_min=1, units_max=16, use=1.0)
+    prefill: UnitsStudy = UnitsStudy(32, 32, 64, bundle=3, extra=2, units_min=5, units_max=200, use=0.9)
+    decode: UnitsStudy = UnitsStudy(144, 32, 160, bundle=1, extra=0, units_min=1, units_max=64, use=1.0)
     workload: WorkloadParams = field(default_factory=WorkloadParams)
     cache: CacheStudy = field(default_factory=CacheStudy)
     fleet: FleetStudy = field(default_factory=FleetStudy)

@@ -15,15 +15,16 @@ import numpy as np
 
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.errors import InvariantError
+from hadal.core.messages import BLOCK_TOKENS
 from hadal.policy.capacity import DecodePoint, decode_capacity
 from hadal.policy.demand import DAY_S, Floats
 from hadal.sim.cache_day import CacheDay
-from hadal.sim.day_load import DayLoad, generator, with_tokens_at
+from hadal.sim.day_load import LoadFigures, generator, with_tokens_at
 from hadal.sim.fluid_engine import UnitModel
 from hadal.sim.hour import requests_of
 from hadal.sim.study import Study
 from hadal.sim.window import window
-from hadal.sim.world import FleetWorld
+from hadal.sim.world import FleetWorld, kv_blocks
 
 REQUESTS_PER_RANK = (24.0, 56.0, 88.0, 112.0, 136.0)
 """At which a decode unit is looked at."""
@@ -78,22 +79,22 @@ class UnitCurves:
 
 
 def decode_point(
-    study: Study, placed: Mapping[str, float], load: DayLoad, cache: CacheDay | None, requests_per_rank: float
+    study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None, requests_per_rank: float
 ) -> tuple[float, float]:
     """Measure one decode unit with about so many requests on a rank: (how many there were, seconds per token)."""
     ranks = study.decode.ranks
     model = study.step_model(DECODE, placed[DECODE])
-    priced = model.decode(requests_per_rank, load.kv_length_mean, study.mtp_tokens, mtp_accept=study.mtp_accept)
+    priced = model.decode(requests_per_rank, load.kv_length, study.mtp_tokens, mtp_accept=study.mtp_accept)
     assert priced.tokens_per_s_user is not None
     token_s = 1.0 / priced.tokens_per_s_user
-    requests_per_s = ranks * requests_per_rank / (load.output_tokens_mean * token_s)
+    requests_per_s = ranks * requests_per_rank / (load.tokens_out * token_s)
     num_prefill = math.ceil(requests_per_s / (0.5 * _prefill_requests_per_s(study, placed, load)))
     world = _world(study, placed, load, cache, num_prefill, requests_per_s, token_s, int(requests_per_rank))
     reading = world.read(study.window.settle_s, study.window.settle_s + study.window.seconds)
     return reading.decode.requests_per_rank, reading.decode.token_s
 
 
-def prefill_point(study: Study, placed: Mapping[str, float], load: DayLoad, cache: CacheDay | None) -> float:
+def prefill_point(study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None) -> float:
     """Measure one prefill unit that has always something to do: tokens that it computes in a second."""
     requests_per_s = OVERLOAD * _prefill_requests_per_s(study, placed, load)
     world = _world(study, placed, load, cache, 1, requests_per_s, 1e-6, 0)
@@ -101,22 +102,19 @@ def prefill_point(study: Study, placed: Mapping[str, float], load: DayLoad, cach
     return reading.prefill.tokens / (study.window.seconds * max(reading.prefill.busy_share, 1e-9))
 
 
-def _prefill_requests_per_s(study: Study, placed: Mapping[str, float], load: DayLoad) -> float:
+def _prefill_requests_per_s(study: Study, placed: Mapping[str, float], load: LoadFigures) -> float:
     """About what a prefill unit does, as its steps are priced."""
-    tokens_in = float(load.tokens_in.sum() / load.counts.sum())
-    cached = load.hit_share * tokens_in
-    priced = study.step_model(PREFILL, placed[PREFILL]).prefill(study.chunk_tokens, tokens_in, cached)
-    return study.prefill.ranks * priced.tokens_per_s_gpu / (tokens_in - cached)
+    priced = study.step_model(PREFILL, placed[PREFILL]).prefill(study.chunk_tokens, load.tokens_in, load.tokens_hit)
+    return study.prefill.ranks * priced.tokens_per_s_gpu / (load.tokens_in - load.tokens_hit)
 
 
 def _world(
-    study: Study, placed: Mapping[str, float], load: DayLoad, cache: CacheDay | None, num_prefill: int,
+    study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None, num_prefill: int,
     requests_per_s: float, token_s: float, number: int,
 ) -> FleetWorld:  # fmt: skip
     """One decode unit and some prefill units, from the start to the end of what is measured."""
     settle_s, seconds = study.window.settle_s, study.window.seconds
-    hour = int(_AT_S // 3600.0)
-    scale = float(load.counts[hour]) / 3600.0 / requests_per_s
+    scale = load.requests_per_s[int(_AT_S // 3600.0)] / requests_per_s
     params = with_tokens_at(study.workload, token_s, study.workload.first_token_s)
     drawn = window(
         replace(params, sessions_per_day=params.sessions_per_day / min(1.0, scale)), _AT_S, _AT_S + settle_s + seconds,
@@ -132,3 +130,9 @@ def _world(
     if problems:
         raise InvariantError(f"{study.name}: {problems[0]}")
     return world
+
+
+def batch_max(study: Study, load: LoadFigures) -> float:
+    """Requests of a decode rank, at most: as many as it has slots, or room for their KV. Raises ValueError for none."""
+    blocks = kv_blocks(study.step_model(DECODE, 1.0))
+    return min(float(study.decode.max_requests), blocks / (load.kv_length / BLOCK_TOKENS + 1.0))

@@ -22,6 +22,7 @@ from hadal.core.messages import BLOCK_TOKENS, Submit, UnitDown
 from hadal.core.plans import BlocksLoaded, BlocksStored
 from hadal.core.seams import Deliver, LoadBlocks, Pull, StoreBlocks
 from hadal.core.wire import AnyMessage
+from hadal.perf.explain import StepPrice
 from hadal.perf.shapes import kv_bytes_per_token
 from hadal.perf.step import StepModel
 from hadal.roles.decode import DecodeLeader
@@ -121,6 +122,14 @@ class FleetWorld:
             if isinstance(process.role, PrefillLeader | DecodeLeader):
                 problems += [f"{name}: {problem}" for problem in process.role.audit()]
         return problems
+
+    def last_steps(self) -> dict[str, tuple[str, StepPrice]]:
+        """By role: the first of its units that has worked, and what its last step cost."""
+        found: dict[str, tuple[str, StepPrice]] = {}
+        for name, unit in sorted(self._units.items()):
+            if unit.runner.price is not None:
+                found.setdefault(name.split("-")[0], (name, unit.runner.price))
+        return found
 
     # ---- processes ----
     def _start(self, name: str, role: Role, runner: LoggedRunner | None = None) -> Process:

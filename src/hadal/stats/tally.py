@@ -176,6 +176,13 @@ class Tally:
             counters: dict[str, Any] = {name: int(values[group]) for name, values in sums.items()}
             self.add_counts(Key(bucket, columns.models[model], columns.tenants[tenant]), Counts(**counters))
 
+    def times(self, factor: int) -> Tally:
+        """A copy with every counter so many times: what a sample stands for."""
+        tally = Tally()
+        for key, counts in self.key_to_counts.items():
+            tally.key_to_counts[key] = Counts(**{name: factor * getattr(counts, name) for name in COUNTERS})
+        return tally
+
     def priced(self, book: PriceBook) -> Tally:
         """A copy with everything charged by these prices: a tier begins on a quarter hour, so this is exact."""
         tally = Tally()

@@ -1,0 +1,184 @@
+"""What `hadal simulate` reads and writes: a study as TOML, the result as JSON, HTML and a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from hadal.commands.day_html import report_html
+from hadal.commands.simulate_run import Plan, Simulated, default_alternatives, simulate
+from hadal.commands.simulate_table import show
+from hadal.core.errors import ConfigError
+from hadal.core.tables import build, read_toml
+from hadal.sim.load_clock import hour_beijing
+from hadal.sim.step_trace import steps_trace
+from hadal.sim.study import Study
+
+PRESETS = {Study().name: Study}
+RESULT, REPORT, TRACE = "result.json", "report.html", "step.trace.json"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of `hadal simulate`."""
+
+    study: Study
+    out: Path
+    hours: str
+    """In Beijing; empty: none."""
+    has_what_ifs: bool
+    num_jobs: int
+    """0: as many as there are cores."""
+    as_json: bool
+
+
+def read_study(preset: str, config: Path | None, changes: Mapping[str, Any]) -> Study:
+    """The preset, what the file says, then `changes`: by field, such as "cache.disk_pb"; None is none.
+
+    Raises ConfigError.
+    """
+    if preset not in PRESETS:
+        raise ConfigError(f"--preset {preset!r} is unknown; known are {', '.join(PRESETS)}.")
+    fields = read_toml(config, "study") if config else {}
+    for path, value in changes.items():
+        if value is not None:
+            *tables, name = path.split(".")
+            table = fields
+            for one in tables:
+                table = table.setdefault(one, {})
+            table[name] = value
+    where = str(config) if config else "options"
+    try:
+        return build(Study, _with_defaults(PRESETS[preset](), fields), where)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _with_defaults(value: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` with the values of those inner tables that they say only a part of."""
+    found = dict(fields)
+    for field in dataclasses.fields(value):
+        inner, said = getattr(value, field.name), fields.get(field.name)
+        if dataclasses.is_dataclass(inner) and isinstance(said, dict):
+            known = {name: getattr(inner, name) for name in (one.name for one in dataclasses.fields(inner))}
+            plain = {name: _plain(one) for name, one in known.items()}
+            found[field.name] = {**plain, **_with_defaults(inner, said)}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """As TOML has it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+
+
+def study_toml(study: Study) -> str:
+    """All of a study, as --config reads it."""
+    lines = ["# A study for `hadal simulate --config`. What is left out stays as it is here."]
+    lines += _toml_lines(_plain(study), "")
+    return "\n".join(lines) + "\n"
+
+
+def _toml_lines(table: dict[str, Any], prefix: str) -> Iterator[str]:
+    inner = {name: value for name, value in table.items() if isinstance(value, dict)}
+    for name, value in table.items():
+        if name in inner:
+            continue
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            parts = ("{ " + ", ".join(f"{key} = {json.dumps(one)}" for key, one in row.items()) + " }" for row in value)
+            yield f"{name} = [{', '.join(parts)}]"
+        else:
+            yield f"{name} = {json.dumps(value, ensure_ascii=False)}"  # JSON's strings and numbers are TOML's.
+    for name, value in inner.items():
+        yield ""
+        yield f"[{prefix}{name}]"
+        yield from _toml_lines(value, f"{prefix}{name}.")
+
+
+def hours_of(text: str) -> tuple[int, ...]:
+    """"0-5,14" in Beijing as hours since second 0, noon. Raises ConfigError."""
+    found: set[int] = set()
+    for part in filter(None, (one.strip() for one in text.split(","))):
+        first, _, last = part.partition("-")
+        try:
+            wanted = range(int(first), int(last or first) + 1)
+        except ValueError:
+            wanted = range(0)
+        if not wanted or wanted[0] < 0 or wanted[-1] > 23:
+            raise ConfigError(f"--hours {text!r}: hours are 0 to 23, such as 0-5,14.")
+        found.update(wanted)
+    return tuple(index for index in range(24) if hour_beijing(index) in found)
+
+
+def run(asked: Asked) -> None:
+    """Simulate, print, write. Raises ConfigError and HadalError, one line that says what to do."""
+    try:
+        asked.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {asked.out} cannot be made: {(error.strerror or '').lower()}.") from error
+    plan = Plan(
+        asked.study, hours_of(asked.hours), default_alternatives(asked.study) if asked.has_what_ifs else (),
+        asked.num_jobs or os.cpu_count() or 1,
+    )  # fmt: skip
+    began_s = time.monotonic()
+    simulated = _with_progress(plan)
+    found = {**_finite(simulated.json), "seconds": round(time.monotonic() - began_s, 1)}
+    written = _write(asked.out, found, simulated)
+    if asked.as_json:
+        print(json.dumps(found))
+        return
+    console = Console()
+    show(console, found)
+    console.print(f"Took {found['seconds']:,.0f} s. Written: {', '.join(str(path) for path in written)}", soft_wrap=True)
+
+
+def _with_progress(plan: Plan) -> Simulated:
+    progress = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(), console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+    with progress:
+        task = progress.add_task("", total=plan.work_s)
+        return simulate(plan, lambda what, work_s: progress.update(task, description=what, advance=work_s))
+
+
+def _write(folder: Path, found: dict[str, Any], simulated: Simulated) -> list[Path]:
+    texts = {RESULT: json.dumps(found, indent=1), REPORT: report_html(found)}
+    busiest = max(
+        (window for window in simulated.result.windows if window is not None),
+        key=lambda window: window.reading.decode.requests_per_rank, default=None,
+    )  # fmt: skip
+    if busiest is not None and busiest.steps:
+        unit, price = busiest.steps.get("decode") or next(iter(busiest.steps.values()))
+        texts[TRACE] = json.dumps(steps_trace(unit, [(0.0, price)]))
+    paths = []
+    for name, text in texts.items():
+        path = folder / name
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {(error.strerror or '').lower()}.") from error
+        paths.append(path)
+    return paths
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinite numbers: null."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

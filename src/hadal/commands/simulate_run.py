@@ -1,0 +1,203 @@
+"""The stages of `hadal simulate`, spread over processes: what can be measured apart is measured at once.
+
+    cache day -> load -> unit curves -> fluid day -> 24 windows
+                              and the same for every alternative, without windows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import Any
+
+from hadal.core.config import DECODE, PREFILL
+from hadal.core.errors import ConfigError, HadalError
+from hadal.sim.cache_day import CacheDay
+from hadal.sim.day_fluid import FluidResult, fluid_day
+from hadal.sim.day_load import DayLoad, cache_day, day_load, generator
+from hadal.sim.day_result import DayResult, as_json, day_result
+from hadal.sim.expert_loads import ExpertRanks, expert_share
+from hadal.sim.hour import HourSetting, HourWindow, run_hour
+from hadal.sim.study import Study
+from hadal.sim.unit_curves import REQUESTS_PER_RANK, UnitCurves, batch_max, decode_point, prefill_point
+from hadal.sim.what_ifs import same_cache, same_units, what_ifs
+
+Advance = Callable[[str, float], None]
+"""(what is being done now, seconds' worth of work that was done)"""
+CACHE_S, LOAD_S, POINT_S, WINDOW_S = 30.0, 6.0, 8.0, 35.0
+"""About what a part takes on a core: for the progress bar alone."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to simulate."""
+
+    study: Study
+    hours: tuple[int, ...]
+    """Since second 0, of which a window is looked at."""
+    alternatives: tuple[tuple[str, Study], ...]
+    num_jobs: int
+
+    @property
+    def work_s(self) -> float:
+        """About what it takes on a core."""
+        num_points = len(REQUESTS_PER_RANK) + 1
+        others = [study for _, study in self.alternatives]
+        points = num_points * (1 + sum(not same_units(self.study, other) for other in others))
+        caches = 1 + sum(not same_cache(self.study, other) for other in others)
+        return caches * (CACHE_S + LOAD_S) + POINT_S * points + WINDOW_S * len(self.hours)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What came of it."""
+
+    result: DayResult
+    json: dict[str, Any]
+    """As result.json has it, but for the time it took."""
+
+
+class Stages:
+    """One simulation at work."""
+
+    def __init__(self, plan: Plan, pool: ProcessPoolExecutor, advance: Advance) -> None:
+        self._plan = plan
+        self._pool = pool
+        self._advance = advance
+
+    def run(self) -> Simulated:
+        """All stages. Raises ConfigError for a study that cannot be, HadalError if a process died."""
+        plan, study = self._plan, self._plan.study
+        self._advance("the cache's day", 0.0)
+        caches = self._caches()
+        load = self._load(study, caches[0])
+        experts = expert_ranks(study)
+        self._advance("what units do", LOAD_S)
+        points = self._points(study, load, caches[0])
+        others = [
+            None if same_units(study, other) else self._points(other, load, caches[0]) for _, other in plan.alternatives
+        ]
+        curves = self._curves(study, load, points)
+        fluid = fluid_day(study, curves, load)
+        windows = self._windows(fluid, experts, caches[0])
+        result = day_result(study, load, experts, curves, fluid, windows if plan.hours else ())
+        found = as_json(result)
+        found["what_ifs"] = [{"name": "as asked", **day_result(study, load, experts, curves, fluid, ()).flat()}]
+        number = 1
+        for (name, other), pending in zip(plan.alternatives, others, strict=True):
+            other_load = load
+            if not same_cache(study, other):
+                other_load, number = self._load(other, caches[number]), number + 1
+            found["what_ifs"].append(self._alternative(name, other, other_load, curves, pending))
+        return Simulated(result, found)
+
+    def _caches(self) -> list[CacheDay | None]:
+        """Of the study, then of each alternative with another."""
+        study = self._plan.study
+        studies = [study, *(other for _, other in self._plan.alternatives if not same_cache(study, other))]
+        pending = [self._pool.submit(cache_day, one) if one.cache.disk_pb else None for one in studies]
+        return [None if one is None else self._done(one, "the cache's day", CACHE_S) for one in pending]
+
+    def _load(self, study: Study, cache: CacheDay | None) -> DayLoad:
+        self._advance("what the day asks for", 0.0)
+        return day_load(study, cache)
+
+    def _points(self, study: Study, load: DayLoad, cache: CacheDay | None) -> list[Future[Any]]:
+        """A prefill unit's point, then a decode unit's."""
+        experts, figures = expert_ranks(study), load.figures()
+        placed = {role: ranks.imbalance for role, ranks in experts.items()}
+        most = batch_max(study, figures)
+        wanted = sorted({min(at, most) for at in REQUESTS_PER_RANK})
+        return [
+            self._pool.submit(prefill_point, study, placed, figures, cache),
+            *(self._pool.submit(decode_point, study, placed, figures, cache, at) for at in wanted),
+        ]
+
+    def _curves(self, study: Study, load: DayLoad, points: Sequence[Future[Any]]) -> UnitCurves:
+        computed_per_s, *decode = [self._done(point, "what units do", POINT_S) for point in points]
+        figures = load.figures()
+        return UnitCurves(
+            tuple(sorted(decode)), study.decode.ranks, computed_per_s, figures.hit_share, batch_max(study, figures)
+        )
+
+    def _windows(
+        self, fluid: FluidResult, experts: dict[str, ExpertRanks], cache: CacheDay | None
+    ) -> list[HourWindow | None]:
+        plan, found = self._plan, list[HourWindow | None]([None] * 24)
+        placed = {role: ranks.imbalance for role, ranks in experts.items()}
+        settings = [
+            HourSetting(
+                index, fluid.units[index], 1.0 / fluid.day.hours[index].tokens_per_s_user,
+                plan.study.workload.first_token_s + fluid.day.hours[index].wait_s_max,
+            ) for index in plan.hours if fluid.day.hours[index].tokens_per_s_user
+        ]  # fmt: skip
+        # The largest first: none of them is the last that all wait for.
+        settings.sort(key=lambda setting: -setting.units.decode)
+        pending = {self._pool.submit(run_hour, plan.study, placed, setting, cache): setting for setting in settings}
+        for num_done, future in enumerate(as_completed(pending), start=1):
+            window = self._done(future, f"every request of an hour: {num_done} of {len(pending)} hours", WINDOW_S)
+            found[window.setting.index] = window
+        return found
+
+    def _alternative(
+        self, name: str, study: Study, load: DayLoad, curves: UnitCurves, pending: Sequence[Future[Any]] | None
+    ) -> dict[str, Any]:
+        self._advance(f"what if: {name}", 0.0)
+        try:
+            if pending is not None:
+                curves = self._curves(study, load, pending)
+            curves = replace(curves, hit_share=load.hit_share)
+            result = day_result(study, load, expert_ranks(study), curves, fluid_day(study, curves, load), ())
+        except (ConfigError, ValueError) as error:
+            return {"name": f"{name}: {error}"}
+        return {"name": name, **result.flat()}
+
+    def _done(self, future: Future[Any], what: str, work_s: float) -> Any:
+        try:
+            found = future.result()
+        except BrokenProcessPool as error:
+            raise HadalError(
+                "a process of the simulation was ended, most likely for want of memory: try --jobs 1, or a shorter "
+                "--window."
+            ) from error
+        self._advance(what, work_s)
+        return found
+
+
+def expert_ranks(study: Study) -> dict[str, ExpertRanks]:
+    """By role, what its expert balancer leaves; the same loads whatever the study's policy."""
+    return {
+        role: expert_share(
+            study.units_of(role).expert_balance, role, study.units_of(role).ranks,
+            study.units_of(role).redundant_experts, generator(study, "experts", number),
+        ) for number, role in enumerate((PREFILL, DECODE))
+    }  # fmt: skip
+
+
+def default_alternatives(study: Study) -> tuple[tuple[str, Study], ...]:
+    """Those of sim/what_ifs."""
+    return tuple(what_ifs(study))
+
+
+@contextmanager
+def processes(num_jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Fresh processes, each for one part, so that its memory is given back; an error ends those that run."""
+    pool = ProcessPoolExecutor(num_jobs, mp_context=get_context("spawn"), max_tasks_per_child=1)
+    try:
+        yield pool
+    except BaseException:
+        for process in list(getattr(pool, "_processes", {}).values()):
+            process.terminate()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+def simulate(plan: Plan, advance: Advance) -> Simulated:
+    """Run it all."""
+    with processes(plan.num_jobs) as pool:
+        return Stages(plan, pool, advance).run()

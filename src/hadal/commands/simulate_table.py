@@ -1,0 +1,106 @@
+"""The tables that `hadal simulate` prints: the published figures beside ours, the hours, the alternatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+ROWS = (
+    ("nodes, mean", "nodes_mean", 1.0, ",.2f"),
+    ("nodes, peak", "nodes_peak", 1.0, ",.0f"),
+    ("tokens in, 10^9", "tokens_in", 1e9, ",.1f"),
+    ("of them found in the cache, %", "hit_percent", 1.0, ".1f"),
+    ("tokens out, 10^9", "tokens_out", 1e9, ",.1f"),
+    ("tokens/s for a user", "tokens_per_s_user", 1.0, ".1f"),
+    ("KV length, mean", "kv_length_mean", 1.0, ",.0f"),
+    ("tokens/s in, a prefill node", "prefill_tokens_per_s_node", 1.0, ",.0f"),
+    ("tokens/s out, a decode node", "decode_tokens_per_s_node", 1.0, ",.0f"),
+    ("cost, $", "cost_usd", 1.0, ",.0f"),
+    ("income, $", "income_usd", 1.0, ",.0f"),
+    ("margin on cost, %", "margin_percent", 1.0, ",.0f"),
+)
+"""Label, key, divisor, format."""
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    """Print all of them."""
+    console.print(day_table(result))
+    console.print(hours_table(result))
+    if len(result.get("what_ifs", ())) > 1:
+        console.print(alternatives_table(result))
+    for note in result["notes"]:
+        console.print(f"[yellow]note[/yellow] {note}")
+
+
+def day_table(result: dict[str, Any]) -> Table:
+    """What was published, where something was, beside what came out."""
+    published = result["published"]
+    table = _table(f"{result['study']['name']} on {result['study']['hardware'].upper()}")
+    table.add_column("")
+    for name in ("published", "simulated", "difference") if published else ("simulated",):
+        table.add_column(name, justify="right")
+    for label, key, by, form in ROWS:
+        value = result[key]
+        ours = "-" if value is None else format(value / by, form)
+        if not published:
+            table.add_row(label, ours)
+            continue
+        told = published[key]
+        if isinstance(told, list):
+            shown, within = f"{told[0]:g} to {told[1]:g}", value is not None and told[0] <= value <= told[1]
+            table.add_row(label, shown, ours, "within" if within else "outside")
+        else:
+            difference = "-" if value is None else f"{value / told - 1:+.1%}"
+            table.add_row(label, format(told / by, form), ours, difference)
+    return table
+
+
+def hours_table(result: dict[str, Any]) -> Table:
+    """Hour by hour: the fleet as a liquid, and beside it what a window of single requests showed."""
+    table = _table("Hour by hour (Beijing); liquid | window")
+    for name in ("hour", "nodes", "in, 10^9", "out, 10^9", "hit", "income, $", "tokens/s/user", "batch a GPU",
+                 "prefill use", "TTFT p50, p99", "units P + D"):  # fmt: skip
+        table.add_column(name, justify="right", no_wrap=True)
+    for hour in result["hours"]:
+        liquid, window = hour["fluid"], hour["window"]
+
+        def both(key: str, form: str, liquid: dict[str, Any] = liquid, window: dict[str, Any] | None = window) -> str:
+            left = format(liquid[key], form)
+            return f"{left} | {format(window[key], form)}" if window and window[key] is not None else left
+
+        ttft, units = "", ""
+        if window:
+            units = f"{window['prefill_units']} + {window['decode_units']}"
+            if window["ttft_s"]["p50"] is not None:
+                ttft = f"{window['ttft_s']['p50']:.1f}, {window['ttft_s']['p99']:.1f} s"
+        table.add_row(
+            f"{hour['hour_beijing']:02}:00", f"{hour['nodes_mean']:.0f}", f"{hour['tokens_in'] / 1e9:.2f}",
+            f"{hour['tokens_out'] / 1e9:.2f}", f"{hour['hit_percent'] or 0:.1f} %", f"{hour['income_usd']:,.0f}",
+            both("tokens_per_s_user", ".1f"), both("requests_per_rank", ".0f"), both("prefill_use", ".0%"), ttft, units,
+        )  # fmt: skip
+    return table
+
+
+def alternatives_table(result: dict[str, Any]) -> Table:
+    """One thing changed at a time."""
+    table = _table("What if (the fleet as a liquid)")
+    table.add_column("", max_width=44)
+    for name in ("nodes mean", "peak", "cost, $", "income, $", "margin", "hit", "tokens/s/user"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in result["what_ifs"]:
+        if row.get("nodes_mean") is None:
+            table.add_row(row["name"])
+            continue
+        table.add_row(
+            row["name"], f"{row['nodes_mean']:,.1f}", f"{row['nodes_peak']:,.0f}", f"{row['cost_usd']:,.0f}",
+            f"{row['income_usd']:,.0f}", f"{row['margin_percent'] or 0:,.0f} %", f"{row['hit_percent'] or 0:.1f} %",
+            f"{row['tokens_per_s_user'] or 0:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
