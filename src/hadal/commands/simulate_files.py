@@ -142,7 +142,8 @@ def run(asked: Asked) -> None:
         return
     console = Console()
     show(console, found)
-    console.print(f"Took {found['seconds']:,.0f} s. Written: {', '.join(str(path) for path in written)}", soft_wrap=True)
+    names = ", ".join(str(path) for path in written)
+    console.print(f"Took {found['seconds']:,.0f} s. Written: {names}", soft_wrap=True)
 
 
 def _with_progress(plan: Plan) -> Simulated:

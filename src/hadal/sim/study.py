@@ -63,12 +63,12 @@ class FleetStudy:
     """How units come and go."""
 
     nodes_max: int = 2_000
-    start_s: float = 300.0
+    start_s: float = 600.0
     """From a decision until a unit works: nodes are freed by other work, weights are read."""
     start_spread: float = 0.1
     """Of that: uniform, plus or minus."""
     start_fail_share: float = 0.0
-    hold_s: float = 300.0
+    hold_s: float = 1800.0
     """A unit is given up if it was not needed for so long, and will not be."""
     hours_between_failures: float = 0.0
     """Of one node; 0: nodes do not fail."""
