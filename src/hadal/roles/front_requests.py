@@ -40,12 +40,12 @@ class RequestBook:
     def num_queued(self) -> int:
         return len(self._queue)
 
-    def add(self, generation: Generation, deadline_s: float) -> Record:
-        """A new request, queued behind all whose turn is before its own (policy/batching)."""
+    def add(self, generation: Generation, deadline_s: float, *, keeps_text: bool = True) -> Record:
+        """A new request, queued behind all whose turn is before its own (policy/batching). `keeps_text`: see Front."""
+        output = list(generation.output) if keeps_text else []
         record = Record(
-            generation, self._num_arrived, deadline_s, list(generation.output), len(generation.output),
-            attempt=generation.attempt,
-        )  # fmt: skip
+            generation, self._num_arrived, deadline_s, output, len(generation.output), attempt=generation.attempt
+        )
         self._num_arrived += 1
         self.by_id[record.request_id] = record
         self.counts[State.QUEUED] += 1

@@ -50,6 +50,14 @@ def test_priority_is_worth_so_much_waiting_and_no_more() -> None:
     assert book.next_queued(0.0) is first
 
 
+def test_without_text_only_the_length_of_what_was_streamed_is_kept() -> None:
+    book = RequestBook()
+    asked = msgspec.structs.replace(generation("a"), output=(7, 8, 9))
+    record = book.add(asked, 100.0, keeps_text=False)
+    assert (record.output, record.num_output) == ([], 3)
+    assert (book.add(msgspec.structs.replace(asked, request_id="b"), 100.0).output, book.check()) == ([7, 8, 9], [])
+
+
 def test_one_that_backs_off_is_passed_over_until_then() -> None:
     book = book_of("a", "b")
     book.by_id["a"].not_before_s = 5.0
