@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -331,13 +332,11 @@ class DecodeLeader:
 
     def _split(self, computed: Bools) -> tuple[tuple[int, ...], ...]:
         """By rank, its own slots of the second micro-batch."""
-        second = []
-        for rank in range(self.blocks.num_ranks):
-            of_rank = self.slots.of_rank(rank)
-            slots = np.flatnonzero(computed[of_rank])
-            is_second = self.scheduler.second_rows(self.table.length[of_rank][slots].tolist())
-            second.append(tuple(slot for slot, goes in zip(slots.tolist(), is_second, strict=True) if goes))
-        return tuple(second)
+        shape = (-1, self.slots.per_rank)
+        is_second_RS = self.scheduler.second_rows(self.table.length.reshape(shape), computed.reshape(shape))
+        slots = np.nonzero(is_second_RS)[1].tolist()
+        ends = np.count_nonzero(is_second_RS, axis=1).cumsum().tolist()
+        return tuple(tuple(slots[first:end]) for first, end in pairwise((0, *ends)))
 
     # ---- what the front hears ----
     def _give_back(self, key: Key, reason: str) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from hadal.core.plans import OpTime
 from hadal.core.rates import StepRates
 from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL, Schedule
-from hadal.overlap.split import split_chunks, split_rows
+from hadal.overlap.split import Bools, Ints, split_chunks, split_ranks
 from hadal.perf.costs import StepCosts, Work, choose, halve_works
 from hadal.policy.prefill_rates import UNMEASURED
 
@@ -131,6 +131,6 @@ class StepScheduler:
         """Tokens of each (start, num_tokens) of a rank that go into the first micro-batch."""
         return split_chunks(chunks, self.rates.token_s, self.rates.pair_s)
 
-    def second_rows(self, lengths: Sequence[int]) -> list[bool]:
-        """Which rows of a rank, by the positions they attend to, go into the second micro-batch."""
-        return split_rows(lengths, self.rates.token_s, self.rates.pair_s)
+    def second_rows(self, lengths_RS: Ints, is_row_RS: Bools) -> Bools:
+        """Which rows of all ranks, by the positions they attend to, go into the second micro-batch: bool [R, S]."""
+        return split_ranks(lengths_RS, is_row_RS, self.rates.token_s, self.rates.pair_s)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hadal.overlap.split import num_pairs_of, split_chunks, split_rows
+from hadal.overlap.split import num_pairs_of, split_chunks, split_ranks, split_rows
 
 RATES = st.tuples(st.floats(0, 1e-3), st.floats(0, 1e-5))
 CHUNKS = st.lists(st.tuples(st.integers(0, 200_000), st.integers(0, 4096)), max_size=20)
@@ -92,3 +93,28 @@ def test_negative_rates_are_refused(rates: tuple[float, float]) -> None:
         split_chunks([(0, 1)], *rates)
     with pytest.raises(ValueError, match="must not be negative"):
         split_rows([1], *rates)
+
+
+@given(
+    st.integers(1, 9).flatmap(lambda num_slots: st.lists(
+        st.lists(st.integers(-3, 12), min_size=num_slots, max_size=num_slots), min_size=1, max_size=5
+    )), RATES,
+)  # fmt: skip
+@example([[5, 5, 5]], (0.0, 0.0))
+def test_all_ranks_at_once_are_as_one_by_one(slots: list[list[int]], rates: tuple[float, float]) -> None:
+    """Whatever is below 1 is no row. Few values, so that many are equal."""
+    lengths_RS = np.array(slots, np.int64)
+    is_second_RS = split_ranks(lengths_RS, lengths_RS > 0, *rates)
+    for lengths, is_row, is_second in zip(lengths_RS, lengths_RS > 0, is_second_RS, strict=True):
+        assert is_second[is_row].tolist() == split_rows(lengths[is_row].tolist(), *rates)
+        assert not is_second[~is_row].any()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.03, 0.5, 1.0])
+def test_a_unit_of_many_ranks_is_as_one_by_one(share: float) -> None:
+    rng = np.random.default_rng(round(100 * share))
+    lengths_RS = rng.integers(1, 60_000, (24, 161))
+    is_row_RS = rng.random(lengths_RS.shape) < share
+    is_second_RS = split_ranks(lengths_RS, is_row_RS, 2.3e-7, 1.7e-11)
+    for lengths, is_row, is_second in zip(lengths_RS, is_row_RS, is_second_RS, strict=True):
+        assert is_second[is_row].tolist() == split_rows(lengths[is_row].tolist(), 2.3e-7, 1.7e-11)
