@@ -131,9 +131,9 @@ class Stages:
         placed = {role: ranks.imbalance for role, ranks in experts.items()}
         settings = [
             HourSetting(
-                index, fluid.units[index], 1.0 / fluid.day.hours[index].tokens_per_s_user,
-                plan.study.workload.first_token_s + fluid.day.hours[index].wait_s_max,
-            ) for index in plan.hours if fluid.day.hours[index].tokens_per_s_user
+                index, fluid.middles[index].units, 1.0 / fluid.middles[index].tokens_per_s_user,
+                plan.study.window.first_token_s + fluid.day.hours[index].wait_s_max,
+            ) for index in plan.hours
         ]  # fmt: skip
         # The largest first: none of them is the last that all wait for.
         settings.sort(key=lambda setting: -setting.units.decode)

@@ -29,6 +29,19 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Middle:
+    """The fleet at one moment."""
+
+    units: Units
+    """That take requests."""
+    requests_per_rank: float
+    """Of decode."""
+    tokens_per_s_user: float
+    prefill_use: float
+    """What comes over what could be done."""
+
+
+@dataclass(frozen=True)
 class FluidResult:
     """A day of 1,440 minutes from noon in Beijing."""
 
@@ -36,8 +49,8 @@ class FluidResult:
     prefill_nodes: Ints
     """By minute; nodes of units that start and drain are owned as well."""
     decode_nodes: Ints
-    units: tuple[Units, ...]
-    """At the middle of each hour: those that take requests."""
+    middles: tuple[Middle, ...]
+    """Of each hour."""
     capacity: tuple[float, float]
     """Tokens per second that a prefill and a decode unit were counted on, within the promise."""
 
@@ -65,16 +78,25 @@ def fluid_day(study: Study, curves: UnitCurves, load: DayLoad) -> FluidResult:
     fluid.run(round(EARLY_HOURS * HOUR_S / STEP_S))
     hours = Hours(fluid.engine, fleet)
     nodes: list[tuple[int, int]] = []
-    units = []
+    middles = []
     for minute in range(round(DAY_S / STEP_S)):
         fluid.step()
         hours.add(fluid.now_s, STEP_S)
         owned = fleet.role_to_nodes()
         nodes.append((owned[PREFILL], owned[DECODE]))
         if minute % 60 == 30:
-            engine = fluid.engine
-            units.append(Units(sum(engine.prefill_units.values()), sum(engine.decode_units.values())))
+            middles.append(_middle(fluid, demand.requests_per_s(fluid.now_s)))
     prefill_nodes, decode_nodes = np.array(nodes, np.int64).T
     return FluidResult(
-        hours.done(), prefill_nodes, decode_nodes, tuple(units), (curves.prefill_tokens_per_s, decode_tokens_per_s)
+        hours.done(), prefill_nodes, decode_nodes, tuple(middles), (curves.prefill_tokens_per_s, decode_tokens_per_s)
     )  # fmt: skip
+
+
+def _middle(fluid: FluidDay, requests_per_s: float) -> Middle:
+    engine, model = fluid.engine, fluid.engine.model
+    units = Units(sum(engine.prefill_units.values()), sum(engine.decode_units.values()))
+    batch = sum(engine.held.values()) / max(1, len(engine.held)) / model.decode_ranks
+    could = max(1, units.prefill) * model.prefill_tokens_per_s
+    return Middle(
+        units, batch, 1.0 / float(model.tpot_s(np.array(batch))), requests_per_s * engine.tokens_in_request / could
+    )

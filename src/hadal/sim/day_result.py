@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hadal.core.config import DECODE, PREFILL
+from hadal.sim.cache_day import KV_BYTES_TOKEN
 from hadal.sim.day import TOKENS_IN, TOKENS_OUT
 from hadal.sim.day_books import day_report, day_tally, nodes_facts
 from hadal.sim.day_fluid import FluidResult
@@ -119,35 +120,35 @@ def as_json(result: DayResult) -> dict[str, Any]:
 def _hour_json(
     index: int, line: Line, hour: Hour, window: HourWindow | None, result: DayResult
 ) -> dict[str, Any]:
-    found = line.as_json()
+    found, middle = line.as_json(), result.fluid.middles[index]
     keys = ("nodes_mean", "requests", "tokens_in", "tokens_hit", "tokens_out", "income_usd", "cost_usd", "hit_percent")
     return {
         "hour_beijing": hour_beijing(index), **{key: found[key] for key in keys},
         "prefill_nodes_mean": hour.prefill_nodes_mean, "decode_nodes_mean": hour.decode_nodes_mean,
         "fluid": {
-            "tokens_per_s_user": hour.tokens_per_s_user, "requests_per_rank": hour.batch_mean,
-            "prefill_use": hour.prefill_use, "wait_s_max": hour.wait_s_max,
+            "tokens_per_s_user": middle.tokens_per_s_user, "requests_per_rank": middle.requests_per_rank,
+            "prefill_use": middle.prefill_use, "wait_s_max": hour.wait_s_max,
         },
-        "window": None if window is None else _window_json(window),
+        "window": None if window is None else _window_json(window, result.curves),
     }  # fmt: skip
 
 
-def _window_json(window: HourWindow) -> dict[str, Any]:
+def _window_json(window: HourWindow, curves: UnitCurves) -> dict[str, Any]:
     reading = window.reading
-    prefill, decode = reading.prefill, reading.decode
+    prefill, decode, seconds = reading.prefill, reading.decode, reading.end_s - reading.begin_s
+    could = window.setting.units.prefill * curves.prefill_computed_per_s
     kv = [float(share.max() / share.mean()) for share in reading.kv_share.values() if share.any()]
     return {
         "prefill_units": window.setting.units.prefill, "decode_units": window.setting.units.decode,
-        "seconds": reading.end_s - reading.begin_s, "requests": reading.num_arrived, "failed": reading.num_failed,
+        "seconds": seconds, "requests": reading.num_arrived, "failed": reading.num_failed,
         "tokens_per_s_user": 1.0 / decode.token_s if decode.token_s else None,
-        "requests_per_rank": decode.requests_per_rank, "prefill_use": prefill.busy_share,
-        "kv_length_mean": decode.positions_per_token,
-        "hit_percent": 100.0 * reading.tokens_hit / reading.tokens_in if reading.tokens_in else None,
+        "requests_per_rank": decode.requests_per_rank, "prefill_use": prefill.tokens / (could * seconds),
+        "kv_length_mean": decode.positions_per_token, "hit_percent": 100.0 * window.hit_share,
         "ttft_s": _percentiles(reading.ttft_s, None), "tpot_s": _percentiles(decode.seconds_K, decode.tokens_K),
         "kv_imbalance": float(np.mean(kv)) if kv else None, "request_imbalance": decode.tokens_imbalance,
         "prefill_imbalance": prefill.positions_imbalance,
         "expert_imbalance": {PREFILL: prefill.expert_imbalance, DECODE: decode.expert_imbalance},
-        "disk_read_gb_per_s": reading.disk_tokens * 70_272 / 1e9 / (reading.end_s - reading.begin_s),
+        "disk_read_gb_per_s": reading.disk_tokens * KV_BYTES_TOKEN / 1e9 / seconds,
         "disk_wait_s": reading.disk_wait_s, "problems": list(window.problems),
     }  # fmt: skip
 

@@ -47,6 +47,8 @@ class HourWindow:
 
     setting: HourSetting
     reading: Reading
+    hit_share: float
+    """Of the prompt tokens of those that came in it: on disk, less what was computed all the same."""
     num_events: int
     num_steps: int
     steps: Mapping[str, tuple[str, StepPrice]]
@@ -74,7 +76,7 @@ def run_hour(
     world.run(settle_s + seconds)
     processes = world.processes.values()
     return HourWindow(
-        setting, world.read(settle_s, settle_s + seconds), sum(process.num_events for process in processes),
+        setting, world.read(settle_s, settle_s + seconds), _hit_share(world), sum(process.num_events for process in processes),
         sum(process.num_steps for process in processes), world.last_steps(), tuple(world.check()),
     )  # fmt: skip
 
@@ -87,3 +89,12 @@ def requests_of(drawn: Window, begin_s: float, *, has_cache: bool) -> Requests:
         np.maximum(came.arrival_s - begin_s, 0.0), came.tokens_in, came.tokens_out,
         cached // BLOCK_TOKENS * BLOCK_TOKENS, drawn.tokens_done,
     )  # fmt: skip
+
+
+def _hit_share(world: FleetWorld) -> float:
+    """Those that are done are more often those that had little to compute, so they alone would tell too much."""
+    asked, seen = world.requests, world.seen
+    came = ~asked.is_running
+    done = came & np.isfinite(seen.first_token_s)
+    on_disk = float(asked.tokens_cached[came].sum() / max(1, asked.tokens_in[came].sum()))
+    return on_disk * float(seen.tokens_hit[done].sum() / max(1, asked.tokens_cached[done].sum()))

@@ -84,6 +84,8 @@ class WindowStudy:
     """Measured."""
     settle_s: float = 4.0
     """Before that: what runs already finds its place."""
+    first_token_s: float = 3.5
+    """About how long a prompt takes: so many seconds' worth of them are under way at the start."""
     back_s: float = 3600.0
     """Sittings that began no longer ago are there."""
 

@@ -115,7 +115,7 @@ def _world(
     """One decode unit and some prefill units, from the start to the end of what is measured."""
     settle_s, seconds = study.window.settle_s, study.window.seconds
     scale = load.requests_per_s[int(_AT_S // 3600.0)] / requests_per_s
-    params = with_tokens_at(study.workload, token_s, study.workload.first_token_s)
+    params = with_tokens_at(study.workload, token_s, study.window.first_token_s)
     drawn = window(
         replace(params, sessions_per_day=params.sessions_per_day / min(1.0, scale)), _AT_S, _AT_S + settle_s + seconds,
         study.window.back_s, generator(study, "curve", number), cache, scale=max(1.0, scale),
