@@ -18,7 +18,7 @@ from hadal.core.facts import NodesFact
 from hadal.perf.hardware import hardware_named
 from hadal.policy.demand import DAY_S
 from hadal.sim.day_fluid import STEP_S, FluidResult
-from hadal.sim.day_load import SAMPLE, DayLoad
+from hadal.sim.day_load import DayLoad
 from hadal.sim.load_clock import Floats, hour_index
 from hadal.sim.study import Study
 from hadal.sim.workload import MODEL_NAMES
@@ -50,7 +50,7 @@ def day_tally(study: Study, load: DayLoad, first_token_s: Floats, token_s: Float
         tokens_out=tokens_out, kv_tokens=tokens_out * tokens_in + tokens_out * (tokens_out - 1) // 2,
         model_index=came.model[today].astype(np.int64), tenant_index=np.zeros(len(hit), np.int64), models=MODEL_NAMES,
     ))  # fmt: skip
-    return tally.times(SAMPLE).priced(study.price_book())
+    return tally.times(load.scale).priced(study.price_book())
 
 
 def nodes_facts(study: Study, fluid: FluidResult) -> list[NodesFact]:

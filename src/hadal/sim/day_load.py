@@ -51,6 +51,8 @@ class DayLoad:
     workload: Workload
     tokens_hit: Floats
     """Of each prompt [N], expected."""
+    scale: int
+    """One session in so many is among them."""
     eviction_age_s: float
     """How long what made room in the cache had not been used, mean of the day; inf: nothing had to."""
 
@@ -98,7 +100,7 @@ class DayLoad:
     def _by_hour(self, column: Floats) -> Floats:
         arrival_s = self.workload.arrival_s
         today = (arrival_s >= 0) & (arrival_s < DAY_S)
-        return np.asarray(np.bincount(hour_index(arrival_s[today]), column[today], 24) * float(SAMPLE))
+        return np.asarray(np.bincount(hour_index(arrival_s[today]), column[today], 24) * float(self.scale))
 
 
 def cache_day(study: Study) -> CacheDay:
@@ -110,12 +112,12 @@ def cache_day(study: Study) -> CacheDay:
     )  # fmt: skip
 
 
-def day_load(study: Study, cache: CacheDay | None) -> DayLoad:
+def day_load(study: Study, cache: CacheDay | None, scale: int = SAMPLE) -> DayLoad:
     """Draw the sample. `cache`: None if there is none; then nothing hits."""
-    workload = generate(study.workload, -EARLY_S, DAY_S, generator(study, "load"), SAMPLE)
+    workload = generate(study.workload, -EARLY_S, DAY_S, generator(study, "load"), scale)
     if cache is None:
-        return DayLoad(workload, np.zeros(len(workload)), np.inf)
-    return DayLoad(workload, cache.tokens_expected(workload), cache.eviction_age_mean_s)
+        return DayLoad(workload, np.zeros(len(workload)), scale, np.inf)
+    return DayLoad(workload, cache.tokens_expected(workload), scale, cache.eviction_age_mean_s)
 
 
 def with_tokens_at(params: WorkloadParams, token_s: float, first_token_s: float) -> WorkloadParams:

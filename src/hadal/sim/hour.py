@@ -75,9 +75,10 @@ def run_hour(
     )  # fmt: skip
     world.run(settle_s + seconds)
     processes = world.processes.values()
+    num_events, num_steps = sum(p.num_events for p in processes), sum(p.num_steps for p in processes)
     return HourWindow(
-        setting, world.read(settle_s, settle_s + seconds), _hit_share(world), sum(process.num_events for process in processes),
-        sum(process.num_steps for process in processes), world.last_steps(), tuple(world.check()),
+        setting, world.read(settle_s, settle_s + seconds), _hit_share(world), num_events, num_steps, world.last_steps(),
+        tuple(world.check()),
     )  # fmt: skip
 
 
