@@ -14,7 +14,9 @@ Block 0 is scratch: padded rows of a batch write there, so it is never handed ou
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -42,6 +44,17 @@ def _nobody() -> None:
     """Nobody wants to know."""
 
 
+def _are_one(one: object, other: object) -> bool:
+    """Nobody is of another class than himself, and dataclasses take long to find out."""
+    return one is other or (type(one) is type(other) and one == other)
+
+
+@lru_cache(maxsize=8)
+def _all_blocks(num_blocks: int) -> tuple[int, ...]:
+    """Block 1 is the last. One tuple for all pools of a size: a fleet in one process has millions of blocks."""
+    return tuple(range(num_blocks - 1, SCRATCH_BLOCK, -1))
+
+
 class BlockAllocator:
     """Hands out blocks 1 .. num_blocks-1, the most recently freed first (it is the likeliest to be in a cache)."""
 
@@ -52,10 +65,11 @@ class BlockAllocator:
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}; at least 2 are needed, as block 0 is scratch.")
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, SCRATCH_BLOCK, -1))
-        self._generation = [0] * num_blocks
-        self._owners: dict[int, Hashable | _Owners] = {}
-        """Of the owned blocks: nearly all have one."""
+        self._free = list(_all_blocks(num_blocks))
+        self._generation = array("i", bytes(4 * num_blocks))
+        self._owners: list[Hashable | _Owners] = [None] * num_blocks
+        """By block; None: nobody. Nearly all have one."""
+        self._num_owned = 0
         self._name_to_block: dict[bytes, int] = {}
         self._block_to_name: dict[int, tuple[bytes, bytes]] = {}
         """Its own and that of the block before it in the text, empty at position 0."""
@@ -77,16 +91,16 @@ class BlockAllocator:
     @property
     def num_free(self) -> int:
         """Blocks that can be had: free ones and cached ones."""
-        return self.num_usable - len(self._owners)
+        return self.num_usable - self._num_owned
 
     @property
     def num_used(self) -> int:
         """Blocks that somebody owns."""
-        return len(self._owners)
+        return self._num_owned
 
     def num_owned(self, blocks: Sequence[int]) -> int:
         """How many of these somebody owns."""
-        return sum(block in self._owners for block in blocks)
+        return sum(self._owners[block] is not None for block in blocks)
 
     @property
     def num_named(self) -> int:
@@ -106,7 +120,10 @@ class BlockAllocator:
         blocks = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - len(blocks) :]
         blocks += [self._evict() for _ in range(count - len(blocks))]
-        self._owners.update(dict.fromkeys(blocks, owner))
+        owners = self._owners
+        for block in blocks:
+            owners[block] = owner
+        self._num_owned += count
         return tuple(blocks)
 
     def acquire(self, blocks: Sequence[int], owner: Hashable, *, is_use: bool = True) -> None:
@@ -118,20 +135,25 @@ class BlockAllocator:
             raise ValueError("nobody cannot acquire blocks.")
         self._eviction.tick()
         self._touched()
+        self._check_numbers(blocks, owner)
+        all_owners = self._owners
         for block in blocks:
-            names, owners = self._block_to_name.get(block), self._owners.get(block)
-            if owners == owner or (owners is None and names is None):
-                raise InvariantError(f"{owner!r} acquires block {block}, which is {'his' if owners else 'free'}.")
+            names, owners = self._block_to_name.get(block), all_owners[block]
             if isinstance(owners, _Owners):
                 if owner in owners:
                     raise InvariantError(f"{owner!r} acquires block {block}, which is his.")
                 owners[owner] = None
             elif owners is not None:
-                self._owners[block] = _Owners({owners: None, owner: None})
+                if _are_one(owners, owner):
+                    raise InvariantError(f"{owner!r} acquires block {block}, which is his.")
+                all_owners[block] = _Owners({owners: None, owner: None})
             elif names is not None:
-                self._owners[block] = owner
+                all_owners[block] = owner
+                self._num_owned += 1
                 self._blocked.pop(block, None)
                 self._eviction.withdraw(names[0])
+            else:
+                raise InvariantError(f"{owner!r} acquires block {block}, which is free.")
             if names and is_use:
                 self._eviction.use(names[0])
 
@@ -141,14 +163,16 @@ class BlockAllocator:
         Their generations are raised. Raises InvariantError unless `owner` owns every one of them.
         """
         self._touched()
+        self._check_numbers(blocks, owner)
         gone = []
         all_owners, named, generation = self._owners, self._block_to_name, self._generation
         for block in blocks:
-            owners = all_owners.get(block)
-            if owners != owner:
+            owners = all_owners[block]
+            if owners is None or not _are_one(owners, owner):
                 self._leave(block, owner)
                 continue
-            del all_owners[block]
+            all_owners[block] = None
+            self._num_owned -= 1
             if block in named:
                 self._cache(block)
             else:
@@ -157,15 +181,19 @@ class BlockAllocator:
         self._free += gone
         return tuple(gone)
 
+    def _check_numbers(self, blocks: Sequence[int], owner: Hashable) -> None:
+        if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
+            raise InvariantError(f"{owner!r} does not own blocks that are not there: {min(blocks)} .. {max(blocks)}.")
+
     def _owners_of(self, block: int) -> tuple[Hashable, ...]:
-        owners = self._owners.get(block)
+        owners = self._owners[block]
         if owners is None:
             return ()
         return tuple(owners) if isinstance(owners, _Owners) else (owners,)
 
     def _leave(self, block: int, owner: Hashable) -> None:
         """Let one of several owners go."""
-        left = self._owners.get(block)
+        left = self._owners[block]
         if not isinstance(left, _Owners) or owner not in left:
             raise InvariantError(f"{owner!r} frees block {block}, which it does not own.")
         del left[owner]
@@ -185,7 +213,7 @@ class BlockAllocator:
         before = slice_of(chain, first - 1, first) if first else b""
         for block, position in zip(blocks, range(first, first + len(blocks)), strict=True):
             name = slice_of(chain, position, position + 1)
-            if block not in self._owners or self._block_to_name.get(block, (name,))[0] != name:
+            if self._owners[block] is None or self._block_to_name.get(block, (name,))[0] != name:
                 raise InvariantError(f"block {block} is nobody's or has another name.")
             other = self._name_to_block.get(name)
             if other is None:
@@ -227,7 +255,7 @@ class BlockAllocator:
     def forget_names(self) -> None:
         """Let no block be found any more, and free the cached ones."""
         self._touched()
-        for block in [block for block in self._block_to_name if block not in self._owners]:
+        for block in [block for block in self._block_to_name if self._owners[block] is None]:
             self._generation[block] += 1
             self._evicted.append(block)
             self._free.append(block)
@@ -246,24 +274,43 @@ class BlockAllocator:
 
     def owners(self) -> dict[int, tuple[Hashable, ...]]:
         """Every owned block and its owners."""
-        return {block: self._owners_of(block) for block in sorted(self._owners)}
+        return {block: self._owners_of(block) for block, owners in enumerate(self._owners) if owners is not None}
+
+    def is_owned_as(self, holders: Sequence[tuple[Hashable, Sequence[int]]]) -> bool:
+        """Whether these, each once, own these blocks, each block once, and nobody owns more."""
+        owners, num_held = self._owners, sum(len(blocks) for _, blocks in holders)
+        num_more = sum(len(some) - 1 for some in owners if isinstance(some, _Owners))
+        if num_held != self._num_owned + num_more or len({owner for owner, _ in holders}) < len(holders):
+            return False
+        for owner, blocks in holders:
+            if len(set(blocks)) < len(blocks):
+                return False
+            # Counted in one go: nearly all have one owner.
+            if [owners[block] for block in blocks].count(owner) < len(blocks) and not all(
+                owner in self._owners_of(block) for block in blocks
+            ):
+                return False
+        return True
 
     def check(self) -> list[str]:
         """Problems of the ledger; empty when free, cached and owned blocks are apart and together all there are."""
         problems = []
         free, named = set(self._free), self._block_to_name.keys()
-        cached = named - self._owners.keys()
+        owned = {block for block, owners in enumerate(self._owners) if owners is not None}
+        cached = named - owned
+        if len(owned) != self._num_owned:
+            problems.append(f"{len(owned)} blocks are owned, not {self._num_owned}")
         if len(free) != len(self._free):
             problems.append("a block is in the free list twice")
-        if SCRATCH_BLOCK in free or SCRATCH_BLOCK in named or SCRATCH_BLOCK in self._owners:
+        if SCRATCH_BLOCK in free or SCRATCH_BLOCK in named or SCRATCH_BLOCK in owned:
             problems.append("the scratch block was handed out")
-        if both := free & self._owners.keys():
+        if both := free & owned:
             problems.append(f"blocks {sorted(both)} are free and owned")
         if both := free & named:
             problems.append(f"blocks {sorted(both)} are free and named")
-        if any(isinstance(owners, _Owners) and len(owners) < 2 for owners in self._owners.values()):
+        if any(isinstance(owners, _Owners) and len(owners) < 2 for owners in self._owners):
             problems.append("a block of one owner or none is said to have several")
-        if (counts := (len(free), len(cached), len(self._owners))) and sum(counts) != self.num_usable:
+        if (counts := (len(free), len(cached), len(owned))) and sum(counts) != self.num_usable:
             problems.append(f"{counts} free, cached and owned blocks are not {self.num_usable}")
         return problems + self._check_names(cached)
 
@@ -297,7 +344,7 @@ class BlockAllocator:
         """A named block follows `before` from now on."""
         self._num_next[before] = self._num_next.get(before, 0) + 1
         block = self._name_to_block.get(before)
-        if block is not None and block not in self._owners:
+        if block is not None and self._owners[block] is None:
             self._eviction.withdraw(before)
             self._blocked[block] = None
 
@@ -324,7 +371,7 @@ class BlockAllocator:
         if not self._num_next[before]:
             del self._num_next[before]
             block = self._name_to_block.get(before)
-            if block is not None and block not in self._owners:
+            if block is not None and self._owners[block] is None:
                 self._cache(block)
 
     def _change(self, name: bytes, is_here: bool) -> None:

@@ -8,7 +8,8 @@ its owner says which plan was done last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -264,16 +265,13 @@ class DecodeSlots:
         """Problems; empty when table, names and allocators agree."""
         table = self.table
         problems = self._pools.check() + table.check() + self.moving.check() + self.cache.stores.check()
-        for rank in range(self._pools.num_ranks):
-            held: set[tuple[int, object]] = {
-                (block, key) for names in (self.key_to_slot, self.moving.arriving) for key, slot in names.items()
-                if slot // self.per_rank == rank for block in table.blocks_of(slot)
-            }  # fmt: skip
-            held |= {(block, owner) for owner, blocks in self.cache.stores.owners(rank) for block in blocks}
-            owned = {(block, owner) for block, owners in self._pools[rank].owners().items() for owner in owners}
-            if held != owned:
-                blocks = sorted({block for block, _ in held ^ owned})
-                problems.append(f"rank {rank}: blocks {blocks} are owned but not held")
+        holders: list[list[tuple[Hashable, Sequence[int]]]] = [
+            list(self.cache.stores.owners(rank)) for rank in range(self._pools.num_ranks)
+        ]  # fmt: skip
+        for key, slot in chain(self.key_to_slot.items(), self.moving.arriving.items()):
+            holders[slot // self.per_rank].append((key, table.block_ids[slot]))
+        for rank, of_rank in enumerate(holders):
+            problems += self._pools.check_owners(rank, of_rank)
         seated = {
             seat.key: slot for slot, seat in enumerate(table.seats)
             if seat is not None and table.state[slot] not in ARRIVING

@@ -166,7 +166,8 @@ class DecodeTable:
         self.room[slot] = len(block_ids) * BLOCK_TOKENS
 
     def _free_slot(self, among: slice) -> int:
-        return (among.start or 0) + int(np.flatnonzero(self.state[among] == SlotState.FREE)[0])
+        first_free = int((self.state[among] == SlotState.FREE).argmax())
+        return (among.start or 0) + first_free
 
     def reserve_for(self, source: int, block_ids: Sequence[int], among: slice) -> int:
         """Take a slot `among` these for the request at `source`, which goes on there for now."""

@@ -172,8 +172,7 @@ class Front:
             return
         self.totals.tokens_in += len(generation.prompt)
         generation = msgspec.structs.replace(generation, arrived_s=now_s)
-        deadline_s = now_s + self._config.limits.request_timeout_s
-        self.requests.add(generation, deadline_s, keeps_text=self._keeps_text)
+        self.requests.add(generation, now_s + self._config.limits.request_timeout_s, keeps_text=self._keeps_text)
 
     # ---- forward: queue -> prefill -> decode -> end ----
     def _place(self, now_s: float) -> None:

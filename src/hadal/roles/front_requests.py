@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -130,7 +131,8 @@ class RequestBook:
             problems.append("the queue does not hold those that are queued")
         if self.num_blocks_placed != sum(record.num_blocks for record in self.placed()):
             problems.append("the sum of placed blocks is wrong")
+        counts = Counter(record.state for record in self.by_id.values())
         for state in State:
-            if self.counts[state] != sum(record.state is state for record in self.by_id.values()):
+            if self.counts[state] != counts[state]:
                 problems.append(f"the count of {state} requests is wrong")
         return problems

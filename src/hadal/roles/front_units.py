@@ -6,6 +6,7 @@ messages are kept for the metrics and as heartbeats.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -217,6 +218,12 @@ class UnitBook:
     def check(self, placed: Sequence[Record]) -> list[str]:
         """Problems of the counts; empty when they are what the `placed` requests add up to."""
         problems = []
+        to_prefill: defaultdict[str | None, list[Record]] = defaultdict(list)
+        to_decode: defaultdict[str | None, list[Record]] = defaultdict(list)
+        for record in placed:
+            to_decode[record.decode_unit].append(record)
+            if record.state is State.PREFILLING:
+                to_prefill[record.prefill_unit].append(record)
         for unit in self.by_name.values():
             if unit.prefill_view not in (None, _prefill_view(unit)):
                 problems.append(f"{unit.name} is seen as {unit.prefill_view}, which is no longer so")
@@ -225,12 +232,12 @@ class UnitBook:
             if not any(other is unit for other in self.of_role(unit.role)):
                 problems.append(f"{unit.name} is not among the units of its role")
             if unit.role == PREFILL:
-                records = [r for r in placed if r.prefill_unit == unit.name and r.state is State.PREFILLING]
+                records = to_prefill[unit.name]
                 works = [prefill_work(record) for record in records]
                 counted = [unit.num_tokens, unit.num_pairs]
                 true = [sum(num_tokens for num_tokens, _ in works), sum(num_pairs for _, num_pairs in works)]
             else:
-                records = [r for r in placed if r.decode_unit == unit.name]
+                records = to_decode[unit.name]
                 counted, true = [unit.num_blocks_used], [sum(record.num_blocks for record in records)]
             if unit.num_requests != len(records) or counted != true:
                 problems.append(f"{unit.name} counts {unit.num_requests}, {counted}, not {len(records)}, {true}")

@@ -377,7 +377,7 @@ class PrefillLeader:
         return self._reporter.beat(now_s, self.num_requests, self._num_tokens_left, min(deadlines_s, default=None))
 
     def _count_left(self) -> int:
-        return sum(prompt.num_left for prompt in chain(self._waiting.values(), self._started.values()))
+        return sum([len(p.tokens) - p.num_planned for p in chain(self._waiting.values(), self._started.values())])
 
     def audit(self) -> list[str]:
         """Problems of all ledgers; empty when every owner of a block is a started prompt, a lease, a read or a write.

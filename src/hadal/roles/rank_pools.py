@@ -208,6 +208,9 @@ class RankPools:
 
     def check_owners(self, rank: int, holders: Iterable[tuple[Hashable, Sequence[int]]]) -> list[str]:
         """Problems; empty when a rank's blocks are owned by those who say that they hold them, and by nobody else."""
+        holders = list(holders)
+        if self._allocators[rank].is_owned_as(holders):
+            return []
         held: dict[int, list[Hashable]] = {}
         for owner, block_ids in holders:
             for block in block_ids:

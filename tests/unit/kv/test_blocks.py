@@ -315,3 +315,18 @@ def test_no_reader_ever_sees_a_block_change(seed: int) -> None:
         readers.end(key)
     assert readers.blocks.num_used == 0
     assert readers.blocks.check() == []
+
+
+def test_owners_are_told_apart_from_those_who_only_say_so() -> None:
+    blocks = BlockAllocator(8)
+    held, other = blocks.allocate(3, ("a", 0)), blocks.allocate(2, ("b", 0))
+    assert held is not None
+    assert other is not None
+    blocks.acquire(held[:1], "c")
+    true = [(("a", 0), held), (("b", 0), other), ("c", held[:1])]
+    assert blocks.is_owned_as(true)
+    for index in range(3):
+        assert not blocks.is_owned_as(true[:index] + true[index + 1 :]), "one is missing"
+    assert not blocks.is_owned_as([*true[:2], ("c", held[1:2])]), "another's block"
+    assert not blocks.is_owned_as([(("a", 0), (held[0], held[0], held[1])), *true[1:]]), "a block twice"
+    assert not blocks.is_owned_as([*true, ("c", ())]), "an owner twice"
