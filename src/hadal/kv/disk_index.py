@@ -41,6 +41,10 @@ class DiskIndex:
         number = self._name_to_number.get(name)
         return None if number is None else place_of(number)
 
+    def found(self, names: bytes) -> tuple[Place, ...]:
+        """Where those of these blocks are that are here."""
+        return tuple(place for name in split(names) if (place := self.find(name)) is not None)
+
     def num_found(self, chain: bytes) -> int:
         """How many of the chain's first blocks are here, up to one that is not."""
         num = 0

@@ -45,10 +45,8 @@ class DiskLoad:
     deadline_s: float
     prompt: Prompt | None
     """Who waits for it; None: nobody any more."""
-
-    @property
-    def owner(self) -> Reader:
-        return Reader(self.load_id)
+    owner: Reader
+    """Of `into`."""
 
 
 class LoadMeter:
@@ -103,6 +101,7 @@ class LoadBook:
             self._num_begun, prompt.rank, names, first, chain, prompt.block_ids[first : first + num_blocks], now_s,
             rates.seconds(num_blocks) if rates is not None else 0.0,
             now_s + max(self.timeout_s, LATE * prompt.prefix.load_s), prompt,
+            Reader(self._num_begun),
         )  # fmt: skip
         self._num_begun += 1
         self._loads[load.load_id] = load

@@ -132,7 +132,7 @@ class PrefillCache:
 
     def _used(self, names: bytes) -> list[Effect]:
         """Tell those who keep them on disk."""
-        places = tuple(place for name in split(names) if (place := self.stores.index.find(name)) is not None)
+        places = self.stores.index.found(names)
         return [UsedBlocks(places)] if places else []
 
     # ---- what the disk says ----

@@ -19,7 +19,7 @@ from numpy.random import Generator
 
 from hadal.policy.demand import DAY_S
 from hadal.sim.cache_day import CacheDay, tokens_shared_own
-from hadal.sim.load_clock import Floats, Ints, LoadClock
+from hadal.sim.load_clock import Ints, LoadClock
 from hadal.sim.sessions import Turns, WorkloadParams, draw_rhythm, draw_turns, placed
 from hadal.sim.workload import Workload, concatenate
 
@@ -64,8 +64,10 @@ def window(
         turns = _sittings_apart(draw_turns(params, draw_rhythm(params, count, rng), rng), next_session)
         sittings, sitting = np.unique(turns.session, return_inverse=True)
         load_s = rng.uniform(first, last, len(sittings))[sitting]
-        came = placed(params, turns, np.arange(len(load_s)), load_s, shape, t0_s - warm_s, t1_s)
-        drawn.append(came.take(_end_s(params, came) > t0_s))
+        # Nearly all are over by t0: they are passed over before anything else is known of them.
+        came_s = shape.at_s(load_s) - params.lead_s + turns.lag_s
+        runs = np.flatnonzero(came_s + params.first_token_s + turns.tokens_out * params.token_s > t0_s)
+        drawn.append(placed(params, turns, runs, load_s[runs], shape, t0_s - warm_s, t1_s))
         next_session += len(sittings)
         left -= count
     workload = concatenate(drawn)
@@ -80,10 +82,6 @@ def _sittings_apart(turns: Turns, first_session: int) -> Turns:
     begins = np.concatenate(([True], (np.diff(turns.session) != 0) | (np.diff(turns.sitting) != 0)))[: len(turns.turn)]
     sitting = np.cumsum(begins) - 1
     return replace(turns, session=first_session + sitting, lag_s=turns.lag_s - turns.lag_s[begins][sitting])
-
-
-def _end_s(params: WorkloadParams, workload: Workload) -> Floats:
-    return workload.arrival_s + params.first_token_s + workload.tokens_out * params.token_s
 
 
 def _cached(workload: Workload, cache: CacheDay | None, rng: Generator) -> Ints:

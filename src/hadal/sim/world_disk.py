@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hadal.core.cache import NAME_BYTES, Place, num_names, split
 from hadal.core.plans import BlocksLoaded, BlocksStored
 from hadal.core.seams import LoadBlocks, StoreBlocks
-from hadal.sim.world_requests import block_of
+from hadal.sim.world_requests import block_of, chain_of
 
 Ints = NDArray[np.int64]
 
@@ -87,6 +87,14 @@ class View:
         """Where a block is."""
         known = self._known(name)
         return _HERE if known is not None and known[1] < self._end_of(known[0]) else None
+
+    def found(self, names: bytes) -> tuple[Place, ...]:
+        """Where those of these blocks are that are here."""
+        known = self._known(names[:NAME_BYTES]) if names else None
+        end = num_names(names)
+        if known is not None and names == chain_of(known[0], known[1] + end)[known[1] * NAME_BYTES :]:
+            return (_HERE,) * min(end, max(0, self._end_of(known[0]) - known[1]))  # As always: a part of one text.
+        return tuple(place for name in split(names) if (place := self.find(name)) is not None)
 
     def num_found(self, chain: bytes) -> int:
         """How many of the chain's first blocks are here, up to one that is not."""

@@ -15,6 +15,7 @@ def test_the_longest_prefix_is_found() -> None:
     index = DiskIndex()
     index.put(A + C, (Place(0, 0), FAR))
     assert (index.lookup(A + B + C), index.num_found(A + B + C)) == ((Place(0, 0),), 1)
+    assert index.found(A + B + C + A) == (*index.lookup(A), *index.lookup(C), *index.lookup(A))
     index.put(B, (Place(1, 2),))
     assert index.lookup(A + B + C) == (Place(0, 0), Place(1, 2), FAR)
     assert (index.num_found(A + B + C), index.num_found(b""), index.lookup(b"")) == (3, 0, ())

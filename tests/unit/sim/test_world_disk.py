@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hadal.core.cache import NAME_BYTES, slice_of
+from hadal.core.cache import NAME_BYTES, slice_of, split
 from hadal.core.plans import BlocksLoaded
 from hadal.core.seams import LoadBlocks, StoreBlocks
 from hadal.sim.world_disk import DiskSpeed, WorldDisk
@@ -32,6 +32,17 @@ def test_what_is_there_is_found_up_to_the_first_that_is_not() -> None:
     assert slice_of(chain, 5, 6) not in view
     assert view.num_found(chain_of(99, 3)) == 0, "a request that there is not"
     assert view.find(bytes(range(NAME_BYTES))) is None, "another's name"
+
+
+def test_all_that_is_there_is_found_in_whatever_order_it_is_asked_for() -> None:
+    made = disk(5, 3)
+    view = made.view()
+    one, other = chain_of(0, 9), chain_of(1, 4)
+    view.drop(slice_of(one, 4, 5))
+    for names in (one, slice_of(one, 2, 9), slice_of(one, 6, 8), other + one, slice_of(one, 3, 4) + slice_of(one, 1, 2),
+                  slice_of(one, 0, 1) * 2, b"", bytes(range(NAME_BYTES)) + other, chain_of(99, 2)):  # fmt: skip
+        assert view.found(names) == tuple(place for name in split(names) if (place := view.find(name)) is not None)
+    assert (len(view.found(one)), len(view.found(other + one))) == (4, 7)
 
 
 def test_what_a_leader_did_not_find_it_does_not_look_for_again() -> None:
