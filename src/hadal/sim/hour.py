@@ -63,15 +63,14 @@ def run_hour(
     study: Study, placed: Mapping[str, float], setting: HourSetting, cache: CacheDay | None
 ) -> HourWindow:
     """Simulate the middle of an hour. `placed`: by role, see Study.step_model."""
-    with _uncollected():
+    with uncollected():
         return _run_hour(study, placed, setting, cache)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Let nobody look for garbage meanwhile: a fleet is millions of objects that stay and hardly a cycle, and to look
-    through them again and again took a third of the time. The world itself is a cycle, so that is looked for at the
-    end."""
+    through them again and again took a third of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -79,7 +78,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-        gc.collect()
 
 
 def _run_hour(

@@ -21,7 +21,7 @@ from hadal.policy.demand import DAY_S, Floats
 from hadal.sim.cache_day import CacheDay
 from hadal.sim.day_load import LoadFigures, generator, with_tokens_at
 from hadal.sim.fluid_engine import UnitModel
-from hadal.sim.hour import requests_of
+from hadal.sim.hour import requests_of, uncollected
 from hadal.sim.study import Study
 from hadal.sim.window import window
 from hadal.sim.world import FleetWorld, kv_blocks
@@ -125,7 +125,8 @@ def _world(
         study.deployment(num_prefill, 1), models, requests_of(drawn, _AT_S, has_cache=cache is not None),
         mtp_tokens=study.mtp_tokens, mtp_accept=study.mtp_accept,
     )  # fmt: skip
-    world.run(settle_s + seconds)
+    with uncollected():
+        world.run(settle_s + seconds)
     problems = world.check()
     if problems:
         raise InvariantError(f"{study.name}: {problems[0]}")
