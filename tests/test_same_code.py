@@ -42,18 +42,29 @@ ONLY_LIVE = {
         "notes": RANKS, "experts": PLACING, "expert_gain": PLACING, "expert_install": PLACING, "expert_window": PLACING,
         "fleet_rules": "reads a deployment's [fleet] table; the fluid day is given its rules",
     },
-    "policy": dict.fromkeys((
-        "expert_balance", "expert_counts", "expert_flat", "expert_increment", "expert_near", "expert_nodes",
-        "expert_packing", "expert_pairs", "expert_paths", "expert_search", "expert_split", "expert_steady",
-    ), PLACING),
+    "policy": {},
 }  # fmt: skip
 """Room -> its modules that the server reaches and the simulator does not -> why. `hadal replay` runs those, too: it has
 the server's modules make the roles."""
 CACHE_DAY = "a day through the disk cache's own ledger (kv/disk_slots), which is given its policy as the server's is"
+VALUE = "a value of this type is what a role is given"
+SIZES = "sizes units before there are any: what comes of it is given to the fleet's role, or written into a deployment"
+SPREAD = "what the balancer that serves leaves of drawn loads: no simulated rank moves replicas"
 DIRECT = {
     ("cache_day", "eviction.Arc"): CACHE_DAY, ("cache_day", "eviction.Lru"): CACHE_DAY,
     ("disk_replay", "eviction.Arc"): CACHE_DAY, ("disk_replay", "eviction.Lru"): CACHE_DAY,
-    ("day", "demand.DayShape"): "the published shape is a value of this type",
+    ("study", "eviction.Arc"): CACHE_DAY, ("study", "eviction.Lru"): CACHE_DAY,
+    ("day", "demand.DayShape"): VALUE, ("day_load", "demand.DayShape"): VALUE, ("plan_day", "demand.DayShape"): VALUE,
+    ("plan_traffic", "demand.DayShape"): VALUE, ("study", "scaling.RoleRules"): VALUE,
+    ("study", "scaling.ScalingRules"): VALUE, ("plan_day", "scaling.RoleRules"): VALUE,
+    ("plan_day", "scaling.ScalingRules"): VALUE, ("plan_verify", "scaling.RoleRules"): VALUE,
+    ("day_fluid", "scaling.Units"): VALUE, ("hour", "scaling.Units"): VALUE, ("plan", "slo.Slo"): VALUE,
+    ("plan_units", "slo.Slo"): VALUE, ("unit_curves", "capacity.DecodePoint"): SIZES,
+    ("unit_curves", "capacity.decode_capacity"): SIZES, ("plan", "capacity.units_needed"): SIZES,
+    ("plan_units", "capacity.prefill_use"): SIZES,
+    ("plan_traffic", "demand.learned_shape"): "the shape of a trace, which is what the planner is asked about",
+    ("expert_loads", "expert_balance.balance"): SPREAD, ("expert_loads", "expert_balance.rank_loads"): SPREAD,
+    ("expert_loads", "expert_balance.Cluster"): SPREAD, ("expert_loads", "expert_balance.ExpertPlan"): SPREAD,
 }  # fmt: skip
 """(module of sim/, class or function of policy/) used past the roles -> why. Constants and types may be."""
 

@@ -28,7 +28,7 @@ from hadal.perf.rents import rents
 from hadal.perf.roofline import FP4, FP8
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.slo import parse_slo
-from hadal.sim.plan import Choice, HardwarePlans, Plan, price_hardware
+from hadal.sim.plan import HardwarePlans, Options, Plan, price_hardware
 from hadal.sim.plan_day import DayRules
 from hadal.sim.plan_search import Search, impossible
 from hadal.sim.plan_units import Pricing
@@ -114,12 +114,12 @@ def _priced(asked: Asked, advance: Callable[[str, float], None]) -> tuple[Search
     return search, notes
 
 
-def _choice(asked: Asked) -> Choice:
+def _choice(asked: Asked) -> Options:
     if asked.experts not in (FP4, FP8):
         raise ValueError(f"--experts is {asked.experts!r}; fp8 or fp4.")
     if not asked.start_s < 86_400.0:
         raise ValueError(f"--start is {asked.start_s:g}; a unit that takes a day to start follows no day.")
-    return Choice((asked.mtp_tokens,), (asked.experts,), DayRules(asked.is_static, asked.start_s))
+    return Options((asked.mtp_tokens,), (asked.experts,), DayRules(asked.is_static, asked.start_s))
 
 
 def _best(search: Search) -> Plan:

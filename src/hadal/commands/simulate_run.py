@@ -19,7 +19,7 @@ from hadal.core.errors import ConfigError, HadalError
 from hadal.sim.cache_day import CacheDay
 from hadal.sim.day_fluid import FluidResult, fluid_day
 from hadal.sim.day_load import DayLoad, cache_day, day_load, generator
-from hadal.sim.day_result import DayResult, as_json, day_result
+from hadal.sim.day_result import DayResult, day_result, result_json
 from hadal.sim.expert_loads import ExpertRanks, expert_share
 from hadal.sim.hour import HourSetting, HourWindow, run_hour
 from hadal.sim.study import Study
@@ -85,7 +85,7 @@ class Stages:
         fluid = fluid_day(study, curves, load)
         windows = self._windows(fluid, experts, caches[0])
         result = day_result(study, load, experts, curves, fluid, windows if plan.hours else ())
-        found = as_json(result)
+        found = result_json(result)
         found["what_ifs"] = [{"name": "as asked", **day_result(study, load, experts, curves, fluid, ()).flat()}]
         number = 1
         for (name, other), pending in zip(plan.alternatives, others, strict=True):

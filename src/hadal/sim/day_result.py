@@ -85,7 +85,7 @@ def day_result(
     )
 
 
-def as_json(result: DayResult) -> dict[str, Any]:
+def result_json(result: DayResult) -> dict[str, Any]:
     """What result.json holds, but for the alternatives and the time it took."""
     fluid, study = result.fluid, result.study
     hours = [

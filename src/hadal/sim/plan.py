@@ -29,7 +29,7 @@ _Unit = TypeVar("_Unit", PrefillUnit, DecodeUnit)
 
 
 @dataclass(frozen=True)
-class Choice:
+class Options:
     """What may vary besides widths, redundancy, batches and sizes of steps."""
 
     mtp_tokens: tuple[int, ...] = (0,)
@@ -120,7 +120,7 @@ class HardwarePlans:
 
     pricing: Pricing
     rent: Rent
-    choice: Choice
+    choice: Options
     prefill: tuple[PrefillUnit, ...]
     decode: tuple[DecodeUnit, ...]
     prefill_plans: tuple[RolePlan, ...]
@@ -134,7 +134,7 @@ class HardwarePlans:
         hours = [np.array([plan.gpu_hours for plan in plans]) for plans in (self.prefill_plans, self.decode_plans)]
         return np.asarray(self.rent.usd * (hours[0][:, None] + hours[1][None, :]))
 
-    def plan(self, prefill: int, decode: int) -> Plan:
+    def pair(self, prefill: int, decode: int) -> Plan:
         """The pair of these two."""
         pricing = self.pricing
         return Plan(
@@ -150,11 +150,11 @@ class HardwarePlans:
             prefill, decode = divmod(int(flat), costs.shape[1])
             key = self.prefill[prefill].model.num_ranks, self.decode[decode].model.num_ranks
             if key not in found:
-                found[key] = self.plan(prefill, decode)
+                found[key] = self.pair(prefill, decode)
         return list(found.values())
 
 
-def price_hardware(pricing: Pricing, rent: Rent, choice: Choice) -> HardwarePlans:
+def price_hardware(pricing: Pricing, rent: Rent, choice: Options) -> HardwarePlans:
     """Price all pairs of one hardware."""
     prefill, no_prefill = _sorted(pricing.prefill_units(choice.dtypes))
     decode, no_decode = _sorted(

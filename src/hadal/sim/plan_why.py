@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hadal.perf.roofline import FP4, FP8
-from hadal.sim.plan import Choice, HardwarePlans, Plan, price_hardware
+from hadal.sim.plan import HardwarePlans, Options, Plan, price_hardware
 from hadal.sim.plan_day import bundled_hours
 from hadal.sim.plan_units import DecodeUnit, PrefillUnit, Rejected
 
@@ -93,7 +93,7 @@ def dimension_rows(best: Plan, found: HardwarePlans) -> Iterator[Row]:
         fits = np.array([[is_other(p, d) for d in found.decode] for p in found.prefill])
         if fits.any():
             flat = int(np.argmin(np.where(fits, costs, np.inf)))
-            plan = found.plan(*divmod(flat, costs.shape[1]))
+            plan = found.pair(*divmod(flat, costs.shape[1]))
             unit = plan.decode_unit if name.startswith("decode") else plan.prefill_unit
             yield Row(name, str(unit), plan, plan.cost_usd, why(plan, best))
     yield from rejected_rows(found.rejected)
@@ -114,7 +114,7 @@ def what_if_rows(best: Plan, found: HardwarePlans) -> Iterator[Row]:
     """The same traffic with what was not to be chosen: a static fleet, bundles, drafts, FP4."""
     pricing, choice = found.pricing, found.choice
 
-    def row(name: str, value: str, changed: Choice, note: str) -> Iterator[Row]:
+    def row(name: str, value: str, changed: Options, note: str) -> Iterator[Row]:
         plans = price_hardware(pricing, found.rent, changed).ranked()
         if plans:
             plan, text = plans[0], f"{plans[0].cost_usd / best.cost_usd - 1.0:+.1%} with {plans[0]}"

@@ -95,12 +95,12 @@ class FleetWorld:
         self._start_units(DECODE)
         if self._is_running.any():
             self._start(WARM, WarmUnit(self._output_tokens))
-            self._place_running()
+            self._submit_running()
         else:
             self._begin()
         if sample_s:
             self.clock.after(sample_s, self._sample)
-        self._plan_faults()
+        self._set_faults()
 
     def run(self, until_s: float) -> None:
         """Let time pass."""
@@ -183,7 +183,7 @@ class FleetWorld:
         }  # fmt: skip
 
     # ---- faults ----
-    def _plan_faults(self) -> None:
+    def _set_faults(self) -> None:
         at, faults = self.clock.at, self._faults
         for ranks in faults.ranks:
             at(ranks.at_s, partial(self._ranks_die, ranks))
@@ -279,7 +279,7 @@ class FleetWorld:
         if self._next < self._arriving.size:
             self.clock.at(float(self.requests.arrival_s[self._arriving[self._next]]), self._submit)
 
-    def _place_running(self) -> None:
+    def _submit_running(self) -> None:
         """Those that run at the start: together, for the queue behind each is then looked at once and not for each,
         but no more at once than decode lets wait."""
         numbers = np.flatnonzero(self._is_running).tolist()

@@ -8,7 +8,7 @@ from hadal.perf.hardware import HARDWARE
 from hadal.perf.rents import Rent
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.slo import Slo
-from hadal.sim.plan import Choice, HardwarePlans, price_hardware
+from hadal.sim.plan import HardwarePlans, Options, price_hardware
 from hadal.sim.plan_traffic import Traffic
 from hadal.sim.plan_units import Pricing
 
@@ -21,4 +21,4 @@ SLO = Slo(2.0, 0.04)
 @cache
 def small(hardware: str = "h200", usd: float = 2.5) -> HardwarePlans:
     """All pairs of one hardware for SMALL."""
-    return price_hardware(Pricing(HARDWARE[hardware], DEEPSEEK_V3, SMALL, SLO), Rent(usd, "given", ""), Choice())
+    return price_hardware(Pricing(HARDWARE[hardware], DEEPSEEK_V3, SMALL, SLO), Rent(usd, "given", ""), Options())

@@ -10,7 +10,7 @@ from hadal.perf.hardware import HARDWARE
 from hadal.perf.rents import Rent
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.slo import Slo
-from hadal.sim.plan import Choice, HardwarePlans, Plan, price_hardware
+from hadal.sim.plan import HardwarePlans, Options, Plan, price_hardware
 from hadal.sim.plan_day import DayRules
 from hadal.sim.plan_traffic import Traffic
 from hadal.sim.plan_units import Pricing
@@ -23,7 +23,7 @@ def priced(
     traffic: Traffic = DAY, slo: Slo = SLO, usd: float = 2.0, hardware: str = "h800", **choice: object
 ) -> HardwarePlans:
     pricing = Pricing(HARDWARE[hardware], DEEPSEEK_V3, traffic, slo)
-    return price_hardware(pricing, Rent(usd, "given", ""), Choice(**choice))  # type: ignore[arg-type]
+    return price_hardware(pricing, Rent(usd, "given", ""), Options(**choice))  # type: ignore[arg-type]
 
 
 def best(**asked: object) -> Plan:

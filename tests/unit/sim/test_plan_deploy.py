@@ -12,7 +12,7 @@ from hadal.core.config_text import to_toml
 from hadal.perf.shapes import kv_bytes_per_token
 from hadal.roles.fleet_rules import rules_of
 from hadal.runtime.resolve import plan as resolve
-from hadal.sim.plan import Choice, price_hardware
+from hadal.sim.plan import Options, price_hardware
 from hadal.sim.plan_day import DayRules
 from hadal.sim.plan_deploy import deployment_of, heading_of, notes_of
 from hadal.sim.world_units import kv_blocks
@@ -49,7 +49,7 @@ def test_the_file_is_the_plan_and_fits_where_it_was_planned(hardware: str, tmp_p
 
 def test_a_static_fleet_and_a_part_have_no_fleet_table() -> None:
     found = small()
-    static = price_hardware(found.pricing, found.rent, Choice(rules=DayRules(is_static=True))).ranked()[0]
+    static = price_hardware(found.pricing, found.rent, Options(rules=DayRules(is_static=True))).ranked()[0]
     made = deployment_of(static)
     assert not made.fleet.is_on
     assert (made.prefill.units, made.decode.units) == (static.prefill.num_peak, static.decode.num_peak)

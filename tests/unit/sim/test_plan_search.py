@@ -12,7 +12,7 @@ from hadal.perf.rents import Rent
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.slo import Slo
 from hadal.sim import plan_search
-from hadal.sim.plan import Choice, Plan, price_hardware
+from hadal.sim.plan import Options, Plan, price_hardware
 from hadal.sim.plan_search import Search, impossible
 from hadal.sim.plan_units import Pricing
 from hadal.sim.plan_verify import Measured, measure
@@ -39,7 +39,7 @@ def test_what_misses_is_refuted_and_planned_with_less(monkeypatch: pytest.Monkey
     monkeypatch.setattr(plan_search, "measure", slower)
     busy = dataclasses.replace(SMALL, requests_per_s=2000.0)
     pricing = Pricing(HARDWARE["h200"], DEEPSEEK_V3, busy, SLO)
-    search = Search([price_hardware(pricing, Rent(2.5, "given", ""), Choice())])
+    search = Search([price_hardware(pricing, Rent(2.5, "given", ""), Options())])
     before = search.ranked()[0]
     search.verify(1, np.random.default_rng(1), lambda plan, share: None)
     after, kept = search.verified[0]
@@ -63,7 +63,7 @@ def test_it_gives_up_after_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_keeps_it_and_why() -> None:
     pricing = Pricing(HARDWARE["h20"], DEEPSEEK_V3, SMALL, Slo(0.02, 0.001))
-    found = price_hardware(pricing, Rent(1.0, "given", ""), Choice())
+    found = price_hardware(pricing, Rent(1.0, "given", ""), Options())
     assert not Search([found]).ranked()
     text = impossible([found])
     assert "h20 has no prefill unit for it" in text
