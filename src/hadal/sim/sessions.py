@@ -125,6 +125,22 @@ class WorkloadParams:
             raise ValueError("continue_samples x (1 - continue_share) has to be above 1, or the mean is no number.")
         if not self.system_prompts or abs(sum(prompt.share for prompt in self.system_prompts) - 1) > 1e-6:
             raise ValueError("the shares of the system prompts have to come to 1.")
+        for name in ("message", "document", "output_v3", "output_r1", "think_s", "return_s"):
+            spread: LogNormal = getattr(self, name)
+            if spread.median <= 0 or spread.sigma < 0 or spread.limit <= 0:
+                raise ValueError(f"{name} is {spread}: median and limit above 0, and sigma of 0 or more, are needed.")
+        share, *short = self.reason_short if len(self.reason_short) == 3 else (-1.0,)
+        if not 0 <= share <= 1 or len(self.reason_long) != 2 or min(*short, *self.reason_long) <= 0:
+            raise ValueError("reason_short is a probability and two numbers above 0, and reason_long two of those.")
+        if min(min(prompt.share, prompt.tokens) for prompt in self.system_prompts) < 0:
+            raise ValueError("a system prompt has a share and a number of tokens, both 0 or more.")
+        if len(self.shares) != 24 or min(self.shares) <= 0:
+            raise ValueError(f"shares has {len(self.shares)} numbers; 24 above 0 are needed, the first from noon on.")
+        if self.context < 2 or self.token_s <= 0 or min(self.first_token_s, self.rest_from_s, self.lead_s) < 0:
+            raise ValueError(
+                "context of 2 or more, token_s above 0, and first_token_s, rest_from_s and lead_s of 0 or more are "
+                "needed."
+            )
 
 
 @dataclass(frozen=True, slots=True)

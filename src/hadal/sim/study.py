@@ -6,16 +6,20 @@ that DeepSeek published (DeepSeek-V3/R1 inference overview): its units, its load
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
 from hadal.core.balance import AUTO, NO_MOVES, OFF, TURNS
-from hadal.core.config import CacheConfig, Deployment, FleetConfig, LimitsConfig, UnitsConfig
+from hadal.core.config import PREFILL, ROLES, CacheConfig, Deployment, FleetConfig, LimitsConfig, UnitsConfig
 from hadal.perf.hardware import hardware_named
 from hadal.perf.step import MTP_ACCEPT, StepModel
 from hadal.policy.eviction import Arc, Lru
 from hadal.policy.scaling import RoleRules, ScalingRules
 from hadal.sim.cache_day import BUDGET_BYTES
 from hadal.sim.sessions import WorkloadParams
+from hadal.sim.world_units import kv_blocks
 from hadal.stats.prices import PriceBook, micro_usd, price_list
 
 PB = 1e15
@@ -127,15 +131,15 @@ class Study:
                     f"{role}: request_balance is {units.request_balance!r}, of {', '.join(known)}; expert_balance is "
                     f"{units.expert_balance!r}, of {AUTO}, {OFF}."
                 )
-        if self.cache.disk_pb < 0 or self.cache.sample < 1 or self.tpot_ms <= 0 or self.window.seconds < 0:
-            raise ValueError("cache.disk_pb, window.seconds >= 0, cache.sample >= 1 and tpot_ms > 0 are needed.")
-        if self.mtp_tokens < 0 or not 0 <= self.mtp_accept <= 1 or self.chunk_tokens < 1:
-            raise ValueError("mtp_tokens >= 0, mtp_accept of [0, 1] and chunk_tokens >= 1 are needed.")
+        _check_numbers(self)
         self.rules()
+        for role in ROLES:
+            kv_blocks(self.step_model(role, 1.0))
+        self.deployment(1, 1)
 
     def units_of(self, role: str) -> UnitsStudy:
         """The units of "prefill" or "decode"."""
-        return self.prefill if role == "prefill" else self.decode
+        return self.prefill if role == PREFILL else self.decode
 
     def rules(self) -> ScalingRules:
         """As the fleet is told. Raises ValueError for rules that no fleet can keep."""
@@ -179,3 +183,41 @@ class Study:
     def price_book(self) -> PriceBook:
         """Of what is sold."""
         return PriceBook(price_list(self.prices))
+
+
+def _check_numbers(study: Study) -> None:
+    """Raise ValueError for the first number that cannot be, by its name in a study's file."""
+    cache, fleet, window = study.cache, study.fleet, study.window
+    for name, value in _numbers(study, ""):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value}: a finite number is needed.")
+    for name, value, least in (
+        ("seed", study.seed, 0), ("mtp_tokens", study.mtp_tokens, 0), ("chunk_tokens", study.chunk_tokens, 1),
+        ("cache.disk_pb", cache.disk_pb, 0), ("cache.sample", cache.sample, 1), ("fleet.noise", fleet.noise, 0),
+        ("fleet.hours_between_failures", fleet.hours_between_failures, 0), ("window.settle_s", window.settle_s, 0),
+        ("window.first_token_s", window.first_token_s, 0), ("window.back_s", window.back_s, 0),
+        ("prefill.redundant_experts", study.prefill.redundant_experts, 0),
+        ("decode.redundant_experts", study.decode.redundant_experts, 0),
+    ):  # fmt: skip
+        if value < least:
+            raise ValueError(f"{name} is {value}: {least} or more is needed.")
+    for name, value in (("tpot_ms", study.tpot_ms), ("window.seconds", window.seconds)):
+        if value <= 0:
+            raise ValueError(f"{name} is {value}: more than 0 is needed.")
+    for name, value in (("mtp_accept", study.mtp_accept), ("fleet.start_spread", fleet.start_spread)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}: 0 to 1 can be.")
+    if not 0 <= fleet.start_fail_share < 1:
+        raise ValueError(f"fleet.start_fail_share is {fleet.start_fail_share}: 0 or more, and less than 1, can be.")
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    """All numbers in it, with their names."""
+    if is_dataclass(value):
+        for one in fields(value):
+            yield from _numbers(getattr(value, one.name), f"{path}.{one.name}" if path else one.name)
+    elif isinstance(value, tuple):
+        for index, inner in enumerate(value):
+            yield from _numbers(inner, f"{path}[{index}]")
+    elif isinstance(value, int | float):
+        yield path, float(value)
