@@ -138,7 +138,10 @@ def simulate_cache(
     end_s = workload.arrival_s + params.first_token_s + workload.tokens_out * params.token_s
     if not keeps_reasoned:
         end_s = np.where(workload.tokens_reasoning > 0, np.inf, end_s)
-    return replay(workload, end_s, max(1, int(budget_bytes / BLOCK_BYTES / scale)), policy, scale=scale)
+    # More slots than blocks there could ever be are the same as so many, and a table of all of them takes memory.
+    most = int(((workload.tokens_in + workload.tokens_out) // BLOCK_TOKENS).sum())
+    num_slots = max(1, min(int(budget_bytes / BLOCK_BYTES / scale), most))
+    return replay(workload, end_s, num_slots, policy, scale=scale)
 
 
 def replay(
