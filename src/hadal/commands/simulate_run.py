@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +23,15 @@ from hadal.sim.day_result import DayResult, day_result, result_json
 from hadal.sim.expert_loads import ExpertRanks, expert_share
 from hadal.sim.hour import HourSetting, HourWindow, run_hour
 from hadal.sim.study import Study
-from hadal.sim.unit_curves import REQUESTS_PER_RANK, UnitCurves, batch_max, decode_point, prefill_point
+from hadal.sim.unit_curves import (
+    REQUESTS_PER_RANK,
+    UnitCurves,
+    batch_max,
+    decode_curve,
+    decode_point,
+    points_at,
+    prefill_point,
+)
 from hadal.sim.what_ifs import same_cache, same_units, what_ifs
 
 Advance = Callable[[str, float], None]
@@ -64,13 +72,13 @@ class Simulated:
 class Stages:
     """One simulation at work."""
 
-    def __init__(self, plan: Plan, pool: ProcessPoolExecutor, advance: Advance) -> None:
+    def __init__(self, plan: Plan, pool: Executor, advance: Advance) -> None:
         self._plan = plan
         self._pool = pool
         self._advance = advance
 
     def run(self) -> Simulated:
-        """All stages. Raises ConfigError for a study that cannot be, HadalError if a process died."""
+        """All stages. Raises ConfigError for a study that cannot be."""
         plan, study = self._plan, self._plan.study
         self._advance("the cache's day", 0.0)
         caches = self._caches()
@@ -110,8 +118,7 @@ class Stages:
         """A prefill unit's point, then a decode unit's."""
         experts, figures = expert_ranks(study), load.figures()
         placed = {role: ranks.imbalance for role, ranks in experts.items()}
-        most = batch_max(study, figures)
-        wanted = sorted({min(at, most) for at in REQUESTS_PER_RANK})
+        wanted = points_at(batch_max(study, figures))
         return [
             self._pool.submit(prefill_point, study, placed, figures, cache),
             *(self._pool.submit(decode_point, study, placed, figures, cache, at) for at in wanted),
@@ -121,7 +128,7 @@ class Stages:
         computed_per_s, *decode = [self._done(point, "what units do", POINT_S) for point in points]
         figures = load.figures()
         return UnitCurves(
-            tuple(sorted(decode)), study.decode.ranks, computed_per_s, figures.hit_share, batch_max(study, figures)
+            decode_curve(decode), study.decode.ranks, computed_per_s, figures.hit_share, batch_max(study, figures)
         )
 
     def _windows(
@@ -157,13 +164,7 @@ class Stages:
         return {"name": name, **result.flat()}
 
     def _done(self, future: Future[Any], what: str, work_s: float) -> Any:
-        try:
-            found = future.result()
-        except BrokenProcessPool as error:
-            raise HadalError(
-                "a process of the simulation was ended, most likely for want of memory: try --jobs 1, or a shorter "
-                "--window."
-            ) from error
+        found = future.result()
         self._advance(what, work_s)
         return found
 
@@ -198,6 +199,12 @@ def processes(num_jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def simulate(plan: Plan, advance: Advance) -> Simulated:
-    """Run it all."""
-    with processes(plan.num_jobs) as pool:
-        return Stages(plan, pool, advance).run()
+    """Run it all. Raises ConfigError for a study that cannot be, HadalError if a process died."""
+    try:
+        with processes(plan.num_jobs) as pool:
+            return Stages(plan, pool, advance).run()
+    except BrokenProcessPool as error:  # What is asked of it afterwards says so, too.
+        raise HadalError(
+            "a process of the simulation was ended, most likely for want of memory: try --jobs 1, or a shorter "
+            "--window."
+        ) from error

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.random import Generator
 
+from hadal.core.errors import ConfigError
 from hadal.policy.demand import DAY_S, DayShape
 from hadal.sim.cache_day import CacheDay, simulate_cache
 from hadal.sim.day import FIRST_HOUR, HOUR_S, DemandCurve
@@ -22,7 +23,10 @@ from hadal.sim.study import CACHE_POLICIES, PB, Study
 from hadal.sim.workload import Workload
 
 SAMPLE = 100
-"""Of all sessions one in so many is drawn."""
+"""Of all sessions one in so many is drawn, if that leaves SESSIONS_MIN of them."""
+SESSIONS_MIN = 1_000_000
+CACHE_SESSIONS_MIN = 1_000
+"""Of those that meet the smaller cache: with fewer, what it finds is chance."""
 EARLY_S = 2 * HOUR_S
 """Before second 0: those who came then end in the day."""
 
@@ -104,20 +108,32 @@ class DayLoad:
 
 
 def cache_day(study: Study) -> CacheDay:
-    """The day through the cache's ledgers."""
+    """The day through the cache's ledgers. One session in `cache.sample`, or more of them if there are few."""
     cache = study.cache
+    sample = max(1.0, min(cache.sample, study.workload.sessions_per_day / CACHE_SESSIONS_MIN))
     return simulate_cache(
-        study.workload, generator(study, "cache"), budget_bytes=cache.disk_pb * PB, scale=cache.sample,
+        study.workload, generator(study, "cache"), budget_bytes=cache.disk_pb * PB, scale=sample,
         policy=CACHE_POLICIES[cache.policy],
     )  # fmt: skip
 
 
-def day_load(study: Study, cache: CacheDay | None, scale: int = SAMPLE) -> DayLoad:
-    """Draw the sample. `cache`: None if there is none; then nothing hits."""
+def sample_of(params: WorkloadParams) -> int:
+    """One session in so many makes a sample that says enough of the day."""
+    return max(1, min(SAMPLE, int(params.sessions_per_day / SESSIONS_MIN)))
+
+
+def day_load(study: Study, cache: CacheDay | None, scale: int = 0) -> DayLoad:
+    """Draw the sample. `cache`: None if there is none; then nothing hits. `scale`: 0: see `sample_of`.
+
+    Raises ConfigError if an hour of it has no request.
+    """
+    scale = scale or sample_of(study.workload)
     workload = generate(study.workload, -EARLY_S, DAY_S, generator(study, "load"), scale)
-    if cache is None:
-        return DayLoad(workload, np.zeros(len(workload)), scale, np.inf)
-    return DayLoad(workload, cache.tokens_expected(workload), scale, cache.eviction_age_mean_s)
+    hit = np.zeros(len(workload)) if cache is None else cache.tokens_expected(workload)
+    load = DayLoad(workload, hit, scale, np.inf if cache is None else cache.eviction_age_mean_s)
+    if not load.counts.all():
+        raise ConfigError("an hour of the day has no request at all: raise workload.sessions_per_day.")
+    return load
 
 
 def with_tokens_at(params: WorkloadParams, token_s: float, first_token_s: float) -> WorkloadParams:

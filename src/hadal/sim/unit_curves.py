@@ -8,13 +8,13 @@ is sized by them (sim/fluid) knows what its balancers are worth. One point is on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hadal.core.config import DECODE, PREFILL
-from hadal.core.errors import InvariantError
+from hadal.core.errors import ConfigError, InvariantError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.policy.capacity import DecodePoint, decode_capacity
 from hadal.policy.demand import DAY_S, Floats
@@ -27,7 +27,9 @@ from hadal.sim.window import window
 from hadal.sim.world import FleetWorld, kv_blocks
 
 REQUESTS_PER_RANK = (24.0, 56.0, 88.0, 112.0, 136.0)
-"""At which a decode unit is looked at."""
+"""At which a decode unit is looked at, as far as it can have so many; see `points_at`."""
+NEAR = 1.05
+"""Two points are told apart if the batch of one is so many times the other's: between nearer ones noise is a slope."""
 OVERLOAD = 1.5
 """Of what a prefill unit is priced to do, given to it where it is looked at."""
 _AT_S = 0.4 * DAY_S
@@ -78,6 +80,28 @@ class UnitCurves:
         return UnitModel(self.prefill_tokens_per_s, self.decode_ranks, self.tpot_s, self.batch_max)
 
 
+def points_at(batch_max: float) -> tuple[float, ...]:
+    """Requests of a rank at which a unit that can have so many is looked at."""
+    found = sorted({min(at, batch_max) for at in REQUESTS_PER_RANK})
+    if len(found) < 3 or found[-1] < NEAR * found[-2]:
+        return tuple(share * batch_max for share in (0.2, 0.4, 0.6, 0.8, 1.0))
+    return tuple(found)
+
+
+def decode_curve(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """What was measured, as `UnitCurves.decode` has it. Raises ConfigError if a line cannot be drawn through it."""
+    found: list[tuple[float, float]] = []
+    for at, tpot_s in sorted(points):
+        if not found or at >= NEAR * found[-1][0]:
+            found.append((at, tpot_s))
+    if len(found) < 2:
+        raise ConfigError(
+            "decode could not be measured at two batches: give decode.max_requests more, or let window.back_s and "
+            "window.seconds be longer."
+        )
+    return tuple(found)
+
+
 def decode_point(
     study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None, requests_per_rank: float
 ) -> tuple[float, float]:
@@ -91,6 +115,8 @@ def decode_point(
     num_prefill = math.ceil(requests_per_s / (0.5 * _prefill_requests_per_s(study, placed, load)))
     world = _world(study, placed, load, cache, num_prefill, requests_per_s, token_s, int(requests_per_rank))
     reading = world.read(study.window.settle_s, study.window.settle_s + study.window.seconds)
+    if not reading.decode.tokens:
+        raise _nothing_seen(DECODE)
     return reading.decode.requests_per_rank, reading.decode.token_s
 
 
@@ -99,7 +125,15 @@ def prefill_point(study: Study, placed: Mapping[str, float], load: LoadFigures, 
     requests_per_s = OVERLOAD * _prefill_requests_per_s(study, placed, load)
     world = _world(study, placed, load, cache, 1, requests_per_s, 1e-6, 0)
     reading = world.read(study.window.settle_s, study.window.settle_s + study.window.seconds)
-    return reading.prefill.tokens / (study.window.seconds * max(reading.prefill.busy_share, 1e-9))
+    if not reading.prefill.tokens:
+        raise _nothing_seen(PREFILL)
+    return reading.prefill.tokens / (study.window.seconds * reading.prefill.busy_share)
+
+
+def _nothing_seen(role: str) -> ConfigError:
+    return ConfigError(
+        f"{role} had nothing to do while it was measured: let window.back_s and window.seconds be longer."
+    )
 
 
 def _prefill_requests_per_s(study: Study, placed: Mapping[str, float], load: LoadFigures) -> float:
