@@ -7,31 +7,39 @@ measured twice (`same_units`, `same_cache`).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from hadal.core.balance import OFF, TURNS
+from hadal.core.config import ROLES
 from hadal.perf.hardware import hardware_named
 from hadal.sim.study import Study
+from hadal.stats.prices import R1
 
 
 def what_ifs(study: Study) -> list[tuple[str, Study]]:
-    """(what is changed, the study), the balancers first."""
-    other = "h200" if study.hardware != "h200" else "h800"
-    found = [
-        ("requests to ranks in turn (round-robin)", replace(
-            study, prefill=replace(study.prefill, request_balance=TURNS),
-            decode=replace(study.decode, request_balance=TURNS),
-        )),
-        ("no expert balancer", replace(
-            study, prefill=replace(study.prefill, expert_balance=OFF), decode=replace(study.decode, expert_balance=OFF)
-        )),
-        (f"{other.upper()} at ${hardware_named(other).usd_per_gpu_hour:.2f} an hour", replace(
-            study, hardware=other, gpu_hour_usd=hardware_named(other).usd_per_gpu_hour
-        )),
-        ("a tenth of the cache", replace(study, cache=replace(study.cache, disk_pb=study.cache.disk_pb / 10))),
-        ("R1's prices as charged, cheaper at night", replace(study, prices="deepseek-reasoner")),
+    """(what is changed, the study), the balancers first. What is so already, or cannot be with these units (they may
+    not fit the other hardware), is left out."""
+    other = hardware_named("h800" if study.hardware.lower() == "h200" else "h200")
+    wanted: list[tuple[str, dict[str, Any]]] = [
+        ("requests to ranks in turn (round-robin)", {
+            role: replace(study.units_of(role), request_balance=TURNS) for role in ROLES
+        }),
+        ("no expert balancer", {role: replace(study.units_of(role), expert_balance=OFF) for role in ROLES}),
+        (f"{other.name.upper()} at ${other.usd_per_gpu_hour:.2f} an hour", {
+            "hardware": other.name, "gpu_hour_usd": other.usd_per_gpu_hour
+        }),
+        ("a tenth of the cache", {"cache": replace(study.cache, disk_pb=study.cache.disk_pb / 10)}),
+        ("R1's prices as charged, cheaper at night", {"prices": R1.name}),
+        ("no drafts in decode", {"mtp_tokens": 0}),
     ]  # fmt: skip
-    if study.mtp_tokens:
-        found.append(("no drafts in decode", replace(study, mtp_tokens=0)))
+    found = []
+    for name, changes in wanted:
+        try:
+            changed = replace(study, **changes)
+        except ValueError:
+            continue
+        if changed != study:
+            found.append((name, changed))
     return found
 
 
