@@ -6,7 +6,7 @@ How many nodes there are, minute by minute, is the liquid's. Both say how full u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,9 +76,9 @@ def day_result(
 ) -> DayResult:  # fmt: skip
     """Put it together. `windows`: 24, or none at all."""
     windows = tuple(windows) or (None,) * 24
-    first_token_s = _by_hour(windows, lambda window: float(window.reading.ttft_s.mean()), _guess(study, fluid))
+    first_token_s = _by_hour(windows, _first_token_s, _guess(study, fluid))
     liquid_s = np.array([1.0 / hour.tokens_per_s_user if hour.tokens_per_s_user else 0.0 for hour in fluid.day.hours])
-    token_s = _by_hour(windows, lambda window: window.reading.decode.token_s, liquid_s)
+    token_s = _by_hour(windows, lambda window: window.reading.decode.token_s or None, liquid_s)
     tally, nodes = day_tally(study, load, first_token_s, token_s), nodes_facts(study, fluid)
     return DayResult(
         study, load, experts, curves, fluid, windows, day_report(tally, nodes), day_report(tally, nodes, MODEL)
@@ -218,12 +218,18 @@ def _guess(study: Study, fluid: FluidResult) -> Floats:
     return np.array([study.workload.first_token_s + hour.wait_s_max for hour in fluid.day.hours])
 
 
-def _by_hour(windows: Sequence[HourWindow | None], value: Any, otherwise: Floats) -> Floats:
-    """Of each hour [24]: the window's; between windows straight; without any what is given."""
-    known = [index for index, window in enumerate(windows) if window is not None]
+def _first_token_s(window: HourWindow) -> float | None:
+    """Mean of it; None: none came."""
+    return float(window.reading.ttft_s.mean()) if len(window.reading.ttft_s) else None
+
+
+def _by_hour(
+    windows: Sequence[HourWindow | None], value: Callable[[HourWindow], float | None], otherwise: Floats
+) -> Floats:
+    """Of each hour [24]: the window's; between windows that tell it straight; without any what is given."""
+    told = [None if window is None else value(window) for window in windows]
+    known = [(index, found) for index, found in enumerate(told) if found is not None]
     if not known:
         return otherwise
-    found = [value(windows[index]) for index in known]
-    return np.asarray(np.interp(np.arange(24), known, found))
-
-
+    at, found_at = zip(*known, strict=True)
+    return np.asarray(np.interp(np.arange(24), at, found_at))
