@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadal.core.balance import TURNS
-from hadal.core.config import DECODE, PREFILL
+from hadal.core.config import DECODE, PREFILL, ROLES
 from hadal.core.errors import ConfigError
 from hadal.sim.day_load import LoadFigures
 from hadal.sim.study import Study
@@ -95,9 +95,8 @@ def test_about_as_many_run_as_were_asked_for() -> None:
 
 def test_requests_in_turn_are_no_better_than_balanced_ones() -> None:
     study = small()
-    turns = replace(
-        study, prefill=replace(study.prefill, request_balance=TURNS), decode=replace(study.decode, request_balance=TURNS)
-    )
+    roles = {role: replace(study.units_of(role), request_balance=TURNS) for role in ROLES}
+    turns = replace(study, **roles)
     figures = load().figures()
     (at, tpot_s), (_, slower_s) = (decode_point(one, PLACED, figures, cached_day(), 20.0) for one in (study, turns))
     assert slower_s > 0.99 * tpot_s

@@ -145,3 +145,17 @@ def test_a_key_is_a_quarter_hour() -> None:
     tally.add(fact())
     assert next(iter(tally))[0] == Key(micros(3.0) // BUCKET_US, "m", "t")
     assert set(COUNTERS) == {one for one in dir(Counts()) if one in Counts.__slots__}
+
+
+def test_a_sample_stands_for_all() -> None:
+    """So many times every counter, and the sample is as it was."""
+    tally = Tally()
+    tally.add_facts(random_facts(50, 7))
+    before = {key: Counts(**{name: getattr(counts, name) for name in COUNTERS}) for key, counts in tally}
+    added = Tally()
+    for _ in range(3):
+        added.merge(tally)
+    assert tally.times(3) == added
+    assert dict(tally) == before
+    book = PriceBook(R1)
+    assert tally.times(7).priced(book) == tally.priced(book).times(7), "charged before or after, it is the same money"
