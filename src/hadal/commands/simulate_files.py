@@ -56,6 +56,8 @@ def read_study(preset: str, config: Path | None, changes: Mapping[str, Any]) -> 
             table = fields
             for one in tables:
                 table = table.setdefault(one, {})
+                if not isinstance(table, dict):
+                    raise ConfigError(f"{config}: {one} must be a table.")
             table[name] = value
     where = str(config) if config else "options"
     try:
@@ -109,7 +111,7 @@ def _toml_lines(table: dict[str, Any], prefix: str) -> Iterator[str]:
 
 
 def hours_of(text: str) -> tuple[int, ...]:
-    """"0-5,14" in Beijing as hours since second 0, noon. Raises ConfigError."""
+    """"0-5,14" in Beijing as hours since second 0, noon; "": none. Raises ConfigError."""
     found: set[int] = set()
     for part in filter(None, (one.strip() for one in text.split(","))):
         first, _, last = part.partition("-")
@@ -120,19 +122,21 @@ def hours_of(text: str) -> tuple[int, ...]:
         if not wanted or wanted[0] < 0 or wanted[-1] > 23:
             raise ConfigError(f"--hours {text!r}: hours are 0 to 23, such as 0-5,14.")
         found.update(wanted)
+    if text and not found:
+        raise ConfigError(f"--hours {text!r}: no hour is named; hours are 0 to 23, such as 0-5,14.")
     return tuple(index for index in range(24) if hour_beijing(index) in found)
 
 
 def run(asked: Asked) -> None:
     """Simulate, print, write. Raises ConfigError and HadalError, one line that says what to do."""
-    try:
-        asked.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {asked.out} cannot be made: {(error.strerror or '').lower()}.") from error
     plan = Plan(
         asked.study, hours_of(asked.hours), default_alternatives(asked.study) if asked.has_what_ifs else (),
         asked.num_jobs or os.cpu_count() or 1,
     )  # fmt: skip
+    try:
+        asked.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {asked.out} cannot be made: {(error.strerror or '').lower()}.") from error
     began_s = time.monotonic()
     simulated = _with_progress(plan)
     found = {**_finite(simulated.json), "seconds": round(time.monotonic() - began_s, 1)}
