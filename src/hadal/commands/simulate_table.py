@@ -78,7 +78,7 @@ def hours_table(result: dict[str, Any]) -> Table:
                 ttft = f"{window['ttft_s']['p50']:.1f}, {window['ttft_s']['p99']:.1f} s"
         table.add_row(
             f"{hour['hour_beijing']:02}:00", f"{hour['nodes_mean']:.0f}", f"{hour['tokens_in'] / 1e9:.2f}",
-            f"{hour['tokens_out'] / 1e9:.2f}", f"{hour['hit_percent'] or 0:.1f} %", f"{hour['income_usd']:,.0f}",
+            f"{hour['tokens_out'] / 1e9:.2f}", _percent(hour), f"{hour['income_usd']:,.0f}",
             both("tokens_per_s_user", ".1f"), both("requests_per_rank", ".0f"), both("prefill_use", ".0%"), ttft, units,
         )  # fmt: skip
     return table
@@ -100,6 +100,11 @@ def alternatives_table(result: dict[str, Any]) -> Table:
             f"{row['tokens_per_s_user'] or 0:.1f}",
         )  # fmt: skip
     return table
+
+
+def _percent(hour: dict[str, Any]) -> str:
+    """Of its prompt tokens: found in the cache."""
+    return f"{100 * hour['tokens_hit'] / hour['tokens_in']:.1f} %" if hour["tokens_in"] else "-"
 
 
 def _table(title: str) -> Table:
