@@ -1,0 +1,99 @@
+"""`hadal simulate`: one small day in processes of its own, and one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hadal.cli import app
+from hadal.commands.simulate_files import study_toml
+from tests.unit.sim.studies import WORKLOAD, small
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["simulate", *arguments])
+
+
+def test_a_day_in_two_processes(tmp_path: Path) -> None:
+    """Only JSON is printed, and the same lies in the folder, with a page and a trace beside it."""
+    config, out = tmp_path / "day.toml", tmp_path / "new" / "day"
+    short = replace(small().window, settle_s=0.3, back_s=600.0)
+    study = small(workload=replace(WORKLOAD, sessions_per_day=1e5), window=short)
+    config.write_text(study_toml(study), encoding="utf-8")
+    result = run(
+        "--config", str(config), "--hours", "20", "--window", "1", "--no-what-ifs", "--jobs", "2", "--json", "--out",
+        str(out),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found == json.loads((out / "result.json").read_text())
+    assert found["study"]["window"]["seconds"] == 1.0
+    assert [hour["hour_beijing"] for hour in found["hours"] if hour["window"]] == [20]
+    assert [one["name"] for one in found["what_ifs"]] == ["as asked"]
+    assert found["seconds"] > 0
+    assert "small" in (out / "report.html").read_text()
+    trace = json.loads((out / "step.trace.json").read_text())
+    assert trace["traceEvents"]
+    assert sorted(path.name for path in out.iterdir()) == ["report.html", "result.json", "step.trace.json"]
+
+
+def test_all_that_can_be_set_is_printed() -> None:
+    result = run("--print-config", "--hardware", "h20", "--gpu-hour-usd", "1.5", "--cache-pb", "2", "--seed", "9",
+                 "--prices", "1/2/3", "--window", "7")  # fmt: skip
+    assert result.exit_code == 0
+    said = tomllib.loads(result.stdout)
+    assert (said["hardware"], said["gpu_hour_usd"], said["seed"], said["prices"]) == ("h20", 1.5, 9, "1/2/3")
+    assert (said["cache"]["disk_pb"], said["window"]["seconds"]) == (2.0, 7.0)
+
+
+def test_help_says_what_it_does() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    words = " ".join(result.stdout.split())
+    for said in ("Simulate a day", "--hours", "--print-config", "--no-what-ifs", "Examples"):
+        assert said in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--hours", "25"), "hours are 0 to 23"),
+        (("--hours", ","), "no hour is named"),
+        (("--preset", "monday"), "known are deepseek-day"),
+        (("--config", "nowhere.toml"), "nowhere.toml: no such study file"),
+        (("--hardware", "h900"), "known are h800"),
+        (("--prices", "1/2"), "HIT/MISS/OUT"),
+        (("--gpu-hour-usd", "0.00000001"), "at most 6 decimals"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_makes_no_folder(arguments: tuple[str, ...], why: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run(*arguments, "--out", str(out))
+    assert result.exit_code == 2
+    assert why in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("hadal simulate: ")
+    assert not result.stdout
+    assert not out.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("", encoding="utf-8")
+    for out in (taken, taken / "day"):
+        result = run("--out", str(out))
+        assert result.exit_code == 2
+        assert f"--out {out} cannot be made: " in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [("--window", "0"), ("--cache-pb", "-1"), ("--seed", "-1"), ("--jobs", "-1")])
+def test_numbers_below_their_least_are_refused(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,158 @@
+"""The stages of a simulated day, run inline by a real executor; what is shared is measured once, what dies is told."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+import hadal.commands.simulate_run as simulate_run
+from hadal.commands.day_html import report_html
+from hadal.commands.simulate_run import Plan, Simulated, Stages, default_alternatives, expert_ranks, simulate
+from hadal.core.config import DECODE, PREFILL
+from hadal.core.errors import ConfigError, HadalError
+from hadal.sim.study import Study
+from hadal.sim.unit_curves import points_at
+from tests.unit.commands.dying import die
+from tests.unit.sim.studies import WORKLOAD, small
+
+
+class Inline(Executor):
+    """Does what is submitted at once, here."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.calls[fn.__name__] += 1
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def tiny(**changes: Any) -> Study:
+    """A few requests a second."""
+    short = replace(small().window, seconds=0.5, settle_s=0.3, back_s=600.0)
+    return small(**{"workload": replace(WORKLOAD, sessions_per_day=1e5), "window": short, **changes})
+
+
+def alternatives() -> tuple[tuple[str, Study], ...]:
+    return (
+        ("dearer", tiny(gpu_hour_usd=5.0)), ("no promise", tiny(tpot_ms=1.0)),
+        ("small cache", tiny(cache=replace(tiny().cache, disk_pb=1e-4))), ("no drafts", tiny(mtp_tokens=0)),
+    )  # fmt: skip
+
+
+@cache
+def ran() -> tuple[Simulated, Counter[str], list[tuple[str, float]]]:
+    """One day with a window and four alternatives."""
+    pool, told = Inline(), list[tuple[str, float]]()
+    plan = Plan(tiny(), (8,), alternatives(), 1)
+    return Stages(plan, pool, lambda what, work_s: told.append((what, work_s))).run(), pool.calls, told
+
+
+def row(name: str) -> dict[str, Any]:
+    return next(one for one in ran()[0].json["what_ifs"] if one["name"].startswith(name))
+
+
+def test_a_day_is_simulated_and_can_be_shown() -> None:
+    made, _, told = ran()
+    found = {**made.json, "seconds": 1.0}
+    assert json.loads(json.dumps(found, allow_nan=False))["hours"][8]["window"]["problems"] == []
+    assert [window is not None for window in made.result.windows] == [index == 8 for index in range(24)]
+    page = report_html(found)
+    assert 10_000 < len(page) < 300_000
+    assert "dearer" in page
+    assert {what for what, _ in told} >= {"the cache's day", "what units do", "what if: dearer"}
+    assert sum(work_s for _, work_s in told) > 0
+
+
+def test_the_window_has_the_liquids_units() -> None:
+    made = ran()[0].result
+    window = made.windows[8]
+    assert window is not None
+    middle = made.fluid.middles[8]
+    assert window.setting.units == middle.units
+    assert window.setting.token_s == pytest.approx(1 / middle.tokens_per_s_user)
+    assert made.curves.hit_share == made.load.hit_share
+
+
+def test_what_alternatives_share_is_measured_once() -> None:
+    """Two have another cache or other units; two only other prices and promises."""
+    num_points = len(points_at(32.0))
+    assert ran()[1] == {"cache_day": 2, "prefill_point": 2, "decode_point": 2 * num_points, "run_hour": 1}
+
+
+def test_alternatives_are_compared_with_the_same_without_windows() -> None:
+    asked, dearer, smaller, slower = (row(name) for name in ("as asked", "dearer", "small cache", "no drafts"))
+    for key in ("nodes_mean", "tokens_in", "tokens_hit", "income_usd", "tokens_per_s_user"):
+        assert dearer[key] == asked[key]
+    assert dearer["cost_usd"] == pytest.approx(2 * asked["cost_usd"], abs=1e-5)
+    assert smaller["hit_percent"] < asked["hit_percent"] - 1
+    assert smaller["tokens_in"] == asked["tokens_in"]
+    assert smaller["prefill_nodes_mean"] >= asked["prefill_nodes_mean"]
+    assert slower["tokens_per_s_user"] < asked["tokens_per_s_user"]
+
+
+def test_an_alternative_that_cannot_be_says_why_and_ends_nothing() -> None:
+    lost = row("no promise")
+    assert "no batch reaches a TPOT of 1 ms" in lost["name"]
+    assert lost.keys() == {"name"}
+
+
+def test_what_was_asked_and_cannot_be_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no batch reaches a TPOT"):
+        Stages(Plan(tiny(tpot_ms=1.0, cache=replace(tiny().cache, disk_pb=0.0)), (), (), 1), Inline(), _tell).run()
+
+
+def test_without_a_cache_none_is_simulated() -> None:
+    pool = Inline()
+    made = Stages(Plan(tiny(cache=replace(tiny().cache, disk_pb=0.0)), (), (), 1), pool, _tell).run()
+    assert "cache_day" not in pool.calls
+    assert "run_hour" not in pool.calls
+    assert made.json["tokens_hit"] == 0
+    assert made.json["hit_percent"] == 0.0
+    assert made.json["ranks"] is None
+
+
+def test_experts_are_loaded_alike_whatever_the_policy() -> None:
+    auto, off = (
+        expert_ranks(replace(Study(), **{
+            role: replace(Study().units_of(role), expert_balance=balance) for role in (PREFILL, DECODE)
+        })) for balance in ("auto", "off")
+    )  # fmt: skip
+    for role in (PREFILL, DECODE):
+        assert 1.0 <= auto[role].imbalance < 0.7 * off[role].imbalance
+    again = expert_ranks(Study())
+    assert [again[role].imbalance for role in again] == [auto[role].imbalance for role in again]
+
+
+def test_the_work_there_is_grows_with_what_is_asked() -> None:
+    def work_s(*hours: int, others: tuple[tuple[str, Study], ...] = ()) -> float:
+        return Plan(tiny(), hours, others, 1).work_s
+
+    assert work_s() < work_s(1) < work_s(1, 2)
+    prices, cache_, drafts = (alternatives()[index] for index in (0, 2, 3))
+    assert work_s(others=(prices,)) == work_s()
+    assert work_s(others=(cache_,)) > work_s()
+    assert work_s(others=(drafts,)) > work_s()
+    assert len(default_alternatives(Study())) == 6
+
+
+def test_a_process_that_dies_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate_run, "cache_day", die)
+    with pytest.raises(HadalError, match="want of memory: try --jobs 1, or a shorter --window"):
+        simulate(Plan(tiny(), (), (), 1), _tell)
+
+
+def _tell(what: str, work_s: float) -> None:
+    """Nobody looks."""
