@@ -139,7 +139,7 @@ class Stages:
         settings = [
             HourSetting(
                 index, fluid.middles[index].units, 1.0 / fluid.middles[index].tokens_per_s_user,
-                plan.study.window.first_token_s + fluid.day.hours[index].wait_s_max,
+                plan.study.window.first_token_s,
             ) for index in plan.hours
         ]  # fmt: skip
         # The largest first: none of them is the last that all wait for.

@@ -7,7 +7,9 @@ constant mix of input, hits and output. The totals are stated there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from hadal.policy.demand import DAY_S, DayShape
 
@@ -35,10 +37,14 @@ class DemandCurve:
     """Mean of a request. Not published; 3.4 to 3.9 thousand by the published mean KV length of 4,989, whatever the
     spread of lengths (E[O (I + O/2)] / E[O] with I/O = 608/168)."""
     shape: DayShape = SHAPE
+    rate: Callable[[float], Any] | None = None
+    """Seconds since noon in Beijing -> load per second, where a day's mean is 1. None: as `shape` has it, which is what
+    a fleet may know."""
 
     def requests_per_s(self, time_s: float) -> float:
         """At a time by the clock of the day."""
-        return self.tokens_in / self.tokens_in_request / DAY_S * float(self.shape.at(time_s))
+        at = self.shape.at(time_s) if self.rate is None else self.rate(time_s - FIRST_HOUR * HOUR_S)
+        return self.tokens_in / self.tokens_in_request / DAY_S * float(at)
 
     @property
     def tokens_out_request(self) -> float:

@@ -84,7 +84,7 @@ def fluid_day(study: Study, curves: UnitCurves, load: DayLoad) -> FluidResult:
         hours.add(fluid.now_s, STEP_S)
         owned = fleet.role_to_nodes()
         nodes.append((owned[PREFILL], owned[DECODE]))
-        if minute % 60 == 30:
+        if minute % 60 == 29:  # It has just ended: half past.
             middles.append(_middle(fluid, demand.requests_per_s(fluid.now_s)))
     prefill_nodes, decode_nodes = np.array(nodes, np.int64).T
     return FluidResult(

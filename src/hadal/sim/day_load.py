@@ -17,7 +17,7 @@ from hadal.core.errors import ConfigError
 from hadal.policy.demand import DAY_S, DayShape
 from hadal.sim.cache_day import CacheDay, simulate_cache
 from hadal.sim.day import FIRST_HOUR, HOUR_S, DemandCurve
-from hadal.sim.load_clock import Floats, hour_index
+from hadal.sim.load_clock import Floats, LoadClock, hour_index
 from hadal.sim.sessions import WorkloadParams, generate
 from hadal.sim.study import CACHE_POLICIES, PB, Study
 from hadal.sim.workload import Workload
@@ -98,7 +98,8 @@ class DayLoad:
         tokens_in, shares = self.tokens_in, self.tokens_in / self.tokens_in.sum()
         shape = DayShape(tuple(np.roll(shares, FIRST_HOUR).tolist()))
         return DemandCurve(
-            float(tokens_in.sum()), float(self.tokens_out.sum()), float(tokens_in.sum() / self.counts.sum()), shape
+            float(tokens_in.sum()), float(self.tokens_out.sum()), float(tokens_in.sum() / self.counts.sum()), shape,
+            LoadClock(shares.tolist()).rate,
         )
 
     def _by_hour(self, column: Floats) -> Floats:

@@ -7,7 +7,7 @@ How many nodes there are, minute by minute, is the liquid's. Both say how full u
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,10 @@ def day_result(
     windows = tuple(windows) or (None,) * 24
     first_token_s = _by_hour(windows, _first_token_s, _guess(study, fluid))
     liquid_s = np.array([1.0 / hour.tokens_per_s_user if hour.tokens_per_s_user else 0.0 for hour in fluid.day.hours])
-    token_s = _by_hour(windows, lambda window: window.reading.decode.token_s or None, liquid_s)
+    # A window is a moment. What it shows beside the liquid then, the liquid is corrected by in all of the hour.
+    token_s = liquid_s * _by_hour(
+        windows, lambda window: window.reading.decode.token_s / window.setting.token_s or None, np.ones(24)
+    )
     tally, nodes = day_tally(study, load, first_token_s, token_s), nodes_facts(study, fluid)
     return DayResult(
         study, load, experts, curves, fluid, windows, day_report(tally, nodes), day_report(tally, nodes, MODEL)
@@ -112,7 +115,7 @@ def result_json(result: DayResult) -> dict[str, Any]:
         "tpot_s": _distribution([
             (window.reading.decode.seconds_K, window.reading.decode.tokens_K) for window in result.windows if window
         ], TPOT_EDGES_S),
-        "ranks": _ranks_json(result), "published": PUBLISHED if study.name == Study().name else {},
+        "ranks": _ranks_json(result), "published": PUBLISHED if _is_published(study) else {},
         "study": asdict(study), "notes": _notes(result),
     }  # fmt: skip
 
@@ -211,6 +214,14 @@ def _notes(result: DayResult) -> list[str]:
     if problems:
         notes.append(f"Ledgers of simulated units had {problems} problems: this is an error of the program.")
     return notes
+
+
+def _is_published(study: Study) -> bool:
+    """Whether it asks what was published, however closely it looks."""
+    usual = Study()
+    return replace(study, seed=usual.seed, window=usual.window, cache=replace(
+        study.cache, sample=usual.cache.sample
+    )) == usual  # fmt: skip
 
 
 def _guess(study: Study, fluid: FluidResult) -> Floats:

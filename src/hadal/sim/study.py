@@ -84,8 +84,10 @@ class FleetStudy:
 class WindowStudy:
     """The part of every hour in which every request is one."""
 
-    seconds: float = 5.0
+    seconds: float = 4.0
     """Measured."""
+    prefill_seconds: float = 30.0
+    """The same where a prefill unit is measured by itself: few long prompts are much of its work."""
     settle_s: float = 4.0
     """Before that: what runs already finds its place."""
     first_token_s: float = 3.5
@@ -111,7 +113,7 @@ class Study:
     """Drafts that a decode step verifies. Not published; DeepSeek's profile of decode shows one."""
     mtp_accept: float = MTP_ACCEPT
     seed: int = 1
-    prefill: UnitsStudy = UnitsStudy(32, 32, 64, bundle=3, extra=2, units_min=5, units_max=200, use=0.9)
+    prefill: UnitsStudy = UnitsStudy(32, 32, 64, bundle=3, extra=2, units_min=5, units_max=200, use=0.95)
     decode: UnitsStudy = UnitsStudy(144, 32, 160, bundle=1, extra=0, units_min=1, units_max=64, use=1.0)
     workload: WorkloadParams = field(default_factory=WorkloadParams)
     cache: CacheStudy = field(default_factory=CacheStudy)

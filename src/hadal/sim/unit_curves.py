@@ -113,8 +113,9 @@ def decode_point(
     token_s = 1.0 / priced.tokens_per_s_user
     requests_per_s = ranks * requests_per_rank / (load.tokens_out * token_s)
     num_prefill = math.ceil(requests_per_s / (0.5 * _prefill_requests_per_s(study, placed, load)))
-    world = _world(study, placed, load, cache, num_prefill, requests_per_s, token_s, int(requests_per_rank))
-    reading = world.read(study.window.settle_s, study.window.settle_s + study.window.seconds)
+    seconds = study.window.seconds
+    world = _world(study, placed, load, cache, num_prefill, requests_per_s, token_s, int(requests_per_rank), seconds)
+    reading = world.read(study.window.settle_s, study.window.settle_s + seconds)
     if not reading.decode.tokens:
         raise _nothing_seen(DECODE)
     return reading.decode.requests_per_rank, reading.decode.token_s
@@ -123,11 +124,12 @@ def decode_point(
 def prefill_point(study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None) -> float:
     """Measure one prefill unit that has always something to do: tokens that it computes in a second."""
     requests_per_s = OVERLOAD * _prefill_requests_per_s(study, placed, load)
-    world = _world(study, placed, load, cache, 1, requests_per_s, 1e-6, 0)
-    reading = world.read(study.window.settle_s, study.window.settle_s + study.window.seconds)
+    seconds = study.window.prefill_seconds
+    world = _world(study, placed, load, cache, 1, requests_per_s, 1e-6, 0, seconds)
+    reading = world.read(study.window.settle_s, study.window.settle_s + seconds)
     if not reading.prefill.tokens:
         raise _nothing_seen(PREFILL)
-    return reading.prefill.tokens / (study.window.seconds * reading.prefill.busy_share)
+    return reading.prefill.tokens / (seconds * reading.prefill.busy_share)
 
 
 def _nothing_seen(role: str) -> ConfigError:
@@ -144,10 +146,10 @@ def _prefill_requests_per_s(study: Study, placed: Mapping[str, float], load: Loa
 
 def _world(
     study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None, num_prefill: int,
-    requests_per_s: float, token_s: float, number: int,
+    requests_per_s: float, token_s: float, number: int, seconds: float,
 ) -> FleetWorld:  # fmt: skip
     """One decode unit and some prefill units, from the start to the end of what is measured."""
-    settle_s, seconds = study.window.settle_s, study.window.seconds
+    settle_s = study.window.settle_s
     scale = load.requests_per_s[int(_AT_S // 3600.0)] / requests_per_s
     params = with_tokens_at(study.workload, token_s, study.window.first_token_s)
     drawn = window(

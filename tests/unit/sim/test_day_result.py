@@ -126,15 +126,20 @@ def test_a_window_is_shown_as_it_was_seen() -> None:
     assert window["request_imbalance"] >= 1.0
 
 
-def test_speeds_are_the_windows_where_there_are_any() -> None:
-    """One alone tells of all hours; two of what is between them."""
-    assert result().flat()["tokens_per_s_user"] == pytest.approx(1 / looked().reading.decode.token_s, rel=1e-3)
-    fast, slow = of_decode(token_s=0.01), of_decode(token_s=0.03)
+def test_speeds_are_the_liquids_as_far_as_windows_agree() -> None:
+    """One alone corrects all hours; two what is between them."""
+    liquid = [hour.tokens_per_s_user for hour in fluid().day.hours]
+    setting_s = looked().setting.token_s
+    half = of_decode(token_s=2.0 * setting_s)
+    slow = of_decode(token_s=4.0 * setting_s)
     slow = replace(slow, setting=replace(slow.setting, index=12))
-    made = joined(fast, slow).report.lines
-    assert made[4].tokens_per_s_user == pytest.approx(100.0, rel=1e-3)
-    assert made[10].tokens_per_s_user == pytest.approx(50.0, rel=0.03)
-    assert made[20].tokens_per_s_user == pytest.approx(1 / 0.03, rel=1e-3)
+    assert joined(half).report.lines[20].tokens_per_s_user == pytest.approx(liquid[20] / 2, rel=0.01)
+    made = joined(half, slow).report.lines
+    assert made[4].tokens_per_s_user == pytest.approx(liquid[4] / 2, rel=0.02)
+    assert made[10].tokens_per_s_user == pytest.approx(liquid[10] / 3, rel=0.03)
+    assert made[20].tokens_per_s_user == pytest.approx(liquid[20] / 4, rel=0.02)
+    same = of_decode(token_s=setting_s)
+    assert joined(same).flat()["tokens_per_s_user"] == pytest.approx(joined().flat()["tokens_per_s_user"])
 
 
 def test_without_windows_they_are_the_liquids() -> None:
