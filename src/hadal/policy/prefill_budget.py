@@ -85,9 +85,10 @@ def choose_budget(
     dense_S1R = np.minimum(mean_R, mean_R * budget_s_S11 / mean_s_R + others_R)
     rise_R = (most_R - mean_R) / np.maximum(most_s_R - mean_s_R, 1e-30)
     tokens_SCR = np.where(own_s_SCR < mean_s_R, dense_S1R, mean_R + rise_R * (own_s_SCR - mean_s_R))
-    experts_s_SC = rates.mean_s * tokens_SCR.mean(axis=2)
+    # Of all ranks: those without prompts have experts as well.
+    experts_s_SC = rates.mean_s * tokens_SCR.sum(axis=2) / len(prompts)
     step_s_SC = rates.step_s + own_s_SCR.max(axis=2) + rates.dispatch_s * tokens_SCR.max(axis=2) + experts_s_SC
-    done_s_SC = own_s_SCR.sum(axis=2) + rates.dispatch_s * tokens_SCR.sum(axis=2) + len(points) * experts_s_SC
+    done_s_SC = own_s_SCR.sum(axis=2) + rates.dispatch_s * tokens_SCR.sum(axis=2) + len(prompts) * experts_s_SC
     best = (-inf, nominal_s, caps[0])
     for scale, efficiencies in zip(SCALES, (done_s_SC / step_s_SC / len(prompts)).tolist(), strict=True):
         for cap, efficiency in zip(caps, efficiencies, strict=True):

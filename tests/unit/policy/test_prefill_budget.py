@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hadal.core.rates import StepRates
-from hadal.policy.prefill_budget import CAPS, SCALES, StepLimits, choose_budget, predict, step_budget_s
+from hadal.policy.prefill_balance import cut_rank
+from hadal.policy.prefill_budget import CAPS, SCALES, WORTH, StepLimits, choose_budget, predict, step_budget_s
 from hadal.policy.views import PromptView
 
 RATES = StepRates(3.3e-5, 1e-8, 2e-5)
@@ -43,6 +44,27 @@ def test_efficiency_is_the_mean_over_the_slowest_and_what_a_step_costs_anyway() 
     rates = StepRates(1.0, 0.0, dispatch_s=0.5, step_s=4.0)
     assert predict([(6.0, 2), (2.0, 6)], rates) == pytest.approx((4.0 + 0.5 * 4) / (4.0 + 6.0 + 0.5 * 6))
     assert predict([(0.0, 0), (0.0, 0)], rates) == 1.0
+
+
+def test_experts_take_the_mean_of_all_ranks_whoever_has_the_tokens() -> None:
+    rates = StepRates(1.0, 0.0, dispatch_s=0.5, step_s=4.0, mean_s=3.0)
+    assert predict([(6.0, 2), (2.0, 6)], rates) == pytest.approx((4.0 + 0.5 * 4 + 3 * 4) / (4 + 6.0 + 0.5 * 6 + 3 * 4))
+    assert predict([(2.0, 2), (2.0, 2)], StepRates(1.0, 0.0, mean_s=9.0)) == 1.0
+
+
+@pytest.mark.parametrize(("num_idle", "num_light"), [(6, 1), (14, 1), (14, 3), (30, 9)])
+def test_experts_of_ranks_without_prompts_work_for_the_others(num_idle: int, num_light: int) -> None:
+    """What is chosen is as good as what any scale and cap comes to once prompts are cut."""
+    rates = StepRates(1.3e-5, 1e-8, mean_s=2e-5)
+    prompts = [[PromptView(60_000, 0, 60_000)], [PromptView(3000, 0, 0)] * num_light, *[[]] * num_idle]
+    nominal_s = rates.chunk_s(60_000, 8192)
+
+    def efficiency(budget_s: float, cap_tokens: int) -> float:
+        taken = [cut_rank(of_rank, rates, budget_s, 8192, cap_tokens) for of_rank in prompts]
+        return predict([(seconds, sum(sizes)) for sizes, seconds in taken], rates)
+
+    best = max(efficiency(scale * nominal_s, int(cap * 8192)) for scale in SCALES for cap in CAPS)
+    assert efficiency(*choose_budget(prompts, rates, nominal_s, LIMITS)) >= best - WORTH
 
 
 def test_what_cannot_be_is_refused() -> None:
