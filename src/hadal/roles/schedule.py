@@ -129,8 +129,14 @@ class StepScheduler:
 
     def cut_chunks(self, chunks: Sequence[tuple[int, int]]) -> list[int]:
         """Tokens of each (start, num_tokens) of a rank that go into the first micro-batch."""
-        return split_chunks(chunks, self.rates.token_s, self.rates.pair_s)
+        return split_chunks(chunks, self._split_token_s, self.rates.pair_s)
 
     def second_rows(self, lengths_RS: Ints, is_row_RS: Bools) -> Bools:
         """Which rows of all ranks, by the positions they attend to, go into the second micro-batch: bool [R, S]."""
-        return split_ranks(lengths_RS, is_row_RS, self.rates.token_s, self.rates.pair_s)
+        return split_ranks(lengths_RS, is_row_RS, self._split_token_s, self.rates.pair_s)
+
+    @property
+    def _split_token_s(self) -> float:
+        """Of a token in one micro-batch or the other. All ranks split alike, so where a rank has more of its tokens,
+        its experts have more of the others', too."""
+        return self.rates.token_s + self.rates.mean_s

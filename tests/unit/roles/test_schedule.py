@@ -73,6 +73,25 @@ def test_parts_are_about_equal() -> None:
         StepScheduler(2, "faster")
 
 
+def test_micro_batches_are_equal_with_what_experts_do_for_them() -> None:
+    """Pairs cost as much as tokens here, and experts more than all else of a token."""
+    scheduler = StepScheduler(4, num_layers=8, num_moe_layers=8)
+    for step in range(60):
+        tokens, pairs = 32 << step % 3, 4000 << step % 5
+        seconds = {"attn_in": 1e-5 * tokens, "attn_core": 1e-7 * pairs, "experts": 4e-5 * tokens}
+        scheduler.costs.observe([Work(tokens, pairs)], [OpTime(op, 8, 8 * each_s) for op, each_s in seconds.items()])
+    rates, chunks = scheduler.rates, [(900, 100), (0, 400)]
+    first = scheduler.cut_chunks(chunks)
+    assert first[0] == 100
+    assert 0 < first[1] < 400
+
+    def whole_s(parts: list[tuple[int, int]]) -> float:
+        return sum(rates.whole_s(start, num_tokens) for start, num_tokens in parts)
+
+    halves_s = whole_s([(900, 100), (0, first[1])]), whole_s([(first[1], 400 - first[1])])
+    assert halves_s[0] == pytest.approx(halves_s[1], abs=rates.whole_s(400, 1))
+
+
 def test_rates_are_sane_before_and_measured_after() -> None:
     fresh = StepScheduler(4, num_layers=8, num_moe_layers=8)
     assert not fresh.is_calibrated
