@@ -58,7 +58,9 @@ def step_budget_s(
     total_s = rates.token_s * num_tokens + rates.pair_s * num_pairs
     nominal_s = num_tokens_mean * total_s / num_tokens if num_tokens else 0.0
     fresh_s = rates.chunk_s(0, num_tokens_mean)
-    least_s = max(0.5 * fresh_s, min(fresh_s, rates.step_s * (1.0 / FIXED_SHARE - 1.0)))
+    # Of the whole step's time, not only of what a rank does itself.
+    share = rates.step_s * (1.0 / FIXED_SHARE - 1.0) / rates.whole_s(0, num_tokens_mean)
+    least_s = fresh_s * min(max(0.5, share), 1.0)
     return max(least_s, min(nominal_s, DRAIN * total_s / num_ranks))
 
 

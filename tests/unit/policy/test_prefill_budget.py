@@ -6,7 +6,16 @@ import pytest
 
 from hadal.core.rates import StepRates
 from hadal.policy.prefill_balance import cut_rank
-from hadal.policy.prefill_budget import CAPS, SCALES, WORTH, StepLimits, choose_budget, predict, step_budget_s
+from hadal.policy.prefill_budget import (
+    CAPS,
+    FIXED_SHARE,
+    SCALES,
+    WORTH,
+    StepLimits,
+    choose_budget,
+    predict,
+    step_budget_s,
+)
 from hadal.policy.views import PromptView
 
 RATES = StepRates(3.3e-5, 1e-8, 2e-5)
@@ -18,6 +27,14 @@ def test_a_step_takes_no_more_than_its_share_of_what_is_there() -> None:
     alone_s = step_budget_s(dense, 32, RATES, 8192)
     assert alone_s < step_budget_s(dense * 200, 32, RATES, 8192)
     assert alone_s >= 0.5 * RATES.chunk_s(0, 8192)
+
+
+@pytest.mark.parametrize("mean_s", [0.0, 1e-5])
+def test_steps_of_little_work_are_as_long_as_their_fixed_cost_asks_for(mean_s: float) -> None:
+    rates = StepRates(3.3e-5, 0.0, step_s=0.045, mean_s=mean_s)
+    budget_s = step_budget_s([PromptView(3000, 0, 0)], 32, rates, 16384)
+    whole_s = rates.whole_s(0, round(budget_s / rates.token_s))
+    assert rates.step_s / (rates.step_s + whole_s) == pytest.approx(FIXED_SHARE, rel=1e-3)
 
 
 def test_few_dense_ranks_get_less_time_and_all_dense_ones_all_of_it() -> None:
