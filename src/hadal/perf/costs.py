@@ -150,6 +150,8 @@ class StepCosts:
     def rates(self, schedule: Schedule = SEQUENTIAL, num_micro_batches: int = 1) -> StepRates | None:
         """Return what a step's time goes into, over all layers, run like this at the sizes seen; None before any, and
         where nothing seems to cost anything."""
+        if not self._bins:
+            return None
         if self._models is None:
             self._models = self._fit()
         token_s = pair_s = 0.0
@@ -159,13 +161,15 @@ class StepCosts:
             token_s += per_token * num_layers
             pair_s += per_pair * num_layers
         token_s = max(token_s, pair_s)  # A token attends to itself at least.
-        if token_s <= 0.0:
-            return None
         bins = self._bins.values()
         num_tokens, num_pairs = sum(b.num_tokens for b in bins) / len(bins), sum(b.num_pairs for b in bins) / len(bins)
         _, per_token, per_pair = self._models.get(EXPERTS, (0.0, 0.0, 0.0))
         # Experts see no pairs. What the fit gave them of those came with the tokens.
         mean_s = self.num_moe_layers * (per_token + per_pair * num_pairs / num_tokens)
+        if token_s <= 0.0:  # Small steps: attention takes as long whatever it computes. Tokens are all there is.
+            token_s, mean_s = mean_s, 0.0
+        if token_s <= 0.0:
+            return None
         # What is exposed bends with the size, so it is taken as a line around the mean of the sizes.
         small_s, large_s = (
             step_s(self, schedule, [Work(num_tokens * by, num_pairs * by)] * num_micro_batches, self.num_layers)

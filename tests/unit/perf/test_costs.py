@@ -169,6 +169,17 @@ def test_rates_are_sums_over_layers() -> None:
     assert rates.pair_s == pytest.approx(8 * 0.01e-6, rel=0.1)
 
 
+def test_where_only_experts_take_longer_for_more_tokens_they_are_a_tokens_price() -> None:
+    rng = random.Random(0)
+    costs = new()
+    for n in (16, 32, 64) * 10:
+        truth = {"attn_in": (100.0 - n, 0.0, 0.0), "attn_core": (100.0 - n, 0.0, 0.0), "experts": (10.0, 1.0, 0.0)}
+        costs.observe([work := Work(n, 100 * n)], step(truth, [work], rng, 0.0))
+    rates = costs.rates()
+    assert rates is not None
+    assert (rates.token_s, rates.mean_s) == (pytest.approx(7 * 1e-6, rel=0.1), 0.0)
+
+
 @pytest.mark.parametrize(("schedule", "num"), [(SEQUENTIAL, 1), (PREFILL_DUAL, 2)])
 def test_rates_add_up_to_the_price_of_a_step(schedule: Schedule, num: int) -> None:
     """Near the sizes that were seen: what is not computed is the exposed link, posting, and the fixed cost."""
