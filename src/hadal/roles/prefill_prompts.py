@@ -219,17 +219,18 @@ def _pack_tokens(
     full: set[int] = set()
     """Whose turn came, and who had no room: those who come later wait behind that prompt."""
     for prompt in islice(waiting, chunk_tokens * len(views)):  # Each takes a token at least, if it does not load.
+        if is_in_turn:
+            due = list(views)[prompt.number % len(views)]
+            if due in full or rank_in_turn(list(views.values()), prompt.view(), prompt.number) is None:
+                full.add(due)
+                if len(full) == len(views):
+                    break  # Nobody is left: a long queue is not worth a longer look.
+                continue
         found = find(prompt)
         there = {rank: prompt.view_with(prefix) for rank, prefix in found.items()}
-        if is_in_turn:
-            rank = rank_in_turn(list(views.values()), prompt.view(), prompt.number)
-            if rank is None or rank in full:
-                full.add(list(views)[prompt.number % len(views)])
-                continue
-        else:
-            rank = choose_prefill_rank(list(views.values()), prompt.view(), there)
-            if rank is None:
-                break  # Those behind it wait too: nobody is overtaken.
+        rank = due if is_in_turn else choose_prefill_rank(list(views.values()), prompt.view(), there)
+        if rank is None:
+            break  # Those behind it wait too: nobody is overtaken.
         starts.append((prompt, rank, found.get(rank, NOTHING)))
         view, taken = there.get(rank, prompt.view()), views[rank]
         num_taken = 0

@@ -16,6 +16,7 @@ from hadal.core.rates import StepRates
 from hadal.core.seams import Execute, Freed, RankReset, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.policy.batching import AGE_S
+from hadal.policy.cached_prefix import Prefix
 from hadal.roles.prefill import PrefillLeader
 from hadal.roles.prefill_prompts import Part, Prompt, cut, pack
 from hadal.roles.rank_pools import RankPools
@@ -179,6 +180,18 @@ def test_a_step_keeps_blocks_starts_and_tokens() -> None:
     held = started_on(pools, 1, "held", 200, 200)  # All its blocks, and one of its starts.
     step = pack([held], waiting_of(100, 100, 100), pools, 64, 2, RATES)
     assert {rank for _, rank, _ in step.starts} == {0, 2}
+
+
+def test_in_turn_nothing_is_looked_up_for_those_that_wait_behind_full_ranks() -> None:
+    found: list[int] = []
+
+    def find(prompt: Prompt) -> dict[int, Prefix]:
+        found.append(prompt.number)
+        return {}
+
+    step = pack([], waiting_of(*[100] * 50), pools_of(2), 64, 2, None, find, is_in_turn=True)
+    assert [(prompt.number, rank) for prompt, rank, _ in step.starts] == [(0, 0), (1, 1)]
+    assert found == [0, 1]
 
 
 def test_one_that_starts_without_time_keeps_its_rank_and_is_not_overtaken() -> None:
