@@ -90,10 +90,11 @@ class PrefillCache:
             if not start and not start_to_num[0]:
                 continue
             num_shared = self._shared(rank, slice_of(chain, 0, start)) if start else 0
-            kind = start, num_shared, self._queued_s.get(rank, 0.0)
+            queued_s = self._queued_s.get(rank, 0.0)
+            kind = start, num_shared, queued_s
             if kind not in kinds:
                 kinds[kind] = choose_prefix(
-                    start, num_shared, start_to_num[start], self._rates, self._load_rates, kind[2]
+                    start, num_shared, start_to_num[start], self._rates, self._load_rates, queued_s
                 )
             found[rank] = kinds[kind]
         return found

@@ -21,7 +21,16 @@ def test_the_most_that_fits(of: StepRates, start: int, num_tokens: int, budget_s
     assert n == num_tokens or of.chunk_s(start, n + 1) > budget_s - slack_s
 
 
-@pytest.mark.parametrize("wrong", [(0.0, 1e-8), (1e-5, -1.0), (1e-5, 0.0, -1.0), (1e-5, 0.0, 0.0, -1.0)])
+def test_a_token_costs_the_unit_what_others_do_for_it_as_well() -> None:
+    of = StepRates(1.0, 0.5, dispatch_s=2.0, step_s=100.0, mean_s=4.0)
+    assert of.chunk_s(10, 2) == 2 * 1.0 + 0.5 * (11 + 12)
+    assert of.all_token_s == 7.0
+    assert of.whole_s(10, 2) == of.chunk_s(10, 2) + 2 * (2.0 + 4.0)
+
+
+@pytest.mark.parametrize("wrong", [
+    (0.0, 1e-8), (1e-5, -1.0), (1e-5, 0.0, -1.0), (1e-5, 0.0, 0.0, -1.0), (1e-5, 0.0, 0.0, 0.0, -1.0),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(wrong: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="token_s"):
         StepRates(*wrong)

@@ -39,6 +39,8 @@ def test_deep_blocks_are_dearer_to_compute() -> None:
     assert choose_prefix(30, 0, 1, RATES, loads).num_loading == 1
 
 
-def test_what_waits_for_dispatch_counts_as_computing() -> None:
+@pytest.mark.parametrize("others", [{"dispatch_s": 1e-3}, {"mean_s": 1e-3}])
+def test_what_others_do_for_a_token_counts_as_computing(others: dict[str, float]) -> None:
     loads = LoadRates(0.0, 1.5 * RATES.chunk_s(0, 64))
-    assert choose_prefix(0, 0, 1, StepRates(1e-3, 1e-6, dispatch_s=1e-3), loads).num_loading == 1
+    assert choose_prefix(0, 0, 1, RATES, loads).num_recomputed == 1
+    assert choose_prefix(0, 0, 1, StepRates(1e-3, 1e-6, **others), loads).num_loading == 1

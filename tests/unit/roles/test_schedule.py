@@ -92,6 +92,16 @@ def test_micro_batches_are_equal_with_what_experts_do_for_them() -> None:
     assert halves_s[0] == pytest.approx(halves_s[1], abs=rates.whole_s(400, 1))
 
 
+def test_a_rank_alone_has_all_tokens_of_its_experts() -> None:
+    alone, many = (StepScheduler(num_ranks, num_layers=8, num_moe_layers=8) for num_ranks in (1, 4))
+    for scheduler in (alone, many):
+        for tokens in (16, 32, 64) * 4:
+            scheduler.costs.observe([Work(tokens, 100 * tokens)], times(tokens, 1e-3))
+    assert many.rates.mean_s > 0
+    assert (alone.rates.token_s, alone.rates.mean_s) == (many.rates.token_s + many.rates.mean_s, 0.0)
+    assert alone.rates.all_token_s == pytest.approx(many.rates.all_token_s)
+
+
 def test_rates_are_sane_before_and_measured_after() -> None:
     fresh = StepScheduler(4, num_layers=8, num_moe_layers=8)
     assert not fresh.is_calibrated
