@@ -66,6 +66,34 @@ def test_the_views_say_what_the_units_measured() -> None:
     assert known == [(1, 0.0, 0.0), (3, 2e-5, 1e-9)]
 
 
+def test_views_that_were_shown_once_follow_what_changes() -> None:
+    made = book()
+    shown = made.prefill_views(), made.decode_views()
+    assert (made.prefill_views(), made.decode_views()) == shown
+    made.heard(made.by_name["prefill-0"], Load("prefill-0", "e", 30, 0, 0, 7, 0, token_s=2e-5), 2.0)
+    made.heard(made.by_name["decode-0"], Load("decode-0", "e", 25, 0, 0, 7, 0), 2.0)
+    assert [(view.num_requests_max, view.token_s) for view in made.prefill_views()] == [(7, 2e-5), (4, 0.0)]
+    assert [(view.num_requests_max, view.num_blocks) for view in made.decode_views()] == [(7, 25)]
+    made.grew("decode-0", 2)
+    assert [view.num_blocks_used for view in made.decode_views()] == [2]
+    made.grew("decode-0", 0)
+    made.grew("decode-9", 2)
+    assert [view.num_blocks_used for view in made.decode_views()] == [2]
+
+
+def test_a_unit_that_is_down_is_not_shown_and_its_next_life_is_shown_as_it_is() -> None:
+    made = book()
+    made.sent_to_decode("decode-0", 3)
+    assert [view.num_blocks_used for view in made.decode_views()] == [3]
+    made.remove("decode-0")
+    assert made.decode_views() == []
+    made.add(UnitUp("decode-0", "decode", "e2", 21, 4), 2.0)
+    assert [(view.num_blocks, view.num_blocks_used) for view in made.decode_views()] == [(21, 0)]
+    made.add(UnitUp("decode-0", "decode", "e3", 22, 4), 3.0)
+    assert [view.num_blocks for view in made.decode_views()] == [22]
+    assert made.check([]) == []
+
+
 def test_check_sees_a_wrong_sum_of_pairs() -> None:
     made, requests = book(), RequestBook()
     record = requests.add(generation(prompt=100), 9.0)

@@ -20,7 +20,7 @@ from hadal.core.messages import (
     UnitUp,
 )
 from hadal.core.plans import Sampling
-from hadal.core.seams import Freed, Send, Tick, WakeAt
+from hadal.core.seams import Effect, Freed, Send, Tick, WakeAt
 from hadal.roles.prefill import PrefillLeader
 from tests.unit.roles.driving import done, generation, of, prefill, prefill_plans, sent
 
@@ -51,6 +51,21 @@ def test_a_short_prompt_is_one_chunk_then_a_lease() -> None:
     assert answer.lease is not None
     assert (answer.lease.source, answer.lease.num_tokens, answer.lease.block_ids) == ("pool", 10, chunk.block_ids)
     assert unit.audit() == []
+
+
+def test_tokens_that_are_left_are_counted_while_prompts_come_and_go() -> None:
+    unit = leader(heartbeat_s=0.0)
+
+    def num_left(effects: list[Effect]) -> int:
+        (load,) = sent(effects, Load)
+        assert unit.audit() == []
+        return load.num_tokens_waiting
+
+    assert num_left(unit.handle(0.0, prefill("a", 200))) == 200 - 2 * 64
+    assert num_left(unit.handle(0.1, prefill("b", 30))) == 72 + 30
+    assert num_left(unit.handle(0.2, prefill("b", 30))) == 72 + 30, "the same message twice"
+    assert num_left(unit.handle(0.3, Release("b", 0))) == 72
+    assert num_left(unit.handle(0.4, done(0))) == 72 - 64
 
 
 def test_a_long_prompt_is_cut_and_planned_ahead() -> None:

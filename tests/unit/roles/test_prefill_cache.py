@@ -200,9 +200,9 @@ def test_one_that_waits_too_long_and_finds_no_room_goes_back() -> None:
     unit = leader(num_blocks=5)
     unit.handle(0.0, news(3))
     (load,) = of(unit.handle(0.0, Prefill(asked("a", 200))), LoadBlocks)
-    effects = unit.handle(LOAD_TIMEOUT_S, Tick())
+    effects = unit.handle(LOAD_TIMEOUT_S, Release("nobody", 0))  # Whatever wakes it.
     assert [returned.reason for returned in sent(effects, Returned)] == ["queue full"]
-    assert (unit.num_requests, unit.blocks.num_used) == (0, 3)
+    assert (unit.num_requests, unit.blocks.num_used, unit.audit()) == (0, 3, [])
     unit.handle(LOAD_TIMEOUT_S + 1, BlocksLoaded(load.load_id, 0, 0, "input/output error"))
     assert unit.blocks.num_used == 0
     assert unit.audit() == []

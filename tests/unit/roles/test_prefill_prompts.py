@@ -263,16 +263,26 @@ def test_balance_is_in_load_and_exact_in_a_trace() -> None:
     assert unit._reporter.balance == {}  # Nobody is left to be equal to.
 
 
+def reports(unit: PrefillLeader) -> Load:
+    """What it says after a step of 14 ms, of 40 tokens and their pairs."""
+    unit.handle(0.0, prefill("a", 40))
+    times = (OpTime("attn_in", 4, 4e-3), OpTime("attn_core", 4, 4e-3), OpTime("experts", 3, 6e-3))
+    unit.handle(0.1, msgspec.structs.replace(done(0, {0: 1}), op_times=times))
+    (load,) = sent(unit.handle(0.7, Tick()), Load)
+    # A part is taken to be fixed.
+    assert 0.8 * 14e-3 < 40 * load.token_s + 820 * load.pair_s < 14e-3
+    return load
+
+
 def test_a_unit_of_one_rank_has_no_balance_and_reports_what_it_measured() -> None:
     unit = PrefillLeader(
         "prefill-0", "e1", "pool", 40, chunk_tokens=64, num_requests_max=4, num_waiting_max=9, lease_s=2.0,
         heartbeat_s=0.5, num_layers=4, num_moe_layers=3,
     )  # fmt: skip
-    unit.handle(0.0, prefill("a", 40))
-    times = (OpTime("attn_in", 4, 4e-3), OpTime("attn_core", 4, 4e-3), OpTime("experts", 3, 6e-3))
-    answer = msgspec.structs.replace(done(0, {0: 1}), op_times=times)
-    unit.handle(0.1, answer)
-    (load,) = sent(unit.handle(0.7, Tick()), Load)
-    assert load.balance == {}
-    # 14 ms of 40 tokens and their pairs, of which a part is taken to be fixed.
-    assert 0.5 * 14e-3 < 40 * load.token_s + 820 * load.pair_s < 14e-3
+    assert reports(unit).balance == {}
+
+
+def test_a_unit_of_two_ranks_reports_what_its_experts_take_of_a_token_too() -> None:
+    unit = leader(num_layers=4, num_moe_layers=3, request_balance="off")
+    up(unit)
+    assert reports(unit).num_ranks == 2
