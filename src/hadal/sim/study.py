@@ -113,7 +113,7 @@ class Study:
     """Drafts that a decode step verifies. Not published; DeepSeek's profile of decode shows one."""
     mtp_accept: float = MTP_ACCEPT
     seed: int = 1
-    prefill: UnitsStudy = UnitsStudy(32, 32, 64, bundle=3, extra=2, units_min=5, units_max=200, use=0.95)
+    prefill: UnitsStudy = UnitsStudy(32, 32, 64, bundle=3, extra=2, units_min=5, units_max=200, use=1.0)
     decode: UnitsStudy = UnitsStudy(144, 32, 160, bundle=1, extra=0, units_min=1, units_max=64, use=1.0)
     workload: WorkloadParams = field(default_factory=WorkloadParams)
     cache: CacheStudy = field(default_factory=CacheStudy)
