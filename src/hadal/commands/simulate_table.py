@@ -23,12 +23,17 @@ ROWS = (
     ("margin on cost, %", "margin_percent", 1.0, ",.0f"),
 )
 """Label, key, divisor, format."""
+HOURS = (
+    "hour", "nodes", "in, 10^9", "out, 10^9", "hit", "income, $", "tokens/s/user", "batch a GPU", "prefill use",
+    "TTFT p50, p99", "units P + D",
+)  # fmt: skip
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
     """Print all of them."""
     console.print(day_table(result))
-    console.print(hours_table(result))
+    for part in hours_tables(result, console.width):
+        console.print(part)
     if len(result.get("what_ifs", ())) > 1:
         console.print(alternatives_table(result))
     for note in result["notes"]:
@@ -60,28 +65,47 @@ def day_table(result: dict[str, Any]) -> Table:
 
 def hours_table(result: dict[str, Any]) -> Table:
     """Hour by hour: the fleet as a liquid, and beside it what a window of single requests showed."""
-    table = _table("Hour by hour (Beijing); liquid | window")
-    for name in ("hour", "nodes", "in, 10^9", "out, 10^9", "hit", "income, $", "tokens/s/user", "batch a GPU",
-                 "prefill use", "TTFT p50, p99", "units P + D"):  # fmt: skip
-        table.add_column(name, justify="right", no_wrap=True)
-    for hour in result["hours"]:
-        liquid, window = hour["fluid"], hour["window"]
+    return hours_tables(result, None)[0]
 
-        def both(key: str, form: str, liquid: dict[str, Any] = liquid, window: dict[str, Any] | None = window) -> str:
-            left = format(liquid[key], form)
-            return f"{left} | {format(window[key], form)}" if window and window[key] is not None else left
 
-        ttft, units = "", ""
-        if window:
-            units = f"{window['prefill_units']} + {window['decode_units']}"
-            if window["ttft_s"]["p50"] is not None:
-                ttft = f"{window['ttft_s']['p50']:.1f}, {window['ttft_s']['p99']:.1f} s"
-        table.add_row(
-            f"{hour['hour_beijing']:02}:00", f"{hour['nodes_mean']:.0f}", f"{hour['tokens_in'] / 1e9:.2f}",
-            f"{hour['tokens_out'] / 1e9:.2f}", _percent(hour), f"{hour['income_usd']:,.0f}",
-            both("tokens_per_s_user", ".1f"), both("requests_per_rank", ".0f"), both("prefill_use", ".0%"), ttft, units,
-        )  # fmt: skip
-    return table
+def hours_tables(result: dict[str, Any], width: int | None) -> list[Table]:
+    """The same in as many parts as a terminal of `width` columns needs, each with the hours; None: in one."""
+    rows = [_hour_cells(hour) for hour in result["hours"]]
+    wide = [max(len(name), *(len(row[at]) for row in rows)) + 2 for at, name in enumerate(HOURS)]
+    parts: list[list[int]] = [[]]
+    for at in range(1, len(HOURS)):
+        if parts[-1] and width is not None and wide[0] + sum(wide[one] for one in [*parts[-1], at]) > width:
+            parts.append([])
+        parts[-1].append(at)
+    tables = []
+    for columns in ([0, *part] for part in parts):
+        table = _table("Hour by hour (Beijing); liquid | window")
+        for at in columns:
+            table.add_column(HOURS[at], justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(row[at] for at in columns))
+        tables.append(table)
+    return tables
+
+
+def _hour_cells(hour: dict[str, Any]) -> tuple[str, ...]:
+    """As HOURS names them."""
+    liquid, window = hour["fluid"], hour["window"]
+
+    def both(key: str, form: str) -> str:
+        left = format(liquid[key], form)
+        return f"{left} | {format(window[key], form)}" if window and window[key] is not None else left
+
+    ttft, units = "", ""
+    if window:
+        units = f"{window['prefill_units']} + {window['decode_units']}"
+        if window["ttft_s"]["p50"] is not None:
+            ttft = f"{window['ttft_s']['p50']:.1f}, {window['ttft_s']['p99']:.1f} s"
+    return (
+        f"{hour['hour_beijing']:02}:00", f"{hour['nodes_mean']:.0f}", f"{hour['tokens_in'] / 1e9:.2f}",
+        f"{hour['tokens_out'] / 1e9:.2f}", _percent(hour), f"{hour['income_usd']:,.0f}",
+        both("tokens_per_s_user", ".1f"), both("requests_per_rank", ".0f"), both("prefill_use", ".0%"), ttft, units,
+    )  # fmt: skip
 
 
 def alternatives_table(result: dict[str, Any]) -> Table:

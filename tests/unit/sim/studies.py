@@ -38,7 +38,8 @@ def small(**changes: Any) -> Study:
         prefill=UnitsStudy(8, 0, 16, bundle=0, extra=0, units_min=1, units_max=40, use=0.6),
         decode=UnitsStudy(16, 0, 32, bundle=0, extra=0, units_min=1, units_max=40, use=0.8),
         workload=WORKLOAD, cache=CacheStudy(disk_pb=0.1, sample=5000.0),
-        fleet=FleetStudy(noise=0.0), window=WindowStudy(seconds=2.0, prefill_seconds=4.0, settle_s=2.0, first_token_s=0.3, back_s=3600.0),
+        fleet=FleetStudy(noise=0.0),
+        window=WindowStudy(seconds=2.0, prefill_seconds=4.0, settle_s=2.0, first_token_s=0.3, back_s=3600.0),
     )  # fmt: skip
     return replace(study, **changes)
 

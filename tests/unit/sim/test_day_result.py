@@ -197,8 +197,10 @@ def test_ranks_are_those_of_the_fullest_window() -> None:
 
 def test_the_published_day_stands_beside_its_own_preset_only() -> None:
     assert written()["published"] == {}
-    named = result_json(joined(study=small(name=Study().name)))
-    assert named["published"] == PUBLISHED
+    assert result_json(joined(study=small(name=Study().name)))["published"] == {}, "it asks something else"
+    closer = replace(Study(), seed=7, window=replace(Study().window, seconds=9.0))
+    assert result_json(replace(result(), study=closer))["published"] == PUBLISHED
+    assert result_json(replace(result(), study=replace(Study(), hardware="h200")))["published"] == {}
     assert set(PUBLISHED) <= set(FLAT)
     assert PUBLISHED["cost_usd"] == pytest.approx(PUBLISHED["nodes_mean"] * 8 * 24 * 2.0)
     assert PUBLISHED["margin_percent"] == pytest.approx(100 * (562_027 / 87_072 - 1), abs=0.5)

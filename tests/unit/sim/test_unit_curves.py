@@ -114,7 +114,9 @@ def test_experts_that_are_not_balanced_cost_time() -> None:
 
 
 def test_nothing_to_measure_is_said() -> None:
-    empty = small(window=replace(small().window, back_s=0.0, settle_s=0.0, first_token_s=0.0, seconds=1e-3))
+    empty = small(window=replace(
+        small().window, back_s=0.0, settle_s=0.0, first_token_s=0.0, seconds=1e-3, prefill_seconds=1e-3
+    ))  # fmt: skip
     with pytest.raises(ConfigError, match=r"let window\.back_s and window\.seconds be longer"):
         decode_point(empty, PLACED, load().figures(), cached_day(), 6.0)
     with pytest.raises(ConfigError, match="prefill had nothing to do"):
