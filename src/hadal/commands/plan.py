@@ -19,7 +19,7 @@ EPILOG = (
     "hadal plan --traffic mooncake.jsonl.gz --slo ttft_p99=5s,tpot=40ms\n\n"
     "  rate, lengths and hits of a trace; a percentile is promised with ttft_p99, without one it is the mean\n\n"
     "hadal plan --mtp-tokens 1 --no-verify --json          with drafts, by the step model alone, for programs\n\n"
-    "hadal serve --config plans/1_h800_ep32_ep144.toml --model FOLDER --dry-run      what a plan would run where"
+    "hadal serve --config plans/1_*.toml --model FOLDER --dry-run      what the cheapest would run where"
 )
 SLO = "ttft=2s,tpot=50ms"
 
@@ -45,7 +45,7 @@ def plan(
     model: Annotated[
         Path | None, typer.Option(help="Folder with config.json; written into deployments. [dim]DeepSeek-V3[/dim]")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the simulated requests.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the simulated requests.", min=0)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print plan.json.")] = False,
     example_traffic: Annotated[
         bool, typer.Option("--example-traffic", help="Print a traffic file with all its fields, and leave.")

@@ -32,8 +32,12 @@ def read_traffic(path: Path | None) -> Traffic:
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file. --example-traffic prints one to begin with.") from None
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}.") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+    except (EOFError, zlib.error):
+        raise ValueError(f"{path} cannot be read: its gzip data is damaged or cut off. Copy it again.") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} cannot be read: it is not text in UTF-8. Save it as such.") from None
     try:
         if name.endswith(".toml"):
             return traffic_of(tomllib.loads(text))
@@ -42,7 +46,7 @@ def read_traffic(path: Path | None) -> Traffic:
         if name.endswith((".csv", ".csv.gz")):
             return traffic_from(azure(text.splitlines()), path.name)
     except (ValueError, KeyError, TypeError) as error:
-        what = f"no field {error}" if isinstance(error, KeyError) else str(error)
+        what = f"no field {error}" if isinstance(error, KeyError) else str(error).removeprefix(f"{path.name}: ")
         raise ValueError(f"{path}: {what}") from error
     raise ValueError(f"{path}: .toml (--example-traffic), Mooncake's .jsonl or .jsonl.gz, or Azure's .csv is needed.")
 

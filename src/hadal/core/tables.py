@@ -22,7 +22,11 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such {what} file.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}.") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a TOML file: it is not text in UTF-8. Save it as such.") from None
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not a TOML file ({error}).") from error
 
 

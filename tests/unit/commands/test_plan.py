@@ -132,3 +132,30 @@ def test_a_file_that_is_none_is_said(name: str, text: str, why: str, tmp_path: P
     assert result.exit_code == 2
     assert why in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "why"),
+    [
+        ("a.toml", b"\xff\xfe\x00", "not text in UTF-8"), ("a.jsonl.gz", b"\x1f\x8b\x08\x00", "damaged or cut off"),
+    ],
+)  # fmt: skip
+def test_a_file_that_nobody_can_plan_with_is_said(name: str, data: bytes, why: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    result = run("--traffic", str(path), "--hardware", "h800", "--no-verify")
+    assert result.exit_code == 2
+    assert why in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_file_is_named_once(tmp_path: Path) -> None:
+    path = tmp_path / "short.jsonl"
+    path.touch()
+    assert run("--traffic", str(path), "--no-verify").stderr.count("short.jsonl") == 1
+
+
+def test_a_seed_below_zero_is_refused_by_its_name() -> None:
+    result = run("--seed", "-1")
+    assert result.exit_code == 2
+    assert "--seed" in result.stderr

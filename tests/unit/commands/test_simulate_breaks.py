@@ -1,12 +1,15 @@
-"""What a newcomer's terminal does to `hadal simulate`: narrow ones show every figure."""
+"""What a newcomer does to `hadal simulate`: narrow terminals show every figure, a strange file is one line."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from hadal.cli import app
 from hadal.commands.simulate_table import HOURS, hours_table, hours_tables
 
 
@@ -44,3 +47,13 @@ def test_no_figure_of_an_hour_is_cut(width: int, num_tables: int) -> None:
 
 def test_the_whole_table_is_one() -> None:
     assert [column.header for column in hours_table(RESULT).columns] == list(HOURS)
+
+
+def test_a_config_that_is_no_text_or_no_file_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "study.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    for given, why in ((path, "not text in UTF-8"), (tmp_path, "is a directory")):
+        result = CliRunner().invoke(app, ["simulate", "--config", str(given)])
+        assert result.exit_code == 2
+        assert why in result.stderr
+        assert len(result.stderr.splitlines()) == 1
