@@ -15,7 +15,7 @@ from hadal.commands.simulate_table import HOURS, hours_table, hours_tables
 
 def hour(index: int) -> dict[str, Any]:
     return {
-        "hour_beijing": index, "nodes_mean": 226.75, "tokens_in": 25.31e9, "tokens_out": 7.04e9, "hit_percent": 56.3,
+        "hour_beijing": index, "nodes_mean": 226.75, "tokens_in": 25.31e9, "tokens_out": 7.04e9, "tokens_hit": 14.25e9,
         "income_usd": 23_456.0,
         "fluid": {"tokens_per_s_user": 21.4, "requests_per_rank": 87.6, "prefill_use": 0.84},
         "window": {
