@@ -75,8 +75,9 @@ def test_nobody_notices_a_move(seed: int) -> None:
 
 
 def test_moves_make_the_unit_evener() -> None:
-    kinds = {kind: [run_watched(seed, kind, is_calm=True) for seed in range(3)] for kind in ("auto", "no_moves")}
+    num = 10  # Worlds differ by .04 to either side with one message more or less; moves are worth that in the mean.
+    kinds = {kind: [run_watched(seed, kind, is_calm=True) for seed in range(num)] for kind in ("auto", "no_moves")}
     kv = {kind: fmean(value for watch in watches for value in watch.balances[KV]) for kind, watches in kinds.items()}
     assert kv["auto"] > kv["no_moves"] + 0.02, kv
     assert [sum(watch.num_moved for watch in kinds[kind]) > 0 for kind in kinds] == [True, False]
-    assert sum(watch.num_moved for watch in kinds["auto"]) < 0.5 * 3 * 30  # Few: nobody is sent back and forth.
+    assert sum(watch.num_moved for watch in kinds["auto"]) < 0.5 * num * 30  # Few: nobody is sent back and forth.
