@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from hadal.commands.day_html import report_html
-from hadal.commands.simulate_run import Plan, Simulated, default_alternatives, simulate
+from hadal.commands.simulate_run import Plan, Simulated, simulate
 from hadal.commands.simulate_table import show
+from hadal.core.config_text import to_toml
 from hadal.core.errors import ConfigError
 from hadal.core.tables import build, read_toml
 from hadal.sim.load_clock import hour_beijing
 from hadal.sim.step_trace import steps_trace
 from hadal.sim.study import Study
+from hadal.sim.what_ifs import what_ifs
 
 PRESETS = {Study().name: Study}
 RESULT, REPORT, TRACE = "result.json", "report.html", "step.trace.json"
@@ -61,53 +62,17 @@ def read_study(preset: str, config: Path | None, changes: Mapping[str, Any]) -> 
             table[name] = value
     where = str(config) if config else "options"
     try:
-        return build(Study, _with_defaults(PRESETS[preset](), fields), where)
+        return build(Study, fields, where, PRESETS[preset]())
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _with_defaults(value: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` with the values of those inner tables that they say only a part of."""
-    found = dict(fields)
-    for field in dataclasses.fields(value):
-        inner, said = getattr(value, field.name), fields.get(field.name)
-        if dataclasses.is_dataclass(inner) and isinstance(said, dict):
-            known = {name: getattr(inner, name) for name in (one.name for one in dataclasses.fields(inner))}
-            plain = {name: _plain(one) for name, one in known.items()}
-            found[field.name] = {**plain, **_with_defaults(inner, said)}
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """As TOML has it."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value
-
-
 def study_toml(study: Study) -> str:
     """All of a study, as --config reads it."""
-    lines = ["# A study for `hadal simulate --config`. What is left out stays as it is here."]
-    lines += _toml_lines(_plain(study), "")
-    return "\n".join(lines) + "\n"
-
-
-def _toml_lines(table: dict[str, Any], prefix: str) -> Iterator[str]:
-    inner = {name: value for name, value in table.items() if isinstance(value, dict)}
-    for name, value in table.items():
-        if name in inner:
-            continue
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            parts = ("{ " + ", ".join(f"{key} = {json.dumps(one)}" for key, one in row.items()) + " }" for row in value)
-            yield f"{name} = [{', '.join(parts)}]"
-        else:
-            yield f"{name} = {json.dumps(value, ensure_ascii=False)}"  # JSON's strings and numbers are TOML's.
-    for name, value in inner.items():
-        yield ""
-        yield f"[{prefix}{name}]"
-        yield from _toml_lines(value, f"{prefix}{name}.")
+    heading = "A study for `hadal simulate --config`. What is left out stays as it is here."
+    return to_toml(study, [heading], is_whole=True)
 
 
 def hours_of(text: str) -> tuple[int, ...]:
@@ -130,7 +95,7 @@ def hours_of(text: str) -> tuple[int, ...]:
 def run(asked: Asked) -> None:
     """Simulate, print, write. Raises ConfigError and HadalError, one line that says what to do."""
     plan = Plan(
-        asked.study, hours_of(asked.hours), default_alternatives(asked.study) if asked.has_what_ifs else (),
+        asked.study, hours_of(asked.hours), tuple(what_ifs(asked.study)) if asked.has_what_ifs else (),
         asked.num_jobs or os.cpu_count() or 1,
     )  # fmt: skip
     try:

@@ -35,7 +35,7 @@ from hadal.sim.unit_curves import (
     points_at,
     prefill_point,
 )
-from hadal.sim.what_ifs import same_cache, same_units, what_ifs
+from hadal.sim.what_ifs import same_cache, same_units
 
 Advance = Callable[[str, float], None]
 """(what is being done now, seconds' worth of work that was done)"""
@@ -60,7 +60,7 @@ class Plan:
         others = [study for _, study in self.alternatives]
         points = num_points * (1 + sum(not same_units(self.study, other) for other in others))
         caches = 1 + sum(not same_cache(self.study, other) for other in others)
-        return caches * (CACHE_S + LOAD_S) + POINT_S * points + WINDOW_S * len(self.hours)
+        return LOAD_S + CACHE_S * caches + POINT_S * points + WINDOW_S * len(self.hours)
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,15 @@ class Stages:
         plan, study = self._plan, self._plan.study
         self._advance("the cache's day", 0.0)
         caches = self._caches()
-        load = self._load(study, caches[0])
+        self._advance("what the day asks for", 0.0)
+        load = day_load(study, caches[0])
         experts = expert_ranks(study)
         self._advance("what units do", LOAD_S)
-        points = self._points(study, load, caches[0])
-        others = [
-            None if same_units(study, other) else self._points(other, load, caches[0]) for _, other in plan.alternatives
+        points = self._points(study, experts, load, caches[0])
+        other_experts = [expert_ranks(other) for _, other in plan.alternatives]
+        other_points = [
+            None if same_units(study, other) else self._points(other, ranks, load, caches[0])
+            for (_, other), ranks in zip(plan.alternatives, other_experts, strict=True)
         ]
         curves = self._curves(study, load, points)
         fluid = fluid_day(study, curves, load)
@@ -99,11 +102,11 @@ class Stages:
         found = result_json(result)
         found["what_ifs"] = [{"name": "as asked", **day_result(study, load, experts, curves, fluid, ()).flat()}]
         number = 1
-        for (name, other), pending in zip(plan.alternatives, others, strict=True):
+        for (name, other), ranks, pending in zip(plan.alternatives, other_experts, other_points, strict=True):
             other_load = load
             if not same_cache(study, other):
-                other_load, number = self._load(other, caches[number]), number + 1
-            found["what_ifs"].append(self._alternative(name, other, other_load, curves, pending))
+                other_load, number = load.with_cache(caches[number]), number + 1
+            found["what_ifs"].append(self._alternative(name, other, ranks, other_load, curves, pending))
         return Simulated(result, found)
 
     def _caches(self) -> list[CacheDay | None]:
@@ -113,13 +116,11 @@ class Stages:
         pending = [self._pool.submit(cache_day, one) if one.cache.disk_pb else None for one in studies]
         return [None if one is None else self._done(one, "the cache's day", CACHE_S) for one in pending]
 
-    def _load(self, study: Study, cache: CacheDay | None) -> DayLoad:
-        self._advance("what the day asks for", 0.0)
-        return day_load(study, cache)
-
-    def _points(self, study: Study, load: DayLoad, cache: CacheDay | None) -> list[Future[Any]]:
+    def _points(
+        self, study: Study, experts: dict[str, ExpertRanks], load: DayLoad, cache: CacheDay | None
+    ) -> list[Future[Any]]:
         """A prefill unit's point, then a decode unit's."""
-        experts, figures = expert_ranks(study), load.figures()
+        figures = load.figures()
         placed = {role: ranks.imbalance for role, ranks in experts.items()}
         wanted = points_at(batch_max(study, figures))
         return [
@@ -154,14 +155,15 @@ class Stages:
         return found
 
     def _alternative(
-        self, name: str, study: Study, load: DayLoad, curves: UnitCurves, pending: Sequence[Future[Any]] | None
-    ) -> dict[str, Any]:
+        self, name: str, study: Study, experts: dict[str, ExpertRanks], load: DayLoad, curves: UnitCurves,
+        pending: Sequence[Future[Any]] | None,
+    ) -> dict[str, Any]:  # fmt: skip
         self._advance(f"what if: {name}", 0.0)
         try:
             if pending is not None:
                 curves = self._curves(study, load, pending)
             curves = replace(curves, hit_share=load.hit_share)
-            result = day_result(study, load, expert_ranks(study), curves, fluid_day(study, curves, load), ())
+            result = day_result(study, load, experts, curves, fluid_day(study, curves, load), ())
         except (ConfigError, ValueError) as error:
             return {"name": f"{name}: {error}"}
         return {"name": name, **result.flat()}
@@ -180,11 +182,6 @@ def expert_ranks(study: Study) -> dict[str, ExpertRanks]:
             study.units_of(role).redundant_experts, generator(study, "experts", number),
         ) for number, role in enumerate((PREFILL, DECODE))
     }  # fmt: skip
-
-
-def default_alternatives(study: Study) -> tuple[tuple[str, Study], ...]:
-    """Those of sim/what_ifs."""
-    return tuple(what_ifs(study))
 
 
 @contextmanager

@@ -30,25 +30,31 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: not a TOML file ({error}).") from error
 
 
-def build(kind: type[T], fields: dict[str, Any], where: str) -> T:
-    """Make a `kind` of what a table says; what it does not say has its default. Raises ConfigError."""
+def build(kind: type[T], fields: dict[str, Any], where: str, base: T | None = None) -> T:
+    """Make a `kind` of what a table says. What it does not say is as in `base`, in inner tables too, or without one as
+    by default. Raises ConfigError."""
     types = get_type_hints(kind)
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in fields:
         if name not in known:
             raise ConfigError(f"{where}: unknown field {name!r}. Known: {', '.join(known)}.")
+    values = {
+        name: _value(types[name], value, where, name, getattr(base, name, None)) for name, value in fields.items()
+    }
+    if base is not None:
+        return dataclasses.replace(base, **values)  # type: ignore[type-var]
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         has_default = field.default is not MISSING or field.default_factory is not MISSING
         if not has_default and field.name not in fields:
             raise ConfigError(f"{where}: {field.name} is missing.")
-    return kind(**{name: _value(types[name], value, where, name) for name, value in fields.items()})
+    return kind(**values)
 
 
-def _value(kind: Any, value: Any, where: str, name: str) -> Any:
+def _value(kind: Any, value: Any, where: str, name: str, base: Any = None) -> Any:
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise ConfigError(f"{where}: {name} must be a table.")
-        return build(kind, value, f"{where}: {name}")  # type: ignore[arg-type]
+        return build(kind, value, f"{where}: {name}", base)  # type: ignore[arg-type]
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise ConfigError(f"{where}: {name} is {value!r}; an array is needed.")

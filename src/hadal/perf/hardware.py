@@ -26,8 +26,6 @@ class Hardware:
     """GPUs that reach each other over NVLink."""
     nic_bytes_per_s: float
     gpus_per_node: int
-    usd_per_gpu_hour: float
-    """For comparisons; a deployment's own price overrides it."""
     source: str
     is_power_limited: bool = True
     """Its tensor cores draw more power than it may: clocks fall under sustained computation."""
@@ -40,38 +38,34 @@ class Hardware:
 
 
 H800 = Hardware(
-    "h800", 80 * GB, 3.35 * TB, 989 * TFLOPS, 1979 * TFLOPS, 0.0, 132, 200 * GB, 8, 50 * GB, 8, 2.00,
+    "h800", 80 * GB, 3.35 * TB, 989 * TFLOPS, 1979 * TFLOPS, 0.0, 132, 200 * GB, 8, 50 * GB, 8,
     "HBM and FLOP/s: NVIDIA's H100 SXM data sheet, the same chip; NVLink 200 GB/s and one 400 Gb/s CX7 per GPU: "
-    "DeepEP README and arXiv 2505.09343; $2: DeepSeek-V3/R1 inference overview",
+    "DeepEP README and arXiv 2505.09343",
 )  # fmt: skip
 HARDWARE: dict[str, Hardware] = {
     row.name: row
     for row in (
         H800,
         Hardware(
-            "h20", 96 * GB, 4.0 * TB, 148 * TFLOPS, 296 * TFLOPS, 0.0, 78, 450 * GB, 8, 50 * GB, 8, 1.50,
-            "HBM, FLOP/s, NVLink: LMSYS/Ant 2025-09-26 and InferSim (NICs of 25 to 50 GB/s per GPU are sold); "
-            "$1.50 is an assumption, no market price was found", is_power_limited=False,
+            "h20", 96 * GB, 4.0 * TB, 148 * TFLOPS, 296 * TFLOPS, 0.0, 78, 450 * GB, 8, 50 * GB, 8,
+            "HBM, FLOP/s, NVLink: LMSYS/Ant 2025-09-26 and InferSim (NICs of 25 to 50 GB/s per GPU are sold)",
+            is_power_limited=False,
         ),
         Hardware(
-            "h100", 80 * GB, 3.35 * TB, 989 * TFLOPS, 1979 * TFLOPS, 0.0, 132, 450 * GB, 8, 50 * GB, 8, 2.35,
-            "NVIDIA data sheet (dense figures) and AIConfigurator's h100_sxm; $2.35: one-year rental, SemiAnalysis "
-            "March 2026",
+            "h100", 80 * GB, 3.35 * TB, 989 * TFLOPS, 1979 * TFLOPS, 0.0, 132, 450 * GB, 8, 50 * GB, 8,
+            "NVIDIA data sheet (dense figures) and AIConfigurator's h100_sxm",
         ),
         Hardware(
-            "h200", 141 * GB, 4.8 * TB, 989 * TFLOPS, 1979 * TFLOPS, 0.0, 132, 450 * GB, 8, 50 * GB, 8, 2.50,
-            "NVIDIA data sheet and AIConfigurator's h200_sxm; $2.50: the low end of $2.5-7 on offer",
+            "h200", 141 * GB, 4.8 * TB, 989 * TFLOPS, 1979 * TFLOPS, 0.0, 132, 450 * GB, 8, 50 * GB, 8,
+            "NVIDIA data sheet and AIConfigurator's h200_sxm",
         ),
         Hardware(
-            "b200", 180 * GB, 7.7 * TB, 2250 * TFLOPS, 4500 * TFLOPS, 9000 * TFLOPS, 148, 900 * GB, 8, 50 * GB, 8, 3.00,
-            "AIConfigurator's b200_sxm; NIC 50 GB/s (CX7; CX8 has 100); 148 SMs: NVIDIA Blackwell; $3.00 is an "
-            "assumption",
+            "b200", 180 * GB, 7.7 * TB, 2250 * TFLOPS, 4500 * TFLOPS, 9000 * TFLOPS, 148, 900 * GB, 8, 50 * GB, 8,
+            "AIConfigurator's b200_sxm; NIC 50 GB/s (CX7; CX8 has 100); 148 SMs: NVIDIA Blackwell",
         ),
         Hardware(
             "gb200", 189 * GB, 8.0 * TB, 2500 * TFLOPS, 5000 * TFLOPS, 10000 * TFLOPS, 152, 900 * GB, 72, 100 * GB, 4,
-            2.21,
-            "AIConfigurator's gb200 (NVL72: one NVLink domain of 72, 4 GPUs a tray); 152 SMs: NVIDIA Blackwell; $2.21: "
-            "SemiAnalysis' total cost per GPU-hour",
+            "AIConfigurator's gb200 (NVL72: one NVLink domain of 72, 4 GPUs a tray); 152 SMs: NVIDIA Blackwell",
         ),
     )
 }  # fmt: skip

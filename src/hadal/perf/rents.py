@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hadal.perf.hardware import HARDWARE, hardware_named
+from hadal.perf.hardware import hardware_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +20,12 @@ class Rent:
 
 
 RENTS: dict[str, Rent] = {
-    name: Rent(HARDWARE[name].usd_per_gpu_hour, source, as_of)
-    for name, source, as_of in (
-        ("h800", "assumed by DeepSeek-V3/R1's inference system overview", "2025-02"),
-        ("h100", "one-year rental, SemiAnalysis", "2026-03"),
-        ("h200", "the low end of $2.5 to $7 on offer", "2026-03"),
-        ("gb200", "total cost of owning it, no rent: SemiAnalysis", "2026-03"),
-    )
+    "h800": Rent(2.00, "assumed by DeepSeek-V3/R1's inference system overview", "2025-02"),
+    "h100": Rent(2.35, "one-year rental, SemiAnalysis", "2026-03"),
+    "h200": Rent(2.50, "the low end of $2.5 to $7 on offer", "2026-03"),
+    "gb200": Rent(2.21, "total cost of owning it, no rent: SemiAnalysis", "2026-03"),
 }
-"""H20 and B200 are missing on purpose: no trustworthy price of them was found, and hardware.py's are assumptions."""
+"""H20 and B200 are missing on purpose: no trustworthy price of them was found."""
 GIVEN = "given"
 
 

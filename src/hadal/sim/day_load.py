@@ -60,6 +60,14 @@ class DayLoad:
     eviction_age_s: float
     """How long what made room in the cache had not been used, mean of the day; inf: nothing had to."""
 
+    def with_cache(self, cache: CacheDay | None) -> DayLoad:
+        """The same requests, and what another cache will have of them."""
+        if cache is None:
+            return replace(self, tokens_hit=np.zeros(len(self.workload)), eviction_age_s=np.inf)
+        return replace(
+            self, tokens_hit=cache.tokens_expected(self.workload), eviction_age_s=cache.eviction_age_mean_s
+        )
+
     @property
     def counts(self) -> Floats:
         """By hour of arrival [24], all sessions: requests."""
@@ -130,8 +138,7 @@ def day_load(study: Study, cache: CacheDay | None, scale: int = 0) -> DayLoad:
     """
     scale = scale or sample_of(study.workload)
     workload = generate(study.workload, -EARLY_S, DAY_S, generator(study, "load"), scale)
-    hit = np.zeros(len(workload)) if cache is None else cache.tokens_expected(workload)
-    load = DayLoad(workload, hit, scale, np.inf if cache is None else cache.eviction_age_mean_s)
+    load = DayLoad(workload, np.zeros(len(workload)), scale, np.inf).with_cache(cache)
     if not load.counts.all():
         raise ConfigError("an hour of the day has no request at all: raise workload.sessions_per_day.")
     return load

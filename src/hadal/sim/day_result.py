@@ -24,6 +24,7 @@ from hadal.sim.hour import HourWindow
 from hadal.sim.load_clock import Floats, hour_beijing
 from hadal.sim.study import Study
 from hadal.sim.unit_curves import UnitCurves
+from hadal.sim.world_seen import quantiles
 from hadal.stats.report import MODEL, Line, Report
 
 PUBLISHED: dict[str, Any] = {
@@ -157,12 +158,8 @@ def _window_json(window: HourWindow, curves: UnitCurves) -> dict[str, Any]:
 
 
 def _percentiles(values: Floats, weights: Floats | None) -> dict[str, float | None]:
-    if not len(values):
-        return {"p50": None, "p90": None, "p99": None}
-    order = np.argsort(values)
-    summed = np.cumsum(np.ones(len(values)) if weights is None else weights[order])
-    at = [np.searchsorted(summed, share * summed[-1]) for share in (0.5, 0.9, 0.99)]
-    return dict(zip(("p50", "p90", "p99"), (float(values[order[min(i, len(values) - 1)]]) for i in at), strict=True))
+    found = quantiles(values, (0.5, 0.9, 0.99), weights) if len(values) else [None] * 3
+    return dict(zip(("p50", "p90", "p99"), found, strict=True))
 
 
 def _distribution(parts: Sequence[tuple[Floats, Floats | None]], edges: Floats) -> dict[str, Any] | None:

@@ -24,7 +24,8 @@ from hadal.sim.day import HOUR_S
 from hadal.sim.day_load import generator, with_tokens_at
 from hadal.sim.study import Study
 from hadal.sim.window import Window, window
-from hadal.sim.world import FleetWorld, Requests
+from hadal.sim.world import FleetWorld
+from hadal.sim.world_requests import Requests
 from hadal.sim.world_seen import Reading
 
 SAMPLE_S = 1.0

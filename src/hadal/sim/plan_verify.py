@@ -7,7 +7,7 @@ hours: requests are on the decode units with what such a moment has of ages and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,7 +25,9 @@ from hadal.sim.plan import Plan, RolePlan
 from hadal.sim.plan_day import fluid_day
 from hadal.sim.plan_deploy import deployment_of
 from hadal.sim.plan_units import KV_UNEVEN
-from hadal.sim.world import FleetWorld, Requests
+from hadal.sim.world import FleetWorld
+from hadal.sim.world_requests import Requests
+from hadal.sim.world_seen import quantiles
 
 SETTLE_S, MEASURE_S = 5.0, 8.0
 """Simulated seconds before and while it is measured, at least."""
@@ -202,17 +204,10 @@ def _bounded(column: Ints) -> Ints:
 def _latency(seconds: Floats, weights: Floats | None = None) -> Latency:
     if not len(seconds):
         return Latency(*(math.nan,) * 4)
-    return Latency(float(np.average(seconds, weights=weights)), *_quantiles(seconds, weights, (0.5, 0.9, 0.99)))
-
-
-def _quantiles(seconds: Floats, weights: Floats | None, at: tuple[float, ...]) -> Iterator[float]:
-    order = np.argsort(seconds)
-    below = np.cumsum(np.ones(len(seconds)) if weights is None else weights[order])
-    for quantile in at:
-        yield float(seconds[order][min(np.searchsorted(below, quantile * below[-1]), len(order) - 1)])
+    return Latency(float(np.average(seconds, weights=weights)), *quantiles(seconds, (0.5, 0.9, 0.99), weights))
 
 
 def _promised(quantile: float, mean: float, seconds: Floats, weights: Floats | None) -> float:
     if quantile == MEAN or not len(seconds):
         return mean
-    return next(_quantiles(seconds, weights, (quantile,)))
+    return quantiles(seconds, (quantile,), weights)[0]

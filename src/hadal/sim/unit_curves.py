@@ -24,7 +24,8 @@ from hadal.sim.fluid_engine import UnitModel
 from hadal.sim.hour import requests_of, uncollected
 from hadal.sim.study import Study
 from hadal.sim.window import window
-from hadal.sim.world import FleetWorld, kv_blocks
+from hadal.sim.world import FleetWorld
+from hadal.sim.world_units import kv_blocks
 
 REQUESTS_PER_RANK = (24.0, 56.0, 88.0, 112.0, 136.0)
 """At which a decode unit is looked at, as far as it can have so many; see `points_at`."""

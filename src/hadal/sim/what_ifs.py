@@ -11,7 +11,7 @@ from typing import Any
 
 from hadal.core.balance import OFF, TURNS
 from hadal.core.config import ROLES
-from hadal.perf.hardware import hardware_named
+from hadal.perf.rents import RENTS
 from hadal.sim.study import Study
 from hadal.stats.prices import R1
 
@@ -19,14 +19,14 @@ from hadal.stats.prices import R1
 def what_ifs(study: Study) -> list[tuple[str, Study]]:
     """(what is changed, the study), the balancers first. What is so already, or cannot be with these units (they may
     not fit the other hardware), is left out."""
-    other = hardware_named("h800" if study.hardware.lower() == "h200" else "h200")
+    other = "h800" if study.hardware.lower() == "h200" else "h200"
     wanted: list[tuple[str, dict[str, Any]]] = [
         ("requests to ranks in turn (round-robin)", {
             role: replace(study.units_of(role), request_balance=TURNS) for role in ROLES
         }),
         ("no expert balancer", {role: replace(study.units_of(role), expert_balance=OFF) for role in ROLES}),
-        (f"{other.name.upper()} at ${other.usd_per_gpu_hour:.2f} an hour", {
-            "hardware": other.name, "gpu_hour_usd": other.usd_per_gpu_hour
+        (f"{other.upper()} at ${RENTS[other].usd:.2f} an hour", {
+            "hardware": other, "gpu_hour_usd": RENTS[other].usd
         }),
         ("a tenth of the cache", {"cache": replace(study.cache, disk_pb=study.cache.disk_pb / 10)}),
         ("R1's prices as charged, cheaper at night", {"prices": R1.name}),

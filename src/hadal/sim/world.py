@@ -35,10 +35,8 @@ from hadal.sim.world_disk import DiskSpeed, WorldDisk
 from hadal.sim.world_faults import RanksDie, RankSlow, UnitDies, WorldFaults
 from hadal.sim.world_requests import Requests
 from hadal.sim.world_seen import Reading, WorldLog, nothing_seen, read
-from hadal.sim.world_units import LoggedRunner, SimUnit, decode_leader, kv_blocks, prefill_leader, runner_of
+from hadal.sim.world_units import LoggedRunner, SimUnit, decode_leader, prefill_leader, runner_of
 from hadal.sim.world_warm import PLACED_HOPS, SUBMIT_HOPS, WARM, WarmUnit
-
-__all__ = ["FleetWorld", "Requests", "kv_blocks"]
 
 
 class FleetWorld:

@@ -200,3 +200,13 @@ def _read_steps(
         two_micro_batches_share=float(np.average(num_micro_batches > 1, weights=part_s)),
         seconds_K=seconds, tokens_K=made,
     )  # fmt: skip
+
+
+def quantiles(values: Floats, at: Sequence[float], weights: Floats | None = None) -> list[float]:
+    """Those of the values, each counted as often as its weight says. Raises ValueError if there are none."""
+    if not len(values):
+        raise ValueError("nothing has no quantiles.")
+    order = np.argsort(values)
+    below = np.cumsum(np.ones(len(values)) if weights is None else weights[order])
+    rows = np.minimum(np.searchsorted(below, np.asarray(at) * below[-1]), len(order) - 1)
+    return [float(value) for value in values[order[rows]]]

@@ -14,11 +14,12 @@ import pytest
 
 import hadal.commands.simulate_run as simulate_run
 from hadal.commands.day_html import report_html
-from hadal.commands.simulate_run import Plan, Simulated, Stages, default_alternatives, expert_ranks, simulate
+from hadal.commands.simulate_run import Plan, Simulated, Stages, expert_ranks, simulate
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.errors import ConfigError, HadalError
 from hadal.sim.study import Study
 from hadal.sim.unit_curves import points_at
+from hadal.sim.what_ifs import what_ifs
 from tests.unit.commands.dying import die
 from tests.unit.sim.studies import WORKLOAD, small
 
@@ -148,7 +149,7 @@ def test_the_work_there_is_grows_with_what_is_asked() -> None:
     assert work_s(others=(prices,)) == work_s()
     assert work_s(others=(cache_,)) > work_s()
     assert work_s(others=(drafts,)) > work_s()
-    assert len(default_alternatives(Study())) == 6
+    assert len(what_ifs(Study())) == 6
 
 
 def test_a_process_that_dies_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
