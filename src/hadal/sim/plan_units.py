@@ -14,6 +14,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
+from hadal.core.balance import AUTO
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import SCHEDULES
@@ -24,25 +25,20 @@ from hadal.perf.imbalance import expected_maximum
 from hadal.perf.layer import MicroBatch
 from hadal.perf.roofline import FP4, FP8
 from hadal.perf.shapes import causal_pairs, kv_bytes_per_token
-from hadal.perf.step import MTP_ACCEPT, PREFILL, StepModel
+from hadal.perf.step import DECODE, MTP_ACCEPT, PREFILL, StepModel
 from hadal.policy.capacity import USE_MAX, prefill_use
 from hadal.policy.slo import MEAN, Slo
+from hadal.sim.expert_loads import expert_share
 from hadal.sim.plan_traffic import Traffic
 from hadal.sim.world_units import HBM_SHARE
 
-DECODE_UNITS: dict[tuple[int, int], float] = {
-    (4, 0): 1.0, (8, 0): 1.0, (8, 32): 1.0, (16, 0): 1.0, (16, 32): 1.0, (32, 0): 1.065, (32, 32): 1.0, (64, 0): 1.608,
-    (64, 64): 1.001, (72, 32): 1.003, (72, 104): 1.001, (96, 32): 1.013, (96, 128): 1.002, (128, 0): 2.981,
-    (128, 128): 1.004, (144, 32): 1.151, (144, 176): 1.004, (192, 128): 1.034, (288, 32): 2.079, (320, 64): 1.69,
-}  # fmt: skip
-"""(ranks, redundant experts) -> maximum over mean of what ranks receive over a whole run, mean over layers: our
-balancer, placing freely, on SGLang's published loads of three decode workloads. Where it says 1.00 for some redundancy,
-more of it only takes memory and is not tried."""
-PREFILL_UNITS: dict[tuple[int, int], float] = {
-    (4, 0): 1.0, (8, 0): 1.0, (16, 0): 1.012, (32, 0): 1.246, (32, 32): 1.158, (64, 64): 1.66, (72, 32): 1.003,
-}
-"""The same for prefill units, whose groups of experts stay on a node of eight (mean of five prefill workloads), but for
-72, which only units within one NVLink domain have."""
+DECODE_UNITS = (
+    (4, 0), (8, 0), (8, 32), (16, 0), (16, 32), (32, 0), (32, 32), (64, 0), (64, 64), (72, 32), (72, 104), (96, 32),
+    (96, 128), (128, 0), (128, 128), (144, 32), (144, 176), (192, 128), (288, 32), (320, 64),
+)  # fmt: skip
+"""(ranks, redundant experts) that are tried. Where some redundancy makes ranks even, more of it only takes memory."""
+PREFILL_UNITS = ((4, 0), (8, 0), (16, 0), (32, 0), (32, 32), (64, 64), (72, 32))
+"""The same; 72 where all of them are in one NVLink domain."""
 CHUNKS = (1024, 2048, 4096, 8192, 16384, 32768)
 """Tokens of a rank in a prefill step, at most."""
 BATCH_MAX = 1024
@@ -163,8 +159,8 @@ class Pricing:
     def decode_units(self, mtp_tokens: int, dtypes: tuple[str, ...] = (FP8,)) -> Iterator[DecodeUnit | Rejected]:
         """All of them."""
         for dtype in dtypes:
-            for (num_ranks, num_redundant), placed in DECODE_UNITS.items():
-                model = self._model(num_ranks, num_redundant, placed, dtype)
+            for num_ranks, num_redundant in DECODE_UNITS:
+                model = self._model(DECODE, num_ranks, num_redundant, dtype)
                 if model is not None:
                     yield self.decode(model, mtp_tokens)
 
@@ -219,12 +215,10 @@ class Pricing:
     def prefill_units(self, dtypes: tuple[str, ...] = (FP8,)) -> Iterator[PrefillUnit | Rejected]:
         """All of them, with every size of a step."""
         for dtype in dtypes:
-            for (num_ranks, num_redundant), placed in PREFILL_UNITS.items():
+            for num_ranks, num_redundant in PREFILL_UNITS:
                 if num_ranks > 64 and num_ranks > self.hardware.nvlink_domain:
                     continue
-                if self.hardware.nvlink_domain >= num_ranks:
-                    placed = min(placed, DECODE_UNITS.get((num_ranks, num_redundant), placed))
-                model = self._model(num_ranks, num_redundant, placed, dtype)
+                model = self._model(PREFILL, num_ranks, num_redundant, dtype)
                 if model is not None:
                     yield from self.prefill_sizes(model)
 
@@ -315,13 +309,14 @@ class Pricing:
         """A pool holds the longest context at least (runtime/memory), and a spare block or two."""
         return self.model.max_position_embeddings + 4 * BLOCK_TOKENS
 
-    def _model(self, num_ranks: int, num_redundant: int, placed: float, dtype: str) -> StepModel | None:
+    def _model(self, role: str, num_ranks: int, num_redundant: int, dtype: str) -> StepModel | None:
         """None: there is no such unit of this hardware, or of this model."""
         per_node = self.hardware.gpus_per_node
         if (self.model.n_routed_experts + num_redundant) % num_ranks or (num_ranks > per_node and num_ranks % per_node):
             return None
         if dtype == FP4 and not self.hardware.fp4_flops:
             return None
+        placed = left_by_placement(role, num_ranks, num_redundant, self.hardware.nvlink_domain)
         return StepModel(
             num_ranks, self.hardware, self.model, num_redundant=num_redundant, placed=placed, expert_dtype=dtype
         )
@@ -331,6 +326,13 @@ class Pricing:
 
     def _no_room(self, model: StepModel, mtp_tokens: int) -> str:
         return f"does not fit: weights {_gb(model.hbm_bytes(0, mtp_tokens))} of {_gb(self.hardware.hbm_bytes)}"
+
+
+@cache
+def left_by_placement(role: str, num_ranks: int, num_redundant: int, node_ranks: int) -> float:
+    """Maximum over mean of what ranks receive over a whole run, as the expert balancer leaves it."""
+    rng = np.random.default_rng(1)  # The same loads for all, so that units differ by what they are.
+    return expert_share(AUTO, role, num_ranks, num_redundant, rng, ranks_per_node=node_ranks).imbalance
 
 
 def prefill_kv_bytes(model: StepModel, chunk_tokens: int) -> float:
