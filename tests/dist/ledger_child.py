@@ -68,7 +68,8 @@ def main() -> None:
     url, seed, name = ledger_url(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     limit = int(sys.argv[4]) if len(sys.argv) > 4 else 0
     rng = random.Random(seed)
-    store = FlakyStore(url, rng, float(sys.argv[5]) if len(sys.argv) > 5 else 0.0)
+    # The store draws in the writer's thread: from its own numbers, so that what is said is a function of the seed.
+    store = FlakyStore(url, random.Random(~seed), float(sys.argv[5]) if len(sys.argv) > 5 else 0.0)
     writer = LedgerWriter(
         store, Spool(*spool_place(url)), on_kept=say, linger_s=rng.choice((0.0, 0.002)), retry_s=(0.001, 0.02)
     )

@@ -12,6 +12,7 @@ from tests.dist.serving import Server, StartServer
 from tests.fresh import fresh
 
 NUM_CASES = 160 if FULL else 48
+MAX_ROUNDS = 6
 
 
 def num_moved(server: Server) -> float:
@@ -22,7 +23,10 @@ def num_moved(server: Server) -> float:
 
 @pytest.mark.timeout(600)
 def test_tokens_are_the_plain_loops_while_requests_move(start_server: StartServer) -> None:
-    """Each third prompt is long, and ends come when they come: no placement stays even."""
+    """Each third prompt is long, and ends come when they come: no placement stays even.
+
+    Whether a move pays depends on what steps cost here and now: rounds go on until one was made.
+    """
     seed = fresh().randrange(2**31)
     print(f"fresh prompts: seed {seed}")
     cases = make_cases(NUM_CASES // 2, seed=23) + make_cases(NUM_CASES // 2, seed=seed)
@@ -30,6 +34,9 @@ def test_tokens_are_the_plain_loops_while_requests_move(start_server: StartServe
         prefill={"kv_memory_mb": 32, "max_requests": 8},
         decode={"ranks": 4, "kv_memory_mb": 32, "max_requests": 8, "min_split_tokens": 2}, chunk_tokens=512,
     )  # fmt: skip
-    outputs = asyncio.run(complete_all(server.url, server.model, cases, concurrency=20))
-    assert differences(cases, outputs) == []
-    assert num_moved(server) > 0
+    for _ in range(MAX_ROUNDS):
+        outputs = asyncio.run(complete_all(server.url, server.model, cases, concurrency=20))
+        assert differences(cases, outputs) == []
+        if num_moved(server) > 0:
+            return
+    pytest.fail(f"no request moved in {MAX_ROUNDS} rounds of {len(cases)}")
