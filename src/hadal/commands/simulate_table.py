@@ -111,8 +111,8 @@ def _hour_cells(hour: dict[str, Any]) -> tuple[str, ...]:
 def alternatives_table(result: dict[str, Any]) -> Table:
     """One thing changed at a time."""
     table = _table("What if (the fleet as a liquid)")
-    table.add_column("", max_width=44)
-    for name in ("nodes mean", "peak", "cost, $", "income, $", "margin", "hit", "tokens/s/user"):
+    table.add_column("", min_width=14, max_width=44)
+    for name in ("nodes,\nmean", "peak", "cost, $", "income, $", "margin", "hit", "tok/s\n/user"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in result["what_ifs"]:
         if row.get("nodes_mean") is None:

@@ -147,7 +147,9 @@ class FleetWorld:
             self.processes["front"].handle(UnitDown(WARM, "it was only there to begin with"))
         self._start_units(PREFILL)
         if self._arriving.size:
-            self.clock.at(float(self.requests.arrival_s[self._arriving[0]]), self._submit)
+            # Or all that wait would go to the unit whose word that it is up comes first.
+            up_s = self.clock.now() + SUBMIT_HOPS * (self._wire_s + self._look_s)
+            self.clock.at(max(up_s, float(self.requests.arrival_s[self._arriving[0]])), self._submit)
 
     def _start_units(self, role: str) -> None:
         for index in range(units_of(self._config, role).units):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from hadal.core.config import UnitsConfig
 from hadal.core.errors import InvariantError
 from hadal.core.messages import FrontUp, Generation, Prefill, PrefillDone, UnitDown
 from hadal.core.plans import Sampling
@@ -13,7 +16,7 @@ from hadal.roles.decode import DecodeLeader
 from hadal.sim.runners import STOP_ID
 from hadal.sim.world_requests import Requests
 from hadal.sim.world_warm import WARM, WarmUnit
-from tests.unit.sim.test_world import requests, world
+from tests.unit.sim.test_world import deployment, requests, world
 
 
 def running(size: int, tokens_in: int, tokens_done: int, tokens_out: int, *, later: Requests | None = None) -> Requests:
@@ -96,3 +99,17 @@ def test_it_answers_a_prompt_with_its_next_token() -> None:
     assert unit.handle(0.0, FrontUp("x")) == unit.start(0.0)
     with pytest.raises(InvariantError, match="cannot take UnitDown"):
         unit.handle(0.0, UnitDown("decode-0", "gone"))
+
+
+@pytest.mark.parametrize("num_running", [0, 64])
+def test_those_that_wait_at_the_start_are_shared_out(num_running: int) -> None:
+    """Prefill's units say that they are up one after the other: the first is not given all."""
+    rest = Requests(np.zeros(200), *(np.full(200, n) for n in (900, 20)))
+    roomy = replace(deployment(), prefill=UnitsConfig(2, ranks=8, max_requests=256, max_waiting=1000))
+    made = world(running(num_running, 500, 100, 300, later=rest) if num_running else rest, roomy)
+    made.run(60.0)
+    tokens = dict.fromkeys(("prefill-0", "prefill-1"), 0.0)
+    for unit, _, _, work in made.log.steps["prefill"]:
+        tokens[unit] += work.tokens
+    assert sum(tokens.values()) == 200 * 900
+    assert max(tokens.values()) <= 0.55 * 200 * 900
