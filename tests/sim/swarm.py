@@ -32,6 +32,8 @@ FLEET_LIMIT_S = 900.0
 """The same with a fleet: a unit that was forgotten while it started is noticed after ten minutes."""
 WALL_S = 300
 """Real: a role that goes round in a circle within one event shows its stack after so long."""
+SUMMED = ("moves", "preemptions", "faults")
+"""What the last line tells again: a swarm without them says little."""
 _BATCH = 20
 _TOLD = 200
 """Where the output is a file, a line every so many seeds stands for the bar."""
@@ -152,7 +154,9 @@ def _reason(trace: str) -> str:
 
 def table_of(found: Found) -> Table:
     """What the seeds reached."""
-    table = Table("what", "seeds", "in all", title=f"{found.num_seeds} seeds, {len(found.errors)} failed")
+    most = ", ".join(f"{found.seen[what]} {what} in {found.runs[what]} seeds" for what in SUMMED)
+    title = f"{found.num_seeds} seeds, {len(found.errors)} failed"
+    table = Table("what", "seeds", "in all", title=title, caption=most)
     for name in sorted(found.runs):
         table.add_row(name, str(found.runs[name]), str(found.seen[name]) if name in found.seen else "")
     for name in sorted({f"on: {one}" for one in (*FEATURES, *FAULTS)} - found.runs.keys()):

@@ -49,14 +49,16 @@ def check_place(ranks: list[int], view: DecodeRanksView, arrivals: Sequence[Arri
 
 
 def check_moves(moves: list[Move], view: DecodeRanksView, running: RunningView, terms: MoveTerms, **_: Any) -> None:
-    """A request moves once, to another rank with room for it; what a giver loses is not given away yet."""
+    """A request moves once, to another rank with room for it; what a giver loses is not given away yet, while one that
+    took may give."""
     assert len(moves) <= terms.num_moves_max
     rows = {rank: row for row, rank in enumerate(view.ranks.tolist())}
     used, requests = view.num_blocks_used.copy(), view.num_requests.copy()
-    givers = {move.from_rank for move in moves}
+    givers: set[int] = set()
     assert len({(move.from_rank, move.slot) for move in moves}) == len(moves), "a request moves twice"
     for move in moves:
-        assert move.to_rank not in givers, f"rank {move.to_rank} gives and takes"
+        givers.add(move.from_rank)
+        assert move.to_rank not in givers, f"rank {move.to_rank} takes after it gave"
         num_blocks = int(running.num_blocks_RS[rows[move.from_rank], move.slot])
         assert num_blocks > 0, f"{move} is of nobody"
         used[rows[move.to_rank]] += num_blocks

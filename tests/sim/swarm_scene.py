@@ -6,7 +6,7 @@ The idea is swarm testing (Groce et al., ISSTA 2012): a test with everything on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from hadal.core.balance import AUTO, NO_MOVES, OFF
@@ -17,12 +17,18 @@ from tests.sim.fleet import FleetFaults
 from tests.sim.scenario import RANK_TIMEOUT_S
 from tests.sim.world import Faults
 
+PRESSURES = ("uneven", "tight", "hasty")
+"""Requests that have to move from rank to rank, or outgrow their rank; and clients that leave while they are prefilled.
+Drawn by themselves, behind the others: without them a seed is what it was before they were thought of."""
 FEATURES = (
     "many units", "prefill ranks", "decode ranks", "redundant experts", "no expert balance", "no prefill balance",
     "no decode balance", "sequential", "memory cache", "disk cache", "no recompute", "late pull", "chats", "few blocks",
     "few slots", "small chunks", "short leases", "small queues", "few running", "priorities", "stop strings", "choices",
-    "too long", "impatient", "fleet", "bundles", "rush", "crowd",
+    "too long", "impatient", "fleet", "bundles", "rush", "crowd", *PRESSURES,
 )  # fmt: skip
+_AWAY_ALWAYS = {"few running", "no decode balance", "few blocks", "small chunks", "chats", "crowd", "rush"}
+_AWAY_OFTEN = ("impatient", "small queues", "stop strings", "shutdown", "short leases")
+"""What keeps moves and preemptions away."""
 FAULTS = (
     "cancels", "unit deaths", "rank deaths", "freezes", "slow ranks", "node deaths", "front restarts", "failed steps",
     "failed staging", "duplicates", "late messages", "lost messages", "disk errors", "slow disk", "lost disk",
@@ -69,9 +75,13 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
     """The scene of a seed; `without` names features and faults to leave out of it, to see which one matters."""
     random = Random(f"swarm {seed}")
     share = random.choice([0.1, 0.3, 0.5])
-    on = {name for name in FEATURES if random.random() < random.choice([share, 0.5])}
+    on = {name for name in FEATURES if name not in PRESSURES and random.random() < random.choice([share, 0.5])}
     on |= {name for name in FAULTS if random.random() < random.choice([0.0, share, share])}
-    on -= without
+    pressure = Random(f"swarm pressure {seed}")
+    pressures = {name for name in PRESSURES if pressure.random() < 0.3} - without
+    on = (on | pressures) - without
+    if pressures & {"uneven", "tight"}:
+        on -= _AWAY_ALWAYS | {name for name in _AWAY_OFTEN if pressure.random() < 0.7}
     if random.random() < 0.1:
         on -= set(FAULTS)
     until_s = random.choice([4.0, 7.0]) if on & set(FAULTS) else 0.0
@@ -102,11 +112,34 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
         lost_disk_s=(lost_from_s, lost_from_s + random.choice([0.5, 100.0])) if "lost disk" in on else None,
         shutdown_s=random.uniform(1.0, 6.0) if "shutdown" in on else None,
     )  # fmt: skip
-    return Scene(
+    scene = Scene(
         seed, frozenset(on), _deployment(random, on), faults, fleet_faults, disk_faults, troubles,
         max_context=random.choice([200, 400, 700, 1600]),
         pool_blocks=_pool_blocks(random, on), disk_blocks=random.choice([6, 40, 1000]),
         wire_s=random.choice([0.0005, 0.002, 0.02]), pull_s=random.choice([0.005, 0.02, 0.2]),
+    )  # fmt: skip
+    return _pressed(scene, pressure)
+
+
+def _pressed(scene: Scene, random: Random) -> Scene:
+    """With numbers under which moves and preemptions happen."""
+    on, config, decode = scene.on, scene.config, scene.config.decode
+    if not on & {"uneven", "tight"}:
+        return scene
+    blocks = (12, 20), (6, 9)
+    if "uneven" in on:
+        most = random.choice([2, 2, 3] if "few slots" in on else [3, 4, 6])
+        decode = replace(decode, ranks=random.choice([2, 3, 3]), max_requests=most)
+        blocks = (20, 40), (6, 11) if "tight" in on else (20, 40)
+    elif decode.ranks > 2:
+        decode = replace(decode, ranks=2)
+    if "tight" in on:
+        decode = replace(decode, max_requests=random.randint(5, 8))
+    prefill = replace(config.prefill, max_requests=random.randint(4, 8))
+    return replace(
+        scene, on=on | {"decode ranks"} if decode.ranks > 1 else on, max_context=1600,
+        config=replace(config, decode=decode, prefill=prefill),
+        pool_blocks=(random.randint(*blocks[0]), random.randint(*blocks[1])),
     )  # fmt: skip
 
 

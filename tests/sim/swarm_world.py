@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from hadal.core.balance import OFF
 from hadal.core.messages import Cancel, Generation, Key, Load, Pulled, Returned, Submit, Tokens
-from hadal.core.plans import Sampling
 from hadal.core.seams import Deliver
 from hadal.core.wire import AnyMessage
 from hadal.gateway.books import Books
@@ -22,25 +22,28 @@ from hadal.gateway.tenants import salt_of
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.prefill import PrefillLeader
 from hadal.roles.ranks import RankedLeader
-from hadal.roles.reasons import LEASE_EXPIRED, kind_of
+from hadal.roles.reasons import LEASE_EXPIRED, PREEMPTED, kind_of
 from hadal.stats.tally import Tally
 from tests.columns import rows_of
-from tests.sim.chats import add_chats
 from tests.sim.client import Client
 from tests.sim.disk import DiskFaults
-from tests.sim.engine import VOCAB, expected_output
+from tests.sim.engine import expected_output
 from tests.sim.fleet import FleetWorld
 from tests.sim.host import Host
 from tests.sim.ranks import RankHost
-from tests.sim.scenario import longest_output, random_generation
+from tests.sim.swarm_blocks import BlockWatch
 from tests.sim.swarm_calls import LETTERS, MODEL, Call, Sink
-from tests.sim.swarm_scene import LONGEST_PROMPT, Scene, may_end_with
+from tests.sim.swarm_requests import add_requests
+from tests.sim.swarm_scene import Scene, may_end_with
 from tests.sim.world import is_whole
 
 UNIX_S = 1_700_000_000.0
 NUM_EVENTS_MAX = 2_000_000
 """Of one world: a hundred times what the longest takes. More is going round in a circle."""
 NEAR = 1e-6
+FAULTS_SEEN = (
+    "all deaths", "freezes", "slow ranks", "front restarts", "late messages", "lost messages", "lost disks",
+)  # fmt: skip
 _GONE = DiskFaults(load_rate=1.0, store_rate=1.0)
 
 
@@ -60,8 +63,13 @@ class SwarmWorld(FleetWorld):
         """Tokens that each front delivered."""
         self._leaders: list[RankedLeader] = []
         self._cores: list[PrefillLeader | DecodeLeader] = []
+        self.watches: dict[PrefillLeader | DecodeLeader, BlockWatch] = {}
+        """Of every life of a leader."""
         self._num_events = 0
-        self._is_too_long: set[str] = set()
+        self.too_long: set[str] = set()
+        """Requests that can never be served."""
+        self.submitted_s: dict[str, float] = {}
+        """When each comes."""
         self._pulled_s: dict[Key, float] = {}
         """When the front heard that an attempt's KV is at its decode unit."""
         super().__init__(
@@ -70,35 +78,14 @@ class SwarmWorld(FleetWorld):
             disk_faults=scene.disk_faults,
         )  # fmt: skip
         self._plan_troubles()
-        self._add_requests(Random(f"swarm requests {scene.seed}"))
+        add_requests(self, scene, Random(f"swarm requests {scene.seed}"))
 
     # ---- requests ----
-    def _add_requests(self, random: Random) -> None:
-        on = self.scene.on
-        if "chats" in on:
-            add_chats(self, random)
-        else:
-            span_s = 0.1 if "rush" in on else random.choice([1.0, 4.0])
-            is_crowd = "crowd" in on  # Short prompts with long answers outgrow what they were let in with.
-            room = min(longest_output(self, 0) - 2, 100 if is_crowd else LONGEST_PROMPT)
-            for number in range(random.randint(10, 20) if is_crowd else random.randint(3, 14)):
-                num_output = random.choice([200, 300] if is_crowd else [40, 120])
-                generation = random_generation(random, f"r{number}", room, num_output)
-                at_s = random.uniform(0.1, 0.1 + span_s) + random.choice([0.0, 0.0, 4.0])
-                self.submit_at(at_s, generation, longest_output(self, len(generation.prompt)))
-                if random.random() < 0.3:
-                    self.clock.at(at_s + random.expovariate(1.0), lambda name=f"r{number}": self.cancel(name))
-        if "too long" in on:
-            for number in range(random.randint(1, 3)):
-                num_prompt = random.choice([longest_output(self, 0), self.max_context, self.max_context + 7])
-                prompt = tuple(random.randrange(VOCAB) for _ in range(num_prompt))
-                self._is_too_long.add(f"x{number}")
-                generation = Generation(f"x{number}", prompt, (), 9, (), 0, Sampling(), 0)
-                self.submit_at(random.uniform(0.1, 4.0), generation, 0)
-        if self.scene.troubles.shutdown_s is not None:
-            self.clock.at(self.scene.troubles.shutdown_s, self._shut_down)
+    def submit_at(self, at_s: float, generation: Generation, longest: int) -> None:
+        self.submitted_s[generation.request_id] = at_s
+        super().submit_at(at_s, generation, longest)
 
-    def _shut_down(self) -> None:
+    def shut_down(self) -> None:
         if "front" in self.hosts:
             self.seen["shutdowns"] += 1
             self.drain()
@@ -144,7 +131,7 @@ class SwarmWorld(FleetWorld):
         self.hosts["front"].handle(message)
 
     def cancel(self, request_id: str) -> None:
-        if "cancels" in self.scene.on and request_id in self.calls:
+        if self.scene.on & {"cancels", "hasty"} and request_id in self.calls:
             self.seen["clients that left"] += not self.calls[request_id].end
             self.calls[request_id].leave()
 
@@ -168,7 +155,7 @@ class SwarmWorld(FleetWorld):
             return
         name, status = effect.request_id, str(effect.error_status)
         allowed = {"499"} | may_end_with(self.scene)
-        if name.partition("/")[0] in self._is_too_long:
+        if name.partition("/")[0] in self.too_long:
             allowed.add("400")
         assert effect.error.strip(), f"{name} ended with {status} and no reason"
         assert status in allowed, f"{name} ended with {status}: {effect.error}"
@@ -186,9 +173,13 @@ class SwarmWorld(FleetWorld):
             lambda: UNIX_S + self.clock.now(),
         )  # fmt: skip
 
-    def _core(self, *args: Any) -> PrefillLeader | DecodeLeader:
-        core = super()._core(*args)
+    def _core(self, name: str, role: str, *args: Any) -> PrefillLeader | DecodeLeader:
+        core = super()._core(name, role, *args)
         self._cores.append(core)
+        units = self.config.prefill if role == "prefill" else self.config.decode
+        keeps_some = self.disk is not None or (role == "prefill" and self.config.cache.memory != OFF)
+        self.watches[core] = BlockWatch(name, units.max_requests, keeps_some, self.seen)
+        self.watches[core].follow(core)
         return core
 
     def _ranked(self, *args: Any) -> RankedLeader:
@@ -357,6 +348,9 @@ class SwarmWorld(FleetWorld):
             assert not role._asked, f"{name} waits for {role._asked}"
         if isinstance(core, PrefillLeader | DecodeLeader):
             assert not core.audit(), core.audit()
+        if isinstance(core, PrefillLeader | DecodeLeader):
+            watch = self.watches[core]
+            assert watch.keeps_some or not watch.left, f"{name} never freed {watch.left}"
         if isinstance(core, PrefillLeader):
             held = [*core._waiting, *core._started, *core.leases._leases]
             assert not held, f"{name} holds {held}"
@@ -392,6 +386,8 @@ class SwarmWorld(FleetWorld):
                 seen["moves called off"] += core.slots.moving.num_called_off
             else:
                 seen.update({name.replace("_", " "): num for name, num in core.cache.totals().items() if num})
+        seen["preemptions"] = self.num_returned[PREEMPTED]
+        seen["faults"] = sum(seen[what] for what in FAULTS_SEEN)
         for leader in self._leaders:
             seen["generations of units"] += leader.book.generation
             seen["experts: layers flipped"] += leader.experts.num_layers_flipped

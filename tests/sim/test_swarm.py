@@ -5,29 +5,42 @@ the swarm can fail at all. `make swarm` runs ten thousand, as HADAL_FULL=1 does 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from hadal.core.messages import Key
+from hadal.policy.views import DecodeRanksView
+from hadal.roles.decode import DecodeLeader
+from hadal.roles.decode_moving import DecodeMoving
+from hadal.roles.decode_slots import DecodeSlots
 from hadal.roles.front_units import UnitBook
 from hadal.roles.rank_pools import RankPools
 from tests.fresh import fresh
 from tests.sim.swarm import command, draw, run, run_all, run_seed, shrink
-from tests.sim.swarm_scene import FAULTS, FEATURES
+from tests.sim.swarm_scene import FAULTS, FEATURES, PRESSURES
 
 NUM_FIXED = 20
 NUM_FULL = 10_000
 STEP = 20
 FOUND_SEEDS = [326, 1008]
-"""Each of them failed once."""
+"""Each of them failed once, when there were no PRESSURES."""
 FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
 
 
-@pytest.mark.parametrize("seed", [*range(NUM_FIXED), *FOUND_SEEDS, *FRESH_SEEDS])
+@pytest.mark.parametrize("seed", [*range(NUM_FIXED), *FRESH_SEEDS])
 def test_seed(seed: int) -> None:
     run_seed(seed)
+
+
+@pytest.mark.parametrize("seed", FOUND_SEEDS)
+def test_a_seed_that_failed_once(seed: int) -> None:
+    run(draw(seed, frozenset(PRESSURES)))
 
 
 @pytest.mark.full
@@ -72,6 +85,59 @@ def test_what_leaks_is_found_and_the_command_named(monkeypatch: pytest.MonkeyPat
     assert all(command(seed) in error for seed, error in found.errors.items())
 
 
+def one_slot_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = DecodeSlots._view
+
+    def wider(self: DecodeSlots) -> DecodeRanksView:
+        seen = view(self)
+        return replace(seen, num_requests_max=seen.num_requests_max + 1)
+
+    monkeypatch.setattr(DecodeSlots, "_view", wider)
+
+
+def freed_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_once(self: DecodeSlots, slot: int, done_step_id: int) -> None:
+        if not self.table.num_pulling[slot]:
+            self.moving.abandon(slot)
+            self.vacate(slot)
+
+    monkeypatch.setattr(DecodeSlots, "_let_go", at_once)
+
+
+def source_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulled, free = DecodeMoving.pulled, DecodeMoving._free
+
+    def arrived(self: DecodeMoving, key: Key, error: str | None) -> None:
+        target = self.arriving[key]
+
+        def keep(of: DecodeMoving, slot: int, key: Key) -> None:
+            free(of, slot, key) if slot == target else of._table.vacate(slot)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodeMoving, "_free", keep)
+            pulled(self, key, error)
+
+    monkeypatch.setattr(DecodeMoving, "pulled", arrived)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "says"),
+    [
+        (one_slot_more, "has 1 slots, for|has 2 slots, for|has 3 slots, for"),
+        (freed_too_early, "are free while step"),
+        (source_kept, "and still has blocks of rank"),
+    ],
+)
+def test_the_world_sees_by_itself_what_ledgers_may_miss(
+    monkeypatch: pytest.MonkeyPatch, mutate: Callable[[pytest.MonkeyPatch], None], says: str
+) -> None:
+    """With the leaders' own checks gone."""
+    mutate(monkeypatch)
+    monkeypatch.setattr(DecodeLeader, "audit", lambda self: [])
+    errors = next(found.errors for seed in range(30) if (found := run_all([seed])).errors)
+    assert re.search(says, *errors.values()), errors
+
+
 @pytest.mark.full
 def test_shrinking_leaves_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken so that only a fleet's drains show it."""
@@ -101,10 +167,11 @@ def _blind_to_drains(views):  # type: ignore[no-untyped-def]
 
 def test_the_slice_reaches_what_it_is_for() -> None:
     """Not that all goes well where nothing happens."""
-    found = run_all(range(20))
+    found = run_all([*range(20), 25])  # 25: requests outgrow their ranks.
     assert not found.errors
     reached = (
         "all deaths", "retries", "drains", "freezes", "experts: layers flipped", "ended 429", "ended 499", "ended 503",
         "clients that left", "memory hit tokens", "stored blocks", "front restarts", "message Ahead", "message Stop",
+        "moves", "preemptions", "ranks with every slot taken",
     )  # fmt: skip
     assert [what for what in reached if not found.seen[what]] == []
