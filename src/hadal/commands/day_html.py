@@ -53,7 +53,7 @@ _RANKS: tuple[tuple[str, str, str, str, float], ...] = (
     ("kv_share", "KV cache used", "decode", " %", 100.0), ("requests", "Requests", "decode", "", 1.0),
     ("decode_experts", "Expert rows received, decode", "decode", "", 1.0),
     ("prefill_attention", "Core attention, prefill", "prefill", "", 1.0),
-    ("prefill_tokens", "Tokens, prefill", "prefill", "", 1.0),
+    ("prefill_tokens", "Tokens a second, prefill", "prefill", "", 1.0),
     ("prefill_experts", "Expert rows received, prefill", "prefill", "", 1.0),
 )  # fmt: skip
 """Key in `ranks`, name, colour, unit, factor."""
@@ -187,7 +187,7 @@ def _ranks(result: Row) -> Html:
     units = " and ".join(str(ranks[key]) for key in ("decode_unit", "prefill_unit") if ranks.get(key) is not None)
     sub = (
         f"Ranks of {units or 'a unit'} at {hour_label(number(ranks, 'hour_beijing'))}, sorted; the dashed line is "
-        "their mean. A step waits for its highest bar."
+        "their mean. A bar is a mean over the window, of expert rows a micro-batch; a step waits for its own highest."
     )
     table = _folded("Every rank in figures", of_ranks(columns))
     return _section("Balance over ranks", sub, element("div", *cards, class_="pair"), table)

@@ -24,7 +24,7 @@ from hadal.sim.hour import HourWindow
 from hadal.sim.load_clock import Floats, hour_beijing
 from hadal.sim.study import Study
 from hadal.sim.unit_curves import UnitCurves
-from hadal.sim.world_seen import quantiles
+from hadal.sim.world_seen import Reading, quantiles
 from hadal.stats.report import MODEL, Line, Report
 
 PUBLISHED: dict[str, Any] = {
@@ -173,7 +173,7 @@ def _distribution(parts: Sequence[tuple[Floats, Floats | None]], edges: Floats) 
 
 
 def _ranks_json(result: DayResult) -> dict[str, Any] | None:
-    """Of one unit of each role in the busiest hour."""
+    """Of one unit of each role in the busiest hour: means over its window; of experts' rows one micro-batch."""
     looked = [window for window in result.windows if window is not None and window.reading.kv_share]
     if not looked:
         return None
@@ -189,9 +189,21 @@ def _ranks_json(result: DayResult) -> dict[str, Any] | None:
         for role, num_tokens in role_to_tokens.items()
     }
     return {
-        "hour_beijing": hour_beijing(window.setting.index), "decode_unit": unit,
+        "hour_beijing": hour_beijing(window.setting.index), "decode_unit": unit, **_prefill_ranks_json(window.reading),
         "kv_share": window.reading.kv_share[unit].tolist(), "requests": window.reading.requests[unit].tolist(),
         "decode_experts": rows[DECODE], "prefill_experts": rows[PREFILL],
+    }  # fmt: skip
+
+
+def _prefill_ranks_json(reading: Reading) -> dict[str, Any]:
+    """Of the first unit that prefilled: tokens a second of each rank, and its core attention over the ranks' mean."""
+    if not reading.prefill_tokens:
+        return {"prefill_unit": None, "prefill_tokens": [], "prefill_attention": []}
+    unit = min(reading.prefill_tokens)
+    tokens, pairs = reading.prefill_tokens[unit], reading.prefill_pairs[unit]
+    return {
+        "prefill_unit": unit, "prefill_tokens": (tokens / (reading.end_s - reading.begin_s)).tolist(),
+        "prefill_attention": (pairs / (pairs.mean() or 1.0)).tolist(),
     }  # fmt: skip
 
 

@@ -63,6 +63,8 @@ class PrefillRunner:
     def __init__(self, model: StepModel, output_tokens: OutputTokens) -> None:
         self.work = NO_WORK
         """Of the last step."""
+        self.ranks: tuple[list[int], list[int]] = [0] * model.num_ranks, [0] * model.num_ranks
+        """The same by rank: tokens, and (token, position) pairs."""
         self.price: StepPrice | None = None
         """The same, for sim/step_trace."""
         self.slow: dict[int, float] = {}
@@ -82,7 +84,8 @@ class PrefillRunner:
         drawn = [(key, chunk, chunk.sampling) for key, chunk in enumerate(chunks) if chunk.sampling is not None]
         works = [_works_of(half) for half in halves]
         batches = [self._micro_batch(half) for half in works]
-        self.work = _work_of(works, batches)
+        self.ranks = _sums_of(works)
+        self.work = _work_of(works, self.ranks, batches)
         schedule, num_rows = SCHEDULES[plans[0].schedule], len(drawn) / self._num_living
 
         def price_of(batches: Sequence[MicroBatch]) -> StepPrice:
@@ -124,8 +127,16 @@ def _works_of(rank_to_chunks: Sequence[Sequence[Chunk]]) -> list[_RankWork]:
     ]  # fmt: skip
 
 
-def _work_of(halves: Sequence[Sequence[_RankWork]], batches: Sequence[MicroBatch]) -> StepWork:
+def _sums_of(halves: Sequence[Sequence[_RankWork]]) -> tuple[list[int], list[int]]:
+    """Of both micro-batches, by rank: tokens and pairs."""
     tokens, pairs = ([sum(half[rank][of] for half in halves) for rank in range(len(halves[0]))] for of in (0, 1))
+    return tokens, pairs
+
+
+def _work_of(
+    halves: Sequence[Sequence[_RankWork]], ranks: tuple[list[int], list[int]], batches: Sequence[MicroBatch]
+) -> StepWork:
+    tokens, pairs = ranks
     return StepWork(
         sum(tokens), sum(pairs), sum(work[3] for half in halves for work in half), max(tokens), max(pairs),
         sum(batch.expert_imbalance for batch in batches) / len(batches), len(batches),

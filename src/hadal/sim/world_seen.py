@@ -50,6 +50,8 @@ class WorldLog:
         default_factory=lambda: {PREFILL: [], DECODE: []}
     )
     """By role: (unit, begin, seconds, work), as steps began."""
+    prefill_ranks: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
+    """Of each of prefill's steps, as they are in `steps`: tokens and (token, position) pairs of each rank [R]."""
     reads: list[tuple[float, float, float, int, int]] = field(default_factory=list)
     """Of the disk: (asked, begin, end, tokens wanted, tokens that came), in the order of asking."""
     writes: list[tuple[float, float, int]] = field(default_factory=list)
@@ -122,6 +124,10 @@ class Reading:
     """Decode unit -> part of each rank's blocks that was used, mean of the samples [R]."""
     requests: Mapping[str, Floats]
     """Decode unit -> requests of each rank, mean of the samples [R]."""
+    prefill_tokens: Mapping[str, Floats]
+    """Prefill unit -> tokens that each rank computed [R],"""
+    prefill_pairs: Mapping[str, Floats]
+    """and the (token, position) pairs of its core attention [R]."""
 
     @property
     def first_tokens(self) -> int:
@@ -150,6 +156,7 @@ def read(
         for role in (PREFILL, DECODE)
     }  # fmt: skip
     samples = [one for one in log.ranks if begin_s <= one[0] < end_s]
+    prefill_tokens, prefill_pairs = _rank_sums(log, begin_s, end_s)
     reads = [one for one in log.reads if begin_s <= one[2] < end_s]
     return Reading(
         begin_s, end_s, steps[PREFILL], steps[DECODE],
@@ -162,6 +169,7 @@ def read(
         disk_read_s=float(np.mean([one[2] - one[0] for one in reads])) if reads else 0.0,
         disk_tokens_written=sum(tokens for _, at_s, tokens in log.writes if begin_s <= at_s < end_s),
         kv_share=_means([one[1:3] for one in samples]), requests=_means([(one[1], one[3]) for one in samples]),
+        prefill_tokens=prefill_tokens, prefill_pairs=prefill_pairs,
     )  # fmt: skip
 
 
@@ -170,6 +178,18 @@ def _means(samples: Sequence[tuple[str, Floats]]) -> dict[str, Floats]:
     for unit, of_ranks in samples:
         by_unit.setdefault(unit, []).append(of_ranks)
     return {unit: np.mean(some, axis=0) for unit, some in sorted(by_unit.items())}
+
+
+def _rank_sums(log: WorldLog, begin_s: float, end_s: float) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """Prefill unit -> [R], tokens and pairs: of a step that lies partly inside, that part."""
+    tokens: dict[str, Floats] = {}
+    pairs: dict[str, Floats] = {}
+    for (unit, at_s, seconds, _), of_ranks in zip(log.steps[PREFILL], log.prefill_ranks, strict=True):
+        part = (min(at_s + seconds, end_s) - max(at_s, begin_s)) / seconds
+        if part > 0.0:
+            for found, amounts in zip((tokens, pairs), of_ranks, strict=True):
+                found[unit] = found.get(unit, 0.0) + part * np.asarray(amounts, np.float64)
+    return dict(sorted(tokens.items())), dict(sorted(pairs.items()))
 
 
 def _read_steps(

@@ -158,11 +158,14 @@ class LoggedRunner:
         self._unit = unit
         self._clock = clock
         self._steps = log.steps[role]
+        self._prefill_ranks = log.prefill_ranks
 
     def run(self, plans: Sequence[Any]) -> StepDone:
         """As the Runner does."""
         done = self.runner.run(plans)
         self._steps.append((self._unit, self._clock.now(), done.elapsed_s, self.runner.work))
+        if isinstance(self.runner, PrefillRunner):
+            self._prefill_ranks.append(self.runner.ranks)
         return done
 
 

@@ -73,7 +73,7 @@ def result(seed: int = 1) -> dict[str, Any]:
             "kv_share": (0.38 + 0.004 * rng.standard_normal(144)).tolist(),
             "requests": (88 + rng.integers(-1, 2, 144)).tolist(),
             "prefill_attention": (1 + 0.02 * rng.standard_normal(32)).tolist(),
-            "prefill_tokens": (16_000 + 90 * rng.standard_normal(32)).round().tolist(),
+            "prefill_tokens": (9_200 + 90 * rng.standard_normal(32)).round().tolist(),
             "decode_experts": (1 + 0.1 * rng.standard_normal(144)).tolist(),
             "prefill_experts": (1 + 0.06 * rng.standard_normal(32)).tolist(),
         },

@@ -36,7 +36,8 @@ def test_a_day_in_two_processes(tmp_path: Path) -> None:
     assert [hour["hour_beijing"] for hour in found["hours"] if hour["window"]] == [20]
     assert [one["name"] for one in found["what_ifs"]] == ["as asked"]
     assert found["seconds"] > 0
-    assert "small" in (out / "report.html").read_text()
+    page = (out / "report.html").read_text()
+    assert all(said in page for said in ("small", "Tokens a second, prefill", "Core attention, prefill"))
     trace = json.loads((out / "step.trace.json").read_text())
     assert trace["traceEvents"]
     assert sorted(path.name for path in out.iterdir()) == ["report.html", "result.json", "step.trace.json"]

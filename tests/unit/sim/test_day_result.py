@@ -80,7 +80,8 @@ def test_all_keys_are_there() -> None:
     assert window["ttft_s"].keys() == window["tpot_s"].keys() == {"p50", "p90", "p99"}
     assert [hour["window"] is None for hour in made["hours"]] == [index != LOOKED_AT for index in range(24)]
     assert made["ranks"].keys() >= {
-        "hour_beijing", "decode_unit", "kv_share", "requests", "decode_experts", "prefill_experts"
+        "hour_beijing", "decode_unit", "kv_share", "requests", "decode_experts", "prefill_unit", "prefill_tokens",
+        "prefill_attention", "prefill_experts"
     }  # fmt: skip
     assert made["minutes"].keys() == {"nodes", "prefill_nodes", "decode_nodes", "tokens_in_per_s"}
 
@@ -193,6 +194,24 @@ def test_ranks_are_those_of_the_fullest_window() -> None:
     full = of_decode(requests_per_rank=99.0)
     full = replace(full, setting=replace(full.setting, index=3))
     assert result_json(joined(looked(), full))["ranks"]["hour_beijing"] == 15
+
+
+def test_ranks_of_prefill_are_those_of_its_first_unit() -> None:
+    ranks, reading = written()["ranks"], looked().reading
+    assert ranks["prefill_unit"] == "prefill-0"
+    assert (len(ranks["prefill_tokens"]), len(ranks["prefill_attention"])) == (8, 8)
+    assert np.mean(ranks["prefill_attention"]) == pytest.approx(1.0)
+    assert max(ranks["prefill_attention"]) > 1.0
+    seconds = reading.end_s - reading.begin_s
+    assert sum(ranks["prefill_tokens"]) * seconds == pytest.approx(reading.prefill_tokens["prefill-0"].sum())
+    for by_unit, amount in (
+        (reading.prefill_tokens, reading.prefill.tokens), (reading.prefill_pairs, reading.prefill.positions)
+    ):  # fmt: skip
+        assert len(by_unit) == looked().setting.units.prefill
+        assert sum(float(of.sum()) for of in by_unit.values()) == pytest.approx(amount)
+    idle = result_json(joined(with_reading(prefill_tokens={}, prefill_pairs={})))["ranks"]
+    assert (idle["prefill_unit"], idle["prefill_tokens"], idle["prefill_attention"]) == (None, [], [])
+    assert idle["kv_share"] == ranks["kv_share"]
 
 
 def test_the_published_day_stands_beside_its_own_preset_only() -> None:

@@ -143,3 +143,6 @@ def test_a_step_says_what_it_did() -> None:
     pairs = 5 * 10 + 55 + 10 + 3
     assert prefill.work[:5] == (8 * 16, 8 * pairs, 24, 16, pairs)
     assert prefill.work.num_micro_batches == 2
+    assert prefill.ranks == ([16] * 8, [pairs] * 8)
+    prefill.run([PrefillPlan(1, (chunk(10, 5),) * rank, PREFILL_DUAL.name, (chunk(4),), 2) for rank in range(8)])
+    assert prefill.ranks == ([4 + 10 * rank for rank in range(8)], [10 + (50 + 55) * rank for rank in range(8)])

@@ -40,10 +40,29 @@ def test_steps_count_for_the_part_that_lies_inside() -> None:
     assert decode.tokens_K.tolist() == [16.0, 4.0]
 
 
+def test_ranks_of_prefill_are_summed_by_unit_for_the_part_inside() -> None:
+    log = WorldLog()
+    for unit, at_s, ranks in (
+        ("prefill-1", 1.0, ([8, 0, 4, 4], [80, 0, 10, 16])), ("prefill-0", 9.0, ([2, 2, 2, 2], [4, 4, 4, 8])),
+        ("prefill-1", -1.5, ([4, 4, 4, 0], [8, 8, 8, 0])), ("prefill-0", 10.0, ([99] * 4, [99] * 4)),
+    ):  # fmt: skip
+        log.steps[PREFILL].append((unit, at_s, 2.0, StepWork(sum(ranks[0]), sum(ranks[1]), 4, 8, 80, 1.0, 1)))
+        log.prefill_ranks.append(ranks)
+    seen = reading(log)
+    assert list(seen.prefill_tokens) == list(seen.prefill_pairs) == ["prefill-0", "prefill-1"]
+    assert seen.prefill_tokens["prefill-1"].tolist() == [9.0, 1.0, 5.0, 4.0], "a quarter of the step that began before"
+    assert seen.prefill_pairs["prefill-1"].tolist() == [82.0, 2.0, 12.0, 16.0]
+    assert seen.prefill_tokens["prefill-0"].tolist() == [1.0] * 4
+    assert seen.prefill_pairs["prefill-0"].tolist() == [2.0, 2.0, 2.0, 4.0]
+    assert sum(float(of.sum()) for of in seen.prefill_tokens.values()) == seen.prefill.tokens
+    assert sum(float(of.sum()) for of in seen.prefill_pairs.values()) == seen.prefill.positions
+
+
 def test_nothing_happened_is_said_and_an_empty_interval_refused() -> None:
     nothing = reading(WorldLog())
     assert (nothing.decode.tokens, nothing.decode.positions_per_token, nothing.prefill.busy_share) == (0.0, 0.0, 0.0)
     assert nothing.num_arrived == nothing.disk_tokens == 0
+    assert nothing.prefill_tokens == nothing.prefill_pairs == {}
     with pytest.raises(ValueError, match="is empty"):
         reading(WorldLog(), 3.0, 3.0)
 
