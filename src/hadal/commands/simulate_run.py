@@ -6,19 +6,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from typing import Any
 
+from hadal.commands.simulate_processes import processes
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.errors import ConfigError, HadalError
-from hadal.runtime.process import die_with
 from hadal.sim.cache_day import CacheDay
 from hadal.sim.day_fluid import FluidResult, fluid_day
 from hadal.sim.day_load import DayLoad, cache_day, day_load, generator
@@ -184,36 +179,12 @@ def expert_ranks(study: Study) -> dict[str, ExpertRanks]:
     }  # fmt: skip
 
 
-@contextmanager
-def processes(num_jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes, each for one part, so that its memory is given back. An error or Ctrl-C ends those that run, and
-    none outlives this one."""
-    pool = ProcessPoolExecutor(
-        num_jobs, mp_context=get_context("spawn"), initializer=_begin_worker, initargs=(os.getpid(),),
-        max_tasks_per_child=1,
-    )  # fmt: skip
-    try:
-        yield pool
-    except BaseException:
-        for process in list((getattr(pool, "_processes", None) or {}).values()):
-            process.terminate()
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown()
-
-
-def _begin_worker(parent: int) -> None:
-    """Ctrl-C reaches every process of a terminal: the command ends the others, which say nothing."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with(parent)
-
-
 def simulate(plan: Plan, advance: Advance) -> Simulated:
     """Run it all. Raises ConfigError for a study that cannot be, HadalError if a process died."""
     try:
         with processes(plan.num_jobs) as pool:
             return Stages(plan, pool, advance).run()
-    except BrokenProcessPool as error:  # What is asked of it afterwards says so, too.
+    except BrokenExecutor as error:
         raise HadalError(
             "a process of the simulation was ended, most likely for want of memory: try --jobs 1, or a shorter "
             "--window."

@@ -1,0 +1,124 @@
+"""Ctrl-C of `hadal simulate`, as a terminal sends it: to every process at once, at any moment of theirs.
+
+Whatever they are at, all of them end soon, with the code of a command that was interrupted, and nothing is said.
+`HADAL_FULL=1`: forty moments.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from hadal.commands.simulate_files import study_toml
+from tests.dist.oracle import FULL
+from tests.dist.serving import wait_until
+from tests.unit.sim.studies import WORKLOAD, small
+
+ROOT = Path(__file__).resolve().parents[2]
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+NUM_JOBS = 2
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+DELAYS_S = (0.0, 0.05, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5)
+"""After the first process of the simulation is there: when it is born, imports, is given its part, is at work."""
+MOMENTS_S = tuple(0.1 * index for index in range(40)) if FULL else DELAYS_S
+
+
+@dataclass(frozen=True)
+class Running:
+    """One `hadal simulate` in a session of its own."""
+
+    process: subprocess.Popen[bytes]
+    said: Path
+
+    def members(self) -> list[int]:
+        """Living processes of its group."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(group) == self.process.pid and state != "Z":
+                found.append(int(path.parent.name))
+        return found
+
+    def workers(self) -> list[int]:
+        """Those that simulate a part of the day."""
+        found = []
+        for pid in self.members():
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if b"spawn_main" in words:
+                found.append(pid)
+        return found
+
+    def interrupt(self) -> None:
+        """Ctrl-C in its terminal."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def check_end(self) -> None:
+        """It ends in time, as a command that was interrupted does, alone and in silence."""
+        code = self.process.wait(STOP_TIMEOUT_S)
+        wait_until(lambda: not self.members(), STOP_TIMEOUT_S, "every process of the command has ended")
+        said = self.said.read_text(errors="replace")
+        assert code == EXIT_INTERRUPTED, said
+        for word in ("Traceback", "KeyboardInterrupt", "Error", "leaked", "Exception"):
+            assert word not in said, said
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    """A day of a minute or so, of which no process is there yet."""
+    config = tmp_path / "day.toml"
+    window = replace(small().window, seconds=20.0)
+    config.write_text(study_toml(small(workload=replace(WORKLOAD, sessions_per_day=1e6), window=window)))
+    command = [
+        sys.executable, "-m", "hadal.cli", "simulate", "--config", str(config), "--out", str(tmp_path / "day"),
+        "--no-what-ifs", "--jobs", str(NUM_JOBS),
+    ]  # fmt: skip
+    path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+    said = tmp_path / "said"
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path},
+            # Whoever runs the tests in the background ignores it, and so would this.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+    made = Running(process, said)
+    try:
+        yield made
+    finally:
+        if made.members():
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(STOP_TIMEOUT_S)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("delay_s", MOMENTS_S)
+def test_ctrl_c_ends_all_of_it_at_any_moment(running: Running, delay_s: float) -> None:
+    wait_until(running.workers, START_TIMEOUT_S, "a process of the simulation is there")
+    time.sleep(delay_s)
+    assert running.process.poll() is None, running.said.read_text()
+    running.interrupt()
+    running.check_end()
+
+
+@pytest.mark.timeout(120)
+def test_whoever_presses_it_again_and_again_is_not_told_more(running: Running) -> None:
+    wait_until(running.workers, START_TIMEOUT_S, "a process of the simulation is there")
+    for _ in range(5):
+        running.interrupt()
+        time.sleep(0.01)
+    running.check_end()

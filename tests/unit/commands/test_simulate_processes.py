@@ -1,0 +1,120 @@
+"""Parts in processes of their own: what comes of each, and none that is left whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor
+from multiprocessing import active_children
+
+import numpy as np
+import pytest
+
+from hadal.commands.simulate_processes import processes
+from hadal.core.errors import ConfigError
+from tests.unit.commands.dying import die
+from tests.unit.sim.studies import small
+
+LONG_S = 600.0
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """As Python has it, before and after."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert not active_children()
+
+
+def part(size: int, *, by: float = 1.0) -> tuple[int, float]:
+    """More than a pipe holds, both ways."""
+    return os.getpid(), float(np.full(size, by).sum())
+
+
+def large(size: int) -> bytes:
+    return bytes(size)
+
+
+def refused() -> None:
+    raise ConfigError("it cannot be.")
+
+
+def blocked() -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def press() -> None:
+    """Ctrl-C, and whoever does not hear it waits."""
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(LONG_S)
+
+
+def end_with(end: Callable[[], None]) -> None:
+    """Two parts that take long are at work and one waits for them: then the end."""
+    with processes(2) as pool:
+        for _ in range(3):
+            pool.submit(time.sleep, LONG_S)
+        while len(active_children()) < 2:
+            time.sleep(0.001)
+        end()
+
+
+def test_each_part_has_a_process_of_its_own() -> None:
+    with processes(2) as pool:
+        found = [pool.submit(part, size, by=2.0) for size in (1, 10, 100)]
+        assert [future.result()[1] for future in found] == [2.0, 20.0, 200.0]
+        assert len({os.getpid(), *(future.result()[0] for future in found)}) == 4
+        assert len(pool.submit(large, 1_000_000).result()) == 1_000_000
+        assert pool.submit(len, bytes(1_000_000)).result() == 1_000_000
+
+
+def test_an_error_comes_back_with_where_it_was() -> None:
+    with processes(1) as pool:
+        with pytest.raises(ConfigError) as caught:
+            pool.submit(refused).result()
+        assert str(caught.value) == "it cannot be.", "a user is told no more"
+        assert any("in refused" in note for note in caught.value.__notes__)
+        with pytest.raises(AttributeError, match="pickle"):
+            pool.submit(lambda: None).result()
+        assert pool.submit(abs, -1).result() == 1, "and the next part is done"
+
+
+def test_a_process_that_dies_takes_its_own_part_with_it() -> None:
+    with processes(2) as pool:
+        dead, other = pool.submit(die, small()), pool.submit(abs, -1)
+        with pytest.raises(BrokenExecutor, match="ended without a result"):
+            dead.result()
+        assert other.result() == 1
+
+
+def test_an_error_here_ends_those_that_run() -> None:
+    with pytest.raises(ConfigError):
+        end_with(refused)
+    assert not active_children()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_first_ctrl_c_ends_all_and_no_other_is_heard() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        end_with(press)
+    assert not active_children()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "what is left to do is to leave"
+
+
+def test_processes_are_born_deaf_to_it() -> None:
+    with processes(1) as pool:
+        assert pool.submit(blocked).result()
+    assert not blocked(), "this thread is not"
+
+
+def test_who_ignores_it_goes_on_ignoring_it() -> None:
+    """As a shell starts what is to run in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with processes(1) as pool:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert pool.submit(abs, -1).result() == 1
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
