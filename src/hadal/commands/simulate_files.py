@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from hadal.commands.day_html import report_html
-from hadal.commands.simulate_run import Plan, Simulated, simulate
+from hadal.commands.simulate_run import Plan, Simulated, check_promise, simulate
 from hadal.commands.simulate_table import show
 from hadal.core.config_text import to_toml
 from hadal.core.errors import ConfigError
@@ -98,6 +98,7 @@ def run(asked: Asked) -> None:
         asked.study, hours_of(asked.hours), tuple(what_ifs(asked.study)) if asked.has_what_ifs else (),
         asked.num_jobs or os.cpu_count() or 1,
     )  # fmt: skip
+    check_promise(plan.study)
     try:
         asked.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

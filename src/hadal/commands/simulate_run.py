@@ -16,7 +16,7 @@ from hadal.core.config import DECODE, PREFILL
 from hadal.core.errors import ConfigError, HadalError
 from hadal.sim.cache_day import CacheDay
 from hadal.sim.day_fluid import FluidResult, fluid_day
-from hadal.sim.day_load import DayLoad, cache_day, day_load, generator
+from hadal.sim.day_load import DayLoad, cache_day, day_load, generator, kv_length_about
 from hadal.sim.day_result import DayResult, day_result, result_json
 from hadal.sim.expert_loads import ExpertRanks, expert_share
 from hadal.sim.hour import HourSetting, HourWindow, run_hour
@@ -25,6 +25,7 @@ from hadal.sim.unit_curves import (
     REQUESTS_PER_RANK,
     UnitCurves,
     batch_max,
+    batch_within,
     decode_curve,
     decode_point,
     points_at,
@@ -87,7 +88,7 @@ class Stages:
         points = self._points(study, experts, load, caches[0])
         other_experts = [expert_ranks(other) for _, other in plan.alternatives]
         other_points = [
-            None if same_units(study, other) else self._points(other, ranks, load, caches[0])
+            None if same_units(study, other) else self._other_points(other, ranks, load, caches[0])
             for (_, other), ranks in zip(plan.alternatives, other_experts, strict=True)
         ]
         curves = self._curves(study, load, points)
@@ -114,14 +115,25 @@ class Stages:
     def _points(
         self, study: Study, experts: dict[str, ExpertRanks], load: DayLoad, cache: CacheDay | None
     ) -> list[Future[Any]]:
-        """A prefill unit's point, then a decode unit's."""
+        """A prefill unit's point, then a decode unit's. Raises ConfigError if no batch of it keeps the promise."""
         figures = load.figures()
         placed = {role: ranks.imbalance for role, ranks in experts.items()}
-        wanted = points_at(batch_max(study, figures))
+        wanted = points_at(batch_max(study, figures), batch_within(study, placed[DECODE], figures.kv_length))
         return [
             self._pool.submit(prefill_point, study, placed, figures, cache),
             *(self._pool.submit(decode_point, study, placed, figures, cache, at) for at in wanted),
         ]
+
+    def _other_points(
+        self, study: Study, experts: dict[str, ExpertRanks], load: DayLoad, cache: CacheDay | None
+    ) -> list[Future[Any]]:
+        """The same of an alternative: what cannot be is said where its points are asked for."""
+        try:
+            return self._points(study, experts, load, cache)
+        except ConfigError as error:
+            found: Future[Any] = Future()
+            found.set_exception(error)
+            return [found]
 
     def _curves(self, study: Study, load: DayLoad, points: Sequence[Future[Any]]) -> UnitCurves:
         computed_per_s, *decode = [self._done(point, "what units do", POINT_S) for point in points]
@@ -177,6 +189,12 @@ def expert_ranks(study: Study) -> dict[str, ExpertRanks]:
             study.units_of(role).redundant_experts, generator(study, "experts", number),
         ) for number, role in enumerate((PREFILL, DECODE))
     }  # fmt: skip
+
+
+def check_promise(study: Study) -> None:
+    """Raise ConfigError for a TPOT that no decode unit keeps as its steps are priced: in a second, before minutes of
+    measuring would say so."""
+    batch_within(study, expert_ranks(study)[DECODE].imbalance, kv_length_about(study))
 
 
 def simulate(plan: Plan, advance: Advance) -> Simulated:

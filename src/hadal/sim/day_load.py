@@ -27,6 +27,8 @@ SAMPLE = 100
 SESSIONS_MIN = 1_000_000
 CACHE_SESSIONS_MIN = 1_000
 """Of those that meet the smaller cache: with fewer, what it finds is chance."""
+QUICK_SESSIONS = 20_000
+"""Of a sample from which nothing is needed but a mean."""
 EARLY_S = 2 * HOUR_S
 """Before second 0: those who came then end in the day."""
 
@@ -142,6 +144,13 @@ def day_load(study: Study, cache: CacheDay | None, scale: int = 0) -> DayLoad:
     if not load.counts.all():
         raise ConfigError("an hour of the day has no request at all: raise workload.sessions_per_day.")
     return load
+
+
+def kv_length_about(study: Study) -> float:
+    """KV tokens over output tokens, from a sample that takes no time: within a few percent."""
+    scale = max(1, int(study.workload.sessions_per_day / QUICK_SESSIONS))
+    workload = generate(study.workload, 0.0, DAY_S, generator(study, "load"), scale)
+    return workload.kv_length_mean if len(workload) else 1.0
 
 
 def with_tokens_at(params: WorkloadParams, token_s: float, first_token_s: float) -> WorkloadParams:

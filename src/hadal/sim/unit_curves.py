@@ -16,6 +16,7 @@ import numpy as np
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.errors import ConfigError, InvariantError
 from hadal.core.messages import BLOCK_TOKENS
+from hadal.perf.step import StepModel
 from hadal.policy.capacity import DecodePoint, decode_capacity
 from hadal.policy.demand import DAY_S, Floats
 from hadal.sim.cache_day import CacheDay
@@ -81,12 +82,42 @@ class UnitCurves:
         return UnitModel(self.prefill_tokens_per_s, self.decode_ranks, self.tpot_s, self.batch_max)
 
 
-def points_at(batch_max: float) -> tuple[float, ...]:
-    """Requests of a rank at which a unit that can have so many is looked at."""
+def points_at(batch_max: float, promised: float = math.inf) -> tuple[float, ...]:
+    """Requests of a rank at which a unit that can have so many is looked at, and with which it should keep its promise
+    (`batch_within`): if these are few, there are two points for them."""
     found = sorted({min(at, batch_max) for at in REQUESTS_PER_RANK})
     if len(found) < 3 or found[-1] < NEAR * found[-2]:
-        return tuple(share * batch_max for share in (0.2, 0.4, 0.6, 0.8, 1.0))
+        found = [share * batch_max for share in (0.2, 0.4, 0.6, 0.8, 1.0)]
+    if promised < found[0]:
+        found = [0.4 * promised, 0.8 * promised, *found]
     return tuple(found)
+
+
+def batch_within(study: Study, placed: float, kv_length: float) -> float:
+    """Requests of a decode rank, at most, whose step is priced within the promised TPOT; `placed`: see
+    Study.step_model. Raises ConfigError if one is too many already."""
+    model, promised_s = study.step_model(DECODE, placed), study.tpot_ms / 1e3
+    low, high = 1.0, float(max(1, study.decode.max_requests))
+    fastest_s = _priced_tpot_s(study, model, low, kv_length)
+    if promised_s < fastest_s:
+        raise ConfigError(
+            f"{study.name}: no batch reaches a TPOT of {study.tpot_ms:g} ms: with one request a rank, a decode unit of "
+            f"{study.decode.ranks} {study.hardware.upper()} takes {fastest_s * 1e3:.1f} ms. Promise more (tpot_ms), or "
+            "take faster hardware."
+        )
+    if _priced_tpot_s(study, model, high, kv_length) <= promised_s:
+        return high
+    for _ in range(20):
+        middle = 0.5 * (low + high)
+        is_kept = _priced_tpot_s(study, model, middle, kv_length) <= promised_s
+        low, high = (middle, high) if is_kept else (low, middle)
+    return low
+
+
+def _priced_tpot_s(study: Study, model: StepModel, requests_per_rank: float, kv_length: float) -> float:
+    priced = model.decode(requests_per_rank, kv_length, study.mtp_tokens, mtp_accept=study.mtp_accept)
+    assert priced.tokens_per_s_user is not None
+    return 1.0 / priced.tokens_per_s_user
 
 
 def decode_curve(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
@@ -108,10 +139,7 @@ def decode_point(
 ) -> tuple[float, float]:
     """Measure one decode unit with about so many requests on a rank: (how many there were, seconds per token)."""
     ranks = study.decode.ranks
-    model = study.step_model(DECODE, placed[DECODE])
-    priced = model.decode(requests_per_rank, load.kv_length, study.mtp_tokens, mtp_accept=study.mtp_accept)
-    assert priced.tokens_per_s_user is not None
-    token_s = 1.0 / priced.tokens_per_s_user
+    token_s = _priced_tpot_s(study, study.step_model(DECODE, placed[DECODE]), requests_per_rank, load.kv_length)
     requests_per_s = ranks * requests_per_rank / (load.tokens_out * token_s)
     num_prefill = math.ceil(requests_per_s / (0.5 * _prefill_requests_per_s(study, placed, load)))
     seconds = study.window.seconds

@@ -83,6 +83,19 @@ def test_a_mistake_is_one_line_and_makes_no_folder(arguments: tuple[str, ...], w
     assert not out.exists()
 
 
+def test_a_promise_that_no_unit_keeps_is_one_line(tmp_path: Path) -> None:
+    """Of the published day: nothing of it is simulated for that, and no folder made."""
+    config = tmp_path / "fast.toml"
+    config.write_text("tpot_ms = 1.0", encoding="utf-8")
+    result = run("--config", str(config), "--out", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert "no batch reaches a TPOT of 1 ms" in result.stderr
+    assert "144 H800 takes 1" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not result.stdout
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     taken = tmp_path / "file"
     taken.write_text("", encoding="utf-8")

@@ -14,7 +14,7 @@ import pytest
 
 import hadal.commands.simulate_run as simulate_run
 from hadal.commands.day_html import report_html
-from hadal.commands.simulate_run import Plan, Simulated, Stages, expert_ranks, simulate
+from hadal.commands.simulate_run import Plan, Simulated, Stages, check_promise, expert_ranks, simulate
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.errors import ConfigError, HadalError
 from hadal.sim.study import Study
@@ -53,12 +53,13 @@ def alternatives() -> tuple[tuple[str, Study], ...]:
     return (
         ("dearer", tiny(gpu_hour_usd=5.0)), ("no promise", tiny(tpot_ms=1.0)),
         ("small cache", tiny(cache=replace(tiny().cache, disk_pb=1e-4))), ("no drafts", tiny(mtp_tokens=0)),
+        ("neither", tiny(mtp_tokens=0, tpot_ms=1.0)),
     )  # fmt: skip
 
 
 @cache
 def ran() -> tuple[Simulated, Counter[str], list[tuple[str, float]]]:
-    """One day with a window and four alternatives."""
+    """One day with a window and five alternatives."""
     pool, told = Inline(), list[tuple[str, float]]()
     plan = Plan(tiny(), (8,), alternatives(), 1)
     return Stages(plan, pool, lambda what, work_s: told.append((what, work_s))).run(), pool.calls, told
@@ -91,7 +92,8 @@ def test_the_window_has_the_liquids_units() -> None:
 
 
 def test_what_alternatives_share_is_measured_once() -> None:
-    """Two have another cache or other units; two only other prices and promises."""
+    """One has another cache, one other units; two only other prices and promises. One with other units cannot keep its
+    promise, and nothing is measured for it."""
     num_points = len(points_at(32.0))
     assert ran()[1] == {"cache_day": 2, "prefill_point": 2, "decode_point": 2 * num_points, "run_hour": 1}
 
@@ -111,11 +113,23 @@ def test_an_alternative_that_cannot_be_says_why_and_ends_nothing() -> None:
     lost = row("no promise")
     assert "no batch reaches a TPOT of 1 ms" in lost["name"]
     assert lost.keys() == {"name"}
+    assert "with one request a rank, a decode unit of 16 H200 takes" in row("neither")["name"]
+    assert row("neither").keys() == {"name"}
 
 
 def test_what_was_asked_and_cannot_be_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no batch reaches a TPOT"):
         Stages(Plan(tiny(tpot_ms=1.0, cache=replace(tiny().cache, disk_pb=0.0)), (), (), 1), Inline(), _tell).run()
+
+
+def test_a_promise_that_no_unit_keeps_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(ConfigError, match=r"with one request a rank, a decode unit of 16 H200 takes 1\d\.\d ms"):
+        check_promise(tiny(tpot_ms=1.0))
+    check_promise(tiny())
+    with pytest.raises(ConfigError, match="144 H20 takes"):
+        check_promise(Study(hardware="h20", tpot_ms=12.0))
+    for hardware in ("h800", "h20", "h200"):
+        check_promise(Study(hardware=hardware))
 
 
 def test_without_a_cache_none_is_simulated() -> None:

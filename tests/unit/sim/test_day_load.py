@@ -10,7 +10,16 @@ import pytest
 from hadal.core.errors import ConfigError
 from hadal.policy.demand import DAY_S
 from hadal.sim.day import HOUR_S
-from hadal.sim.day_load import SAMPLE, DayLoad, cache_day, day_load, generator, sample_of, with_tokens_at
+from hadal.sim.day_load import (
+    SAMPLE,
+    DayLoad,
+    cache_day,
+    day_load,
+    generator,
+    kv_length_about,
+    sample_of,
+    with_tokens_at,
+)
 from hadal.sim.sessions import WorkloadParams
 from hadal.sim.study import Study
 from tests.unit.sim import worlds
@@ -29,6 +38,12 @@ def test_hours_are_those_of_arrival_and_stand_for_all_sessions() -> None:
     assert made.tokens_hit_by_hour[1] == 1920
     assert made.tokens_out.sum() == 1600
     assert made.hit_share == pytest.approx(192 / 1600)
+
+
+def test_a_quick_sample_knows_the_mean_length() -> None:
+    assert kv_length_about(small()) == pytest.approx(load().figures().kv_length, rel=0.05)
+    assert kv_length_about(Study()) == pytest.approx(5_000, rel=0.05), "published: 4,989"
+    assert kv_length_about(small(workload=replace(WORKLOAD, sessions_per_day=1e-9))) == 1.0, "nobody comes"
 
 
 def test_figures_are_means_of_a_request() -> None:

@@ -19,6 +19,7 @@ from hadal.sim.unit_curves import (
     REQUESTS_PER_RANK,
     UnitCurves,
     batch_max,
+    batch_within,
     decode_curve,
     decode_point,
     points_at,
@@ -140,6 +141,55 @@ def test_points_are_apart_and_within_what_can_be(most: float) -> None:
     assert at.max() <= most
     assert (at[1:] >= NEAR * at[:-1]).all()
     assert points_at(160.0) == REQUESTS_PER_RANK
+
+
+def test_a_promise_is_kept_by_so_many_as_are_priced_at_it() -> None:
+    for tpot_ms, placed in ((14.0, 1.0), (18.0, 1.0), (18.0, 1.5)):
+        batch = batch_within(small(tpot_ms=tpot_ms), placed, 1_800.0)
+        priced = small().step_model(DECODE, placed).decode(batch, 1_800.0, 1, mtp_accept=small().mtp_accept)
+        assert priced.tokens_per_s_user == pytest.approx(1e3 / tpot_ms, rel=1e-3)
+    assert batch_within(small(tpot_ms=1e6), 1.0, 1_800.0) == small().decode.max_requests
+    assert batch_within(small(tpot_ms=18.0), 1.5, 1_800.0) < batch_within(small(tpot_ms=18.0), 1.0, 1_800.0)
+
+
+def test_a_promise_that_no_unit_keeps_is_refused_with_what_one_can_do() -> None:
+    priced = small().step_model(DECODE, 1.0).decode(1.0, 1_800.0, 1, mtp_accept=small().mtp_accept)
+    assert priced.tokens_per_s_user is not None
+    best_ms = 1e3 / priced.tokens_per_s_user
+    said = f"TPOT of 1 ms: with one request a rank, a decode unit of 16 H200 takes {best_ms:.1f} ms"
+    with pytest.raises(ConfigError, match=said):
+        batch_within(small(tpot_ms=1.0), 1.0, 1_800.0)
+    with pytest.raises(ConfigError, match="Promise more"):
+        batch_within(small(tpot_ms=0.999 * best_ms), 1.0, 1_800.0)
+    assert batch_within(small(tpot_ms=1.001 * best_ms), 1.0, 1_800.0) >= 1.0
+
+
+def test_a_tight_promise_is_measured_where_it_may_be_kept() -> None:
+    """A line through batches that are far above it refused what units can do."""
+    study, figures = small(tpot_ms=13.5), load().figures()
+    most = batch_max(study, figures)
+
+    def measured_at(promised: float) -> UnitCurves:
+        points = [
+            decode_point(study, PLACED, figures, cached_day(), at) for at in points_at(most, promised)
+        ]  # fmt: skip
+        return replace(curves(), decode=decode_curve(points))
+
+    tight = measured_at(batch_within(study, 1.0, figures.kv_length))
+    tokens_per_s = tight.decode_tokens_per_s(13.5e-3)
+    assert 16 * 1.0 / 13.5e-3 * 0.9 < tokens_per_s < 16 * 2.0 / 13.5e-3
+    with pytest.raises(ValueError, match="no batch reaches"):
+        measured_at(np.inf).decode_tokens_per_s(13.5e-3)
+
+
+@pytest.mark.parametrize("promised", [1.0, 5.0, 6.3, 6.5, 23.9])
+@pytest.mark.parametrize("most", [32.0, 160.0])
+def test_a_tight_promise_adds_points_below(most: float, promised: float) -> None:
+    usual, at = points_at(most), np.array(points_at(most, promised))
+    assert tuple(at[-len(usual) :]) == usual
+    assert (len(at) > len(usual)) == (promised < usual[0])
+    assert at[0] < promised
+    assert (at[1:] >= NEAR * at[:-1]).all()
 
 
 def test_points_that_are_one_are_no_curve() -> None:
