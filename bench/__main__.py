@@ -31,6 +31,9 @@ from bench import (
     ledger,
     load,
     overlap,
+    prefill_unit,
+    recording,
+    simulated_hour,
     staging,
     startup,
     step_breakdown,
@@ -70,6 +73,9 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "cache_disk_index": cache_disk_index.main,
     "cache_ttft": cache_ttft.main,
     "control_plane": control_plane.main,
+    "prefill_unit": prefill_unit.main,
+    "simulated_hour": simulated_hour.main,
+    "recording": recording.main,
     "ledger": ledger.main,
 }
 

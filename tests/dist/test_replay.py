@@ -51,6 +51,7 @@ def check(recordings: list[Recording]) -> ReplayReport:
     report = replay(recordings, make_role)
     assert report.difference is None, str(report.difference)
     assert report.num_calls == report.num_recorded
+    print(f"{report.num_decisions:,} decisions in {report.num_calls:,} calls of {report.num_processes} roles")
     return report
 
 

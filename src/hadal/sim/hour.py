@@ -52,6 +52,10 @@ class HourWindow:
     reading: Reading
     hit_share: float
     """Of the prompt tokens of those that came in it: on disk, less what was computed all the same."""
+    num_running: int
+    """Requests that had output at the start,"""
+    num_came: int
+    """and all others: in prefill then, or yet to come."""
     num_events: int
     num_steps: int
     steps: Mapping[str, tuple[str, StepPrice]]
@@ -99,9 +103,10 @@ def _run_hour(
     world.run(settle_s + seconds)
     processes = world.processes.values()
     num_events, num_steps = sum(p.num_events for p in processes), sum(p.num_steps for p in processes)
+    num_running = int(world.requests.is_running.sum())
     return HourWindow(
-        setting, world.read(settle_s, settle_s + seconds), _hit_share(world), num_events, num_steps, world.last_steps(),
-        tuple(world.check()),
+        setting, world.read(settle_s, settle_s + seconds), _hit_share(world), num_running,
+        len(world.requests) - num_running, num_events, num_steps, world.last_steps(), tuple(world.check()),
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from hadal.sim.hour import requests_of, uncollected
 from hadal.sim.study import Study
 from hadal.sim.window import window
 from hadal.sim.world import FleetWorld
+from hadal.sim.world_seen import StepReading
 from hadal.sim.world_units import kv_blocks
 
 REQUESTS_PER_RANK = (24.0, 56.0, 88.0, 112.0, 136.0)
@@ -152,13 +153,21 @@ def decode_point(
 
 def prefill_point(study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None) -> float:
     """Measure one prefill unit that has always something to do: tokens that it computes in a second."""
+    reading = prefill_reading(study, placed, load, cache)
+    return reading.tokens / (study.window.prefill_seconds * reading.busy_share)
+
+
+def prefill_reading(
+    study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None
+) -> StepReading:
+    """What the steps of such a unit were. Raises ConfigError if there were none."""
     requests_per_s = OVERLOAD * _prefill_requests_per_s(study, placed, load)
     seconds = study.window.prefill_seconds
     world = _world(study, placed, load, cache, 1, requests_per_s, 1e-6, 0, seconds)
     reading = world.read(study.window.settle_s, study.window.settle_s + seconds)
     if not reading.prefill.tokens:
         raise _nothing_seen(PREFILL)
-    return reading.prefill.tokens / (seconds * reading.prefill.busy_share)
+    return reading.prefill
 
 
 def _nothing_seen(role: str) -> ConfigError:

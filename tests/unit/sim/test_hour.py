@@ -66,6 +66,7 @@ def test_kv_is_as_long_as_what_was_drawn_says() -> None:
     # Those that run at the start: what each has, at what each makes per second.
     held = came.tokens_in + drawn.tokens_done[drawn.tokens_done > 0]
     assert seen.reading.decode.positions_per_token == pytest.approx(held.mean(), rel=0.05)
+    assert (seen.num_running, seen.num_came) == (len(came), len(drawn.workload) - len(came))
 
 
 def test_requests_come_when_the_window_says() -> None:
