@@ -1,35 +1,43 @@
 """What one simulated prefill unit of the published day computes, and how much of it each of its balancers is worth.
 
-    python -m bench.prefill_unit [--quick]
+    python -m bench.prefill_unit [--quick] [--seeds 3]
 
 EP32 on H800 under the leader that serves, with prompts as long as the day's, as much of them found as its cache has,
-and always more of them than it can do. "Even" is what the step model says of the same steps if all ranks had the same
-tokens and the same attention, and all experts the same load but for chance; so the share is what balancing leaves.
-Seconds are simulated: the figures are a function of the code and the seed, whatever else the machine does.
+and always more of them than it can do. "Even" is what the step model says of the very steps if all ranks had the same
+tokens and the same attention, and all experts the same load but for chance; so the share is what balancing leaves. A
+step takes seconds, a run has some dozen: means of seeds, and the rates' extremes. Seconds are simulated: the figures
+are a function of the code and the seeds, whatever else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from bench.day_parts import cache_of, placed
 from hadal.core.balance import OFF, TURNS
 from hadal.core.config import PREFILL
+from hadal.overlap.plan import SCHEDULES, Schedule
+from hadal.perf.layer import MicroBatch
+from hadal.perf.step import StepModel
 from hadal.sim.cache_day import CacheDay
 from hadal.sim.day_load import LoadFigures, day_load
+from hadal.sim.runners import StepWork
 from hadal.sim.study import Study
-from hadal.sim.unit_curves import prefill_reading
+from hadal.sim.unit_curves import prefill_reading, prefill_world
+from hadal.sim.world import FleetWorld
 from hadal.sim.world_seen import StepReading
 
+SEEDS = 3
 QUICK_S = 8.0
 QUICK_LOAD_SCALE = 1_000
-NUM_COLUMNS = 130
+NUM_COLUMNS = 140
 """Of characters: the table needs so many."""
 
 
@@ -44,43 +52,81 @@ def settings(study: Study) -> Iterator[tuple[str, Study]]:
         yield what, replace(study, prefill=changed)
 
 
-def measured(study: Study, load: LoadFigures, cache: CacheDay | None) -> StepReading:
-    """The unit's steps."""
-    return prefill_reading(study, placed(study), load, cache)
+@dataclass(frozen=True)
+class Run:
+    """One unit's time."""
+
+    reading: StepReading
+    even_per_s: float
+    """Tokens a second if its steps were even."""
+
+    @property
+    def computed_per_s(self) -> float:
+        """Tokens per second in which it worked."""
+        return self.reading.tokens / (self.reading.num_steps * self.reading.step_s)
+
+    @property
+    def share(self) -> float:
+        return self.computed_per_s / self.even_per_s
 
 
-def computed_per_s(reading: StepReading) -> float:
-    """Tokens of a unit, per second in which it worked."""
-    return reading.tokens / (reading.num_steps * reading.step_s)
+def measured(study: Study, load: LoadFigures, cache: CacheDay | None) -> Run:
+    """Run it."""
+    world = prefill_world(study, placed(study), load, cache)
+    return Run(prefill_reading(study, world), even_per_s(study, world))
 
 
-def even_per_s(study: Study, reading: StepReading) -> float:
-    """The same if nothing were uneven: the mean step's tokens and positions on every rank."""
-    ranks = study.prefill.ranks
-    tokens_per_rank = reading.tokens / reading.num_steps / ranks
-    # A text of so many new tokens behind so many found ones has as many positions a token as were measured.
-    new = tokens_per_rank / reading.requests_per_rank
-    found = max(0.0, reading.positions_per_token - (new + 1.0) / 2.0)
-    priced = study.step_model(PREFILL, 1.0).prefill(tokens_per_rank, new + found, found)
-    return ranks * priced.tokens_per_s_gpu
+def even_per_s(study: Study, world: FleetWorld) -> float:
+    """Tokens over seconds of the measured steps, had they been even."""
+    begin_s, model = study.window.settle_s, study.step_model(PREFILL, 1.0)
+    end_s = begin_s + study.window.prefill_seconds
+    tokens, even_s = 0.0, 0.0
+    for _, at_s, step_s, work in world.log.steps[PREFILL]:
+        part = (min(at_s + step_s, end_s) - max(at_s, begin_s)) / step_s
+        if part > 0.0 and work.tokens:
+            tokens += part * work.tokens
+            even_s += part * even_step_s(model, work)
+    return tokens / even_s
 
 
-def table(rows: Sequence[tuple[str, Study, StepReading]]) -> Table:
+def even_step_s(model: StepModel, work: StepWork) -> float:
+    """The cheapest schedule of the same work, all ranks and micro-batches with the same of all of it."""
+
+    def price_s(schedule: Schedule) -> float:
+        num = 1 if schedule.offset is None else 2
+        by = 1.0 / (num * model.num_ranks)
+        imbalance = model.expected_imbalance(PREFILL, work.tokens * by, work.tokens / work.texts)
+        batch = MicroBatch(work.tokens * by, work.positions * by, work.context_tokens * by, work.tokens * by, imbalance)
+        num_rows = work.texts / model.num_ranks
+        return model.price_works(PREFILL, schedule, [batch] * num, num_rows=num_rows).seconds
+
+    return min(map(price_s, SCHEDULES.values()))
+
+
+def table(rows: Sequence[tuple[str, Sequence[Run]]]) -> Table:
     """All settings, beside the first."""
     found = Table(title="A prefill unit that is always busy", title_justify="left")
     found.add_column("", no_wrap=True)
     for column in (
-        "computed, tokens/s", "of the first", "even, tokens/s", "share of even", "tokens a rank and step",
+        "computed, tokens/s", "least", "most", "of the first", "even, tokens/s", "share of even", "s a step",
         "max/mean of tokens", "of attention", "of experts",
     ):  # fmt: skip
         found.add_column(column, justify="right")
-    first = computed_per_s(rows[0][2])
-    for what, study, reading in rows:
-        rate, even = computed_per_s(reading), even_per_s(study, reading)
+
+    def mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
+        return float(np.mean([of(run) for run in runs]))
+
+    first = mean(rows[0][1], lambda run: run.computed_per_s)
+    for what, runs in rows:
+        rates = [run.computed_per_s for run in runs]
+        rate = float(np.mean(rates))
         found.add_row(
-            what, f"{rate:,.0f}", f"{rate / first:.1%}", f"{even:,.0f}", f"{rate / even:.1%}",
-            f"{reading.tokens / reading.num_steps / study.prefill.ranks:,.0f}", f"{reading.tokens_imbalance:.3f}",
-            f"{reading.positions_imbalance:.3f}", f"{reading.expert_imbalance:.3f}",
+            what, f"{rate:,.0f}", f"{min(rates):,.0f}", f"{max(rates):,.0f}", f"{rate / first:.1%}",
+            f"{mean(runs, lambda run: run.even_per_s):,.0f}", f"{mean(runs, lambda run: run.share):.1%}",
+            f"{mean(runs, lambda run: run.reading.step_s):.2f}",
+            f"{mean(runs, lambda run: run.reading.tokens_imbalance):.2f}",
+            f"{mean(runs, lambda run: run.reading.positions_imbalance):.2f}",
+            f"{mean(runs, lambda run: run.reading.expert_imbalance):.2f}",
         )  # fmt: skip
     return found
 
@@ -90,8 +136,10 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(
         prog="bench prefill_unit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="8 s of each, a smaller sample of the day and its cache")
+    parser.add_argument("--quick", action="store_true", help="8 s of one seed, a smaller sample of the day")
+    parser.add_argument("--seeds", type=int, default=0, help="so many, from 1 on (3, quick 1)")
     options = parser.parse_args(arguments)
+    seeds = range(1, 1 + (options.seeds or (1 if options.quick else SEEDS)))
     study = Study()
     if options.quick:
         study = replace(study, window=replace(study.window, prefill_seconds=QUICK_S))
@@ -99,10 +147,13 @@ def main(arguments: Sequence[str] = ()) -> None:
     load = day_load(study, cache, QUICK_LOAD_SCALE if options.quick else 0).figures()
     console = Console(width=max(NUM_COLUMNS, Console().width), highlight=False)
     console.print(
-        f"{study.prefill.ranks} ranks of {study.hardware}, seed {study.seed}; prompts of {load.tokens_in:,.0f} tokens, "
-        f"{load.hit_share:.1%} of them found; {study.window.prefill_seconds:g} s simulated of each"
+        f"{study.prefill.ranks} ranks of {study.hardware}; prompts of {load.tokens_in:,.0f} tokens, "
+        f"{load.hit_share:.1%} of them found; {study.window.prefill_seconds:g} s simulated of each, "
+        f"{len(seeds)} times"
     )
-    console.print(table([(what, one, measured(one, load, cache)) for what, one in settings(study)]))
+    console.print(table([
+        (what, [measured(replace(one, seed=seed), load, cache) for seed in seeds]) for what, one in settings(study)
+    ]))  # fmt: skip
 
 
 if __name__ == "__main__":

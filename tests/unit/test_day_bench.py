@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from io import StringIO
+from types import SimpleNamespace
+from typing import cast
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from bench import prefill_unit, simulated_hour
 from bench.day_parts import placed
-from bench.prefill_unit import computed_per_s, even_per_s, settings
+from bench.prefill_unit import settings
 from bench.simulated_hour import Cost, peak_bytes
 from hadal.core.config import DECODE, PREFILL
 from hadal.perf.shapes import causal_pairs
+from hadal.sim.runners import NO_WORK, StepWork
 from hadal.sim.study import Study
 from hadal.sim.unit_curves import prefill_point
-from hadal.sim.world_seen import StepReading
+from hadal.sim.world import FleetWorld
+from hadal.sim.world_seen import WorldLog
 from tests.unit.sim.studies import PLACED, cached_day, load, looked, setting, small
 
 
@@ -43,27 +46,35 @@ def test_experts_that_are_not_balanced_are_placed_worse() -> None:
     assert even[DECODE] == uneven[DECODE]
 
 
-def test_even_ranks_are_priced_with_what_was_measured() -> None:
-    study, new, found, texts = Study(), 1_500.0, 2_000.0, 10.0
-    tokens = 32 * texts * new
-    positions = 32 * texts * causal_pairs(new, found)
-    reading = StepReading(
-        3.0, 3 * tokens, 3 * positions, 1.0, 0.4, 0.0, texts, 1.0, 1.0, 1.0, 1.0, np.zeros(3), np.zeros(3)
-    )
-    priced = study.step_model(PREFILL, 1.0).prefill(texts * new, new + found, found)
-    assert even_per_s(study, reading) == pytest.approx(32 * priced.tokens_per_s_gpu, rel=1e-9)
-    assert computed_per_s(reading) == pytest.approx(tokens / 0.4)
+def test_even_steps_are_priced_as_they_were_as_far_as_they_were_measured() -> None:
+    study, new, found, texts = Study(), 1_500, 2_000, 320
+    pairs = int(texts * causal_pairs(new, found))
+    work = StepWork(texts * new, pairs, texts, 0, 0, 1.0, 2, texts * (new + found))
+    begin_s, seconds = study.window.settle_s, study.window.prefill_seconds
+    steps = [
+        ("u", begin_s - 3.0, 2.0, work._replace(tokens=7)),  # Over by then.
+        ("u", begin_s - 1.0, 4.0, work), ("u", begin_s + 5.0, 1.0, NO_WORK), ("u", begin_s + seconds - 1.0, 4.0, work),
+    ]  # fmt: skip
+    world = SimpleNamespace(log=WorldLog({PREFILL: steps, DECODE: []}))
+    priced = study.step_model(PREFILL, 1.0).prefill(texts / 32 * new, new + found, found)
+    assert prefill_unit.even_per_s(study, cast("FleetWorld", world)) == pytest.approx(32 * priced.tokens_per_s_gpu)
+    twice = StepWork(2 * work.tokens, 2 * pairs, 2 * texts, 0, 0, 1.0, 2, 2 * work.context_tokens)
+    steps[1] = ("u", begin_s - 1.0, 4.0, twice)
+    double_s = study.step_model(PREFILL, 1.0).prefill(texts / 16 * new, new + found, found).seconds
+    wanted = (0.75 * twice.tokens + 0.25 * work.tokens) / (0.75 * double_s + 0.25 * priced.seconds)
+    assert prefill_unit.even_per_s(study, cast("FleetWorld", world)) == pytest.approx(wanted)
 
 
-def test_a_measured_prefill_unit_is_near_even_and_shown() -> None:
+def test_a_measured_prefill_unit_is_less_than_even_and_shown() -> None:
     study, figures = small(), load().figures()
-    reading = prefill_unit.measured(study, figures, cached_day())
-    rate, even = computed_per_s(reading), even_per_s(study, reading)
-    assert rate == pytest.approx(prefill_point(study, placed(study), figures, cached_day()))
-    assert 0.5 < rate / even < 1.02
-    text = text_of(prefill_unit.table([("balanced", study, reading), ("again", study, reading)]))
-    assert f"{rate:,.0f}" in text
-    assert f"{rate / even:.1%}" in text
+    run = prefill_unit.measured(study, figures, cached_day())
+    assert run.computed_per_s == pytest.approx(prefill_point(study, placed(study), figures, cached_day()))
+    assert 0.5 < run.share < 1.0
+    half = replace(run, even_per_s=2 * run.even_per_s)
+    text = text_of(prefill_unit.table([("balanced", [run]), ("again", [run, half])]))
+    assert text.count(f" {run.computed_per_s:,.0f} ") == 6
+    assert f"{run.share:.1%}" in text
+    assert f"{0.75 * run.share:.1%}" in text
     assert text.count("100.0%") == 2
 
 

@@ -52,9 +52,11 @@ class StepWork(NamedTuple):
     imbalance: float
     """Of experts, the mean of the micro-batches."""
     num_micro_batches: int
+    context_tokens: int
+    """Whose KV is read: prefill's once a chunk, so new ones and those before them. Decode: the positions."""
 
 
-NO_WORK = StepWork(0, 0, 0, 0, 0, 1.0, 1)
+NO_WORK = StepWork(0, 0, 0, 0, 0, 1.0, 1, 0)
 
 
 class PrefillRunner:
@@ -140,6 +142,7 @@ def _work_of(
     return StepWork(
         sum(tokens), sum(pairs), sum(work[3] for half in halves for work in half), max(tokens), max(pairs),
         sum(batch.expert_imbalance for batch in batches) / len(batches), len(batches),
+        sum(work[2] for half in halves for work in half),
     )  # fmt: skip
 
 
@@ -240,7 +243,7 @@ class DecodeRunner:
         positions_R = np.bincount(ranks, lengths, minlength=self._model.num_ranks)
         self.work = StepWork(
             slots.size, int(lengths.sum()), slots.size, int(requests_R.max()), int(positions_R.max()),
-            sum(batch.expert_imbalance for batch in batches) / len(batches), len(batches),
+            sum(batch.expert_imbalance for batch in batches) / len(batches), len(batches), int(lengths.sum()),
         )  # fmt: skip
 
     def _change(self, first: int, plan: DecodePlan) -> None:

@@ -153,21 +153,23 @@ def decode_point(
 
 def prefill_point(study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None) -> float:
     """Measure one prefill unit that has always something to do: tokens that it computes in a second."""
-    reading = prefill_reading(study, placed, load, cache)
+    reading = prefill_reading(study, prefill_world(study, placed, load, cache))
     return reading.tokens / (study.window.prefill_seconds * reading.busy_share)
 
 
-def prefill_reading(
-    study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None
-) -> StepReading:
-    """What the steps of such a unit were. Raises ConfigError if there were none."""
+def prefill_world(study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None) -> FleetWorld:
+    """Such a unit, when what is measured is over."""
     requests_per_s = OVERLOAD * _prefill_requests_per_s(study, placed, load)
-    seconds = study.window.prefill_seconds
-    world = _world(study, placed, load, cache, 1, requests_per_s, 1e-6, 0, seconds)
-    reading = world.read(study.window.settle_s, study.window.settle_s + seconds)
-    if not reading.prefill.tokens:
+    return _world(study, placed, load, cache, 1, requests_per_s, 1e-6, 0, study.window.prefill_seconds)
+
+
+def prefill_reading(study: Study, world: FleetWorld) -> StepReading:
+    """What its steps were. Raises ConfigError if there were none."""
+    settle_s = study.window.settle_s
+    reading = world.read(settle_s, settle_s + study.window.prefill_seconds).prefill
+    if not reading.tokens:
         raise _nothing_seen(PREFILL)
-    return reading.prefill
+    return reading
 
 
 def _nothing_seen(role: str) -> ConfigError:

@@ -200,7 +200,7 @@ def _read_steps(
         return StepReading(*(0.0,) * 7, 1.0, 1.0, 1.0, 0.0, np.zeros(0), np.zeros(0))
     at_s, seconds = (np.array([one[column] for one in inside]) for column in (1, 2))
     work = np.array([one[3] for one in inside], np.float64)
-    tokens, positions, texts, most_tokens, most_positions, imbalance, num_micro_batches = work.T
+    tokens, positions, texts, most_tokens, most_positions, imbalance, num_micro_batches, _ = work.T
     part_s = np.minimum(at_s + seconds, end_s) - np.maximum(at_s, begin_s)
     part = part_s / seconds
     made = tokens * part

@@ -138,11 +138,12 @@ def test_a_step_says_what_it_did() -> None:
     runner = DecodeRunner(StepModel(8), SLOTS, long)
     runner.run(decode_plans(8, r0=(join(1, 50, 7), join(2, 10, 7)), r2=(join(0, 70, 8),)))
     assert runner.work[:5] == (3, 51 + 11 + 71, 3, 2, 71)
+    assert runner.work.context_tokens == 51 + 11 + 71
     prefill = PrefillRunner(StepModel(8), long)
     prefill.run([PrefillPlan(0, (chunk(10, 5),), PREFILL_DUAL.name, (chunk(4), chunk(2)), 2) for _ in range(8)])
     pairs = 5 * 10 + 55 + 10 + 3
     assert prefill.work[:5] == (8 * 16, 8 * pairs, 24, 16, pairs)
-    assert prefill.work.num_micro_batches == 2
+    assert (prefill.work.num_micro_batches, prefill.work.context_tokens) == (2, 8 * (15 + 4 + 2))
     assert prefill.ranks == ([16] * 8, [pairs] * 8)
     prefill.run([PrefillPlan(1, (chunk(10, 5),) * rank, PREFILL_DUAL.name, (chunk(4),), 2) for rank in range(8)])
     assert prefill.ranks == ([4 + 10 * rank for rank in range(8)], [10 + (50 + 55) * rank for rank in range(8)])

@@ -22,9 +22,9 @@ def reading(log: WorldLog, begin_s: float = 0.0, end_s: float = 10.0) -> Reading
 def test_steps_count_for_the_part_that_lies_inside() -> None:
     log = WorldLog()
     log.steps[DECODE] += [
-        ("decode-0", 1.0, 1.0, StepWork(16, 1600, 16, 4, 400, 1.2, 1)),
-        ("decode-1", 9.0, 2.0, StepWork(8, 4000, 8, 1, 500, 1.4, 2)),
-        ("decode-0", 20.0, 1.0, StepWork(99, 99, 99, 99, 99, 9.9, 1)),
+        ("decode-0", 1.0, 1.0, StepWork(16, 1600, 16, 4, 400, 1.2, 1, 1600)),
+        ("decode-1", 9.0, 2.0, StepWork(8, 4000, 8, 1, 500, 1.4, 2, 4000)),
+        ("decode-0", 20.0, 1.0, StepWork(99, 99, 99, 99, 99, 9.9, 1, 99)),
     ]  # fmt: skip
     decode = reading(log).decode
     assert (decode.num_steps, decode.tokens, decode.positions) == (1.5, 20.0, 3600.0)
