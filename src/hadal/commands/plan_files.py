@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import tomllib
 import zlib
 from collections.abc import Sequence
@@ -61,6 +62,19 @@ def read_prices(given: Sequence[str]) -> dict[str, float]:
         except ValueError:
             raise ValueError(f"--price {part!r}: dollars per GPU-hour are needed, such as h20=1.2.") from None
     return found
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ValueError if plans could not be written there; makes nothing."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
+        if not there.is_dir():
+            raise ValueError(f"--out {folder} cannot be written: {there} is not a folder.")
+        # Root may write where the bits say nobody may; a file system that is mounted to be read says no to all.
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(f"--out {folder} cannot be written: nothing can be made in {there}.")
+    except OSError as error:
+        raise ValueError(f"--out {folder} cannot be written: {(error.strerror or '').lower()}.") from error
 
 
 def write_plans(folder: Path, plans: Sequence[Plan], report: dict[str, Any], model: str) -> list[Path]:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hadal.commands.plan_files import (
+    check_folder,
     measured_object,
     plan_object,
     read_prices,
@@ -30,7 +31,7 @@ from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.slo import parse_slo
 from hadal.sim.plan import HardwarePlans, Options, Plan, price_hardware
 from hadal.sim.plan_day import DayRules
-from hadal.sim.plan_search import Search, impossible
+from hadal.sim.plan_search import Search, impossible, too_large
 from hadal.sim.plan_units import Pricing
 from hadal.sim.plan_verify import fluid_of
 from hadal.sim.plan_why import Row, dimension_rows, what_if_rows, why
@@ -59,6 +60,8 @@ class Asked:
 
 def run(asked: Asked) -> None:
     """Search, print, write. Raises ValueError, one line that says what to change."""
+    if asked.out is not None:
+        check_folder(asked.out)
     with _progress(is_shown=not asked.as_json) as advance:
         search, notes = _priced(asked, advance)
         search.verify(
@@ -111,6 +114,8 @@ def _priced(asked: Asked, advance: Callable[[str, float], None]) -> tuple[Search
     search = Search(found)
     if not search.ranked():
         raise ValueError(f"nothing keeps {promise}. {impossible(found)}")
+    if problem := too_large(search.ranked()[0]):
+        raise ValueError(problem)
     return search, notes
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +18,8 @@ from hadal.sim.plan_verify import Measured, measure
 
 TRIES = 4
 """Plans of one search that are simulated for each that is to be verified, at most."""
+NODES_MAX = 10_000
+"""At the peak. The day of its fleet is run unit by unit; and a fleet of equal parts costs what its parts cost."""
 _SAFETY = 0.98
 """Of what would just have kept the promise, so that a re-plan does not miss it by a hair again."""
 _SHARE_MIN = 0.3
@@ -85,6 +88,16 @@ class Search:
             decode_share=pricing.decode_share * (max(_SHARE_MIN, tpot) * _SAFETY if tpot < 1.0 else 1.0),
         )
         self.found[self.found.index(found)] = price_hardware(changed, found.rent, found.choice)
+
+
+def too_large(plan: Plan) -> str:
+    """Why nobody plans for so many nodes; empty if one does."""
+    if plan.nodes_peak <= NODES_MAX:
+        return ""
+    return (
+        f"{plan} takes {plan.nodes_peak:,.0f} nodes at the peak, and at most {NODES_MAX:,} are planned: plan one of "
+        f"{math.ceil(plan.nodes_peak / NODES_MAX):,} equal parts of the traffic, with so much less of requests_per_s."
+    )
 
 
 def impossible(found: Sequence[HardwarePlans]) -> str:

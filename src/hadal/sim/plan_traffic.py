@@ -25,6 +25,8 @@ DEEPSEEK_HIT_SHARE = 342e9 / 608e9
 SHAPES: dict[str, DayShape] = {"flat": FLAT, "deepseek": SHAPE}
 NUM_QUANTILES = 256
 """Of a distribution of lengths, wherever a mean over it is taken."""
+REQUESTS_PER_S_MAX = 1e6
+"""Some 500 of DeepSeek's published days at once: more is a mistake in a file."""
 _FIELDS = (
     "requests_per_s", "tokens_in_day", "tokens_in", "tokens_out", "cached_share", "variation_in", "variation_out",
     "kv_length", "shape", "name",
@@ -69,6 +71,11 @@ class Traffic:
         for name in ("requests_per_s", "tokens_in", "tokens_out"):
             if not (getattr(self, name) > 0.0 and math.isfinite(getattr(self, name))):
                 raise ValueError(f"traffic: {name} is {getattr(self, name):g}; it must be above 0 and finite.")
+        if self.requests_per_s > REQUESTS_PER_S_MAX:
+            raise ValueError(
+                f"traffic: requests_per_s is {self.requests_per_s:g}; at most {REQUESTS_PER_S_MAX:,.0f} are planned "
+                "for (DeepSeek's published day has 1,852)."
+            )
         if not 0.0 <= self.cached_share < 1.0:
             raise ValueError(f"traffic: cached_share is {self.cached_share:g}; from 0 to below 1 is possible.")
         for name in ("variation_in", "variation_out", "kv_length"):

@@ -24,6 +24,7 @@ from hadal.sim.load_clock import Floats, Ints
 from hadal.sim.plan import Plan, RolePlan
 from hadal.sim.plan_day import fluid_day
 from hadal.sim.plan_deploy import deployment_of
+from hadal.sim.plan_traffic import Traffic
 from hadal.sim.plan_units import KV_UNEVEN
 from hadal.sim.world import FleetWorld
 from hadal.sim.world_requests import Requests
@@ -35,7 +36,10 @@ TTFTS_SETTLE, TTFTS_MEASURE = 4.0, 5.0
 """And so many times what is promised for the first token."""
 RUNNING_MAX = 16_000
 RANKS_MAX = 1024
-"""Of the part of the fleet that is simulated."""
+"""Of the part of the fleet that is simulated; one unit of each role it is at least."""
+SECONDS_MAX, REQUESTS_MAX = 600.0, 60_000
+"""Simulated at most, and requests that come meanwhile or run at the start. Where a promise of minutes would take longer
+it is looked at for less time; where more come in the least time, units have less than their load, which is said."""
 CONTEXT_MAX = 131_072
 LOAD_MIN = 0.95
 """Of its planned load: a role that had less was not tried at what it promises, and that is said."""
@@ -98,11 +102,12 @@ def part_of(plan: Plan) -> tuple[int, int]:
     """(prefill, decode) units to simulate: the fleet if it is small, else the part that has its proportions best."""
     prefill, decode = plan.prefill, plan.decode
     most_decode = max(1, min(decode.num_peak, RUNNING_MAX // (decode.num_ranks * plan.decode_unit.batch)))
+    most_prefill = max(1, min(prefill.num_peak, (RANKS_MAX - decode.num_ranks) // prefill.num_ranks))
     found: list[tuple[float, int, int]] = []
     for num_decode in range(1, most_decode + 1):
         wanted = prefill.need_peak * num_decode / decode.need_peak
         for num_prefill in {math.floor(wanted), math.ceil(wanted)}:
-            num = min(max(1, num_prefill), prefill.num_peak)
+            num = min(max(1, num_prefill), most_prefill)
             if found and num * prefill.num_ranks + num_decode * decode.num_ranks > RANKS_MAX:
                 continue
             loads = prefill.need_peak / num, decode.need_peak / num_decode
@@ -115,13 +120,10 @@ def part_of(plan: Plan) -> tuple[int, int]:
 def measure(plan: Plan, rng: Generator, progress: Callable[[float], None] = lambda share: None) -> Measured:
     """Run a part of the plan at the peak's load. `progress` is told the share of simulated time that is done."""
     num_prefill, num_decode = part_of(plan)
-    traffic = plan.traffic
+    unit, peak_per_s = plan.decode_unit, plan.traffic.requests_per_s * plan.traffic.peak
     share = min(1.0, num_prefill / plan.prefill.need_peak, num_decode / plan.decode.need_peak)
-    per_s = share * traffic.requests_per_s * traffic.peak
-    settle_s = max(SETTLE_S, TTFTS_SETTLE * plan.slo.ttft_s)
-    measure_s = max(MEASURE_S, TTFTS_MEASURE * plan.slo.ttft_s)
-    end_s = settle_s + measure_s
-    unit = plan.decode_unit
+    per_s, settle_s, measure_s = within_limits(plan, share * peak_per_s)
+    share, end_s = per_s / peak_per_s, settle_s + measure_s
     # What is found of a prompt is told beforehand and read from the disk: prefill's memory has nothing to keep.
     config = replace(
         deployment_of(plan, num_prefill=num_prefill, num_decode=num_decode), cache=CacheConfig(memory=OFF)
@@ -143,6 +145,16 @@ def measure(plan: Plan, rng: Generator, progress: Callable[[float], None] = lamb
         _promised(plan.slo.tpot_quantile, tpot.mean, seen.decode.seconds_K, seen.decode.tokens_K),
         seen.decode.requests_per_rank, seen.decode.positions_per_token, seen.prefill.busy_share,
     )  # fmt: skip
+
+
+def within_limits(plan: Plan, per_s: float) -> tuple[float, float, float]:
+    """(requests/s, seconds before and while it is measured): as wanted, or as near to it as the limits allow."""
+    settle_s = max(SETTLE_S, TTFTS_SETTLE * plan.slo.ttft_s)
+    measure_s = max(MEASURE_S, TTFTS_MEASURE * plan.slo.ttft_s)
+    least_s, running_s = SETTLE_S + MEASURE_S, plan.traffic.tokens_out * plan.decode_unit.tpot_s
+    end_s = min(settle_s + measure_s, SECONDS_MAX, max(least_s, REQUESTS_MAX / per_s - running_s))
+    part = end_s / (settle_s + measure_s)
+    return min(per_s, REQUESTS_MAX / (end_s + running_s)), part * settle_s, part * measure_s
 
 
 def fluid_of(plan: Plan, rng: Generator) -> Day:
@@ -171,19 +183,24 @@ def fluid_of(plan: Plan, rng: Generator) -> Day:
 
 def requests_of(plan: Plan, per_s: float, until_s: float, rng: Generator) -> Requests:
     """Those that run at the start, then Poisson arrivals."""
-    traffic = plan.traffic
-    num_running = round(per_s * traffic.tokens_out * plan.decode_unit.tpot_s)
+    num_running = round(per_s * plan.traffic.tokens_out * plan.decode_unit.tpot_s)
     running_in, running_out, done = _running(plan, num_running, rng)
+    come = arrivals(plan.traffic, per_s, until_s, rng)
+    return Requests(
+        np.concatenate([np.full(len(done), -1.0), come.arrival_s]), np.concatenate([running_in, come.tokens_in]),
+        np.concatenate([running_out, come.tokens_out]), np.concatenate([np.zeros_like(done), come.tokens_cached]),
+        np.concatenate([done, come.tokens_done]),
+    )  # fmt: skip
+
+
+def arrivals(traffic: Traffic, per_s: float, until_s: float, rng: Generator) -> Requests:
+    """Poisson arrivals of this traffic's prompts, as much of each in the cache as of the mean one."""
     size = int(rng.poisson(per_s * until_s))
     tokens_in, tokens_out = (_bounded(column) for column in traffic.draw(size, rng))
     cached = np.minimum(
         np.rint(traffic.cached_share * tokens_in / BLOCK_TOKENS), (tokens_in - 1) // BLOCK_TOKENS
     ).astype(np.int64)
-    return Requests(
-        np.concatenate([np.full(len(done), -1.0), np.sort(rng.uniform(0.0, until_s, size))]),
-        np.concatenate([running_in, tokens_in]), np.concatenate([running_out, tokens_out]),
-        np.concatenate([np.zeros_like(done), BLOCK_TOKENS * cached]), np.concatenate([done, np.zeros_like(tokens_in)]),
-    )  # fmt: skip
+    return Requests(np.sort(rng.uniform(0.0, until_s, size)), tokens_in, tokens_out, BLOCK_TOKENS * cached)
 
 
 def _running(plan: Plan, num: int, rng: Generator) -> tuple[Ints, Ints, Ints]:

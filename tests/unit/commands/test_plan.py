@@ -75,6 +75,36 @@ def test_the_example_can_be_planned_with(tmp_path: Path) -> None:
     assert len(found["plans"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("rate", "why"), [("1e9", "requests_per_s is 1e+09; at most 1,000,000"), ("1e6", "nodes at the peak, and at most")]
+)  # fmt: skip
+def test_traffic_of_a_slip_of_the_pen_is_one_line(rate: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "absurd.toml"
+    path.write_text(f"requests_per_s = {rate}\n", encoding="utf-8")
+    result = run("--traffic", str(path), "--hardware", "h800")
+    assert result.exit_code == 2
+    assert why in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_where_nothing_can_be_written_nothing_is_searched(tmp_path: Path) -> None:
+    file, gone = tmp_path / "file", tmp_path / "gone"
+    file.touch()
+    gone.symlink_to(tmp_path / "nowhere")
+    for out, there in ((file, file), (file / "plans", file), (gone, gone)):
+        result = run("--out", str(out), "--hardware", "h900")
+        assert result.exit_code == 2
+        assert f"--out {out} cannot be written: {there} is not a folder" in result.stderr, "before hardware is"
+    result = run("--out", str(tmp_path / ("long" * 100)), "--hardware", "h900")
+    assert "file name too long" in result.stderr
+
+
+def test_a_search_that_finds_nothing_makes_no_folder(tmp_path: Path) -> None:
+    result = run("--out", str(tmp_path / "plans"), "--hardware", "h900")
+    assert "'h900' is not known" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_traces_are_read(tmp_path: Path) -> None:
     azure = tmp_path / "trace.csv"
     azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.slo import Slo
 from hadal.sim import plan_search
 from hadal.sim.plan import Options, Plan, price_hardware
-from hadal.sim.plan_search import Search, impossible
+from hadal.sim.plan_search import NODES_MAX, Search, impossible, too_large
 from hadal.sim.plan_units import Pricing
 from hadal.sim.plan_verify import Measured, measure
 from tests.unit.sim.plans import SLO, SMALL, small
@@ -70,3 +71,12 @@ def test_nothing_keeps_it_and_why() -> None:
     assert "h20 has no decode unit for it" in text
     assert "TPOT" in text
     assert "at batch 1" in text
+
+
+def test_a_fleet_beyond_all_fleets_is_said_with_how_many_parts_it_has() -> None:
+    plan = small().ranked()[0]
+    assert too_large(plan) == ""
+    num = math.ceil(2.5 * NODES_MAX / plan.prefill.unit_nodes)
+    huge = dataclasses.replace(plan, prefill=dataclasses.replace(plan.prefill, num_peak=num))
+    assert "one of 3 equal parts" in too_large(huge)
+    assert f"{huge.nodes_peak:,.0f} nodes" in too_large(huge)

@@ -72,7 +72,8 @@ def test_a_trace_of_a_day_says_when_people_ask() -> None:
         ({"cached_share": 1.0}, "below 1"), ({"variation_in": -1}, "negative"), ({"shape": "round"}, "24 numbers"),
         ({"shape": [1, 2]}, "24 numbers"), ({"shape": [-1.0] * 24}, "from 0 on"), ({"shape": [0.0] * 24}, "counted"),
         ({"requests_per_s": 1, "tokens_in_day": 1}, "the same"), ({"tokens_in_day": 1, "tokens_in": 0}, "above 0"),
-        ({"requests_per_s": float("inf")}, "finite"),
+        ({"requests_per_s": float("inf")}, "finite"), ({"requests_per_s": 1e9}, "at most 1,000,000 are planned for"),
+        ({"tokens_in_day": 1e30}, "at most 1,000,000 are planned for"),
     ],
 )  # fmt: skip
 def test_what_nobody_could_ask(table: dict[str, object], why: str) -> None:

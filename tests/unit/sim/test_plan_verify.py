@@ -8,7 +8,22 @@ import numpy as np
 import pytest
 
 from hadal.policy.slo import Slo
-from hadal.sim.plan_verify import Latency, fluid_of, measure, part_of, requests_of
+from hadal.sim.plan_traffic import Traffic
+from hadal.sim.plan_verify import (
+    MEASURE_S,
+    RANKS_MAX,
+    REQUESTS_MAX,
+    SECONDS_MAX,
+    SETTLE_S,
+    TTFTS_MEASURE,
+    TTFTS_SETTLE,
+    Latency,
+    fluid_of,
+    measure,
+    part_of,
+    requests_of,
+    within_limits,
+)
 from tests.unit.sim.plans import SMALL, small
 from tests.unit.sim.test_plan import best
 
@@ -40,6 +55,30 @@ def test_a_part_has_the_proportions_of_the_whole() -> None:
     num_prefill, num_decode = part_of(plan)
     assert num_prefill / num_decode == pytest.approx(plan.prefill.need_peak / plan.decode.need_peak, rel=0.1)
     assert num_decode * plan.decode.num_ranks * plan.decode_unit.batch < 20_000
+
+
+def test_a_part_is_of_few_ranks_however_lopsided_the_whole() -> None:
+    plan = best(traffic=Traffic(requests_per_s=500.0, tokens_in=20_000.0, tokens_out=1.0))
+    assert plan.prefill.need_peak * plan.prefill.num_ranks > 2 * RANKS_MAX * plan.decode.need_peak
+    num_prefill, num_decode = part_of(plan)
+    assert num_decode == 1
+    assert num_prefill * plan.prefill.num_ranks + plan.decode.num_ranks <= RANKS_MAX
+
+
+def test_what_is_simulated_has_an_end() -> None:
+    plan = best()
+    running_s = plan.traffic.tokens_out * plan.decode_unit.tpot_s
+    assert within_limits(plan, 300.0) == (300.0, 8.0, 10.0), "four and five times the 2 s that are promised"
+    patient = dataclasses.replace(plan, slo=Slo(3600.0, 0.05))
+    per_s, settle_s, measure_s = within_limits(patient, 1.0)
+    assert (per_s, settle_s + measure_s) == (1.0, pytest.approx(SECONDS_MAX))
+    assert settle_s / measure_s == pytest.approx(TTFTS_SETTLE / TTFTS_MEASURE)
+    per_s, settle_s, measure_s = within_limits(patient, 400.0)
+    assert per_s == 400.0
+    assert per_s * (settle_s + measure_s + running_s) == pytest.approx(REQUESTS_MAX), "for less time first"
+    per_s, settle_s, measure_s = within_limits(patient, 1e6)
+    assert settle_s + measure_s == pytest.approx(SETTLE_S + MEASURE_S)
+    assert per_s * (settle_s + measure_s + running_s) == pytest.approx(REQUESTS_MAX), "then fewer come"
 
 
 def test_requests_that_run_are_met_in_the_middle_of_theirs() -> None:
