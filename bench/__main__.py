@@ -31,6 +31,7 @@ from bench import (
     ledger,
     load,
     overlap,
+    plan_fit,
     prefill_unit,
     recording,
     simulated_hour,
@@ -77,6 +78,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "simulated_hour": simulated_hour.main,
     "recording": recording.main,
     "ledger": ledger.main,
+    "plan_fit": plan_fit.main,
 }
 
 

@@ -10,6 +10,7 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.perf.shapes import kv_bytes_per_token
 from hadal.perf.step import StepModel
 from hadal.sim.plan import Plan, RolePlan
+from hadal.sim.plan_traffic import Traffic
 from hadal.sim.plan_units import BATCH_MAX, prefill_kv_bytes
 from hadal.sim.world_units import kv_blocks
 
@@ -26,7 +27,7 @@ def deployment_of(plan: Plan, *, model: str = "", num_prefill: int = 0, num_deco
     prefill, decode, hardware = plan.prefill, plan.decode, plan.hardware
     traffic, unit = plan.traffic, plan.prefill_unit
     slots = min(BATCH_MAX, math.ceil(plan.decode_unit.batch * SLOTS_OVER))
-    prompts = max(16, math.ceil(4.0 * unit.chunk_tokens / traffic.tokens_new))
+    prompts = prompts_max(unit.chunk_tokens, traffic)
     most = (num_prefill, num_decode) if is_part else (prefill.num_peak, decode.num_peak)
     running = most[0] * prefill.num_ranks * prompts + most[1] * decode.num_ranks * slots
     arrivals = QUEUE_S * traffic.requests_per_s * traffic.peak
@@ -47,6 +48,11 @@ def deployment_of(plan: Plan, *, model: str = "", num_prefill: int = 0, num_deco
         ledger=LedgerConfig(gpu_hour_usd=plan.rent.usd, gpu=hardware.name),
         fleet=FleetConfig() if is_part or plan.rules.is_static else _fleet(plan),
     )  # fmt: skip
+
+
+def prompts_max(chunk_tokens: int, traffic: Traffic) -> int:
+    """Prompts that a prefill rank has at once: as many as four full steps compute."""
+    return max(16, math.ceil(4.0 * chunk_tokens / traffic.tokens_new))
 
 
 def _fleet(plan: Plan) -> FleetConfig:

@@ -150,6 +150,8 @@ class Pricing:
     decode_share: float = 1.0
     """Of what the step model promises, what is believed: a simulation that took longer than planned lowers it."""
     prefill_share: float = 1.0
+    tokens_uneven: float = TOKENS_UNEVEN
+    pairs_uneven: float = PAIRS_UNEVEN
 
     @cached_property
     def _new(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -160,7 +162,7 @@ class Pricing:
         """All of them."""
         for dtype in dtypes:
             for num_ranks, num_redundant in DECODE_UNITS:
-                model = self._model(DECODE, num_ranks, num_redundant, dtype)
+                model = self.step_model(DECODE, num_ranks, num_redundant, dtype)
                 if model is not None:
                     yield self.decode(model, mtp_tokens)
 
@@ -218,7 +220,7 @@ class Pricing:
             for num_ranks, num_redundant in PREFILL_UNITS:
                 if num_ranks > 64 and num_ranks > self.hardware.nvlink_domain:
                     continue
-                model = self._model(PREFILL, num_ranks, num_redundant, dtype)
+                model = self.step_model(PREFILL, num_ranks, num_redundant, dtype)
                 if model is not None:
                     yield from self.prefill_sizes(model)
 
@@ -227,7 +229,7 @@ class Pricing:
 
         @cache
         def at(tokens: float) -> StepPrice:
-            return self._prefill_price(model, tokens)
+            return self.prefill_price(model, tokens)
 
         return [self._prefill(model, chunk, at) for chunk in chunks]
 
@@ -247,12 +249,12 @@ class Pricing:
                 f"KV of {needed:,.0f} tokens and buffers for steps of {chunk_tokens:,} do not fit beside "
                 f"{_gb(model.hbm_bytes(0))} of weights"
             )
-        tail = 1.0 if slo.ttft_quantile == MEAN else max(1.0, TTFT_TAIL * -math.log1p(-slo.ttft_quantile))
+        tail = 1.0 if slo.ttft_quantile == MEAN else tail_of(slo.ttft_quantile)
         limit_s = slo.ttft_s * self.prefill_share / tail
 
         # With less than one prompt in a unit's step the unit is idle between: less waits, and a step is one prompt's.
         one_tokens = min(float(chunk_tokens), traffic.tokens_new / model.num_ranks)
-        own_steps = float(np.maximum(1.0, self._new / chunk_tokens).mean())
+        own_steps = self.own_steps(chunk_tokens)
 
         def ttft_s(tokens: float) -> tuple[float, float]:
             step_s = at(max(tokens, one_tokens)).seconds
@@ -279,13 +281,17 @@ class Pricing:
             use = min(USE_MAX, tokens / step_s / (chunk_tokens / full_s))
         return PrefillUnit(model, chunk_tokens, tokens_per_s, use, step_s, expected_s * tail, whole)
 
-    def _prefill_price(self, model: StepModel, tokens: float) -> StepPrice:
+    def own_steps(self, chunk_tokens: int) -> float:
+        """Steps that compute a prompt, mean over prompts, if a rank takes no more than so many tokens in one."""
+        return float(np.maximum(1.0, self._new / chunk_tokens).mean())
+
+    def prefill_price(self, model: StepModel, tokens: float) -> StepPrice:
         """A step of so many tokens a rank, attention as the busiest rank has it, under the cheapest schedule."""
         traffic = self.traffic
         cached = traffic.tokens_in * traffic.cached_share
         prompts = tokens / traffic.tokens_new
         spread = expected_maximum(model.num_ranks) * math.sqrt(0.5 * (1.0 + traffic.variation_in**2) / prompts)
-        uneven = [min(float(model.num_ranks), 1.0 + by * spread) for by in (TOKENS_UNEVEN, PAIRS_UNEVEN)]
+        uneven = [min(float(model.num_ranks), 1.0 + by * spread) for by in (self.tokens_uneven, self.pairs_uneven)]
         pairs = prompts * causal_pairs(traffic.tokens_new, cached)
         prices = []
         for schedule in SCHEDULES.values():
@@ -309,8 +315,8 @@ class Pricing:
         """A pool holds the longest context at least (runtime/memory), and a spare block or two."""
         return self.model.max_position_embeddings + 4 * BLOCK_TOKENS
 
-    def _model(self, role: str, num_ranks: int, num_redundant: int, dtype: str) -> StepModel | None:
-        """None: there is no such unit of this hardware, or of this model."""
+    def step_model(self, role: str, num_ranks: int, num_redundant: int, dtype: str = FP8) -> StepModel | None:
+        """How steps of such a unit are priced. None: there is no such unit of this hardware, or of this model."""
         per_node = self.hardware.gpus_per_node
         if (self.model.n_routed_experts + num_redundant) % num_ranks or (num_ranks > per_node and num_ranks % per_node):
             return None
@@ -326,6 +332,11 @@ class Pricing:
 
     def _no_room(self, model: StepModel, mtp_tokens: int) -> str:
         return f"does not fit: weights {_gb(model.hbm_bytes(0, mtp_tokens))} of {_gb(self.hardware.hbm_bytes)}"
+
+
+def tail_of(quantile: float) -> float:
+    """That quantile of TTFT over its mean."""
+    return max(1.0, TTFT_TAIL * -math.log1p(-quantile))
 
 
 @cache

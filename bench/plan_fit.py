@@ -1,0 +1,271 @@
+"""What `hadal plan` says of prefill units beside simulated ones: seconds of a step, seconds to the first token.
+
+    python -m bench.plan_fit [--quick]
+
+A unit of the simulator takes DeepSeek's published prompts (log-normal lengths, Poisson arrivals) at the rate that the
+planner expects to put so many of them into a rank's step. Printed: the step and TTFT that were simulated, what
+sim/plan_units says of a step of the same tokens and of the rate, and which constants would have fitted best. Needs no
+GPU and no data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from hadal.core.balance import OFF
+from hadal.core.config import DECODE, PREFILL, CacheConfig, Deployment, LimitsConfig, UnitsConfig
+from hadal.perf.hardware import hardware_named
+from hadal.perf.shapes import DEEPSEEK_V3
+from hadal.perf.step import StepModel
+from hadal.policy.slo import Slo
+from hadal.sim.hour import uncollected
+from hadal.sim.plan_deploy import prompts_max
+from hadal.sim.plan_traffic import Traffic
+from hadal.sim.plan_units import PAIRS_UNEVEN, STEPS_BEFORE, TOKENS_UNEVEN, TTFT_TAIL, Pricing, tail_of
+from hadal.sim.plan_verify import CONTEXT_MAX, arrivals
+from hadal.sim.world import FleetWorld
+from hadal.sim.world_seen import quantiles
+
+TRAFFIC = Traffic(kv_length=4989.0)
+PROMPTS = (0.3, 0.7, 1.2, 1.8, 2.5)
+"""Of a rank's step, as planned."""
+QUICK_PROMPTS = (0.4, 1.6)
+SETTLE_STEPS, MEASURE_STEPS = 12.0, 50.0
+"""Of the planned length, before and while it is measured."""
+REQUESTS_MIN = 1000
+"""Measured, at least: of fewer a p99 says little."""
+QUANTILES = (0.9, 0.99)
+_NONE_WAITS = 100_000
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A prefill unit that is looked at."""
+
+    hardware: str
+    num_ranks: int
+    num_redundant: int
+    chunk_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.hardware} EP{self.num_ranks}+{self.num_redundant}, {self.chunk_tokens // 1024}K"
+
+
+UNITS = (
+    Unit("h800", 16, 0, 8192), Unit("h800", 32, 0, 16384), Unit("h800", 32, 32, 16384), Unit("gb200", 8, 0, 16384),
+    Unit("gb200", 16, 0, 16384), Unit("gb200", 32, 32, 16384),
+)  # fmt: skip
+QUICK_UNITS = (UNITS[0], UNITS[2], UNITS[3])
+
+
+@dataclass(frozen=True)
+class Point:
+    """One unit at one rate, simulated."""
+
+    unit: Unit
+    planned_prompts: float
+    """Of a rank's step at this rate, as the planner has it."""
+    tokens: float
+    """Of a rank's step, mean, as it was."""
+    step_s: float
+    ttft_s: float
+    """Mean."""
+    tails: tuple[float, ...]
+    """QUANTILES of TTFT over its mean."""
+    num_requests: int
+
+    @property
+    def prompts(self) -> float:
+        return self.tokens / TRAFFIC.tokens_new
+
+
+Fits = dict[str, float]
+
+
+def pricing_of(unit: Unit, tokens_uneven: float = TOKENS_UNEVEN, pairs_uneven: float = PAIRS_UNEVEN) -> Pricing:
+    """What the planner prices such a unit with."""
+    hardware = hardware_named(unit.hardware)
+    return Pricing(
+        hardware, DEEPSEEK_V3, TRAFFIC, Slo(2.0, 0.05), tokens_uneven=tokens_uneven, pairs_uneven=pairs_uneven
+    )
+
+
+def model_of(unit: Unit) -> StepModel:
+    """Raises ValueError if there is no such unit."""
+    model = pricing_of(unit).step_model(PREFILL, unit.num_ranks, unit.num_redundant)
+    if model is None:
+        raise ValueError(f"there is no {unit}.")
+    return model
+
+
+def simulate(
+    unit: Unit, model: StepModel, prompts: float, seed: int, *, num_steps: float = MEASURE_STEPS,
+    requests_min: int = REQUESTS_MIN,
+) -> Point:  # fmt: skip
+    """Run the unit at the rate that is planned to put so many prompts into a rank's step."""
+    rng = np.random.default_rng(seed)
+    step_s = pricing_of(unit).prefill_price(model, prompts * TRAFFIC.tokens_new).seconds
+    per_s = unit.num_ranks * prompts / step_s
+    settle_s = SETTLE_STEPS * step_s
+    end_s = settle_s + max(num_steps * step_s, requests_min / per_s)
+    come = arrivals(TRAFFIC, per_s, end_s, rng)
+    # Decode has nothing to do: what is looked at ends with a prompt's first token.
+    requests = replace(come, tokens_out=np.ones_like(come.tokens_out))
+    slots = prompts_max(unit.chunk_tokens, TRAFFIC)
+    config = Deployment(
+        chunk_tokens=unit.chunk_tokens, cache=CacheConfig(memory=OFF),
+        prefill=UnitsConfig(
+            1, ranks=unit.num_ranks, redundant_experts=unit.num_redundant, max_requests=slots,
+            max_waiting=_NONE_WAITS,
+        ),
+        decode=UnitsConfig(1, ranks=16, max_requests=64, max_waiting=_NONE_WAITS),
+        limits=LimitsConfig(max_running=_NONE_WAITS, max_queued=_NONE_WAITS),
+    )  # fmt: skip
+    models = {PREFILL: model, DECODE: StepModel(16, model.hardware)}
+    world = FleetWorld(config, models, requests, max_context=CONTEXT_MAX)
+    with uncollected():
+        world.run(end_s)
+    seen = world.read(settle_s, end_s)
+    mean_s = float(seen.ttft_s.mean())
+    return Point(
+        unit, prompts, seen.prefill.tokens / seen.prefill.num_steps / unit.num_ranks, seen.prefill.step_s, mean_s,
+        tuple(seconds / mean_s for seconds in quantiles(seen.ttft_s, QUANTILES)), len(seen.ttft_s),
+    )  # fmt: skip
+
+
+def price_s(point: Point, model: StepModel, tokens_uneven: float, pairs_uneven: float) -> float:
+    """Of a step of as many tokens as were simulated."""
+    return pricing_of(point.unit, tokens_uneven, pairs_uneven).prefill_price(model, point.tokens).seconds
+
+
+def own_steps(point: Point) -> float:
+    return pricing_of(point.unit).own_steps(point.unit.chunk_tokens)
+
+
+def steps_before(point: Point) -> float:
+    """Simulated steps that a prompt took beside its own."""
+    return point.ttft_s / point.step_s - own_steps(point)
+
+
+def planned_ttft_s(point: Point, model: StepModel, before: float = STEPS_BEFORE) -> float:
+    """What is planned at the rate that was simulated."""
+    step_s = pricing_of(point.unit).prefill_price(model, point.planned_prompts * TRAFFIC.tokens_new).seconds
+    return step_s * (before + own_steps(point))
+
+
+def fit_uneven(points: Sequence[Point], models: dict[Unit, StepModel]) -> tuple[float, float]:
+    """(TOKENS_UNEVEN, PAIRS_UNEVEN) with the least mean square of log(priced over simulated)."""
+
+    def error(at: tuple[float, float]) -> float:
+        return float(np.mean([
+            math.log(price_s(point, models[point.unit], *at) / point.step_s) ** 2 for point in points
+        ]))  # fmt: skip
+
+    return _least(error, (TOKENS_UNEVEN, PAIRS_UNEVEN))
+
+
+def _least(error: Callable[[tuple[float, float]], float], start: tuple[float, float]) -> tuple[float, float]:
+    """Where `error` is least, from 0 on: look in all directions, go where it is less, or look nearer."""
+    at, best, size = start, error(start), 0.4
+    while size > 0.02:
+        around = [
+            (max(0.0, at[0] + size * x), max(0.0, at[1] + size * y))
+            for x, y in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1))
+        ]  # fmt: skip
+        errors = [error(one) for one in around]
+        if min(errors) < best:
+            best = min(errors)
+            at = around[errors.index(best)]
+        else:
+            size /= 2.0
+    return at
+
+
+def fit_tail(points: Sequence[Point]) -> float:
+    """TTFT_TAIL with the least squares of log."""
+    ratios = [
+        tail / -math.log1p(-quantile) for point in points for quantile, tail in zip(QUANTILES, point.tails, strict=True)
+    ]
+    return math.exp(float(np.mean(np.log(ratios))))
+
+
+def show_points(console: Console, points: Sequence[Point], models: dict[Unit, StepModel]) -> None:
+    """A line for each."""
+    table = Table("unit", box=None)
+    for name in ("prompts planned", "came", "step s", "priced", "TTFT s", "planned", "steps before", "p90", "p99"):
+        table.add_column(name, justify="right")
+    for point in points:
+        model = models[point.unit]
+        priced_s = price_s(point, model, TOKENS_UNEVEN, PAIRS_UNEVEN)
+        planned_s = planned_ttft_s(point, model)
+        table.add_row(
+            str(point.unit), f"{point.planned_prompts:.1f}", f"{point.prompts:.2f}", f"{point.step_s:.3f}",
+            f"{priced_s:.3f} ({priced_s / point.step_s - 1.0:+.0%})", f"{point.ttft_s:.2f}",
+            f"{planned_s:.2f} ({planned_s / point.ttft_s - 1.0:+.0%})", f"{steps_before(point):.2f}",
+            *(f"{tail:.2f}" for tail in point.tails),
+        )  # fmt: skip
+    console.print(table)
+
+
+def show_fits(console: Console, points: Sequence[Point], models: dict[Unit, StepModel]) -> Fits:
+    """The constants as they are, and as they would fit best."""
+
+    def spread(tokens_uneven: float, pairs_uneven: float) -> str:
+        ratios = [price_s(point, models[point.unit], tokens_uneven, pairs_uneven) / point.step_s for point in points]
+        return f"priced {min(ratios) - 1.0:+.1%} to {max(ratios) - 1.0:+.1%}, mean {float(np.mean(ratios)) - 1.0:+.1%}"
+
+    console.print(f"TOKENS_UNEVEN {TOKENS_UNEVEN:g}, PAIRS_UNEVEN {PAIRS_UNEVEN:g}: a step is "
+                  f"{spread(TOKENS_UNEVEN, PAIRS_UNEVEN)}")  # fmt: skip
+    tokens_uneven, pairs_uneven = fit_uneven(points, models)
+    console.print(f"  best {tokens_uneven:.2f}, {pairs_uneven:.2f}: {spread(tokens_uneven, pairs_uneven)}")
+    before = sorted(steps_before(point) for point in points)
+    ratios = [planned_ttft_s(point, models[point.unit]) / point.ttft_s for point in points]
+    console.print(
+        f"STEPS_BEFORE {STEPS_BEFORE:g}: TTFT is planned {min(ratios) - 1.0:+.1%} to {max(ratios) - 1.0:+.1%}, mean "
+        f"{float(np.mean(ratios)) - 1.0:+.1%}"
+    )
+    console.print(f"  simulated {before[0]:.2f} to {before[-1]:.2f} steps, mean {float(np.mean(before)):.2f}")
+    tails = [f"p{quantile * 100:g} is {tail_of(quantile):.2f} times the mean, simulated "
+             f"{min(point.tails[i] for point in points):.2f} to {max(point.tails[i] for point in points):.2f}"
+             for i, quantile in enumerate(QUANTILES)]  # fmt: skip
+    console.print(f"TTFT_TAIL {TTFT_TAIL:g}: {'; '.join(tails)}")
+    tail = fit_tail(points)
+    console.print(f"  best {tail:.2f}")
+    return {
+        "tokens_uneven": tokens_uneven, "pairs_uneven": pairs_uneven, "steps_before": float(np.mean(before)),
+        "tail": tail,
+    }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Simulate, print, fit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three units at two rates, a minute")
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False)
+    began_s = time.process_time()
+    units, loads = (QUICK_UNITS, QUICK_PROMPTS) if options.quick else (UNITS, PROMPTS)
+    models = {unit: model_of(unit) for unit in units}
+    points = []
+    with console.status("simulating") as status:
+        for unit in units:
+            for prompts in loads:
+                status.update(f"{unit} at {prompts:g} prompts a rank")
+                points.append(simulate(unit, models[unit], prompts, len(points) + 1))
+    simulated_s = time.process_time() - began_s
+    show_points(console, points, models)
+    show_fits(console, points, models)
+    console.print(f"{len(points)} units simulated in {simulated_s:.0f} s of a processor, "
+                  f"{time.process_time() - began_s:.0f} s with the fit")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
