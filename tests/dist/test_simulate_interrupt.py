@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 NUM_JOBS = 2
 START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 10.0
 DELAYS_S = (0.0, 0.05, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5)
 """After the first process of the simulation is there: when it is born, imports, is given its part, is at work."""
 MOMENTS_S = tuple(0.1 * index for index in range(40)) if FULL else DELAYS_S
@@ -79,10 +79,13 @@ class Running:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
-    """A day of a minute or so, of which no process is there yet."""
+    """A day without a cache, of which no process is there yet. Each takes longer than may pass after Ctrl-C."""
     config = tmp_path / "day.toml"
-    window = replace(small().window, seconds=20.0)
-    config.write_text(study_toml(small(workload=replace(WORKLOAD, sessions_per_day=1e6), window=window)))
+    window = replace(small().window, seconds=3000.0, prefill_seconds=3000.0)
+    study = small(
+        workload=replace(WORKLOAD, sessions_per_day=1e5), window=window, cache=replace(small().cache, disk_pb=0.0)
+    )
+    config.write_text(study_toml(study), encoding="utf-8")
     command = [
         sys.executable, "-m", "hadal.cli", "simulate", "--config", str(config), "--out", str(tmp_path / "day"),
         "--no-what-ifs", "--jobs", str(NUM_JOBS),
