@@ -11,9 +11,10 @@ GPU and no data.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,7 +30,15 @@ from hadal.policy.slo import Slo
 from hadal.sim.hour import uncollected
 from hadal.sim.plan_deploy import prompts_max
 from hadal.sim.plan_traffic import Traffic
-from hadal.sim.plan_units import PAIRS_UNEVEN, STEPS_BEFORE, TOKENS_UNEVEN, TTFT_TAIL, Pricing, tail_of
+from hadal.sim.plan_units import (
+    PAIRS_UNEVEN,
+    STEPS_BEFORE,
+    TOKENS_UNEVEN,
+    TTFT_TAIL,
+    UNEVEN_POWER,
+    Pricing,
+    tail_of,
+)
 from hadal.sim.plan_verify import CONTEXT_MAX, arrivals
 from hadal.sim.world import FleetWorld
 from hadal.sim.world_seen import quantiles
@@ -38,11 +47,19 @@ TRAFFIC = Traffic(kv_length=4989.0)
 PROMPTS = (0.3, 0.7, 1.2, 1.8, 2.5)
 """Of a rank's step, as planned."""
 QUICK_PROMPTS = (0.4, 1.6)
-SETTLE_STEPS, MEASURE_STEPS = 12.0, 50.0
+PROMPTS_RANGE = (0.05, 10.0)
+"""In which a promise is looked for."""
+SEEDS, QUICK_SEEDS = (1, 2), (1,)
+SETTLE_STEPS, MEASURE_STEPS = 12.0, 150.0
 """Of the planned length, before and while it is measured."""
-REQUESTS_MIN = 1000
+REQUESTS_MIN = 2000
 """Measured, at least: of fewer a p99 says little."""
+POWERS = (0.5, 0.75, 1.0)
+LOADS = (("light", 0.0, 0.5), ("middling", 0.5, 1.5), ("heavy", 1.5, math.inf))
+"""Prompts of a rank's step, as they came."""
 QUANTILES = (0.9, 0.99)
+Uneven = tuple[float, float, float]
+NOW: Uneven = (TOKENS_UNEVEN, PAIRS_UNEVEN, UNEVEN_POWER)
 _NONE_WAITS = 100_000
 
 
@@ -81,21 +98,20 @@ class Point:
     tails: tuple[float, ...]
     """QUANTILES of TTFT over its mean."""
     num_requests: int
+    two_share: float
+    """Of the time at work, in steps of two micro-batches."""
 
     @property
     def prompts(self) -> float:
         return self.tokens / TRAFFIC.tokens_new
 
 
-Fits = dict[str, float]
-
-
-def pricing_of(unit: Unit, tokens_uneven: float = TOKENS_UNEVEN, pairs_uneven: float = PAIRS_UNEVEN) -> Pricing:
+def pricing_of(unit: Unit, uneven: Uneven = NOW) -> Pricing:
     """What the planner prices such a unit with."""
-    hardware = hardware_named(unit.hardware)
     return Pricing(
-        hardware, DEEPSEEK_V3, TRAFFIC, Slo(2.0, 0.05), tokens_uneven=tokens_uneven, pairs_uneven=pairs_uneven
-    )
+        hardware_named(unit.hardware), DEEPSEEK_V3, TRAFFIC, Slo(2.0, 0.05), tokens_uneven=uneven[0],
+        pairs_uneven=uneven[1], uneven_power=uneven[2],
+    )  # fmt: skip
 
 
 def model_of(unit: Unit) -> StepModel:
@@ -138,12 +154,13 @@ def simulate(
     return Point(
         unit, prompts, seen.prefill.tokens / seen.prefill.num_steps / unit.num_ranks, seen.prefill.step_s, mean_s,
         tuple(seconds / mean_s for seconds in quantiles(seen.ttft_s, QUANTILES)), len(seen.ttft_s),
+        seen.prefill.two_micro_batches_share,
     )  # fmt: skip
 
 
-def price_s(point: Point, model: StepModel, tokens_uneven: float, pairs_uneven: float) -> float:
+def price_s(point: Point, model: StepModel, uneven: Uneven = NOW) -> float:
     """Of a step of as many tokens as were simulated."""
-    return pricing_of(point.unit, tokens_uneven, pairs_uneven).prefill_price(model, point.tokens).seconds
+    return pricing_of(point.unit, uneven).prefill_price(model, point.tokens).seconds
 
 
 def own_steps(point: Point) -> float:
@@ -161,15 +178,29 @@ def planned_ttft_s(point: Point, model: StepModel, before: float = STEPS_BEFORE)
     return step_s * (before + own_steps(point))
 
 
-def fit_uneven(points: Sequence[Point], models: dict[Unit, StepModel]) -> tuple[float, float]:
-    """(TOKENS_UNEVEN, PAIRS_UNEVEN) with the least mean square of log(priced over simulated)."""
+def rate_share(point: Point, model: StepModel) -> float:
+    """The rate that is planned for a promise of the TTFT that was simulated, over the rate that was."""
+    pricing, own = pricing_of(point.unit), own_steps(point)
+
+    def step_s(prompts: float) -> float:
+        return pricing.prefill_price(model, prompts * TRAFFIC.tokens_new).seconds
+
+    low, high = PROMPTS_RANGE
+    for _ in range(12):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if step_s(middle) * (STEPS_BEFORE + own) <= point.ttft_s else (low, middle)
+    return low / step_s(low) / (point.planned_prompts / step_s(point.planned_prompts))
+
+
+def fit_uneven(points: Sequence[Point], models: dict[Unit, StepModel], power: float = UNEVEN_POWER) -> Uneven:
+    """What has the least mean square of log(priced over simulated), with this power."""
 
     def error(at: tuple[float, float]) -> float:
         return float(np.mean([
-            math.log(price_s(point, models[point.unit], *at) / point.step_s) ** 2 for point in points
+            math.log(price_s(point, models[point.unit], (*at, power)) / point.step_s) ** 2 for point in points
         ]))  # fmt: skip
 
-    return _least(error, (TOKENS_UNEVEN, PAIRS_UNEVEN))
+    return *_least(error, (TOKENS_UNEVEN, PAIRS_UNEVEN)), power
 
 
 def _least(error: Callable[[tuple[float, float]], float], start: tuple[float, float]) -> tuple[float, float]:
@@ -199,50 +230,61 @@ def fit_tail(points: Sequence[Point]) -> float:
 
 def show_points(console: Console, points: Sequence[Point], models: dict[Unit, StepModel]) -> None:
     """A line for each."""
-    table = Table("unit", box=None)
-    for name in ("prompts planned", "came", "step s", "priced", "TTFT s", "planned", "steps before", "p90", "p99"):
+    table = Table(box=None, title="prompts of a rank's step as planned and as they came; steps before a prompt's own")
+    table.add_column("unit", no_wrap=True)
+    for name in (
+        "prompts", "came", "step s", "priced", "in two", "TTFT s", "planned", "before", "p90", "p99",
+    ):  # fmt: skip
         table.add_column(name, justify="right")
     for point in points:
         model = models[point.unit]
-        priced_s = price_s(point, model, TOKENS_UNEVEN, PAIRS_UNEVEN)
+        priced_s = price_s(point, model)
         planned_s = planned_ttft_s(point, model)
         table.add_row(
             str(point.unit), f"{point.planned_prompts:.1f}", f"{point.prompts:.2f}", f"{point.step_s:.3f}",
-            f"{priced_s:.3f} ({priced_s / point.step_s - 1.0:+.0%})", f"{point.ttft_s:.2f}",
+            f"{priced_s:.3f} ({priced_s / point.step_s - 1.0:+.0%})", f"{point.two_share:.0%}", f"{point.ttft_s:.2f}",
             f"{planned_s:.2f} ({planned_s / point.ttft_s - 1.0:+.0%})", f"{steps_before(point):.2f}",
             *(f"{tail:.2f}" for tail in point.tails),
         )  # fmt: skip
     console.print(table)
 
 
-def show_fits(console: Console, points: Sequence[Point], models: dict[Unit, StepModel]) -> Fits:
+def show_fits(console: Console, points: Sequence[Point], models: dict[Unit, StepModel]) -> None:
     """The constants as they are, and as they would fit best."""
 
-    def spread(tokens_uneven: float, pairs_uneven: float) -> str:
-        ratios = [price_s(point, models[point.unit], tokens_uneven, pairs_uneven) / point.step_s for point in points]
-        return f"priced {min(ratios) - 1.0:+.1%} to {max(ratios) - 1.0:+.1%}, mean {float(np.mean(ratios)) - 1.0:+.1%}"
+    def show_priced(name: str, uneven: Uneven) -> None:
+        ratios = [price_s(point, models[point.unit], uneven) / point.step_s for point in points]
+        by_load = [
+            f"{load} {math.expm1(float(np.mean(np.log(some)))):+.0%}"
+            for load, low, high in LOADS
+            if (some := [ratio for ratio, at in zip(ratios, points, strict=True) if low <= at.prompts < high])
+        ]  # fmt: skip
+        constants = f"{uneven[0]:.2f}, {uneven[1]:.2f}, {uneven[2]:g}"
+        console.print(f"  {name} {constants}: {errors(ratios)}; {', '.join(by_load)}")
 
-    console.print(f"TOKENS_UNEVEN {TOKENS_UNEVEN:g}, PAIRS_UNEVEN {PAIRS_UNEVEN:g}: a step is "
-                  f"{spread(TOKENS_UNEVEN, PAIRS_UNEVEN)}")  # fmt: skip
-    tokens_uneven, pairs_uneven = fit_uneven(points, models)
-    console.print(f"  best {tokens_uneven:.2f}, {pairs_uneven:.2f}: {spread(tokens_uneven, pairs_uneven)}")
-    before = sorted(steps_before(point) for point in points)
-    ratios = [planned_ttft_s(point, models[point.unit]) / point.ttft_s for point in points]
-    console.print(
-        f"STEPS_BEFORE {STEPS_BEFORE:g}: TTFT is planned {min(ratios) - 1.0:+.1%} to {max(ratios) - 1.0:+.1%}, mean "
-        f"{float(np.mean(ratios)) - 1.0:+.1%}"
-    )
-    console.print(f"  simulated {before[0]:.2f} to {before[-1]:.2f} steps, mean {float(np.mean(before)):.2f}")
+    console.print("TOKENS_UNEVEN, PAIRS_UNEVEN, UNEVEN_POWER: a step of as many tokens is priced")
+    show_priced("now", NOW)
+    for power in POWERS:
+        show_priced("best", fit_uneven(points, models, power))
+    before = [steps_before(point) for point in points]
+    planned = errors(planned_ttft_s(point, models[point.unit]) / point.ttft_s for point in points)
+    console.print(f"STEPS_BEFORE {STEPS_BEFORE:g}: TTFT at a rate is planned {planned}")
+    shares = errors(rate_share(point, models[point.unit]) for point in points)
+    console.print(f"  for the TTFT that was simulated a rate is planned that is {shares}")
+    console.print(f"  simulated {min(before):.2f} to {max(before):.2f} steps, mean {float(np.mean(before)):.2f}")
     tails = [f"p{quantile * 100:g} is {tail_of(quantile):.2f} times the mean, simulated "
              f"{min(point.tails[i] for point in points):.2f} to {max(point.tails[i] for point in points):.2f}"
              for i, quantile in enumerate(QUANTILES)]  # fmt: skip
     console.print(f"TTFT_TAIL {TTFT_TAIL:g}: {'; '.join(tails)}")
     tail = fit_tail(points)
     console.print(f"  best {tail:.2f}")
-    return {
-        "tokens_uneven": tokens_uneven, "pairs_uneven": pairs_uneven, "steps_before": float(np.mean(before)),
-        "tail": tail,
-    }  # fmt: skip
+
+
+def errors(ratios: Iterable[float]) -> str:
+    """Of planned over simulated ones."""
+    logs = np.log(list(ratios))
+    least, mean, most = (math.expm1(float(log)) for log in (logs.min(), logs.mean(), logs.max()))
+    return f"{least:+.0%} to {most:+.0%}, mean {mean:+.0%}, deviation {logs.std():.0%}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -250,16 +292,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three units at two rates, a minute")
     options = parser.parse_args(arguments)
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=120)
     began_s = time.process_time()
-    units, loads = (QUICK_UNITS, QUICK_PROMPTS) if options.quick else (UNITS, PROMPTS)
+    units, loads, seeds = (QUICK_UNITS, QUICK_PROMPTS, QUICK_SEEDS) if options.quick else (UNITS, PROMPTS, SEEDS)
     models = {unit: model_of(unit) for unit in units}
     points = []
     with console.status("simulating") as status:
-        for unit in units:
-            for prompts in loads:
-                status.update(f"{unit} at {prompts:g} prompts a rank")
-                points.append(simulate(unit, models[unit], prompts, len(points) + 1))
+        for unit, prompts, seed in itertools.product(units, loads, seeds):
+            status.update(f"{unit} at {prompts:g} prompts a rank")
+            points.append(simulate(unit, models[unit], prompts, seed))
     simulated_s = time.process_time() - began_s
     show_points(console, points, models)
     show_fits(console, points, models)

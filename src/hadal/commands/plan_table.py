@@ -10,16 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from hadal.policy.slo import MEAN
-from hadal.sim.fluid_hours import Day
 from hadal.sim.plan import Plan
 from hadal.sim.plan_search import Search
-from hadal.sim.plan_verify import Measured
+from hadal.sim.plan_verify import FleetDay, Measured
 from hadal.sim.plan_why import Row, why
 
 
 def show(
-    console: Console, search: Search, plans: Sequence[Plan], rows: Sequence[Row], notes: Sequence[str], day: Day,
-    num_verify: int,
+    console: Console, search: Search, plans: Sequence[Plan], rows: Sequence[Row], notes: Sequence[str],
+    day: FleetDay, num_verify: int,
 ) -> None:  # fmt: skip
     """Print everything."""
     best = plans[0]

@@ -19,7 +19,7 @@ from hadal.sim.plan_verify import Measured, measure
 TRIES = 4
 """Plans of one search that are simulated for each that is to be verified, at most."""
 NODES_MAX = 10_000
-"""At the peak. The day of its fleet is run unit by unit; and a fleet of equal parts costs what its parts cost."""
+"""At the peak: more is a mistake in a file, and a fleet of equal parts costs what its parts cost."""
 _SAFETY = 0.98
 """Of what would just have kept the promise, so that a re-plan does not miss it by a hair again."""
 _SHARE_MIN = 0.3

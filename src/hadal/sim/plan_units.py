@@ -49,17 +49,18 @@ KV_USE = 0.9
 """Of a KV pool, in use as planned: the rest is for requests that are longer than the mean."""
 KV_UNEVEN = 1.03
 """Core attention of the busiest decode rank over the mean."""
-TOKENS_UNEVEN, PAIRS_UNEVEN = 1.0, 1.5
+TOKENS_UNEVEN, PAIRS_UNEVEN, UNEVEN_POWER = 1.3, 1.1, 0.75
 """How far the busiest prefill rank's tokens, and its (token, position) pairs, are above the mean, in units of
-expected_maximum(ranks) x sqrt((1 + variation^2) / 2) / sqrt(prompts of a rank's step). Fitted: steps of simulated units
-of 16 and 32 H800 with 0.4 to 2.5 prompts a rank, of log-normal lengths, then take what this says to -8 and +18 %."""
-STEPS_BEFORE = 3.3
+expected_maximum(ranks) x sqrt((1 + variation^2) / 2) / (prompts of a rank's step) ^ power. Fitted by `python -m
+bench.plan_fit` to simulated units of 8, 16 and 32 H800 or GB200, at 0.3 to 2.5 prompts a rank, of log-normal lengths.
+A step of as many tokens is then priced 1 % too short on average, 27 % too short to 33 % too long: at one rate, two
+seeds' steps are up to twice apart."""
+STEPS_BEFORE = 3.4
 """Before a prompt's own: half of the one that runs, the one that was planned while it ran (two are in flight), and what
-is put off so that ranks take equal time. Prompts of the same simulated units took 3.7 to 5.7 steps in all, most about
-4.2. Of 3.0 to 3.3 the upper end is taken: with 3.0 DeepSeek's day on H800 missed its 2 s by 2 % when simulated."""
+is put off so that ranks take equal time. Of the same simulated units: 2.7 to 4.7, 3.35 on average."""
 TTFT_TAIL = 0.6
-"""A quantile q of TTFT is taken to be so many times ln(1 / (1 - q)) of the mean: 1.38 for p90, 2.76 for p99. Chosen
-from two simulated plans on H800; of five on H800 and GB200 p90 was 1.28 to 1.64 times the mean, p99 1.8 to 3.2."""
+"""A quantile q of TTFT is taken to be so many times ln(1 / (1 - q)) of the mean: 1.38 for p90, 2.76 for p99. The same
+units had p90 at 1.17 to 1.78 times the mean, p99 at 1.9 to 4.1 times; 0.58 fits them best."""
 _IDLE = 16.0
 """A unit is looked at down to so many times less than a prompt in each step."""
 SPARE_SIGMAS = 2.0
@@ -152,6 +153,7 @@ class Pricing:
     prefill_share: float = 1.0
     tokens_uneven: float = TOKENS_UNEVEN
     pairs_uneven: float = PAIRS_UNEVEN
+    uneven_power: float = UNEVEN_POWER
 
     @cached_property
     def _new(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -290,7 +292,8 @@ class Pricing:
         traffic = self.traffic
         cached = traffic.tokens_in * traffic.cached_share
         prompts = tokens / traffic.tokens_new
-        spread = expected_maximum(model.num_ranks) * math.sqrt(0.5 * (1.0 + traffic.variation_in**2) / prompts)
+        spread = expected_maximum(model.num_ranks) * math.sqrt(0.5 * (1.0 + traffic.variation_in**2))
+        spread /= prompts**self.uneven_power
         uneven = [min(float(model.num_ranks), 1.0 + by * spread) for by in (self.tokens_uneven, self.pairs_uneven)]
         pairs = prompts * causal_pairs(traffic.tokens_new, cached)
         prices = []

@@ -19,7 +19,6 @@ from hadal.core.messages import BLOCK_TOKENS
 from hadal.policy.scaling import RoleRules
 from hadal.policy.slo import MEAN
 from hadal.sim.fluid_engine import UnitModel
-from hadal.sim.fluid_hours import Day
 from hadal.sim.load_clock import Floats, Ints
 from hadal.sim.plan import Plan, RolePlan
 from hadal.sim.plan_day import fluid_day
@@ -40,6 +39,8 @@ RANKS_MAX = 1024
 SECONDS_MAX, REQUESTS_MAX = 600.0, 60_000
 """Simulated at most, and requests that come meanwhile or run at the start. Where a promise of minutes would take longer
 it is looked at for less time; where more come in the least time, units have less than their load, which is said."""
+FLUID_UNITS_MAX = 400
+"""At the peak of the day that is run: it takes a second for a hundred units, and more than in proportion."""
 CONTEXT_MAX = 131_072
 LOAD_MIN = 0.95
 """Of its planned load: a role that had less was not tried at what it promises, and that is said."""
@@ -96,6 +97,17 @@ class Measured:
     def is_full(self) -> bool:
         """Whether both roles had about the load that they are planned for."""
         return min(self.prefill_load, self.decode_load) >= LOAD_MIN
+
+
+@dataclass(frozen=True)
+class FleetDay:
+    """What the fleet's role makes of a plan's day."""
+
+    nodes_mean: float
+    nodes_peak: int
+    tokens_per_s_user: float
+    wait_s_max: float
+    """The longest that a queue would have taken."""
 
 
 def part_of(plan: Plan) -> tuple[int, int]:
@@ -157,9 +169,10 @@ def within_limits(plan: Plan, per_s: float) -> tuple[float, float, float]:
     return min(per_s, REQUESTS_MAX / (end_s + running_s)), part * settle_s, part * measure_s
 
 
-def fluid_of(plan: Plan, rng: Generator) -> Day:
-    """The plan's day as a liquid, under the fleet role that serves."""
+def fluid_of(plan: Plan, rng: Generator) -> FleetDay:
+    """The plan's day as a liquid, under the fleet role that serves; a large fleet's is that of its equal parts."""
     unit, traffic = plan.decode_unit, plan.traffic
+    num_parts = math.ceil((plan.prefill.num_peak + plan.decode.num_peak) / FLUID_UNITS_MAX)
     batch_max = float(deployment_of(plan).decode.max_requests)
     batches = np.unique(np.concatenate(([1.0], np.linspace(4.0, max(5.0, batch_max), 12))))
     tpots = np.array([
@@ -170,15 +183,18 @@ def fluid_of(plan: Plan, rng: Generator) -> Day:
     ])  # fmt: skip
 
     def rules(role: RolePlan) -> RoleRules:
-        num_min = role.num_peak if plan.rules.is_static else 1
-        return RoleRules(math.ceil(role.unit_nodes), role.use, num_min, 2 * role.num_peak)
+        num_peak = math.ceil(role.num_peak / num_parts)
+        num_min = num_peak if plan.rules.is_static else 1
+        return RoleRules(math.ceil(role.unit_nodes), role.use, num_min, 2 * num_peak)
 
     model = UnitModel(
         plan.prefill.unit_tokens_per_s, plan.decode.num_ranks, lambda batch: np.interp(batch, batches, tpots), batch_max
     )
-    return fluid_day(
-        traffic, plan.rules, model, rules(plan.prefill), rules(plan.decode), plan.decode.unit_tokens_per_s, rng
-    )
+    day = fluid_day(
+        replace(traffic, requests_per_s=traffic.requests_per_s / num_parts), plan.rules, model, rules(plan.prefill),
+        rules(plan.decode), plan.decode.unit_tokens_per_s, rng,
+    )  # fmt: skip
+    return FleetDay(num_parts * day.nodes_mean, num_parts * day.nodes_peak, day.tokens_per_s_user, day.wait_s_max)
 
 
 def requests_of(plan: Plan, per_s: float, until_s: float, rng: Generator) -> Requests:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hadal.policy.slo import Slo
+from hadal.sim import plan_verify
 from hadal.sim.plan_traffic import Traffic
 from hadal.sim.plan_verify import (
     MEASURE_S,
@@ -25,7 +26,7 @@ from hadal.sim.plan_verify import (
     within_limits,
 )
 from tests.unit.sim.plans import SMALL, small
-from tests.unit.sim.test_plan import best
+from tests.unit.sim.test_plan import best, priced
 
 
 def test_a_small_fleet_runs_whole_and_keeps_its_promise() -> None:
@@ -110,3 +111,13 @@ def test_the_fluid_day_of_a_plan_takes_about_what_was_counted() -> None:
     day = fluid_of(plan, np.random.default_rng(1))
     assert day.nodes_mean * plan.hardware.gpus_per_node * 24 == pytest.approx(plan.gpu_hours, rel=0.05)
     assert day.tokens_per_s_user >= 1.0 / plan.slo.tpot_s
+
+
+def test_the_fluid_day_of_a_large_fleet_is_that_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = priced(traffic=dataclasses.replace(SMALL, requests_per_s=100.0), hardware="h200").ranked()[0]
+    whole = fluid_of(plan, np.random.default_rng(1))
+    monkeypatch.setattr(plan_verify, "FLUID_UNITS_MAX", (plan.prefill.num_peak + plan.decode.num_peak) // 2 + 1)
+    halves = fluid_of(plan, np.random.default_rng(1))
+    assert halves.nodes_mean == pytest.approx(whole.nodes_mean, rel=0.1)
+    assert halves.nodes_peak % 2 == 0
+    assert halves.tokens_per_s_user == pytest.approx(whole.tokens_per_s_user, rel=0.1)
