@@ -148,8 +148,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     console = Console(width=max(NUM_COLUMNS, Console().width), highlight=False)
     console.print(
         f"{study.prefill.ranks} ranks of {study.hardware}; prompts of {load.tokens_in:,.0f} tokens, "
-        f"{load.hit_share:.1%} of them found; {study.window.prefill_seconds:g} s simulated of each, "
-        f"{len(seeds)} times"
+        f"{load.hit_share:.1%} of them found; {study.window.prefill_seconds:g} s simulated of each, seeds {[*seeds]}"
     )
     console.print(table([
         (what, [measured(replace(one, seed=seed), load, cache) for seed in seeds]) for what, one in settings(study)

@@ -39,6 +39,15 @@ def test_a_process_is_measured(tmp_path: Path) -> None:
         cost_of(dataclasses.replace(front, calls=()), tmp_path)
 
 
+def test_what_a_call_takes_anyway_is_not_the_recorders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (front,) = (recording for recording in record(1, 5) if recording.process == "front")
+    monkeypatch.setattr(
+        "bench.recording.times_us",
+        lambda role, calls, apart_s: [5.0 if "handle" in vars(role) else 2.0 for _ in calls],
+    )
+    assert again(front, tmp_path, 4, 0.0) == [3.0] * 4
+
+
 def test_the_figures_of_a_process() -> None:
     cost = Cost("front", 2.0, (1.0, 2.0, 3.0, 6.0), (10.0, 20.0), 2_000)
     assert cost.call_bytes == 500
