@@ -54,7 +54,7 @@ TOKENS_UNEVEN, PAIRS_UNEVEN, UNEVEN_POWER = 1.3, 1.1, 0.75
 expected_maximum(ranks) x sqrt((1 + variation^2) / 2) / (prompts of a rank's step) ^ power. Fitted by `python -m
 bench.plan_fit` to simulated units of 8, 16 and 32 H800 or GB200, at 0.3 to 2.5 prompts a rank, of log-normal lengths.
 A step of as many tokens is then priced 1 % too short on average, 27 % too short to 33 % too long: at one rate, two
-seeds' steps are up to twice apart."""
+seeds' steps are up to twice apart. A larger power fits as well, and prices heavy steps too short."""
 STEPS_BEFORE = 3.4
 """Before a prompt's own: half of the one that runs, the one that was planned while it ran (two are in flight), and what
 is put off so that ranks take equal time. Of the same simulated units: 2.7 to 4.7, 3.35 on average."""
