@@ -67,7 +67,8 @@ def run(scene: Scene) -> tuple[SwarmWorld, Counter[str]]:
         try:
             world.run_to_the_end(FLEET_LIMIT_S if world.has_fleet else LIMIT_S)
             if world.has_fleet:
-                world.clock.run(world.clock.now() + FLEET_LIMIT_S, world.is_at_rest)
+                # A unit that the fleet starts late may still be sent what its last life was asked for.
+                world.clock.run(world.clock.now() + FLEET_LIMIT_S, lambda: world.is_at_rest() and world.is_over())
                 assert world.is_at_rest(), f"the fleet does not rest: {world.fleet.counts()}"
             world.verify_end()
         except Exception as error:
