@@ -70,7 +70,7 @@ class DecodeArrivals:
         elif slot is not None and not self._table.is_muted[slot]:
             self._go_on(slot, decode)
             return
-        elif len(self.waiting) >= self._num_waiting_max or not self._pools.num_living:
+        elif len(self.waiting) >= self._num_waiting_max + self._num_free_slots or not self._pools.num_living:
             problem = QUEUE_FULL
         if problem is None:
             self.waiting[key] = decode
@@ -97,6 +97,11 @@ class DecodeArrivals:
         self._deadlines.pop(key, None)  # The newest is the last.
         self._deadlines[key] = now_s + self._lease_s
         self._pull(slot)
+
+    @property
+    def _num_free_slots(self) -> int:
+        """Seats that nobody has: who waits for one of these is not queued beyond them, even where none may be."""
+        return self._slots.per_rank * self._pools.num_living - len(self._slots.key_to_slot)
 
     def _is_too_long(self, message: Decode | Ahead) -> bool:
         generation = message.generation

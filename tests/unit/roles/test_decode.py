@@ -151,6 +151,14 @@ def test_a_full_queue_gives_back() -> None:
     assert replies == [[], [], [Returned("decode-0", "c", 0, "queue full")]]
 
 
+def test_nobody_is_queued_where_none_may_be_and_seats_are_given_all_the_same() -> None:
+    unit = leader(num_slots=2, num_waiting_max=0)
+    replies = [sent(unit.handle(0.0, decode(name)), Returned) for name in "abc"]
+    assert replies == [[], [], [Returned("decode-0", "c", 0, "queue full")]]
+    unit = leader(num_slots=2, num_waiting_max=0)
+    assert sent(unit.handle(0.0, *map(decode, "abc")), Returned) == [Returned("decode-0", "c", 0, "queue full")]
+
+
 def test_a_pull_that_failed_gives_back_and_frees() -> None:
     unit = leader()
     unit.handle(0.0, decode())
