@@ -46,7 +46,7 @@ def test_ranks_of_prefill_are_summed_by_unit_for_the_part_inside() -> None:
         ("prefill-1", 1.0, ([8, 0, 4, 4], [80, 0, 10, 16])), ("prefill-0", 9.0, ([2, 2, 2, 2], [4, 4, 4, 8])),
         ("prefill-1", -1.5, ([4, 4, 4, 0], [8, 8, 8, 0])), ("prefill-0", 10.0, ([99] * 4, [99] * 4)),
     ):  # fmt: skip
-        log.steps[PREFILL].append((unit, at_s, 2.0, StepWork(sum(ranks[0]), sum(ranks[1]), 4, 8, 80, 1.0, 1)))
+        log.steps[PREFILL].append((unit, at_s, 2.0, StepWork(sum(ranks[0]), sum(ranks[1]), 4, 8, 80, 1.0, 1, 0)))
         log.prefill_ranks.append(ranks)
     seen = reading(log)
     assert list(seen.prefill_tokens) == list(seen.prefill_pairs) == ["prefill-0", "prefill-1"]
