@@ -41,15 +41,14 @@ def processes(num_jobs: int) -> Iterator[Executor]:
         signal.signal(signal.SIGINT, _interrupt_once)
     try:
         yield pool
-    except KeyboardInterrupt:
-        pool.end()
-        raise
-    except BaseException:
-        pool.end()
+        pool.shutdown()
+    except BaseException as error:
         if is_heard:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        pool.end()
+        if is_heard and not isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.default_int_handler)
         raise
-    pool.shutdown()
     if is_heard:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -90,7 +89,7 @@ class Processes(Executor):
             try:
                 ours.send(part)
                 is_done, found = ours.recv()
-            except (EOFError, ConnectionError) as error:
+            except (EOFError, OSError) as error:  # OSError, too, where it was killed in the middle of what it said.
                 raise BrokenExecutor("a process ended without a result.") from error
             finally:
                 process.kill()  # It has said what it had to say, or never will.

@@ -6,13 +6,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import BrokenExecutor
+from concurrent.futures import BrokenExecutor, Future
 from multiprocessing import active_children
+from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
 
-from hadal.commands.simulate_processes import processes
+from hadal.commands.simulate_processes import Processes, processes
 from hadal.core.errors import ConfigError
 from tests.unit.commands.dying import die
 from tests.unit.sim.studies import small
@@ -30,11 +31,12 @@ def ctrl_c() -> Iterator[None]:
 
 
 def part(size: int, *, by: float = 1.0) -> tuple[int, float]:
-    """More than a pipe holds, both ways."""
+    """Who did it, and what."""
     return os.getpid(), float(np.full(size, by).sum())
 
 
 def large(size: int) -> bytes:
+    """More than a pipe holds."""
     return bytes(size)
 
 
@@ -44,6 +46,18 @@ def refused() -> None:
 
 def blocked() -> bool:
     return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def die_halfway() -> bytes:
+    """It ends in the middle of saying what came of it."""
+    send = Connection._send  # type: ignore[attr-defined]
+
+    def half(self: Connection, part: bytes) -> None:
+        send(self, part[: len(part) // 2])
+        os._exit(1)
+
+    Connection._send = half  # type: ignore[attr-defined]
+    return bytes(10_000)
 
 
 def press() -> None:
@@ -88,6 +102,8 @@ def test_a_process_that_dies_takes_its_own_part_with_it() -> None:
         with pytest.raises(BrokenExecutor, match="ended without a result"):
             dead.result()
         assert other.result() == 1
+        with pytest.raises(BrokenExecutor, match="ended without a result"):
+            pool.submit(die_halfway).result()
 
 
 def test_an_error_here_ends_those_that_run() -> None:
@@ -95,6 +111,24 @@ def test_an_error_here_ends_those_that_run() -> None:
         end_with(refused)
     assert not active_children()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_ends_what_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of the block, what runs is waited for."""
+
+    def pressed(pool: Processes) -> None:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+
+    def wait_for_it() -> None:
+        with processes(1) as pool:
+            parts.append(pool.submit(time.sleep, LONG_S))
+            monkeypatch.setattr(Processes, "shutdown", pressed)
+
+    parts: list[Future[None]] = []
+    with pytest.raises(KeyboardInterrupt):
+        wait_for_it()
+    assert parts[0].cancelled() or isinstance(parts[0].exception(timeout=0), BrokenExecutor)
 
 
 def test_the_first_ctrl_c_ends_all_and_no_other_is_heard() -> None:
