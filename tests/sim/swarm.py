@@ -155,9 +155,9 @@ def _reason(trace: str) -> str:
 
 def table_of(found: Found) -> Table:
     """What the seeds reached."""
-    most = ", ".join(f"{found.seen[what]} {what} in {found.runs[what]} seeds" for what in SUMMED)
+    summed = ", ".join(f"{found.seen[what]} {what} in {found.runs[what]} seeds" for what in SUMMED)
     title = f"{found.num_seeds} seeds, {len(found.errors)} failed"
-    table = Table("what", "seeds", "in all", title=title, caption=most)
+    table = Table("what", "seeds", "in all", title=title, caption=summed)
     for name in sorted(found.runs):
         table.add_row(name, str(found.runs[name]), str(found.seen[name]) if name in found.seen else "")
     for name in sorted({f"on: {one}" for one in (*FEATURES, *FAULTS)} - found.runs.keys()):

@@ -348,7 +348,6 @@ class SwarmWorld(FleetWorld):
             assert not role._asked, f"{name} waits for {role._asked}"
         if isinstance(core, PrefillLeader | DecodeLeader):
             assert not core.audit(), core.audit()
-        if isinstance(core, PrefillLeader | DecodeLeader):
             watch = self.watches[core]
             assert watch.keeps_some or not watch.left, f"{name} never freed {watch.left}"
         if isinstance(core, PrefillLeader):

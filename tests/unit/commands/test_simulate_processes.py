@@ -8,15 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future
 from multiprocessing import active_children
-from multiprocessing.connection import Connection
 
-import numpy as np
 import pytest
 
 from hadal.commands.simulate_processes import Processes, processes
 from hadal.core.errors import ConfigError
-from tests.unit.commands.dying import die
-from tests.unit.sim.studies import small
+from tests.unit.commands.parts import blocked, die_halfway, part, refused
 
 LONG_S = 600.0
 
@@ -28,36 +25,6 @@ def ctrl_c() -> Iterator[None]:
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
     assert not active_children()
-
-
-def part(size: int, *, by: float = 1.0) -> tuple[int, float]:
-    """Who did it, and what."""
-    return os.getpid(), float(np.full(size, by).sum())
-
-
-def large(size: int) -> bytes:
-    """More than a pipe holds."""
-    return bytes(size)
-
-
-def refused() -> None:
-    raise ConfigError("it cannot be.")
-
-
-def blocked() -> bool:
-    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-
-def die_halfway() -> bytes:
-    """It ends in the middle of saying what came of it."""
-    send = Connection._send  # type: ignore[attr-defined]
-
-    def half(self: Connection, part: bytes) -> None:
-        send(self, part[: len(part) // 2])
-        os._exit(1)
-
-    Connection._send = half  # type: ignore[attr-defined]
-    return bytes(10_000)
 
 
 def press() -> None:
@@ -81,8 +48,9 @@ def test_each_part_has_a_process_of_its_own() -> None:
         found = [pool.submit(part, size, by=2.0) for size in (1, 10, 100)]
         assert [future.result()[1] for future in found] == [2.0, 20.0, 200.0]
         assert len({os.getpid(), *(future.result()[0] for future in found)}) == 4
-        assert len(pool.submit(large, 1_000_000).result()) == 1_000_000
-        assert pool.submit(len, bytes(1_000_000)).result() == 1_000_000
+        more_than_a_pipe_holds = 1_000_000
+        assert len(pool.submit(bytes, more_than_a_pipe_holds).result()) == more_than_a_pipe_holds
+        assert pool.submit(len, bytes(more_than_a_pipe_holds)).result() == more_than_a_pipe_holds
 
 
 def test_an_error_comes_back_with_where_it_was() -> None:
@@ -98,7 +66,7 @@ def test_an_error_comes_back_with_where_it_was() -> None:
 
 def test_a_process_that_dies_takes_its_own_part_with_it() -> None:
     with processes(2) as pool:
-        dead, other = pool.submit(die, small()), pool.submit(abs, -1)
+        dead, other = pool.submit(os._exit, 9), pool.submit(abs, -1)
         with pytest.raises(BrokenExecutor, match="ended without a result"):
             dead.result()
         assert other.result() == 1

@@ -167,19 +167,15 @@ def test_a_promise_that_no_unit_keeps_is_refused_with_what_one_can_do() -> None:
 def test_a_tight_promise_is_measured_where_it_may_be_kept() -> None:
     """A line through batches that are far above it refused what units can do."""
     study, figures = small(tpot_ms=13.5), load().figures()
-    most = batch_max(study, figures)
-
-    def measured_at(promised: float) -> UnitCurves:
-        points = [
-            decode_point(study, PLACED, figures, cached_day(), at) for at in points_at(most, promised)
-        ]  # fmt: skip
-        return replace(curves(), decode=decode_curve(points))
-
-    tight = measured_at(batch_within(study, 1.0, figures.kv_length))
-    tokens_per_s = tight.decode_tokens_per_s(13.5e-3)
-    assert 16 * 1.0 / 13.5e-3 * 0.9 < tokens_per_s < 16 * 2.0 / 13.5e-3
+    usual = points_at(batch_max(study, figures))
+    tight = points_at(batch_max(study, figures), batch_within(study, 1.0, figures.kv_length))
+    points = {at: decode_point(study, PLACED, figures, cached_day(), at) for at in tight}
+    found, wide = (
+        replace(curves(), decode=decode_curve(points[at] for at in wanted)) for wanted in (tight, usual)
+    )  # fmt: skip
+    assert 16 * 1.0 / 13.5e-3 * 0.9 < found.decode_tokens_per_s(13.5e-3) < 16 * 2.0 / 13.5e-3
     with pytest.raises(ValueError, match="no batch reaches"):
-        measured_at(np.inf).decode_tokens_per_s(13.5e-3)
+        wide.decode_tokens_per_s(13.5e-3)
 
 
 @pytest.mark.parametrize("promised", [1.0, 5.0, 6.3, 6.5, 23.9])
