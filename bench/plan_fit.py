@@ -290,7 +290,7 @@ def errors(ratios: Iterable[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate, print, fit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three units at two rates, a minute")
+    parser.add_argument("--quick", action="store_true", help="three units at two rates, ten seconds")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, width=120)
     began_s = time.process_time()

@@ -115,7 +115,7 @@ def test_the_fluid_day_of_a_plan_takes_about_what_was_counted() -> None:
 
 
 def test_the_fluid_day_of_a_large_fleet_is_that_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = priced(traffic=dataclasses.replace(SMALL, requests_per_s=400.0), hardware="h200").ranked()[0]
+    plan = priced(traffic=dataclasses.replace(SMALL, requests_per_s=100.0), hardware="h200").ranked()[0]
     whole = fluid_of(plan, np.random.default_rng(1))
     monkeypatch.setattr(plan_verify, "FLUID_UNITS_MAX", (plan.prefill.num_peak + plan.decode.num_peak) // 2 + 1)
     halves = fluid_of(plan, np.random.default_rng(1))
