@@ -44,6 +44,8 @@ class DecodeArrivals:
         self._lease_s = lease_s
         self._emit = emit
         self._give_back = give_back
+        self._is_full = False
+        """Not all who waited had a seat, when they were last looked at."""
         self._deadlines: dict[Key, float] = {}
         """Of seats AHEAD, and of some that were; the earliest first."""
 
@@ -70,7 +72,7 @@ class DecodeArrivals:
         elif slot is not None and not self._table.is_muted[slot]:
             self._go_on(slot, decode)
             return
-        elif len(self.waiting) >= self._num_waiting_max + self._num_free_slots or not self._pools.num_living:
+        elif len(self.waiting) >= self._num_waiting_max + self._num_seats_left or not self._pools.num_living:
             problem = QUEUE_FULL
         if problem is None:
             self.waiting[key] = decode
@@ -99,8 +101,11 @@ class DecodeArrivals:
         self._pull(slot)
 
     @property
-    def _num_free_slots(self) -> int:
-        """Seats that nobody has: who waits for one of these is not queued beyond them, even where none may be."""
+    def _num_seats_left(self) -> int:
+        """Seats for those who come now: they are not queued, even where nobody may be. None while others wait, for then
+        blocks are short."""
+        if self._is_full or self._slots.is_starved:
+            return 0
         return self._slots.per_rank * self._pools.num_living - len(self._slots.key_to_slot)
 
     def _is_too_long(self, message: Decode | Ahead) -> bool:
@@ -138,6 +143,10 @@ class DecodeArrivals:
     # ---- seats ----
     def seat_waiting(self) -> None:
         """Give slots and blocks to those who wait, nobody before one who came earlier, and start to pull their KV."""
+        self._seat_waiting()
+        self._is_full = bool(self.waiting)
+
+    def _seat_waiting(self) -> None:
         while self.waiting:
             # One whose earlier seat is still being written waits for that, and so do those behind it.
             ready = []

@@ -159,6 +159,12 @@ def test_nobody_is_queued_where_none_may_be_and_seats_are_given_all_the_same() -
     assert sent(unit.handle(0.0, *map(decode, "abc")), Returned) == [Returned("decode-0", "c", 0, "queue full")]
 
 
+def test_a_free_seat_without_blocks_is_none() -> None:
+    unit = leader(num_blocks=4, num_slots=4, num_waiting_max=0)  # Two have blocks.
+    replies = [sent(unit.handle(0.0, decode(name)), Returned) for name in "abcd"]
+    assert replies == [[], [], [], [Returned("decode-0", "d", 0, "queue full")]], "c waits, and nobody behind it"
+
+
 def test_a_pull_that_failed_gives_back_and_frees() -> None:
     unit = leader()
     unit.handle(0.0, decode())
