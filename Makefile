@@ -19,10 +19,11 @@ help:  ## list the targets
 $(VENV)/.ok: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q uv
-	$(UV) pip install -q --compile-bytecode --python $(BIN)/python -r requirements.txt
+	@echo "Installing what Hadal needs and compiling it, once: about a minute. Nothing is told while it compiles."
+	$(UV) pip install --compile-bytecode --python $(BIN)/python -r requirements.txt
 	$(UV) pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
 	$(BIN)/python -m compileall -q src/hadal
-	$(BIN)/python -m hadal.kernels.build
+	$(BIN)/python -m hadal.commands.kernels
 	@touch $@
 
 setup: $(VENV)/.ok  ## make the virtual environment (the other targets call it)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from bench import (
+    attacks,
     balance_decode,
     balance_experts,
     balance_live,
@@ -34,6 +35,7 @@ from bench import (
     plan_fit,
     prefill_unit,
     recording,
+    secret_cost,
     simulated_hour,
     staging,
     startup,
@@ -42,6 +44,7 @@ from bench import (
     wire_bytes,
 )
 from bench.checkpoints import ROOT
+from bench.shared_data import NAME_TO_SOURCE, why_missing
 
 
 def _kernels(arguments: Sequence[str]) -> None:
@@ -61,6 +64,8 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "distributed": distributed.main,
     "staging": staging.main,
     "handover": handover.main,
+    "secret_cost": secret_cost.main,
+    "attacks": attacks.main,
     "balance_experts": balance_experts.main,
     "expert_skew": expert_skew.main,
     "balance_decode": balance_decode.main,
@@ -94,6 +99,8 @@ def main() -> None:
     load_1min = os.getloadavg()[0]
     if load_1min > 0.5 * (os.cpu_count() or 1):
         console.print(f"[yellow]the machine is busy (load {load_1min:.1f}); figures will be low and uneven[/yellow]")
+    if absent := why_missing(*NAME_TO_SOURCE):
+        console.print(f"[yellow]{absent}[/yellow]")
     start = time.monotonic()
     for name in options.names or BENCHMARKS:
         console.rule(name)

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from bench.decode_rules import PEERS, rule
 from bench.decode_world import Load, Result, World, r1_load, trace_loads
+from bench.shared_data import AZURE, MOONCAKE, why_missing
 from hadal.policy.decode_balance import Arrival, place
 from hadal.policy.decode_moves import Move, MoveTerms, choose_moves
 
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
              Case(OURS, STALE_STEPS), Case(OURS, 0, terms)]  # fmt: skip
     loads = [r1_load(), *trace_loads()]
     if len(loads) == 1:
-        console.print("[yellow]no traces: set HADAL_SHARED_DATA to the folder that has them[/yellow]")
+        console.print(f"[yellow]{why_missing(MOONCAKE, AZURE)}[/]")
     for load in loads:
         # Long outputs need more steps before the start is forgotten.
         num_steps = 300 if options.quick else (3000 if load.output_N.mean() > 1000 else 1500)

@@ -23,7 +23,8 @@ from rich.table import Table
 
 from bench.balance_replan import replans, windows
 from bench.balance_traffic import traffic
-from bench.expert_loads import DECODE, NUM_GROUPS, NUM_NODES, PREFILL, loads_folder, read_loads, timed
+from bench.expert_loads import DECODE, NUM_GROUPS, NUM_NODES, PREFILL, read_loads, timed
+from bench.shared_data import EXPERT_LOADS, find, why_missing
 from hadal.policy.expert_balance import Cluster, balance
 from hadal.policy.expert_packing import Floats
 
@@ -115,9 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--eplb", help="folder with DeepSeek's eplb.py")
     options = parser.parse_args(arguments)
     console = Console(width=120)
-    folder = loads_folder()
+    folder = find(EXPERT_LOADS)
     if folder is None:
-        console.print("no measured expert loads: set HADAL_SHARED_DATA to the folder that holds expert_loads/")
+        console.print(f"[yellow]{why_missing(EXPERT_LOADS)}[/]")
         return
     placements(console, folder, find_eplb(options.eplb), 1 if options.quick else 5)
     replans(console, folder)

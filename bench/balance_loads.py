@@ -1,6 +1,6 @@
 """Loads for the prefill balancer: measured traces where their files are, seeded lognormals otherwise.
 
-Files are looked up in the folder that HADAL_SHARED_DATA names, or in `shared/data` beside the checkout.
+Files are looked up by bench/shared_data.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import os
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
+
+from bench.shared_data import shared_data
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK_TOKENS = 512
@@ -46,13 +47,6 @@ class Load:
 
     def first(self, num: int) -> Load:
         return replace(self, arrivals=self.arrivals[:num])
-
-
-def find_data() -> Path | None:
-    """The folder of traces; None if there is none."""
-    named = os.environ.get("HADAL_SHARED_DATA")
-    folder = Path(named) if named else ROOT.parent / "shared" / "data"
-    return folder if folder.is_dir() else None
 
 
 def mooncake(path: Path) -> Load:
@@ -91,7 +85,7 @@ def lognormal(name: str, mean: float, sigma: float, most: int, num: int, seed: i
 
 def loads(seed: int = 0) -> list[Load]:
     """Everything the bench runs on. Where a trace is absent its stand-in says so in `source`."""
-    folder = find_data()
+    folder = shared_data()
     found: dict[str, Path] = {}
     names = ("mooncake_conversation.jsonl.gz", "azure2023_code.csv", "azure2023_conv.csv")
     if folder is not None:

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.cache_traces import Trace, chats, continued_tokens, find
+from bench.shared_data import MOONCAKE, MOONCAKE_SYNTHETIC, why_missing
 from hadal.core.cache import NAME_BYTES, num_names, slice_of
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.kv.blocks import BlockAllocator
@@ -186,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     traces = find()
     if not traces:
-        console.print("[yellow]no Mooncake traces in HADAL_SHARED_DATA or ../shared/data: generated ones only[/]")
+        console.print(f"[yellow]{why_missing(MOONCAKE, MOONCAKE_SYNTHETIC)}[/]")
     whole = [trace for trace in (*traces, chats(0)) if trace.name.startswith(options.trace)]
     if options.quick:
         whole = [Trace(trace.name, trace.prompts[:QUICK_PROMPTS]) for trace in whole]

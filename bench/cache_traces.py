@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 
 from bench.balance_loads import BLOCK_TOKENS as TRACE_BLOCK_TOKENS
-from bench.balance_loads import find_data
+from bench.shared_data import shared_data
 from hadal.core.cache import NAME_BYTES
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.sim.traces import mooncake_rows
@@ -96,7 +96,7 @@ def read(path: Path) -> Trace:
 
 def find() -> list[Trace]:
     """Mooncake's traces, as far as they are here."""
-    folder = find_data()
+    folder = shared_data()
     return [] if folder is None else [read(folder / name) for name in TRACES if (folder / name).is_file()]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from bench.balance_loads import ROOT, find_data
+from bench.balance_loads import ROOT
 from bench.calibration_points import (
     AIM,
     DECODE_PROFILE,
@@ -33,6 +33,7 @@ from bench.calibration_points import (
     Point,
 )
 from bench.calibration_silicon import silicon
+from bench.shared_data import SILICON, find, why_missing
 from hadal.cli import app
 from hadal.perf.constants import BOUNDS, CONSTANTS
 from hadal.perf.hardware import HARDWARE
@@ -71,9 +72,9 @@ def error(point: Point) -> float:
 def page(with_silicon: bool) -> str:
     """The whole page as Markdown; the silicon rows come last."""
     parts = [_HEAD, _systems(), _not_priced(), _profile(), _training(), _links(), _constants()]
-    data = find_data() if with_silicon else None
+    data = find(SILICON) if with_silicon else None
     if data is not None:
-        parts.append(SILICON_HEAD + "\n" + silicon(data / "aic_silicon_deepseek.csv"))
+        parts.append(SILICON_HEAD + "\n" + silicon(data))
     return "\n".join(parts)
 
 
@@ -213,8 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write docs/calibration.md")
     options = parser.parse_args(arguments)
-    if options.write and find_data() is None:
-        sys.exit("The silicon rows are part of the page: name their folder in HADAL_SHARED_DATA.")
+    if options.write and find(SILICON) is None:
+        sys.exit(f"The silicon rows are part of the page: {why_missing(SILICON)}.")
     text = page(with_silicon=True)
     if options.write:
         PAGE.parent.mkdir(exist_ok=True)

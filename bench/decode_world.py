@@ -13,16 +13,14 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.checkpoints import ROOT
+from bench.shared_data import shared_data
 from hadal.policy.decode_moves import Move, RunningView
 from hadal.policy.views import DecodeRanksView, Ints
 
@@ -49,13 +47,6 @@ class Load:
     def mean_kv(self) -> float:
         """Of a running request: a long output is met for longer."""
         return float((self.output_N * (self.input_N + self.output_N / 2)).sum() / self.output_N.sum())
-
-
-def shared_data() -> Path | None:
-    """The folder of traces: HADAL_SHARED_DATA, or shared/data beside the checkout; None if it is not there."""
-    named = os.environ.get("HADAL_SHARED_DATA")
-    folder = Path(named) if named else ROOT.parent / "shared" / "data"
-    return folder if folder.is_dir() else None
 
 
 def r1_load(seed: int = 1, num: int = 50_000) -> Load:

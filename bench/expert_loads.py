@@ -1,13 +1,12 @@
 """Measured DeepSeek-V3 expert loads, and a clock: what the benches of expert placements share.
 
-The loads are read from HADAL_SHARED_DATA or a folder shared/data beside the checkout.
+The loads are looked up by bench/shared_data.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -16,17 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from bench.checkpoints import ROOT
 from hadal.policy.expert_packing import Floats
 
 PREFILL = ("prefill_in512", "prefill_in1024", "prefill_in500out1500", "prefill_in1000out1000", "prefill_in2000out100")
 DECODE = ("decode_in500out1500", "decode_in1000out1000", "decode_in2000out100")
 NUM_GROUPS, NUM_NODES = 8, 4
-
-
-def loads_folder() -> Path | None:
-    folder = Path(os.environ.get("HADAL_SHARED_DATA", ROOT.parent / "shared" / "data")) / "expert_loads"
-    return folder if folder.is_dir() else None
 
 
 def read_loads(folder: Path, name: str) -> Floats:

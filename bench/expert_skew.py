@@ -15,7 +15,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.expert_loads import DECODE, PREFILL, loads_folder, read_loads
+from bench.expert_loads import DECODE, PREFILL, read_loads
+from bench.shared_data import EXPERT_LOADS, find, why_missing
 from hadal.core.placement import spread
 from hadal.policy.expert_balance import Cluster, balance, rank_loads
 from hadal.policy.expert_packing import Floats
@@ -51,9 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=5800, help="drawn for each phase")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    console, folder = Console(width=120), loads_folder()
+    console, folder = Console(width=120), find(EXPERT_LOADS)
     if folder is None:
-        console.print("no measured expert loads: set HADAL_SHARED_DATA to the folder that holds expert_loads/")
+        console.print(f"[yellow]{why_missing(EXPERT_LOADS)}[/]")
     table = Table(title="expert loads, measured and drawn", title_justify="left")
     for column in ("loads", "sd of groups", "sd within", "heaviest", "8th", "EP", "off", "auto"):
         table.add_column(column, justify="left" if column == "loads" else "right")

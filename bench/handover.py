@@ -31,12 +31,13 @@ from bench import handover_live
 from bench.checkpoints import MID, ROOT, SHIPPED
 from hadal.core.messages import BLOCK_TOKENS, KvLease
 from hadal.core.model_config import read_model_config
+from hadal.runtime.grants import Grant, Grants
 from hadal.runtime.kv_nixl import package
 from hadal.runtime.kv_pool import KvPool, PoolAddress, Shape, pool_name, remove_segments
 from hadal.runtime.kv_wire import KvWire
 
 HOST = "127.0.0.1"
-KEY = b"bench of pulls .."[:16]
+SECRET = b"bench of pulls ..."
 COUNTS = (1, 16, 64, 512)
 TIMEOUT_S = 300.0
 VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
@@ -46,6 +47,13 @@ VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
     "nixl over tcp": ("nixl", {"UCX_TLS": "tcp,self"}),
 }
 """Column -> handover, environment of both processes."""
+
+
+class SelfGrants(Grants):
+    """Of a reader that takes what it likes: it holds the secret, so it can."""
+
+    def of(self, lease: KvLease) -> Grant:
+        return self.grant(self.name, lease)
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ def own(run: str, handover: str, shape: Shape, dtype: str) -> None:
     """The owner: its pool served, and the same bytes to whoever asks a raw socket for so many of them."""
     pool = KvPool.create(pool_name(run, "prefill-0", "1"), shape, dtype)
     pool.blocks[:] = np.arange(pool.blocks.size, dtype=np.uint8).reshape(pool.blocks.shape)
-    wire = KvWire(pool, handover, host=HOST, key=KEY)
+    wire = KvWire(pool, handover, host=HOST, secret=SECRET, grants=SelfGrants(SECRET, pool.name))
     listener = socket.create_server((HOST, 0))
     print(json.dumps((wire.address, listener.getsockname()[1])), flush=True)
 
@@ -102,7 +110,7 @@ def measure(run: str, handover: str, shape: Shape, dtype: str, seconds: float) -
         address, port = json.loads(owner.stdout.readline())
         pool = KvPool.create(pool_name(run, "decode-0", "1"), shape, dtype)
         source = KvPool.open(PoolAddress.parse(address).name)
-        wire = KvWire(pool, handover, host=HOST, key=KEY)
+        wire = KvWire(pool, handover, host=HOST, secret=SECRET, grants=SelfGrants(SECRET, pool.name))
         with socket.create_connection((HOST, port)) as connection:
             found = {
                 count: _compare(wire, pool, source, address, connection, count, seconds)

@@ -20,8 +20,8 @@ from bench.live_rounds import LOOK_S, MODEL, Scene, until_busy
 from bench.live_steps import Period, Step, periods, watch_steps
 from bench.server import Running
 
-FLIPPED = r"^{unit} .*MoE layer (\d+) flipped in step (\d+), begun after step (-?\d+); replicas moved: (\d+)"
-STAGING = r"^{unit} .*MoE layer (\d+): staging begins after step (-?\d+); replicas to move: ([1-9]\d*)"
+FLIPPED = r"^\S+ {unit} .*MoE layer (\d+) flipped in step (\d+), begun after step (-?\d+); replicas moved: (\d+)"
+STAGING = r"^\S+ {unit} .*MoE layer (\d+): staging begins after step (-?\d+); replicas to move: ([1-9]\d*)"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ MODEL = "hadal-tiny"
 BUSY_TIMEOUT_S = 90.0
 BUSY_SHARE = 0.9
 LOOK_S = 0.5
-LATE = r"^(\S+) .*: (\d+) of (\d+) ops computed for longer"
+LATE = r"^\S+ (\S+) .* (\d+) of (\d+) ops computed for longer"
 COUNTERS = ("hadal_replicas_moved_total", "hadal_layers_flipped_total", "hadal_requests_moved_total")
 
 

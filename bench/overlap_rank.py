@@ -25,7 +25,7 @@ from bench.overlap_model import ModelCase, ModelRank
 from bench.overlap_net import LINK
 from hadal.comm.mesh import MeshGroup
 from hadal.core.plans import Member
-from hadal.runtime.process import die_with
+from hadal.runtime.entry import die_with
 
 EXCHANGE_TIMEOUT_S = 30.0
 
@@ -74,7 +74,9 @@ def main() -> None:
     die_with(options.parent)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
-    group = MeshGroup(options.rank, str(options.rank), host=options.address, deadline_s=EXCHANGE_TIMEOUT_S)
+    group = MeshGroup(
+        options.rank, str(options.rank), key=bytes(32), host=options.address, deadline_s=EXCHANGE_TIMEOUT_S
+    )
     try:
         member = Member(options.rank, group.epoch, options.address, group.port)
         _say({"member": {"rank": member.rank, "epoch": member.epoch, "host": member.host, "port": member.port}})

@@ -32,7 +32,7 @@ from hadal.sim.runners import StepWork
 from hadal.sim.study import Study
 from hadal.sim.unit_curves import prefill_reading, prefill_world
 from hadal.sim.world import FleetWorld
-from hadal.sim.world_seen import StepReading
+from hadal.sim.world_seen import StepReading, part_inside
 
 SEEDS = 3
 QUICK_S = 8.0
@@ -82,7 +82,7 @@ def even_per_s(study: Study, world: FleetWorld) -> float:
     end_s = begin_s + study.window.prefill_seconds
     tokens, even_s = 0.0, 0.0
     for _, at_s, step_s, work in world.log.steps[PREFILL]:
-        part = (min(at_s + step_s, end_s) - max(at_s, begin_s)) / step_s
+        part = float(part_inside(at_s, step_s, begin_s, end_s))
         if part > 0.0 and work.tokens:
             tokens += part * work.tokens
             even_s += part * even_step_s(model, work)

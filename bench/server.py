@@ -80,11 +80,12 @@ def request(
 
 @contextlib.contextmanager
 def launched(
-    deployment: str = "", environment: Mapping[str, str] | None = None, module: str = "hadal.cli"
-) -> Iterator[Running]:
+    deployment: str = "", environment: Mapping[str, str] | None = None, module: str = "hadal.cli",
+    checkout: Path = ROOT,
+) -> Iterator[Running]:  # fmt: skip
     """Start `hadal serve` on a free port with this deployment (TOML); does not wait until it is ready.
 
-    `module` takes its place: what has the same command line.
+    `module` takes its place: what has the same command line. `checkout`: whose code it is.
     """
     with tempfile.TemporaryDirectory(prefix="hadal-b-") as name:
         folder = Path(name)
@@ -92,13 +93,16 @@ def launched(
         config.write_text("port = 0\n" + deployment, encoding="utf-8")
         log = folder / "server.log"
         arguments = ["serve", "--config", str(config), "--run-folder", str(folder / "r")]
-        python_path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))))
+        sources = str(checkout / "src"), str(checkout), os.environ.get("PYTHONPATH", "")
+        python_path = os.pathsep.join(filter(None, sources))
         # What is measured writes a ledger as any server does, but not the user's.
         ledger = {"HADAL_LEDGER": str(folder / "ledger.sqlite")}
         env = {**os.environ, "PYTHONPATH": python_path, **ledger, **(environment or {})}
         started_s = time.monotonic()
         with log.open("wb") as out:
-            command = [sys.executable, "-m", module, *arguments]
+            own = checkout / ".venv" / "bin" / "python"
+            python = sys.executable if checkout == ROOT or not own.exists() else str(own)
+            command = [python, "-m", module, *arguments]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
         running = Running(process, folder / "r", log, started_s)
         try:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.day_parts import cache_of, placed
-from hadal.commands.simulate_run import processes
+from hadal.commands.simulate_processes import processes
 from hadal.policy.scaling import Units
 from hadal.sim.cache_day import CacheDay
 from hadal.sim.hour import HourSetting, HourWindow, run_hour

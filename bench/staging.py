@@ -21,17 +21,17 @@ from rich.console import Console
 from torch import Tensor
 
 from bench.checkpoints import ROOT, SHIPPED
+from hadal.core.handshake import key_of
 from hadal.core.placement import spread
 from hadal.core.plans import Source, Staged, StagePlan
 from hadal.model.experts import ExpertStore
 from hadal.model.weights import load_weights
 from hadal.runtime.background import SHARE, Pace
 from hadal.runtime.expert_wire import PURPOSE, ExpertClient, ExpertServer, ExpertWire
-from hadal.runtime.peers import key_of
 from hadal.runtime.stager import Stager
 
 HOST = "127.0.0.1"
-KEY = key_of("bench", PURPOSE)
+KEY = key_of(b"bench", PURPOSE)
 SIZES = {1: (256, 683, 128), 44: (4096, 1792, 2048)}
 """10^6 bytes of an FP32 expert, about -> 2I, D, I. 44 MB is an expert of DeepSeek-V3 in FP8."""
 NUM_RANKS = 4

@@ -105,7 +105,7 @@ class Streams:
         self._sockets = []
         for index, prompt in enumerate(prompts(BATCH, CONTEXT, vocab_size, seed=3)):
             content = json.dumps({**body, "prompt": prompt, "seed": index}).encode()
-            head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             client = socket.create_connection(running.address, timeout=TIMEOUT_S)
             client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
             client.setblocking(False)

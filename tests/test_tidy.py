@@ -1,4 +1,4 @@
-"""The rules the tree keeps: who may import whom, what deciding code may not touch, and how long things may be.
+"""The rules the tree keeps: who may import whom, what deciding code may not touch, and how long a function may be.
 
 The tables here are the ones ARCHITECTURE.md describes. A rule is changed here on purpose or not at all.
 """
@@ -17,24 +17,27 @@ SRC = ROOT / "src" / "hadal"
 
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
+    "progress": set(),
     "overlap": {"core"},
     "reference": {"core"},
     "comm": {"core", "reference", "kernels"},
     "policy": {"core"},
     "kv": {"core", "policy"},
     "stats": {"core"},
-    "evals": {"core"},
+    "evals": {"core", "progress"},
     "perf": {"core", "overlap"},
     "kernels": {"core", "reference"},
     "roles": {"core", "policy", "overlap", "perf", "kv", "stats"},
     "sim": {"core", "kv", "overlap", "perf", "policy", "roles", "stats"},
     "model": {"core", "overlap", "kernels", "reference", "comm"},
-    "runtime": {"core", "kv", "model", "roles", "comm", "overlap", "stats"},
-    "gateway": {"core", "overlap", "roles", "runtime", "stats"},
-    "commands": {"core", "policy", "perf", "overlap", "stats", "roles", "sim", "runtime", "gateway"},
-    "cli": {"core", "policy", "gateway", "runtime", "evals", "sim", "stats", "commands"},
+    "runtime": {"core", "kv", "policy", "kernels", "model", "roles", "comm", "overlap", "stats", "progress"},
+    "gateway": {"core", "policy", "overlap", "roles", "runtime", "stats"},
+    "commands": {
+        "core", "policy", "perf", "overlap", "stats", "roles", "sim", "kernels", "runtime", "gateway", "progress",
+    },
+    "cli": {"core", "policy", "gateway", "runtime", "evals", "sim", "stats", "commands", "progress"},
 }
-"""Room -> rooms it may import, besides itself. `cli` is the one module that is a room by itself."""
+"""Room -> rooms it may import, besides itself. `cli` and `progress` are modules that are rooms by themselves."""
 
 DECIDE = {"core", "policy", "overlap", "perf", "kv", "roles", "stats", "sim"}
 NOT_IN_DECIDE = {"torch", "asyncio", "time", "random", "socket", "os", "threading", "subprocess"}
@@ -47,7 +50,6 @@ LAZY: dict[str, set[str]] = {
 """Room -> top-level modules that may be imported inside a function. Everywhere else imports stand at the top."""
 
 CODE = ("src", "tests", "train", "bench")
-MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
 MAX_UNDOCUMENTED_LINES = 8
 """A public function or class longer than this says in a docstring what it is for."""
@@ -139,22 +141,12 @@ def test_imports_stand_at_the_top() -> None:
     fail_on(offenders)
 
 
-def test_files_are_short() -> None:
-    counts = [(path, len(path.read_text(encoding="utf-8").splitlines())) for path in python_files(*CODE)]
-    fail_on([f"{name(path)}: {count} lines" for path, count in counts if count > MAX_FILE_LINES])
-
-
 def test_functions_are_short() -> None:
     fail_on([
         f"{name(path)}:{function.lineno}: {function.name} has {num_lines(function)} lines"
         for path in python_files(*CODE)
         for function in functions(parse(path)) if num_lines(function) > MAX_FUNCTION_LINES
     ])  # fmt: skip
-
-
-def test_folders_are_one_deep() -> None:
-    too_deep = {path.parent for path in python_files("src/hadal") if len(path.relative_to(SRC).parts) > 2}
-    fail_on([name(folder) for folder in too_deep if folder != SRC / "kernels" / "cpu"])
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import logging
 import os
+import shutil
 import sys
 import time
-import zlib
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
+from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]  # Not in __all__.
 
 from hadal import __version__
+from hadal.commands.examples import examples
 from hadal.commands.plan import EPILOG as PLAN_EPILOG
 from hadal.commands.plan import plan as plan_deployment
 from hadal.commands.replay import EPILOG as REPLAY_EPILOG
@@ -25,11 +28,18 @@ from hadal.commands.simulate import simulate as simulate_day
 from hadal.commands.step import EPILOG as STEP_EPILOG
 from hadal.commands.step import step
 from hadal.core.config import Deployment, read_deployment
+from hadal.core.documents import MAX_TABLE_BYTES, parse_json, read_text, shown
 from hadal.core.errors import ConfigError
 
 EXIT_CONFIG = 2
 URL = "http://127.0.0.1:8000"
+MAX_URL_CHARS = 2000
+COMPLETE_VARIABLE = "_HADAL_COMPLETE"
+"""Set by a shell that asks how a line goes on; Typer answers."""
 
+_Tables = dict[str, dict[str, Any]]
+
+completion_init()  # Typer's own options for it would stand in every help; `hadal completion` prints the same.
 app = typer.Typer(
     help="DeepSeek-V3/R1's inference system, whole, in Python. Start with `hadal serve`, then `hadal chat`.",
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -37,10 +47,31 @@ app = typer.Typer(
 )  # fmt: skip
 
 
+class Shell(StrEnum):
+    """A shell for which `hadal completion` has a script."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
 def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"hadal {__version__}")
         raise typer.Exit
+
+
+def _url(given: str) -> str:
+    """An address that a client can be made for; else one line and out."""
+    try:
+        parts = urlsplit(given)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:  # A port of six digits, a bracket that is open.
+        is_good = False
+    if not is_good or not given.isprintable() or len(given) > MAX_URL_CHARS:
+        typer.echo(f"hadal: --url is {shown(given)}; an address such as {URL} is needed.", err=True)
+        raise typer.Exit(EXIT_CONFIG)
+    return given
 
 
 @app.callback()
@@ -53,31 +84,49 @@ def main(
 
 
 @app.command(
-    epilog=(
-        "[bold]Examples[/bold]\n\n"
-        "hadal serve                                     the model that ships with Hadal, on port 8000\n\n"
-        "hadal serve --model ~/models/my-v3 --port 9000  any DeepSeek-V3 checkpoint in a Hugging Face folder\n\n"
-        "hadal serve --config configs/laptop.toml        everything that can be set, with what it means\n\n"
-        "hadal serve --config FILE --dry-run             what would run where, in how much memory; starts nothing\n\n"
-        "hadal serve --cache-folder ~/kv --cache-mb 20000   keep KV on disk, over restarts\n\n"
-        "HADAL_API_KEYS=one,two hadal serve --host 0.0.0.0   for others, who must send one of the keys\n\n"
-        "Ctrl-C lets running streams finish; a second one ends them."
+    epilog=examples(
+        ("hadal serve", "the model that ships with Hadal, on port 8000"),
+        ("hadal serve --model ~/models/my-v3 --port 9000", "any DeepSeek-V3 checkpoint in a Hugging Face folder"),
+        ("hadal serve --config configs/laptop.toml", "everything that can be set, with what it means"),
+        ("hadal serve --config FILE --dry-run", "what would run where, in how much memory; starts nothing"),
+        ("hadal serve --cache-folder ~/kv --cache-mb 20000", "keep KV on disk, over restarts"),
+        ("hadal serve --gateways 2", "two processes take requests, on one port"),
+        ("hadal serve --host 0.0.0.0 --api-keys-file keys.txt", "for others, who must send one of the keys"),
+        after="Ctrl-C lets running streams finish; a second one ends them.",
     )
 )
 def serve(
     model: Annotated[str | None, typer.Option(help="Hugging Face folder of the model. Or HADAL_MODEL.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Deployment file (TOML); options here override it.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Deployment file (TOML), or one that ships: laptop_ep. Options override it.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address; 0.0.0.0 for all of them. [dim]127.0.0.1[/dim]")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. [dim]8000[/dim]")] = None,
     model_name: Annotated[str | None, typer.Option(help="Name in the API. [dim]the folder's[/dim]")] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="A key that is let in; may be given again. Or HADAL_API_KEYS=a,b.")
+        list[str] | None,
+        typer.Option(help="A key that is let in, for a trial: all users of this machine see it in `ps`."),
+    ] = None,
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the keys that are let in, one a line, yours alone (chmod 600). Behind a key its rights: "
+            "'priority' (to go ahead of others), 'operator' (/audit, /trace)."
+        ),
+    ] = None,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(help="File with what processes prove themselves by (chmod 600). [dim]drawn at start[/dim]"),
+    ] = None,
+    gateways: Annotated[
+        int | None, typer.Option(help="Processes that take requests, on one port. [dim]1[/dim]", min=1, max=64)
     ] = None,
     cache_folder: Annotated[
         str | None, typer.Option(help="Folder for KV on disk; '' for none. [dim]none[/dim]")
     ] = None,
     cache_mb: Annotated[int | None, typer.Option(help="Most that is kept there. [dim]4096[/dim]", min=1)] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[str, typer.Option(help="text, or json: an object a line, for programs.")] = "text",
     log_dir: Annotated[Path | None, typer.Option(help="Folder for a log file per process, instead of stderr.")] = None,
     run_folder: Annotated[
         Path | None, typer.Option(help="Folder for sockets and status.json. [dim]a temporary one[/dim]")
@@ -89,50 +138,49 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI API: a gateway, prefill units and decode units, each of one process or of many."""
     overrides = {"model": model, "host": host, "port": port, "model_name": model_name}
-    cache = {"folder": cache_folder, "disk_mb": cache_mb}
+    tables: _Tables = {"cache": {"folder": cache_folder, "disk_mb": cache_mb}, "gateway": {"processes": gateways}}
     if dry_run:
-        sys.exit(_dry_run(config, overrides, cache))
-    from hadal.runtime.banner import Banner
+        sys.exit(_dry_run(config, overrides, tables))
+    from hadal.runtime.banner import Banner, log_status
     from hadal.runtime.launch import Options
     from hadal.runtime.launch import serve as run
+    from hadal.runtime.logs import JSON, TEXT, start_log
     from hadal.runtime.resolve import resolve
 
     level = "warning" if quiet and log_level == "info" else log_level
     try:
-        if not isinstance(logging.getLevelNamesMapping().get(level.upper()), int):
-            raise ConfigError(f"--log-level is {log_level!r}; debug, info, warning or error are known.")
-        logging.basicConfig(
-            level=level.upper(), datefmt="%H:%M:%S",
-            format="supervisor | %(asctime)s %(levelname)s %(name)s: %(message)s",
-        )
-        resolved = resolve(_deployment(config, overrides, cache))
-        keys = _api_keys(api_key or [])
-        options = Options(run_folder, log_dir, level, keys)
-        banner = Banner(resolved, needs_key=bool(keys))
-        code = run(resolved, options, (lambda status: None) if quiet else banner)
+        start_log("supervisor", level, log_format)
+        resolved = resolve(_deployment(config, overrides, tables))
+        keys = _api_keys(api_key or [], api_keys_file)
+        has_bar = sys.stderr.isatty() and log_format == TEXT and not quiet
+        options = Options(run_folder, log_dir, level, log_format, keys, has_bar, secret_file)
+        announce = log_status if log_format == JSON else Banner(resolved, needs_key=bool(keys))
+        code = run(resolved, options, (lambda status: None) if quiet else announce)
     except ConfigError as error:
-        typer.echo(f"hadal serve: {error}", err=True)
+        if log_format == JSON:
+            logging.getLogger("hadal").critical("%s", error)
+        else:
+            typer.echo(f"hadal serve: {error}", err=True)
         code = EXIT_CONFIG
     sys.exit(code)
 
 
 @app.command(
-    epilog=(
-        "[bold]Examples[/bold]\n\n"
-        "hadal chat                                 with the server on this machine\n\n"
-        "hadal chat --url http://other:8000         with another one\n\n"
-        "echo 'What is 12 + 30?' | hadal chat       one question, then leave"
+    epilog=examples(
+        ("hadal chat", "with the server on this machine"),
+        ("hadal chat --url http://other:8000", "with another one"),
+        ("echo 'What is 12 + 30?' | hadal chat", "one question, then leave"),
     )
 )
 def chat(
-    url: Annotated[str, typer.Option(help="Where the server is, with or without /v1.")] = URL,
+    url: Annotated[str, typer.Option(help="Where the server is, with or without /v1.", callback=_url)] = URL,
     model: Annotated[str, typer.Option(help="Name of the model. [dim]the first the server lists[/dim]")] = "",
     api_key: Annotated[str, typer.Option(help="Key for the server.", envvar="HADAL_API_KEY")] = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. [dim]the model's own[/dim]")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, thinking included.")] = None,
 ) -> None:
-    """Chat in the terminal with a running server: thinking dimmed, tokens per second after each answer."""
+    """Chat in the terminal with a running server: thinking behind a bar, tokens per second after each answer."""
     from hadal.gateway.terminal_chat import chat as talk
 
     sys.exit(
@@ -140,9 +188,16 @@ def chat(
     )
 
 
-@app.command(name="eval")
+@app.command(
+    name="eval",
+    epilog=examples(
+        ("hadal eval", "30 prompts of each task, and how many answers are exact"),
+        ("hadal eval --task reverse --num-per-task 100 --seed 1", "other prompts, of one task"),
+        ("hadal eval --at-least 0.9 --json", "for programs: it leaves with 1 if fewer are exact"),
+    ),
+)
 def evaluate(
-    url: Annotated[str, typer.Option(help="Where the server is.")] = URL,
+    url: Annotated[str, typer.Option(help="Where the server is.", callback=_url)] = URL,
     num_per_task: Annotated[int, typer.Option(help="Prompts per task.", min=1)] = 30,
     task: Annotated[list[str] | None, typer.Option(help="Only this task; may be given again.")] = None,
     seed: Annotated[int, typer.Option(help="Which held-out prompts are drawn.")] = 0,
@@ -171,12 +226,11 @@ def evaluate(
 
 
 @app.command(
-    epilog=(
-        "[bold]Examples[/bold]\n\n"
-        "hadal report                               the last 24 hours, hour by hour\n\n"
-        "hadal report --last 7d --by tenant         who asked for how much in a week\n\n"
-        "hadal report --prices 0.07/0.27/1.10       the same requests at other prices\n\n"
-        "hadal report --ledger postgresql://USER@HOST/NAME --json"
+    epilog=examples(
+        ("hadal report", "the last 24 hours, hour by hour"),
+        ("hadal report --last 7d --by tenant", "who asked for how much in a week"),
+        ("hadal report --prices 0.07/0.27/1.10", "the same requests at other prices"),
+        ("hadal report --ledger postgresql://USER@HOST/NAME --json", "another ledger, for programs"),
     )
 )
 def report(
@@ -196,58 +250,65 @@ def report(
 
 
 @app.command(
-    epilog=(
-        "[bold]Examples[/bold]\n\n"
-        "hadal trace                                the next 3 steps of decode-0, into trace.json\n\n"
-        "hadal trace --unit prefill-0 --steps 1     one step of a prefill unit\n\n"
-        "Open the file at ui.perfetto.dev. The unit must be at work: send it requests meanwhile."
+    epilog=examples(
+        ("hadal trace", "the next 3 steps of decode-0, into trace.json"),
+        ("hadal trace --unit prefill-0 --steps 1", "one step of a prefill unit"),
+        after="Open the file at ui.perfetto.dev. The unit must be at work: send it requests meanwhile.",
     )
 )
 def trace(
-    url: Annotated[str, typer.Option(help="Where the server is.")] = URL,
+    url: Annotated[str, typer.Option(help="Where the server is.", callback=_url)] = URL,
     unit: Annotated[str, typer.Option(help="Which unit.")] = "decode-0",
     steps: Annotated[int, typer.Option(help="How many steps.", min=1, max=100)] = 3,
-    output: Annotated[Path, typer.Option(help="File for Perfetto or chrome://tracing.")] = Path("trace.json"),
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File for Perfetto or chrome://tracing. [dim]trace.json, or a free name like it[/dim]"),
+    ] = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the steps.", min=0, max=300)] = 30.0,
     api_key: Annotated[str, typer.Option(help="Key for the server.", envvar="HADAL_API_KEY")] = "",
 ) -> None:
     """Trace live steps of a running server's unit: what was computed, what travelled, how much of that was hidden."""
     from hadal.gateway.trace import TraceError, describe, fetch, write
+    from hadal.progress import Bar
 
     try:
-        reply = fetch(url, unit, steps, wait_s=wait, api_key=api_key)
-        write(reply, output)
+        with Bar("hadal trace") as bar:
+            bar.update(f"waiting for {steps} steps of {unit}, which come with requests")
+            reply = fetch(url, unit, steps, wait_s=wait, api_key=api_key)
+        written = write(reply, output)
     except TraceError as error:
         typer.echo(f"hadal trace: {error}", err=True)
         sys.exit(EXIT_CONFIG)
-    typer.echo(describe(reply))
-    typer.echo(f"Written to {output}; open it at ui.perfetto.dev.")
+    typer.echo(describe(reply, shutil.get_terminal_size().columns))
+    typer.echo(f"Written to {written}; open it at ui.perfetto.dev.")
 
 
 @app.command(
-    epilog=(
-        "[bold]Examples[/bold]\n\n"
-        "echo '{\"tokens_per_expert\": [[90, 20, 10, 40]]}' > loads.json\n\n"
-        "hadal balance --loads loads.json --ranks 2 --slots 3\n\n"
-        "  one layer of 4 experts on 2 ranks of 3 slots: the busy experts get the 2 spare slots\n\n"
-        "hadal balance --loads v3.json.gz --ranks 32 --nodes 4 --slots 9 --mode hybrid\n\n"
-        "  DeepSeek-V3's prefill unit: groups stay on a node as far as 98 % balance allows\n\n"
-        "hadal balance --loads v3.json.gz --ranks 144 --slots 2 --json > placement.json\n\n"
-        "hadal balance --loads new.json --ranks 144 --slots 2 --current placement.json --max-moves 500\n\n"
-        "  other loads since: the best placement that moves at most 500 replicas\n\n"
-        "Loads are tokens, a row per layer, a number per expert. A list of such matrices is a window of steps, each of "
-        "which lasts as long as its busiest rank."
+    epilog=examples(
+        ("echo '{\"tokens_per_expert\": [[90, 20, 10, 40]]}' > loads.json\n"
+         "hadal balance --loads loads.json --ranks 2 --slots 3",
+         "one layer of 4 experts on 2 ranks of 3 slots: the busy experts get the 2 spare slots"),
+        ("hadal balance --loads v3.json.gz --ranks 32 --nodes 4 --slots 9 --mode hybrid",
+         "DeepSeek-V3's prefill unit: groups stay on a node as far as 98 % balance allows"),
+        ("hadal balance --loads v3.json.gz --ranks 144 --slots 2 --json > placement.json\n"
+         "hadal balance --loads new.json --ranks 144 --slots 2 \\\n    --current placement.json --max-moves 500",
+         "other loads since: the best placement that moves at most 500 replicas"),
+        after="Loads are tokens, a row per layer, a number per expert. A list of such matrices is a window of steps, "
+              "each of which lasts as long as its busiest rank.",
     )
-)
+)  # fmt: skip
 def balance(
     loads: Annotated[
         Path, typer.Option(help="JSON or .gz: tokens, layers by experts, or an object with tokens_per_expert.")
     ],
-    ranks: Annotated[int, typer.Option(help="Ranks of the unit.", min=1)],
+    ranks: Annotated[int, typer.Option(help="Ranks of the unit.", min=1, max=4096)],
     slots: Annotated[
-        int, typer.Option(help="Slots of each rank; as many as experts or more: of all ranks together.", min=1)
+        int,
+        typer.Option(
+            help="Slots of each rank; as many as experts or more: of all ranks together.", min=1, max=65_536
+        ),
     ],
-    nodes: Annotated[int, typer.Option(help="Nodes that the ranks are on.", min=1)] = 1,
+    nodes: Annotated[int, typer.Option(help="Nodes that the ranks are on.", min=1, max=4096)] = 1,
     mode: Annotated[str, typer.Option(help="global, hierarchical (groups on one node), hybrid or fast.")] = "global",
     groups: Annotated[
         int, typer.Option(help="The gate's groups of experts, for modes with nodes (8 in DeepSeek-V3).", min=1)
@@ -266,6 +327,7 @@ def balance(
     """Place experts on ranks for measured loads; print the plan, or how balanced it is beside today's."""
     from hadal.policy import expert_report as report
     from hadal.policy.expert_balance import balance as plan_experts
+    from hadal.progress import Bar
 
     try:
         window = report.loads_of(_read_json(loads))
@@ -276,18 +338,33 @@ def balance(
             before = report.placement_of(today, window, cluster)
             split = report.split_of(today, before)
         start = time.perf_counter()
-        plan = plan_experts(
-            window, cluster, mode=mode, num_groups=groups, target=target, current=before, max_moves=max_moves,
-            weighted=weighted,
-        )  # fmt: skip
+        with Bar("hadal balance") as bar:
+            bar.update("placing experts")
+            plan = plan_experts(
+                window, cluster, mode=mode, num_groups=groups, target=target, current=before, max_moves=max_moves,
+                weighted=weighted,
+            )  # fmt: skip
         elapsed_ms = 1e3 * (time.perf_counter() - start)
     except ValueError as error:
         typer.echo(f"hadal balance: {error}", err=True)
         sys.exit(EXIT_CONFIG)
     if as_json:
-        typer.echo(json.dumps(report.as_json(plan, window, elapsed_ms)))
+        typer.echo(json.dumps(report.as_json(plan, window, before, elapsed_ms)))
     else:
-        typer.echo(report.bars(plan, window, cluster, before, elapsed_ms, split))
+        width = shutil.get_terminal_size().columns
+        typer.echo(report.bars(plan, window, cluster, before, elapsed_ms, split, width=width))
+
+
+@app.command(
+    epilog=examples(
+        ("hadal completion bash >> ~/.bashrc", "Tab completes commands and options in shells that start from now on"),
+        ("hadal completion zsh >> ~/.zshrc", "the same in zsh; its lines belong after compinit"),
+        ("hadal completion fish > ~/.config/fish/completions/hadal.fish", "and in fish"),
+    )
+)
+def completion(shell: Annotated[Shell, typer.Argument(help="Which shell.")]) -> None:
+    """Print what makes a shell complete hadal's commands and options."""
+    typer.echo(get_completion_script(prog_name="hadal", complete_var=COMPLETE_VARIABLE, shell=shell.value))
 
 
 app.command(epilog=STEP_EPILOG)(step)
@@ -297,31 +374,17 @@ app.command(name="plan", epilog=PLAN_EPILOG)(plan_deployment)
 
 
 def _read_json(path: Path) -> Any:
-    """A file's JSON value, gzipped or not. Raises ValueError that says what is wrong with the file."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        why = "there is no such file" if isinstance(error, FileNotFoundError) else (error.strerror or "").lower()
-        raise ValueError(f"{path} cannot be read: {why}.") from error
-    try:
-        text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is gzipped, but damaged or cut short; copy it again.") from error
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError(f"{path} nests deeper than any matrix.") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON, gzipped or plain: {error}.") from error
+    """A file's JSON value, gzipped or not. Raises ConfigError that says what is wrong with the file."""
+    return parse_json(read_text(path, "JSON", MAX_TABLE_BYTES), str(path))
 
 
-def _dry_run(config: Path | None, overrides: dict[str, Any], cache: dict[str, Any]) -> int:
+def _dry_run(config: Path | None, overrides: dict[str, Any], tables: _Tables) -> int:
     """0: the plan is sound, wherever it can run. EXIT_CONFIG: it can run nowhere."""
     from hadal.runtime.dry_run import print_plan
     from hadal.runtime.resolve import plan, why_not_run
 
     try:
-        resolved = plan(_deployment(config, overrides, cache))
+        resolved = plan(_deployment(config, overrides, tables))
     except ConfigError as error:
         typer.echo(f"hadal serve: {error}", err=True)
         return EXIT_CONFIG
@@ -329,23 +392,59 @@ def _dry_run(config: Path | None, overrides: dict[str, Any], cache: dict[str, An
     return 0
 
 
-def _deployment(config: Path | None, overrides: dict[str, Any], cache: dict[str, Any] | None = None) -> Deployment:
-    """`overrides` of the file's fields, `cache` of those in its table; None leaves a field as it is."""
-    deployment = Deployment(**_given(overrides)) if config is None else read_deployment(config, **overrides)
-    return dataclasses.replace(deployment, cache=dataclasses.replace(deployment.cache, **_given(cache or {})))
+def _deployment(
+    config: Path | None, overrides: dict[str, Any], tables: _Tables | None = None
+) -> Deployment:
+    """`overrides` of the file's fields, `tables` of those in its tables; None leaves a field as it is."""
+    from hadal.runtime.resolve import deployment_file
+
+    if config is None:
+        deployment = Deployment(**_given(overrides))
+    else:
+        deployment = read_deployment(deployment_file(config), **overrides)
+    changed = {
+        name: dataclasses.replace(getattr(deployment, name), **_given(fields))
+        for name, fields in (tables or {}).items()
+    }
+    return dataclasses.replace(deployment, **changed)
 
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _api_keys(given: list[str]) -> tuple[str, ...]:
+def _api_keys(given: list[str], path: Path | None = None) -> tuple[str, ...]:
+    from hadal.runtime.private import read_private
+
     if any(not key.strip() for key in given):
         raise ConfigError("--api-key is empty; give a key, or leave the option out to serve without keys.")
-    keys = [*given, *os.environ.get("HADAL_API_KEYS", "").split(",")]
-    if any("," in key for key in given):
-        raise ConfigError("--api-key: a key cannot hold a comma.")
+    keys = [*given, *filter(str.strip, os.environ.get("HADAL_API_KEYS", "").split(","))]
+    for key in keys:
+        _check_key(key, "--api-key or HADAL_API_KEYS")
+    if path is not None:
+        try:
+            lines = read_private(path, "the API keys").decode().splitlines()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: the API keys are not UTF-8 text.") from error
+        in_file = {
+            number: line.strip() for number, line in enumerate(lines, 1)
+            if line.strip() and not line.lstrip().startswith("#")
+        }  # fmt: skip
+        if not in_file:
+            raise ConfigError(f"{path}: there is no key in it. Write one a line.")
+        for number, line in in_file.items():
+            _check_key(line, f"{path}, line {number}")
+        keys += in_file.values()
     return tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
+
+
+def _check_key(line: str, where: str) -> None:
+    from hadal.gateway.auth import parse_key
+
+    try:
+        parse_key(line)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """`hadal serve` as its users start it: a tree of processes, looked at from outside, and gone without a trace."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,29 @@ SMALL: dict[str, Any] = {
     "decode": {"threads": 1, "kv_memory_mb": 64},
 }
 """What every server of the tests has unless a test says otherwise."""
+
+
+FORMED = re.compile(r"^\S+ (\S+) .*generation (\d+) formed in (\d+\.\d+) s with ranks (\d+(?:, \d+)*)", re.M)
+"""unit, generation, seconds, ranks, in a server's log"""
+_NOTICED = re.compile(r"^(\S+) (\S+)\.(\d+) .*noticed that rank (\d+) is gone", re.M)
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """A line of the log: a rank noticed that another of its unit is gone."""
+
+    at_s: float
+    """Unix time."""
+    unit: str
+    rank: int
+    gone: int
+
+
+def noticed_in(log: str) -> list[Noticed]:
+    return [
+        Noticed(datetime.fromisoformat(time).timestamp(), unit, int(rank), int(gone))
+        for time, unit, rank, gone in _NOTICED.findall(log)
+    ]  # fmt: skip
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:

@@ -80,7 +80,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.view = DiskView(folder, FINGERPRINT, lambda: None, look_s=0.02)
         self.pool = np.zeros((32, BLOCK_BYTES), dtype=np.uint8)
-        self.loader = Loader(folder, FINGERPRINT, self.pool, Troubles(), lambda: None)
+        self.loader = Loader(folder, FINGERPRINT, self.pool, Troubles(folder), lambda: None)
         self.places: dict[bytes, Place] = {}
         self.num_read = self.num_damaged = 0
         self._next_id = 0

@@ -7,7 +7,6 @@ prompts.
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
 import time
 
@@ -15,10 +14,8 @@ import httpx
 import pytest
 
 from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
-from tests.dist.serving import Server, StartServer, wait_until
+from tests.dist.serving import FORMED, Server, StartServer, noticed_in, wait_until
 
-FORMED = re.compile(r"^(\S+) .*generation \d+ formed in (\d+\.\d+) s with ranks ([\d, ]+)", re.M)
-NOTICED = re.compile(r"at (\d+\.\d+) rank \d+ of (\S+) noticed")
 VICTIM = "decode-0.1"
 BROKEN_S = 5.0
 """Well below the deadline of an exchange: a survivor that waited for that has not heard the leader."""
@@ -30,7 +27,7 @@ def cases() -> list[Case]:
 
 
 def members(server: Server, unit: str) -> list[str]:
-    return [ranks.replace(" ", "") for of, _, ranks in FORMED.findall(server.log()) if of == unit]
+    return [ranks.replace(" ", "") for of, _, _, ranks in FORMED.findall(server.log()) if of == unit]
 
 
 def test_the_plain_loops_tokens_with_a_rank_killed_and_without(start_server: StartServer, cases: list[Case]) -> None:
@@ -54,7 +51,7 @@ def test_the_plain_loops_tokens_with_a_rank_killed_and_without(start_server: Sta
 
     outputs = asyncio.run(complete_all(server.url, server.model, cases, concurrency=16, while_running=strike))
     assert differences(cases, outputs) == [], f"with {VICTIM} killed"
-    noticed = [float(at_s) - struck_s for at_s, unit in NOTICED.findall(server.log()) if unit == "decode-0"]
+    noticed = [found.at_s - struck_s for found in noticed_in(server.log()) if found.unit == "decode-0"]
     print(f"noticed after {noticed} s; formed: {FORMED.findall(server.log())}")
     server.wait_restarted(VICTIM, old_pid)
     wait_until(lambda: members(server, "decode-0")[-1] == "0,1", 30.0, f"{VICTIM} belongs to its unit again")

@@ -17,9 +17,11 @@ import pytest
 
 from hadal.runtime.ledger_place import ledger_url
 from hadal.runtime.ledger_store import Store
+from hadal.stats.report import MODEL
 from hadal.stats.tally import Tally
 from tests.dist.ledger_child import fact_of
 from tests.dist.postgres import Postgres, postgres
+from tests.unit.stats.facts import details_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_ROUNDS = 100 if os.environ.get("HADAL_FULL") == "1" else 6
@@ -93,9 +95,12 @@ def check(url: str, kept: set[str]) -> int:
             assert connection.exec_driver_sql("PRAGMA integrity_check").scalar() == "ok"
     assert kept <= set(there), f"{len(kept - set(there))} facts that were kept are gone"
     assert len(there) == len(set(there))
+    facts = [fact_of(one) for one in there]
     expected = Tally()
-    expected.add_facts(map(fact_of, there))
-    assert store.read(*ALWAYS).tally == expected
+    expected.add_facts(facts)
+    window = store.read(*ALWAYS, by=MODEL)
+    assert window.tally == expected
+    assert window.details == details_of(facts, lambda fact: fact.model)
     store.close()
     return len(there)
 

@@ -28,8 +28,8 @@ from hadal.model.weights import load_weights
 from hadal.reference.generate import generate
 from hadal.runtime.resolve import model_folder
 from tests.dist.oracle import FULL
-from tests.dist.serving import Server, StartServer
-from tests.dist.test_rank_faults import FORMED, is_whole
+from tests.dist.serving import FORMED, Server, StartServer
+from tests.dist.test_rank_faults import is_whole
 from tests.fresh import fresh
 
 UNIT = "decode-0"
@@ -145,7 +145,7 @@ class Serving:
 
     def said(self) -> str:
         """The last that the leader said."""
-        return "\n".join([line for line in self.server.log().splitlines() if line.startswith(f"{UNIT} ")][-12:])
+        return "\n".join([line for line in self.server.log().splitlines() if line.split()[1:2] == [UNIT]][-12:])
 
     async def until_balanced(self, task: str, patience_s: float) -> bool:
         """Serve until layers have flipped, the gauge is above its lowest, and no layer flipped for a while.

@@ -70,7 +70,7 @@ def exchange(server: Server, data: bytes, *, then_s: float = 0.0, rest: bytes = 
         return received
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/j
         (HEAD + b"Content-Length: 0\r\n\r\n", 400),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
-        (b"GET /v1/nothing HTTP/1.1\r\nHost: a\r\n\r\n", 404),
-        (b"DELETE /v1/models HTTP/1.1\r\nHost: a\r\n\r\n", 405),
-        (b"GET /%ff%fe HTTP/1.1\r\nHost: a\r\n\r\n", 404),
+        (b"GET /v1/nothing HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
+        (b"GET /%ff%fe HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
         (HEAD.replace(b"application/json", b"\xff\xfe") + b"Content-Length: 2\r\n\r\n{}", 415),
     ],
     ids=range(9),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import signal
 import statistics
 import time
@@ -19,7 +18,7 @@ import httpx
 import pytest
 
 from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
-from tests.dist.serving import Server, StartServer, wait_until
+from tests.dist.serving import FORMED, Server, StartServer, noticed_in, wait_until
 from tests.fresh import fresh
 
 NUM_KILLS, NUM_STOPS = (50, 20) if FULL else (2, 1)
@@ -27,8 +26,6 @@ CONCURRENCY = 16
 KILL_NOTICED_S, STOP_NOTICED_S = 1.0, 2.0
 WHOLE_AGAIN_S = 60.0
 PREFILL_RANKS, DECODE_RANKS = 2, 4
-NOTICED = re.compile(r"at (\d+\.\d+) rank (\d+) of (\S+) noticed that rank (\d+) is gone")
-FORMED = re.compile(r"^(\S+) .*generation (\d+) formed in (\d+\.\d+) s with ranks ([\d, ]+)", re.M)
 
 
 @dataclass
@@ -80,10 +77,9 @@ def break_one(server: Server, cases: list[Case], rng: random.Random, number: int
     limit_s = KILL_NOTICED_S if number == signal.SIGKILL else STOP_NOTICED_S
 
     def noticed() -> dict[str, float]:
-        found = NOTICED.findall(server.log()[log_before:])
         return {
-            f"{of}.{rank}": float(at_s) - struck_s
-            for at_s, rank, of, gone in reversed(found) if of == unit and gone == index
+            f"{unit}.{one.rank}": one.at_s - struck_s
+            for one in reversed(noticed_in(server.log()[log_before:])) if (one.unit, one.gone) == (unit, int(index))
         }  # fmt: skip
 
     wait_until(lambda: survivors <= noticed().keys(), limit_s + 1.0, f"{survivors} noticed that {victim} is gone")

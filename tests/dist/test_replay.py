@@ -79,12 +79,14 @@ def test_the_same_decisions_in_the_same_order(
 @pytest.mark.parametrize(("victim", "units", "num_processes"), [
     ("decode-0", {}, 4),
     ("decode-0.1", {"prefill": RANKS, "decode": RANKS}, 8),
-], ids=["unit", "rank"])  # fmt: skip
+    ("decode-0", {"prefill": RANKS, "decode": RANKS}, 8),
+], ids=["unit", "rank", "leader"])  # fmt: skip
 def test_also_where_processes_died(
     start_server: StartServer, folder: Path, monkeypatch: pytest.MonkeyPatch, victim: str, units: dict[str, Any],
     num_processes: int,
 ) -> None:  # fmt: skip
-    """Killed under load; the successor is another role under the same name. KV goes to disk as well, and comes back."""
+    """Killed under load; the successor is another role under the same name, and takes ranks over where it led some. KV
+    goes to disk as well, and comes back."""
     cache = {"folder": str(folder / "kv"), "disk_mb": 64}
     server = start_server(environment={RECORD: str(folder / "rec")}, cache=cache, **units)
     old_pid = server.pids()[victim]
@@ -97,7 +99,11 @@ def test_also_where_processes_died(
     server.stop()
     report = check(read_recordings(folder / "rec"))
     assert report.num_processes >= num_processes
-    assert report.outside["UnitDown"] >= 1  # The supervisor saw it die.
+    is_leader = victim == "decode-0" and units
+    assert report.outside["LeaderDown" if is_leader else "UnitDown"] >= 1  # The supervisor saw it die.
     # Of a rank's own compute thread, its process alone knows how far it is.
-    assert set(report.outside) <= FROM_OUTSIDE | {"UnitDown", "DiskNews"} | ({"Progress"} if units else set())
+    from_supervisor = {"UnitDown", "LeaderDown", "Sighting", "DiskNews"}
+    assert set(report.outside) <= FROM_OUTSIDE | from_supervisor | ({"Progress"} if units else set())
+    if is_leader:
+        assert report.decisions["Resume"] >= 1
     assert report.decisions["StoreBlocks"] > 0

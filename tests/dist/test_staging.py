@@ -42,14 +42,14 @@ class Unit:
         units = UnitsConfig(ranks=2, kv_blocks=4, max_requests=2, threads=1, mode="low_latency")
         resolved = plan(Deployment(device="cpu", chunk_tokens=64, prefill=units, decode=UnitsConfig(kv_blocks=4)))
         self.run_id = f"teststaging{os.getpid()}"
-        write_run(folder, Run(self.run_id, os.getpid(), resolved.deployment))
+        write_run(folder, Run(self.run_id, resolved.deployment))
         self.placement: Placement = first_placement(resolved.deployment, resolved.config, "prefill")
         self.wire = ZmqWire(UNIT, folder)
         self._unread: list[AnyMessage] = []
         self.processes = [
             subprocess.Popen([
-                sys.executable, "-m", "hadal.runtime.rank", "--unit", UNIT, "--role", "prefill", "--rank", str(rank),
-                "--folder", str(folder),
+                sys.executable, "-m", "hadal.runtime.entry", str(os.getpid()), "hadal.runtime.rank", "--unit", UNIT,
+                "--role", "prefill", "--rank", str(rank), "--folder", str(folder),
             ])
             for rank in range(2)
         ]  # fmt: skip

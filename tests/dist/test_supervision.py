@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -34,10 +35,10 @@ def complete(server: Server, num_tokens: int) -> str:
     return str(reply.json()["choices"][0]["text"])
 
 
-def stream(server: Server, num_tokens: int, model: str) -> Iterator[str]:
+def stream(server: Server, num_tokens: int, model: str, client: httpx.Client | None = None) -> Iterator[str]:
     """The same, piece by piece."""
     fields = body(num_tokens, model=model, stream=True)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=fields, timeout=60) as reply:
+    with (client or httpx).stream("POST", f"{server.url}/v1/completions", json=fields, timeout=60) as reply:
         assert reply.status_code == 200
         for line in reply.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
@@ -98,6 +99,33 @@ def test_a_killed_gateway_comes_back_and_connections_wait_for_it(server: Server)
     assert complete(server, 300) == undisturbed
     # What the units held for streams that are gone is freed.
     wait_until(lambda: _blocks_used(server) == [0.0, 0.0], 5.0, "all blocks are free")
+
+
+def test_a_hung_gateway_is_replaced(server: Server) -> None:
+    undisturbed = complete(server, 8)
+    old_pid = server.kill("gateway", signal.SIGSTOP)
+    wait_until(lambda: server.pids()["gateway"] != old_pid, 3.0, "that it hangs was noticed")
+    assert complete(server, 8) == undisturbed
+    server.wait_restarted("gateway", old_pid)
+    assert not is_alive(old_pid)
+    assert f"gateway (pid {old_pid}) has not moved for" in server.log()
+
+
+def test_requests_wait_for_a_gateway_and_a_unit_that_died_together(server: Server) -> None:
+    undisturbed = complete(server, 8)
+    old_gateway, old_unit = server.kill("gateway"), server.kill("decode-0")
+    assert complete(server, 8) == undisturbed
+    server.wait_restarted("gateway", old_gateway)
+    server.wait_restarted("decode-0", old_unit)
+
+
+def test_a_stopped_supervisor_takes_nobody_for_hung_when_it_goes_on(server: Server) -> None:
+    pids = server.pids()
+    server.process.send_signal(signal.SIGSTOP)
+    time.sleep(4.0)
+    server.process.send_signal(signal.SIGCONT)
+    time.sleep(1.0)
+    assert server.pids() == pids
 
 
 def test_a_silent_unit_is_killed_and_its_requests_go_on(start_server: StartServer) -> None:
@@ -213,3 +241,34 @@ def _source() -> str:
 def _blocks_used(server: Server) -> list[float]:
     text = httpx.get(f"{server.url}/metrics", timeout=10).text
     return [float(line.split()[-1]) for line in text.splitlines() if line.startswith("hadal_kv_blocks_used{")]
+
+
+def test_every_line_of_a_json_log_is_an_object(start_server: StartServer) -> None:
+    server = start_server("--log-format", "json")
+    asked = body(8, model=server.model)
+    reply = httpx.post(f"{server.url}/v1/completions", json=asked, headers={"X-Request-Id": "mine-1"}, timeout=60)
+    assert reply.status_code == 200
+    old_pid = server.kill("decode-0")
+    server.wait_restarted("decode-0", old_pid)
+    server.stop()
+    lines = [json.loads(line) for line in server.log().splitlines()]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:]{8}\.\d{3}Z", line["time"]) for line in lines)
+    assert {"supervisor", "gateway", "prefill-0", "decode-0"} <= {line["process"] for line in lines}
+    (access,) = (line for line in lines if line.get("request_id") == "mine-1")
+    assert (access["status"], access["reply_id"]) == (200, reply.json()["id"])
+    (ended,) = (line for line in lines if line["message"] == "decode-0 ended: killed by SIGKILL")
+    assert (ended["process"], ended["unit"], ended["level"]) == ("supervisor", "decode-0", "warning")
+
+
+def test_a_start_that_compiles_kernels_says_so(start_server: StartServer, tmp_path: Path) -> None:
+    """A compiler that takes long, and then fails: what waits for it is told every 10 s, and what it means."""
+    compiler = tmp_path / "slow-c++"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\nsleep 13; echo no luck; exit 1\n')
+    compiler.chmod(0o755)
+    environment = {"CXX": str(compiler), "HADAL_CACHE_DIR": str(tmp_path / "cache")}
+    server = start_server(environment=environment, wait=False)
+    server.wait_ready(150.0)
+    log = server.log()
+    assert "INFO    the kernels are being compiled for this machine" in log
+    assert re.search(r"\d of 3 processes are ready; .*compiles the kernels for this machine", log)
+    assert "there are no CPU kernels, and every op runs in plain torch, slower" in log

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hadal.core.handshake import key_of
 from hadal.core.plans import Source
 from hadal.runtime.expert_wire import ExpertClient, ExpertServer
-from hadal.runtime.peers import key_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +17,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_what_was_queued_before_is_sent_and_what_arrived_is_there_for_whatever_comes_next(dtype: torch.dtype) -> None:
-    key, busy = key_of("a run", "experts"), torch.randn(4096, 4096, device="cuda")
+    key, busy = key_of(b"a run", "experts"), torch.randn(4096, 4096, device="cuda")
     held = torch.zeros(1024, 2048, device="cuda").to(dtype), torch.zeros(2048, 512, device="cuda").to(dtype)
     server = ExpertServer("127.0.0.1", key, lambda layer, expert: held)
     client = ExpertClient(key)

@@ -27,6 +27,7 @@ from hadal.core.wire import AnyMessage
 from hadal.sim.clock import SimClock
 from tests.sim.disk import SimDisk
 from tests.sim.engine import DecodeEngine, Pool, PrefillEngine, pull
+from tests.sim.starving import Starving
 
 
 class Role(Protocol):
@@ -50,6 +51,7 @@ class Host:
         self.is_stuck = False
         """It lives and does nothing."""
         self.life = 0
+        self.starving = Starving()
         self._check = check
         self._clock = clock
         self._random = random
@@ -73,6 +75,10 @@ class Host:
     def handle(self, event: Event) -> None:
         """Give an event to the role; a dead or stuck process takes nothing."""
         if not self.is_alive or self.is_stuck:
+            return
+        runs_s = self.starving.next_s(self.name, self._clock.now())
+        if runs_s > self._clock.now():
+            self._clock.at(runs_s, lambda: Host.handle(self, event))
             return
         self._apply(self.role.handle(self._clock.now(), event))
         problems = self._check()

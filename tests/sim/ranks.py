@@ -35,7 +35,7 @@ ABORT_S = 0.05
 Ident = tuple[int, str]
 """A rank's process: (rank, epoch)."""
 Key = tuple[frozenset[Ident], int, int | None]
-"""Where compute threads meet: members, generation (a leader's successor counts from 1 again), step or a formation."""
+"""Where compute threads meet: members, generation (another leader may count from 1 again), step or a formation."""
 
 
 class Fabric:

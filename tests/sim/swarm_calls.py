@@ -23,6 +23,7 @@ from hadal.gateway.openai import Ask
 from hadal.gateway.service import Choice, Work
 from hadal.gateway.sse import Reply, Times
 from hadal.gateway.stream import Assembler
+from hadal.gateway.tenants import Tenant
 from hadal.gateway.vocabulary import Vocabulary
 from hadal.runtime.ledger_writer import LedgerCounts
 from tests.sim.client import Client
@@ -79,7 +80,7 @@ class Call:
     """The gateway's part of one request. `tell_front` is done at once; `books` are those of the gateway's life."""
 
     def __init__(
-        self, generations: list[Generation], clients: list[Client], stops: tuple[str, ...], *, tenant: bytes,
+        self, generations: list[Generation], clients: list[Client], stops: tuple[str, ...], *, tenant: Tenant,
         now: Callable[[], float], tell_front: Callable[[Cancel], None], books: Books, timeout_s: float,
     ) -> None:  # fmt: skip
         self.generations = generations
@@ -94,8 +95,10 @@ class Call:
         self._books = books
         self._tenant = tenant
         ask = Ask(
-            MODEL, True, True, len(generations), generations[0].max_tokens, generations[0].min_tokens, None, None,
-            Sampling(), None, stops, (), False, False,
+            model=MODEL, stream=True, include_usage=True, n=len(generations), max_tokens=generations[0].max_tokens,
+            max_name="max_tokens", min_tokens=generations[0].min_tokens, temperature=None, top_p=None,
+            sampling=Sampling(), seed=None, stops=stops, stop_token_ids=(), ignore_eos=False, return_token_ids=False,
+            stop_repetition=False,
         )  # fmt: skip
         choices = tuple(
             Choice(one, Assembler(VOCABULARY, sections=False, stops=stops, min_tokens=one.min_tokens))

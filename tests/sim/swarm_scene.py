@@ -91,6 +91,7 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
         return drawn if name in on else 0.0
 
     faults = Faults(
+        succession_share=0.0,  # The watcher of blocks does not know what a successor takes over: test_succession does.
         duplicate_rate=rate("duplicates", 0.02, 0.1, 0.5), engine_rate=rate("failed steps", 0.003, 0.02),
         stage_rate=rate("failed staging", 0.2, 0.7),
         front_restarts=int(rate("front restarts", 1, 2, 3)), until_s=until_s,

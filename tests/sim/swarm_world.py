@@ -18,7 +18,7 @@ from hadal.core.messages import Cancel, Generation, Key, Load, Pulled, Returned,
 from hadal.core.seams import Deliver
 from hadal.core.wire import AnyMessage
 from hadal.gateway.books import Books
-from hadal.gateway.tenants import salt_of
+from hadal.gateway.tenants import Tenant, salt_of
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.prefill import PrefillLeader
 from hadal.roles.ranks import RankedLeader
@@ -106,7 +106,7 @@ class SwarmWorld(FleetWorld):
         ]  # fmt: skip
         call = Call(
             generations, [Client(one, longest) for one in generations], self._stops(generation, random),
-            tenant=salt_of(generation.salt), now=self.clock.now, tell_front=self._tell_front, books=self.books,
+            tenant=Tenant(salt_of(generation.salt)), now=self.clock.now, tell_front=self._tell_front, books=self.books,
             timeout_s=self.config.limits.request_timeout_s,
         )  # fmt: skip
         for one, client in zip(generations, call.clients, strict=True):

@@ -18,7 +18,20 @@ import msgspec
 from hadal.core.balance import AUTO, OFF
 from hadal.core.cache import split
 from hadal.core.config import Deployment, UnitsConfig
-from hadal.core.messages import Cached, Cancel, Drain, Generation, Prefill, Returned, Submit, Tokens, UnitDown
+from hadal.core.messages import (
+    Cached,
+    Cancel,
+    Drain,
+    Generation,
+    LeaderDown,
+    Prefill,
+    Returned,
+    Sighting,
+    Submit,
+    Suspect,
+    Tokens,
+    UnitDown,
+)
 from hadal.core.placement import spread
 from hadal.core.seams import Deliver
 from hadal.core.wire import AnyMessage
@@ -40,6 +53,7 @@ from tests.sim.experts import GROWING_S, NUM_EXPERTS, NUM_LAYERS, PORT, TERMS
 from tests.sim.host import Host
 from tests.sim.names import FINGERPRINT, Names
 from tests.sim.ranks import Fabric, RankHost
+from tests.sim.starving import Starving
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,8 @@ class Faults:
     """Mean time between deaths of units; 0: never."""
     stuck_share: float = 0.0
     """Of those deaths that are silences: the process lives and does nothing."""
+    succession_share: float = 0.7
+    """Of deaths of leaders whose ranks wait for a successor."""
     stage_rate: float = 0.0
     """Of stagings of a layer's experts that fail."""
     front_restarts: int = 0
@@ -85,6 +101,7 @@ class World:
         self.pools: dict[str, Pool] = {}
         self.fronts: list[Front] = []
         self.num_deaths = 0
+        self.starving = Starving()
         self.num_returned: Counter[str] = Counter()
         """Reasons for which units gave attempts back."""
         self.quiet_from_s = max(faults.until_s, 0.2)
@@ -165,7 +182,7 @@ class World:
                 overlap=config.prefill.overlap, min_split_tokens=config.prefill.min_split_tokens,
                 request_balance=config.prefill.request_balance, early_pull=config.early_pull,
                 keeps_blocks=config.cache.memory != OFF, has_disk=self.disk is not None,
-                recompute=config.cache.recompute,
+                recompute=config.cache.recompute, tells_names=num_ranks > 1,
             )  # fmt: skip
         return DecodeLeader(
             name, epoch, num_blocks, num_slots=config.decode.max_requests, num_waiting_max=config.decode.max_waiting,
@@ -200,6 +217,7 @@ class World:
     def _start(self, name: str, host: Host) -> None:
         assert name not in self.hosts or not self.hosts[name].is_alive, f"{name} runs twice"
         host.life = self._num_lives
+        host.starving = self.starving
         self.hosts[name] = host
         host.start()
         if self.disk is not None and core_of(host) is not None:
@@ -223,19 +241,22 @@ class World:
                 self.pools.pop(host.pool_name)
 
     def kill_unit(self, name: str) -> None:
-        """The supervisor notices a little later, says so, and starts it again; a leader's ranks go with it."""
+        """The supervisor notices a little later, says so, and starts it again; a leader's ranks wait, or go too."""
         if name not in self.hosts or not self.hosts[name].is_alive:
             return
         self._kill(name)
         self.num_deaths += 1
         notice_s = self.random.uniform(0, 0.2)
         told = name.partition(".")[0] if "." in name else "front"
-        self.clock.after(notice_s, lambda: self._tell(told, UnitDown(name, "the process ended")))
+        ranks = [other for other in self.hosts if other.startswith(f"{name}.")]
+        is_succeeded = bool(ranks) and self.random.random() < self.faults.succession_share
+        down = LeaderDown if is_succeeded else UnitDown
+        self.clock.after(notice_s, lambda: self._tell(told, down(name, "the process ended")))
         self.clock.after(notice_s + self.random.uniform(0, 0.5), lambda: self.start_unit(name))
-        for rank in [other for other in self.hosts if other.startswith(f"{name}.")]:
+        for rank in () if is_succeeded else ranks:
             self.kill_unit(rank)
 
-    def _tell(self, name: str, message: UnitDown) -> None:
+    def _tell(self, name: str, message: LeaderDown | UnitDown) -> None:
         if name in self.hosts:
             self.hosts[name].handle(message)
 
@@ -277,6 +298,8 @@ class World:
 
         def send(to: str, message: AnyMessage) -> None:
             if to == "supervisor":
+                if isinstance(message, Suspect):
+                    self.clock.after(self.random.uniform(0, self._wire_s), lambda: self._see(message.process))
                 if not isinstance(message, UnitDown):
                     return
                 self.clock.after(0.0, lambda: self.kill_unit(message.unit))
@@ -297,6 +320,12 @@ class World:
                 self.clock.at(arrival_s, lambda: self._arrive(to, message, life))
 
         return send
+
+    def _see(self, name: str) -> None:
+        """The supervisor tells a judge how one of its processes fares: of a rank its leader, of a unit the front."""
+        host, judge = self.hosts.get(name), self.hosts.get(name.partition(".")[0] if "." in name else "front")
+        if host is not None and host.is_alive and judge is not None:  # A fleet stops units for good.
+            judge.handle(Sighting(name, self.starving.waited_s(self.clock.now()), host.is_stuck))
 
     def _watch(self, life: int, message: AnyMessage) -> None:
         """Every life sends the tokens of an attempt in order, and none after the last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.balance_loads import Arrival, Load, find_data, lognormal, mooncake
+from bench.balance_loads import Arrival, Load, lognormal, mooncake
 from bench.balance_prefill_sim import (
     MEAN_S,
     RATES,
@@ -19,6 +19,7 @@ from bench.balance_prefill_sim import (
     round_robin,
     simulate,
 )
+from bench.shared_data import MOONCAKE, find, why_missing
 from hadal.policy.prefill_budget import StepLimits
 
 LIMITS = StepLimits(2048, 4096)
@@ -57,10 +58,10 @@ def test_ours_wastes_less_than_a_token_budget() -> None:
 
 
 def test_the_mooncake_trace_is_read_with_its_prefixes() -> None:
-    folder = find_data()
-    if folder is None or not (folder / "mooncake_conversation.jsonl.gz").is_file():
-        pytest.skip("no Mooncake trace in HADAL_SHARED_DATA or ../shared/data")
-    load = mooncake(folder / "mooncake_conversation.jsonl.gz")
+    path = find(MOONCAKE)
+    if path is None:
+        pytest.skip(why_missing(MOONCAKE))
+    load = mooncake(path)
     assert len(load.arrivals) == 12_031
     assert min(arrival.num_tokens for arrival in load.arrivals) >= 1
     cached = sum(arrival.num_cached for arrival in load.arrivals)

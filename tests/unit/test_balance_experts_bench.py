@@ -11,7 +11,7 @@ import pytest
 from bench import balance_experts, balance_traffic
 from bench.balance_experts import find_eplb, run_eplb
 from bench.balance_traffic import Tokens, fitted_tokens, remote_nodes
-from bench.expert_loads import loads_folder
+from bench.shared_data import EXPERT_LOADS, find, why_missing
 from hadal.core.placement import Placement
 from hadal.policy.expert_balance import Cluster
 
@@ -51,8 +51,8 @@ def test_a_module_of_eplbs_signature_is_judged_by_its_arrays(eplb_folder: Path) 
 def test_the_bench_runs_a_given_eplb_beside_ours(
     eplb_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if loads_folder() is None:
-        pytest.skip("no measured loads: set HADAL_SHARED_DATA")
+    if find(EXPERT_LOADS) is None:
+        pytest.skip(why_missing(EXPERT_LOADS))
     monkeypatch.setattr(balance_experts, "CASES", (("prefill 32", "global", 32, 9, ("prefill_in512",)),))
     for name in ("replans", "windows", "traffic"):
         monkeypatch.setattr(balance_experts, name, lambda *_, **__: None)

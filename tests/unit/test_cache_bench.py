@@ -14,6 +14,7 @@ from bench.cache_index import fill
 from bench.cache_policies import POLICIES, share_of
 from bench.cache_replay import QUICK_PROMPTS, SHARES, Outcome, best, disk, infinite, memory
 from bench.cache_traces import NAMES_ID, Prompt, Trace, chats, continued_tokens, find
+from bench.shared_data import MOONCAKE, why_missing
 from hadal.core.cache import NAME_BYTES, num_names
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.policy.eviction import Arc, Lru
@@ -89,7 +90,7 @@ def test_the_measured_traces() -> None:
     """Within a point of a cache that forgets nothing if there is room, ahead of LRU at 10 % and 3 % if there is not."""
     traces = find()
     if not traces:
-        pytest.skip("no Mooncake traces: set HADAL_SHARED_DATA to the folder that has them")
+        pytest.skip(why_missing(MOONCAKE))
     for whole in traces:
         trace = whole if IS_FULL else Trace(whole.name, whole.prompts[: QUICK_PROMPTS // 3])
         if IS_FULL:

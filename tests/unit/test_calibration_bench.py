@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from bench.balance_loads import find_data
 from bench.calibration import PAGE, SILICON_HEAD, error, ours, page
 from bench.calibration_points import AIM, NOT_PRICED, POINTS, Point
 from bench.calibration_silicon import rows, silicon
+from bench.shared_data import SILICON, find, why_missing
 
 AIMS = [point for point in POINTS if point.role == AIM]
 
@@ -25,10 +25,9 @@ def test_the_page_is_what_the_command_prints() -> None:
 
 
 def test_the_silicon_rows_are_what_the_command_prints() -> None:
-    data = find_data()
-    if data is None or not (data / "aic_silicon_deepseek.csv").exists():
-        pytest.skip("HADAL_SHARED_DATA names no folder with the silicon table")
-    path = data / "aic_silicon_deepseek.csv"
+    path = find(SILICON)
+    if path is None:
+        pytest.skip(why_missing(SILICON))
     assert len(list(rows(path))) > 30
     assert PAGE.read_text(encoding="utf-8").partition(SILICON_HEAD)[2].strip() == silicon(path).strip()
 

@@ -1,16 +1,20 @@
 """The commands: help that teaches, errors of one line, options that override the file."""
 
+import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from rich.text import Text
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from hadal import __version__
 from hadal.cli import _api_keys, _deployment, app
-from hadal.core.config import CacheConfig, Deployment, read_deployment
+from hadal.core.config import CacheConfig, Deployment, GatewayConfig, read_deployment
 from hadal.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +29,31 @@ def test_every_command_explains_itself(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"], terminal_width=200)
     assert result.exit_code == 0
     assert f"{command} [OPTIONS]" in result.output
+
+
+@pytest.mark.parametrize("command", sorted(command.name or "" for command in get_command(app).commands.values()))
+def test_examples_stay_whole_on_a_terminal_of_80_columns(command: str) -> None:
+    epilog = get_command(app).commands[command].epilog
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80", "NO_COLOR": "1"})
+    shown = [line.strip() for line in result.output.splitlines()]
+    blocks = Text.from_markup(epilog).plain.split("\n\n")[1:]
+    lines = [line.strip() for block in blocks for line in block.splitlines() if "\n" in block]
+    assert len(lines) >= 4
+    assert [line for line in lines if line not in shown] == []
+
+
+def test_a_shell_learns_to_complete(tmp_path: Path) -> None:
+    script = CliRunner().invoke(app, ["completion", "bash"]).output
+    (tmp_path / "hadal").write_text(f"#!{sys.executable}\nfrom hadal.cli import app\n\napp()\n")
+    (tmp_path / "hadal").chmod(0o755)
+    typed = 'COMP_WORDS=(hadal serve --cache-f); COMP_CWORD=2; _hadal_completion hadal; echo "${COMPREPLY[@]}"'
+    done = subprocess.run(
+        ["bash", "-c", f"{script}\n{typed}"], capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.stdout.split() == ["--cache-folder"]
+    assert "compdef" in CliRunner().invoke(app, ["completion", "zsh"]).output
+    assert "complete --command hadal" in CliRunner().invoke(app, ["completion", "fish"]).output
 
 
 def test_help_loads_neither_torch_nor_the_server() -> None:
@@ -47,6 +76,7 @@ def test_help_loads_neither_torch_nor_the_server() -> None:
         (["--config", "/no/such.toml"], "no such deployment file"),
         (["--port", "99999"], "port is 99999"),
         (["--log-level", "loud"], "--log-level is 'loud'"),
+        (["--log-format", "xml"], "--log-format is 'xml'"),
         (["--api-key", "a,b"], "comma"),
         (["--cache-folder", __file__], "is no folder"),
     ],
@@ -58,6 +88,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], words: str)
     assert words in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert time.monotonic() - started_s < 10
+
+
+def test_a_mistake_is_a_line_of_a_json_log() -> None:
+    command = [sys.executable, "-m", "hadal.cli", "serve", "--log-format", "json", "--port", "99999"]
+    done = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True, timeout=60, check=False)
+    line = json.loads(done.stderr)
+    assert (done.returncode, line["process"], line["level"]) == (2, "supervisor", "critical")
+    assert "port is 99999" in line["message"]
 
 
 def test_a_dry_run_prints_the_plan_and_starts_nothing() -> None:
@@ -97,9 +135,16 @@ def test_options_go_before_the_file(tmp_path: Path) -> None:
 def test_the_cache_s_options_go_before_its_table(tmp_path: Path) -> None:
     file = tmp_path / "d.toml"
     file.write_text('[cache]\nmemory = "off"\nfolder = "there"\ndisk_mb = 5\n')
-    assert _deployment(file, {}, {"folder": None, "disk_mb": 6}).cache == CacheConfig("off", "there", 6)
-    assert _deployment(file, {}, {"folder": "", "disk_mb": None}).cache == CacheConfig("off", "", 5)
-    assert _deployment(None, {}, {"folder": "here", "disk_mb": None}).cache == CacheConfig(folder="here")
+    assert _deployment(file, {}, {"cache": {"folder": None, "disk_mb": 6}}).cache == CacheConfig("off", "there", 6)
+    assert _deployment(file, {}, {"cache": {"folder": "", "disk_mb": None}}).cache == CacheConfig("off", "", 5)
+    assert _deployment(None, {}, {"cache": {"folder": "here", "disk_mb": None}}).cache == CacheConfig(folder="here")
+
+
+def test_the_number_of_gateways_is_an_option() -> None:
+    assert _deployment(None, {}, {"gateway": {"processes": 2}}).gateway == GatewayConfig(processes=2)
+    assert _deployment(None, {}, {"gateway": {"processes": None}}) == Deployment()
+    result = CliRunner().invoke(app, ["serve", "--gateways", "0"])
+    assert result.exit_code == 2
 
 
 def test_a_dry_run_shows_the_cache(tmp_path: Path) -> None:
@@ -112,6 +157,26 @@ def test_a_dry_run_shows_the_cache(tmp_path: Path) -> None:
 
 def test_the_laptops_file_shows_the_defaults() -> None:
     assert read_deployment(ROOT / "configs" / "laptop.toml") == Deployment()
+
+
+def test_keys_come_from_a_file_that_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HADAL_API_KEYS", raising=False)
+    path = tmp_path / "keys"
+    path.write_text("# for tests\none\n\n  two priority  \n")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        _api_keys([], path)
+    path.chmod(0o600)
+    assert _api_keys(["zero"], path) == ("zero", "one", "two priority")
+    for text, reason in (("# none\n", "no key"), ("a,b\n", "comma"), ("a\n#\nb c\n", "line 3: what stands behind")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=reason):
+            _api_keys([], path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        _api_keys([], path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        _api_keys([], tmp_path / "absent")
 
 
 def test_keys_come_from_options_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

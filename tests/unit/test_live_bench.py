@@ -17,11 +17,11 @@ from hadal.comm.expert_comm import Received
 from hadal.model.block import MicroBatch
 
 LOG = """\
-decode-0   | 17:00:01.100 INFO hadal.leader: MoE layer 2: staging begins after step 90; replicas to move: 7
-decode-1   | 17:00:01.200 INFO hadal.leader: MoE layer 0 flipped in step 94, begun after step 92; replicas moved: 3
-decode-0   | 17:00:01.300 INFO hadal.leader: MoE layer 2 flipped in step 93, begun after step 90; replicas moved: 7
-decode-0   | 17:00:02.200 INFO hadal.leader: MoE layer 1: staging begins after step 96; replicas to move: 0
-decode-0   | 17:00:02.300 INFO hadal.leader: MoE layer 1 flipped in step 97, begun after step 96; replicas moved: 0
+2026-01-02T17:00:01.100Z decode-0     INFO    MoE layer 2: staging begins after step 90; replicas to move: 7
+2026-01-02T17:00:01.200Z decode-1     INFO    MoE layer 0 flipped in step 94, begun after step 92; replicas moved: 3
+2026-01-02T17:00:01.300Z decode-0     INFO    MoE layer 2 flipped in step 93, begun after step 90; replicas moved: 7
+2026-01-02T17:00:02.200Z decode-0     INFO    MoE layer 1: staging begins after step 96; replicas to move: 0
+2026-01-02T17:00:02.300Z decode-0     INFO    MoE layer 1 flipped in step 97, begun after step 96; replicas moved: 0
 """
 
 

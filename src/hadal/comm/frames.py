@@ -1,10 +1,13 @@
 """The bytes between two ranks of the TCP mesh: a header of 24 bytes, then the payload.
 
-    HELLO   who I am, whom I take you for, and the generation I am in: first on a connection, and at every generation
-    DATA    one rank's part of one exchange
-    ABORT   this generation failed for me: who is lost, and why
+    CHALLENGE  a nonce, first on a connection
+    HELLO      who I am, whom I take you for, and the generation I am in, with the proof that I may say so: as soon as
+               the other's CHALLENGE is there, and at every generation
+    DATA       one rank's part of one exchange
+    ABORT      this generation failed for me: who is lost, and why
 
-Knows no sockets and keeps no state. What a peer sent is checked here and refused with FrameError.
+Where packets leave the host a tag follows every frame after the CHALLENGE (core/handshake). Knows no sockets and keeps
+no state. What a peer sent is checked here and refused with FrameError.
 """
 
 from __future__ import annotations
@@ -13,16 +16,17 @@ import struct
 from dataclasses import dataclass
 
 from hadal.core.errors import HadalError
+from hadal.core.handshake import PROOF_BYTES
 
-HELLO, DATA, ABORT = 1, 2, 3
+HELLO, DATA, ABORT, CHALLENGE = 1, 2, 3, 4
 
 MAX_PAYLOAD_BYTES = 1 << 31
 MAX_CONTROL_BYTES = 4096
-"""Of a HELLO or an ABORT."""
+"""Of anything but DATA."""
 MAX_REASON_BYTES = 1000
 MAX_LOST_RANKS = 1000
 
-_MAGIC = b"HdM1"
+_MAGIC = b"HdM2"
 _HEADER = struct.Struct("<4sIIIQ")
 HEADER_BYTES = _HEADER.size
 
@@ -59,7 +63,7 @@ def pack_header(kind: int, generation: int, sequence: int, num_bytes: int) -> by
 def unpack_header(data: memoryview, at: int) -> Frame:
     """Read the header that begins at `at`. Raises FrameError."""
     magic, kind, generation, sequence, num_bytes = _HEADER.unpack_from(data, at)
-    if magic != _MAGIC or kind not in (HELLO, DATA, ABORT):
+    if magic != _MAGIC or kind not in (HELLO, DATA, ABORT, CHALLENGE):
         raise FrameError(f"no frame of the mesh: {magic!r}, kind {kind}")
     limit = MAX_PAYLOAD_BYTES if kind == DATA else MAX_CONTROL_BYTES
     if num_bytes > limit:
@@ -67,20 +71,32 @@ def unpack_header(data: memoryview, at: int) -> Frame:
     return Frame(kind, generation, sequence, num_bytes)
 
 
-def pack_hello(generation: int, hello: Hello) -> bytes:
-    """A whole HELLO frame."""
-    body = f"{hello.rank} {hello.to_rank}\n{hello.epoch}\n{hello.to_epoch}".encode()
-    return pack_header(HELLO, generation, 0, len(body)) + body
+def pack_challenge(nonce: bytes) -> bytes:
+    """A whole CHALLENGE frame."""
+    return pack_header(CHALLENGE, 0, 0, len(nonce)) + nonce
 
 
-def unpack_hello(body: bytes) -> Hello:
-    """Raises FrameError."""
+def hello_claim(generation: int, hello: Hello) -> bytes:
+    """What a HELLO says, as it is proven and sent."""
+    return f"{generation} {hello.rank} {hello.to_rank}\n{hello.epoch}\n{hello.to_epoch}".encode()
+
+
+def pack_hello(generation: int, claim: bytes, proof: bytes) -> bytes:
+    """A whole HELLO frame; `claim`: its hello_claim."""
+    return pack_header(HELLO, generation, 0, len(proof) + len(claim)) + proof + claim
+
+
+def unpack_hello(generation: int, body: bytes) -> tuple[Hello, bytes, bytes]:
+    """(who speaks to whom, the claim, its proof), which is still to be checked. Raises FrameError."""
+    proof, claim = body[:PROOF_BYTES], body[PROOF_BYTES:]
     try:
-        ranks, epoch, to_epoch = body.decode().split("\n")
-        rank, to_rank = map(int, ranks.split(" "))
+        numbers, epoch, to_epoch = claim.decode().split("\n")
+        said, rank, to_rank = map(int, numbers.split(" "))
     except ValueError as error:
         raise FrameError("a malformed HELLO") from error
-    return Hello(rank, epoch, to_rank, to_epoch)
+    if said != generation:
+        raise FrameError(f"a HELLO for generation {said} in a frame of {generation}")
+    return Hello(rank, epoch, to_rank, to_epoch), claim, proof
 
 
 def pack_abort(generation: int, ranks: tuple[int, ...], reason: str) -> bytes:

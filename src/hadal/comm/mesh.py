@@ -23,8 +23,11 @@ from hadal.comm.group import PeerLost
 from hadal.comm.mesh_inbox import Inbox, MeshExchange, TooLargeError, bytes_of
 from hadal.comm.mesh_link import Link, PauseLink
 from hadal.comm.mesh_poller import POLL_S, Poller
+from hadal.comm.refusals import Refusals
 from hadal.core.plans import Member
 
+PURPOSE = "mesh 2"
+"""Of the key (core/handshake.key_of)."""
 MAX_PENDING = 256
 """Accepted connections that have not said who they are, or are ahead of us."""
 
@@ -37,9 +40,10 @@ class MeshGroup:
     """
 
     def __init__(
-        self, rank: int, epoch: str, *, host: str = "127.0.0.1", deadline_s: float,
+        self, rank: int, epoch: str, *, key: bytes, host: str = "127.0.0.1", deadline_s: float,
         on_lost: Callable[[int], None] | None = None, congestion: str | None = None,
     ) -> None:  # fmt: skip
+        """`key`: the deployment's for PURPOSE; who does not hold it is refused (core/handshake)."""
         self.rank = rank
         self.epoch = epoch
         self.members: tuple[int, ...] = (rank,)
@@ -48,6 +52,7 @@ class MeshGroup:
         self.bytes_sent = 0
         """Of payloads of exchanges; their headers are not counted."""
         self.bytes_received = 0
+        self.refusals = Refusals("mesh", f"rank {rank}")
         self._on_lost = on_lost
         self._peers: tuple[int, ...] = ()
         self._epochs: dict[int, str] = {}
@@ -57,9 +62,11 @@ class MeshGroup:
         self._pending: list[Link] = []
         self._inbox = Inbox()
         self._failure: tuple[tuple[int, ...], str] | None = ((), "no generation was formed")
+        self._abort = b""
+        """What tells the peers of this generation that it failed; empty while it has not, or if they know."""
         self._lost: set[int] = set()
         self._is_closing = False
-        self._poller = Poller(f"mesh-{rank}", host, self, self._accepted, congestion)
+        self._poller = Poller(f"mesh-{rank}", host, self, self._accepted, congestion, key)
         self.port = self._poller.port
         self._poller.start()
 
@@ -159,6 +166,8 @@ class MeshGroup:
     # ---- what links tell: mesh_link.Owner ----
     def begin(self, link: Link, frame: Frame) -> memoryview | None:
         """Where a payload goes: to its exchange, or nowhere if it is of an older generation."""
+        if not link.is_proven and frame.kind not in (frames.CHALLENGE, frames.HELLO):
+            raise FrameError("it has not proven itself")
         if frame.kind != frames.DATA:
             return memoryview(bytearray(frame.num_bytes))
         try:
@@ -180,8 +189,18 @@ class MeshGroup:
         """A frame is complete."""
         if payload is None:
             return
-        if frame.kind == frames.HELLO:
-            self._hello(link, frame.generation, frames.unpack_hello(bytes(payload)))
+        if frame.kind == frames.CHALLENGE:
+            with self._lock:
+                link.challenged(bytes(payload))
+                is_hello_due, link.is_hello_due = link.is_hello_due, False
+            if is_hello_due:
+                self._say_hello(link)
+        elif frame.kind == frames.HELLO:
+            hello, claim, proof = frames.unpack_hello(frame.generation, bytes(payload))
+            if not link.handshake.is_proof(proof, claim):
+                raise FrameError("it does not hold this deployment's secret")
+            link.is_proven = True
+            self._hello(link, frame.generation, hello)
         elif frame.kind == frames.ABORT:
             ranks, reason = frames.unpack_abort(bytes(payload))
             link.aborted = (frame.generation, ranks, f"rank {link.rank}: {reason}")
@@ -216,6 +235,8 @@ class MeshGroup:
             if is_news:
                 self._lost.add(link.rank)
             generation = self.generation
+        if not link.is_proven and link.rank < 0:
+            self.refusals.count(reason)
         if is_news:
             self._fail((link.rank,), reason, generation=generation)
             if self._on_lost is not None:
@@ -227,7 +248,7 @@ class MeshGroup:
         with self._lock:
             if self._is_closing:
                 raise PeerLost((), "closed")
-            self.generation, self._failure = generation, None
+            self.generation, self._failure, self._abort = generation, None, b""
             self._peers = tuple(sorted(others))
             self.members = tuple(sorted({self.rank, *others}))
             self._epochs = {rank: member.epoch for rank, member in others.items()}
@@ -274,13 +295,25 @@ class MeshGroup:
     def _accepted(self, link: Link) -> None:
         with self._lock:
             self._pending.append(link)
-            oldest = self._pending[0] if len(self._pending) > MAX_PENDING else None
+            # Those who have shown who they are stay, so that strangers who only connect push nobody out.
+            unproven = (other for other in self._pending if not other.is_proven)
+            oldest = next(unproven, self._pending[0]) if len(self._pending) > MAX_PENDING else None
         if oldest is not None:
             self.broken(oldest, "too many connections")
 
     def _say_hello(self, link: Link) -> None:
-        hello = Hello(self.rank, self.epoch, link.rank, link.epoch)
-        link.send(frames.pack_hello(self.generation, hello))
+        with self._lock:
+            generation = self.generation
+            link.is_hello_due = not link.handshake.is_challenged
+            if link.is_hello_due:
+                return
+        claim = frames.hello_claim(generation, Hello(self.rank, self.epoch, link.rank, link.epoch))
+        link.send(frames.pack_hello(generation, claim, link.handshake.proof(claim)))
+        with self._lock:
+            link.said_generation = max(link.said_generation, generation)
+            abort = self._abort if generation == self.generation else b""
+        if abort:
+            link.send(abort)
 
     def _hello(self, link: Link, generation: int, hello: Hello) -> None:
         """A peer is in `generation`. Raises FrameError if it is not who it should be, or takes us for another."""
@@ -337,11 +370,16 @@ class MeshGroup:
                 return
             generation = self.generation
             self._failure = (ranks, reason)
-            links = [self._links[rank] for rank in self._peers if rank in self._links]
-        if tell:
-            message = frames.pack_abort(generation, ranks, reason)
+            self._abort = frames.pack_abort(generation, ranks, reason) if tell else b""
+            # To the others it goes behind their HELLO: who hears anything before it takes us for a stranger.
+            links = [
+                link for rank in self._peers
+                if (link := self._links.get(rank)) is not None and link.said_generation == generation
+            ]  # fmt: skip
+            abort = self._abort
+        if abort:
             for link in links:
-                link.send(message)
+                link.send(abort)
         self._poller.wake()
 
     def _raise_failure(self) -> None:

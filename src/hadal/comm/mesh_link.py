@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hadal.comm.frames import DATA, HEADER_BYTES, Frame, FrameError, unpack_header
+from hadal.core.handshake import TAG_BYTES, Handshake, Seal
 
 STAGING_BYTES = 64 * 1024
 """Read at once: small frames come several to a system call and are copied out, large ones go where they belong."""
@@ -49,24 +50,34 @@ class Owner(Protocol):
 class _Outgoing:
     """What is left to send of a frame."""
 
-    view: memoryview
-    payload: memoryview | None
+    views: list[memoryview]
     is_data: bool
+    is_tagged: bool
+    """Or needs no tag. The tag is made when the frame is begun, as one that is never sent must not count."""
     is_started: bool
     token: Any
 
 
 class Link:
-    """A non-blocking socket with the frame under way in each direction."""
+    """A non-blocking socket with the frame under way in each direction, and this side of the handshake on it."""
 
-    def __init__(self, sock: socket.socket, owner: Owner, rank: int = -1, epoch: str = "") -> None:
+    def __init__(
+        self, sock: socket.socket, owner: Owner, handshake: Handshake, rank: int = -1, epoch: str = ""
+    ) -> None:
         self.sock = sock
+        self.handshake = handshake
+        self.is_proven = False
+        """The other side has shown that it is of this deployment; until then nothing but its hello is heard."""
         self.fd = sock.fileno()
         self.rank = rank
         """-1 until an accepted connection has said who it is."""
         self.epoch = epoch
+        self.is_hello_due = False
+        """The owner has said HELLO before the other side's CHALLENGE was here, without which it proves nothing."""
         self.generation = -1
         """The latest one the peer said HELLO for."""
+        self.said_generation = -1
+        """The latest one that we said HELLO for."""
         self.aborted: tuple[int, tuple[int, ...], str] = (-1, (), "")
         """The peer's latest ABORT: generation, lost ranks, reason."""
         self.is_broken = False
@@ -79,9 +90,26 @@ class Link:
         self._start = self._end = 0  # staging[start:end] is read and not parsed.
         self._frame: Frame | None = None
         self._view: memoryview | None = None
+        self._tag = bytearray()
+        """What has come of the tag behind the frame under way."""
+        self._digest: Any = None
+        """Takes in the frame under way, where frames are tagged."""
+        self._rx_seal: Seal | None = None
+        self._tx_seal: Seal | None = None
+        self._has_challenged = False
+        """The first frame of all is our CHALLENGE."""
         self._done_bytes = 0
         self.is_paused = False
         self._queue: deque[_Outgoing] = deque()
+
+    def challenged(self, nonce: bytes) -> None:
+        """The other side's CHALLENGE is here. Raises FrameError."""
+        try:
+            self.handshake.challenged(nonce)
+        except ValueError as error:
+            raise FrameError(str(error)) from error
+        self._rx_seal = self.handshake.seal(is_outgoing=False)
+        self._tx_seal = self.handshake.seal(is_outgoing=True)
 
     # ---- in ----
     def receive(self, is_hung_up: bool = False) -> None:
@@ -119,9 +147,18 @@ class Link:
                 if is_empty:
                     return
                 is_empty = self._read_payload(left) and not is_hung_up
-            elif self._frame is not None:
+            elif self._digest is not None and len(self._tag) < TAG_BYTES:
+                if self._end > self._start:
+                    self._take_tag()
+                    continue
+                if is_empty:
+                    return
+                is_empty = self._fill_staging() and not is_hung_up
+            else:
+                if self._digest is not None and self._digest.digest() != self._tag:
+                    raise FrameError("what came was changed on its way")
                 frame, view = self._frame, self._view
-                self._frame = self._view = None
+                self._frame = self._view = self._digest = None
                 self._owner.ended(self, frame, view)
 
     def _begin(self) -> bool:
@@ -135,6 +172,10 @@ class Link:
             return False
         self.is_paused = False
         self._frame, self._done_bytes = frame, 0
+        if self._rx_seal is not None:
+            self._digest = self._rx_seal.begin()
+            self._digest.update(self._staging[self._start : self._start + HEADER_BYTES])
+            self._tag.clear()
         self._start += HEADER_BYTES
         return True
 
@@ -151,8 +192,15 @@ class Link:
         self._end += num_bytes
         return num_bytes < room
 
+    def _take_tag(self) -> None:
+        end = min(self._end, self._start + TAG_BYTES - len(self._tag))
+        self._tag += self._staging[self._start : end]
+        self._start = end
+
     def _take_staged(self, left: int) -> int:
         num_bytes = min(left, self._end - self._start)
+        if self._digest is not None:
+            self._digest.update(self._staging[self._start : self._start + num_bytes])
         if self._view is not None:
             at = self._done_bytes
             self._view[at : at + num_bytes] = self._staging[self._start : self._start + num_bytes]
@@ -167,6 +215,8 @@ class Link:
         num_bytes = self.sock.recv_into(into)
         if not num_bytes:
             raise ConnectionResetError("the peer closed it")
+        if self._digest is not None:
+            self._digest.update(into[:num_bytes])
         self._done_bytes += num_bytes
         return num_bytes < len(into)
 
@@ -185,7 +235,11 @@ class Link:
         with self._tx_lock:
             if self.is_closed:
                 return False
-            item = _Outgoing(memoryview(head), payload, payload is not None, False, token)
+            views = [memoryview(head)] if payload is None else [memoryview(head), payload]
+            # Our CHALLENGE carries no tag, also where the other's is here before ours has left.
+            is_plain = self._tx_seal is None or not self._has_challenged
+            self._has_challenged = True
+            item = _Outgoing(views, payload is not None, is_plain, False, token)
             if self._queue:
                 self._queue.append(item)
                 return False
@@ -203,16 +257,18 @@ class Link:
 
     def _push(self, item: _Outgoing) -> bool:
         """Send until all has left (True) or the socket is full (BlockingIOError)."""
+        if not item.is_tagged:
+            assert self._tx_seal is not None
+            item.views.append(memoryview(self._tx_seal.tag(item.views)))
+            item.is_tagged = item.is_started = True
         while True:
-            views = [item.view] if item.payload is None else [item.view, item.payload]
-            num_bytes = self.sock.sendmsg(views)
+            num_bytes = self.sock.sendmsg(item.views)
             item.is_started |= num_bytes > 0
-            if num_bytes >= len(item.view) and item.payload is not None:
-                num_bytes -= len(item.view)
-                item.view, item.payload = item.payload, None
-            item.view = item.view[num_bytes:]
-            if not item.view and item.payload is None:
+            while item.views and num_bytes >= len(item.views[0]):
+                num_bytes -= len(item.views.pop(0))
+            if not item.views:
                 return True
+            item.views[0] = item.views[0][num_bytes:]
 
     def flush(self) -> None:
         """Go on with what is queued: the poll said that there is room."""
@@ -245,8 +301,8 @@ class Link:
             kept: deque[_Outgoing] = deque()
             for item in self._queue:
                 if item.is_started and (item.is_data or item.token is not None):
-                    rest = bytes(item.view) + (b"" if item.payload is None else bytes(item.payload))
-                    kept.append(_Outgoing(memoryview(rest), None, False, True, None))
+                    rest = b"".join(item.views)
+                    kept.append(_Outgoing([memoryview(rest)], False, True, True, None))
                 elif not item.is_data:
                     kept.append(item)
             self._queue = kept

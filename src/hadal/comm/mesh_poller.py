@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
+import secrets
 import select
 import socket
 import threading
 from collections.abc import Callable
 
+from hadal.comm.frames import pack_challenge
 from hadal.comm.mesh_link import Link, Owner
+from hadal.core.handshake import NONCE_BYTES, Handshake, is_near
 
 POLL_S = 0.5
 JOIN_TIMEOUT_S = 5.0
@@ -57,13 +59,14 @@ class Poller:
     """
 
     def __init__(
-        self, name: str, host: str, owner: Owner, on_accept: Callable[[Link], None], congestion: str | None
+        self, name: str, host: str, owner: Owner, on_accept: Callable[[Link], None], congestion: str | None, key: bytes
     ) -> None:
         self.turn = Turn()
         self._host = host
         self._owner = owner
         self._on_accept = on_accept
-        self._congestion = congestion or ("reno" if _is_loopback(host) else None)
+        self._key = key
+        self._congestion = congestion or ("reno" if is_near(host) else None)
         self._is_closing = False
         self._links: dict[int, Link] = {}
         self._doomed: list[Link] = []
@@ -85,7 +88,7 @@ class Poller:
         """Begin to connect; the link may be sent on at once. Returns it, and why it cannot be (or "")."""
         sock = socket.socket(_family(host), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._prepare(sock)
-        link = Link(sock, self._owner, rank, epoch)
+        link = Link(sock, self._owner, self._handshake(host, port, is_connector=True), rank, epoch)
         try:
             # From the address it listens on: links are told apart by it, and a host may have several.
             sock.bind((self._host, 0))
@@ -96,6 +99,7 @@ class Poller:
         if error not in (0, errno.EINPROGRESS):
             return link, f"cannot connect: {os.strerror(error)}"
         self._poll.register(link.fd, _EVENTS)
+        link.send(pack_challenge(link.handshake.nonce))
         return link, ""
 
     def doom(self, link: Link) -> None:
@@ -159,16 +163,23 @@ class Poller:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, address = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return  # Another thread was faster, or it has gone again.
         sock.setblocking(False)
         self._prepare(sock)
-        link = Link(sock, self._owner)
+        link = Link(sock, self._owner, self._handshake(address[0], self.port, is_connector=False))
         self._links[link.fd] = link
         self._on_accept(link)
         if not link.is_broken:
+            # In this order: whoever connects may be gone already, so sending may break the link, and then another
+            # thread may close it at once.
             self._poll.register(link.fd, _EVENTS)
+            link.send(pack_challenge(link.handshake.nonce))
+
+    def _handshake(self, host: str, port: int, *, is_connector: bool) -> Handshake:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        return Handshake(self._key, nonce, is_connector=is_connector, port=port, is_sealed=not is_near(host))
 
     def _prepare(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -179,10 +190,3 @@ class Poller:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

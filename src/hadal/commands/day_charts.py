@@ -60,7 +60,8 @@ class Axis:
         if self.high <= self.low:
             return 0.0
         if self.is_log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
+            low = math.log(self.low)  # A ratio of the ends may be beyond all numbers.
+            return (math.log(value) - low) / (math.log(self.high) - low)
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, num: int = 5) -> list[float]:
@@ -136,7 +137,7 @@ def below(box: Box, axis: Axis, ticks: Sequence[tuple[float, str]], *, has_lines
         x = axis.at(value)
         if has_lines:
             parts.append(line(x, box.top, x, box.bottom_px, "grid"))
-        parts.append(text(x, box.bottom_px + 16, label, "tick", "middle"))
+        parts.append(text(x, box.bottom_px + 20, label, "tick", "middle"))
     return together(*parts)
 
 

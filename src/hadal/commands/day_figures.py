@@ -48,6 +48,9 @@ from hadal.commands.markup import Html, together
 Row = Mapping[str, Any]
 
 WIDE, HALF = 1040.0, 506.0
+"""Widths of charts: across the page, and half of it, which is also what a phone is shown."""
+LABEL_PITCH = 17.0
+"""Pixels from the label of one quantile to the label below it."""
 NUM_COLUMNS = 96
 """Stretches with a tooltip of their own in a chart by the minute: quarters of an hour."""
 NUM_BARS = 200
@@ -55,7 +58,7 @@ NUM_BARS = 200
 _MARKS = (("p50", "median"), ("p90", "p90"), ("p99", "p99"))
 
 
-def load_and_nodes(minutes: Row, first_hour: float) -> Html | None:
+def load_and_nodes(minutes: Row, first_hour: float, width: float = WIDE) -> Html | None:
     """Demand above, nodes by role below, on one time axis."""
     prefill, decode = (_filled(numbers(minutes, key)) for key in ("prefill_nodes", "decode_nodes"))
     if not prefill and not decode:  # Then at least their sum.
@@ -65,13 +68,13 @@ def load_and_nodes(minutes: Row, first_hour: float) -> Html | None:
     if not size:
         return None
     prefill, decode = (values + [0.0] * (size - len(values)) for values in (prefill, decode))
-    above = Box(WIDE, 372, top=24, bottom=372 - 124)
-    under = Box(WIDE, 372, top=168)
+    above = Box(width, 372, top=24, bottom=372 - 124)
+    under = Box(width, 372, top=168)
     axis_x = Axis(0.0, float(size), under.left, under.right_px)
     both = [a + b for a, b in zip(prefill, decode, strict=True)]
     axis_y = from_zero(under, both)
     axis_d = from_zero(above, present(demand))
-    hours = range(0, size // 60 + 1, 3 if size > 360 else 1)
+    hours = range(0, size // 60 + 1, 1 if size <= 360 else 3 if width > HALF else 6)
     lower = stepped(axis_x, axis_y, decode)
     parts: list[Html] = [grid(under, axis_y, compact)]
     if present(demand):
@@ -116,25 +119,28 @@ def _minute_tooltips(
     return found
 
 
-def income_and_cost(hours: Sequence[Row]) -> Html | None:
+def income_and_cost(hours: Sequence[Row], width: float = WIDE) -> Html | None:
     """Two bars for each hour."""
     series = [("income", "income_usd"), ("cost", "cost_usd")]
     amounts = [value for _, key in series for value in present([number(hour, key) for hour in hours])]
     if not amounts:
         return None
-    box = Box(WIDE, 280, left=62)
+    box = Box(width, 280, left=62)
     axis_x, axis_y = _hour_axis(box, hours), from_zero(box, amounts)
-    width = min(0.36 * (axis_x.at(1.0) - axis_x.at(0.0)), 60.0)
-    parts = [grid(box, axis_y, lambda usd: f"${compact(usd)}".replace("$−", "−$")), _hour_labels(box, axis_x, hours)]
+    each = min(0.36 * (axis_x.at(1.0) - axis_x.at(0.0)), 60.0)
+    parts = [
+        grid(box, axis_y, lambda usd: f"${compact(usd)}".replace("$−", "−$")),
+        _hour_labels(box, axis_x, hours, every=2 if width > HALF else 6),
+    ]
     for place, (name, key) in enumerate(series):
         for index, hour in enumerate(hours):
             usd = number(hour, key)
             if usd is None:
                 continue
-            x = axis_x.at(index + 0.5) + (place - 1) * width
+            x = axis_x.at(index + 0.5) + (place - 1) * each
             title = f"{hour_label(number(hour, 'hour_beijing'))}  {name} {dollars(usd)}"
             y, zero = axis_y.at(usd), axis_y.at(0.0)
-            parts.append(bar(x, min(y, zero), width - 1.5, abs(zero - y), name, title))
+            parts.append(bar(x, min(y, zero), each - 1.5, abs(zero - y), name, title))
     label = "Income and cost by hour."
     return together(legend(("income", "income"), ("cost", "cost")), svg(box, label, *parts))
 
@@ -198,7 +204,7 @@ def distribution(histogram: Row, name: str) -> Html | None:
     total = math.fsum(count for _, _, count in bins)
     if not bins or total <= 0.0:
         return None
-    box = Box(HALF, 240, top=52)
+    box = Box(HALF, 252, top=64)
     is_log = bins[0][0] > 0.0 and bins[-1][1] > LOG_SPAN * bins[0][0]
     axis_x = Axis(bins[0][0], bins[-1][1], box.left, box.right_px, is_log)
     widths = [max(axis_x.at(high) - axis_x.at(low), 1e-9) for low, high, _ in bins]
@@ -214,16 +220,18 @@ def distribution(histogram: Row, name: str) -> Html | None:
             title = f"{duration(low)} to {duration(high)}: {percent(100.0 * count / total)}"
             y = axis_y.at(height)
             parts.append(bar(axis_x.at(low) + 0.25, y, width - 0.5, axis_y.at(0.0) - y, "histogram", title))
+    labels = []
     for level, (key, shown) in enumerate(_MARKS):
         value = number(histogram, key)
         if value is None:
             continue
-        x, y = axis_x.at(value), 12.0 + 13.0 * level
-        is_right = x > box.right_px - 84.0
-        parts += [
-            line(x, y - 6, x, box.bottom_px, f"mark {key}"),
-            text(x - 5 if is_right else x + 5, y, f"{shown} {duration(value)}", "label", "end" if is_right else None),
-        ]
+        x, y = axis_x.at(value), 14.0 + LABEL_PITCH * level
+        is_right = x > box.right_px - 110.0
+        parts.append(line(x, y - 6, x, box.bottom_px, f"mark {key}"))
+        labels.append(
+            text(x - 5 if is_right else x + 5, y, f"{shown} {duration(value)}", "label", "end" if is_right else None)
+        )
+    parts += labels  # Above all lines: a label hides what would run through it.
     return svg(box, f"{name}: distribution over requests.", *parts)
 
 
@@ -286,31 +294,34 @@ def balance_words(values: Sequence[float | None], unit: str = "") -> str:
     )  # fmt: skip
 
 
-def what_ifs(cases: Sequence[Row]) -> Html | None:
-    """Cost of each case as a bar; the first one's as an upright line through all."""
+def what_ifs(cases: Sequence[Row], width: float = WIDE) -> Html | None:
+    """Cost of each case as a bar; the first one's as an upright line through all. Names stand before the bars, or
+    above them where there is no room.
+    """
     costs = [(str(case.get("name", "")), number(case, "cost_usd")) for case in cases]
     amounts = present([usd for _, usd in costs])
     if len(cases) < 2 or not amounts or min(amounts) < 0.0:
         return None
-    pitch = 26.0
-    box = Box(WIDE, 34 + pitch * len(costs), left=280, right=150, top=22, bottom=12)
+    is_wide = width > HALF
+    pitch, bar_px = (26.0, 3.0) if is_wide else (48.0, 21.0)
+    box = Box(width, 34 + pitch * len(costs), left=280.0 if is_wide else 4.0, right=150, top=22, bottom=12)
     axis = Axis(0.0, max(*amounts, 1e-9), box.left, box.right_px)
     asked = costs[0][1]
     parts: list[Html] = [text(box.left, 12, "cost of the day", "caption")]
+    if asked is not None:
+        parts.append(line(axis.at(asked), box.top - 2, axis.at(asked), box.bottom_px, "mean"))
     for index, (name, usd) in enumerate(costs):
         y = box.top + pitch * index
         short = name if len(name) <= 44 else name[:43] + "…"
-        parts.append(text(box.left - 12, y + 14, short, "name", "end"))
+        parts.append(text(box.left - 12 if is_wide else box.left, y + 14, short, "name", "end" if is_wide else None))
         if usd is None:
-            parts.append(text(box.left + 6, y + 14, "not known", "tick"))
+            parts.append(text(box.left + 6, y + bar_px + 11, "not known", "tick"))
             continue
         of = ratio(usd, asked)
         more = "" if index == 0 or of is None else f" ({signed_percent(of - 1.0)})"
         colour = "asked" if index == 0 else "case"
-        parts.append(bar(box.left, y + 3, axis.at(usd) - box.left, 15, colour, f"{name}: {dollars(usd)}"))
-        parts.append(text(axis.at(usd) + 8, y + 14, dollars(usd) + more, "value"))
-    if asked is not None:
-        parts.append(line(axis.at(asked), box.top - 2, axis.at(asked), box.bottom_px, "mean"))
+        parts.append(bar(box.left, y + bar_px, axis.at(usd) - box.left, 15, colour, f"{name}: {dollars(usd)}"))
+        parts.append(text(axis.at(usd) + 8, y + bar_px + 11, dollars(usd) + more, "value"))
     return svg(box, "Cost of the day in each case.", *parts)
 
 

@@ -7,10 +7,12 @@ Every chart has its figures in a table beside it. What is missing in the result 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hadal.commands.day_figures import (
+    HALF,
+    WIDE,
     balance_words,
     by_rank,
     distribution,
@@ -122,6 +124,14 @@ def _card(drawn: object, *more: object, name: str | None = None, sub: str | None
     )  # fmt: skip
 
 
+def _in_both_widths(drawn: Callable[[float], Html | None]) -> Html | None:
+    """A wide chart, and the same for a phone, of which the style sheet shows one."""
+    wide, narrow = drawn(WIDE), drawn(HALF)
+    if wide is None or narrow is None:
+        return None
+    return together(element("div", wide, class_="at-wide"), element("div", narrow, class_="at-narrow"))
+
+
 def _folded(name: str, *parts: object) -> Html:
     return element("details", element("summary", name), element("div", *parts, class_="small"))
 
@@ -140,15 +150,17 @@ def _day(result: Row) -> Html:
 
 def _load(result: Row, hours: Sequence[Row]) -> Html:
     first_hour = number(hours[0], "hour_beijing") if hours else None
-    drawn = load_and_nodes(mapping(result, "minutes"), first_hour if first_hour is not None else 12.0)
+    minutes, begin_hour = mapping(result, "minutes"), first_hour if first_hour is not None else 12.0
+    drawn = _in_both_widths(lambda width: load_and_nodes(minutes, begin_hour, width))
     table = _folded("Every hour in figures", by_hour(hours)) if hours else None
     sub = "By the minute, Beijing time: what came in, and the nodes that the fleet held for it."
     return _section("Load and nodes", sub, _card(drawn or _none("No minutes are in the result."), table, wide=True))
 
 
 def _money(hours: Sequence[Row]) -> Html:
-    drawn = income_and_cost(hours) or _none("No hour of the result has income or cost.")
-    return _section("Income and cost", "By the hour, Beijing time.", _card(drawn, wide=True))
+    drawn = _in_both_widths(lambda width: income_and_cost(hours, width))
+    missing = "No hour of the result has income or cost."
+    return _section("Income and cost", "By the hour, Beijing time.", _card(drawn or _none(missing), wide=True))
 
 
 def _users(result: Row, hours: Sequence[Row]) -> Html:
@@ -196,7 +208,9 @@ def _ranks(result: Row) -> Html:
 def _both_ways(hours: Sequence[Row]) -> Html:
     sub = (
         "The fluid day covers every minute from measured curves of one unit; windows run the same roles request by "
-        "request. Where both say something, they should agree."
+        "request. They should agree, as far as some seconds' requests can tell. Use of prefill is what came over what "
+        "the units can compute. A window computes less than that, because prompts that had long been under way are not "
+        "there at its start; so its times to the first token are short ones, too."
     )
     if not any(mapping(hour, "window") or mapping(hour, "fluid") for hour in hours):
         return _section("Fluid beside windows", sub, _none("Neither has figures by hour."))
@@ -211,7 +225,7 @@ def _cases(cases: Sequence[Row]) -> Html:
     sub = "The same day with one thing changed; everything else follows from it."
     if not cases:
         return _section("What if", sub, _none("No other case was asked for."))
-    drawn = what_ifs(cases)
+    drawn = _in_both_widths(lambda width: what_ifs(cases, width))
     chart = element("div", drawn, class_="scroll") if drawn else None
     return _section("What if", sub, element("div", chart, what_if_table(cases), class_="card wide small"))
 

@@ -37,13 +37,13 @@ border:1px solid var(--rule);border-radius:10px;overflow:hidden;margin:28px 0 0}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:16px}
 .scroll{overflow-x:auto}
 .chart{display:block;width:100%;height:auto;font-size:11.5px}
-.wide .chart{min-width:680px}
-.pair .chart{min-width:330px}
+.at-narrow{display:none}
 .chart text{fill:var(--ink)}
 .chart .tick{fill:var(--soft);font-size:11px}
 .chart .caption{fill:var(--soft);font-size:11.5px}
 .chart .value{font-size:12px}
 .chart .name{font-size:12.5px}
+.chart .label,.chart .value,.chart .name{paint-order:stroke;stroke:var(--card);stroke-width:4px;stroke-linejoin:round}
 .grid{stroke:var(--grid);stroke-width:1}
 .zero{stroke:var(--soft);stroke-width:1;opacity:.6}
 .mean{stroke:var(--ink);stroke-width:1.2;stroke-dasharray:4 3}
@@ -95,10 +95,13 @@ details>div{margin-top:8px}
 .notes li{margin:4px 0}
 footer{margin-top:56px;border-top:1px solid var(--rule);padding-top:14px;color:var(--soft);font-size:12.5px}
 .none{color:var(--soft);font-style:italic}
-@media (max-width:640px){main{padding:28px 16px 48px}h1{font-size:28px}.card{padding:14px}section{margin-top:40px}}
+@media (max-width:640px){main{padding:28px 16px 48px}h1{font-size:28px}.card{padding:14px}section{margin-top:40px}
+.at-wide{display:none}.at-narrow{display:block}.chart,.chart .tick,.chart .caption,.chart .value,.chart .name{
+font-size:15px}}
 @media print{:root{--page:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;--grid:#e4e4e4;color-scheme:light}
-body{font-size:11px}main{max-width:none;padding:0}section{margin-top:26px}.card,.tiles,svg,tr{break-inside:avoid}
-h2{break-after:avoid}.scroll{overflow:visible}.wide .chart,.pair .chart{min-width:0}
+body{font-size:11px}main{max-width:none;padding:0}section{margin-top:26px}.card,.tiles,svg,tr,p{break-inside:avoid}.card.small{break-inside:auto}footer{break-before:avoid}
+h1,h2,h3,.sub,summary,caption,thead,.legend{break-after:avoid}.scroll{overflow:visible}.at-wide{display:block}
+.at-narrow{display:none}
 .pair{grid-template-columns:1fr 1fr}details::details-content{content-visibility:visible;block-size:auto}
 table{font-size:9.5px}*{-webkit-print-color-adjust:exact;print-color-adjust:exact}}
 """

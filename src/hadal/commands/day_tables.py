@@ -172,7 +172,8 @@ def _units(hour: Row) -> str:
 def windows(hours: Sequence[Row]) -> Html:
     """What each hour's window measured: latencies, and maximum over mean of the ranks."""
     heads = [
-        "hour", "seconds", "requests", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "hit rate", "KV length",
+        "hour", "seconds", "requests", "computed", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "hit rate",
+        "KV length",
         *(name for name, _ in _IMBALANCES),
     ]  # fmt: skip
     body = []
@@ -182,11 +183,13 @@ def windows(hours: Sequence[Row]) -> Html:
         times = [duration(number(hour, "window", key, mark)) for key in ("ttft_s", "tpot_s") for mark in _QUANTILES]
         body.append([
             hour_label(number(hour, "hour_beijing")), plain(number(hour, "window", "seconds")),
-            compact(number(hour, "window", "requests")), *times, percent(number(hour, "window", "hit_percent")),
-            plain(number(hour, "window", "kv_length_mean"), 0),
+            compact(number(hour, "window", "requests")),
+            percent(_hundred(number(hour, "window", "prefill_computed_share")), 0), *times,
+            percent(number(hour, "window", "hit_percent")), plain(number(hour, "window", "kv_length_mean"), 0),
             *(plain(number(hour, "window", *path), 3) for _, path in _IMBALANCES),
         ])  # fmt: skip
-    return table(heads, body, "The last five columns: maximum over mean of the ranks.")
+    caption = "Computed: by prefill, of what came for it. The last five columns: maximum over mean of the ranks."
+    return table(heads, body, caption)
 
 
 def what_if_table(cases: Sequence[Row]) -> Html:

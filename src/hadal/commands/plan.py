@@ -8,19 +8,20 @@ from typing import Annotated
 
 import typer
 
+from hadal.commands.examples import examples
+
 EXIT_CONFIG = 2
-EPILOG = (
-    "[bold]Examples[/bold]\n\n"
-    "hadal plan --slo ttft=2s,tpot=50ms --hardware h800 --out plans\n\n"
-    "  DeepSeek's published day on H800: a table of what was tried, and deployments to run in plans/\n\n"
-    "hadal plan --example-traffic > traffic.toml; hadal plan --traffic traffic.toml --hardware h200,h20 "
-    "--price h20=1.2\n\n"
-    "  your traffic; H20 and B200 have no trustworthy price, so they are planned with if one is given\n\n"
-    "hadal plan --traffic mooncake.jsonl.gz --slo ttft_p99=5s,tpot=40ms\n\n"
-    "  rate, lengths and hits of a trace; a percentile is promised with ttft_p99, without one it is the mean\n\n"
-    "hadal plan --mtp-tokens 1 --no-verify --json          with drafts, by the step model alone, for programs\n\n"
-    "hadal serve --config plans/1_*.toml --model FOLDER --dry-run      what the cheapest would run where"
-)
+EPILOG = examples(
+    ("hadal plan --slo ttft=2s,tpot=50ms --hardware h800 --out plans",
+     "DeepSeek's published day on H800: a table of what was tried, and deployments to run in plans/"),
+    ("hadal plan --example-traffic > traffic.toml\n"
+     "hadal plan --traffic traffic.toml --hardware h200,h20 --price h20=1.2",
+     "your traffic; H20 and B200 have no trustworthy price, so they are planned with if one is given"),
+    ("hadal plan --traffic mooncake.jsonl.gz --slo ttft_p99=5s,tpot=40ms",
+     "rate, lengths and hits of a trace; a percentile is promised with ttft_p99, without one it is the mean"),
+    ("hadal plan --mtp-tokens 1 --no-verify --json", "with drafts, by the step model alone, for programs"),
+    ("hadal serve --config plans/1_*.toml --model FOLDER --dry-run", "what the cheapest would run where"),
+)  # fmt: skip
 SLO = "ttft=2s,tpot=50ms"
 
 
@@ -45,7 +46,7 @@ def plan(
     model: Annotated[
         Path | None, typer.Option(help="Folder with config.json; written into deployments. [dim]DeepSeek-V3[/dim]")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the simulated requests.", min=0)] = 1,
+    seed: Annotated[int, typer.Option(help="Of the simulated requests.", min=0, max=2**63 - 1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print plan.json.")] = False,
     example_traffic: Annotated[
         bool, typer.Option("--example-traffic", help="Print a traffic file with all its fields, and leave.")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
-import tomllib
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hadal.core.config_text import to_toml
+from hadal.core.documents import MAX_TABLE_BYTES, MAX_TOML_BYTES, parse_toml, read_text, shown
+from hadal.core.errors import ConfigError
 from hadal.sim.plan import Plan
 from hadal.sim.plan_deploy import deployment_of, heading_of, notes_of
 from hadal.sim.plan_traffic import Traffic, traffic_from, traffic_of
@@ -28,27 +27,17 @@ def read_traffic(path: Path | None) -> Traffic:
     if path is None:
         return Traffic(kv_length=4989.0)
     name = path.name.lower()
-    try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such file. --example-traffic prints one to begin with.") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
-    except (EOFError, zlib.error):
-        raise ValueError(f"{path} cannot be read: its gzip data is damaged or cut off. Copy it again.") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} cannot be read: it is not text in UTF-8. Save it as such.") from None
+    limit = MAX_TOML_BYTES if name.endswith(".toml") else MAX_TABLE_BYTES
+    text = read_text(path, "traffic", limit, hint="--example-traffic prints one to begin with.")
     try:
         if name.endswith(".toml"):
-            return traffic_of(tomllib.loads(text))
+            return traffic_of(parse_toml(text, path.name))
         if name.endswith((".jsonl", ".jsonl.gz")):
             return traffic_from(mooncake(text.splitlines()), path.name)
         if name.endswith((".csv", ".csv.gz")):
             return traffic_from(azure(text.splitlines()), path.name)
-    except (ValueError, KeyError, TypeError) as error:
-        what = f"no field {error}" if isinstance(error, KeyError) else str(error).removeprefix(f"{path.name}: ")
-        raise ValueError(f"{path}: {what}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {str(error).removeprefix(f'{path.name}: ')}") from error
     raise ValueError(f"{path}: .toml (--example-traffic), Mooncake's .jsonl or .jsonl.gz, or Azure's .csv is needed.")
 
 
@@ -60,7 +49,7 @@ def read_prices(given: Sequence[str]) -> dict[str, float]:
         try:
             found[name.strip().lower()] = float(usd)
         except ValueError:
-            raise ValueError(f"--price {part!r}: dollars per GPU-hour are needed, such as h20=1.2.") from None
+            raise ValueError(f"--price {shown(part)}: dollars per GPU-hour are needed, such as h20=1.2.") from None
     return found
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hadal.commands.plan_files import (
     check_folder,
@@ -29,6 +27,7 @@ from hadal.perf.rents import rents
 from hadal.perf.roofline import FP4, FP8
 from hadal.perf.shapes import DEEPSEEK_V3
 from hadal.policy.slo import parse_slo
+from hadal.progress import Bar
 from hadal.sim.plan import HardwarePlans, Options, Plan, price_hardware
 from hadal.sim.plan_day import DayRules
 from hadal.sim.plan_search import Search, impossible, too_large
@@ -62,7 +61,11 @@ def run(asked: Asked) -> None:
     """Search, print, write. Raises ValueError, one line that says what to change."""
     if asked.out is not None:
         check_folder(asked.out)
-    with _progress(is_shown=not asked.as_json) as advance:
+    with Bar("hadal plan", 1.0) as bar:
+
+        def advance(what: str, share: float) -> None:
+            bar.update(what, done=share)
+
         search, notes = _priced(asked, advance)
         search.verify(
             asked.num_verify, np.random.default_rng(asked.seed),
@@ -166,16 +169,3 @@ def _report(search: Search, plans: Sequence[Plan], rows: Sequence[Row], notes: S
         ],
         "tried": [row_object(row) for row in rows], "notes": list(notes),
     }  # fmt: skip
-
-
-@contextmanager
-def _progress(*, is_shown: bool) -> Iterator[Callable[[str, float], None]]:
-    """A bar on a terminal's stderr; nothing elsewhere."""
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True,
-        disable=not (is_shown and console.is_terminal),
-    )  # fmt: skip
-    with bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda what, share: bar.update(task, description=what, completed=share)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hadal.commands.examples import examples
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -19,13 +21,13 @@ if TYPE_CHECKING:
 
 EXIT_DIFFERENT = 1
 EXIT_CONFIG = 2
-EPILOG = (
-    "[bold]Examples[/bold]\n\n"
-    "HADAL_RECORD=run1 hadal serve              record; send it requests, then end it with Ctrl-C\n\n"
-    "hadal replay run1                          decide it all again\n\n"
-    "hadal replay run1 --json                   the same for programs\n\n"
-    "It leaves with 1 if a decision differs, and says which was the first. A recording holds prompts and answers."
-)
+EPILOG = examples(
+    ("HADAL_RECORD=run1 hadal serve", "record; send it requests, then end it with Ctrl-C"),
+    ("hadal replay run1", "decide it all again"),
+    ("hadal replay run1 --json", "the same for programs"),
+    after="It leaves with 1 if a decision differs, and says which was the first. A recording holds prompts and "
+          "answers.",
+)  # fmt: skip
 
 
 def replay(
@@ -34,12 +36,18 @@ def replay(
 ) -> None:
     """Replay a recorded live run with this version's roles under simulated time, and compare every decision."""
     from hadal.core.errors import HadalError
+    from hadal.progress import Bar
     from hadal.runtime.recorder import read_recordings
     from hadal.sim.replay import replay as replay_all
 
     begun_s = time.perf_counter()
     try:
-        report = replay_all(read_recordings(folder), make_role)
+        with Bar("hadal replay", 1.0) as bar:
+            bar.update("reading the recording")
+            recordings = read_recordings(folder)
+            report = replay_all(
+                recordings, make_role, lambda done, of: bar.update(f"{done:,} of {of:,} calls", done=done / of)
+            )
     except (HadalError, ValueError) as error:
         typer.echo(f"hadal replay: {error}", err=True)
         sys.exit(EXIT_CONFIG)
@@ -70,7 +78,7 @@ def make_role(opening: Opening) -> Role:
         case recording.MadeCore(role, epoch, pool, fingerprint, model):
             return make_core(deployment, model, process, role, epoch, pool, fingerprint=fingerprint)
         case recording.MadeLeader(role, epoch, fingerprint, model):
-            run = Run(opening.run_id, 0, deployment, fingerprint=fingerprint)
+            run = Run(opening.run_id, deployment, fingerprint=fingerprint)
             return make_leader(run, process, role, epoch, model)
         case recording.MadeRank(unit, rank, epoch, host, port, pool, expert_port):
             return RankRole(unit, rank, epoch, host, port, pool, expert_port=expert_port)

@@ -39,9 +39,9 @@ def run(
         url = ledger_url(ledger)
         if not url:
             raise LedgerError("the ledger is off. Say which one with --ledger, or unset HADAL_LEDGER.")
-        window = read(url, from_us, to_us)
+        window = read(url, from_us, to_us, by, offset_s)
         tally = window.tally.priced(book) if book else window.tally
-        made = report(tally, window.nodes, from_us, to_us, by=by, utc_offset_s=offset_s)
+        made = report(tally, window.nodes, from_us, to_us, by=by, utc_offset_s=offset_s, details=window.details)
     except (HadalError, ValueError) as error:
         print(f"hadal report: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -56,11 +56,11 @@ def run(
     return 0
 
 
-def read(url: str, from_us: int, to_us: int) -> Window:
-    """What a ledger holds of this time. Raises LedgerError, StoreDown; neither makes a file."""
+def read(url: str, from_us: int, to_us: int, by: str, utc_offset_s: int) -> Window:
+    """What a ledger holds of this time. Raises LedgerError, StoreDown, ValueError; none of them makes a file."""
     store = Store(url)
     try:
-        return store.read(from_us, to_us)
+        return store.read(from_us, to_us, by=by, utc_offset_s=utc_offset_s)
     except LedgerError as error:
         raise LedgerError(f"{error} `hadal serve` writes one with its first request; --ledger says where it is."
                           if "there is no ledger" in str(error) or "holds no ledger" in str(error) else str(error)

@@ -8,17 +8,19 @@ from typing import Annotated
 
 import typer
 
+from hadal.commands.examples import examples
+
 EXIT_CONFIG = 2
 PRESET = "deepseek-day"
-EPILOG = (
-    "[bold]Examples[/bold]\n\n"
-    "hadal simulate                                    the day that DeepSeek published, into the folder hadal-day\n\n"
-    "hadal simulate --hardware h200 --gpu-hour-usd 2.5 --out h200    the same day on other GPUs\n\n"
-    "hadal simulate --no-windows --no-what-ifs         in a minute: the fleet as a liquid, no request by itself\n\n"
-    "hadal simulate --hours 14,22 --window 30          half a minute of two hours (Beijing), request by request\n\n"
-    "hadal simulate --print-config > day.toml; hadal simulate --config day.toml    anything else\n\n"
-    "DIR/report.html shows it, DIR/result.json holds it, DIR/step.trace.json is a step for ui.perfetto.dev."
-)
+EPILOG = examples(
+    ("hadal simulate", "the day that DeepSeek published, into the folder hadal-day"),
+    ("hadal simulate --hardware h200 --gpu-hour-usd 2.5 --out h200", "the same day on other GPUs"),
+    ("hadal simulate --no-windows --no-what-ifs",
+     "in a minute: the fleet as a liquid, no request by itself"),
+    ("hadal simulate --hours 14,22 --window 30", "half a minute of two hours (Beijing), request by request"),
+    ("hadal simulate --print-config > day.toml; hadal simulate --config day.toml", "anything else"),
+    after="DIR/report.html shows it, DIR/result.json holds it, DIR/step.trace.json is a step for ui.perfetto.dev.",
+)  # fmt: skip
 
 
 def simulate(
@@ -41,8 +43,8 @@ def simulate(
     gpu_hour_usd: Annotated[float | None, typer.Option(help="Rent of a GPU for an hour.", min=0)] = None,
     prices: Annotated[str | None, typer.Option(help="A price list, or HIT/MISS/OUT dollars per million.")] = None,
     cache_pb: Annotated[float | None, typer.Option(help="Petabytes of the KV cache on disk; 0: none.", min=0)] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed makes the same day.", min=0)] = None,
-    jobs: Annotated[int, typer.Option(help="Processes at once; 0: as many as there are cores.", min=0)] = 0,
+    seed: Annotated[int | None, typer.Option(help="The same seed makes the same day.", min=0, max=2**63 - 1)] = None,
+    jobs: Annotated[int, typer.Option(help="Processes at once; 0: as many as there are cores.", min=0, max=512)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print result.json instead of tables.")] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print all that can be set, as TOML, and leave.")

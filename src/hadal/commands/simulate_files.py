@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from hadal.commands.day_html import report_html
 from hadal.commands.simulate_run import Plan, Simulated, check_promise, simulate
@@ -20,6 +19,7 @@ from hadal.commands.simulate_table import show
 from hadal.core.config_text import to_toml
 from hadal.core.errors import ConfigError
 from hadal.core.tables import build, read_toml
+from hadal.progress import Bar
 from hadal.sim.load_clock import hour_beijing
 from hadal.sim.step_trace import steps_trace
 from hadal.sim.study import Study
@@ -117,13 +117,8 @@ def run(asked: Asked) -> None:
 
 
 def _with_progress(plan: Plan) -> Simulated:
-    progress = Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(), console=Console(stderr=True), transient=True,
-    )  # fmt: skip
-    with progress:
-        task = progress.add_task("", total=plan.work_s)
-        return simulate(plan, lambda what, work_s: progress.update(task, description=what, advance=work_s))
+    with Bar("hadal simulate", plan.work_s) as bar:
+        return simulate(plan, lambda what, work_s: bar.update(what, advance=work_s))
 
 
 def _write(folder: Path, found: dict[str, Any], simulated: Simulated) -> list[Path]:

@@ -22,7 +22,7 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any
 
-from hadal.runtime.process import die_with
+from hadal.runtime.entry import die_with
 
 
 @contextmanager

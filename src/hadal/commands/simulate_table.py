@@ -63,13 +63,9 @@ def day_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def hours_table(result: dict[str, Any]) -> Table:
-    """Hour by hour: the fleet as a liquid, and beside it what a window of single requests showed."""
-    return hours_tables(result, None)[0]
-
-
 def hours_tables(result: dict[str, Any], width: int | None) -> list[Table]:
-    """The same in as many parts as a terminal of `width` columns needs, each with the hours; None: in one."""
+    """Hour by hour: the fleet as a liquid, and beside it what a window of single requests showed. In as many parts as a
+    terminal of `width` columns needs, each with the hours; None: in one."""
     rows = [_hour_cells(hour) for hour in result["hours"]]
     wide = [max(len(name), *(len(row[at]) for row in rows)) + 2 for at, name in enumerate(HOURS)]
     parts: list[list[int]] = [[]]

@@ -9,23 +9,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hadal.commands.examples import examples
+
 if TYPE_CHECKING:
     from hadal.perf.explain import StepPrice
     from hadal.perf.step import StepModel
 
 EXIT_CONFIG = 2
-EPILOG = (
-    "[bold]Examples[/bold]\n\n"
-    "hadal step --phase decode --ep 144 --batch 88 --kv 4989 --hardware h800\n\n"
-    "  DeepSeek's decode unit at its published mean context\n\n"
-    "hadal step --phase decode --ep 128 --batch 128 --kv 4096 --mtp-tokens 1 --mtp-accept 0.74 --expert-imbalance 1\n\n"
-    "  their published decode profile, whose routing was balanced by simulation\n\n"
-    "hadal step --phase prefill --ep 32 --tokens 16384 --prompt 4096 --expert-imbalance 1\n\n"
-    "  their published prefill profile\n\n"
-    "hadal step --batch 88 --plan sequential --trace step.json    the same without overlap, for ui.perfetto.dev\n\n"
-    "What the curves were fitted to, and how far published systems are from this: docs/calibration.md."
-)
+EPILOG = examples(
+    ("hadal step --phase decode --ep 144 --batch 88 --kv 4989 --hardware h800",
+     "DeepSeek's decode unit at its published mean context"),
+    ("hadal step --phase decode --ep 128 --batch 128 --kv 4096 \\\n"
+     "    --mtp-tokens 1 --mtp-accept 0.74 --expert-imbalance 1",
+     "their published decode profile, whose routing was balanced by simulation"),
+    ("hadal step --phase prefill --ep 32 --tokens 16384 --prompt 4096 \\\n    --expert-imbalance 1",
+     "their published prefill profile"),
+    ("hadal step --batch 88 --plan sequential --trace step.json", "the same without overlap, for ui.perfetto.dev"),
+    after="What the curves were fitted to, and how far published systems are from this: docs/calibration.md.",
+)  # fmt: skip
 _TIMELINE_WIDTH = 96
+_TRACED_LAYERS = 8
 
 
 def step(
@@ -38,7 +41,7 @@ def step(
     cached: Annotated[float | None, typer.Option(help="Prefill: of those, already in the cache. [dim]0[/dim]")] = None,
     hardware: Annotated[str, typer.Option(help="h800, h20, h100, h200, b200 or gb200.")] = "h800",
     mtp_tokens: Annotated[
-        int | None, typer.Option(help="Decode: drafts a request verifies in a step. [dim]0[/dim]")
+        int | None, typer.Option(help="Decode: drafts a request verifies in a step. [dim]0[/dim]", min=0, max=16)
     ] = None,
     mtp_accept: Annotated[
         float | None, typer.Option(help="With drafts: share accepted, if all before were. [dim]0.8[/dim]")
@@ -141,7 +144,7 @@ def _show(price: StepPrice, balanced: StepPrice, model: StepModel) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from hadal.overlap.trace import LEGEND, timeline
+    from hadal.overlap.trace import legend, timeline
 
     console = Console(highlight=False)
     parts = f"{len(price.micro_batches)} micro-batch{'es' if len(price.micro_batches) > 1 else ''}"
@@ -178,9 +181,9 @@ def _show(price: StepPrice, balanced: StepPrice, model: StepModel) -> None:
     used = price.hbm_bytes / model.hardware.hbm_bytes
     note = "; [red]it does not fit[/red]" if used > 1.0 else ""
     console.print(f"Weights and KV take {price.hbm_bytes / 1e9:.1f} GB, {used:.0%} of HBM{note}.")
-    steady = price.traced(8)
+    steady = price.traced(_TRACED_LAYERS)
     console.print(timeline(steady.events, 0, 5, _TIMELINE_WIDTH), markup=False, soft_wrap=True)
-    console.print(f"[dim]{LEGEND}[/dim]")
+    console.print(f"[dim]in {_TRACED_LAYERS} layers: {legend(steady.events, 0)}[/dim]")
     for flag in price.extrapolated:
         console.print(f"[yellow]extrapolated[/yellow] {flag}")
 

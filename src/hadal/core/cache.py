@@ -42,6 +42,9 @@ CACHE_TOTALS = (
 )  # fmt: skip
 
 
+NO_NAME = bytes(NAME_BYTES)
+
+
 class Place(msgspec.Struct, frozen=True, array_like=True):
     """Where a block lies on disk."""
 

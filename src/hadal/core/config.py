@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hadal.core.balance import AUTO, NO_MOVES, OFF, TURNS
+from hadal.core.documents import is_folder, shown
 from hadal.core.errors import ConfigError
 from hadal.core.tables import build, read_toml
 
@@ -21,6 +22,8 @@ ROLES = (PREFILL, DECODE)
 """What units are for, by the names of their tables in a deployment."""
 RANK_BEAT_S = 0.25
 """Period of a rank's heartbeat to its leader."""
+GATEWAY_BEAT_S = 0.25
+"""A gateway tells its supervisor so often that its event loop turns, and the one with the front tells the others."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,23 @@ class FleetConfig:
 
 
 @dataclass(frozen=True)
+class GatewayConfig:
+    """Who may ask the gateway from where, and what it writes down of it."""
+
+    processes: int = 1
+    """Gateway processes, which take requests on one port. The first of them holds the front."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names beyond this machine's own by which a server without keys on a loopback address may be asked."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins, as "https://chat.example", whose pages a browser lets read the answers; "*": any. A server without keys
+    on a loopback address also answers pages of this machine."""
+    open_metrics: bool = True
+    """/metrics needs no key. False: it needs one that has the right to operate, as /audit and /trace do."""
+    access_log: str = "on"
+    """A line for each request: "on" or "off"."""
+
+
+@dataclass(frozen=True)
 class LimitsConfig:
     """What one client may ask for. Beyond a limit the reply is 400, 413 or 429, never a crash."""
 
@@ -134,9 +154,10 @@ class LimitsConfig:
     default_output_tokens: int = 2048
     max_n: int = 8
     max_running: int = 256
-    """Requests the front works on at once; more wait."""
+    """Generations the front works on at once; more wait."""
     max_queued: int = 512
-    """Requests that wait at the front; more get 429 and Retry-After."""
+    """Generations that wait at the front, or a tenant's equal share of so many while others wait as well; more get 429
+    and Retry-After."""
     max_retries: int = 8
     """Retries of one request that lost a unit. Preemptions do not count."""
     request_timeout_s: float = 600.0
@@ -173,16 +194,17 @@ class Deployment:
     """How long prefilled KV is held for the decode side."""
     heartbeat_s: float = 0.5
     rank_timeout_s: float = 1.5
-    """A rank silent for this long, or stuck in one op, is dropped from its unit and started again."""
+    """A rank silent or stuck in one op for this long, though it could run, is dropped from its unit and restarted."""
     collective_timeout_s: float = 10.0
     """Deadline of one exchange between ranks."""
-    unit_timeout_s: float = 30.0
-    """A unit silent for this long is given up and restarted."""
+    unit_timeout_s: float = 2.0
+    """A unit silent for this long, though it could run, is given up and restarted."""
     drain_timeout_s: float = 120.0
     keep_alive_s: float = 10.0
     """A waiting stream gets a comment this often."""
     prefill: UnitsConfig = field(default_factory=UnitsConfig)
     decode: UnitsConfig = field(default_factory=UnitsConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
@@ -212,7 +234,7 @@ def read_deployment(path: Path, **overrides: Any) -> Deployment:
     """
     fields = read_toml(path, "deployment")
     model = fields.get("model")
-    if isinstance(model, str) and model and (path.parent / model).is_dir():
+    if isinstance(model, str) and model and is_folder(path.parent / model):
         fields["model"] = str(path.parent / model)
     fields.update({name: value for name, value in overrides.items() if value is not None})
     return build(Deployment, fields, str(path))
@@ -220,6 +242,7 @@ def read_deployment(path: Path, **overrides: Any) -> Deployment:
 
 def check(deployment: Deployment) -> None:
     """Raise ConfigError naming the first field that cannot work."""
+    _check_sizes(deployment, "")
     if not 0 <= deployment.port <= 65535:
         raise ConfigError(f"port is {deployment.port}; 0 to 65535 is allowed (0 picks a free one).")
     for name in _POSITIVE:
@@ -231,6 +254,9 @@ def check(deployment: Deployment) -> None:
         _check_name(name, getattr(deployment, name), known)
     if deployment.device == "cpu" and deployment.transport in ("nccl", "deepep"):
         raise ConfigError(f"transport {deployment.transport!r} needs GPUs, and device is 'cpu'. CPUs take tcp or gloo.")
+    if deployment.gateway.processes < 1:
+        raise ConfigError(f"gateway.processes is {deployment.gateway.processes}; it must be at least 1.")
+    _check_name("gateway.access_log", deployment.gateway.access_log, ("on", OFF))
     for name in ("memory", "recompute"):
         _check_name(f"cache.{name}", getattr(deployment.cache, name), (AUTO, OFF))
     if deployment.cache.disk_mb < 1:
@@ -241,12 +267,45 @@ def check(deployment: Deployment) -> None:
     _check_fleet(deployment)
     for kind in ROLES:
         _check_units(kind, getattr(deployment, kind))
+    total = sum(deployment.num_units_max(kind) * units_of(deployment, kind).ranks for kind in ROLES)
+    if total > _MOST_RANKS:
+        raise ConfigError(f"prefill and decode: their units have {total:,} ranks together; {_MOST_RANKS:,} can be.")
     for name in ("max_body_bytes", "default_output_tokens", "max_n", "max_running", "request_timeout_s"):
         if getattr(deployment.limits, name) <= 0:
             raise ConfigError(f"limits.{name} is {getattr(deployment.limits, name)}; it must be positive.")
     for limit in dataclasses.fields(deployment.limits):
         if getattr(deployment.limits, limit.name) < 0:
             raise ConfigError(f"limits.{limit.name} cannot be negative.")
+
+
+_MOST_S = 31 * 86_400.0
+_MOST: dict[str, float] = {
+    "units": 1 << 12, "prefill_max": 1 << 12, "decode_max": 1 << 12, "bundle_prefill": 1 << 12,
+    "bundle_decode": 1 << 12, "ranks": 1 << 11, "ranks_per_node": 1 << 11, "redundant_experts": 1 << 14,
+    "threads": 1 << 12, "chunk_tokens": 1 << 20, "max_requests": 1 << 16, "kv_blocks": 1 << 48, "kv_memory_mb": 1 << 32,
+    "device_memory_gb": 1e6, "prefill_tokens_per_s": 1e15, "decode_tokens_per_s": 1e15, "max_n": 1 << 10,
+    "max_body_bytes": 1 << 32, "processes": 64,
+}  # fmt: skip
+"""Of fields by their names, wherever they stand: far more than anybody has, and still answered in seconds."""
+_MOST_OTHERS = 1 << 40
+_MOST_RANKS = 1 << 17
+"""Of all units together: DeepSeek's published day had 2,200 GPUs at its peak."""
+_MOST_CHARS = 4096
+"""Of a name or a path, as Linux has it."""
+
+
+def _check_sizes(table: Any, where: str) -> None:
+    """Raise ConfigError for the first value that nobody can mean: no number, no time, no size of this world."""
+    for one in dataclasses.fields(table):
+        name, value = f"{where}{one.name}", getattr(table, one.name)
+        if dataclasses.is_dataclass(value):
+            _check_sizes(value, f"{name}.")
+        elif isinstance(value, str) and (len(value) > _MOST_CHARS or not value.isprintable()):
+            raise ConfigError(f"{name} is {shown(value)}; it is too long, or holds a line's end or a zero byte.")
+        elif isinstance(value, int | float):
+            most = _MOST.get(one.name, _MOST_S if one.name.endswith("_s") else _MOST_OTHERS)
+            if not abs(value) <= most:  # So that nan is refused as well.
+                raise ConfigError(f"{name} is {shown(value)}; {most:,.0f} can be at most.")
 
 
 _POSITIVE = (
@@ -270,7 +329,7 @@ _UNIT_NAMES: dict[str, tuple[str, ...]] = {
 
 def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ConfigError(f"{name} is {value!r}; known are {', '.join(repr(one) for one in known)}.")
+        raise ConfigError(f"{name} is {shown(value)}; known are {', '.join(repr(one) for one in known)}.")
 
 
 def _check_deadlines(deployment: Deployment) -> None:

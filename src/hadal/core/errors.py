@@ -1,12 +1,20 @@
 """The tree of errors. What a user can cause says what to do about it; the gateway maps each class to a status."""
 
 
+_MAX_CHARS = 1000
+"""Of what is said of a mistake: it may quote a file."""
+
+
 class HadalError(Exception):
     """Anything Hadal raises on purpose."""
 
 
 class ConfigError(HadalError, ValueError):
-    """A deployment file, a model folder or a flag is wrong. Names the file and the field."""
+    """A deployment file, a model folder or a flag is wrong. Names the file and the field, in one line that can be
+    printed whatever stands in the file."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_one_line(message))
 
 
 class CheckpointError(ConfigError):
@@ -24,3 +32,10 @@ class RequestError(HadalError, ValueError):
 
 class InvariantError(HadalError, AssertionError):
     """A ledger does not add up. A bug of ours, never the user's."""
+
+
+def _one_line(text: str) -> str:
+    text = text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 4]} ..."
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

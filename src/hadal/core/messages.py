@@ -20,6 +20,8 @@ SCRATCH_BLOCK = 0
 """Padded rows of a batch write there, so nobody ever owns it."""
 SUPERVISOR = "supervisor"
 """Its name on the wire."""
+FRONT = "front"
+"""The same of the gateway that holds it."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -52,6 +54,8 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     """Names of the full blocks of prompt + output, as the front fills them in; empty where nothing is to be cached."""
     ticket: int = 0
     """Given by the front with Decode: by this number it, and no other front, knows the attempt's tokens again."""
+    tenant: str = ""
+    """Its name, whatever the salt: tenants share what there is too little of."""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -65,6 +69,33 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     """None while it goes on; "stop" (a stop id) or "length"."""
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+class Closing(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request was worked on, for the ledger."""
+
+    prefill_unit: str
+    """Of its last attempt, as `decode_unit`; empty: it got to none."""
+    decode_unit: str
+    num_retries: int
+
+
+class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Front only: new tokens, or the end, for the stream of one request. Exactly one of a request is `final`. An effect
+    (core/seams), and sent on where the stream is in another process."""
+
+    request_id: str
+    tokens: tuple[Token, ...]
+    final: bool = False
+    error: str | None = None
+    """With final: why it ended without finishing."""
+    error_status: int = 500
+    retry_after_s: float | None = None
+    """With 429 and 503: when to try again."""
+    num_cached: int = 0
+    """With the first token: tokens of the prompt that were not computed."""
+    closing: Closing | None = None
+    """With final, of a request that was let in."""
 
 
 def text_of(generation: Generation) -> tuple[int, ...]:
@@ -85,6 +116,15 @@ class Submit(Message, frozen=True):
     """A new generation. Answered by Deliver effects, exactly one of them final."""
 
     generation: Generation
+
+
+class TurnedAway(Message, frozen=True):
+    """Generations were refused before they were submitted, as the front would have refused them: it counts them, for
+    the fleet grows with all that is asked for."""
+
+    num_generations: int
+    num_tokens: int = 0
+    """Tokens of their prompts. 0: nobody has read them."""
 
 
 # ---- front -> every leader ----
@@ -178,6 +218,14 @@ class Decode(Message, frozen=True):
     lease: KvLease
 
 
+class Resume(Message, frozen=True):
+    """Go on with attempts whose KV the unit's ranks hold since another leader led them, each from the last token of its
+    output, as it was delivered. What is held and was not named when `is_last` came is nobody's."""
+
+    generations: tuple[Generation, ...]
+    is_last: bool
+
+
 # ---- decode leader -> front ----
 class Pulled(Message, frozen=True):
     """KV is here; the prefill side may free its copy (the front sends it Release)."""
@@ -234,13 +282,13 @@ class Load(Message, frozen=True):
     overhead_ms: float = 0.0
     """Smoothed time per step that the Runner stood idle though work was there: scheduling and messages."""
     num_ranks: int = 1
-    """Living ranks."""
+    """Living ranks. The first to tell of a death: capacities follow when the unit has formed without the dead."""
     generation: int = 0
     """Raised whenever the unit formed anew."""
     num_blocks_request: int = 0
     """Usable blocks of its largest living rank: what one request can hold at most."""
     token_s: float = 0.0
-    """Prefill, measured: seconds of a token on its rank. 0: nothing is known yet."""
+    """Measured: seconds that a token takes on its rank; in decode, that a request adds to a step. 0: not known yet."""
     pair_s: float = 0.0
     """Prefill, measured: seconds of a token and a position that it attends to."""
     balance: dict[str, float] = {}
@@ -252,6 +300,21 @@ class Load(Message, frozen=True):
     """Decode: requests that went on on another rank."""
     cache: dict[str, int] = {}
     """What the unit's KV cache counted since its start, by the names in core/cache."""
+    absent: tuple[int, ...] = ()
+    """Ranks that are not among the living, by number."""
+    idle_s: float = 0.0
+    """Seconds since the unit last had anything to do: what was measured of its steps is as old."""
+    step_s: float = 0.0
+    """Decode, measured: seconds that a step takes besides what its requests add. 0: not known yet."""
+
+
+# ---- every process that listens -> gateway ----
+class Refused(Message, frozen=True):
+    """Connections that a process refused since it started: whoever made them did not prove that it belongs here."""
+
+    process: str
+    kind_to_num: dict[str, int]
+    """What was asked for (kv, experts or mesh) -> how many connections."""
 
 
 # ---- supervisor / units -> front ----
@@ -267,6 +330,16 @@ class UnitUp(Message, frozen=True):
     num_requests_max: int
     num_blocks_request: int = 0
     """Usable blocks of one rank: what one request can hold at most. 0: `num_blocks`."""
+    held: tuple[int, ...] = ()
+    """Decode, of a leader that took its ranks over: tickets of attempts whose KV they hold. It waits for Resume."""
+
+
+class LeaderDown(Message, frozen=True):
+    """A unit's leader ended, and its ranks live. Sent by the supervisor to the front: a successor takes them over with
+    their KV, or UnitDown follows."""
+
+    unit: str
+    reason: str
 
 
 class UnitDown(Message, frozen=True):
@@ -278,6 +351,22 @@ class UnitDown(Message, frozen=True):
 
     unit: str
     reason: str
+
+
+class Suspect(Message, frozen=True):
+    """A process is silent or stuck: what is to be seen of it? From its judge, the front of a unit and a leader of its
+    ranks, to the supervisor, who is on its host."""
+
+    process: str
+
+
+class Sighting(Message, frozen=True):
+    """The supervisor's answer. A process that ended in the meantime is answered for by UnitDown alone."""
+
+    process: str
+    waited_s: float
+    """Since its start it was so long ready to run without a processor, its threads together."""
+    is_stopped: bool
 
 
 class Stop(Message, frozen=True):

@@ -6,13 +6,13 @@ Source of the fields: DeepSeek-V3 technical report (arXiv 2412.19437), section 2
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hadal.core.documents import MAX_CONFIG_BYTES, read_json, shown
 from hadal.core.errors import CheckpointError
 
 _DEFAULTS: dict[str, Any] = {
@@ -98,25 +98,19 @@ class ModelConfig:
 def read_model_config(folder: Path) -> ModelConfig:
     """Read and check `folder/config.json`. Raises CheckpointError naming the file and the field."""
     path = folder / "config.json"
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        hint = "Point --model at a Hugging Face folder of a DeepSeek-V3 model."
-        raise CheckpointError(f"{path}: not found. {hint}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error}).") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path}: must hold one JSON object.")
+    hint = "Point --model at a Hugging Face folder of a DeepSeek-V3 model."
+    fields = read_json(path, "model configuration", MAX_CONFIG_BYTES, error=CheckpointError, hint=hint)
     return parse_model_config(fields, str(path))
 
 
 def parse_model_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
     """Check a config's fields; `source` names the file in errors."""
     if fields.get("model_type") != "deepseek_v3":
-        raise CheckpointError(f"{source}: model_type is {fields.get('model_type')!r}; only 'deepseek_v3' is served.")
+        kind = shown(fields.get("model_type"))
+        raise CheckpointError(f"{source}: model_type is {kind}; only 'deepseek_v3' is served.")
     for name, value in _FIXED.items():
-        if fields.get(name, value) != value:
-            raise CheckpointError(f"{source}: {name} is {fields[name]!r}; this architecture needs {value!r}.")
+        if name in fields and (fields[name] != value or type(fields[name]) is not type(value)):
+            raise CheckpointError(f"{source}: {name} is {shown(fields[name])}; this architecture needs {value!r}.")
     values = {**_DEFAULTS, **fields}
     nested = fields.get("rope_parameters")
     if "rope_theta" not in fields and isinstance(nested, Mapping) and "rope_theta" in nested:
@@ -147,7 +141,7 @@ def _number(values: Mapping[str, Any], name: str, source: str, kind: str) -> Any
     else:
         good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good:
-        raise CheckpointError(f"{source}: {name} is {value!r}; a value of type {kind} is needed.")
+        raise CheckpointError(f"{source}: {name} is {shown(value)}; a value of type {kind} is needed.")
     return float(value) if kind == "float" else value
 
 
@@ -157,12 +151,12 @@ def _rope_scaling(values: Mapping[str, Any], source: str) -> RopeScaling | None:
     if raw is None:
         return None
     if not isinstance(raw, Mapping):
-        raise CheckpointError(f"{source}: rope_scaling is {raw!r}; an object or null is needed.")
+        raise CheckpointError(f"{source}: rope_scaling is {shown(raw)}; an object or null is needed.")
     kind = raw.get("rope_type", raw.get("type", "default"))
     if kind == "default":
         return None
     if kind != "yarn":
-        raise CheckpointError(f"{source}: rope_scaling.type is {kind!r}; only 'yarn' is known.")
+        raise CheckpointError(f"{source}: rope_scaling.type is {shown(kind)}; only 'yarn' is known.")
     where = f"{source}: rope_scaling"
     return RopeScaling(
         factor=_number(raw, "factor", where, "float"),
@@ -176,7 +170,7 @@ def _eos(values: Mapping[str, Any], source: str) -> tuple[int, ...]:
     eos = values["eos_token_id"]
     ids = eos if isinstance(eos, list) else [eos]
     if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise CheckpointError(f"{source}: eos_token_id is {eos!r}; a token id or a list of them is needed.")
+        raise CheckpointError(f"{source}: eos_token_id is {shown(eos)}; a token id or a list of them is needed.")
     return tuple(ids)
 
 
@@ -185,22 +179,47 @@ def _weight_block_size(values: Mapping[str, Any], source: str) -> tuple[int, int
     if raw is None:
         return None
     if not isinstance(raw, Mapping) or raw.get("quant_method") != "fp8":
-        raise CheckpointError(f"{source}: quantization_config is {raw!r}; only quant_method 'fp8' is known.")
+        raise CheckpointError(f"{source}: quantization_config is {shown(raw)}; only quant_method 'fp8' is known.")
     block = raw.get("weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
-        raise CheckpointError(f"{source}: quantization_config.weight_block_size is {block!r}; [128, 128] is expected.")
+    if not (isinstance(block, list) and len(block) == 2 and all(type(b) is int and 0 < b <= _MAX_BLOCK for b in block)):
+        where = f"{source}: quantization_config.weight_block_size"
+        raise CheckpointError(f"{where} is {shown(block)}; [128, 128] is expected.")
     return block[0], block[1]
 
 
+_MAX_BLOCK = 1 << 16
+_RANGES: dict[str, tuple[float, float]] = {
+    "vocab_size": (1, 1 << 22), "hidden_size": (1, 1 << 17), "num_hidden_layers": (1, 1 << 10),
+    "first_k_dense_replace": (0, 1 << 10), "intermediate_size": (1, 1 << 20), "moe_intermediate_size": (1, 1 << 20),
+    "n_routed_experts": (1, 1 << 14), "n_shared_experts": (1, 1 << 8), "num_experts_per_tok": (1, 1 << 10),
+    "n_group": (1, 1 << 14), "topk_group": (1, 1 << 14), "num_attention_heads": (1, 1 << 12),
+    "q_lora_rank": (1, 1 << 17), "kv_lora_rank": (1, 1 << 17), "qk_nope_head_dim": (1, 1 << 14),
+    "qk_rope_head_dim": (1, 1 << 14), "v_head_dim": (1, 1 << 14), "max_position_embeddings": (1, 1 << 24),
+    "num_nextn_predict_layers": (0, 1 << 10), "bos_token_id": (0, 1 << 22), "rms_norm_eps": (0.0, 1.0),
+    "routed_scaling_factor": (1e-6, 1e6), "rope_theta": (1.0, 1e12),
+}  # fmt: skip
+"""What a field may be at least and at most. The most is 10 to 100 times DeepSeek-V3's: beyond it a file is damaged or
+means harm, and loops and tables as long as it says would take all time and memory."""
+_ROPE_RANGES: dict[str, tuple[float, float]] = {
+    "factor": (1e-3, 1e6), "original_max_position_embeddings": (1, 1 << 24), "beta_fast": (1e-3, 1e6),
+    "beta_slow": (1e-3, 1e6), "mscale": (0.0, 1e3), "mscale_all_dim": (0.0, 1e3),
+}
+
+
+def _check_ranges(values: object, ranges: Mapping[str, tuple[float, float]], where: str) -> None:
+    for name, (least, most) in ranges.items():
+        value = getattr(values, name)
+        if value is not None and not least <= value <= most:
+            wanted = "it must be positive" if value <= 0 else f"{least:,} to {most:,} can be"
+            raise CheckpointError(f"{where}{name} is {value:,}; {wanted}.")
+
+
 def _check(config: ModelConfig, source: str) -> None:
-    positive = (
-        "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "moe_intermediate_size",
-        "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group", "num_attention_heads",
-        "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "max_position_embeddings",
-    )
-    for name in positive:
-        if getattr(config, name) <= 0:
-            raise CheckpointError(f"{source}: {name} is {getattr(config, name)}; it must be positive.")
+    _check_ranges(config, _RANGES, f"{source}: ")
+    if config.rope_scaling is not None:
+        _check_ranges(config.rope_scaling, _ROPE_RANGES, f"{source}: rope_scaling.")
+    if not all(0 <= i < 1 << 22 for i in config.eos_token_ids):
+        raise CheckpointError(f"{source}: eos_token_id is {shown(config.eos_token_ids)}; a token's id is needed.")
     if config.qk_rope_head_dim % 2:
         raise CheckpointError(f"{source}: qk_rope_head_dim is {config.qk_rope_head_dim}; rotation needs pairs.")
     if config.n_routed_experts % config.n_group:

@@ -94,6 +94,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     output_index: int
     """Index in the output of the next token drawn."""
     sampling: Sampling
+    ticket: int = 0
+    """By which its KV is known, should the unit get another leader."""
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
     """History for the penalties; set only if a penalty is on. `output` includes `last_token`."""
@@ -155,6 +157,37 @@ class FormPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """S"""
     weights: bytes = b""
     """Of the same placement, uint8 [L, R, S]; empty: equal parts."""
+
+
+class HeldKv(msgspec.Struct, frozen=True, array_like=True):
+    """KV of one attempt in a rank's pool, from position 0 on, whoever leads the unit."""
+
+    ticket: int
+    """The front's (see Generation)."""
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    """So many positions may be valid: those of tokens that were delivered are, if they are fewer."""
+    num_pulled: int
+    """Of them, as pulled from another rank: where the cache is not the pool, the pool is behind from there on."""
+
+
+class NamedBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of a pool that are complete and can be found by name (kv/names)."""
+
+    block_ids: tuple[int, ...]
+    names: bytes
+    """One behind the other, as `befores`: each block's own, and that of the block before it in its text, NO_NAME at the
+    text's beginning."""
+    befores: bytes
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank's pool holds when its unit gets a new leader."""
+
+    kv: tuple[HeldKv, ...]
+    num_freed: dict[int, int]
+    """Block -> how often it was freed: its generation (see KvLease). Those that never were are left out."""
+    named: NamedBlocks = NamedBlocks((), b"", b"")
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
@@ -220,6 +253,11 @@ class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
     end_s: float
 
 
+NO_TOKEN = "no token"
+"""A row's failure, with details behind a colon: its logits are finite, and what the request itself adds to them leaves
+nothing to draw."""
+
+
 class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A step's tokens. Prefill: `keys[i]` is the index of the chunk that drew; decode: the slot."""
 
@@ -233,7 +271,8 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     error: str | None = None
     """Set when the step failed as a whole: the leader gives every request in it back to the front."""
     failed: dict[int, str] = {}
-    """key -> why its token is void though the step ran (logits not finite): that request alone is given back."""
+    """key -> why its token is void though the step ran (logits not finite; NO_TOKEN): that request alone is given back.
+    """
     op_times: tuple[OpTime, ...] = ()
     """Where the step's time went, of this rank (of several ranks together: the slowest one's, op by op)."""
     events: tuple[TraceEvent, ...] = ()

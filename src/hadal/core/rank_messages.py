@@ -9,7 +9,9 @@ from hadal.core.plans import (
     BlocksStored,
     Formed,
     FormPlan,
+    Held,
     KvPulled,
+    NamedBlocks,
     Staged,
     StagePlan,
     StepDone,
@@ -77,7 +79,24 @@ class RankBeat(Message, frozen=True):
     """Peers of this generation whose connection broke."""
 
 
+class RankHeld(Message, frozen=True):
+    """The answer to RankWho of a rank that was led before. Nothing that an earlier leader asked for writes into its
+    pool any more, but for a step, which the next RankForm breaks off."""
+
+    up: RankUp
+    plan: FormPlan
+    """The newest that it has taken, with the placement as it is since."""
+    held: Held
+
+
 # ---- leader -> rank ----
+class RankWho(Message, frozen=True):
+    """It beats, and its leader does not know it: a new leader took the unit over."""
+
+    epoch: str
+    """Of the beat."""
+
+
 class RankForm(Message, frozen=True):
     plan: FormPlan
 
@@ -100,6 +119,10 @@ class RankPull(Message, frozen=True):
 
 class RankFreed(Message, frozen=True):
     block_ids: tuple[int, ...]
+
+
+class RankNamed(Message, frozen=True):
+    named: NamedBlocks
 
 
 class RankLoad(Message, frozen=True):

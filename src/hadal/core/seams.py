@@ -15,13 +15,17 @@ from typing import Protocol
 import msgspec
 
 from hadal.core.cache import Place
-from hadal.core.messages import KvLease, Token
+from hadal.core.messages import Closing as Closing
+from hadal.core.messages import Deliver as Deliver
+from hadal.core.messages import KvLease
 from hadal.core.plans import (
     BlocksLoaded,
     BlocksStored,
     Formed,
     FormPlan,
+    Held,
     KvPulled,
+    NamedBlocks,
     Staged,
     StagePlan,
     StepDone,
@@ -111,37 +115,19 @@ class WakeAt(msgspec.Struct, frozen=True, tag=True, array_like=True):
     time_s: float
 
 
+class Named(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """These blocks of a rank can be found by name from now on, until they are freed. It tells another leader, should
+    the unit get one."""
+
+    named: NamedBlocks
+    rank: int
+
+
 class Freed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """These blocks of a rank's pool were freed: raise their generation before they are used again (see KvLease)."""
 
     block_ids: tuple[int, ...]
     rank: int = 0
-
-
-class Closing(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request was worked on, for the ledger."""
-
-    prefill_unit: str
-    """Of its last attempt, as `decode_unit`; empty: it got to none."""
-    decode_unit: str
-    num_retries: int
-
-
-class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Front only: new tokens, or the end, for the stream of one request. Exactly one of a request is `final`."""
-
-    request_id: str
-    tokens: tuple[Token, ...]
-    final: bool = False
-    error: str | None = None
-    """With final: why it ended without finishing."""
-    error_status: int = 500
-    retry_after_s: float | None = None
-    """With 429 and 503: when to try again."""
-    num_cached: int = 0
-    """With the first token: tokens of the prompt that were not computed."""
-    closing: Closing | None = None
-    """With final, of a request that was let in."""
 
 
 class StartUnit(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -172,7 +158,9 @@ class WithdrawNodes(msgspec.Struct, frozen=True, tag=True, array_like=True):
 FleetEffect = Send | StartUnit | StopUnit | OfferNodes | WithdrawNodes | WakeAt
 """What roles/fleet asks for. Nodes are those of this deployment's units, by number and not by name."""
 
-Effect = Send | Execute | Form | Stage | Pull | LoadBlocks | StoreBlocks | UsedBlocks | WakeAt | Freed | Deliver
+Effect = (
+    Send | Execute | Form | Stage | Pull | LoadBlocks | StoreBlocks | UsedBlocks | WakeAt | Freed | Named | Deliver
+)
 
 
 # ---- events that are not messages ----
@@ -202,6 +190,8 @@ class RankReset(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """By rank: the address of its KV pool, "" where the rank is dead. Empty: addresses stay as they are."""
     generation: int = 0
     """Of the unit's membership from now on."""
+    held: dict[int, Held] = {}
+    """By rank, of fresh ones that an earlier leader led: what their pools hold."""
 
 
 Event = AnyMessage | StepDone | Formed | Staged | KvPulled | BlocksLoaded | BlocksStored | DiskNews | RankReset | Tick

@@ -6,11 +6,11 @@ A field is an int, float, str or bool, a tuple of one of those (written as an ar
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from hadal.core.documents import MAX_TOML_BYTES, parse_toml, problem_of, read_text, shown
 from hadal.core.errors import ConfigError
 
 T = TypeVar("T")
@@ -18,16 +18,7 @@ T = TypeVar("T")
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
     """The tables of a file. Raises ConfigError, naming `what` was to be read."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such {what} file.") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}.") from error
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not a TOML file: it is not text in UTF-8. Save it as such.") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not a TOML file ({error}).") from error
+    return parse_toml(read_text(path, what, MAX_TOML_BYTES), str(path))
 
 
 def build(kind: type[T], fields: dict[str, Any], where: str, base: T | None = None) -> T:
@@ -37,7 +28,7 @@ def build(kind: type[T], fields: dict[str, Any], where: str, base: T | None = No
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in fields:
         if name not in known:
-            raise ConfigError(f"{where}: unknown field {name!r}. Known: {', '.join(known)}.")
+            raise ConfigError(f"{where}: unknown field {shown(name)}. Known: {', '.join(known)}.")
     values = {
         name: _value(types[name], value, where, name, getattr(base, name, None)) for name, value in fields.items()
     }
@@ -57,9 +48,11 @@ def _value(kind: Any, value: Any, where: str, name: str, base: Any = None) -> An
         return build(kind, value, f"{where}: {name}", base)  # type: ignore[arg-type]
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
-            raise ConfigError(f"{where}: {name} is {value!r}; an array is needed.")
+            raise ConfigError(f"{where}: {name} is {shown(value)}; an array is needed.")
         return tuple(_value(get_args(kind)[0], one, where, name) for one in value)
     wanted = (int, float) if kind is float else kind
     if not isinstance(value, wanted) or (kind is not bool and isinstance(value, bool)):
-        raise ConfigError(f"{where}: {name} is {value!r}; a value of type {kind.__name__} is needed.")
+        raise ConfigError(f"{where}: {name} is {shown(value)}; a value of type {kind.__name__} is needed.")
+    if (problem := problem_of(value)) is not None:
+        raise ConfigError(f"{where}: {name} {problem}.")
     return float(value) if kind is float else value

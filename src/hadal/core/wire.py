@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hadal.core.fleet import Demand, DrainUnit, KeepUnit
+from hadal.core.gateway_messages import Answer, Ask, Delivered, FrontBeat, GatewayBeat, Leave, Open
 from hadal.core.messages import (
     Ahead,
     Audit,
@@ -12,18 +13,24 @@ from hadal.core.messages import (
     Decode,
     Drain,
     FrontUp,
+    LeaderDown,
     Load,
     Prefill,
     PrefillAhead,
     PrefillDone,
     Pulled,
+    Refused,
     Release,
+    Resume,
     Returned,
+    Sighting,
     Stop,
     Submit,
+    Suspect,
     Tokens,
     Trace,
     TraceRequest,
+    TurnedAway,
     UnitDown,
     UnitUp,
 )
@@ -34,13 +41,16 @@ from hadal.core.rank_messages import (
     RankForm,
     RankFormed,
     RankFreed,
+    RankHeld,
     RankLoad,
+    RankNamed,
     RankPull,
     RankStage,
     RankStaged,
     RankStep,
     RankStore,
     RankUp,
+    RankWho,
 )
 
 AnyMessage = (
@@ -48,4 +58,6 @@ AnyMessage = (
     | UnitDown | Drain | AuditRequest | Audit | RankUp | RankDone | RankFormed | RankAnswered | RankBeat | RankForm
     | RankStep | RankStage | RankStaged | RankPull | RankFreed | TraceRequest | Trace | PrefillAhead | Cached | Ahead
     | RankLoad | RankStore | Stop | DrainUnit | KeepUnit | Demand
+    | GatewayBeat | Open | Leave | FrontBeat | Delivered | Ask | Answer | Refused
+    | Suspect | Sighting | TurnedAway | RankHeld | RankNamed | RankWho | LeaderDown | Resume
 )

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from hadal.evals.tasks import TASKS, Example, held_out, is_correct, sample
+from hadal.progress import Bar
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,11 @@ def run(
     """Evaluate and print; returns the share of exact answers."""
     console = Console(stderr=as_json)
     examples = held_out_examples(num_per_task, seed, tasks)
-    with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("asking", total=len(examples))
+    with Bar("hadal eval", len(examples)) as bar:
         answers = asyncio.run(
             ask_all(
                 base_url, examples, model=model, api_key=api_key, concurrency=concurrency,
-                on_answer=lambda _: progress.advance(bar),
+                on_answer=lambda _: bar.update("prompts answered", advance=1),
             )
         )
     console.print(table_of(answers))

@@ -1,6 +1,6 @@
-"""Read a request's body under a byte limit and a deadline, whatever its headers promise.
+"""Read a request's body under a byte limit, whatever its headers promise; how long that may take is gateway/places'.
 
-Knows ASGI's receive, nothing of JSON. Raises ApiError: 408, 413, 415.
+Knows ASGI's receive, nothing of JSON. Raises ApiError: 413, 415.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DISCARD_DEADLINE_S = 2.0
 """A client that is still sending often reads no reply: swallow what it sends for this long, then answer and close."""
 
 
-async def read_body(request: Request, max_bytes: int, deadline_s: float) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytes:
     """Return the body. Its length is counted while it streams in: Content-Length may be missing or a lie."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
@@ -26,18 +26,11 @@ async def read_body(request: Request, max_bytes: int, deadline_s: float) -> byte
         )
     chunks: list[bytes] = []
     num_bytes = 0
-    try:
-        async with asyncio.timeout(deadline_s):
-            async for chunk in request.stream():
-                num_bytes += len(chunk)
-                if num_bytes > max_bytes:
-                    break
-                chunks.append(chunk)
-    except TimeoutError:
-        raise ApiError(
-            408, f"The body was not complete after {deadline_s:g} s; send it faster.", code="request_timeout",
-            headers=_CLOSE,
-        ) from None
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            break
+        chunks.append(chunk)
     if num_bytes > max_bytes:
         await _discard(request)
         raise ApiError(

@@ -16,7 +16,7 @@ from hadal.core.facts import Fact, NodesFact, RequestFact, micros, sum_kv_tokens
 from hadal.core.seams import Closing
 from hadal.gateway.service import Work
 from hadal.gateway.sse import Meter
-from hadal.gateway.tenants import name_of
+from hadal.gateway.tenants import Tenant
 from hadal.roles.front_units import Unit
 from hadal.runtime.ledger_writer import LedgerCounts
 from hadal.stats.prices import PriceList, micro_usd, price_list
@@ -67,7 +67,7 @@ class Books:
         return self._sink.counts
 
     def close(
-        self, work: Work, meters: list[Meter], closings: Mapping[str, Closing], start_s: float, tenant: bytes, end: str
+        self, work: Work, meters: list[Meter], closings: Mapping[str, Closing], start_s: float, tenant: Tenant, end: str
     ) -> None:
         """An HTTP request ended, and with it all its generations: `end` is how those did that are not finished."""
         unix_s, now_s = self._unix_time(), self._now()
@@ -84,7 +84,7 @@ class Books:
             tokens_miss = num_prompt - tokens_hit if is_payer else 0
             closing = closings.get(choice.generation.request_id, _NO_CLOSING)
             self._sink.add(RequestFact(
-                choice.generation.request_id, name_of(tenant), self._model, tokens_hit, tokens_miss, num_output,
+                choice.generation.request_id, tenant.name, self._model, tokens_hit, tokens_miss, num_output,
                 sum_kv_tokens(num_prompt, num_output), choice.assembler.finish or end,
                 unix_s - (now_s - start_s), unix_s, unix(meter.first_token_s), unix(meter.last_token_s),
                 closing.prefill_unit, closing.decode_unit, closing.num_retries,
@@ -93,12 +93,12 @@ class Books:
         if unix_s - self._looked_s >= _LOOK_S:
             self.look()
 
-    def refused(self, request_id: str, start_s: float, tenant: bytes, status: int) -> None:
+    def refused(self, request_id: str, start_s: float, tenant: Tenant, status: int) -> None:
         """A request was turned away before it was read."""
         unix_s = self._unix_time()
         received_s = unix_s - (self._now() - start_s)
         self._sink.add(RequestFact(
-            request_id, name_of(tenant), self._model, 0, 0, 0, 0, str(status), received_s, unix_s
+            request_id, tenant.name, self._model, 0, 0, 0, 0, str(status), received_s, unix_s
         ))  # fmt: skip
 
     def look(self) -> None:

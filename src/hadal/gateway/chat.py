@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from hadal.core.documents import MAX_CONFIG_BYTES, read_text
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.openai import Turn
+from hadal.gateway.template import TemplateProcess
 from hadal.gateway.vocabulary import Vocabulary, read_json
 
 THINK_OPEN = "<think>"
@@ -44,18 +43,11 @@ class ChatFormat:
     """The chat template of one model."""
 
     def __init__(self, vocabulary: Vocabulary, template: str, bos: str, eos: str, source: str) -> None:
-        """Raises CheckpointError for a template that does not parse; `source` names its file."""
+        """`source` names the template's file. Raises CheckpointError for one that does not parse."""
         self._vocabulary = vocabulary
         self._bos = bos
         self._eos = eos
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], autoescape=False,
-        )
-        environment.globals["raise_exception"] = _raise_exception
-        try:
-            self._template = environment.from_string(template)
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"{source}: the chat template does not parse ({error}).") from error
+        self._template = TemplateProcess(template, source)
         starts = {content[0] for content in [*vocabulary.control_ids, THINK_OPEN, THINK_CLOSE] if content}
         self._starts = re.compile("[" + "".join(re.escape(char) for char in sorted(starts)) + "]")
 
@@ -115,30 +107,18 @@ class ChatFormat:
             ) from error  # fmt: skip
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False)))
 
+    def close(self) -> None:
+        """End the template's process."""
+        self._template.close()
+
     def _shielded(self, text: str, shield: str) -> str:
         return self._starts.sub(lambda match: match[0] + shield, text)
 
     def _render(
         self, messages: list[dict[str, str]], values: dict[str, Any], max_chars: int, *, opens_reply: bool = True
     ) -> str:
-        pieces: list[str] = []
-        num_chars = 0
-        try:
-            for piece in self._template.generate(
-                **values, messages=messages, add_generation_prompt=opens_reply, bos_token=self._bos,
-                eos_token=self._eos, tools=None,
-            ):
-                pieces.append(piece)
-                num_chars += len(piece)
-                if num_chars > max_chars:
-                    raise RequestError("The chat template makes too long a prompt of these messages.", "messages")
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            if isinstance(error, RequestError):
-                raise
-            raise RequestError(f"The chat template cannot render these messages: {error}.", "messages") from error
-        except RecursionError:
-            raise RequestError("The chat template nests these messages too deeply.", "messages") from None
-        return "".join(pieces)
+        own = {"add_generation_prompt": opens_reply, "bos_token": self._bos, "eos_token": self._eos, "tools": None}
+        return self._template.render(messages, {**values, **own}, max_chars)
 
     def _encode(self, text: str, shield: str) -> list[int]:
         ids: list[int] = []
@@ -157,10 +137,8 @@ def read_chat_format(folder: Path, vocabulary: Vocabulary) -> ChatFormat:
     bos, eos = _token_text(fields.get("bos_token")), _token_text(fields.get("eos_token"))
     own = folder / "chat_template.jinja"
     if own.exists():
-        try:
-            return ChatFormat(vocabulary, own.read_text(encoding="utf-8"), bos, eos, str(own))
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{own}: cannot be read ({error}).") from error
+        text = read_text(own, "chat template", MAX_CONFIG_BYTES, error=CheckpointError)
+        return ChatFormat(vocabulary, text, bos, eos, str(own))
     template = fields.get("chat_template")
     if isinstance(template, list):  # Several by name: [{"name": "default", "template": ...}, ...]
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -218,7 +196,3 @@ def _token_text(field: Any) -> str:
     if isinstance(field, dict):
         field = field.get("content")
     return field if isinstance(field, str) else ""
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)

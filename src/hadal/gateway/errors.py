@@ -14,6 +14,7 @@ from hadal.core.errors import HadalError, RequestError
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "timeout_error",

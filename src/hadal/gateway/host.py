@@ -7,25 +7,39 @@ socket it arrives on and the stream it leaves by.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from hadal.core.front_snapshot import FrontSnapshot
+from hadal.core.gateway_messages import Answer, Ask, Delivered, FrontBeat, GatewayBeat, Leave, Open
 from hadal.core.messages import (
+    FRONT,
+    SUPERVISOR,
     Audit,
     AuditRequest,
     Cancel,
     Drain,
     Generation,
+    Refused,
+    Returned,
     Submit,
     Trace,
     TraceRequest,
+    TurnedAway,
     UnitDown,
     UnitUp,
 )
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.core.wire import AnyMessage
-from hadal.gateway.mailbox import Mailbox
+from hadal.gateway.errors import overloaded
+from hadal.gateway.mailbox import Mailbox, Outbox
+from hadal.gateway.pages import Pages
+from hadal.policy.admission import Refusal
+from hadal.roles.reasons import answer_to
+from hadal.runtime.logs import REQUEST_ID, fields
+from hadal.runtime.topology import GATEWAY
 
 log = logging.getLogger("hadal.gateway")
 
@@ -37,7 +51,11 @@ class FrontRole(Protocol):
 
     def start(self, now_s: float) -> list[Effect]: ...
 
+    def refusal(self, now_s: float, tenant: str, num_wanted: int) -> Refusal | None: ...
+
     def check(self) -> list[str]: ...
+
+    def snapshot(self) -> FrontSnapshot: ...
 
     def handle(self, now_s: float, event: Event) -> list[Effect]: ...
 
@@ -54,14 +72,25 @@ class Host:
     """One front, its wire and its timer. All methods are called from the event loop's thread."""
 
     def __init__(
-        self, front: FrontRole, wire: FrontWire, now: Callable[[], float], on_units: Callable[[], None] = lambda: None
-    ) -> None:
-        """`on_units` is called after units came or went."""
+        self, front: FrontRole, wire: FrontWire, now: Callable[[], float], on_units: Callable[[], None] = lambda: None,
+        *, epoch: str = "", others: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        """`on_units` is called after units came or went. `others` are the gateways whose generations the front has as
+        well; `epoch` is the front's, new at every start."""
+        self.pages = Pages(FRONT, wire.send)
+        self._epoch = epoch
+        self._outboxes = {name: Outbox() for name in others}
+        self._present: dict[str, int] = {}
+        """Other gateways that were heard and have not ended -> the process of each."""
+        self._ended: dict[str, int] = {}
+        """The process of each that ended last: what it said before may arrive later."""
         self._on_units = on_units
         self._front = front
         self._wire = wire
         self._now = now
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._mailboxes: dict[str, Mailbox | Outbox] = {}
+        self._context = contextvars.copy_context()
+        """What a timer logs is about no request, whichever made it."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         self._draining = asyncio.Event()
@@ -72,11 +101,18 @@ class Host:
         self._num_asked = 0
         self._audits: dict[tuple[int, str], asyncio.Future[Audit]] = {}
         self._traces: dict[tuple[int, str], asyncio.Future[Trace]] = {}
+        self.process_to_refused: dict[str, dict[str, int]] = {}
+        """Connections that processes refused since they started, by what was asked for."""
 
     @property
     def draining(self) -> bool:
         """Nothing new is taken."""
         return self._draining.is_set()
+
+    @property
+    def gateways(self) -> tuple[str, ...]:
+        """Those that are there."""
+        return GATEWAY, *sorted(self._present)
 
     @property
     def num_open(self) -> int:
@@ -94,6 +130,7 @@ class Host:
             raise
 
     async def _serve(self) -> None:
+        self._tell_others()  # Before anything else: what they have open belongs to this front now.
         for effect in self._front.start(self._now()):
             self._apply(effect)
         while True:
@@ -103,21 +140,45 @@ class Host:
                     self._draining.set()
                 elif isinstance(message, Audit):
                     _answer(self._audits.get((message.reply_id, message.unit)), message)
+                elif isinstance(message, Returned):
+                    self._log_returned(message)
                 elif isinstance(message, Trace):
                     _answer(self._traces.get((message.reply_id, message.unit)), message)
-            self._handle(messages)
+                elif isinstance(message, Refused):
+                    self.process_to_refused[message.process] = message.kind_to_num
+                elif isinstance(message, Ask | Answer):
+                    self.pages.take(message)
+            self._handle([event for message in messages for event in self._events_of(message)])
             if any(isinstance(message, UnitUp | UnitDown) for message in messages):
                 self._on_units()
+                self._tell_others()  # Now, not with the next beat: one gateway's health is to be all gateways'.
+
+    def check_room(self, tenant: str, num_wanted: int, num_tokens: int = 0) -> None:
+        """Raise ApiError, 429 or 503, if so many more generations of a tenant would not be let in.
+
+        `num_tokens`: tokens of their prompts; 0 before those are read.
+        """
+        refusal = self._front.refusal(self._now(), tenant, num_wanted)
+        if refusal is not None:
+            self._handle([TurnedAway(num_wanted, num_tokens)])
+            message = f"{refusal.reason[:1].upper()}{refusal.reason[1:]}."
+            raise overloaded(refusal.status, message, refusal.retry_after_s, "overloaded")
 
     def open(self, generations: Iterable[Generation]) -> Mailbox:
-        """Submit the choices of one request; their deliveries come to the mailbox that is returned."""
-        mailbox = Mailbox(asyncio.get_running_loop())
+        """Submit the choices of one request; their deliveries come to the mailbox that is returned.
+
+        One that asks for no token at all has ended before anybody else needs to hear of it.
+        """
         generations = list(generations)
+        mailbox = Mailbox(asyncio.get_running_loop(), REQUEST_ID.get(), len(generations), self.close)
         for index, generation in enumerate(generations):
             mailbox.open_ids[generation.request_id] = index
-            self._mailboxes[generation.request_id] = mailbox
-        self._idle.clear()
-        self._handle([Submit(generation) for generation in generations])
+            if generation.max_tokens:
+                self._mailboxes[generation.request_id] = mailbox
+                self._idle.clear()
+            else:
+                mailbox.put(Deliver(generation.request_id, (), final=True))
+        self._handle([Submit(generation) for generation in generations if generation.max_tokens])
         return mailbox
 
     def cancel(self, mailbox: Mailbox, request_id: str) -> None:
@@ -127,10 +188,12 @@ class Host:
         self._handle([Cancel(request_id, -1)])  # Its last delivery is dropped, but says where it was worked on.
         self._forget(request_id)
 
-    def close(self, mailbox: Mailbox) -> None:
-        """The request ended, one way or another: stop what still runs of it."""
-        for request_id in list(mailbox.open_ids):
+    def close(self, mailbox: Mailbox, then: Callable[[], None]) -> None:
+        """The request ended, one way or another: stop what still runs of it. `then` is called when the front has said
+        where all of it was worked on: here at once."""
+        for request_id in reversed(list(mailbox.open_ids)):  # Those that wait first: none of them is begun for this.
             self.cancel(mailbox, request_id)
+        then()
 
     def drain(self) -> None:
         """Take nothing new; what runs goes on."""
@@ -171,12 +234,31 @@ class Host:
             del self._traces[key]
         return future.result() if future.done() else None
 
+    def beat(self, pid: int) -> None:
+        """Tell the supervisor and the other gateways that this process works."""
+        self._wire.send(SUPERVISOR, GatewayBeat(GATEWAY, pid))
+        self._tell_others()
+
+    def end(self) -> None:
+        """The process ends. Whom that concerns hears it from the supervisor."""
+
+    async def page(self, path: str, query: Mapping[str, str]) -> tuple[int, bytes]:
+        """A page that this process has. Raises HadalError."""
+        return await self.pages.table[path](query)
+
+    async def ask_others(self, path: str, timeout_s: float) -> dict[str, bytes]:
+        """A page of each other gateway that is there and answers in time."""
+        names = sorted(self._present)
+        answers = await asyncio.gather(*(self.pages.ask(name, path, {}, timeout_s) for name in names))
+        return {name: answer.body for name, answer in zip(names, answers, strict=True) if answer is not None}
+
     async def wait_draining(self) -> None:
         """Wait until a drain is asked for; the caller bounds it by the life of the process."""
         await self._draining.wait()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no generation is open. False after `timeout_s`."""
+        """Wait until no generation is open, and no other gateway is there that could have one. False after `timeout_s`.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -184,11 +266,24 @@ class Host:
             return False
         return True
 
+    def _log_returned(self, message: Returned) -> None:
+        mailbox = self._mailboxes.get(message.request_id)
+        if mailbox is not None:
+            # Want of room is everyday life, and is counted in the metrics.
+            level = logging.INFO if answer_to(message.reason, 0).is_counted else logging.DEBUG
+            log_id = mailbox.log_id if isinstance(mailbox, Mailbox) else mailbox.open_ids[message.request_id]
+            known = fields(request_id=log_id, unit=message.unit)
+            log.log(level, "%s gave the request back (%s); it goes on elsewhere", message.unit, message.reason,
+                    extra=known)  # fmt: skip
+
     def _handle(self, events: Sequence[Event]) -> None:
         try:
             for event in events:
                 for effect in self._front.handle(self._now(), event):
                     self._apply(effect)
+            for name, outbox in self._outboxes.items():
+                if delivers := outbox.take():
+                    self._wire.send(name, Delivered(delivers))
         except Exception as error:
             # A timer's or a request's failure ends the host as a message's would: the front cannot be trusted now.
             log.exception("the front failed")
@@ -217,7 +312,9 @@ class Host:
                 return
             self._timer.cancel()
         self._timer_s = time_s
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, time_s - self._now()), self._tick)
+        self._timer = asyncio.get_running_loop().call_later(
+            max(0.0, time_s - self._now()), self._tick, context=self._context
+        )
 
     def _tick(self) -> None:
         self._timer = None
@@ -225,8 +322,57 @@ class Host:
 
     def _forget(self, request_id: str) -> None:
         self._mailboxes.pop(request_id, None)
-        if not self._mailboxes:
+        self._see_idle()
+
+    def _see_idle(self) -> None:
+        if not self._mailboxes and not self._present:
             self._idle.set()
+
+    # ---- the other gateways ----
+    def _tell_others(self) -> None:
+        for name in self._outboxes:
+            self._wire.send(name, FrontBeat(self._epoch, self._front.snapshot(), self.gateways))
+
+    def _let_in(self, generations: Sequence[Generation]) -> Iterator[Event]:
+        """All of a request, or none. Those that a front before this one let in go on."""
+        new = [generation for generation in generations if not generation.attempt]
+        refusal = self._front.refusal(self._now(), new[0].tenant, len(new)) if new else None
+        for generation in generations:
+            if refusal is None or generation.attempt:
+                yield Submit(generation)
+            else:
+                reason, status, after_s = f"{refusal.reason}.", refusal.status, refusal.retry_after_s
+                self._apply(Deliver(generation.request_id, (), True, reason, status, after_s))
+        if refusal is not None:
+            yield TurnedAway(len(new), sum(len(generation.prompt) for generation in new))
+
+    def _events_of(self, message: AnyMessage) -> list[Event]:
+        """What the front is told of a message: of another gateway's, what it would be told of this one's requests."""
+        match message:
+            case GatewayBeat(gateway, pid) if gateway in self._outboxes:
+                if pid != self._ended.get(gateway):
+                    self._present[gateway] = pid
+                    self._idle.clear()
+            case Open(gateway, generations, log_id) if gateway in self._outboxes:
+                new = [generation for generation in generations if generation.request_id not in self._mailboxes]
+                self._mailboxes |= {generation.request_id: self._outboxes[gateway] for generation in new}
+                self._outboxes[gateway].open_ids |= {generation.request_id: log_id for generation in new}
+                self._idle.clear()
+                return list(self._let_in(new))
+            case Leave(gateway, request_ids) if gateway in self._outboxes:
+                mine = self._outboxes[gateway].open_ids.keys() & request_ids
+                return [Cancel(request_id, -1) for request_id in sorted(mine)]
+            case UnitDown(gateway) if gateway in self._outboxes:
+                left, self._outboxes[gateway] = self._outboxes[gateway], Outbox()
+                if gateway in self._present:
+                    self._ended[gateway] = self._present.pop(gateway)
+                self._see_idle()
+                return [Cancel(request_id, -1) for request_id in sorted(left.open_ids)]
+            case GatewayBeat() | Open() | Leave() | Ask() | Answer() | Refused():
+                pass
+            case _:
+                return [message]
+        return []
 
 
 def _answer(waiting: asyncio.Future[M] | None, message: M) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import msgspec
 from starlette.applications import Starlette
@@ -19,30 +19,42 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hadal import __version__
-from hadal.core.config import ROLES
+from hadal.core.config import Deployment
 from hadal.core.errors import HadalError
 from hadal.core.facts import CANCELLED, REFUSALS
+from hadal.core.front_snapshot import FrontSnapshot
 from hadal.gateway.auth import Keys
 from hadal.gateway.body import read_body
 from hadal.gateway.books import Books
+from hadal.gateway.edge import SEEN, Edge, Seen
 from hadal.gateway.errors import ApiError, as_api_error, overloaded
+from hadal.gateway.far_host import FarHost
+from hadal.gateway.health import health_of
 from hadal.gateway.host import Host
 from hadal.gateway.mailbox import Mailbox
 from hadal.gateway.metrics import Metrics
+from hadal.gateway.pages import Page
+from hadal.gateway.places import Bodies, Places
 from hadal.gateway.replies import ChatFormatter, CompletionFormatter, Head, ReplyFormat
 from hadal.gateway.service import Service, Work
 from hadal.gateway.sse import ClientGone, Reply, Times
+from hadal.gateway.tenants import OPERATOR, Tenant
 from hadal.gateway.trace import answer_trace
 from hadal.gateway.vocabulary import Vocabulary
-from hadal.roles.front_snapshot import FrontSnapshot
 
 log = logging.getLogger("hadal.gateway")
 
 AUDIT_TIMEOUT_S = 5.0
+COUNTS = "/counts"
+"""What a gateway without the front has counted, for the metrics of the one that has it."""
+COUNTS_TIMEOUT_S = 1.0
 
+_ENDPOINTS = [
+    "POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models", "GET /health", "GET /metrics",
+]  # fmt: skip
 _FINGERPRINT = f"hadal-{__version__}"
 
 
@@ -61,7 +73,7 @@ class Gateway:
     """Everything the handlers share."""
 
     service: Service
-    host: Host
+    host: Host | FarHost
     snapshot: Callable[[], FrontSnapshot]
     metrics: Metrics
     keys: Keys
@@ -72,39 +84,43 @@ class Gateway:
     patience: Patience = Patience()
     books: Books | None = None
     """None: there is no ledger."""
+    deployment: Deployment = field(default_factory=Deployment)
+    bound_host: str = ""
+    """Where it listens; "": unknown, and then any name is answered to."""
     was_ready: bool = False
-    """Units that were up once come back: until then requests wait at the front."""
-    num_requests: int = 0
-    """HTTP requests for a generation that are being worked on."""
+    """The server could answer once, under this gateway or the one before: units that are down come back, and until then
+    requests wait at the front."""
+    bodies: Bodies = field(default_factory=Bodies)
+
+    def __post_init__(self) -> None:
+        limits = self.service.limits
+        self.places = Places(limits.max_running + limits.max_queued, self.patience.retry_after_s)
+
+    @property
+    def num_requests(self) -> int:
+        """HTTP requests for a generation that are being worked on."""
+        return len(self.places)
 
     def check_open(self) -> None:
         """Raise ApiError 503 while there is nobody to do the work."""
         retry_after_s = self.patience.retry_after_s
         if self.host.draining:
             raise overloaded(503, "The server is shutting down; try again later.", retry_after_s, "draining")
-        self.was_ready = self.was_ready or is_ready(self.snapshot())
-        if not self.was_ready:
+        if not self.has_begun():
             raise overloaded(503, "The server is starting; try again.", retry_after_s, "no_units")
 
-    @contextmanager
-    def slot(self) -> Iterator[None]:
-        """Hold one of the places for requests. Raises ApiError 429."""
-        limits = self.service.limits
-        if self.num_requests >= limits.max_running + limits.max_queued:
-            raise overloaded(
-                429, f"{self.num_requests} requests are being worked on already; try again.",
-                self.patience.retry_after_s, "too_many_requests",
+    def has_begun(self) -> bool:
+        """Whether requests could ever be served: until then the server is starting."""
+        self.was_ready = self.was_ready or self.snapshot().can_serve
+        return self.was_ready
+
+    def check_operator(self, request: Request) -> None:
+        """What counts all tenants is for those who may operate the server. Raises ApiError 401, 403."""
+        if OPERATOR not in self.keys.check(request.headers.get("authorization")).rights:
+            raise ApiError(
+                403, "This API key has no right to operate the server; in the keys file 'operator' behind it gives it.",
+                code="not_an_operator",
             )
-        self.num_requests += 1
-        try:
-            yield
-        finally:
-            self.num_requests -= 1
-
-
-def is_ready(snapshot: FrontSnapshot) -> bool:
-    """True when a request can be answered from end to end."""
-    return all(snapshot.role_to_units.get(role, 0) for role in ROLES)
 
 
 class Generate:
@@ -115,7 +131,7 @@ class Generate:
         gateway: Gateway,
         name: str,
         id_prefix: str,
-        prepare: Callable[[bytes, str, bytes], Awaitable[Work]],
+        prepare: Callable[[bytes, str, Tenant], Awaitable[Work]],
         formatter: Callable[[Head, Vocabulary], ReplyFormat],
     ) -> None:
         self._gateway = gateway
@@ -130,30 +146,39 @@ class Generate:
         times = Times(gateway.now())
         request_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
         tenant = None
+        seen: Seen = scope[SEEN]
+        seen.reply_id = request_id
         try:
             request = Request(scope, receive)
             tenant = gateway.keys.check(request.headers.get("authorization"))
+            seen.tenant = tenant.name
             gateway.check_open()
-            with gateway.slot():
-                status = await self._answer(request, send, times, tenant, request_id)
+            async with gateway.bodies.wait(tenant.name, gateway.patience.body_s):
+                body = await read_body(request, gateway.service.limits.max_body_bytes)
+            with gateway.places.take(tenant.name):
+                status = await self._answer(request, body, send, times, tenant, request_id)
         except HadalError as error:
             refusal = as_api_error(error)
             status = refusal.status
             if gateway.books is not None and tenant is not None and not times.is_read and str(status) in REFUSALS:
                 gateway.books.refused(request_id, times.start_s, tenant, status)
             if status >= 500 and refusal is not error:
-                log.error("a request failed", exc_info=error)
+                log.error("the request failed", exc_info=error)
             raise
         except (ClientGone, ClientDisconnect):
-            status = 499  # What nginx logs for a client that closed the request.
+            status = seen.status = 499  # What nginx logs for a client that closed the request.
         finally:
+            seen.num_tokens = times.num_tokens
             self._count(status, times)
 
-    async def _answer(self, request: Request, send: Send, times: Times, tenant: bytes, request_id: str) -> int:
+    async def _answer(
+        self, request: Request, body: bytes, send: Send, times: Times, tenant: Tenant, request_id: str
+    ) -> int:  # fmt: skip
         gateway = self._gateway
-        limits = gateway.service.limits
-        body = await read_body(request, limits.max_body_bytes, gateway.patience.body_s)
+        gateway.host.check_room(tenant.name, 1)  # Or it is turned away before it costs more.
         work = await self._prepare(body, request_id, tenant)
+        num_tokens = sum(len(choice.generation.prompt) for choice in work.choices)
+        gateway.host.check_room(tenant.name, len(work.choices), num_tokens)
         head = Head(
             request_id, int(gateway.unix_time()), gateway.service.model.name, _FINGERPRINT, work.ask.include_usage
         )
@@ -161,7 +186,7 @@ class Generate:
         mailbox = gateway.host.open(choice.generation for choice in work.choices)
         reply = Reply(
             work, mailbox, gateway.host, self._formatter(head, gateway.service.model.vocabulary), times, gateway.now,
-            timeout_s=limits.request_timeout_s, keep_alive_s=gateway.patience.keep_alive_s,
+            timeout_s=gateway.service.limits.request_timeout_s, keep_alive_s=gateway.patience.keep_alive_s,
             send_timeout_s=gateway.patience.send_s,
         )
         watch = asyncio.get_running_loop().create_task(_watch(request.receive, mailbox))
@@ -169,10 +194,11 @@ class Generate:
         try:
             status = await (reply.send_stream(send) if work.ask.stream else reply.send_whole(send))
             end = str(status)
-            if status == 200:
+            if status == 200 and times.first_token_s is not None:  # Else nothing was computed.
                 gateway.metrics.count_usage(reply.usage)
             return status
         except (ClientGone, asyncio.CancelledError):
+            gateway.places.left(tenant.name, len(work.choices))
             end = CANCELLED
             raise
         except HadalError as error:
@@ -180,10 +206,13 @@ class Generate:
             raise
         finally:
             watch.cancel()
-            gateway.host.close(mailbox)
             times.num_tokens = reply.usage.num_output_tokens
-            if gateway.books is not None:
-                gateway.books.close(work, reply.meters, mailbox.closings, times.start_s, tenant, end)
+
+            def write_down() -> None:
+                if gateway.books is not None:
+                    gateway.books.close(work, reply.meters, mailbox.closings, times.start_s, tenant, end)
+
+            gateway.host.close(mailbox, write_down)
 
     def _count(self, status: int, times: Times) -> None:
         metrics = self._gateway.metrics
@@ -203,8 +232,36 @@ async def _watch(receive: Receive, mailbox: Mailbox) -> None:
     mailbox.leave()
 
 
-def make_app(gateway: Gateway) -> Starlette:
+async def _page(gateway: Gateway, request: Request, media_type: str) -> Response:
+    """What only the process with the front knows. Raises HadalError."""
+    status, body = await gateway.host.page(request.url.path, request.query_params)
+    return Response(body, status, media_type=media_type)
+
+
+def pages_of(gateway: Gateway, host: Host) -> dict[str, Page]:
+    """The pages of the gateway whose process holds the front, for itself and for the others."""
+
+    async def metrics(query: Mapping[str, str]) -> tuple[int, bytes]:
+        return 200, gateway.metrics.text(await host.ask_others(COUNTS, COUNTS_TIMEOUT_S))
+
+    async def audit(query: Mapping[str, str]) -> tuple[int, bytes]:
+        problems, audits = await host.audit(gateway.snapshot().unit_to_load, AUDIT_TIMEOUT_S)
+        units = {
+            audit.unit: {"num_blocks_used": audit.num_blocks_used, "num_requests": audit.num_requests}
+            for audit in audits
+        }
+        return 500 if problems else 200, msgspec.json.encode({"problems": problems, "units": units})
+
+    async def trace(query: Mapping[str, str]) -> tuple[int, bytes]:
+        return 200, msgspec.json.encode(await answer_trace(host, gateway.snapshot().unit_to_load, query))
+
+    return {"/metrics": metrics, "/audit": audit, "/trace": trace}
+
+
+def make_app(gateway: Gateway) -> ASGIApp:
     """The ASGI application."""
+    host = gateway.host
+    host.pages.table = pages_of(gateway, host) if isinstance(host, Host) else {COUNTS: gateway.metrics.counted}
     service = gateway.service
     chat = Generate(gateway, "chat", "chatcmpl", service.chat, ChatFormatter)
     completion = Generate(gateway, "completions", "cmpl", service.completion, CompletionFormatter)
@@ -217,6 +274,8 @@ def make_app(gateway: Gateway) -> Starlette:
     async def get_model(request: Request) -> Response:
         gateway.keys.check(request.headers.get("authorization"))
         asked = request.path_params["model_id"]
+        if not asked:  # "/v1/models/"
+            return _json({"object": "list", "data": [model]})
         if asked != service.model.name:
             raise ApiError(
                 404, f"The model {asked[:100]!r} does not exist; {service.model.name!r} is served here.", param="model",
@@ -225,42 +284,40 @@ def make_app(gateway: Gateway) -> Starlette:
         return _json(model)
 
     async def health(request: Request) -> Response:
-        snapshot = gateway.snapshot()
-        ready = is_ready(snapshot) and not gateway.host.draining
-        state = "draining" if gateway.host.draining else "ready" if ready else "starting"
-        ranks = {unit: load.num_ranks for unit, load in snapshot.unit_to_load.items()}
-        fields = {"status": state, "model": service.model.name, "units_up": snapshot.role_to_units, "ranks_up": ranks}
-        return _json(fields, status=200 if ready else 503)
+        status, fields = health_of(
+            gateway.deployment, gateway.snapshot(), gateway.host.gateways, has_begun=gateway.has_begun(),
+            is_draining=gateway.host.draining,
+        )  # fmt: skip
+        return _json({**fields, "model": service.model.name}, status)
+
+    async def root(request: Request) -> Response:
+        return _json({"server": f"Hadal {__version__}", "model": service.model.name, "endpoints": _ENDPOINTS})
 
     async def metrics(request: Request) -> Response:
-        return Response(gateway.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        if not gateway.deployment.gateway.open_metrics:
+            gateway.check_operator(request)
+        return await _page(gateway, request, "text/plain; version=0.0.4; charset=utf-8")
 
-    async def audit(request: Request) -> Response:
-        gateway.keys.check(request.headers.get("authorization"))
-        problems, audits = await gateway.host.audit(gateway.snapshot().unit_to_load, AUDIT_TIMEOUT_S)
-        units = {
-            audit.unit: {"num_blocks_used": audit.num_blocks_used, "num_requests": audit.num_requests}
-            for audit in audits
-        }
-        return _json({"problems": problems, "units": units}, status=500 if problems else 200)
+    async def operate(request: Request) -> Response:
+        gateway.check_operator(request)
+        return await _page(gateway, request, "application/json")
 
-    async def trace(request: Request) -> Response:
-        gateway.keys.check(request.headers.get("authorization"))
-        return _json(await answer_trace(gateway.host, gateway.snapshot().unit_to_load, request.query_params))
-
-    routes = [Route("/health", health), Route("/metrics", metrics), Route("/audit", audit), Route("/trace", trace)]
+    routes = [Route("/health", health), Route("/metrics", metrics), Route("/audit", operate), Route("/trace", operate)]
     for prefix in ("/v1", ""):
         routes += [
+            Route(f"{prefix}/", root),
             Route(f"{prefix}/chat/completions", chat, methods=["POST"]),
             Route(f"{prefix}/completions", completion, methods=["POST"]),
             Route(f"{prefix}/models", list_models),
             Route(f"{prefix}/models/{{model_id:path}}", get_model),
         ]
-    return Starlette(
+    routes.append(Route("/v1", root))
+    app = Starlette(
         routes=routes,
         exception_handlers={HTTPException: _on_http_error, HadalError: _on_error, Exception: _on_bug},
         lifespan=_no_lifespan,
     )
+    return Edge(app, gateway.deployment.gateway, gateway.bound_host, has_keys=not gateway.keys.is_open, now=gateway.now)
 
 
 @asynccontextmanager
@@ -279,6 +336,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     method, path = request.method, request.url.path[:200]
     if error.status_code == 404:
         return _refusal(ApiError(404, f"There is nothing at {path}; try /v1/chat/completions.", code="not_found"))
+    if error.status_code == 405 and method == "OPTIONS":
+        return Response(status_code=204, headers={"Allow": f"{(error.headers or {}).get('Allow', '')}, OPTIONS"})
     if error.status_code == 405:
         return _refusal(
             ApiError(

@@ -1,22 +1,63 @@
 """Where the front's deliveries for one HTTP request wait until its task takes them, all at once.
 
-One request may have several choices; they share a mailbox and so one wake-up. Bounded by what was asked for: a
-generation delivers at most its max_tokens tokens. Knows asyncio, nothing of HTTP.
+One request may have several choices; they share a mailbox and so one wake-up. A task that does not come back to it, as
+its client reads nothing, fills it: then its host stops the generations. Knows asyncio, nothing of HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
+from typing import TypeAlias
 
-from hadal.core.seams import Closing, Deliver
+from hadal.core.messages import Deliver
+from hadal.core.seams import Closing
+from hadal.runtime.logs import fields
+
+log = logging.getLogger("hadal.gateway")
+
+Close: TypeAlias = "Callable[[Mailbox, Callable[[], None]], None]"
+"""A host's method: it stops the generations of a mailbox, and calls what it is given when they have stopped."""
+
+MAX_WAITING = 4096
+"""Most deliveries that may wait in a mailbox of up to eight choices; beyond eight, an eighth of it for each. Whoever
+reads at all, however slowly, takes all that wait at once, so a mailbox this full is read by nobody."""
+
+
+class Outbox:
+    """Deliveries for the generations of another gateway, sent there together. The other side of its mailboxes."""
+
+    def __init__(self) -> None:
+        self.open_ids: dict[str, str] = {}
+        """Generations whose last delivery has not come -> the id of the HTTP request of each, as logs have it."""
+        self._items: list[Deliver] = []
+
+    def put(self, deliver: Deliver) -> None:
+        """Add a delivery."""
+        if deliver.final:
+            self.open_ids.pop(deliver.request_id, None)
+        self._items.append(deliver)
+
+    def take(self) -> tuple[Deliver, ...]:
+        """All that came since the last time, in order."""
+        items, self._items = self._items, []
+        return tuple(items)
 
 
 class Mailbox:
     """Deliveries of some generations, each under the index of its choice."""
 
-    __slots__ = ("_items", "_loop", "_waiter", "closings", "gone", "open_ids")
+    __slots__ = ("_close", "_items", "_loop", "_most", "_waiter", "closings", "gone", "log_id", "open_ids")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, log_id: str = "", num_choices: int = 1, close: Close | None = None
+    ) -> None:
+        """`close` stops the generations of one that is full; None: it may grow."""
+        self._most = max(MAX_WAITING, MAX_WAITING // 8 * num_choices)
+        self._close = close
+        self.log_id = log_id
+        """The HTTP request's id, by which the log tells of it."""
         self.gone = False
         """The client left: nobody reads any more."""
         self.open_ids: dict[str, int] = {}
@@ -37,6 +78,11 @@ class Mailbox:
         if deliver.final:
             del self.open_ids[deliver.request_id]
         self._items.append((index, deliver))
+        if len(self._items) >= self._most and self._close is not None and not self.gone:
+            log.info("nothing of the stream is read; it is stopped", extra=fields(request_id=self.log_id))
+            self.gone = True
+            # Soon: what the front has decided with this is sent before what it decides next.
+            self._loop.call_soon(self._close, self, lambda: None)
         self._wake()
 
     def leave(self) -> None:

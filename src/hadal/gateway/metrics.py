@@ -6,8 +6,9 @@ Knows the front's snapshot, nothing of HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -15,9 +16,9 @@ from prometheus_client.registry import Collector
 from hadal.core import cache
 from hadal.core.balance import shown
 from hadal.core.config import ROLES
+from hadal.core.front_snapshot import FrontSnapshot
 from hadal.core.messages import Load
 from hadal.gateway.replies import Usage
-from hadal.roles.front_snapshot import FrontSnapshot
 from hadal.runtime.ledger_writer import LedgerCounts
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -34,6 +35,9 @@ _UNIT_GAUGES = {
     "hadal_step_ms": ("Smoothed duration of a unit's step.", "step_ms"),
     "hadal_overhead_ms": ("Smoothed time per step a unit stood idle though there was work.", "overhead_ms"),
 }  # fmt: skip
+_OF_STEPS = ("hadal_step_ms", "hadal_overhead_ms")
+_IDLE_S = 10.0
+"""What was measured of its steps is not shown of a unit that had nothing to do for so long: it is no news."""
 _UNIT_COUNTERS = {
     "hadal_steps": ("Steps of a unit since it started.", "num_steps"),
     "hadal_replicas_moved": ("Expert replicas whose weights travelled for the sake of balance.", "num_replicas_moved"),
@@ -66,9 +70,13 @@ class Metrics:
     """Counters of the gateway, and at each scrape those of the front and the units."""
 
     def __init__(
-        self, snapshot: Callable[[], FrontSnapshot], ledger: Callable[[], LedgerCounts] | None = None
-    ) -> None:
-        """`ledger`: None where there is none."""
+        self, snapshot: Callable[[], FrontSnapshot], ledger: Callable[[], LedgerCounts] | None = None,
+        refused: Mapping[str, Mapping[str, int]] | None = None, gateway: str = "",
+    ) -> None:  # fmt: skip
+        """`ledger`: None where there is none. `refused`: connections by process and by what they asked for. `gateway`:
+        its name, where there are several: what each counts by itself has it for a label."""
+        self._gateway = gateway
+        self._front = _FrontCollector(snapshot, {} if refused is None else refused)
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "hadal_requests", "HTTP requests by endpoint and status.", ("endpoint", "status"), registry=self._registry
@@ -90,7 +98,6 @@ class Metrics:
         )
         for found in ("hit", "miss"):
             self._usage_tokens.labels(found)
-        self._registry.register(_FrontCollector(snapshot))
         if ledger is not None:
             self._registry.register(_LedgerCollector(ledger))
 
@@ -99,9 +106,62 @@ class Metrics:
         self._usage_tokens.labels("hit").inc(usage.num_cached_tokens)
         self._usage_tokens.labels("miss").inc(usage.num_prompt_tokens - usage.num_cached_tokens)
 
-    def text(self) -> bytes:
-        """Prometheus' text exposition format."""
-        return generate_latest(self._registry)
+    async def counted(self, query: Mapping[str, str]) -> tuple[int, bytes]:
+        """What this gateway has counted by itself, for the `text` of another. As gateway/pages has it."""
+        families = [
+            _Family(metric.name, metric.documentation, metric.type, tuple(
+                (sample.name, sample.labels, sample.value) for sample in metric.samples
+            )) for metric in self._registry.collect()
+        ]  # fmt: skip
+        return 200, _encode(families)
+
+    def text(self, others: Mapping[str, bytes] = {}) -> bytes:
+        """Prometheus' text exposition format. `others`: what other gateways have counted, by their names."""
+        registry = CollectorRegistry()
+        registry.register(_Collected(self._own(others)))
+        registry.register(self._front)
+        return generate_latest(registry)
+
+    def _own(self, others: Mapping[str, bytes]) -> list[Metric]:
+        metrics = {metric.name: metric for metric in self._registry.collect()}
+        if self._gateway:
+            for metric in metrics.values():
+                metric.samples = [
+                    sample._replace(labels={**sample.labels, "gateway": self._gateway}) for sample in metric.samples
+                ]  # fmt: skip
+        for gateway, body in others.items():
+            for family in _decode(body):
+                metric = metrics.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for name, labels, value in family.samples:
+                    metric.add_sample(name, {**labels, "gateway": gateway}, value)
+        return list(metrics.values())
+
+
+class _Family(msgspec.Struct, frozen=True, array_like=True):
+    """A metric with its samples (name, labels, value), on its way to another gateway."""
+
+    name: str
+    documentation: str
+    type: str
+    samples: tuple[tuple[str, dict[str, str], float], ...]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[_Family]).decode
+
+
+class _Collected(Collector):
+    """Metrics that are there already."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing ahead of time, as _FrontCollector's."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._metrics
 
 
 class _LedgerCollector(Collector):
@@ -128,10 +188,13 @@ class _LedgerCollector(Collector):
 
 
 class _FrontCollector(Collector):
-    """Reads the front when it is scraped."""
+    """Reads the front, and what processes told the gateway, when it is scraped."""
 
-    def __init__(self, snapshot: Callable[[], FrontSnapshot]) -> None:
+    def __init__(
+        self, snapshot: Callable[[], FrontSnapshot], refused: Mapping[str, Mapping[str, int]]
+    ) -> None:  # fmt: skip
         self._snapshot = snapshot
+        self._refused = refused
 
     def describe(self) -> Iterator[Metric]:
         """Nothing ahead of time: the registry need not scrape to register."""
@@ -164,12 +227,21 @@ class _FrontCollector(Collector):
         yield GaugeMetricFamily("hadal_draining", "1 while nothing new is taken.", snapshot.is_draining)
         up = GaugeMetricFamily("hadal_units_up", "Units that are up.", labels=("role",))
         for role in ROLES:
-            up.add_metric((role,), snapshot.role_to_units.get(role, 0))
+            up.add_metric((role,), len(snapshot.role_to_units.get(role, {})))
         yield up
+        refused = CounterMetricFamily(
+            "hadal_refused_connections", "Connections that did not prove that they belong to this deployment, by what "
+            "they asked for.", labels=("process", "kind"),
+        )  # fmt: skip
+        for process, kind_to_num in self._refused.items():
+            for kind, number in kind_to_num.items():
+                refused.add_metric((process, kind), number)
+        yield refused
         yield from _unit_metrics(snapshot.unit_to_load)
 
 
 def _unit_metrics(loads: dict[str, Load]) -> Iterator[Metric]:
+    at_work = {unit: load for unit, load in loads.items() if load.idle_s < _IDLE_S}
     for name, (text, field) in _UNIT_COUNTERS.items():
         counter = CounterMetricFamily(name, text, labels=("unit",))
         for unit, load in loads.items():
@@ -177,7 +249,7 @@ def _unit_metrics(loads: dict[str, Load]) -> Iterator[Metric]:
         yield counter
     for name, (text, field) in _UNIT_GAUGES.items():
         gauge = GaugeMetricFamily(name, text, labels=("unit",))
-        for unit, load in loads.items():
+        for unit, load in (at_work if name in _OF_STEPS else loads).items():
             gauge.add_metric((unit,), getattr(load, field))
         yield gauge
     for kind, metrics in ((CounterMetricFamily, _CACHE_COUNTERS), (GaugeMetricFamily, _CACHE_GAUGES)):
@@ -185,7 +257,7 @@ def _unit_metrics(loads: dict[str, Load]) -> Iterator[Metric]:
     balance = GaugeMetricFamily(
         "hadal_balance", "Mean over maximum of a unit's ranks, smoothed; 1 is even.", labels=("unit", "objective")
     )
-    for unit, load in loads.items():
+    for unit, load in at_work.items():
         for objective, value in shown(load.balance).items():
             balance.add_metric((unit, objective), value)
     yield balance

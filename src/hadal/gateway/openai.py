@@ -5,13 +5,22 @@ Each complaint is a RequestError that names the field and says what to do. Knows
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import msgspec
 
 from hadal.core.errors import RequestError
 from hadal.core.plans import Sampling
-from hadal.gateway.schemas import INT64_MAX, ChatMessage, ChatRequest, CompletionRequest, Thinking, decode
+from hadal.gateway.schemas import (
+    INT64_MAX,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    Thinking,
+    check_served,
+    decode,
+)
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
@@ -20,6 +29,11 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_OTHER_VALUES = 65_536
+"""Most values of a body besides token ids; commas in its texts count as well."""
+_LIST = re.compile(rb'"prompt"\s*:\s*\[')
+"""The begin of a prompt that is a list. No text holds one: in a string the quotes around the name would be escaped."""
+_IN_IDS = b"0123456789-, \t\r\n["
 PUBLIC = "public"
 """The `cache_salt` that shares a chat's leading system messages with everybody."""
 
@@ -41,6 +55,8 @@ class Ask:
     include_usage: bool
     n: int
     max_tokens: int | None
+    max_name: str
+    """The field that `max_tokens` was asked for by."""
     min_tokens: int
     temperature: float | None
     top_p: float | None
@@ -51,6 +67,7 @@ class Ask:
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
     return_token_ids: bool
+    stop_repetition: bool = True
     priority: int = 0
     """Larger is sooner among those that wait."""
     cache_salt: str | None = None
@@ -75,6 +92,7 @@ class CompletionAsk:
 
 def parse_chat(body: bytes) -> ChatAsk:
     """Read a body of /chat/completions. Raises RequestError."""
+    check_served(body, is_chat=True)
     request = decode(body, ChatRequest)
     for name, given in (("tools", request.tools), ("functions", request.functions)):
         if given:
@@ -91,6 +109,10 @@ def parse_chat(body: bytes) -> ChatAsk:
     name = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
     kwargs = request.chat_template_kwargs or {}
     thinking = _thinking(request.thinking)
+    if _is_effortless(request.reasoning_effort):
+        if thinking:
+            raise RequestError("reasoning_effort is 'none', and thinking is enabled; send one.", "reasoning_effort")
+        thinking = False
     for key in ("thinking", "enable_thinking"):
         value = kwargs.get(key)
         if thinking is None and isinstance(value, bool):
@@ -103,10 +125,11 @@ def parse_chat(body: bytes) -> ChatAsk:
 
 def parse_completion(body: bytes) -> CompletionAsk:
     """Read a body of /completions. Raises RequestError."""
+    check_served(body, is_chat=False)
     request = decode(body, CompletionRequest)
     if request.suffix:
         raise RequestError("suffix is not supported; leave it out.", "suffix")
-    if request.best_of is not None and request.best_of != (request.n or 1):
+    if request.best_of and request.best_of != (request.n or 1):
         raise RequestError("best_of other than n is not supported; leave it out.", "best_of")
     if request.echo and request.logprobs is not None:
         raise RequestError("echo with logprobs is not supported: prompts are not scored. Leave one out.", "echo")
@@ -146,6 +169,7 @@ def _ask(request: ChatRequest | CompletionRequest, max_tokens: int | None, max_n
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         n=request.n or 1,
         max_tokens=max_tokens,
+        max_name=max_name,
         min_tokens=min_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -163,6 +187,7 @@ def _ask(request: ChatRequest | CompletionRequest, max_tokens: int | None, max_n
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
         ignore_eos=bool(request.ignore_eos),
         return_token_ids=bool(request.return_token_ids),
+        stop_repetition=not request.ignore_eos if request.stop_repetition is None else request.stop_repetition,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
     )
@@ -175,6 +200,35 @@ def check_ids(ask: Ask, vocab_size: int) -> None:
         for token in tokens:
             if token >= vocab_size:
                 raise RequestError(f"{name}: {token} is no token id; the vocabulary has {vocab_size}.", name)
+
+
+def check_num_ids(body: bytes, max_tokens: int) -> None:
+    """Raise RequestError for a body with more token ids in a row than a prompt has, or more values than any body.
+
+    Looks at the bytes alone, before they become as many numbers: those of a body of 4 MiB take half a second, in which
+    nothing else is done in the process, threads or not. These are milliseconds.
+    """
+    num_commas = body.count(b",")
+    if num_commas > MAX_PROMPTS * max_tokens + MAX_OTHER_VALUES:
+        raise RequestError(
+            f"The body has {num_commas} values or more; {MAX_PROMPTS} prompts of {max_tokens} tokens are the most.",
+            "prompt", "context_length_exceeded",
+        )  # fmt: skip
+    for found in _LIST.finditer(body) if num_commas > max_tokens else ():
+        # Only up to a quote, where another prompt may begin: so no byte is looked at twice.
+        quote = body.find(b'"', found.end())
+        *lists, _ = body[found.end() : quote if quote >= 0 else len(body)].split(b"]", MAX_PROMPTS + 2)
+        for number, ids in enumerate(lists, 1):
+            if ids.translate(None, _IN_IDS):
+                break
+            num_ids = ids.count(b",")  # One more than that, or as many where a comma parts it from the list before.
+            if num_ids > max_tokens + 1:
+                raise RequestError(
+                    f"The prompt has {num_ids} tokens or more; at most {max_tokens} are allowed. Shorten prompt.",
+                    "prompt", "context_length_exceeded",
+                )  # fmt: skip
+            if number > MAX_PROMPTS + 1:  # The last may be what follows a list of lists.
+                raise RequestError(f"prompt has more than {MAX_PROMPTS} entries; no more are allowed.", "prompt")
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -204,6 +258,23 @@ def _thinking(value: bool | Thinking | None) -> bool | None:
     return value.type == "enabled"
 
 
+_SERVED_EFFORTS = ("medium", "high", "xhigh")
+"""DeepSeek's API knows low, high and max; these three all mean high, its default, and the one way a model thinks here
+(its guide to the thinking mode)."""
+
+
+def _is_effortless(effort: str | None) -> bool:
+    """Whether `reasoning_effort` turns thinking off. Raises RequestError for one that is not served."""
+    if effort is None or effort in _SERVED_EFFORTS:
+        return False
+    if effort != "none":
+        raise RequestError(
+            f"reasoning_effort is {_short(effort)}, which is not supported: the model thinks in one way. Leave it out, "
+            "or send 'high', or 'none' for an answer without thinking.", "reasoning_effort",
+        )  # fmt: skip
+    return True
+
+
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -216,7 +287,7 @@ def _turns(messages: list[ChatMessage]) -> tuple[Turn, ...]:
 
 
 def _turn(message: ChatMessage, where: str) -> Turn:
-    if message.role in ("tool", "function") or message.tool_calls:
+    if message.role in ("tool", "function") or message.tool_calls or message.function_call:
         raise RequestError(f"{where}: tools are not supported; leave tool messages and calls out.", where)
     role = _ROLES.get(message.role)
     if role is None:
@@ -224,7 +295,10 @@ def _turn(message: ChatMessage, where: str) -> Turn:
             f"{where}.role is {_short(message.role)}; use 'system', 'developer', 'user' or 'assistant'.",
             f"{where}.role",
         )
-    content = message.content
+    for name, given in (("prefix", message.prefix), ("audio", message.audio)):
+        if given:
+            raise RequestError(f"{where}.{name} is not supported; leave it out.", f"{where}.{name}")
+    content = message.refusal if message.content is None else message.content
     if content is None:
         if role != "assistant":
             where = f"{where}.content"
@@ -235,6 +309,8 @@ def _turn(message: ChatMessage, where: str) -> Turn:
     if len(content) > MAX_PARTS:
         raise RequestError(f"{where}.content has more than {MAX_PARTS} parts.", f"{where}.content")
     for index, part in enumerate(content):
+        if part.type == "refusal" and role == "assistant" and part.refusal is not None:
+            continue
         if part.type != "text":
             raise RequestError(
                 f"{where}.content[{index}].type is {_short(part.type)}; only 'text' parts are supported.",
@@ -242,7 +318,7 @@ def _turn(message: ChatMessage, where: str) -> Turn:
             )
         if part.text is None:
             raise RequestError(f"{where}.content[{index}].text is missing.", f"{where}.content[{index}].text")
-    return Turn(role, "".join(part.text or "" for part in content))
+    return Turn(role, "".join(part.text or part.refusal or "" for part in content))
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:

@@ -1,6 +1,7 @@
-"""`python -m hadal.gateway.process --folder RUN`: the gateway's process. Loads no torch.
+"""`python -m hadal.gateway.process --folder RUN --name gateway-1`: a gateway's process. Loads no torch.
 
-It holds the front, so its end ends every stream; the supervisor starts it again on the same listening socket.
+The one named "gateway" holds the front, the others pass their generations on to it. The end of one ends its streams;
+the supervisor starts it again on the listening socket that all of them share.
 """
 
 from __future__ import annotations
@@ -20,31 +21,40 @@ from types import FrameType
 import uvicorn
 import uvloop
 
-from hadal.core.config import Deployment
+from hadal.core.config import GATEWAY_BEAT_S, Deployment
 from hadal.core.errors import ConfigError
+from hadal.core.messages import FRONT
 from hadal.gateway.auth import Keys
 from hadal.gateway.books import BEAT_S, Books
 from hadal.gateway.connection import GatewayProtocol
+from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host
 from hadal.gateway.http import Gateway, Patience, make_app
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.service import Service, read_served_model
 from hadal.roles.front import Front
+from hadal.roles.front_names import FrontNames
 from hadal.roles.recording import MadeFront
 from hadal.runtime.clock import LiveClock
+from hadal.runtime.grants import Grants
 from hadal.runtime.ledger_place import ledger_url, shown, spool_place
 from hadal.runtime.ledger_spool import Spool
 from hadal.runtime.ledger_store import Store
 from hadal.runtime.ledger_writer import LedgerWriter
 from hadal.runtime.listen import open_listener
-from hadal.runtime.process import API_KEYS, EXIT_CONFIG, EXIT_FATAL, LISTEN_FD, enter_child
+from hadal.runtime.process import API_KEYS, EXIT_CONFIG, EXIT_FATAL, HAS_SERVED, LISTEN_FD, enter_child
 from hadal.runtime.recorder import recorded
+from hadal.runtime.topology import GATEWAY, gateway_names
 from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger("hadal.gateway")
 
 _SHUTDOWN_S = 2
-"""For connections that are still open when nothing runs any more."""
+"""Seconds that connections which are still open have when nothing runs any more."""
+_STARTED_S = 0.01
+"""Period of looking whether the port is served yet."""
+_TELL_S = 10.0
+"""Between two lines of the log that say what still runs at the end."""
 _SWITCH_INTERVAL_S = 0.0005
 """How long the tokenising thread may hold the interpreter while streams want it."""
 
@@ -67,32 +77,55 @@ class _Server(uvicorn.Server):
 
 
 def make_gateway(
-    deployment: Deployment, wire: ZmqWire, environment: dict[str, str], fingerprint: str = "", run_id: str = ""
+    deployment: Deployment, wire: ZmqWire, environment: dict[str, str], fingerprint: str = "", run_id: str = "", *,
+    name: str = GATEWAY, has_served: bool = False,
 ) -> Gateway:
-    """Put the parts together. `fingerprint`: as roles/front has it; `run_id`: for a recording. Raises ConfigError."""
+    """Put the parts together. `fingerprint`: as roles/front has it; `run_id`: for a recording; `name`: whose process it
+    is; `has_served`: another gateway did before this one. Raises ConfigError."""
     folder = Path(deployment.model)
     model = read_served_model(folder, deployment.model_name or folder.name)
     clock = LiveClock()
-    made = MadeFront(os.urandom(8).hex(), model.context_tokens, fingerprint)
-    front = recorded(
-        Front(deployment, epoch=made.epoch, max_context=made.max_context, fingerprint=fingerprint),
-        "front", made, run_id, deployment,
-    )  # fmt: skip
-    books = None
-    if url := ledger_url(deployment.ledger.url):
-        sink = open_ledger(url)
-        books = Books(deployment, model.name, sink, lambda: front.units.by_name, clock.now, time.time)
+    url = ledger_url(deployment.ledger.url)
+    sink = open_ledger(url) if url else None
+    books: Books | None = None
+    refused: dict[str, dict[str, int]] = {}
+    host: Host | FarHost
+    if name == GATEWAY:
+        made = MadeFront(os.urandom(8).hex(), model.context_tokens, fingerprint)
+        front = recorded(
+            Front(deployment, epoch=made.epoch, max_context=made.max_context, fingerprint=fingerprint),
+            FRONT, made, run_id, deployment,
+        )  # fmt: skip
+        names, snapshot = front.names, front.snapshot
+        if sink is not None:
+            books = Books(deployment, model.name, sink, lambda: front.units.by_name, clock.now, time.time)
+        host = Host(
+            front, wire, clock.now, books.look if books else lambda: None, epoch=made.epoch,
+            others=gateway_names(deployment)[1:],
+        )  # fmt: skip
+        refused = host.process_to_refused
+    else:
+        host = FarHost(name, wire, clock.now)
+        names, snapshot = FrontNames(deployment.cache, fingerprint), host.snapshot
+        if sink is not None:  # Which units are up, the gateway with the front tells.
+            books = Books(deployment, model.name, sink, dict, clock.now, time.time)
     return Gateway(
-        service=Service(model, deployment.limits, front.names),
-        host=Host(front, wire, clock.now, books.look if books else lambda: None),
-        snapshot=front.snapshot,
-        metrics=Metrics(front.snapshot, (lambda: books.counts) if books else None),
+        service=Service(model, deployment.limits, names),
+        host=host,
+        snapshot=snapshot,
+        metrics=Metrics(
+            snapshot, (lambda: books.counts) if books else None, refused,
+            name if deployment.gateway.processes > 1 else "",
+        ),
         keys=Keys(key.strip() for key in environment.get(API_KEYS, "").split(",")),
         now=clock.now,
         created=int(time.time()),
         unix_time=time.time,
         patience=Patience(keep_alive_s=deployment.keep_alive_s),
         books=books,
+        deployment=deployment,
+        bound_host=deployment.host,
+        was_ready=has_served,
     )
 
 
@@ -135,6 +168,7 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
     draining = loop.create_task(_drained(gateway.host, deployment.drain_timeout_s))
     serving = loop.create_task(server.serve([listening]))
     counting = loop.create_task(_count_nodes(gateway))
+    beating = loop.create_task(_beat(server, gateway.host))
     done, _ = await asyncio.wait((fronting, draining, serving), return_when=asyncio.FIRST_COMPLETED)
     failed = fronting in done
     if failed:
@@ -145,9 +179,22 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
         task.cancel()
     await asyncio.gather(fronting, draining, counting, return_exceptions=True)
     gateway.service.close()
-    if gateway.books is not None:
-        gateway.books.end()
+    await loop.run_in_executor(None, gateway.service.model.chat.close)  # It waits for a prompt under way.
+    gateway.host.end()
+    if gateway.books is not None:  # It may wait for its database: whoever hears the beat meanwhile waits as well.
+        await loop.run_in_executor(None, gateway.books.end)
+    beating.cancel()
+    await asyncio.gather(beating, return_exceptions=True)
     return EXIT_FATAL if failed else 0
+
+
+async def _beat(server: uvicorn.Server, host: Host | FarHost) -> None:
+    """Tell the supervisor that the event loop turns, from when the port is served until cancelled."""
+    while not server.started:
+        await asyncio.sleep(_STARTED_S)
+    while True:
+        host.beat(os.getpid())
+        await asyncio.sleep(GATEWAY_BEAT_S)
 
 
 async def _count_nodes(gateway: Gateway) -> None:
@@ -157,29 +204,43 @@ async def _count_nodes(gateway: Gateway) -> None:
         gateway.books.look()
 
 
-async def _drained(host: Host, timeout_s: float) -> None:
+async def _drained(host: Host | FarHost, timeout_s: float) -> None:
     """Return once a drain was asked for and everything that ran has ended."""
     await host.wait_draining()
-    log.info("draining: generations that still run: %d", host.num_open)
-    if not await host.wait_idle(timeout_s):
-        log.warning("%d generations did not end within %g s", host.num_open, timeout_s)
+    now = asyncio.get_running_loop().time
+    end_s = now() + timeout_s
+    while (left_s := end_s - now()) > 0.0:
+        if host.num_open:
+            log.info("ending: %d generations still run, and have %.0f s", host.num_open, left_s)
+        if await host.wait_idle(min(left_s, _TELL_S)):
+            return
+    log.warning("%d generations did not end within %g s", host.num_open, timeout_s)
 
 
 def main() -> int:
     """Run until drained or failed; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
+    parser.add_argument("--name", default=GATEWAY, help="this gateway's, at the supervisor")
+    parser.add_argument(HAS_SERVED, action="store_true", help="another gateway served before this one")
     arguments = parser.parse_args()
-    run = enter_child(arguments.folder)
+    run = enter_child(arguments.name, arguments.folder)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     # One text at a time is tokenised; threads of the tokenizers library would only take cores from the ranks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     environment = dict(os.environ)
-    wire = ZmqWire("front", arguments.folder)
+    has_front = arguments.name == GATEWAY
+    wire = (
+        ZmqWire(FRONT, arguments.folder, Grants(run.secret, FRONT)) if has_front
+        else ZmqWire(arguments.name, arguments.folder)
+    )  # fmt: skip
     try:
-        gateway = make_gateway(run.deployment, wire, environment, run.fingerprint, run.run_id)
+        gateway = make_gateway(
+            run.deployment, wire, environment, run.fingerprint, run.run_id, name=arguments.name,
+            has_served=arguments.has_served,
+        )
         for number, tenant in enumerate(gateway.keys.tenants, 1):
-            log.info("API key %d is tenant %s in the ledger", number, tenant)
+            log.info("API key %d is tenant %s in the ledger", number, tenant.name)
         listening = listener_of(run.deployment, environment)
         gc.collect()
         gc.freeze()  # What is there now stays: no collection need look at it again.

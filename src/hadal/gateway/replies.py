@@ -1,6 +1,7 @@
 """Replies as OpenAI's clients read them: whole bodies, and the chunks of a stream.
 
-A stream's chunks are glued from pieces that were encoded once, since one is written for nearly every token. Knows the
+A stream's chunks are glued from pieces that were encoded once, since one is written for nearly every token. A chunk
+holds all the tokens that came since the last one, so `usage` counts tokens and a count of chunks does not. Knows the
 API's JSON, nothing of where tokens come from or of sockets.
 """
 
@@ -21,7 +22,14 @@ KEEP_ALIVE = b": keep-alive\n\n"
 _LOWEST_LOGPROB = -9999.0
 """JSON has no minus infinity; OpenAI writes this."""
 
-_DELTAS = {name: b'"delta":{"%s":' % name.encode() for name in ("content", "reasoning_content")}
+_DELTAS = {
+    "content": b'"delta":{"reasoning_content":null,"content":',
+    "reasoning_content": b'"delta":{"content":"","reasoning_content":',
+}
+"""Every delta has both keys, and `content` is always a string: DeepSeek's own published client looks for reasoning in
+every chunk and adds up the content of those that have none."""
+
+_LAST_DELTA = b'"delta":{"content":"","reasoning_content":null},"logprobs":null,"finish_reason":'
 
 _encode = msgspec.json.Encoder().encode
 
@@ -116,7 +124,9 @@ class ChatFormatter:
 
     def opening(self, index: int, prefix: str) -> bytes:
         return self._glue.chunk(
-            index, b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+            index,
+            b'"delta":{"role":"assistant","content":"","reasoning_content":null},'
+            b'"logprobs":null,"finish_reason":null',
         )
 
     def chunks(self, index: int, piece: Piece) -> bytes:
@@ -126,13 +136,13 @@ class ChatFormatter:
         if piece.content or piece.content_tokens:
             data += self._delta(index, "content", piece.content, piece.content_tokens)
         if piece.finish is not None:
-            data += self._glue.chunk(index, b'"delta":{},"logprobs":null,"finish_reason":' + _encode(piece.finish))
+            data += self._glue.chunk(index, _LAST_DELTA + _encode(piece.finish))
         return data
 
     def _delta(self, index: int, name: str, text: str, tokens: list[Token]) -> bytes:
         logprobs = b"null"
         if tokens:
-            logprobs = _encode({"content": None, name: [self._logprob(token) for token in tokens]})
+            logprobs = _encode(self._logprobs(**{name: tokens}))
         return self._glue.chunk(
             index, _DELTAS[name] + _encode(text) + b'},"logprobs":' + logprobs + b',"finish_reason":null'
         )
@@ -150,16 +160,23 @@ class ChatFormatter:
 
     def _choice(self, outcome: Outcome) -> dict[str, Any]:
         piece = outcome.piece
-        message = {"role": "assistant", "content": piece.content}
-        if outcome.reasoned:
-            message["reasoning_content"] = piece.reasoning
-        logprobs: dict[str, Any] | None = None
+        message = {
+            "role": "assistant", "content": piece.content,
+            "reasoning_content": piece.reasoning if outcome.reasoned else None, "refusal": None,
+        }
+        logprobs = None
         if piece.content_tokens or piece.reasoning_tokens:
-            logprobs = {"content": [self._logprob(token) for token in piece.content_tokens]}
-            if outcome.reasoned:
-                logprobs["reasoning_content"] = [self._logprob(token) for token in piece.reasoning_tokens]
+            logprobs = self._logprobs(piece.content_tokens, piece.reasoning_tokens)
         choice = {"index": outcome.index, "message": message, "logprobs": logprobs, "finish_reason": piece.finish}
         return choice | _token_ids(piece)
+
+    def _logprobs(self, content: Sequence[Token] = (), reasoning_content: Sequence[Token] = ()) -> dict[str, Any]:
+        """The same keys in a chunk and in a whole reply; OpenAI's description requires `refusal`."""
+        return {
+            "content": [self._logprob(token) for token in content],
+            "reasoning_content": [self._logprob(token) for token in reasoning_content],
+            "refusal": None,
+        }
 
     def _logprob(self, token: Token) -> dict[str, Any]:
         entry = self._scored(token.token, token.logprob)

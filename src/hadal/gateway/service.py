@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,19 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from hadal.core.config import LimitsConfig
+from hadal.core.documents import shown
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.core.messages import Generation
 from hadal.core.model_config import read_model_config
 from hadal.gateway.chat import ChatFormat, Prompt, check_length, raw_prompt, read_bos_id, read_chat_format
 from hadal.gateway.errors import ApiError
-from hadal.gateway.openai import PUBLIC, Ask, check_ids, parse_chat, parse_completion, with_defaults
+from hadal.gateway.openai import PUBLIC, Ask, check_ids, check_num_ids, parse_chat, parse_completion, with_defaults
 from hadal.gateway.stream import Assembler
-from hadal.gateway.tenants import salt_within
-from hadal.gateway.vocabulary import Vocabulary, read_json, read_vocabulary
+from hadal.gateway.tenants import PRIORITY, Tenant, salt_within
+from hadal.gateway.vocabulary import MAX_ID, Vocabulary, read_json, read_vocabulary
 from hadal.roles.front_names import FrontNames
 
 OFF_LOOP_BYTES = 1024
-"""Longer bodies are parsed and tokenised in a thread: a tokenizer takes 1 to 2 ms for so many bytes."""
+"""Longer prompts are parsed and tokenised in a thread: a tokenizer takes 1 to 2 ms for so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ def read_served_model(folder: Path, name: str) -> ServedModel:
     defaults = read_json(path) if path.exists() else {}
     eos = defaults.get("eos_token_id", list(config.eos_token_ids))
     eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
-    if not all(isinstance(i, int) for i in eos_ids):
-        raise CheckpointError(f"{path}: eos_token_id is {eos!r}; a token id or a list of them is needed.")
+    if not all(type(i) is int and 0 <= i <= MAX_ID for i in eos_ids):
+        raise CheckpointError(f"{path}: eos_token_id is {shown(eos)}; a token id or a list of them is needed.")
     return ServedModel(
         name=name,
         vocabulary=vocabulary,
@@ -73,7 +75,7 @@ def _default(fields: dict[str, Any], name: str, path: Path, high: float) -> floa
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
-        raise CheckpointError(f"{path}: {name} is {value!r}; a number from 0 to {high:g} is needed.")
+        raise CheckpointError(f"{path}: {name} is {shown(value)}; a number from 0 to {high:g} is needed.")
     return float(value)
 
 
@@ -108,40 +110,45 @@ class Service:
         self._random_bytes = random_bytes
         # One thread: prompts wait for each other rather than take the ranks' cores.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
+        self._tenant_to_turn: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         context = model.context_tokens
         self._max_prompt_tokens = min(limits.max_prompt_tokens or context - 1, context - 1)
 
-    async def chat(self, body: bytes, request_id: str, tenant: bytes) -> Work:
-        """`tenant`: the salt of whoever asks (gateway/tenants). Raises RequestError, ApiError."""
+    async def chat(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
+        """`tenant`: whoever asks. Raises RequestError, ApiError."""
+        # Always off the loop: the template's process may take as long as its limits let it.
         return await self._off_loop(self._chat, body, request_id, tenant)
 
-    async def completion(self, body: bytes, request_id: str, tenant: bytes) -> Work:
+    async def completion(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
         """As `chat`."""
+        if len(body) <= OFF_LOOP_BYTES:
+            return self._completion(body, request_id, tenant)
         return await self._off_loop(self._completion, body, request_id, tenant)
+
+    async def _off_loop(
+        self, make: Callable[[bytes, str, Tenant], Work], body: bytes, request_id: str, tenant: Tenant
+    ) -> Work:
+        """In the thread, one body of a tenant at a time: so tenants take turns there."""
+        async with self._tenant_to_turn[tenant.name]:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, make, body, request_id, tenant)
 
     def close(self) -> None:
         """End the tokenising thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _off_loop(
-        self, make: Callable[[bytes, str, bytes], Work], body: bytes, request_id: str, tenant: bytes
-    ) -> Work:
-        if len(body) <= OFF_LOOP_BYTES:
-            return make(body, request_id, tenant)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, make, body, request_id, tenant)
-
-    def _chat(self, body: bytes, request_id: str, tenant: bytes) -> Work:
+    def _chat(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
         parsed = parse_chat(body)
-        self._check(parsed.ask)
+        self._check(parsed.ask, tenant)
         prompt = self.model.chat.prompt(
             parsed.turns, max_tokens=self._max_prompt_tokens, thinking=parsed.thinking,
             template_kwargs=parsed.template_kwargs, is_public=parsed.ask.cache_salt == PUBLIC,
         )
         return self._work(parsed.ask, [(prompt, "")], request_id, tenant, sections=True)
 
-    def _completion(self, body: bytes, request_id: str, tenant: bytes) -> Work:
+    def _completion(self, body: bytes, request_id: str, tenant: Tenant) -> Work:
+        check_num_ids(body, self._max_prompt_tokens)
         parsed = parse_completion(body)
-        self._check(parsed.ask)
+        self._check(parsed.ask, tenant)
         vocabulary = self.model.vocabulary
         prompts: list[tuple[Prompt, str]] = []
         for given in parsed.prompts:
@@ -154,18 +161,23 @@ class Service:
             prompts.append((prompt, text if parsed.echo else ""))
         return self._work(parsed.ask, prompts, request_id, tenant, sections=False)
 
-    def _check(self, ask: Ask) -> None:
+    def _check(self, ask: Ask, tenant: Tenant) -> None:
         if ask.model != self.model.name:
             raise ApiError(
                 404, f"The model {ask.model[:100]!r} does not exist; {self.model.name!r} is served.", param="model",
                 code="model_not_found",
             )
+        if ask.priority > 0 and PRIORITY not in tenant.rights:
+            raise ApiError(
+                403, f"priority is {ask.priority}: this API key has no right to go ahead of others. Leave it out, or "
+                "send 0 or less.", param="priority", code="priority_not_allowed",
+            )  # fmt: skip
         limits = self.limits
         if ask.n > limits.max_n:
             raise RequestError(f"n is {ask.n}; at most {limits.max_n} choices are allowed.", "n")
         if limits.max_output_tokens and (ask.max_tokens or 0) > limits.max_output_tokens:
             raise RequestError(
-                f"max_tokens is {ask.max_tokens}; at most {limits.max_output_tokens} are allowed.", "max_tokens"
+                f"{ask.max_name} is {ask.max_tokens}; at most {limits.max_output_tokens} are allowed.", ask.max_name
             )
         check_ids(ask, self.model.vocab_size)
 
@@ -175,35 +187,43 @@ class Service:
             raise RequestError(f"prompt: {max(ids)} is no token id; the vocabulary has {size}.", "prompt")
 
     def _work(
-        self, ask: Ask, prompts: list[tuple[Prompt, str]], request_id: str, tenant: bytes, *, sections: bool
+        self, ask: Ask, prompts: list[tuple[Prompt, str]], request_id: str, tenant: Tenant, *, sections: bool
     ) -> Work:
         """`sections`: a chat's, whose reply sets its reasoning apart."""
         for prompt, _ in prompts:
             check_length(len(prompt.ids), self._max_prompt_tokens, "messages" if sections else "prompt")
-        salt = tenant if ask.cache_salt in (None, PUBLIC) else salt_within(tenant, ask.cache_salt)
         seed = int.from_bytes(self._random_bytes(8), "little") >> 1 if ask.seed is None else ask.seed
         choices: list[Choice] = []
         for prompt, prefix in prompts:
             chain = b""
             for index in range(ask.n):  # Prompts sent together are drawn as if each came alone.
-                generation = self._generation(ask, prompt, f"{request_id}-{len(choices)}", seed, index, salt, chain)
+                generation = self._generation(ask, prompt, f"{request_id}-{len(choices)}", seed, index, tenant, chain)
                 # Here, where a long prompt is off the event loop; its other choices have the same names.
                 generation = self._names.named(generation)
                 chain = generation.chain
                 assembler = Assembler(
                     self.model.vocabulary, sections=sections, thinks=prompt.thinks, stops=ask.stops,
                     min_tokens=ask.min_tokens, logprobs=ask.sampling.num_logprobs >= 0,
-                    token_ids=ask.return_token_ids,
+                    token_ids=ask.return_token_ids, stop_repetition=ask.stop_repetition,
                 )
                 choices.append(Choice(generation, assembler, prefix))
         return Work(ask, tuple(choices), sum(len(prompt.ids) for prompt, _ in prompts))
 
     def _generation(
-        self, ask: Ask, prompt: Prompt, request_id: str, seed: int, index: int, salt: bytes, chain: bytes
+        self, ask: Ask, prompt: Prompt, request_id: str, seed: int, index: int, tenant: Tenant, chain: bytes
     ) -> Generation:
         limits = self.limits
         room = self.model.context_tokens - len(prompt.ids)
-        max_tokens = min(ask.max_tokens or limits.default_output_tokens, room, limits.max_output_tokens or room)
+        max_tokens = ask.max_tokens
+        if max_tokens is None:
+            max_tokens = min(limits.default_output_tokens, room, limits.max_output_tokens or room)
+        elif max_tokens > room:
+            context, num_prompt = self.model.context_tokens, len(prompt.ids)
+            raise RequestError(
+                f"This model's maximum context length is {context} tokens. However, you requested "
+                f"{num_prompt + max_tokens} tokens ({num_prompt} in the prompt, {max_tokens} in the completion). "
+                f"Lower {ask.max_name}, or shorten the prompt.", ask.max_name, "context_length_exceeded",
+            )  # fmt: skip
         eos_ids = () if ask.ignore_eos else self.model.eos_ids
         return Generation(
             request_id=request_id,
@@ -215,7 +235,8 @@ class Service:
             sampling=with_defaults(ask, self.model.temperature, self.model.top_p, seed, index),
             attempt=0,
             priority=ask.priority,
-            salt=salt,
+            salt=tenant.salt if ask.cache_salt in (None, PUBLIC) else salt_within(tenant.salt, ask.cache_salt),
             num_public=prompt.num_public,
             chain=chain,
+            tenant=tenant.name,
         )

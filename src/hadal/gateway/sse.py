@@ -7,6 +7,7 @@ status of its own; from then on errors are events of the stream. Knows ASGI's se
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,11 +15,14 @@ from starlette.types import Send
 
 from hadal.core.seams import Deliver
 from hadal.gateway.errors import ApiError, retry_after
+from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host
 from hadal.gateway.mailbox import Mailbox
 from hadal.gateway.replies import DONE, KEEP_ALIVE, Outcome, ReplyFormat, Usage
 from hadal.gateway.service import Work
 from hadal.gateway.stream import Piece
+
+log = logging.getLogger("hadal.gateway")
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -65,7 +69,7 @@ class Reply:
         self,
         work: Work,
         mailbox: Mailbox,
-        host: Host,
+        host: Host | FarHost,
         reply_format: ReplyFormat,
         times: Times,
         now: Callable[[], float],
@@ -176,7 +180,12 @@ class Reply:
             piece.add(assembler.end("length"))
         if piece.finish is not None:
             self._num_open -= 1
-            if not deliver.final:  # A stop string: the engine does not know of it.
+            if assembler.period:
+                log.info(
+                    "the reply repeats %d tokens without end and is stopped after %d",
+                    assembler.period, assembler.num_tokens,
+                )  # fmt: skip
+            if not deliver.final:  # A stop string, or a text in circles: the engine does not know of it.
                 self._host.cancel(self._mailbox, choice.generation.request_id)
         return piece
 

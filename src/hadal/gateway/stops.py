@@ -10,24 +10,28 @@ and of those that end together the one that starts first.
 
 from __future__ import annotations
 
+_NESTED_CHARS = 256
+"""Held back at most, where starts stand within starts: so long a text of nothing else is no accident of a model."""
+
 
 class Matcher:
     """Feed it text; it returns what is safe to show."""
 
-    __slots__ = ("_held", "_longest", "_patterns")
+    __slots__ = ("_firsts", "_held", "_is_nested", "_patterns")
 
-    def __init__(self, patterns: tuple[str, ...]) -> None:
-        """`patterns` are not empty."""
+    def __init__(self, patterns: tuple[str, ...], *, is_nested: bool = False) -> None:
+        """`patterns` are not empty. `is_nested`: matches are taken out, and what stands around one may match then."""
         self._patterns = patterns
-        self._longest = max(map(len, patterns), default=0)
+        self._is_nested = is_nested
+        self._firsts = frozenset(pattern[0] for pattern in patterns)
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None, str]:
-        """Return the text that may be shown, the pattern that matched, and what follows the match.
+        """Return the text that may be shown, the pattern that matched, and what is to be fed next.
 
-        After a match the matcher is empty.
+        That is what follows the match; nested, what stands before it as well. After a match the matcher is empty.
         """
-        if not self._patterns:
+        if not self._held and self._firsts.isdisjoint(text):  # Most texts; a vocabulary may have hundreds of patterns.
             return text, None, ""
         # What is held back holds no match, so a match ends within the new text.
         text = self._held + text
@@ -39,8 +43,15 @@ class Matcher:
         if best is not None:
             end, start, pattern = best
             self._held = ""
+            if self._is_nested:
+                return "", pattern, text[:start] + text[end:]
             return text[:start], pattern, text[end:]
         keep = self._start_of_match(text)
+        while self._is_nested and len(text) - keep < _NESTED_CHARS:
+            before = self._start_of_match(text[:keep])
+            if before == keep:
+                break
+            keep = before
         self._held = text[keep:]
         return text[:keep], None, ""
 

@@ -1,10 +1,11 @@
 """From one choice's tokens to its text: pure, one object per choice, fed as tokens come.
 
-Three stages, each of which may hold something back:
+Four stages, each of which may hold something back:
 
-    tokens --bytes--> UTF-8 decoder --chars--> sections --chars--> stop strings --> Piece(reasoning, content)
-                      (half characters)        (<think>, </think>) (starts of a stop string)
+    tokens --bytes--> UTF-8 decoder --> sections ---------> control marks --> stop strings --> Piece
+                      (half characters) (<think>, </think>) (taken out)       (starts of one)
 
+Control marks steer a chat and are no text of its reply, be they tokens of their own or spelled out.
 The final text depends on the tokens alone, never on how they were grouped. Knows no JSON, no HTTP and no clock.
 """
 
@@ -18,10 +19,13 @@ from enum import Enum, auto
 
 from hadal.core.messages import Token
 from hadal.gateway.chat import THINK_CLOSE, THINK_OPEN
+from hadal.gateway.repetition import WINDOW, repeated_period
 from hadal.gateway.stops import Matcher
 from hadal.gateway.vocabulary import Vocabulary
 
 _new_decoder: Callable[[str], codecs.IncrementalDecoder] = codecs.getincrementaldecoder("utf-8")
+_LOOK_TOKENS = 64
+"""A repetition is looked for after every so many tokens of a text, however they come."""
 
 
 class Section(Enum):
@@ -72,16 +76,18 @@ class Assembler:
         min_tokens: int = 0,
         logprobs: bool = False,
         token_ids: bool = False,
+        stop_repetition: bool = False,
     ) -> None:
         """`sections`: set reasoning apart (chat). `thinks`: the prompt ends inside the reasoning.
 
+        `stop_repetition`: a text that goes round in circles (gateway/repetition) ends, as one that reached its length.
         Stop strings count only in what comes after `min_tokens` tokens.
         """
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.finish: str | None = None
         self._bytes = vocabulary.token_bytes
-        self._hidden = vocabulary.hidden_ids
+        self._hidden = vocabulary.mark_ids if sections else vocabulary.hidden_ids
         self._decoder = _new_decoder("replace")
         # A think mark is a token of its own where the vocabulary has one; elsewhere it is spelled out.
         self._open_id = vocabulary.control_ids.get(THINK_OPEN)
@@ -91,12 +97,19 @@ class Assembler:
             self._section = Section.REASONING if thinks else Section.START
         self._start = ""
         self._close = Matcher((THINK_CLOSE,) if self._close_id is None else ())
+        marks = (*sorted(vocabulary.marks | {THINK_OPEN, THINK_CLOSE}),) if sections else ()
+        self._marks = Matcher(marks, is_nested=True)
         self._stop = Matcher(stops)
         self._min_tokens = min_tokens if stops else 0
+        self._at_least = min_tokens
         self._trim = sections and thinks
         """Newlines that follow a think mark are dropped until something else comes."""
         self._logprobs = logprobs
         self._token_ids = token_ids
+        self.period = 0
+        """Tokens that the text repeated without end when it was ended for that; 0: it was not."""
+        self._recent: list[int] | None = [] if stop_repetition else None
+        """The last tokens, as far as a repetition is looked for in them."""
         self._num_chars = 0
         self._num_shown = 0
         """Characters of this section that reached the stop strings, and that passed them."""
@@ -138,6 +151,17 @@ class Assembler:
                 self._split(text, piece)
         if token.finish is not None and self.finish is None:
             self._end(token.finish, piece)
+        if self._recent is not None and self.finish is None:
+            self._look_for_repetition(self._recent, i, piece)
+
+    def _look_for_repetition(self, recent: list[int], token: int, piece: Piece) -> None:
+        recent.append(token)
+        if self.num_tokens % _LOOK_TOKENS or self.num_tokens <= self._at_least:
+            return
+        del recent[:-WINDOW]
+        self.period = repeated_period(recent)
+        if self.period:
+            self._end("length", piece)
 
     def _is_mark(self, token: int, piece: Piece) -> bool:
         """Change sections at a think mark that is a token of its own."""
@@ -149,6 +173,8 @@ class Assembler:
             self.num_reasoning_tokens += 1
             self._enter(Section.REASONING, piece)
             return True
+        if token == self._close_id and self._section is Section.START:
+            self._trim = True  # The end of a reasoning that never began: what follows it is the answer.
         return False
 
     def _split(self, text: str, piece: Piece) -> None:
@@ -169,12 +195,25 @@ class Assembler:
             self._filter(text, piece)
             if mark is None or self.finish is not None:
                 return
-            self._flush_stop(piece)
+            self._flush_marks(piece)
+            if self.finish is None:
+                self._flush_stop(piece)
             self._enter(Section.CONTENT, piece)
             text = rest
         self._filter(text, piece)
 
     def _filter(self, text: str, piece: Piece) -> None:
+        """Take control marks out."""
+        while text and self.finish is None:
+            shown, mark, text = self._marks.feed(text)
+            self._match_stops(shown, piece)
+            if mark is None:
+                return
+
+    def _flush_marks(self, piece: Piece) -> None:
+        self._match_stops(self._marks.flush(), piece)
+
+    def _match_stops(self, text: str, piece: Piece) -> None:
         """Withhold stop strings and what comes after."""
         if self._trim:
             text = text.lstrip("\n")
@@ -222,6 +261,8 @@ class Assembler:
             self._filter(text, piece)
         if self.finish is None:
             self._filter(self._close.flush(), piece)
+        if self.finish is None:
+            self._flush_marks(piece)
         if self.finish is None:
             self._flush_stop(piece)
 

@@ -7,14 +7,34 @@ the key alone, so a tenant finds its KV again after a restart, and in every depl
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 
 _TENANT = b"hadal-tenant-1"
 """Sets these hashes apart from all others of the same key."""
 _SALT_BYTES = 32
 _NAME = b"hadal-name-1"
+PRIORITY = "priority"
+"""The right to go ahead of others: a `priority` above 0."""
+OPERATOR = "operator"
+"""The right to see what all tenants do together: /audit, /trace, and /metrics where that is not open."""
+RIGHTS = frozenset({PRIORITY, OPERATOR})
 EVERYONE = "everyone"
 """The one tenant's name where no keys are asked for."""
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Whoever sends a key."""
+
+    salt: bytes
+    rights: frozenset[str] = frozenset()
+
+    @cached_property
+    def name(self) -> str:
+        """What the tenant is called in the ledger, in logs and at the front."""
+        return name_of(self.salt)
 
 
 def salt_of(api_key: bytes) -> bytes:

@@ -1,12 +1,11 @@
-"""A chat in the terminal with any OpenAI-compatible server: thinking dimmed, then the answer, then how fast it came.
+"""A chat in the terminal with any OpenAI-compatible server: thinking behind a bar, the answer, how fast it came.
 
 Knows the API and a terminal, nothing of the engine. With standard input from a pipe every line is a turn.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
+import functools
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -17,18 +16,24 @@ import httpx
 import msgspec
 from rich.console import Console
 
-with contextlib.suppress(ImportError):  # Not every Python was built with it.
-    import readline  # noqa: F401  Its import gives `input` arrow keys and a history.
+from hadal.gateway.terminal import WordWrap, let_any_text_in, turns
+from hadal.runtime.private import state_folder
 
 _CONNECT_S = 5.0
 _SILENCE_S = 120.0
 """A server that says nothing for so long, not even a keep-alive, is given up."""
+_THINKING_STYLE = "dim italic"
+_BAR = "│ "
+"""At the beginning of a line of thinking: it tells thinking from the answer without colours as well."""
+_HISTORY = "chat_history"
+"""Name of the file, in the user's state folder, that keeps what was typed."""
 HELP = """\
 /system TEXT   set the system prompt (empty: none); it holds from the next turn on
 /temp NUMBER   set the temperature (empty: the model's own)
 /clear         forget the conversation
 /help          this text
-/quit          leave (so does Ctrl-D); Ctrl-C stops an answer, not the chat"""
+/quit          leave (so does Ctrl-D); Ctrl-C stops an answer, not the chat
+Several lines: between \"\"\" and \"\"\", or each but the last with a \\ at its end, or pasted."""
 
 
 @dataclass
@@ -69,6 +74,8 @@ class Chat:
     temperature: float | None = None
     max_tokens: int | None = None
     history: list[dict[str, str]] = field(default_factory=list)
+    _shown: WordWrap | None = None
+    """The part of an answer that is being written, thinking or content."""
 
     def turn(self, text: str) -> Answer:
         """Ask, print the answer as it comes, remember it. Raises ChatError; Ctrl-C ends the answer only."""
@@ -90,8 +97,7 @@ class Chat:
         except httpx.HTTPError as error:
             raise ChatError(f"the connection broke ({error or type(error).__name__})") from error
         finally:
-            if answer.first_s is not None:
-                self.console.print()
+            self._end_part()
         self.console.print(answer.speed(start_s), style="cyan dim", markup=False, highlight=False)
         if answer.content:  # An answer that was stopped while thinking leaves no turn behind.
             self.history += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.content}]
@@ -119,13 +125,27 @@ class Chat:
         if answer.first_s is None:
             answer.first_s = answer.last_s
         if reasoning:
+            self._part("thinking" if not answer.reasoning else "", _THINKING_STYLE, _BAR).feed(reasoning)
             answer.reasoning += reasoning
-            self._print(reasoning, style="dim italic")
         if content:
-            if answer.reasoning and not answer.content:
-                self._print("\n\n" if not answer.reasoning.endswith("\n") else "\n")
+            if not answer.content:
+                self._end_part()
+            self._part("answer" if answer.reasoning and not answer.content else "").feed(content)
             answer.content += content
-            self._print(content)
+
+    def _part(self, title: str, style: str | None = None, margin: str = "") -> WordWrap:
+        """Return what the next piece is written to. A part begins with its title."""
+        if self._shown is None:
+            if title:
+                self._print(f"{title}\n", "cyan dim")
+            width = self.console.width if self.console.is_terminal else None
+            self._shown = WordWrap(functools.partial(self._print, style=style), width, margin)
+        return self._shown
+
+    def _end_part(self) -> None:
+        if self._shown is not None:
+            self._shown.end()
+            self._shown = None
 
     def _print(self, text: str, style: str | None = None) -> None:
         self.console.print(text, end="", style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -176,9 +196,8 @@ def chat(
 ) -> int:
     """Talk until the user leaves; returns the exit code. `base_url` with or without /v1; `lines` instead of stdin."""
     console = console or Console()
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # Whatever is piped in can be sent.
     source = lines or sys.stdin
+    let_any_text_in(source)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     base_url = base_url.rstrip("/").removesuffix("/v1") + "/v1"
     timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
@@ -196,17 +215,18 @@ def chat(
 
 
 def _loop(talk: Chat, source: IO[str]) -> int:
+    folder = state_folder()
     failed = False
-    for line in _lines(talk.console, source):
-        line = line.strip()
-        if not line:
+    for turn in turns(talk.console, source, None if folder is None else folder / _HISTORY):
+        text = turn.strip()
+        if not text:
             continue
-        if line.startswith("/"):
-            if not talk.command(line):
+        if text.startswith("/") and "\n" not in text:
+            if not talk.command(text):
                 break
             continue
         try:
-            talk.turn(line)
+            talk.turn(text)
             failed = False
         except ChatError as error:
             failed = True
@@ -214,27 +234,15 @@ def _loop(talk: Chat, source: IO[str]) -> int:
     return int(failed)
 
 
-def _lines(console: Console, source: IO[str]) -> Iterator[str]:
-    """What the user types, line by line. Ctrl-C at the prompt drops the line, Ctrl-D ends."""
-    if not source.isatty():
-        yield from source
-        return
-    while True:
-        try:
-            yield console.input("\n[bold green]>[/] ")
-        except KeyboardInterrupt:
-            console.print()
-        except EOFError:
-            console.print()
-            return
-
-
 def first_model(client: httpx.Client) -> str:
     """The first model the server lists. Raises ChatError."""
     try:
         reply = client.get("/models")
     except httpx.HTTPError as error:
-        raise ChatError(f"there is no server at {client.base_url} ({error}). Start one with `hadal serve`.") from error
+        raise ChatError(
+            f"there is no server at {client.base_url} ({error}). Start one with `hadal serve`, or name another's "
+            "address with `--url`."
+        ) from error
     if reply.status_code != 200:
         raise ChatError(_error_of(reply))
     return str(reply.json()["data"][0]["id"])

@@ -6,6 +6,8 @@ the answer is 504 then, not an empty trace.
 
 from __future__ import annotations
 
+import contextlib
+import textwrap
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,27 @@ from hadal.core.errors import HadalError
 from hadal.core.messages import TracedStep
 from hadal.gateway.errors import ApiError
 from hadal.gateway.host import Host
-from hadal.overlap.trace import LEGEND, Share, chrome_trace, covered_share, duration_s, shares, timeline
+from hadal.overlap.trace import (
+    Share,
+    chrome_trace,
+    covered_share,
+    duration_s,
+    is_one_kernel,
+    legend,
+    shares,
+    steps_timeline,
+    timeline,
+)
 
 MAX_STEPS = 100
 MAX_WAIT_S = 300.0
 DEFAULT_STEPS = 3
 DEFAULT_WAIT_S = 30.0
 _CONNECT_S = 5.0
+_LANE_CHARS = 13
+"""Width of the names of lanes, left of a picture."""
+_FREE = Path("trace.json")
+_MAX_FREE = 999
 
 
 class TraceReply(msgspec.Struct, frozen=True):
@@ -106,12 +122,20 @@ def _error_of(reply: httpx.Response) -> str:
         return f"the server answered {reply.status_code}: {reply.text[:200]}"
 
 
-def describe(reply: TraceReply) -> str:
-    """What a person wants to know of the steps, and one layer of the last as a picture."""
+def describe(reply: TraceReply, width: int = 110) -> str:
+    """What a person wants to know of the steps, and a picture: one layer of the last, or where a rank runs all layers
+    as one kernel, the steps one after the other. `width`: of the picture's lines.
+    """
     lines = [_describe_step(reply.unit, step) for step in reply.steps]
     last = reply.steps[-1]
+    room = max(20, width - _LANE_CHARS)
     for share in shares(last.events)[:1]:
-        lines += ["", f"rank {share.rank}, {timeline(last.events, share.rank)}", LEGEND]
+        if is_one_kernel(last.events, share.rank):
+            picture = steps_timeline(reply.steps, share.rank, room)
+        else:
+            picture = timeline(last.events, share.rank, width=room)
+        meaning = f"step {last.step_id} on rank {share.rank}: {legend(last.events, share.rank)}"
+        lines += ["", f"rank {share.rank}, {picture}", *textwrap.wrap(meaning, max(width, room))]
     return "\n".join(lines)
 
 
@@ -145,9 +169,21 @@ def _count(number: int, noun: str, plural: str) -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
-def write(reply: TraceReply, output: Path) -> None:
-    """For ui.perfetto.dev or chrome://tracing. Raises TraceError."""
+def write(reply: TraceReply, asked: Path | None) -> Path:
+    """Write it for ui.perfetto.dev or chrome://tracing; returns where: the file asked for, else the first of
+    trace.json, trace-2.json ... that is not there yet. Raises TraceError.
+    """
+    content = msgspec.json.encode(chrome_trace(reply.unit, reply.steps))
+    output = asked or _FREE
     try:
-        output.write_bytes(msgspec.json.encode(chrome_trace(reply.unit, reply.steps)))
+        if asked is not None:
+            asked.write_bytes(content)
+            return asked
+        for number in range(1, _MAX_FREE + 1):
+            output = _FREE if number == 1 else _FREE.with_stem(f"{_FREE.stem}-{number}")
+            with contextlib.suppress(FileExistsError), output.open("xb") as file:
+                file.write(content)
+                return output
     except OSError as error:
         raise TraceError(f"{output} cannot be written ({error.strerror or error}).") from error
+    raise TraceError(f"{_FREE} to {output} are all there. Remove some, or say with --output where to write.")

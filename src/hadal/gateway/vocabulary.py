@@ -13,7 +13,15 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from hadal.core import documents
+from hadal.core.documents import shown
 from hadal.core.errors import CheckpointError
+
+_MARK = re.compile(r"<.+>|\[.+\]")
+"""How added tokens look that steer and are not flagged as special: "<think>", "<｜User｜>", "[INST]"."""
+
+MAX_ID = (1 << 22) - 1
+"""Of a token; DeepSeek-V3 has 129,280 of them."""
 
 
 class Vocabulary:
@@ -21,8 +29,7 @@ class Vocabulary:
 
     def __init__(self, fields: dict[str, Any], source: str) -> None:
         """`fields` is the content of a tokenizer.json; `source` names it in errors. Raises CheckpointError."""
-        if not _is_byte_level(fields):
-            raise CheckpointError(f"{source}: decoder is not ByteLevel; only byte-level tokenizers are served.")
+        _check_fields(fields, source)
         added = fields.get("added_tokens") or []
         try:
             # Without added tokens the tokenizer has no way to make a control token of what a user typed.
@@ -36,6 +43,10 @@ class Vocabulary:
         self.hidden_ids = frozenset(token["id"] for token in added if token.get("special"))
         """Special tokens: they steer and have no text. Other added tokens, such as "<think>", have."""
         self._controls = frozenset(self.control_ids.values())
+        shaped = {text for text in self.control_ids if _MARK.fullmatch(text)}
+        self.marks = frozenset({token["content"] for token in added if token.get("special")} | shaped)
+        """Texts of the tokens that steer a chat. Other added tokens, such as a run of spaces, are ordinary text."""
+        self.mark_ids = self.hidden_ids | {self.control_ids[text] for text in shaped}
         longest_first = sorted(self.control_ids, key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
@@ -94,22 +105,45 @@ def read_vocabulary(folder: Path) -> Vocabulary:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object. Raises CheckpointError."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: not found; the model's folder is not complete.") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error}).") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path}: must hold one JSON object.")
-    return fields
+    """Read one of the tokenizer's files. Raises CheckpointError."""
+    return documents.read_json(path, "tokenizer", error=CheckpointError, hint="The model's folder is not complete.")
 
 
-def _is_byte_level(fields: dict[str, Any]) -> bool:
-    decoder = fields.get("decoder") or {}
-    parts = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
-    return any(part.get("type") == "ByteLevel" for part in parts)
+def _check_fields(fields: dict[str, Any], source: str) -> None:
+    """Raise CheckpointError for a tokenizer of another kind, and for one that is none."""
+    decoder = fields.get("decoder")
+    parts = decoder.get("decoders") if isinstance(decoder, dict) and decoder.get("type") == "Sequence" else [decoder]
+    if not isinstance(parts, list) or not any(
+        isinstance(part, dict) and part.get("type") == "ByteLevel" for part in parts
+    ):
+        raise CheckpointError(
+            f"{source}: decoder is not ByteLevel but {shown(decoder)}; only byte-level tokenizers are served."
+        )
+    model = fields.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocab, dict) or not all(_is_id(i) for i in vocab.values()):
+        raise CheckpointError(f"{source}: model.vocab must give every token an id, 0 to {MAX_ID:,}.")
+    assert isinstance(model, dict)
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        # A byte-level token is its bytes alone; and where one cuts what is no prefix, the tokenizers library aborts.
+        if model.get(name):
+            raise CheckpointError(
+                f"{source}: model.{name} is {shown(model[name])}; only byte-level tokenizers are served, without it."
+            )
+    added = fields.get("added_tokens") or []
+    if not isinstance(added, list):
+        raise CheckpointError(f"{source}: added_tokens is {shown(added)}; a list is needed.")
+    for index, token in enumerate(added):
+        is_token = isinstance(token, dict) and isinstance(token.get("content"), str) and token["content"]
+        if not is_token or not _is_id(token.get("id")):
+            raise CheckpointError(
+                f"{source}: added_tokens[{index}] is {shown(token)}; content, a text, and id, 0 to {MAX_ID:,}, are "
+                "needed."
+            )
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_ID
 
 
 def _byte_of_char() -> dict[str, int]:

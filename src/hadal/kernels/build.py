@@ -14,9 +14,11 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "cpu"
@@ -28,14 +30,24 @@ FLAGS = (
     # Not -ffast-math: it reorders sums (a token's result would depend on the tile it falls in) and assumes that there
     # is no infinity or NaN (softmax's first maximum is -inf, and a NaN must reach the caller, not vanish).
 )
-COMPILE_TIMEOUT_S = 300
+COMPILE_TIMEOUT_S = 3600
+"""The compiler needs half a minute of a core; a machine that gives it a hundredth of one is busy, not broken."""
+_POLL_S = 0.2
+_VERSION_TIMEOUT_S = 60.0
+
+Told = Callable[[float], None]
+"""Hears, while the library is being compiled, here or by another process, for how many seconds that has gone on."""
 
 
 class BuildError(RuntimeError):
     """There is no library on this machine; the message says why and what would help."""
 
 
-def build() -> Path:
+class TimedOut(BuildError):
+    """The compiler did not get done; it may another time."""
+
+
+def build(told: Told = lambda elapsed_s: None) -> Path:
     """Return the compiled library, compiling it if it is not in the cache. Raises BuildError."""
     compiler = _compiler()
     try:
@@ -46,9 +58,10 @@ def build() -> Path:
         library = folder / f"kernels-{key}.so"
         if library.exists():
             return library
-        with _only_one(folder / f"kernels-{key}.lock"):
+        start_s = time.monotonic()
+        with _only_one(folder / f"kernels-{key}.lock", lambda: told(time.monotonic() - start_s)):
             if not library.exists():  # Another process may have built it while this one waited.
-                _compile(compiler, library)
+                _compile(compiler, library, told)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"no kernels: {error}. HADAL_CACHE_DIR may name another folder to build in.") from error
     return library
@@ -74,7 +87,7 @@ def _compiler() -> list[str]:
 
 
 def _key(compiler: list[str], sources: list[Path]) -> str:
-    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_VERSION_TIMEOUT_S, check=False)
     texts = [path.name.encode() + b"\0" + path.read_bytes() for path in sources]
     parts = [*texts, " ".join((*compiler, *FLAGS)).encode(), version.stdout, _cpu_features()]
     return hashlib.sha256(b"\0\0".join(parts)).hexdigest()[:20]
@@ -91,35 +104,50 @@ def _cpu_features() -> bytes:
 
 
 @contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
+def _only_one(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Processes that start together compile once; the lock dies with its holder."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waiting()
+                time.sleep(_POLL_S)
         yield
 
 
-def _compile(compiler: list[str], library: Path) -> None:
+def _compile(compiler: list[str], library: Path, told: Told) -> None:
     handle, name = tempfile.mkstemp(suffix=".so", prefix="building-", dir=library.parent)
     os.close(handle)
     try:
         command = [*compiler, *FLAGS, str(SOURCES / MAIN_SOURCE), "-o", name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
-        if done.returncode != 0:
-            raise BuildError(f"{shlex.join(command)} failed: {done.stderr.strip()[-800:]}")
+        code, said = _run(command, told)
+        if code != 0:
+            raise BuildError(f"{shlex.join(command)} failed: {said.strip()[-800:]}")
         os.replace(name, library)  # Whole or not at all: a reader never sees half a library.
-    except subprocess.TimeoutExpired:
-        raise BuildError(f"the compiler did not finish within {COMPILE_TIMEOUT_S} s.") from None
     finally:
         Path(name).unlink(missing_ok=True)
 
 
-def main() -> None:
-    """`python -m hadal.kernels.build`: compile now, so that the first start need not. Without a compiler, say so."""
-    try:
-        print(f"kernels: {build().name}")
-    except BuildError as error:
-        print(f"kernels: {error} Hadal runs without them, slower.")
-
-
-if __name__ == "__main__":
-    main()
+def _run(command: list[str], told: Told) -> tuple[int, str]:
+    """Exit code and output of the compiler. Raises TimedOut."""
+    start_s = time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        # A session of its own: a compiler is several processes, and all of them end here.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            while process.poll() is None:
+                elapsed_s = time.monotonic() - start_s
+                told(elapsed_s)
+                if elapsed_s > COMPILE_TIMEOUT_S:
+                    raise TimedOut(f"the compiler did not finish within {COMPILE_TIMEOUT_S} s.")
+                time.sleep(_POLL_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        return process.returncode, output.read().decode("utf-8", "replace")

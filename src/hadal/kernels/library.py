@@ -16,11 +16,13 @@ import threading
 import torch
 from torch import Tensor
 
-from hadal.kernels.build import BuildError, build
+from hadal.kernels.build import BuildError, Told, build
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _teams: dict[int, int] = {}
+_told: list[Told] = []
+"""Who hears that it is being compiled; empty in processes that nobody waits for."""
 
 _STATUS = {
     1: "a token id is outside the vocabulary",
@@ -55,23 +57,42 @@ _ABI = {
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
 
 
+class _Tell:
+    """Logs that the library is being compiled, once, and passes on for how long."""
+
+    _is_logged = False
+
+    def __call__(self, elapsed_s: float) -> None:
+        if not self._is_logged:
+            self._is_logged = True
+            _log.info("the kernels are being compiled for this machine, once: that takes half a minute of a core")
+        for told in _told:
+            told(elapsed_s)
+
+
 @functools.lru_cache(maxsize=1)
 def load() -> ctypes.CDLL | None:
     """Return the library, or None where the plain path is asked for or nothing can be built."""
     if os.environ.get("HADAL_KERNELS") == "plain":
-        _log.info("HADAL_KERNELS=plain: every op runs in plain torch.")
+        _log.info("HADAL_KERNELS=plain: every op runs in plain torch")
         return None
     try:
-        path = build()
+        path = build(_Tell())
         library = ctypes.CDLL(str(path))
     except (BuildError, OSError) as error:
-        _log.warning("No CPU kernels, every op runs in plain torch: %s", error)
+        _log.warning("there are no CPU kernels, and every op runs in plain torch, slower: %s", error)
         return None
     for name, (arguments, result) in _ABI.items():
         function = getattr(library, name)
         function.argtypes = [_TYPES[letter] for letter in arguments]
         function.restype = result
     return library
+
+
+def prepare(told: Told) -> None:
+    """Load now: a process's start is the time for it. `told` hears how long it has been compiling."""
+    _told[:] = [told]
+    load()
 
 
 def isa() -> str:

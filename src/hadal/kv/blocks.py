@@ -15,7 +15,7 @@ Block 0 is scratch: padded rows of a batch write there, so it is never handed ou
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
@@ -126,6 +126,51 @@ class BlockAllocator:
         self._num_owned += count
         return tuple(blocks)
 
+    def take_over(
+        self, num_freed: Mapping[int, int], owner_to_blocks: Mapping[Hashable, Sequence[int]],
+        block_to_name: Mapping[int, tuple[bytes, bytes]] = {},
+    ) -> tuple[int, ...]:  # fmt: skip
+        """Begin where another ledger of these blocks ended: how often each was freed, who owns which now, and what is
+        named and nobody's: (its name, that of the block before it or nothing).
+
+        All others are free, and freed once more: whoever reads one under that ledger's lease finds it void. Returns
+        them. Raises InvariantError if two own a block, or if anything is owned already.
+        """
+        if self._num_owned or self._block_to_name:
+            raise InvariantError("a ledger that is in use cannot take another one over.")
+        self._touched()
+        for block, number in num_freed.items():
+            self._generation[block] = number
+        for owner, blocks in owner_to_blocks.items():
+            self._check_numbers(blocks, owner)
+            for block in blocks:
+                if self._owners[block] is not None:
+                    raise InvariantError(f"{owner!r} takes over block {block}, which {self._owners[block]!r} has.")
+                self._owners[block] = owner
+                self._num_owned += 1
+        self._take_names_over(block_to_name)
+        self._free = [
+            block for block in self._free if self._owners[block] is None and block not in self._block_to_name
+        ]
+        for block in self._free:
+            self._generation[block] += 1
+        return tuple(self._free)
+
+    def _take_names_over(self, block_to_name: Mapping[int, tuple[bytes, bytes]]) -> None:
+        """Let nobody's blocks be found again, each behind those before it."""
+        positions = _positions(dict(block_to_name.values()))
+        for block, (name, before) in block_to_name.items():
+            if self._owners[block] is not None or name in self._name_to_block:
+                continue
+            self._name_to_block[name] = block
+            self._block_to_name[block] = (name, before)
+            self._eviction.add(name, positions[name])
+            self._change(name, True)
+            if before:
+                self._num_next[before] = self._num_next.get(before, 0) + 1
+        for block in self._block_to_name:
+            self._cache(block)
+
     def acquire(self, blocks: Sequence[int], owner: Hashable, *, is_use: bool = True) -> None:
         """Make `owner` one more owner of blocks that are named or owned. `is_use`: it counts when room is needed.
 
@@ -234,6 +279,11 @@ class BlockAllocator:
             elif other != block:
                 self._eviction.use(name)  # Computed twice at once: whoever came second would have used it.
             before = name
+
+    def named_as(self, names: Iterable[bytes]) -> dict[int, tuple[bytes, bytes]]:
+        """block -> (its name, that of the block before it or nothing), of those that can be found by these names."""
+        blocks = (self._name_to_block.get(name) for name in names)
+        return {block: self._block_to_name[block] for block in blocks if block is not None}
 
     def lookup(self, chain: bytes) -> tuple[int, ...]:
         """The blocks that hold the longest prefix of the chain that is here, in order."""
@@ -388,3 +438,18 @@ class BlockAllocator:
             self._changes[name] = is_here
         else:
             del self._changes[name]
+
+
+def _positions(name_to_before: Mapping[bytes, bytes]) -> dict[bytes, int]:
+    """How many of the names stand before each in its chain, without a gap. Every name is looked at once."""
+    positions: dict[bytes, int] = {}
+    for name in name_to_before:
+        chain = [name]
+        while (before := name_to_before[chain[-1]]) in name_to_before and chain[-1] not in positions:
+            chain.append(before)
+        last = chain.pop()
+        position = positions.setdefault(last, 0)
+        for one in reversed(chain):
+            position += 1
+            positions[one] = position
+    return positions

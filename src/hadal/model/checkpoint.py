@@ -6,7 +6,6 @@ dequantised straight into where they belong, so a model is never in memory twice
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,11 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hadal.core.documents import cut, read_json, shown
 from hadal.core.errors import CheckpointError
 from hadal.reference.fp8 import dequantise, num_scales
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_MAX_NAME_CHARS = 200
+_MAX_LAYER_DIGITS = 6
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -49,12 +51,14 @@ class Checkpoint:
     def check_layers(self, num_hidden_layers: int) -> None:
         """Raise CheckpointError if there are layers that the config does not know: it is another model."""
         for name in self._file_of_name:
-            match = re.fullmatch(r"(model\.layers\.(\d+)\.)input_layernorm\.weight", name)
-            if match is None or int(match[2]) < num_hidden_layers:
+            match = re.fullmatch(r"(model\.layers\.([0-9]+)\.)input_layernorm\.weight", name)
+            # As text first: a number of five thousand digits is none to Python.
+            if match is None or (len(match[2]) < _MAX_LAYER_DIGITS and int(match[2]) < num_hidden_layers):
                 continue
             if f"{match[1]}eh_proj.weight" not in self._file_of_name:  # MTP modules stand behind the last layer.
                 raise CheckpointError(
-                    f"{self._path(name)}: holds {name}, but num_hidden_layers in config.json is {num_hidden_layers}."
+                    f"{self._path(name)}: holds {cut(name)}, but num_hidden_layers in config.json is "
+                    f"{num_hidden_layers}."
                 )
 
     def read(self, name: str, into: Tensor) -> None:
@@ -127,19 +131,25 @@ class Checkpoint:
                 raise CheckpointError(f"{self._folder}: no weights; neither {_SINGLE} nor {_INDEX} is there.")
             self._open(single)
             return dict.fromkeys(self._names[_SINGLE], _SINGLE)
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise CheckpointError(f"{index}: cannot be read as JSON ({error}).") from error
-        except (KeyError, TypeError):
-            raise CheckpointError(f"{index}: weight_map is missing.") from None
-        if not isinstance(weight_map, dict) or not all(_is_file_name(value) for value in weight_map.values()):
-            raise CheckpointError(f"{index}: weight_map must map every tensor to a file name in this folder.")
+        fields = read_json(index, "weights index", error=CheckpointError)
+        if "weight_map" not in fields:
+            raise CheckpointError(f"{index}: weight_map is missing.")
+        weight_map = fields["weight_map"]
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{index}: weight_map is {shown(weight_map)}; an object is needed.")
+        for name, file in weight_map.items():
+            if not _is_file_name(file):
+                raise CheckpointError(
+                    f"{index}: weight_map says that {shown(name)} is in {shown(file)}; a file name in this folder is "
+                    "needed."
+                )
         return weight_map
 
 
 def _is_file_name(value: object) -> bool:
-    return isinstance(value, str) and value == Path(value).name and value not in ("", ".", "..")
+    if not isinstance(value, str) or not value.isprintable() or len(value) > _MAX_NAME_CHARS:
+        return False
+    return value == Path(value).name and value not in ("", ".", "..")
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -75,8 +75,8 @@ class ModelRunner:
             return StepDone(plan.step_id, (), (), {}, elapsed_s, f"{type(error).__name__}: {error}")
         finally:
             self._is_stepping = self._progress.is_waiting = False
-        for key, reason in drawn.failed.items():
-            _log.error("step %d, key %d: %s", plan.step_id, key, reason)
+        for reason in drawn.failed.values():
+            _log.error("a request of step %d cannot go on: %s", plan.step_id, reason)
         elapsed_s = time.perf_counter() - start_s
         return StepDone(
             plan.step_id, tuple(keys), tuple(drawn.tokens.tolist()), drawn.draws, elapsed_s, failed=drawn.failed,

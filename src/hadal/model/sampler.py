@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hadal.core.plans import Draw, Sampling
+from hadal.core.plans import NO_TOKEN, Draw, Sampling
 from hadal.model.distribution import draw as draw_token
 from hadal.model.distribution import penalise_counts, penalise_repetition, uniform
 
 _GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: dividing by it would overflow."""
+_OWN = f"{NO_TOKEN}: logit_bias, penalties, and stop ids before min_tokens leave none"
 _CACHED_VALUES = 2**19
 """On a CPU, rows are drawn in groups of this many values: 2 MiB stay in its cache (twice as fast at V3's size)."""
 
@@ -103,6 +104,7 @@ class Sampler:
         """Draw one token for each row; row i belongs to `slots_B[i]`. Advances the slots that drew."""
         logits_BV = logits_BV.float()
         best_B, tokens_B = logits_BV.max(-1)
+        own_B = np.zeros(len(slots_B), np.bool_)  # Rows that the request's own numbers spoil.
         special_B = ~self._is_plain[slots_B]
         if special_B.any():
             special = np.flatnonzero(special_B)
@@ -111,14 +113,12 @@ class Sampler:
                 row_index = torch.from_numpy(rows).to(logits_BV.device)
                 picked, usable = self._draw_special(logits_BV[row_index], slots_B[rows])
                 tokens_B[row_index] = picked
-                # A raw maximum that is not finite stays in `best_B`; one that adjusting made so is put there.
-                best_B[row_index] = torch.where(usable, best_B[row_index], float("nan"))
+                own_B[rows] = ~usable.cpu().numpy()
         tokens: np.ndarray = tokens_B.cpu().numpy()
         finite_B = torch.isfinite(best_B).cpu().numpy()
-        if not finite_B.all():
-            failed = {int(slots_B[row]): "its logits are not finite" for row in np.flatnonzero(~finite_B)}
-        else:
-            failed = {}
+        failed = {int(slots_B[row]): _OWN for row in np.flatnonzero(own_B & finite_B)}
+        failed |= {int(slots_B[row]): "its logits are not finite" for row in np.flatnonzero(~finite_B)}
+        finite_B &= ~own_B
         draws = self._logprobs(logits_BV, tokens_B, slots_B) if special_B.any() else {}
         self._advance(slots_B[finite_B], tokens[finite_B])
         return Drawn(tokens, {slot: draw for slot, draw in draws.items() if slot not in failed}, failed)

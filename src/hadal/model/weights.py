@@ -7,7 +7,7 @@ L MoE layers, S slots of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,8 @@ from hadal.model.checkpoint import Checkpoint
 from hadal.reference.params import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights, MtpWeights
 from hadal.reference.rope import cos_sin_table
 
+Advance = Callable[[float, float], None]
+
 
 def load_weights(
     folder: Path,
@@ -29,8 +31,11 @@ def load_weights(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     with_mtp: bool = False,
+    advance: Advance = lambda done, of: None,
 ) -> ModelWeights:
     """Read the model in `folder`. Only tensors it needs are touched. Raises CheckpointError naming file and tensor.
+
+    `advance` is told how many layers are read, of how many.
 
     `slots_LS`: the expert in each slot of this rank, by MoE layer (EMPTY: none); only these are read. None: all
     experts, in order. An MTP module always has all of its own.
@@ -38,7 +43,7 @@ def load_weights(
     config = read_model_config(folder)
     with Checkpoint(folder, config.weight_block_size) as checkpoint:
         checkpoint.check_layers(config.num_hidden_layers)
-        return _Loader(checkpoint, config, slots_LS, dtype, torch.device(device)).model(with_mtp)
+        return _Loader(checkpoint, config, slots_LS, dtype, torch.device(device), advance).model(with_mtp)
 
 
 def read_expert(checkpoint: Checkpoint, layer_index: int, expert: int, gate_up: Tensor, down: Tensor) -> None:
@@ -59,8 +64,9 @@ class _Loader:
 
     def __init__(
         self, checkpoint: Checkpoint, config: ModelConfig, slots_LS: NDArray[np.int16] | None, dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device, advance: Advance,
     ) -> None:
+        self._advance = advance
         self._checkpoint = checkpoint
         self._config = config
         self._slots_LS = slots_LS
@@ -132,6 +138,7 @@ class _Loader:
             shared=self._mlp(f"{prefix}shared_experts.", c.n_shared_experts * c.moe_intermediate_size),
         )
         for slot, expert in enumerate(slots):
+            self._advance(index + slot / len(slots), c.num_hidden_layers)
             if expert != EMPTY:
                 read_expert(self._checkpoint, index, expert, moe.gate_up_E[slot], moe.down_E[slot])
         return moe

@@ -37,10 +37,12 @@ LETTERS = {
     DISPATCH_START: ">", DISPATCH_FINISH: ">", COMBINE_START: ">", COMBINE_FINISH: ">",
     "step": "S", "head": "h", "draw": "d", "flip": "f",
 }  # fmt: skip
-LEGEND = (
-    "a attn_in, c attn_core, g gate, s shared, E experts, > start or finish, D dispatch, M combine, w exposed wait; "
-    "outside of layers: h head, d draw, f flip of a layer's experts, S a step as one kernel"
-)
+_WAIT_LETTER = "w"
+_NAMES = {
+    ">": "start or finish", "D": "dispatch", "M": "combine", "d": "draw", "f": "flip of a layer's experts",
+    "S": "all layers as one kernel", _WAIT_LETTER: "exposed wait",
+}  # fmt: skip
+"""What letters mean that several ops share, or whose op's name does not say it."""
 _COLOURS = {
     ATTN_IN: "thread_state_running", ATTN_CORE: "good", EXPERTS: "rail_response", SHARED: "rail_animation",
     DISPATCH: "thread_state_iowait", COMBINE: "rail_load",
@@ -162,7 +164,7 @@ def _span(
 
 
 def timeline(events: Iterable[TraceEvent], rank: int, layer: int | None = None, width: int = 96) -> str:
-    """One layer of one rank in letters (LEGEND), as long as any micro-batch is in it. `layer` None: the middle one."""
+    """One layer of one rank in letters (`legend`), as long as a micro-batch is in it. `layer` None: the middle one."""
     mine = [event for event in events if event.rank == rank]
     if not mine or width < 1:
         return ""
@@ -188,6 +190,39 @@ def timeline(events: Iterable[TraceEvent], rank: int, layer: int | None = None, 
     return "\n".join(lines)
 
 
+def is_one_kernel(events: Iterable[TraceEvent], rank: int) -> bool:
+    """Whether the rank ran its layers in one call, so that a picture of a layer would show nothing."""
+    mine = [event for event in events if event.rank == rank]
+    return bool(mine) and not any(event.op in NEEDS or event.lane == LINK for event in mine)
+
+
+def steps_timeline(steps: Sequence[TracedStep], rank: int, width: int = 96) -> str:
+    """What a rank computes over all steps, in letters: dots are what passes between steps."""
+    mine = [event for step in steps for event in step.events if event.rank == rank and event.lane == COMPUTE]
+    if not mine or width < 1:
+        return ""
+    start_s, length_s = min(event.start_s for event in mine), duration_s(mine)
+    row = _row(mine, start_s, max(length_s / width, 1e-12), width)
+    ids = [step.step_id for step in steps]
+    return f"steps {ids[0]} to {ids[-1]}, {length_s * 1e3:.2f} ms\n{COMPUTE:<12} {row}"
+
+
+def legend(events: Iterable[TraceEvent], rank: int) -> str:
+    """The letters that a rank's events have, what they stand for, and how long that took."""
+    letter_to_s: dict[str, float] = {}
+    letter_to_name = {letter: op for op, letter in LETTERS.items()} | _NAMES
+    for event in events:
+        if event.rank == rank:
+            letter = _letter(event)
+            letter_to_s[letter] = letter_to_s.get(letter, 0.0) + event.end_s - event.start_s
+    known = [letter for letter in letter_to_name if letter in letter_to_s]
+    return ", ".join(f"{letter} {letter_to_name[letter]} {letter_to_s[letter] * 1e3:.2f} ms" for letter in known)
+
+
+def _letter(event: TraceEvent) -> str:
+    return _WAIT_LETTER if event.lane == WAIT else LETTERS.get(event.op, "?")
+
+
 def _row(events: Sequence[TraceEvent], start_s: float, cell_s: float, width: int) -> str:
     """Each cell shows what took most of it; a dot where that was nothing."""
     best_s = [cell_s / 2] * width
@@ -200,7 +235,7 @@ def _row(events: Sequence[TraceEvent], start_s: float, cell_s: float, width: int
             common_s = min(event.end_s, left_s + cell_s) - max(event.start_s, left_s)
             if common_s > best_s[at]:
                 best_s[at] = common_s
-                cells[at] = "w" if event.lane == WAIT else LETTERS.get(event.op, "?")
+                cells[at] = _letter(event)
     return "".join(cells)
 
 

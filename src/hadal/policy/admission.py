@@ -1,7 +1,8 @@
 """Let a request in, make it wait, or refuse it; and when to let one go on to the next unit.
 
 Doors. `admit`: the front's queue, whose overflow is a reply with a time to come back. `may_prefill`: prefill
-starts only what decode can take soon, as prefilled KV that waits under a lease is memory that works for nobody.
+starts only what decode can take soon, as prefilled KV that waits under a lease is memory that works for nobody; and
+some of decode is left to tenants that have less than their share of it.
 `fits_decode`: a decode unit takes a request only if a block is left for the others to grow.
 """
 
@@ -20,6 +21,11 @@ RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 HEADROOM_SHARE = 8
 """Per so many requests: one more prefilled ahead of a free slot, one more block kept free for growth."""
+LEFT_SHARE = 4
+"""Tenants that have their share leave one of so many slots and blocks to others."""
+SLOWER = 1.6
+"""A request's steps in decode may take so many times as long beside others' as alone. Twice as long is what a tenant is
+promised from end to end: the rest is left to prefill and to the gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +41,32 @@ def admit(view: AdmissionView) -> Refusal | None:
     """None lets the request in."""
     if view.is_draining:
         return Refusal(503, "the server is shutting down", RETRY_AFTER_MAX_S / 6)
-    if view.num_queued < view.num_queued_max or view.is_placeable:
+    if view.num_queued + view.num_wanted <= share_of(view.num_queued_max, view.num_tenants) + view.num_placeable:
         return None
     return Refusal(
-        429, f"the server is overloaded: {view.num_queued} requests wait already",
-        retry_after_s(view.num_queued, view.finished_per_s),
+        429, f"the server is overloaded: {view.num_queued} generations of this tenant wait already",
+        retry_after_s(view.num_queued * view.num_tenants, view.finished_per_s),
     )  # fmt: skip
+
+
+def share_of(num_all: int, num_tenants: int) -> int:
+    """What each of so many tenants may have of `num_all`.
+
+    A tenant alone may have all. What it has then takes nothing from another that comes: that one has its share beside
+    it, so k tenants have at most num_all * (1 + 1/2 + ... + 1/k) together.
+    """
+    return min(num_all, max(1, num_all // max(1, num_tenants)))
+
+
+def num_placed_max(num_slots: int) -> int:
+    """Requests that may be on their way through prefill and decode: a few are prefilled while all slots are taken, so
+    that none stays empty."""
+    return num_slots + num_ahead(num_slots)
+
+
+def num_ahead(num_slots: int) -> int:
+    """How many are prefilled ahead of a free slot."""
+    return -(-num_slots // HEADROOM_SHARE)
 
 
 def refuse_lengths(num_prompt: int, num_output: int, max_tokens: int, max_context: int) -> str | None:
@@ -63,10 +89,32 @@ def retry_after_s(num_queued: int, finished_per_s: float) -> float:
 
 def may_prefill(view: DownstreamView, num_blocks_needed: int) -> bool:
     """Whether one more request may start its prefill, `num_blocks_needed` being what decode will hold for it."""
-    ahead = -(-view.num_slots // HEADROOM_SHARE)  # Prefilled while the slots are full, so that none stays empty.
-    if view.num_requests >= view.num_slots + ahead or view.num_transferring > max(2 * ahead, 2):
+    ahead = num_ahead(view.num_slots)
+    if view.num_requests >= num_placed_max(view.num_slots) or view.num_transferring > max(2 * ahead, 2):
         return False
-    return view.num_requests == 0 or view.num_blocks_used + num_blocks_needed <= view.num_blocks
+    num_blocks = view.num_blocks
+    if view.num_tenants_absent and view.num_of_tenant >= share_of(view.num_slots_shared, view.num_tenants):
+        # Another tenant's request that comes now shall neither wait until one of these has ended nor crawl beside them.
+        num_blocks -= num_blocks // LEFT_SHARE
+        if view.num_requests >= view.num_slots_shared:
+            return False
+    return view.num_requests == 0 or view.num_blocks_used + num_blocks_needed <= num_blocks
+
+
+def shared_slots(num_slots: int, num_ranks: int, step_s: float, request_s: float) -> int:
+    """How many slots of a decode unit tenants that have their share may fill while others may come.
+
+    A step takes step_s, and request_s more for each request of its busiest rank. The slots are so many that beside them
+    one request's steps take at most SLOWER times as long as alone. On a GPU, whose steps hardly depend on how many
+    requests are in them, these are all slots but those of LEFT_SHARE. On a CPU they are few, which costs little, as
+    batching gains little there. They are few, too, while nothing was measured.
+    """
+    num_most = num_slots - num_slots // LEFT_SHARE
+    if step_s <= 0.0:
+        return max(1, num_slots // HEADROOM_SHARE)
+    if request_s <= 0.0:
+        return num_most
+    return max(1, min(num_most, int(num_ranks * (SLOWER - 1.0) * (step_s + request_s) / request_s)))
 
 
 def fits_decode(num_blocks_free: Ints, num_blocks_needed: int, num_running: Ints) -> Bools:

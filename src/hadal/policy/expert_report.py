@@ -7,6 +7,7 @@ Shapes: T steps of a window, L layers, E logical experts, R ranks, S slots of a 
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from hadal.policy.expert_balance import Cluster, ExpertPlan, balancedness, rank_
 from hadal.policy.expert_packing import Floats
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-BAR_CHARS = 50
+MAX_BAR_CHARS = 50
+MARGIN_CHARS = 18
+"""Width of what stands left of a bar: its name and its figure."""
 MOST_TOKENS = 1e18
 """Of an expert: a thousand million years of one rank's tokens."""
 
@@ -78,8 +81,8 @@ def placement_of(value: Any, loads: Floats, cluster: Cluster) -> Placement:
     return Placement(num_experts, slots.reshape(num_layers, num_ranks, -1).astype(np.int16))
 
 
-def as_json(plan: ExpertPlan, loads: Floats, elapsed_ms: float) -> dict[str, Any]:
-    """The plan as plain values; slots are numbered rank by rank."""
+def as_json(plan: ExpertPlan, loads: Floats, before: Placement | None, elapsed_ms: float) -> dict[str, Any]:
+    """The plan as plain values; slots are numbered rank by rank. Without a placement before, none is moved: null."""
     num_layers = plan.placement.num_layers
     split = None if plan.split_LRS is None else plan.split_LRS.reshape(num_layers, -1).round(6).tolist()
     mean, worst = _mean_and_worst(plan.balancedness_L, loads)
@@ -87,7 +90,7 @@ def as_json(plan: ExpertPlan, loads: Floats, elapsed_ms: float) -> dict[str, Any
         "physical_to_logical": plan.placement.slot_to_expert_LRS.reshape(num_layers, -1).tolist(),
         "split": split,
         "balancedness": {"mean": mean, "worst": worst},
-        "moved_replicas": plan.moved_replicas,
+        "moved_replicas": None if before is None else plan.moved_replicas,
         "elapsed_ms": round(elapsed_ms, 3),
     }
 
@@ -109,36 +112,63 @@ def split_of(value: Any, placement: Placement) -> Floats | None:
 
 def bars(
     plan: ExpertPlan, loads: Floats, cluster: Cluster, before: Placement | None, elapsed_ms: float,
-    before_split: Floats | None = None,
+    before_split: Floats | None = None, *, width: int = 80,
 ) -> str:  # fmt: skip
-    """Balancedness before and after as bars, and the ranks' loads of the layer that was worst before."""
-    name = "today" if before is not None else "experts in order"
+    """Balancedness before and after as bars, and the ranks' loads of the layer that was worst before.
+
+    Lines have `width` characters at most, or what a bar of ten needs.
+    """
+    room = max(10, width - MARGIN_CHARS)
     start = before if before is not None else _in_order(loads, cluster)
     lines = []
     worst_layer = int(np.argmin(plan.balancedness_L))
     if start is not None:
         ours = balancedness(start, loads, before_split, cluster)
         worst_layer = int(np.argmin(ours))
-        lines += [f"before ({name})", *_two_bars(ours, loads)]
-    lines += ["after", *_two_bars(plan.balancedness_L, loads), ""]
+        name = "today" if before is not None else "experts in order"
+        lines += [f"before ({name})", *_two_bars(ours, loads, room)]
+    lines += ["after", *_two_bars(plan.balancedness_L, loads, room), ""]
     summed = loads if loads.ndim == 2 else loads.sum(axis=0)
     after = rank_loads(plan.placement, summed, plan.split_LRS)[worst_layer]
-    rows = [("after", after)]
+    label_to_row = {"after": after}
     if start is not None:
-        rows.insert(0, ("before", rank_loads(start, summed, before_split)[worst_layer]))
-    top = max(row.max() for _, row in rows) or 1.0
-    lines.append(f"tokens by rank, layer {worst_layer}")
-    for label, row in rows:
-        heights = np.minimum((row / top * len(BLOCKS)).astype(int), len(BLOCKS) - 1)
-        lines.append(f"  {label:7}{''.join(BLOCKS[height] for height in heights)}")
-    lines += ["", f"{plan.moved_replicas} replicas move. Planned in {elapsed_ms:.1f} ms."]
+        label_to_row = {"before": rank_loads(start, summed, before_split)[worst_layer], "after": after}
+    lines += [f"tokens by rank, layer {worst_layer}", *_rank_rows(label_to_row, room)]
+    if before is None:
+        moves = "Made from nothing; with today's placement as --current it says how many replicas move."
+    else:
+        moves = f"{plan.moved_replicas:,} {'replica moves' if plan.moved_replicas == 1 else 'replicas move'}."
+    lines += ["", *textwrap.wrap(f"{moves} Planned in {elapsed_ms:.1f} ms.", room + MARGIN_CHARS)]
     return "\n".join(lines)
 
 
-def _two_bars(balancedness_L: Floats, loads: Floats) -> list[str]:
+def _rank_rows(label_to_row: dict[str, Floats], room: int) -> list[str]:
+    """Every rank's load as a block, all on one scale, in as many lines as the ranks need; and what the ends are."""
+    room -= room % 8 if room > 8 else 0  # A node has 8 ranks in most places.
+    top = max(row.max() for row in label_to_row.values()) or 1.0
+    lines = []
+    for label, row in label_to_row.items():
+        heights = np.minimum((row / top * len(BLOCKS)).astype(int), len(BLOCKS) - 1)
+        text = "".join(BLOCKS[height] for height in heights)
+        for first in range(0, len(text), room):
+            last = min(first + room, len(text)) - 1
+            ranks = f"{first}-{last}" if len(text) > room else ""
+            lines.append(f"  {'' if first else label:6} {ranks:>8} {text[first : last + 1]}".rstrip())
+    for label, row in label_to_row.items():
+        mean = row.mean()
+        times = f", {row.max() / mean:.2f} x the mean" if mean > 0 else ""
+        lines.append(f"  {label:6} {_tokens(row.min())} to {_tokens(row.max())} tokens{times}")
+    return lines
+
+
+def _tokens(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
+
+
+def _two_bars(balancedness_L: Floats, loads: Floats, room: int) -> list[str]:
     mean, worst = _mean_and_worst(balancedness_L, loads)
     return [
-        f"  {label:6} {value:.4f} {'█' * round(value * BAR_CHARS)}"
+        f"  {label:6} {value:.4f}   {'█' * round(value * min(room, MAX_BAR_CHARS))}"
         for label, value in (("mean", mean), ("worst", worst))
     ]
 

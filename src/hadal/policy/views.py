@@ -88,15 +88,21 @@ class PrefillRankView:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionView:
-    """The front's queue when a new request knocks."""
+    """The front's queue when a new request of some tenant knocks."""
 
     is_draining: bool
-    is_placeable: bool
-    """It would not have to wait at all."""
+    num_placeable: int
+    """Generations that would not have to wait at all."""
     num_queued: int
+    """Generations of the request's tenant that wait."""
     num_queued_max: int
+    """Most generations that may wait, all tenants' together."""
     finished_per_s: float
     """Measured: requests that ended, smoothed. 0 when unknown."""
+    num_wanted: int = 1
+    """Generations of the request: all are let in, or none."""
+    num_tenants: int = 1
+    """Tenants that wait, its own included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,14 @@ class DownstreamView:
     num_blocks_used: int
     """Blocks those will hold in decode."""
     num_transferring: int
+    num_slots_shared: int = 0
+    """Slots that tenants which have their share may fill (policy/admission.shared_slots)."""
+    num_of_tenant: int = 0
+    """Requests of the tenant in question among those placed."""
+    num_tenants: int = 1
+    """Tenants that sent something lately, that one included."""
+    num_tenants_absent: int = 0
+    """Tenants among those who have nothing that waits now: their requests may come at any time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +151,4 @@ class HolderView:
     arrival: int
     """Sequence number: larger is later."""
     num_blocks: int
+    tenant: str = ""

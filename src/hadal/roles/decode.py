@@ -9,8 +9,8 @@ Two plans are in flight, so the Runner never waits for one. The price: a stop id
 A request that ends by count is left out in time, as that is known beforehand. Requests belong to a rank; what they hold
 there is in `decode_slots`, how they come is in `decode_arrivals`, what becomes of the blocks that they fill in
 `decode_cache`. A plan is a difference, one for each rank, and all ranks step together. When the unit forms
-anew, the plans in flight are void: survivors go back to their last delivered token and join again. Knows nothing of
-other units.
+anew, the plans in flight are void: survivors go back to their last delivered token and join again. A leader that took
+its ranks over does the same with what the front wants to go on (`decode_held`). Knows nothing of other units.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from hadal.core.messages import (
     Decode,
     FrontUp,
     Key,
+    Resume,
     Returned,
     Stop,
     Tokens,
@@ -45,9 +46,9 @@ from hadal.roles.decode_plans import join_of, make_plans, step_balance
 from hadal.roles.decode_slots import DecodeSlots
 from hadal.roles.decode_table import Bools, DecodeTable, Ints, SlotState
 from hadal.roles.ending import LENGTH, STOP
-from hadal.roles.meters import BalanceMeter
+from hadal.roles.meters import BalanceMeter, LineMeter
 from hadal.roles.rank_pools import RankPools
-from hadal.roles.reasons import STEP_FAILED
+from hadal.roles.reasons import RANK_LOST, void
 from hadal.roles.schedule import AUTO as AUTO_OVERLAP
 from hadal.roles.schedule import Choice, StepScheduler
 from hadal.roles.tracer import Tracer
@@ -96,9 +97,11 @@ class DecodeLeader:
         self._second: tuple[tuple[int, ...], ...] | None = None
         """By rank, slots of the second micro-batch; kept while nobody joins or leaves: all grow alike."""
         self._reporter = UnitReporter(
-            unit, DECODE, epoch, self.blocks, num_slots, heartbeat_s, self.slots.cache.totals
-        )
+            unit, DECODE, epoch, self.blocks, num_slots, heartbeat_s, self.slots.cache.totals,
+            held=lambda: self.slots.held.tickets,
+        )  # fmt: skip
         self._balance = BalanceMeter(self._reporter.balance)
+        self._line = LineMeter()
         self._tracer = Tracer(unit)
         self._out: list[Effect] = []
 
@@ -116,6 +119,7 @@ class DecodeLeader:
         for event in events:
             self._take(now_s, event)
         self.arrivals.expire(now_s)
+        self.slots.held.expire(now_s)
         self._plan()
         if not self.slots.is_starved:
             self.arrivals.seat_waiting()
@@ -141,13 +145,11 @@ class DecodeLeader:
                 for slot in self.slots.slots_of(tickets):
                     self.slots.close(slot, self._done_step_id)
             case RankReset():
-                self._reset(event)
+                self._reset(now_s, event)
+            case Resume():
+                self._resume(event)
             case FrontUp():
-                if self._reporter.is_new_front(event):
-                    self.arrivals.clear()
-                    for slot in self.slots.key_to_slot.copy().values():
-                        self.slots.close(slot, self._done_step_id)
-                self._out += self._reporter.up()
+                self._front_up(event)
             case BlocksStored():
                 self.slots.cache.stores.stored(event)
             case DiskNews():
@@ -188,7 +190,26 @@ class DecodeLeader:
     def _done_step_id(self) -> int:
         return self._in_flight[0].step_id - 1 if self._in_flight else self._num_plans - 1
 
-    def _reset(self, event: RankReset) -> None:
+    def _front_up(self, event: FrontUp) -> None:
+        """What an earlier front wanted is nobody's. What ranks hold since an earlier leader may be the first one's."""
+        is_first = not self._reporter.has_front
+        if self._reporter.is_new_front(event):
+            self.arrivals.clear()
+            for slot in self.slots.key_to_slot.copy().values():
+                self.slots.close(slot, self._done_step_id)
+            if not is_first:
+                self.slots.held.release()
+        self._out += self._reporter.up()
+
+    def _resume(self, event: Resume) -> None:
+        """Go on with what an earlier leader's requests left on the ranks."""
+        for generation in event.generations:
+            if not self.slots.resume(generation):
+                self._give_back((generation.request_id, generation.attempt), RANK_LOST)
+        if event.is_last:
+            self.slots.held.release()
+
+    def _reset(self, now_s: float, event: RankReset) -> None:
         """The unit formed anew: nothing in flight will be done, and lost ranks' requests go elsewhere."""
         num_void: Ints = np.zeros(self.table.num_slots, np.int64)
         for step in self._in_flight:
@@ -202,6 +223,7 @@ class DecodeLeader:
             self.slots.lose(rank)
         self.slots.roll_back(num_void)
         self.blocks.reset(event)
+        self.slots.held.take(now_s, event.held)
         if not self.blocks.num_living:
             self.arrivals.refuse_all()
         self._out += self._reporter.reset()
@@ -212,6 +234,9 @@ class DecodeLeader:
             raise InvariantError(f"{self._unit}: step {done.step_id} is done, but it is not the one that runs.")
         step = self._in_flight.popleft()
         self._reporter.meter.done(done.elapsed_s)
+        self._line.add(int(step.computed.reshape(self.blocks.num_ranks, -1).sum(axis=1).max()), done.elapsed_s)
+        self._reporter.step_s, request_s = self._line.line
+        self._reporter.rates_s = (request_s, 0.0)
         self.scheduler.done(done.step_id, done.op_times)
         if done.error is None:
             self._take_tokens(step, done)
@@ -265,7 +290,7 @@ class DecodeLeader:
     def _give_up(self, slot: int, error: str) -> None:
         """A computed slot's token is void: give its request back, and close it."""
         if not self.table.is_muted[slot]:
-            self._give_back(self.table.seat(slot).key, f"{STEP_FAILED}: {error}")
+            self._give_back(self.table.seat(slot).key, void(error))
         self.slots.end(np.array([slot]))
 
     # ---- what goes to the Runner ----

@@ -58,8 +58,9 @@ def join_of(table: DecodeTable, slot: int, per_rank: int) -> Join:
     prompt, output = generation.prompt if has_penalty(generation.sampling) else (), table.outputs.get(slot, ())
     return Join(
         slot % per_rank, table.blocks_of(slot), int(table.length[slot]), int(table.last_token[slot]),
-        int(table.output_index[slot]), generation.sampling, prompt, tuple(output),
-        stop_ids=generation.stop_ids, min_tokens=generation.min_tokens, is_pulled=table.is_as_pulled(slot),
+        int(table.output_index[slot]), generation.sampling, prompt=prompt, output=tuple(output),
+        ticket=int(table.ticket[slot]), stop_ids=generation.stop_ids, min_tokens=generation.min_tokens,
+        is_pulled=table.is_as_pulled(slot),
     )  # fmt: skip
 
 

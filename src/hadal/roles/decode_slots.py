@@ -14,13 +14,14 @@ from itertools import chain
 import numpy as np
 
 from hadal.core.balance import AUTO, OFF, TURNS
-from hadal.core.messages import Ahead, Decode, Key
+from hadal.core.messages import Ahead, Decode, Generation, Key, KvLease
 from hadal.kv.blocks import blocks_for
 from hadal.policy.decode_balance import Arrival, place, place_by_counts, place_in_turn
 from hadal.policy.decode_moves import MoveTerms, choose_moves, is_uneven
 from hadal.policy.preemption import choose_victims
 from hadal.policy.views import DecodeRanksView, HolderView
 from hadal.roles.decode_cache import DecodeCache
+from hadal.roles.decode_held import DecodeHeld
 from hadal.roles.decode_moving import DecodeMoving
 from hadal.roles.decode_table import ARRIVING, DecodeTable, Ints, SlotState
 from hadal.roles.rank_pools import RankPools
@@ -45,6 +46,7 @@ class DecodeSlots:
         self.key_to_slot: dict[Key, int] = {}
         self.moving = DecodeMoving(self.table, pools, slots_per_rank, self.key_to_slot)
         self.cache = DecodeCache(self.table, pools, slots_per_rank, fingerprint)
+        self.held = DecodeHeld(pools)
         self.is_starved = False
         """The next plan waits for blocks: nobody is seated before it has them."""
         self._pools = pools
@@ -86,6 +88,23 @@ class DecodeSlots:
             self.key_to_slot[key] = slot
             seated.append(slot)
         return seated
+
+    def resume(self, generation: Generation) -> bool:
+        """Go on with an attempt whose KV a rank has held since another leader led it; False if it is not all there."""
+        key = (generation.request_id, generation.attempt)
+        found = None if key in self.key_to_slot or not generation.output else self.held.claim(generation)
+        if found is None:
+            return False
+        rank, kv = found
+        if not self.num_free_slots(rank):
+            self._pools.free(rank, kv.block_ids, key)
+            return False
+        slot = self.table.resume(generation, kv, self._num_arrivals, self.of_rank(rank))
+        self._num_arrivals += 1
+        self.key_to_slot[key] = slot
+        self.cache.seated(slot)
+        self.table.set_lease(slot, KvLease("", (), (), kv.num_pulled))
+        return True
 
     def num_free_slots(self, rank: int) -> int:
         return self.per_rank - int(np.count_nonzero(self.table.state[self.of_rank(rank)]))
@@ -181,6 +200,7 @@ class DecodeSlots:
             self.moving.abandon(slot)
             self.vacate(slot)
         self.cache.stores.lose(rank)
+        self.held.lose(rank)
 
     def roll_back(self, num_void: Ints) -> None:
         """No plan in flight will be done: survivors join again, and what was only waiting to leave is freed."""
@@ -256,7 +276,8 @@ class DecodeSlots:
             if is_closing or state in ARRIVING or self.moving.is_going(slot):
                 num_blocks_coming += len(table.block_ids[slot])
             else:
-                holders.append(HolderView(slot, table.seat(slot).arrival, num_blocks))
+                seat = table.seat(slot)
+                holders.append(HolderView(slot, seat.arrival, num_blocks, seat.generation.tenant))
         for slot in choose_victims(holders, num_missing - num_blocks_coming):
             table.is_preempted[slot] = True
             self._let_go(slot, done_step_id)
@@ -266,7 +287,7 @@ class DecodeSlots:
         table = self.table
         problems = self._pools.check() + table.check() + self.moving.check() + self.cache.stores.check()
         holders: list[list[tuple[Hashable, Sequence[int]]]] = [
-            list(self.cache.stores.owners(rank)) for rank in range(self._pools.num_ranks)
+            [*self.cache.stores.owners(rank), *self.held.owners(rank)] for rank in range(self._pools.num_ranks)
         ]  # fmt: skip
         for key, slot in chain(self.key_to_slot.items(), self.moving.arriving.items()):
             holders[slot // self.per_rank].append((key, table.block_ids[slot]))

@@ -1,7 +1,8 @@
 """The decode unit's requests as arrays, one row per slot: what a step reads and writes without a loop over requests.
 
     FREE --reserve--> PULLING --KvPulled--> READY --join--> ACTIVE --leave--> CLOSING --last plan done--> FREE
-       '-> AHEAD --Decode--^                  ^---- roll_back: the plans in flight are void ---'
+       '-> AHEAD --Decode--^                ^ ^---- roll_back: the plans in flight are void ---'
+       '------------ resume ----------------'
 
 A request that changes its rank has two slots for a while (roles/decode_moving):
 
@@ -25,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.messages import BLOCK_TOKENS, Generation, Key, KvLease
+from hadal.core.plans import HeldKv
 from hadal.roles.ending import has_penalty
 
 Ints = NDArray[np.int64]
@@ -160,6 +162,15 @@ class DecodeTable:
         if has_penalty(generation.sampling):
             self.outputs[slot] = list(generation.output)
         self.seats[slot] = Seat(generation, lease, self.seat(slot).arrival)
+
+    def resume(self, generation: Generation, kv: HeldKv, arrival: int, among: slice) -> int:
+        """Seat a request whose KV is in these blocks already, up to the last token of its output. The caller made sure
+        that a slot is free `among` these."""
+        lease = KvLease("", (), (), len(generation.prompt) + len(generation.output) - 1)
+        slot = self.reserve(generation, lease, arrival, kv.block_ids, among)
+        self.prefilled(slot, generation, lease)
+        self.state[slot] = SlotState.READY
+        return slot
 
     def _set_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
         self.block_ids[slot] = list(block_ids)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import msgspec
 
 from hadal.core.balance import AUTO
-from hadal.core.config import ROLES, Deployment
+from hadal.core.config import DECODE, ROLES, Deployment
 from hadal.core.errors import InvariantError
 from hadal.core.fleet import DrainUnit, KeepUnit
+from hadal.core.front_snapshot import FrontSnapshot, Totals
 from hadal.core.messages import (
     SUPERVISOR,
     Ahead,
@@ -23,25 +24,30 @@ from hadal.core.messages import (
     Drain,
     FrontUp,
     Generation,
+    LeaderDown,
     Load,
     Prefill,
     PrefillAhead,
     PrefillDone,
     Pulled,
     Release,
+    Resume,
     Returned,
+    Sighting,
     Stop,
     Submit,
     Token,
     Tokens,
     Trace,
+    TurnedAway,
     UnitDown,
     UnitUp,
 )
+from hadal.core.plans import NO_TOKEN
 from hadal.core.request import Move, State
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick
 from hadal.core.wire import AnyMessage
-from hadal.policy.admission import admit, refuse_lengths
+from hadal.policy.admission import Refusal, admit, refuse_lengths
 from hadal.policy.views import AdmissionView
 from hadal.roles.front_alarm import Alarm
 from hadal.roles.front_fleet import FrontFleet
@@ -50,12 +56,15 @@ from hadal.roles.front_names import FrontNames
 from hadal.roles.front_record import Record
 from hadal.roles.front_requests import RequestBook
 from hadal.roles.front_rooms import Rooms
-from hadal.roles.front_snapshot import FrontSnapshot, Totals
 from hadal.roles.front_tokens import FrontTokens
 from hadal.roles.front_units import UnitBook
 from hadal.roles.meters import RateMeter
 from hadal.roles.reasons import BACKOFF_MAX_S, BACKOFF_S, PREEMPTED, answer_to, kind_of
 
+ORPHAN_S = 10.0
+"""How long a unit's requests wait for a leader that takes its ranks over."""
+RESUME_BATCH = 64
+"""Requests in one message to it."""
 CLOSED_STATUS = 499
 """nginx's status for a client that went away."""
 
@@ -71,7 +80,7 @@ class Front:
     ) -> None:
         self._keeps_text = keeps_text
         self.requests = RequestBook()
-        self.units = UnitBook()
+        self.units = UnitBook(config.unit_timeout_s, config.heartbeat_s)
         self.names = FrontNames(config.cache, fingerprint)
         self.totals = Totals()
         self.rooms = Rooms(self.requests, self.units, config.limits, max_context)
@@ -104,6 +113,7 @@ class Front:
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
         """Take in what happened, in order, and return what to do, in order."""
         self._out = []
+        self.units.called(now_s)
         for event in events:
             self._take(now_s, event)
             self._place(now_s)
@@ -120,6 +130,8 @@ class Front:
                 self.units.cached(event)
             case Submit(generation):
                 self._submit(now_s, generation)
+            case TurnedAway(num_generations, num_tokens):
+                self._turned_away(num_generations, num_tokens)
             case PrefillAhead():
                 self._prefill_ahead(event)
             case PrefillDone():
@@ -134,8 +146,12 @@ class Front:
                     self._fail(record, "cancelled: the client went away", CLOSED_STATUS)
             case UnitUp():
                 self._unit_up(now_s, event)
+            case Sighting():
+                self.units.suspects.sighted(now_s, event)
             case UnitDown(unit, reason):
                 self._unit_down(now_s, unit, reason)
+            case LeaderDown(unit, reason):
+                self._leader_down(now_s, unit, reason)
             case Drain():
                 self.is_draining = True
             case DrainUnit() | KeepUnit():
@@ -158,21 +174,43 @@ class Front:
             self.totals.refused += 1
             self._out.append(Deliver(request_id, (), True, error, 400))
             return
-        num_queued, num_queued_max = self.requests.num_queued, self._config.limits.max_queued
         # Asked only where it matters: with a queue that may hold nobody.
-        is_placeable = num_queued == num_queued_max == 0 and self.rooms.has_room(generation)
-        refusal = admit(AdmissionView(
-            self.is_draining, is_placeable, num_queued, num_queued_max, self._finished.per_s(now_s)
-        ))  # fmt: skip
+        may_hold_none = self._config.limits.max_queued == self.requests.num_queued == 0
+        is_placeable = may_hold_none and self.rooms.has_room(generation)
+        # One that is no first attempt was let in by the front before this one, in whose place it still is.
+        refusal = None if generation.attempt else self._admit(now_s, generation.tenant, 1, int(is_placeable))
         if refusal is not None:
-            self.totals.refused += 1
-            self.totals.tokens_refused += len(generation.prompt) * (refusal.status == 429)
+            self._count_refused(1, len(generation.prompt))
             reason, status = f"{refusal.reason}.", refusal.status
             self._out.append(Deliver(request_id, (), True, reason, status, refusal.retry_after_s))
             return
         self.totals.tokens_in += len(generation.prompt)
         generation = msgspec.structs.replace(generation, arrived_s=now_s)
         self.requests.add(generation, now_s + self._config.limits.request_timeout_s, keeps_text=self._keeps_text)
+
+    def refusal(self, now_s: float, tenant: str, num_wanted: int) -> Refusal | None:
+        """Why so many more generations of a tenant are not let in now, all of them; None if they are. Changes nothing:
+        asked before they are submitted, it spares their tenant to have some begun and all given up."""
+        return self._admit(now_s, tenant, num_wanted, 0 if self.requests.num_queued else self.rooms.num_free())
+
+    def _turned_away(self, num_generations: int, num_tokens: int) -> None:
+        totals = self.totals
+        num_let_in = totals.submitted - totals.refused
+        totals.submitted += num_generations
+        # Prompts that nobody has read are taken to be as long as others are.
+        self._count_refused(num_generations, num_tokens or num_generations * totals.tokens_in // max(1, num_let_in))
+
+    def _count_refused(self, num_generations: int, num_tokens: int) -> None:
+        self.totals.refused += num_generations
+        if not self.is_draining:  # Then there is room, and no more of it is needed.
+            self.totals.tokens_refused += num_tokens
+
+    def _admit(self, now_s: float, tenant: str, num_wanted: int, num_placeable: int) -> Refusal | None:
+        num_queued, num_tenants = self.requests.num_queued_of(tenant), self.requests.num_tenants_with(tenant)
+        return admit(AdmissionView(
+            self.is_draining, num_placeable, num_queued, self._config.limits.max_queued, self._finished.per_s(now_s),
+            num_wanted, num_tenants,
+        ))  # fmt: skip
 
     # ---- forward: queue -> prefill -> decode -> end ----
     def _place(self, now_s: float) -> None:
@@ -286,7 +324,10 @@ class Front:
         self._let_go(record, lost=returned.unit)
         is_final, is_counted, delay_s = answer_to(returned.reason, record.num_retries)
         if is_final:
-            self._fail(record, f"the request does not fit in {returned.unit} ({returned.reason}).", 400)
+            if kind_of(returned.reason) == NO_TOKEN:
+                self._fail(record, f"nothing can be drawn for this request ({returned.reason}).", 422)
+            else:
+                self._fail(record, f"the request does not fit in {returned.unit} ({returned.reason}).", 400)
             return
         self.totals.preemptions += kind_of(returned.reason) == PREEMPTED
         self._retry(now_s, record, f"{returned.unit}: {returned.reason}", is_counted=is_counted, delay_s=delay_s)
@@ -348,10 +389,44 @@ class Front:
         if unit is not None and unit.epoch == message.epoch:
             unit.seen_s = now_s
             return
+        # Or the first it hears of us would make it drop what it has.
+        self._send(message.unit, FrontUp(self._epoch))
+        if unit is not None and (unit.orphan_by_s is not None or message.held):
+            self.units.succeeded(unit, message, now_s)
+            self._resume(now_s, message)
+            return
         if unit is not None:
             self._unit_down(now_s, message.unit, "restarted")
         self.units.add(message, now_s)
-        self._send(message.unit, FrontUp(self._epoch))  # Or the first it hears of us would make it drop what it has.
+        if message.held:
+            self._send(message.unit, Resume((), is_last=True))
+
+    def _resume(self, now_s: float, message: UnitUp) -> None:
+        """A new leader took a unit over: what its ranks hold goes on there, from the last token delivered."""
+        held, going = set(message.held), []
+        for record in self.requests.on_unit(message.unit):
+            if record.state is State.DECODING and (ticket := self.requests.running.ticket_of(record)) in held:
+                self.requests.running.sync(record)
+                going.append(msgspec.structs.replace(self._current(record), ticket=ticket))
+            elif not self.handover.lost(record, message.unit):
+                self._let_go(record, lost=message.unit)
+                self._retry(now_s, record, f"{message.unit}: its leader was lost")
+        for first in range(0, max(len(going), 1), RESUME_BATCH):
+            part = tuple(going[first : first + RESUME_BATCH])
+            self._send(message.unit, Resume(part, is_last=first + RESUME_BATCH >= len(going)))
+
+    def _leader_down(self, now_s: float, name: str, reason: str) -> None:
+        """A unit's ranks are left, and will have another leader. Decode requests wait for it, as their KV does; all
+        others are as quick elsewhere."""
+        unit = self.units.by_name.get(name)
+        if unit is None or unit.role != DECODE:
+            self._unit_down(now_s, name, reason)
+            return
+        self.units.orphaned(unit, now_s + ORPHAN_S)
+        for record in self.requests.on_unit(name):
+            if record.state is not State.DECODING and not self.handover.lost(record, name):
+                self._let_go(record, lost=name)
+                self._retry(now_s, record, f"{name}: {reason}")
 
     def _unit_down(self, now_s: float, name: str, reason: str) -> None:
         """Everything the unit held is lost: its requests go elsewhere, or to its next life."""
@@ -370,10 +445,16 @@ class Front:
                 self._fail(record, f"no unit could take the request within {timeout_s:g} s.", 503)
             else:
                 self._fail(record, f"the request took longer than {timeout_s:g} s.", 504)
-        for name in self.units.silent(now_s, self._config.unit_timeout_s):
-            reason = f"silent for {self._config.unit_timeout_s:g} s"
+        for name, reason in self.units.frozen(now_s):
             self._send(SUPERVISOR, UnitDown(name, reason))
-            self._unit_down(now_s, name, reason)
+            if self.units.by_name[name].is_of_many_ranks:
+                self._leader_down(now_s, name, reason)
+            else:
+                self._unit_down(now_s, name, reason)
+        for name in self.units.late_orphans(now_s):
+            self._unit_down(now_s, name, "no leader took its ranks over")
+        self._out += self.units.suspects.effects
+        self.units.suspects.effects.clear()
         for name in self.fleet.overdue(now_s):
             for record in self.requests.on_unit(name):
                 self._let_go(record)
@@ -392,7 +473,7 @@ class Front:
     def snapshot(self) -> FrontSnapshot:
         """What /metrics and /health show."""
         states = {state.value: count for state, count in self.requests.counts.items()}
-        roles = {role: len(self.units.of_role(role)) for role in ROLES}
+        roles = {role: {unit.name: unit.num_ranks for unit in self.units.of_role(role)} for role in ROLES}
         return FrontSnapshot(self.is_draining, states, self.units.loads(), roles, msgspec.structs.replace(self.totals))
 
     def check(self) -> list[str]:

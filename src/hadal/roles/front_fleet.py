@@ -11,12 +11,12 @@ from collections import Counter
 
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
+from hadal.core.front_snapshot import Totals
 from hadal.core.messages import SUPERVISOR, Cancel
 from hadal.core.request import State
 from hadal.core.seams import Send
 from hadal.roles.front_handover import Handover
 from hadal.roles.front_requests import RequestBook
-from hadal.roles.front_snapshot import Totals
 from hadal.roles.front_units import Unit, UnitBook
 
 

@@ -13,7 +13,7 @@ from hadal.core.config import LimitsConfig
 from hadal.core.messages import BLOCK_TOKENS, Generation
 from hadal.core.request import State
 from hadal.kv.blocks import blocks_for
-from hadal.policy.admission import may_prefill
+from hadal.policy.admission import may_prefill, num_placed_max
 from hadal.policy.cached_prefix import usable_blocks
 from hadal.policy.routing import choose_decode_unit, choose_prefill_unit
 from hadal.roles.front_record import Record
@@ -30,17 +30,22 @@ class Rooms:
     limits: LimitsConfig
     max_context: int
 
+    def num_free(self) -> int:
+        """How many more requests units could work on, as far as they are not too long."""
+        view = self.units.downstream(self.requests.num_placed, 0, 0)
+        return max(0, min(self.limits.max_running, num_placed_max(view.num_slots)) - view.num_requests)
+
     def has_room(self, generation: Generation) -> bool:
         """Whether a new request could start now; else it has to wait."""
         num_tokens = len(generation.prompt) + len(generation.output)
-        if not self._may_prefill(num_tokens):
+        if not self._may_prefill(num_tokens, generation.tenant):
             return False
         return choose_prefill_unit(self.units.prefill_views(), blocks_for(num_tokens), num_tokens) is not None
 
     def prefill_unit(self, record: Record) -> tuple[str, int] | None:
         """The prefill unit it starts on now, and how many of its positions that has already; None if it waits."""
         num_tokens = record.num_tokens
-        if not self._may_prefill(num_tokens):
+        if not self._may_prefill(num_tokens, record.generation.tenant):
             return None
         unit_to_cached: dict[str, int] = {}
         if record.generation.chain:
@@ -74,9 +79,12 @@ class Rooms:
             record.generation = msgspec.structs.replace(generation, max_tokens=longest)
         return None
 
-    def _may_prefill(self, num_tokens: int) -> bool:
-        if self.requests.num_placed >= self.limits.max_running:
+    def _may_prefill(self, num_tokens: int, tenant: str) -> bool:
+        requests = self.requests
+        if requests.num_placed >= self.limits.max_running:
             return False
-        num_transferring = self.requests.counts[State.TRANSFERRING]
-        view = self.units.downstream(self.requests.num_placed, self.requests.num_blocks_placed, num_transferring)
+        view = self.units.downstream(
+            requests.num_placed, requests.num_blocks_placed, requests.counts[State.TRANSFERRING],
+            requests.tenant_to_placed[tenant], len(requests.tenant_to_seen_s), requests.num_tenants_absent(tenant),
+        )  # fmt: skip
         return may_prefill(view, blocks_for(num_tokens + 1))

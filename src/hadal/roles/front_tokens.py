@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hadal.core.front_snapshot import Totals
 from hadal.core.messages import Token, Tokens
 from hadal.core.seams import Deliver
 from hadal.roles.front_record import Record
 from hadal.roles.front_requests import RequestBook
 from hadal.roles.front_running import Ints
-from hadal.roles.front_snapshot import Totals
 from hadal.roles.front_units import UnitBook
 
 

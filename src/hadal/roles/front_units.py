@@ -14,9 +14,12 @@ from hadal.core.config import DECODE, PREFILL, ROLES
 from hadal.core.messages import BLOCK_TOKENS, Cached, Load, UnitUp
 from hadal.core.request import State
 from hadal.overlap.split import num_pairs_of
+from hadal.policy.admission import shared_slots
+from hadal.policy.suspicion import pause_s
 from hadal.policy.views import DecodeUnitView, DownstreamView, PrefillUnitView
 from hadal.roles.front_cache import FrontCache
 from hadal.roles.front_record import Record
+from hadal.roles.suspects import Suspects
 
 _NOTHING: Mapping[str, int] = {}
 
@@ -48,11 +51,25 @@ class Unit:
     drain_number: int = 0
     drain_by_s: float | None = None
     """Not None: nothing new is sent there, and what it holds may stay until then (roles/front_fleet)."""
+    orphan_by_s: float | None = None
+    """Not None: its ranks have no leader, and what they hold is kept for a new one until then."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that live and are led. One that has not reported said that it is up, which it is with one at least."""
+        if self.orphan_by_s is not None:
+            return 0
+        return self.load.num_ranks if self.load is not None else 1
 
     @property
     def is_open(self) -> bool:
         """New requests may be sent there."""
-        return self.drain_by_s is None
+        return self.drain_by_s is None and self.orphan_by_s is None
+
+    @property
+    def is_of_many_ranks(self) -> bool:
+        """Its leader is a process by itself."""
+        return self.load is not None and self.load.num_ranks > 1
 
     def changed(self) -> None:
         """It is not as the policies saw it any more."""
@@ -72,20 +89,32 @@ def _decode_view(unit: Unit) -> DecodeUnitView:
     )  # fmt: skip
 
 
+def _shared_slots(unit: Unit) -> int:
+    load = unit.load
+    if load is None:
+        return shared_slots(unit.num_requests_max, 1, 0.0, 0.0)
+    return shared_slots(unit.num_requests_max, load.num_ranks, load.step_s, load.token_s)
+
+
 def _prefill_view(unit: Unit) -> PrefillUnitView:
     """As it is for a request of which it has nothing."""
     load = unit.load
     return PrefillUnitView(
         unit.name, unit.num_blocks_request, unit.num_tokens, unit.num_requests, unit.num_requests_max,
-        unit.num_pairs, load.num_ranks if load else 1, load.token_s if load else 0.0, load.pair_s if load else 0.0,
+        unit.num_pairs, unit.num_ranks, load.token_s if load else 0.0, load.pair_s if load else 0.0,
     )  # fmt: skip
 
 
 class UnitBook:
     """Units by name; one that is down is not in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit_timeout_s: float, beat_s: float) -> None:
+        """A unit that gives no sign for `unit_timeout_s` though it could run is frozen. `beat_s`: from one call of the
+        front to the next, at most."""
         self.by_name: dict[str, Unit] = {}
+        self.suspects = Suspects(unit_timeout_s)
+        self._beat_s = beat_s
+        self._called_s: float | None = None
         self.cache = FrontCache()
         self._role_to_units: dict[str, list[Unit]] = {role: [] for role in ROLES}
 
@@ -109,6 +138,24 @@ class UnitBook:
             self._role_to_units[unit.role].remove(unit)
         self.cache.down(name)
 
+    def orphaned(self, unit: Unit, by_s: float) -> None:
+        """Its leader is gone. Said again, it changes nothing."""
+        unit.changed()
+        unit.orphan_by_s = by_s if unit.orphan_by_s is None else unit.orphan_by_s
+
+    def succeeded(self, unit: Unit, message: UnitUp, now_s: float) -> None:
+        """It has a new leader, and what was sent there counts on."""
+        unit.changed()
+        unit.epoch, unit.orphan_by_s, unit.seen_s, unit.load = message.epoch, None, now_s, None
+        unit.num_blocks, unit.num_requests_max = message.num_blocks, message.num_requests_max
+        unit.num_blocks_request = message.num_blocks_request or message.num_blocks
+        self.cache.up(message.unit, message.epoch, message.num_blocks)
+
+    def late_orphans(self, now_s: float) -> list[str]:
+        """Units that nobody took over in time."""
+        units = self.by_name.values()
+        return [unit.name for unit in units if unit.orphan_by_s is not None and unit.orphan_by_s <= now_s]
+
     def heard(self, unit: Unit, load: Load, now_s: float) -> None:
         """A heartbeat: what the unit can hold changes when a rank is lost or comes back."""
         unit.seen_s = now_s
@@ -126,9 +173,21 @@ class UnitBook:
         """By unit, of those that have reported."""
         return {unit.name: unit.load for unit in self.by_name.values() if unit.load is not None}
 
-    def silent(self, now_s: float, timeout_s: float) -> list[str]:
-        """Units that sent no heartbeat for too long."""
-        return [unit.name for unit in self.by_name.values() if now_s - unit.seen_s > timeout_s]
+    def called(self, now_s: float) -> None:
+        """The front is called. What it did not hear while it stood still itself is nobody's silence."""
+        gap_s = 0.0 if self._called_s is None else pause_s(now_s - self._called_s, self._beat_s)
+        self._called_s = now_s
+        if gap_s:
+            for unit in self.by_name.values():
+                unit.seen_s += gap_s
+
+    def frozen(self, now_s: float) -> list[tuple[str, str]]:
+        """Units that sent no heartbeat for too long and could have, and what to say of each."""
+        silent = {unit.name: now_s - unit.seen_s for unit in self.by_name.values() if unit.orphan_by_s is None}
+        return [
+            (name, f"has sent no heartbeat for {silent[name]:.1f} s{self.suspects.why(name)}")
+            for name in self.suspects.judge(now_s, silent)
+        ]
 
     def capacity_tokens(self) -> int | None:
         """Tokens of KV of one request that both roles have a unit for; None if no rank of a role is up."""
@@ -206,13 +265,18 @@ class UnitBook:
             views.append(unit.decode_view)
         return views
 
-    def downstream(self, num_requests: int, num_blocks_used: int, num_transferring: int) -> DownstreamView:
-        """One that drains has room for what it holds and for nothing else."""
+    def downstream(
+        self, num_requests: int, num_blocks_used: int, num_transferring: int, num_of_tenant: int = 0,
+        num_tenants: int = 1, num_tenants_absent: int = 0,
+    ) -> DownstreamView:  # fmt: skip
+        """One that drains or has no leader has room for what it holds and for nothing else."""
         units = self.of_role(DECODE)
         return DownstreamView(
-            sum([unit.num_requests_max if unit.drain_by_s is None else unit.num_requests for unit in units]),
-            sum([unit.num_blocks if unit.drain_by_s is None else unit.num_blocks_used for unit in units]),
+            sum([unit.num_requests_max if unit.is_open else unit.num_requests for unit in units]),
+            sum([unit.num_blocks if unit.is_open else unit.num_blocks_used for unit in units]),
             num_requests, num_blocks_used, num_transferring,
+            sum(_shared_slots(unit) for unit in units if unit.is_open) if num_tenants_absent else 0,
+            num_of_tenant, num_tenants, num_tenants_absent,
         )  # fmt: skip
 
     def check(self, placed: Sequence[Record]) -> list[str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+_LINE_VARIANCE = 2.0
+"""Least variance of the numbers of requests in steps with which a line through them means something."""
+
 
 class StepMeter:
     """Steps so far, and the smoothed time of one in the Runner."""
@@ -19,6 +22,30 @@ class StepMeter:
         weight = self._smoothing if self.num_steps else 1.0
         self.step_ms += weight * (elapsed_s * 1e3 - self.step_ms)
         self.num_steps += 1
+
+
+class LineMeter:
+    """The line through what was seen lately, by least squares: seconds of a step by the requests in it."""
+
+    def __init__(self, memory: float = 256.0) -> None:
+        """`memory`: how many steps weigh."""
+        self._keeps = 1.0 - 1.0 / memory
+        self._weight = self._mean_x = self._mean_y = self._var_x = self._cov = 0.0
+        self.line = (0.0, 0.0)
+        """Seconds of a step without requests and of each request, neither negative; 0 while steps were too alike."""
+
+    def add(self, num: int, seconds: float) -> None:
+        """A step of so many requests took so long."""
+        self._weight = self._weight * self._keeps + 1.0
+        share = 1.0 / self._weight
+        from_x, from_y = num - self._mean_x, seconds - self._mean_y
+        self._mean_x += share * from_x
+        self._mean_y += share * from_y
+        self._var_x = (1.0 - share) * (self._var_x + share * from_x * from_x)
+        self._cov = (1.0 - share) * (self._cov + share * from_x * from_y)
+        if self._var_x >= _LINE_VARIANCE:
+            slope = min(max(self._cov / self._var_x, 0.0), self._mean_y / self._mean_x)
+            self.line = (self._mean_y - slope * self._mean_x, slope)
 
 
 class BalanceMeter:

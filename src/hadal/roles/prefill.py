@@ -3,7 +3,7 @@
     waiting --start: all its blocks--> started --last chunk planned--> (in flight) --StepDone--> leased --> gone
                                        | ^ while its prefix is read from disk it takes no part in steps
 
-Prompts start in their turn (policy/batching.turn_s), each on one rank; all ranks step together. Two plans may be in
+Prompts start in their turn (policy/batching), each on one rank; all ranks step together. Two plans may be in
 flight, so a prompt's next chunk is planned while the one before is computed. When the unit forms anew, the plans in
 flight are void: their chunks are planned again. Knows nothing of other units; the front decides what comes here and
 what becomes of it, and what of it need not be computed is found by roles/prefill_cache.
@@ -11,8 +11,8 @@ what becomes of it, and what of it need not be computed is found by roles/prefil
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -39,12 +39,13 @@ from hadal.core.plans import BlocksLoaded, BlocksStored, PrefillPlan, StepDone
 from hadal.core.seams import MAX_STEPS_IN_FLIGHT, DiskNews, Effect, Event, Execute, RankReset, Send, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.kv.handover import HeldLease, LeaseBook
+from hadal.policy.batching import in_turns
 from hadal.roles.ending import finish_of
 from hadal.roles.meters import BalanceMeter
 from hadal.roles.prefill_cache import PrefillCache
 from hadal.roles.prefill_prompts import Part, Prompt, cut, pack, step_balance, work_on
 from hadal.roles.rank_pools import RankPools
-from hadal.roles.reasons import LEASE_EXPIRED, QUEUE_FULL, RANK_LOST, STEP_FAILED, TOO_LONG
+from hadal.roles.reasons import LEASE_EXPIRED, QUEUE_FULL, RANK_LOST, TOO_LONG, void
 from hadal.roles.schedule import AUTO as AUTO_OVERLAP
 from hadal.roles.schedule import Choice, StepScheduler
 from hadal.roles.tracer import Tracer
@@ -72,12 +73,14 @@ class PrefillLeader:
         num_waiting_max: int, lease_s: float, heartbeat_s: float, num_ranks: int = 1, overlap: str = AUTO_OVERLAP,
         min_split_tokens: int = 32, num_layers: int = 0, num_moe_layers: int = 0, request_balance: str = AUTO,
         keeps_blocks: bool = True, has_disk: bool = False, recompute: str = AUTO, early_pull: str = OFF,
+        tells_names: bool = False,
     ) -> None:  # fmt: skip
         """`keeps_blocks`: what a prompt leaves in a pool can be found until its room is needed. `has_disk`: blocks are
-        written to a disk cache. `early_pull`: "auto": decode is told of blocks before their prompt is done."""
+        written to a disk cache. `early_pull`: "auto": decode is told of blocks before their prompt is done.
+        `tells_names`: ranks are told what is named on them."""
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {chunk_tokens}; a step must compute at least one token.")
-        self.blocks = RankPools(num_blocks, num_ranks, pool_name)
+        self.blocks = RankPools(num_blocks, num_ranks, pool_name, tells_names=tells_names)
         self.cache = PrefillCache(unit, epoch, self.blocks, keeps=keeps_blocks, has_disk=has_disk, recompute=recompute)
         self.leases = LeaseBook()
         self.scheduler = StepScheduler(
@@ -93,7 +96,9 @@ class PrefillLeader:
         self._is_by_cost = request_balance == AUTO and num_ranks > 1
         self._is_in_turn = request_balance == TURNS
         self._waiting: dict[Key, Prompt] = {}
-        """In their turn."""
+        """In the order of their turns; tenants take turns beyond that."""
+        self._tenants: set[str] = set()
+        """Tenants of those that wait, and of some that no longer do."""
         self._num_arrived = 0
         self._started: dict[Key, Prompt] = {}
         self._num_tokens_left: int | None = None
@@ -125,6 +130,7 @@ class PrefillLeader:
             self._free_started(prompt)
             self._num_tokens_left = None
         out += self.blocks.take_freed()  # Before the plans of this event, which may write these blocks.
+        out += self.blocks.take_named()
         self._plan(now_s, out)
         out += self.cache.effects()
         out += self._beat(now_s)
@@ -173,6 +179,9 @@ class PrefillLeader:
         else:
             self._num_arrived += 1
             last = next(reversed(self._waiting.values()), None)
+            if last is None:
+                self._tenants.clear()
+            self._tenants.add(generation.tenant)
             self._waiting[prompt.key] = prompt
             if self._num_tokens_left is not None:
                 self._num_tokens_left += prompt.num_left
@@ -283,7 +292,7 @@ class PrefillLeader:
 
     def _give_up(self, prompt: Prompt, error: str, out: list[Effect]) -> None:
         if not prompt.is_dropped:
-            self._give_back(prompt.key, f"{STEP_FAILED}: {error}", out)
+            self._give_back(prompt.key, void(error), out)
             prompt.is_dropped = True
 
     def _first_token(
@@ -310,12 +319,19 @@ class PrefillLeader:
         out.append(Send("front", PrefillDone(self._unit, token, lease, num_cached)))
 
     # ---- what goes to the Runner ----
+    def _in_turns(self) -> Iterable[Prompt]:
+        """Those that wait, in the order in which they may start."""
+        if len(self._tenants) < 2:
+            return self._waiting.values()
+        held = Counter(prompt.generation.tenant for prompt in self._started.values())
+        return in_turns(self._waiting.values(), lambda prompt: prompt.who, held)
+
     def _plan(self, now_s: float, out: list[Effect]) -> None:
         while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
             rates = self.scheduler.rates
             self.cache.ask(now_s, rates if self.scheduler.is_calibrated else None)
             step = pack(
-                self._started.values(), self._waiting.values(), self.blocks, self._chunk_tokens,
+                self._started.values(), self._in_turns(), self.blocks, self._chunk_tokens,
                 self._num_requests_max, rates if self._is_by_cost else None, self.cache.find,
                 is_in_turn=self._is_in_turn,
             )  # fmt: skip

@@ -80,6 +80,11 @@ class Prompt:
         return turn_s(self.generation.arrived_s, self.generation.priority), self.number
 
     @property
+    def who(self) -> tuple[str, int]:
+        """Tenant and priority, by which those that wait take turns."""
+        return self.generation.tenant, self.generation.priority
+
+    @property
     def num_left(self) -> int:
         return len(self.tokens) - self.num_planned
 

@@ -8,6 +8,9 @@ and stages that arrive late and results of those that were broken off. Pulls, fr
 comes from it belong to no generation, for KV outlives them; they count from the first FormPlan on, as earlier ones were
 meant for this rank's predecessor.
 
+A rank outlives its leader. What its pool holds it notes as plans go by (roles/rank_holdings); a new leader, who does
+not know its heartbeats, asks with RankWho, and RankHeld answers as soon as no copy of the old one's is under way.
+
 The wire between a leader and a rank keeps the order and repeats nothing; it may lose messages only with the process.
 """
 
@@ -29,13 +32,16 @@ from hadal.core.rank_messages import (
     RankForm,
     RankFormed,
     RankFreed,
+    RankHeld,
     RankLoad,
+    RankNamed,
     RankPull,
     RankStage,
     RankStaged,
     RankStep,
     RankStore,
     RankUp,
+    RankWho,
 )
 from hadal.core.seams import (
     MAX_STEPS_IN_FLIGHT,
@@ -52,6 +58,7 @@ from hadal.core.seams import (
     Tick,
     WakeAt,
 )
+from hadal.roles.rank_holdings import RankHoldings
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -87,6 +94,11 @@ class RankRole:
         self._progress = Progress(0, False)
         self._in_flight: deque[tuple[int, int]] = deque()
         """(generation, step id) of what the host was given and has not answered."""
+        self._holdings = RankHoldings()
+        self._num_asked = 0
+        """Copies, reads and writes of its pool that the host was given and has not answered."""
+        self._is_asked_who = False
+        """A new leader waits until there are none."""
         self._next_beat_s = -math.inf
         self._wake_s = -math.inf
 
@@ -106,13 +118,18 @@ class RankRole:
             case RankStage(plan):
                 effects += self._stage(plan)
             case RankPull(request_id, attempt, lease, into):
-                effects += self._if_member(Pull(request_id, attempt, lease, into))
+                effects += self._ask(Pull(request_id, attempt, lease, into))
             case RankFreed(block_ids):
-                effects += self._if_member(Freed(block_ids))
+                effects += self._freed(block_ids)
+            case RankNamed(named):
+                self._holdings.name(named)
             case RankLoad(load_id, names, places, into):
-                effects += self._if_member(LoadBlocks(load_id, names, places, into))
+                self._holdings.loaded(into)
+                effects += self._ask(LoadBlocks(load_id, names, places, into))
             case RankStore(store_id, names, positions, block_ids):
-                effects += self._if_member(StoreBlocks(store_id, names, positions, block_ids))
+                effects += self._ask(StoreBlocks(store_id, names, positions, block_ids))
+            case RankWho(epoch):
+                self._is_asked_who = self._is_asked_who or epoch == self._epoch
             case StepDone():
                 effects += self._step_done(event)
             case Formed():
@@ -120,6 +137,7 @@ class RankRole:
             case Staged():
                 effects += self._staged(event)
             case KvPulled() | BlocksLoaded() | BlocksStored():
+                self._num_asked -= 1
                 effects.append(Send(self._leader, RankAnswered(self._rank, self._epoch, event)))
             case Progress():
                 if not self._is_formed:  # Whom an older generation lost says nothing about this one.
@@ -131,6 +149,9 @@ class RankRole:
                 pass  # The beat is seen to below.
             case _:
                 raise InvariantError(f"{self._name}: a rank cannot take {type(event).__name__}")
+        if self._is_asked_who and not self._num_asked:
+            self._is_asked_who = False
+            effects.append(Send(self._leader, self._held()))
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + self._beat_s
             effects.append(Send(self._leader, self._beat()))
@@ -145,6 +166,7 @@ class RankRole:
             self.num_stale += 1  # Repeated, or meant for the process that had the name before.
             return []
         self.generation = plan.generation
+        self._holdings.form(plan)
         self._is_formed = False
         self._progress = msgspec.structs.replace(self._progress, lost=())
         return [Form(plan)]
@@ -157,6 +179,7 @@ class RankRole:
         if num_in_flight >= MAX_STEPS_IN_FLIGHT:
             raise InvariantError(f"{self._name}: step {message.plan.step_id} is one too many in flight.")
         self._in_flight.append((message.generation, message.plan.step_id))
+        self._holdings.step(message.plan)
         return [Execute((message.plan,))]
 
     def _stage(self, plan: StagePlan) -> list[Effect]:
@@ -164,6 +187,15 @@ class RankRole:
             self.num_stale += 1
             return []
         return [Stage(plan)]
+
+    def _freed(self, block_ids: tuple[int, ...]) -> list[Effect]:
+        if self.generation:
+            self._holdings.freed(block_ids)
+        return self._if_member(Freed(block_ids))
+
+    def _ask(self, effect: Pull | LoadBlocks | StoreBlocks) -> list[Effect]:
+        self._num_asked += bool(self.generation)
+        return self._if_member(effect)
 
     def _if_member(self, effect: Effect) -> list[Effect]:
         if self.generation:
@@ -203,6 +235,11 @@ class RankRole:
         return RankBeat(
             self._rank, self._epoch, self.generation, progress.num_ops, progress.is_computing, progress.lost
         )
+
+    def _held(self) -> RankUp | RankHeld:
+        """Who it is, for a leader that did not start with it."""
+        plan = self._holdings.plan
+        return self._up if plan is None else RankHeld(self._up, plan, self._holdings.held())
 
     def _wake(self) -> list[Effect]:
         self._wake_s = self._next_beat_s

@@ -2,8 +2,11 @@
 
 A generation is a set of processes that step together. It is over with the first of them; the survivors form the next
 one at once, which holds the experts that went with it, and a replacement joins by yet another, when no step is in
-flight. A rank is given up if its process ended, if it is silent or stuck for `rank_timeout_s`, or if it cannot form.
+flight. A rank is given up if its process ended, if it is silent or stuck for `rank_timeout_s` though it could run
+(policy/suspicion), or if it cannot form.
 What others say of a rank is not enough while its heartbeats go on, for it may be the link: then all form again.
+Ranks outlive their leader: who beats and is not known here is asked who it is, and the first generation of a leader
+that took ranks over is above theirs, with the placement that they have.
 
 Knows no plans, blocks or requests. `effects` is what it wants sent; its owner takes them.
 """
@@ -14,14 +17,15 @@ from collections import deque
 
 from hadal.core.config import RANK_BEAT_S
 from hadal.core.errors import InvariantError
-from hadal.core.messages import SUPERVISOR, UnitDown
+from hadal.core.messages import SUPERVISOR, Sighting, UnitDown
 from hadal.core.placement import Placement, without
-from hadal.core.plans import Formed, FormPlan, Member
-from hadal.core.rank_messages import RankBeat, RankForm, RankFormed, RankUp
+from hadal.core.plans import Formed, FormPlan, Held, Member
+from hadal.core.rank_messages import RankBeat, RankForm, RankFormed, RankHeld, RankUp, RankWho
 from hadal.core.seams import Effect, Send
 from hadal.roles.notes import Routine
 from hadal.roles.rank_blame import Blame, name_peers
 from hadal.roles.rank_states import Phase, RankState, RankView, next_phase, next_rank_state
+from hadal.roles.suspects import Suspects
 
 SILENT_S = 2.4 * RANK_BEAT_S
 """Two heartbeats are missing: not enough to give a rank up, enough to believe those who blame it."""
@@ -30,6 +34,8 @@ NEWS_S = 1.0
 PEER_ERRORS = ("PeerLost", "Aborted")
 """What an error begins with that is no fault of the rank itself: comm/group, model/membership."""
 KILL_AGAIN_S = 2.0
+TAKEOVER_GRACE_S = 1.0
+"""How long ranks that an earlier leader led wait for the others: those that live were asked a heartbeat ago."""
 FAILED_FORMS_MAX = 3
 """Formations in a row that may fail because ranks blame each other, before the most blamed one goes."""
 _NUM_NOTES = 256
@@ -65,6 +71,7 @@ class RankBook:
         self._form_timeout_s = form_timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._ranks = [RankView() for _ in range(num_ranks)]
+        self._suspects = Suspects(rank_timeout_s)
         self._blame = Blame()
         self._answered: dict[int, Formed] = {}
         self._num_failed_forms = 0
@@ -77,6 +84,8 @@ class RankBook:
         """When the phase began."""
         self._failed_s: float | None = None
         """When the first member failed to form this generation."""
+        self._held_generation = 0
+        """The highest that an earlier leader gave to a rank of this one."""
 
     # ---- what others ask ----
     def is_member(self, rank: int, epoch: str) -> bool:
@@ -96,6 +105,11 @@ class RankBook:
         if not self.is_running or len(self.members) != len(self._ranks):
             raise InvariantError(f"{self._unit}: a placement is adopted by {sorted(self.members)}, {self.phase}.")
         self.placement = self._full = placement
+
+    @property
+    def living(self) -> list[int]:
+        """Members of the newest generation whose processes live, formed or not."""
+        return [index for index, epoch in self.members.items() if self.is_member(index, epoch)]
 
     @property
     def num_ranks(self) -> int:
@@ -128,7 +142,7 @@ class RankBook:
             rank.num_owed += 1
             rank.dead.append(rank.epoch)
         self._move_rank(message.rank, "announce")
-        rank.up, rank.num_ops = message, -1
+        rank.up, rank.held, rank.num_ops = message, None, -1
         rank.heard_s = rank.moved_s = now_s
         self._first_up_s = now_s if self._first_up_s is None else self._first_up_s
         if was_member:
@@ -137,6 +151,33 @@ class RankBook:
             self._move(now_s, "drain")
         elif self.phase is Phase.WAITING:
             self._form_if_ready(now_s)
+
+    def rank_held(self, now_s: float, message: RankHeld) -> None:
+        """A rank that an earlier leader led says who it is, and what it holds."""
+        up, plan = message.up, message.plan
+        rank = self._ranks[up.rank] if up.unit == self._unit and 0 <= up.rank < len(self._ranks) else None
+        is_new = rank is not None and rank.state is RankState.ABSENT and up.epoch not in rank.dead
+        if is_new and plan.generation > self._held_generation:
+            self._held_generation = plan.generation  # Before a generation forms with it.
+            self._take_placement(plan)
+        self.rank_up(now_s, up)
+        if rank is not None and is_new:
+            rank.held = message.held
+
+    def _take_placement(self, plan: FormPlan) -> None:
+        """Go on with the placement that the ranks have, if it is one of all of them and there is none of ours yet."""
+        full = self._full
+        if self.generation or len(plan.members) < len(self._ranks) or plan.num_slots != full.num_slots:
+            return
+        self.placement = self._full = Placement.from_bytes(
+            plan.slot_to_expert, full.num_experts, plan.num_ranks, plan.num_slots, plan.weights
+        )  # fmt: skip
+
+    def take_held(self, rank: int) -> Held | None:
+        """What its pool held when it was taken over, once."""
+        view = self._ranks[rank]
+        held, view.held = view.held, None
+        return held
 
     def unit_down(self, now_s: float, message: UnitDown) -> None:
         """The supervisor says that a rank's process ended."""
@@ -153,7 +194,7 @@ class RankBook:
             rank.dead.append(rank.epoch)
         was_member = rank.is_living and index in self.members
         self._move_rank(index, "end")
-        rank.up, rank.ended_s = None, now_s
+        rank.up, rank.held, rank.ended_s = None, None, now_s
         if was_member:
             self._lost(now_s, index, message.reason)
 
@@ -187,7 +228,7 @@ class RankBook:
             self._blame.add(message.rank, formed.lost, self.members)
             self._failed_s = now_s if self._failed_s is None else self._failed_s
         else:
-            self._drop(now_s, message.rank, f"cannot form: {formed.error}")
+            self._drop(now_s, message.rank, f"could not join the others ({formed.error})")
             return
         self._see_answers(now_s)
 
@@ -196,25 +237,24 @@ class RankBook:
         self._blame.add(observer, lost, self.members)
         if self.phase in (Phase.RUNNING, Phase.DRAINING):
             self._move(now_s, "break")
-            self.notes.append(f"rank {observer} lost {name_peers(lost)}: waiting to hear who is gone")
+            self.notes.append(f"rank {observer} lost {name_peers(lost)}: steps wait until it is known who is gone")
         self._believe_blamers(now_s)
+
+    def sighted(self, now_s: float, message: Sighting) -> None:
+        """What a rank's host sees of it."""
+        self._suspects.sighted(now_s, message)
 
     def tick(self, now_s: float, is_stepping: bool) -> None:
         """Look at every deadline. `is_stepping`: a step is in flight, so a thread that computes has to move."""
-        is_over = False
+        is_over = self._give_up_frozen(now_s, is_stepping)
         self._begun_s = now_s if self._begun_s is None else self._begun_s
         for index, rank in enumerate(self._ranks):
-            is_member = self.is_member(index, rank.epoch)
-            reason = rank.fault(now_s, self._rank_timeout_s, must_move=is_stepping and is_member and self.is_running)
-            if reason:
-                self._give_up(now_s, index, reason)
-                is_over = is_over or is_member
-            elif rank.state is RankState.DROPPED and now_s - rank.killed_s > KILL_AGAIN_S:
-                self._kill(now_s, index, "given up before")
+            if rank.state is RankState.DROPPED and now_s - rank.killed_s > KILL_AGAIN_S:
+                self._kill(now_s, index, "was to be ended before, and still runs")
             elif rank.state is RankState.ABSENT and now_s - max(
                 self._begun_s, rank.ended_s, rank.killed_s
             ) > self._grace_s:  # One that froze before it was heard here. One that still starts is let be.
-                self._kill(now_s, index, f"its leader has not heard of it for {self._grace_s:g} s")
+                self._kill(now_s, index, f"has not been heard by its leader for {self._grace_s:g} s")
         if is_over:
             self.form(now_s)
         match self.phase:
@@ -233,6 +273,25 @@ class RankBook:
                 if any(rank.state is RankState.UP for rank in self._ranks):
                     self._move(now_s, "drain")
 
+    def _give_up_frozen(self, now_s: float, is_stepping: bool) -> bool:
+        """Give up those that do nothing though they could; whether one of them was a member."""
+        name_to_index, silent = {}, {}
+        for index, rank in enumerate(self._ranks):
+            if rank.is_living:
+                must_move = is_stepping and self.is_running and self.is_member(index, rank.epoch)
+                name_to_index[self._name(index)] = index
+                silent[self._name(index)] = rank.silent_s(now_s, must_move=must_move)
+        is_over = False
+        for name in self._suspects.judge(now_s, silent):
+            index = name_to_index[name]
+            is_over = is_over or index in self.members
+            is_silent = silent[name] <= now_s - self._ranks[index].heard_s
+            what = "has sent no heartbeat" if is_silent else "has been stuck in one operation"
+            self._give_up(now_s, index, f"{what} for {silent[name]:.1f} s{self._suspects.why(name)}")
+        self.effects += self._suspects.effects
+        self._suspects.effects.clear()
+        return is_over
+
     def forgive(self, gap_s: float) -> None:
         """The leader itself stood still for so long: what it did not hear is nobody's silence."""
         for rank in self._ranks:
@@ -249,11 +308,11 @@ class RankBook:
         self.members = {index: self._ranks[index].epoch for index in living}
         self._blame.clear()
         self._answered, self._failed_s = {}, None
-        self.generation += 1
+        self.generation = max(self.generation, self._held_generation) + 1
         if not living:
             self._first_up_s = None
             self._move(now_s, "empty")
-            self.notes.append("no rank is left: waiting for replacements")
+            self.notes.append("no rank is left: requests wait until one has started again")
             return
         self._move(now_s, "form")
         absent = [index for index in range(len(self._ranks)) if index not in self.members]
@@ -270,8 +329,9 @@ class RankBook:
         """Form without those that others lost and that are silent or stuck."""
         for index in self._blame:
             rank = self._ranks[index]
-            if now_s - rank.heard_s > SILENT_S or now_s - rank.moved_s > self._rank_timeout_s:
-                self._give_up(now_s, index, "others lost it, and it is silent or stuck")
+            is_silent = self._suspects.is_frozen(self._name(index), now_s - rank.heard_s, SILENT_S)
+            if is_silent or self._suspects.is_frozen(self._name(index), now_s - rank.moved_s, self._rank_timeout_s):
+                self._give_up(now_s, index, "was lost by others, and is silent or stuck")
         self.form(now_s)
 
     def _form_if_ready(self, now_s: float) -> None:
@@ -280,7 +340,8 @@ class RankBook:
         if num_living == 0 or self._first_up_s is None:
             self._first_up_s = None
             return
-        if num_living == len(self._ranks) or now_s - self._first_up_s >= self._grace_s:
+        grace_s = TAKEOVER_GRACE_S if self._held_generation else self._grace_s
+        if num_living == len(self._ranks) or now_s - self._first_up_s >= grace_s:
             self.form(now_s)
 
     def _see_answers(self, now_s: float) -> None:
@@ -292,27 +353,34 @@ class RankBook:
             self._move(now_s, "formed")
             took_s = now_s - (self._whole_until_s if self._whole_until_s is not None else now_s)
             self._num_failed_forms, self._whole_until_s = 0, None
-            ranks = ", ".join(map(str, self.members))
             num_loaded = sum(formed.num_loaded for formed in self._answered.values())
-            text = f"generation {self.generation} formed in {took_s:.3f} s with ranks {ranks}"
-            self.notes.append(Routine(f"{text}; {num_loaded} experts reloaded"))
+            self.notes.append(Routine(self._formed_text(took_s, num_loaded)))
         elif self._failed_s is not None and (not missing or now_s - self._failed_s >= NEWS_S):
             self._num_failed_forms += 1
             if self._num_failed_forms >= FAILED_FORMS_MAX:
                 self._num_failed_forms = 0
                 worst = self._blame.most_blamed()
                 if worst is not None:
-                    self._give_up(now_s, worst, "the others do not reach it")
+                    self._give_up(now_s, worst, "is not reached by the others")
             self._form_again(now_s)
         elif now_s - self._phase_s >= self._form_timeout_s:
             for index in missing:
-                self._give_up(now_s, index, "does not answer RankForm")
+                self._give_up(now_s, index, "does not answer when the ranks are to connect to each other")
             self.form(now_s)
+
+    def _formed_text(self, took_s: float, num_loaded: int) -> str:
+        text = f"generation {self.generation} formed in {took_s:.3f} s with ranks {', '.join(map(str, self.members))}"
+        absent = [str(index) for index in range(len(self._ranks)) if index not in self.members]
+        if absent:
+            text += f", without {', '.join(absent)}"
+        if num_loaded:
+            text += f"; {num_loaded} copies of experts were read from the model's files, so that each expert has a rank"
+        return text
 
     # ---- losing ----
     def _lost(self, now_s: float, index: int, reason: str) -> None:
         """A member is gone: this generation is over."""
-        self.notes.append(f"rank {index} is lost: {reason}")
+        self.notes.append(f"rank {index} is gone ({reason}): the others go on without it")
         if self.phase is not Phase.WAITING:
             self.form(now_s)
 
@@ -327,7 +395,7 @@ class RankBook:
         rank = self._ranks[index]
         if not rank.is_living:
             return
-        self.notes.append(f"rank {index} is given up: {reason}")
+        self.notes.append(f"rank {index} {reason}: the others go on without it")
         self._move_rank(index, "drop")
         rank.dead.append(rank.epoch)
         self._kill(now_s, index, reason)
@@ -341,8 +409,9 @@ class RankBook:
         for index in self._blame:
             rank, observers = self._ranks[index], self._blame.observers(index)
             others = {other for other, epoch in self.members.items() if self.is_member(other, epoch)} - {index}
-            if rank.is_living and others <= observers and now_s - rank.heard_s > SILENT_S:
-                self._drop(now_s, index, "all others lost it, and it is silent")
+            is_silent = self._suspects.is_frozen(self._name(index), now_s - rank.heard_s, SILENT_S)
+            if rank.is_living and others <= observers and is_silent:
+                self._drop(now_s, index, "was lost by all others, and is silent")
                 return  # A new generation begins: nobody is blamed any more.
 
     def _is_heard(self, now_s: float, index: int, epoch: str) -> bool:
@@ -354,6 +423,8 @@ class RankBook:
         self.num_stale += 1
         if rank is not None and epoch in rank.dead:
             self._ghost(now_s, index)
+        elif rank is not None and rank.state is RankState.ABSENT:
+            self.effects.append(Send(self._name(index), RankWho(epoch)))
         return False
 
     def _ghost(self, now_s: float, index: int) -> None:
@@ -361,7 +432,7 @@ class RankBook:
         rank = self._ranks[index]
         is_long_ago = now_s - max(rank.ended_s, rank.killed_s) > max(KILL_AGAIN_S, self._rank_timeout_s)
         if rank.state is RankState.ABSENT and is_long_ago:
-            self._kill(now_s, index, "was held for dead")
+            self._kill(now_s, index, "was taken for dead, and still speaks")
 
     # ---- the tables ----
     def _move(self, now_s: float, move: str) -> None:

@@ -7,22 +7,24 @@ Knows no requests: whoever holds blocks of a lost rank forgets them before the r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hadal.core.cache import num_names, split
-from hadal.core.seams import Freed, RankReset
+from hadal.core.cache import NO_NAME, num_names, split
+from hadal.core.plans import HeldKv, NamedBlocks
+from hadal.core.seams import Freed, Named, RankReset
 from hadal.kv.blocks import BlockAllocator
 
 
 class RankPools:
     """Ranks of a unit of several are dead until a RankReset names them fresh; a rank alone is alive from the start."""
 
-    def __init__(self, num_blocks: int, num_ranks: int = 1, name: str = "") -> None:
-        """`num_blocks`: of each rank, the scratch block included; `name`: of the pool of a rank alone."""
+    def __init__(self, num_blocks: int, num_ranks: int = 1, name: str = "", *, tells_names: bool = False) -> None:
+        """`num_blocks`: of each rank, the scratch block included; `name`: of the pool of a rank alone. `tells_names`:
+        ranks are told what is named on them, for they may outlive whoever leads them."""
         if num_ranks < 1:
             raise ValueError(f"num_ranks is {num_ranks}; a unit has at least one.")
         self.num_ranks = num_ranks
@@ -32,6 +34,8 @@ class RankPools:
         """The ranks that live, in their order."""
         self.names = [name if num_ranks == 1 else ""] * num_ranks
         """By rank: under this name others find the pool's memory. New at every start of the rank."""
+        self._untold: dict[int, list[bytes]] | None = {} if tells_names else None
+        """By rank, names that came there since `take_named`; None: they are not told."""
         self._num_blocks = num_blocks
         self._touched: set[int] = set()
         """Ranks of which something changed since `_settle`."""
@@ -98,6 +102,17 @@ class RankPools:
         self._freed.clear()
         return effects
 
+    def take_named(self) -> list[Named]:
+        """What can be found since the last call: to be told after what `take_freed` says."""
+        effects = []
+        for rank, names in sorted((self._untold or {}).items()):
+            named = self._allocators[rank].named_as(names)
+            if named:
+                effects.append(Named(named_blocks(named), rank))
+        if self._untold:
+            self._untold.clear()
+        return effects
+
     def _allocator(self, rank: int) -> BlockAllocator:
         return BlockAllocator(self._num_blocks, touched=partial(self._touched.add, rank))
 
@@ -118,6 +133,8 @@ class RankPools:
         self.num_evicted += len(evicted)
         if not added and not dropped:
             return
+        if added and self._untold is not None:
+            self._untold.setdefault(rank, []).extend(split(added))
         self._num_named += num_names(added) - num_names(dropped)
         for name in split(added):
             before = self._names.get(name, 0)
@@ -174,7 +191,8 @@ class RankPools:
         return sorted({*event.lost, *(rank for rank in event.fresh if self.is_living[rank])})
 
     def reset(self, event: RankReset) -> None:
-        """Take in who lives from now on. Ranks lost or fresh begin with empty pools."""
+        """Take in who lives from now on. Ranks lost or fresh begin with empty pools, but for what is `held`: that is
+        owned by `held_by`, and all else is freed."""
         self.generation = event.generation
         for rank in {*event.lost, *event.fresh}:
             self.is_living[rank] = rank in event.fresh
@@ -185,6 +203,10 @@ class RankPools:
             self._allocators[rank] = self._allocator(rank)
             self._freed.pop(rank, None)
             self._num_used_R[rank] = 0
+        for rank, held in event.held.items():
+            owners = {held_by(rank, kv): kv.block_ids for kv in held.kv}
+            self._freed[rank] = list(self._allocators[rank].take_over(held.num_freed, owners, names_of(held.named)))
+            self._num_used_R[rank] = self._allocators[rank].num_used
         self._num_used = int(self._num_used_R.sum())
         self.living = [rank for rank, is_living in enumerate(self.is_living) if is_living]
         for rank, name in enumerate(event.pools):
@@ -221,6 +243,24 @@ class RankPools:
             if Counter(held.get(block, ())) != Counter(owned.get(block, ()))
         ]  # fmt: skip
         return [f"rank {rank}: blocks {sorted(wrong)} are owned but not held"] if wrong else []
+
+
+def named_blocks(block_to_name: Mapping[int, tuple[bytes, bytes]]) -> NamedBlocks:
+    """As it travels: block -> (its name, that of the block before it or nothing)."""
+    names = b"".join(name for name, _ in block_to_name.values())
+    befores = b"".join(before or NO_NAME for _, before in block_to_name.values())
+    return NamedBlocks(tuple(block_to_name), names, befores)
+
+
+def names_of(named: NamedBlocks) -> dict[int, tuple[bytes, bytes]]:
+    """The same as it was."""
+    befores = (b"" if before == NO_NAME else before for before in split(named.befores))
+    return dict(zip(named.block_ids, zip(split(named.names), befores, strict=True), strict=True))
+
+
+def held_by(rank: int, kv: HeldKv) -> Hashable:
+    """Who owns what a rank has held since an earlier leader led it, until somebody goes on with it."""
+    return "held", rank, kv.ticket
 
 
 def _ranks_of(bits: int) -> list[int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hadal.core.errors import InvariantError
+from hadal.core.plans import Held
 from hadal.core.rank_messages import RankUp
 
 _NUM_DEAD_EPOCHS = 16
@@ -59,6 +60,8 @@ class RankView:
 
     state: RankState = RankState.ABSENT
     up: RankUp | None = None
+    held: Held | None = None
+    """What an earlier leader's rank holds; None: nothing, or its leader's core knows it."""
     heard_s: float = 0.0
     num_ops: int = -1
     moved_s: float = 0.0
@@ -80,15 +83,9 @@ class RankView:
     def is_living(self) -> bool:
         return self.state in _LIVING
 
-    def fault(self, now_s: float, timeout_s: float, *, must_move: bool) -> str:
-        """Why it is to be given up; empty if it is not. `must_move`: a step runs in which it takes part."""
-        if not self.is_living:
-            return ""
-        if now_s - self.heard_s > timeout_s:
-            return f"silent for {now_s - self.heard_s:.1f} s"
-        if must_move and now_s - self.moved_s > timeout_s:
-            return f"stuck in one op for {now_s - self.moved_s:.1f} s"
-        return ""
+    def silent_s(self, now_s: float, *, must_move: bool) -> float:
+        """For how long it gave no sign. `must_move`: a step runs in which it takes part: heartbeats are not enough."""
+        return now_s - (min(self.heard_s, self.moved_s) if must_move else self.heard_s)
 
     def forgive(self, gap_s: float) -> None:
         """Nobody listened for so long."""

@@ -2,7 +2,7 @@
 
     core --Execute--> RankStep to every member ... RankDone of every member --one StepDone--> core
          --Pull, LoadBlocks, StoreBlocks--> RankPull, RankLoad, RankStore ... RankAnswered --its outcome--> core
-         --Freed----> RankFreed                    a new generation --------RankReset-> core
+         --Freed, Named----> RankFreed, RankNamed  a new generation --------RankReset-> core
 
 The core hears of a step once: when every member did its part. A step that failed for want of a peer it never hears of;
 the RankReset that follows makes it plan those steps again. A step that failed for another reason it hears of as failed,
@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import Audit, Load, Trace, UnitDown
+from hadal.core.messages import Audit, Load, Sighting, Trace, UnitDown
 from hadal.core.plans import (
     BlocksLoaded,
     BlocksStored,
@@ -40,7 +40,9 @@ from hadal.core.rank_messages import (
     RankDone,
     RankFormed,
     RankFreed,
+    RankHeld,
     RankLoad,
+    RankNamed,
     RankPull,
     RankStage,
     RankStaged,
@@ -55,6 +57,7 @@ from hadal.core.seams import (
     Form,
     Freed,
     LoadBlocks,
+    Named,
     Pull,
     RankReset,
     Send,
@@ -62,6 +65,7 @@ from hadal.core.seams import (
     Tick,
     WakeAt,
 )
+from hadal.policy.suspicion import pause_s
 from hadal.roles.experts import ExpertBalancer
 from hadal.roles.rank_book import PEER_ERRORS, RankBook
 from hadal.roles.rank_results import merge
@@ -69,8 +73,6 @@ from hadal.roles.rank_states import Phase
 
 CHECK_S = 0.1
 """How often deadlines are looked at."""
-_PAUSE_S = 5 * CHECK_S
-"""The leader itself stood still if it was not called for so long."""
 
 
 class Core(Protocol):
@@ -148,19 +150,24 @@ class RankedLeader:
     def handle(self, now_s: float, event: Event) -> list[Effect]:
         """Take in one event and return what to do, in order."""
         self._out = []
-        if self._called_s is not None and now_s - self._called_s > _PAUSE_S:
-            self.book.forgive(now_s - self._called_s)
-            self.experts.forgive(now_s - self._called_s)
+        gap_s = 0.0 if self._called_s is None else pause_s(now_s - self._called_s, CHECK_S)
+        if gap_s:
+            self.book.forgive(gap_s)
+            self.experts.forgive(gap_s)
         self._called_s = now_s
         match event:
             case RankUp():
                 self.book.rank_up(now_s, event)
+            case RankHeld():
+                self.book.rank_held(now_s, event)
             case RankBeat():
                 self.book.beat(now_s, event)
             case RankFormed():
                 self.book.formed(now_s, event)
             case UnitDown():
                 self.book.unit_down(now_s, event)
+            case Sighting():
+                self.book.sighted(now_s, event)
             case RankDone():
                 self._rank_done(now_s, event)
             case RankAnswered():
@@ -198,12 +205,17 @@ class RankedLeader:
                     self._tell(rank, RankStore(store_id, names, positions, block_ids))
                 case Freed(block_ids, rank):
                     self._tell(rank, RankFreed(block_ids))
+                case Named(named, rank):
+                    self._tell(rank, RankNamed(named))
                 case WakeAt(time_s):
                     self._core_wake_s = time_s
                 case Send(to, Audit() as audit):
                     problems = (*audit.problems, *self.check())
                     self._out.append(Send(to, msgspec.structs.replace(audit, problems=problems)))
                 case Send(to, Load() as load):
+                    living = self.book.living
+                    absent = tuple(rank for rank in range(self.book.num_ranks) if rank not in living)
+                    load = msgspec.structs.replace(load, num_ranks=len(living), absent=absent)
                     self._out.append(Send(to, self.experts.seen(load)))
                 case Send(to, Trace() as trace):
                     self._out.append(Send(to, self.experts.traced(trace)))
@@ -212,7 +224,7 @@ class RankedLeader:
                 case _:
                     self._out.append(effect)
 
-    def _tell(self, rank: int, message: RankPull | RankFreed | RankLoad | RankStore) -> None:
+    def _tell(self, rank: int, message: RankPull | RankFreed | RankNamed | RankLoad | RankStore) -> None:
         """To the process that the core means; if that is gone, the next RankReset will say so."""
         epoch = self._core_members.get(rank)
         if epoch is None or not self.book.is_member(rank, epoch):
@@ -223,7 +235,7 @@ class RankedLeader:
             self._send_rank(rank, message)
 
     def _send_rank(
-        self, rank: int, message: RankPull | RankFreed | RankStep | RankStage | RankLoad | RankStore
+        self, rank: int, message: RankPull | RankFreed | RankNamed | RankStep | RankStage | RankLoad | RankStore
     ) -> None:
         self._out.append(Send(f"{self._unit}.{rank}", message))
 
@@ -342,7 +354,8 @@ class RankedLeader:
             if rank not in lost:
                 self._send_rank(rank, message)
         pools = tuple(self.book.pool_of(rank) if rank in now else "" for rank in range(self.book.num_ranks))
-        self._feed(now_s, RankReset(lost, fresh, pools=pools, generation=self._generation))
+        taken = {rank: found for rank in fresh if (found := self.book.take_held(rank)) is not None}
+        self._feed(now_s, RankReset(lost, fresh, pools=pools, generation=self._generation, held=taken))
 
     # ---- time ----
     def _tick(self, now_s: float) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hadal.core.plans import NO_TOKEN
+
 BACKOFF_S = 0.05
 """Before the first retry of an attempt that a unit gave back; doubled at each, up to BACKOFF_MAX_S."""
 BACKOFF_MAX_S = 2.0
@@ -23,6 +25,12 @@ RANK_LOST = "rank lost"
 """The rank that held it is gone, and its KV with it. Counts as a retry."""
 TOO_LONG = "too long"
 """It can never fit in this unit. The front ends it with an error."""
+# Also core/plans.NO_TOKEN: nothing is left to draw, for the request's own numbers. The front ends it with an error.
+
+
+def void(why: str) -> str:
+    """The reason to give back a request whose token is void."""
+    return why if kind_of(why) == NO_TOKEN else f"{STEP_FAILED}: {why}"
 
 
 def kind_of(reason: str) -> str:
@@ -42,7 +50,7 @@ class Answer(NamedTuple):
 def answer_to(reason: str, num_retries: int) -> Answer:
     """Try again, and when; or never. `num_retries` were counted before."""
     kind = kind_of(reason)
-    if kind == TOO_LONG:
+    if kind in (TOO_LONG, NO_TOKEN):
         return Answer(True, False, 0.0)
     if kind == PREEMPTED:
         return Answer(False, False, 0.0)

@@ -20,10 +20,10 @@ class UnitReporter:
 
     def __init__(
         self, unit: str, role: str, epoch: str, pools: RankPools, num_requests_max: int, heartbeat_s: float,
-        cache_totals: Callable[[], dict[str, int]] = dict,
+        cache_totals: Callable[[], dict[str, int]] = dict, held: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:  # fmt: skip
         """`num_requests_max`: of each rank. `cache_totals`: what the unit's KV cache counted, by the names in
-        core/cache; asked for each Load."""
+        core/cache; asked for each Load. `held`: tickets that UnitUp names."""
         self.unit = unit
         self.role = role
         self.epoch = epoch
@@ -31,18 +31,23 @@ class UnitReporter:
         self.balance: dict[str, float] = {}
         """Objective (core/balance) -> mean over maximum of the ranks, smoothed: the leader keeps it (BalanceMeter)."""
         self.rates_s = (0.0, 0.0)
-        """Seconds of a token and of a pair, measured; 0 while unknown. A prefill leader keeps it."""
+        """Seconds of a token and of a pair, measured; 0 while unknown. The leader keeps it."""
+        self.step_s = 0.0
+        """Seconds of a step besides, measured. A decode leader keeps it."""
         self.num_requests_moved = 0
         """From rank to rank. A decode leader keeps it."""
         self._pools = pools
         self._num_requests_max = num_requests_max
         self._heartbeat_s = heartbeat_s
         self._cache_totals = cache_totals
+        self._held = held
         self._front_epoch: str | None = None
         self._is_known = False
         """The front was told that the unit is up."""
         self._was_up = pools.num_living > 0
         self._said: tuple[int, ...] = ()
+        self._busy_s: float | None = None
+        """When it last had something to do."""
         self._next_beat_s = -math.inf
         self._wake_s = math.inf
 
@@ -53,12 +58,17 @@ class UnitReporter:
             return []
         self._was_up = True
         pools, most = self._pools, self._num_requests_max * self._pools.num_living
-        up = UnitUp(self.unit, self.role, self.epoch, pools.num_usable, most, pools.num_blocks_request)
+        up = UnitUp(self.unit, self.role, self.epoch, pools.num_usable, most, pools.num_blocks_request, self._held())
         return [Send("front", up), Send(SUPERVISOR, up)]
 
     def reset(self) -> list[Effect]:
         """Ranks came or went: if the front does not know the unit yet, now may be the time."""
         return [] if self._is_known else self.up()
+
+    @property
+    def has_front(self) -> bool:
+        """A front was met."""
+        return self._front_epoch is not None
 
     def is_new_front(self, message: FrontUp) -> bool:
         """Whether this front is another than the one before. The first one met counts as new."""
@@ -70,12 +80,14 @@ class UnitReporter:
         """Load if it changed or is due, and the next wake-up if that changed. `deadline_s` is the leader's own."""
         effects: list[Effect] = []
         pools = self._pools
+        if self._busy_s is None or num_requests or num_tokens_waiting:
+            self._busy_s = now_s
         says = (pools.num_used, num_requests, num_tokens_waiting, pools.num_living, pools.generation)
         if says != self._said or now_s >= self._next_beat_s:
             self._said = says
             self._next_beat_s = now_s + self._heartbeat_s
             if self._was_up:
-                effects.append(Send("front", self._load()))
+                effects.append(Send("front", self._load(now_s - self._busy_s)))
         wake_s = self._next_beat_s if deadline_s is None else min(self._next_beat_s, deadline_s)
         # A wake-up that is early does no harm, so it is moved only when it passed or became too late.
         if self._wake_s <= now_s or wake_s < self._wake_s:
@@ -83,12 +95,13 @@ class UnitReporter:
             effects.append(WakeAt(wake_s))
         return effects
 
-    def _load(self) -> Load:
+    def _load(self, idle_s: float) -> Load:
         num_blocks_used, num_requests, num_tokens_waiting, num_ranks, generation = self._said
         return Load(
             self.unit, self.epoch, self._pools.num_usable, num_blocks_used, num_requests,
             self._num_requests_max * num_ranks, num_tokens_waiting, self.meter.num_steps, self.meter.step_ms,
             num_ranks=num_ranks, generation=generation, num_blocks_request=self._pools.num_blocks_request,
             token_s=self.rates_s[0], pair_s=self.rates_s[1], balance=dict(self.balance),
-            num_requests_moved=self.num_requests_moved, cache=self._cache_totals(),
+            num_requests_moved=self.num_requests_moved, cache=self._cache_totals(), idle_s=idle_s,
+            step_s=self.step_s,
         )  # fmt: skip

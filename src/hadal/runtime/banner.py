@@ -6,6 +6,7 @@ In colour on a terminal, plain elsewhere. Formats values; looks at nothing itsel
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 from collections.abc import Iterator
 
@@ -15,13 +16,17 @@ from rich.text import Text
 from hadal import __version__
 from hadal.core.balance import OFF
 from hadal.core.config import ROLES, units_of
+from hadal.core.handshake import is_near
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.runtime.cache_plan import cache_rows
 from hadal.runtime.child import Phase
 from hadal.runtime.ledger_place import shown
+from hadal.runtime.logs import fields
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.status import Status
 from hadal.runtime.topology import rank_name, unit_of
+
+log = logging.getLogger(__name__)
 
 _PRECISIONS = {"F8_E4M3": "FP8 E4M3, block-scaled", "BF16": "BF16", "F32": "FP32", "F16": "FP16"}
 
@@ -65,6 +70,11 @@ class Banner:
             ("ledger", self._ledger()),
             ("address", f"{status.url}/v1" + (" (needs an API key)" if self._needs_key else "")),
         ]  # fmt: skip
+        if not is_near(deployment.host):
+            opened = ["/health", *(["/metrics"] if deployment.gateway.open_metrics else [])]
+            asks = "; gateway.open_metrics = false asks for one" if deployment.gateway.open_metrics else ""
+            rows.append(("", f"{' and '.join(opened)} {'are' if asks else 'is'} open to whoever reaches it, without "
+                             f"a key{asks}"))  # fmt: skip
         return rows
 
     def _cache_rows(self) -> Iterator[tuple[str, str]]:
@@ -102,6 +112,15 @@ class Banner:
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._needs_key else ""
         data = shlex.quote(json.dumps(body))
         return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d {data}"
+
+
+def log_status(status: Status) -> None:
+    """The same for a log that programs read: two lines with what a person would look for."""
+    known = fields(url=status.url, pids={name: process.pid for name, process in status.processes.items()})
+    if status.ready:
+        log.info("ready in %.1f s", status.elapsed_s, extra=known)
+    else:
+        log.info("Hadal %s starts", __version__, extra=known)
 
 
 def _range(pids: list[int]) -> str:

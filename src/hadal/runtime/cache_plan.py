@@ -1,14 +1,16 @@
 """What a deployment's KV cache will hold and where, for those who start it; and what is wrong with its folder.
 
-Looks at the folder's file system; makes and opens nothing. A folder that fails later costs hits and nothing else, so
-what is wrong now is a warning, unless it can never be a folder.
+A plan looks at the folder's file system and makes nothing; a start makes the folder, and ends where nothing can be kept
+in it. One that fails later costs hits and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from hadal.core.balance import OFF
@@ -16,6 +18,9 @@ from hadal.core.config import Deployment
 from hadal.core.errors import ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.runtime.memory import MemoryPlan, gb
+
+_FORGIVEN_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors of a folder that is of use all the same: it may have room later, or something to find."""
 
 
 def absolute_folder(folder: str) -> str:
@@ -32,6 +37,24 @@ def absolute_folder(folder: str) -> str:
     if os.path.exists(path) and not os.path.isdir(path):  # Neither raises where the folder cannot be looked at.
         raise ConfigError(f"cache.folder is {path}, which is no folder. Name one; it is made where it is missing.")
     return str(path)
+
+
+def make_cache_folder(folder: str) -> None:
+    """Make it, for its owner alone, and see that it is of use. Raises ConfigError."""
+    if not folder:
+        return
+    path = Path(folder)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        if error.errno in _FORGIVEN_ERRORS and path.is_dir():
+            return
+        raise ConfigError(
+            f"the cache folder {path} cannot be used ({error.strerror}). Name a folder that you may write to in "
+            "--cache-folder or cache.folder, or leave it out: then no KV is kept on disk."
+        ) from error
 
 
 def cache_rows(deployment: Deployment, memory: MemoryPlan) -> list[tuple[str, str]]:
@@ -67,7 +90,10 @@ def cache_warnings(deployment: Deployment, memory: MemoryPlan) -> list[str]:
             return [f"cache.folder {folder} cannot be written to: nothing is kept there."]
         status = os.statvfs(there)
         free_bytes = status.f_bavail * status.f_frsize + _held_bytes(folder)
-        is_open = there == folder and bool(folder.stat().st_mode & stat.S_IWOTH)
+        found = folder.stat() if there == folder else None
+        # Of ours it is taken from the others when the first process enters it (runtime/disk_segments).
+        is_ours = found is not None and os.geteuid() in (0, found.st_uid) and not found.st_mode & stat.S_ISVTX
+        is_open = found is not None and bool(found.st_mode & stat.S_IWOTH) and not is_ours
     except OSError as error:
         return [f"cache.folder {folder} fails ({error.strerror}): nothing is kept there until it works."]
     warnings = []
@@ -77,7 +103,7 @@ def cache_warnings(deployment: Deployment, memory: MemoryPlan) -> list[str]:
     if is_open:
         # Sums find damage, not intent; and names are anybody's guess where no API keys are asked for.
         warnings.append(f"cache.folder {folder} can be written to by every user here, who could put false KV in it: "
-                        "chmod o-w, or name another.")  # fmt: skip
+                        "name a folder of your own.")  # fmt: skip
     return warnings
 
 

@@ -11,12 +11,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import IO
 
+from hadal.runtime.logs import TEXT, Doing, as_line, doing_of, write_line
+from hadal.runtime.private import append_private
 from hadal.runtime.status import ProcessStatus
 
 EXITS_MAX = 20
@@ -33,8 +36,10 @@ _BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEADY_S = 10.0
 """A process that lived this long starts its back-off anew."""
 PUT_OFF_S = 15.0
-"""Until one is tried again that should be given up, but that the others can do without."""
-_LAST_LINES = 40
+"""How long a process that should be given up rests while the others serve, before it is tried again. Each time that it
+was not ready in between it rests twice as long, up to PUT_OFF_MAX_S."""
+PUT_OFF_MAX_S = 240.0
+_ENTRY = str(Path(__file__).with_name("entry.py"))
 
 
 class Phase(StrEnum):
@@ -50,8 +55,10 @@ class Phase(StrEnum):
 class Child:
     """A named process. The supervisor's loop calls `poll` and `start`; nothing here waits except `wait`."""
 
-    def __init__(self, name: str, role: str, arguments: Sequence[str], log_path: Path | None) -> None:
-        """`arguments` follow `python -m`. Output goes to `log_path`, or to the supervisor's stderr under its name."""
+    def __init__(
+        self, name: str, role: str, arguments: Sequence[str], log_path: Path | None, log_format: str = TEXT
+    ) -> None:
+        """`arguments`: a module and what it is given. Output goes to `log_path`, or to the supervisor's stderr."""
         self.name = name
         self.role = role
         self.phase = Phase.WAITING
@@ -60,23 +67,31 @@ class Child:
         self.start_at_s = 0.0
         """When WAITING: not before."""
         self.started_s = 0.0
+        self.moved_s = 0.0
+        """When its present start was last heard to come nearer to its end."""
+        self.doing: Doing | None = None
+        """What it said it does; None since it was started."""
         self.ready_s = 0.0
-        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._arguments = tuple(arguments)
         self._log_path = log_path
+        self._log_format = log_format
         self._process: subprocess.Popen[bytes] | None = None
         self._exits_s: deque[float] = deque(maxlen=EXITS_MAX + 1)
         self._failed_starts = 0
         self._backoff = 0
+        self._put_off_s = PUT_OFF_S
         self._is_replaced = False
         self._is_wanted = True
         self._start_took_s = 0.0
         """The longest start that ended well; 0 before there was one."""
 
-    def start(self, now_s: float, environment: dict[str, str], pass_fds: tuple[int, ...] = ()) -> None:
-        """Start the process in a session of its own, so that Ctrl-C reaches the supervisor alone."""
+    def start(
+        self, now_s: float, environment: dict[str, str], pass_fds: tuple[int, ...] = (), more: tuple[str, ...] = ()
+    ) -> None:
+        """Start the process in a session of its own, so that Ctrl-C reaches the supervisor alone. `more`: arguments of
+        this start only."""
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", *self._arguments],
+            [sys.executable, "-P", _ENTRY, str(os.getpid()), *self._arguments, *more],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True, pass_fds=pass_fds, env=environment,
         )  # fmt: skip
@@ -84,7 +99,8 @@ class Child:
         self.phase = Phase.STARTING
         self._is_replaced = False
         self.num_starts += 1
-        self.started_s = now_s
+        self.started_s = self.moved_s = now_s
+        self.doing = None
         assert self._process.stdout is not None
         threading.Thread(target=self._relay, args=(self._process.stdout,), name=f"log-{self.name}", daemon=True).start()
 
@@ -95,10 +111,12 @@ class Child:
             self.ready_s = now_s
             self._start_took_s = max(self._start_took_s, now_s - self.started_s)
             self._failed_starts = 0
+            self._put_off_s = PUT_OFF_S
 
     @property
     def start_timeout_s(self) -> float:
-        """How long the present start may take. One that freezes must not be waited for as for a first, cold one."""
+        """How long the present start may take, on a processor, without a word of how far it is. One that freezes must
+        not be waited for as for a first, cold one."""
         if not self._start_took_s:
             return START_TIMEOUT_S
         return min(START_TIMEOUT_S, max(RESTART_TIMEOUT_S, RESTART_FACTOR * self._start_took_s))
@@ -129,6 +147,11 @@ class Child:
         self.pid = 0
         return code
 
+    @property
+    def num_failed_starts(self) -> int:
+        """In a row: it ended before it was ready."""
+        return self._failed_starts
+
     def why_give_up(self, now_s: float) -> str | None:
         """Return why it should not be started again, None if it may be."""
         if self._failed_starts >= FAILED_STARTS_MAX:
@@ -138,11 +161,13 @@ class Child:
             return f"{self.name} ended {len(recent)} times in {EXITS_WINDOW_S:.0f} s"
         return None
 
-    def put_off(self, now_s: float) -> None:
-        """Let it rest instead of giving it up, and count its exits anew."""
-        self.start_at_s = now_s + PUT_OFF_S
+    def put_off(self, now_s: float) -> float:
+        """Let it rest instead of giving it up, and count its exits anew. Returns for how long."""
+        rest_s, self._put_off_s = self._put_off_s, min(2.0 * self._put_off_s, PUT_OFF_MAX_S)
+        self.start_at_s = now_s + rest_s
         self._failed_starts = 0
         self._exits_s.clear()
+        return rest_s
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, if it runs."""
@@ -188,13 +213,15 @@ class Child:
 
     def _relay(self, pipe: IO[bytes]) -> None:
         """Copy its output line by line. In a thread, so that a slow terminal never stops the supervisor."""
-        file = None if self._log_path is None else self._log_path.open("ab", buffering=0)
-        prefix = f"{self.name:<10} | ".encode()
+        file = None if self._log_path is None else append_private(self._log_path)
         with pipe, file or contextlib.nullcontext():
             for line in pipe:
-                self.last_lines.append(line.decode("utf-8", "replace").rstrip())
-                with contextlib.suppress(OSError):  # Nobody reads, or the disk is full: the child goes on.
-                    if file is None:
-                        os.write(2, prefix + line)
-                    else:
-                        file.write(line)
+                if (doing := doing_of(line)) is not None:
+                    self.doing, self.moved_s = doing, time.monotonic()
+                    continue
+                whole = as_line(self.name, self._log_format, line, time.time())
+                if file is None:
+                    write_line(whole)
+                    continue
+                with contextlib.suppress(OSError):  # The disk is full: the child goes on.
+                    file.write(whole)

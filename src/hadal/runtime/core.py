@@ -33,7 +33,7 @@ def make_core(
             min_split_tokens=units.min_split_tokens, num_layers=config.num_hidden_layers,
             num_moe_layers=num_moe_layers(config), request_balance=units.request_balance,
             keeps_blocks=deployment.cache.memory != OFF, has_disk=bool(deployment.cache.folder),
-            recompute=deployment.cache.recompute, early_pull=deployment.early_pull,
+            recompute=deployment.cache.recompute, early_pull=deployment.early_pull, tells_names=units.ranks > 1,
         )  # fmt: skip
     return DecodeLeader(
         unit, epoch, units.kv_blocks, num_slots=units.max_requests, num_waiting_max=units.max_waiting,

@@ -36,7 +36,7 @@ class DiskStore:
     ) -> None:  # fmt: skip
         """`blocks`: the pool, uint8 [blocks, block_bytes]. `share_bytes`: most that this writer keeps on disk;
         `total_bytes`: all writers of its deployment."""
-        self.troubles = Troubles()
+        self.troubles = Troubles(folder)
         total_bytes = share_bytes if total_bytes is None else total_bytes
         segments = OwnSegments(folder, fingerprint, blocks.shape[1], share_bytes, total_bytes, self.troubles)
         own = OwnBlocks(segments, self.troubles)

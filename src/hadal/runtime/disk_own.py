@@ -68,6 +68,10 @@ class OwnBlocks:
     def place(self, blocks: list[Block]) -> bytes:
         """Give blocks their slots. Returns the names that made room; blocks without a place found none, and those that
         are somewhere already are not `is_new`. Raises OSError or SegmentError if there are no segments to be had."""
+        if self._segments.make_folder():  # It was deleted, and the segments in it with it.
+            self._troubles.note_gone()
+            self._drop_lost()
+            self._grow_at_s = 0.0
         self._poll_if_due()
         self._grow(len(self._new(blocks)))
         new = self._new(blocks)  # Again: what was taken up from the dead may hold some of them.

@@ -6,13 +6,17 @@ the deployment's budget; then oldest first. Knows nothing of which block lies wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
 
 from hadal.runtime.disk_trouble import Troubles
+from hadal.runtime.private import take_from_others
 from hadal.runtime.segment import (
     MAX_SLOTS,
+    NEW_SUFFIX,
+    SUFFIX,
     OtherModelError,
     Segment,
     SegmentError,
@@ -57,10 +61,21 @@ class OwnSegments:
 
     def enter(self) -> list[Segment]:
         """Make the folder if need be, and adopt what the dead left, the newest first, up to the share."""
-        # As the segments, for their owner alone: in whole, KV tells the prompts it is of.
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.make_folder()
+        # A folder with other things in it, a home perhaps, is let be: segments are 0600 wherever they lie.
+        if all(path.suffix in (SUFFIX, NEW_SUFFIX) for path in self._folder.iterdir()):
+            with contextlib.suppress(PermissionError):  # Another user's, which the start has said (runtime/cache_plan).
+                take_from_others(self._folder)
         remove_unfinished(self._folder)
         return self.adopt()
+
+    def make_folder(self) -> bool:
+        """Make the folder where it is not, at first or because somebody deleted it; True if it was not there."""
+        if self._folder.is_dir():
+            return False
+        # As the segments, for their owner alone: in whole, KV tells the prompts it is of.
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return True
 
     def adopt(self, most: int | None = None) -> list[Segment]:
         """Lock dead writers' segments as far as the share allows, `most` of them at most. Returns the new ones."""

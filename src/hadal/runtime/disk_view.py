@@ -62,7 +62,7 @@ class DiskView:
     """Of one folder, for one leader. take, mark and stop are called from the host's thread."""
 
     def __init__(self, folder: Path, fingerprint: str, wake: Callable[[], None], look_s: float = LOOK_S) -> None:
-        self.troubles = Troubles()
+        self.troubles = Troubles(folder)
         self._folder = folder
         self._fingerprint = fingerprint
         self._wake = wake
@@ -151,8 +151,7 @@ class DiskView:
         except FileNotFoundError:
             if time.monotonic() < self._missed_from_s:
                 return []
-            text = f"{self._folder} is not there; nothing is kept or found until it is; a restart makes it"
-            self.troubles.note("folder", text)
+            self.troubles.note_gone()
         except OSError as error:
             self.troubles.note_error("read the folder", error)
         return []

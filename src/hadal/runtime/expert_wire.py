@@ -1,10 +1,11 @@
 """Weights of experts from one rank's memory to another's, over TCP: every rank serves what it holds to whoever asks.
 
-    asks     key 16 | layer, expert
-    answers  key 16 | held? | dtype, both shapes, CRC-32 | bytes of gate_up | bytes of down
+    both prove themselves (runtime/peers)
+    asks     layer, expert
+    answers  held? | dtype, both shapes, CRC-32 | bytes of gate_up | bytes of down
 
 The weights of (layer, expert) are constants of the model. Any holder's bytes are right, whatever generation it or the
-asker belongs to, so neither side knows generations, placements or plans. The key is the run's: a port that was used
+asker belongs to, so neither side knows generations, placements or plans. A port that was used
 again by another deployment's rank answers nobody here.
 
 One connection an expert: nothing is kept warm, and a failure leaves nothing behind. The asker says how many bytes it
@@ -15,7 +16,6 @@ over the host's.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import socket
 import struct
@@ -23,24 +23,35 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hadal.comm.refusals import Refusals
 from hadal.core.errors import HadalError
+from hadal.core.handshake import TAG_BYTES, Seal
 from hadal.core.plans import Source
 from hadal.runtime.background import SHARE, Pace, lower_priority
-from hadal.runtime.peers import fill
+from hadal.runtime.peers import (
+    CHALLENGE_BYTES,
+    CLAIM_BYTES,
+    MAX_UNPROVEN,
+    NotProven,
+    accepting,
+    claimed,
+    open_channel,
+)
 
 log = logging.getLogger(__name__)
 
 Held = Callable[[int, int], tuple[Tensor, Tensor] | None]
 """(MoE layer, expert) -> its gate_up [2I, D] and down [D, I], None if it is not held here. From any thread."""
 
-PURPOSE = "experts 1"
-"""Of the key (runtime/peers.key_of)."""
+PURPOSE = "experts 2"
+"""Of the key (core/handshake.key_of)."""
 SILENCE_S = 1.0
 """A peer that is dead or frozen costs this long, connecting, asking or receiving."""
 MIN_BYTES_PER_S = 10e6
@@ -52,8 +63,8 @@ MAX_CONNECTIONS = 64
 PIECE_BYTES = 1 << 20
 """Sent or received between two looks at the clock."""
 _MAX_SHUNNED = 1024
-_ASK = struct.Struct("<16sII")
-_ANSWER = struct.Struct("<16sB16s4II")
+_ASK = struct.Struct("<II")
+_ANSWER = struct.Struct("<B16s4II")
 
 
 class BadAnswer(HadalError):
@@ -65,8 +76,11 @@ class ExpertServer:
 
     def __init__(self, host: str, key: bytes, held: Held, share: float = SHARE) -> None:
         """`share` of a core, at most."""
+        self.refusals = Refusals("experts", "a rank's experts")
         self._key = key
         self._held = held
+        self._unproven: dict[socket.socket, None] = {}
+        """Who has not proven itself yet, the oldest first."""
         self._sums: dict[tuple[int, int], int] = {}
         """CRC-32 of what was sent before: constants, like the weights."""
         self._pace = Pace(share)
@@ -106,61 +120,83 @@ class ExpertServer:
 
     async def _accept(self, tasks: set[asyncio.Task[None]]) -> None:
         room = asyncio.Semaphore(MAX_CONNECTIONS)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            tasks.discard(task)
-            room.release()
-
         while True:
-            await room.acquire()
             try:
                 connection, _ = await self._loop.sock_accept(self._listener)
             except OSError as error:  # Gone again, or no descriptor left. Peers that are not answered read their disk.
-                log.warning("a rank that wanted an expert was not let in: %s", error)
-                room.release()
+                log.warning("a connection for experts was refused: %s", error)
                 await asyncio.sleep(SILENCE_S)
                 continue
             connection.setblocking(False)
-            task = asyncio.create_task(self._talk(connection))
+            self._unproven[connection] = None
+            if len(self._unproven) > MAX_UNPROVEN:  # Whoever only connects takes nobody's place.
+                _shut(next(iter(self._unproven)))
+            task = asyncio.create_task(self._talk(connection, room))
             tasks.add(task)
-            task.add_done_callback(ended)
+            task.add_done_callback(tasks.discard)
 
-    async def _talk(self, connection: socket.socket) -> None:
+    async def _talk(self, connection: socket.socket, room: asyncio.Semaphore) -> None:
         with connection:
             try:
-                await self._answer(connection)
+                try:
+                    async with asyncio.timeout(SILENCE_S):
+                        seals = await self._prove(connection)
+                except OSError as error:  # Silence as well: whoever takes a place and says nothing is counted.
+                    self.refusals.count(str(error) or type(error).__name__)
+                    return
+                finally:
+                    self._unproven.pop(connection)
+                async with room:
+                    await self._answer(connection, *seals)
+            except NotProven as error:
+                self.refusals.count(error)
             except OSError as error:  # A deadline's TimeoutError is one.
                 log.debug("a rank that wanted an expert is gone: %r", error)
             except Exception:
                 log.exception("an expert could not be sent")  # Its asker reads the checkpoint.
 
-    async def _answer(self, connection: socket.socket) -> None:
-        asked = bytearray(_ASK.size)
-        view = memoryview(asked)
+    async def _prove(self, connection: socket.socket) -> tuple[Seal | None, Seal | None]:
+        """What tags the asker's records, and ours; None on one host."""
+        handshake, answer = accepting(connection, self._key, await self._fill(connection, CHALLENGE_BYTES))
+        await self._loop.sock_sendall(connection, answer)
+        claimed(handshake, await self._fill(connection, CLAIM_BYTES))
+        return handshake.seal(is_outgoing=False), handshake.seal(is_outgoing=True)
+
+    async def _answer(self, connection: socket.socket, asking: Seal | None, answering: Seal | None) -> None:
         async with asyncio.timeout(SILENCE_S):
-            while view:
-                count = await self._loop.sock_recv_into(connection, view)
-                if not count:
-                    return
-                view = view[count:]
-        key, layer, expert = _ASK.unpack(asked)
-        if not hmac.compare_digest(key, self._key):
-            return
+            asked = await self._fill(connection, _ASK.size)
+            if asking is not None and asking.tag((asked,)) != await self._fill(connection, TAG_BYTES):
+                raise NotProven("what came was changed on its way")
+        layer, expert = _ASK.unpack(asked)
         found = self._held(layer, expert)
         if found is None:
-            await self._send(connection, memoryview(_ANSWER.pack(key, 0, b"", 0, 0, 0, 0, 0)))
+            head = _ANSWER.pack(0, b"", 0, 0, 0, 0, 0)
+            await self._send(connection, memoryview(head), answering)
             return
         parts = [_bytes_of(_on_host(tensor)) for tensor in found]
         checksum = await self._sum(layer, expert, parts)
-        head = _ANSWER.pack(key, 1, _dtype(found[0]), *found[0].shape, *found[1].shape, checksum)
+        head = _ANSWER.pack(1, _dtype(found[0]), *found[0].shape, *found[1].shape, checksum)
         for part in (memoryview(head), *parts):
             for piece in _pieces(part):
-                await self._send(connection, piece)
+                await self._send(connection, piece, answering)
                 await self._rest()
 
-    async def _send(self, connection: socket.socket, piece: memoryview) -> None:
+    async def _fill(self, connection: socket.socket, num_bytes: int) -> bytes:
+        """Exactly so many bytes. Raises ConnectionResetError."""
+        data = bytearray(num_bytes)
+        view = memoryview(data)
+        while view:
+            count = await self._loop.sock_recv_into(connection, view)
+            if not count:
+                raise ConnectionResetError("it closed the connection")
+            view = view[count:]
+        return bytes(data)
+
+    async def _send(self, connection: socket.socket, piece: memoryview, seal: Seal | None) -> None:
         async with asyncio.timeout(SILENCE_S):
             await self._loop.sock_sendall(connection, piece)
+            if seal is not None:
+                await self._loop.sock_sendall(connection, seal.tag((piece,)))
 
     async def _sum(self, layer: int, expert: int, parts: list[memoryview]) -> int:
         known = self._sums.get((layer, expert))
@@ -199,8 +235,8 @@ class ExpertClient:
             return self._receive(address, layer, source.expert, gate_up, down, rest)
         except (OSError, BadAnswer) as error:
             log.warning(
-                "expert %d of MoE layer %d was not had from %s:%d: %s", source.expert, layer, *address,
-                str(error) or type(error).__name__,
+                "expert %d of MoE layer %d did not come from %s:%d, and is read from the model's files: %s",
+                source.expert, layer, *address, str(error) or type(error).__name__,
             )  # fmt: skip
             if len(self._shunned_until_s) >= _MAX_SHUNNED:
                 self._shunned_until_s.clear()
@@ -213,13 +249,11 @@ class ExpertClient:
     ) -> bool:  # fmt: skip
         num_bytes = gate_up.nbytes + down.nbytes
         deadline_s = time.monotonic() + SILENCE_S + num_bytes / MIN_BYTES_PER_S
-        with socket.create_connection(address, timeout=SILENCE_S) as connection:
-            connection.sendall(_ASK.pack(self._key, layer, expert))
+        with closing(open_channel(*address, self._key, "", deadline_s, SILENCE_S)) as channel:
+            channel.send((_ASK.pack(layer, expert),), deadline_s=deadline_s, silence_s=SILENCE_S)
             head = bytearray(_ANSWER.size)
-            fill(connection, memoryview(head), deadline_s, SILENCE_S)
-            key, is_held, dtype, *shapes, wanted = _ANSWER.unpack(head)
-            if key != self._key:
-                raise BadAnswer("it is not a rank of this run")
+            channel.fill(memoryview(head), deadline_s=deadline_s, silence_s=SILENCE_S)
+            is_held, dtype, *shapes, wanted = _ANSWER.unpack(head)
             if not is_held:
                 return False
             found = (dtype.rstrip(b"\0"), *shapes)
@@ -231,7 +265,7 @@ class ExpertClient:
                 is_direct = tensor.device.type == "cpu" and tensor.is_contiguous()
                 host = tensor if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype)
                 for piece in _pieces(_bytes_of(host)):
-                    fill(connection, piece, deadline_s, SILENCE_S)
+                    channel.fill(piece, deadline_s=deadline_s, silence_s=SILENCE_S)
                     checksum = zlib.crc32(piece, checksum)
                     rest()
                 if not is_direct:
@@ -294,3 +328,10 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.default_stream(device))
     return stream
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        log.debug("it was gone already: %s", error)

@@ -50,8 +50,9 @@ def fingerprint_of(deployment: Deployment, config: ModelConfig, dtype: str) -> s
     folder = Path(deployment.model)
     try:
         _add(digest, (folder / "config.json").read_bytes())
+        files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
         with ThreadPoolExecutor(NUM_THREADS) as threads:
-            for of_file in threads.map(_digest_of, sorted(folder.glob("*.safetensors"))):
+            for of_file in threads.map(_digest_of, files):
                 _add(digest, of_file)
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder}: cannot be read ({error.strerror}).") from error
@@ -86,7 +87,7 @@ def _sample_offsets(header: bytes, size: int) -> list[int]:
     """Where to look: in the middle of every piece of every tensor, and over the file where there are few of them."""
     data_at = 8 + len(header)
     spans: list[tuple[int, int]] = []
-    with contextlib.suppress(ValueError, TypeError, AttributeError):
+    with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
         # Where it is no header, the model's loader will say so, and samples over the whole do.
         spans = [
             (data_at + begin, min(data_at + end, size)) for entry in json.loads(header).values()

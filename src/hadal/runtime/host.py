@@ -17,9 +17,10 @@ from typing import Protocol
 
 import msgspec
 
+from hadal.comm.refusals import refused_here
 from hadal.core.cache import Place
 from hadal.core.errors import ConfigError
-from hadal.core.messages import Load
+from hadal.core.messages import Load, Refused
 from hadal.core.plans import BlocksLoaded, BlocksStored, Staged, StagePlan
 from hadal.core.seams import (
     Clock,
@@ -48,11 +49,12 @@ from hadal.runtime.wire import ZmqWire
 
 log = logging.getLogger(__name__)
 
-STEP_DEADLINES = 4
-"""A step may take this many times what the front grants a silent unit: the leader is not silent while a step runs."""
+STEP_DEADLINE_S = 120.0
+"""What a step may take. Its leader is not silent while it runs, so nobody else would end one that never ends."""
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread may hold the interpreter while another wants it; the default is 5 ms, several decode steps."""
 _MAX_WAIT_S = 0.5
+_TELL_REFUSED_S = 2.0
 _STOP_S = 2.0
 
 
@@ -134,6 +136,9 @@ class UnitHost:
         self._step_ended = False
         """A step's end is among the events being handled: a plan made now follows it."""
         self._stopping = False
+        self._told_refused_s = 0.0
+        self._refused_before = refused_here()
+        """What this process refused before it was a host: nothing, but in tests."""
 
     @property
     def is_stopping(self) -> bool:
@@ -165,6 +170,7 @@ class UnitHost:
             for event in (*results, *copied, *staged, *from_disk, *news, *messages):
                 self._apply(self._leader.handle(self._clock.now(), event))
             self._tick_if_due()
+            self._tell_refused()
             if self._compute:
                 self._compute.abort_void()
                 self._end_if_stuck(self._compute.busy_s())
@@ -233,6 +239,13 @@ class UnitHost:
             self._take_news()
             # Read again: the news was told at a later time than `now_s`, and a role's time never goes back.
             self._apply(self._leader.handle(self._clock.now(), Tick()))
+
+    def _tell_refused(self) -> None:
+        """Tell of connections that were refused, if there ever was one: again and again, for gateways come and go."""
+        now_s = self._clock.now()
+        if now_s - self._told_refused_s >= _TELL_REFUSED_S and (kind_to_num := refused_here()) != self._refused_before:
+            self._told_refused_s = now_s
+            self._wire.send("front", Refused(self._wire.name, kind_to_num))
 
     def _take_news(self) -> None:
         self._apply(self._news(self._clock.now()))

@@ -1,7 +1,6 @@
 """What a puller of KV and the owner of a pool say to one another over TCP.
 
-    hello    magic, version, key        ->
-             <-  magic, version                         (silence where the key is another run's)
+    both prove themselves (runtime/peers)
              <-  About
     Ask      block ids, generations, which chunks  ->
              <-  for every chunk: _CHUNK head, bytes    (chunk i: blocks [i*n, (i+1)*n), n = blocks_per_chunk)
@@ -9,14 +8,12 @@
     AskNixl  ->
              <-  AboutNixl
 
-A connection carries one ask after another; all but the hello and the heads of chunks is msgpack after its length.
+A connection carries one ask after another; all but the heads of chunks is msgpack after its length.
 Knows neither pools nor who asks.
 """
 
 from __future__ import annotations
 
-import hmac
-import socket
 import struct
 import time
 from collections.abc import Sequence
@@ -25,26 +22,21 @@ import msgspec
 import xxhash
 
 from hadal.core.errors import HadalError
+from hadal.runtime.grants import Grant
 from hadal.runtime.kv_pool import PoolError
-from hadal.runtime.peers import fill, wait
+from hadal.runtime.peers import Channel, open_channel
 
-VERSION = 1
-PURPOSE = "kv 1"
-"""Of the key (runtime/peers.key_of)."""
+PURPOSE = "kv 2"
+"""Of the key (core/handshake.key_of)."""
 SILENCE_S = 2.0
 """A peer that says nothing, or takes nothing, for this long is dead or frozen."""
 CHUNK_BYTES = 1 << 20
 """Sent under one checksum and sent again by itself; one block at least."""
 MAX_FRAME_BYTES = 4 << 20
 """A lease of a million tokens takes a twentieth."""
-MAX_PIECES = 512
-"""Of one sendmsg or recvmsg (the kernel takes 1024, IOV_MAX)."""
 CHUNK, END, FREED, REFUSED = range(4)
 """What a chunk's head says; the last three have no bytes and end the answer."""
 
-_MAGIC = b"HADALKVT"
-_HELLO = struct.Struct("<8sH16s")
-_ANSWER = struct.Struct("<8sH")
 _LENGTH = struct.Struct("<I")
 _CHUNK = struct.Struct("<B3xIQQ")
 """kind, chunk, number of bytes, their XXH3"""
@@ -70,6 +62,8 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag=True):
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]
     chunks: tuple[int, ...]
+    grant: Grant
+    """That this lease is this reader's (runtime/grants)."""
 
 
 class AskNixl(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -103,43 +97,22 @@ def checksum(views: Sequence[memoryview]) -> int:
     return digest.intdigest()
 
 
-def say_hello(connection: socket.socket, key: bytes, deadline_s: float) -> None:
-    """The puller's side. Raises OSError, BadPeer."""
-    connection.sendall(_HELLO.pack(_MAGIC, VERSION, key))
-    answer = bytearray(_ANSWER.size)
-    fill(connection, memoryview(answer), deadline_s, SILENCE_S)
-    magic, version = _ANSWER.unpack(answer)
-    if magic != _MAGIC:
-        raise BadPeer("it is not the server of a KV pool")
-    if version != VERSION:
-        raise BadPeer(f"it speaks version {version} of the hand-over, not {VERSION}")
-
-
-def hear_hello(connection: socket.socket, key: bytes, deadline_s: float) -> bool:
-    """The owner's side. False: the other is none of this run and gets no answer, or no more than the version."""
-    hello = bytearray(_HELLO.size)
-    fill(connection, memoryview(hello), deadline_s, SILENCE_S)
-    magic, version, found = _HELLO.unpack(hello)
-    if magic != _MAGIC or not hmac.compare_digest(found, key):
-        return False
-    connection.sendall(_ANSWER.pack(_MAGIC, VERSION))
-    return bool(version == VERSION)
-
-
-def send_frame(connection: socket.socket, frame: Frame) -> None:
+def send_frame(channel: Channel, frame: Frame, deadline_s: float | None = None) -> None:
+    """Raises OSError."""
     body = msgspec.msgpack.encode(frame)
-    connection.sendall(_LENGTH.pack(len(body)) + body)
+    deadline_s = time.monotonic() + SILENCE_S if deadline_s is None else deadline_s
+    channel.send((_LENGTH.pack(len(body)),), (body,), deadline_s=deadline_s, silence_s=SILENCE_S)
 
 
-def receive_frame(connection: socket.socket, deadline_s: float, silence_s: float = SILENCE_S) -> Frame:
+def receive_frame(channel: Channel, deadline_s: float, silence_s: float = SILENCE_S) -> Frame:
     """Raises OSError, BadPeer."""
     head = bytearray(_LENGTH.size)
-    fill(connection, memoryview(head), deadline_s, silence_s)
+    channel.fill(memoryview(head), deadline_s=deadline_s, silence_s=silence_s)
     (length,) = _LENGTH.unpack(head)
     if length > MAX_FRAME_BYTES:
         raise BadPeer(f"it announces {length} bytes")
     body = bytearray(length)
-    fill(connection, memoryview(body), deadline_s, SILENCE_S)
+    channel.fill(memoryview(body), deadline_s=deadline_s, silence_s=SILENCE_S)
     try:
         frame: Frame = _decoder.decode(body)
     except msgspec.MsgspecError as error:
@@ -148,49 +121,37 @@ def receive_frame(connection: socket.socket, deadline_s: float, silence_s: float
 
 
 def send_chunk(
-    connection: socket.socket, kind: int, deadline_s: float, chunk: int = 0, views: Sequence[memoryview] = (),
-    digest: int = 0,
-) -> None:  # fmt: skip
+    channel: Channel, kind: int, deadline_s: float, chunk: int = 0, views: Sequence[memoryview] = (), digest: int = 0
+) -> None:
     """Head and bytes, straight from where they lie. Raises OSError."""
     head = _CHUNK.pack(kind, chunk, sum(view.nbytes for view in views), digest)
-    left = [memoryview(head), *views]
-    while left:
-        wait(connection, deadline_s, SILENCE_S)
-        left = _after(left, connection.sendmsg(left[:MAX_PIECES]))
+    records: list[Sequence[memoryview | bytes]] = [(head,), views] if views else [(head,)]
+    channel.send(*records, deadline_s=deadline_s, silence_s=SILENCE_S)
 
 
-def receive_head(connection: socket.socket, deadline_s: float) -> tuple[int, int, int, int]:
+def receive_head(channel: Channel, deadline_s: float) -> tuple[int, int, int, int]:
     """(kind, chunk, number of bytes, their XXH3). Raises OSError."""
     head = bytearray(_CHUNK.size)
-    fill(connection, memoryview(head), deadline_s, SILENCE_S)
+    channel.fill(memoryview(head), deadline_s=deadline_s, silence_s=SILENCE_S)
     kind, chunk, num_bytes, digest = _CHUNK.unpack(head)
     return kind, chunk, num_bytes, digest
 
 
-def receive_bytes(connection: socket.socket, views: Sequence[memoryview], deadline_s: float) -> None:
+def receive_bytes(channel: Channel, views: Sequence[memoryview], deadline_s: float) -> None:
     """Fill the views in order. Raises OSError."""
-    left = list(views)
-    while left:
-        wait(connection, deadline_s, SILENCE_S)
-        count = connection.recvmsg_into(left[:MAX_PIECES])[0]
-        if not count:
-            raise ConnectionResetError("it closed the connection")
-        left = _after(left, count)
+    channel.fill(*views, deadline_s=deadline_s, silence_s=SILENCE_S)
 
 
-def connect(host: str, port: int, key: bytes, deadline_s: float) -> tuple[socket.socket, About]:
-    """A connection that asks can go over, and whose pool is there. Raises OSError, BadPeer."""
-    timeout_s = min(SILENCE_S, max(0.001, deadline_s - time.monotonic()))
-    connection = socket.create_connection((host, port), timeout=timeout_s)
+def connect(host: str, port: int, key: bytes, name: str, deadline_s: float) -> tuple[Channel, About]:
+    """A channel that asks can go over, and whose pool is there; `name`: who asks. Raises OSError, BadPeer."""
+    channel = open_channel(host, port, key, name, deadline_s, SILENCE_S)
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        say_hello(connection, key, deadline_s)
-        about = receive_frame(connection, deadline_s)
+        about = receive_frame(channel, deadline_s)
         if not isinstance(about, About):
             raise BadPeer(f"it begins with {type(about).__name__}")
-        return connection, about
+        return channel, about
     except (OSError, BadPeer):
-        connection.close()
+        channel.close()
         raise
 
 
@@ -198,15 +159,3 @@ def check_about(about: About, name: str, birth: str) -> None:
     """Raise PoolError if the address is another pool's by now."""
     if (about.name, about.birth) != (name, birth):
         raise PoolError(f"KV pool {name} is gone; {about.name} is served in its place")
-
-
-def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left once the first `count` bytes are done."""
-    done = 0
-    while done < len(views) and count >= views[done].nbytes:
-        count -= views[done].nbytes
-        done += 1
-    left = views[done:]
-    if count:
-        left[0] = left[0][count:]
-    return left

@@ -5,7 +5,8 @@ IDLE_S between asks, or takes nothing for SILENCE_S in the middle of one. A chun
 and counts if no block of it was freed until then, so bytes that change on their way are void by themselves; all
 generations are looked at again after the last byte.
 
-Knows leases' blocks and generations, nothing of requests.
+Whoever asks has proven itself and shows that the blocks are leased to it (runtime/grants). Knows leases' blocks and
+generations, nothing of requests.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import socket
 import threading
 import time
 
+from hadal.comm.refusals import Refusals
+from hadal.core.handshake import key_of
+from hadal.runtime.grants import Grants
 from hadal.runtime.kv_frames import (
     CHUNK,
     END,
     FREED,
+    PURPOSE,
     REFUSED,
     SILENCE_S,
     About,
@@ -27,13 +32,13 @@ from hadal.runtime.kv_frames import (
     BadPeer,
     blocks_per_chunk,
     checksum,
-    hear_hello,
     receive_frame,
     send_chunk,
     send_frame,
 )
 from hadal.runtime.kv_nixl import NixlAgent
-from hadal.runtime.kv_pool import KvPool
+from hadal.runtime.kv_pool import KvPool, PoolAddress
+from hadal.runtime.peers import MAX_UNPROVEN, Channel, NotProven, accept_channel
 
 log = logging.getLogger(__name__)
 
@@ -46,17 +51,25 @@ MAX_CONNECTIONS = 128
 class KvServer:
     """Answers from threads of its own until closed. `port` is where."""
 
-    def __init__(self, pool: KvPool, host: str, key: bytes, *, lease_s: float, nixl: NixlAgent | None = None) -> None:
+    def __init__(
+        self, pool: KvPool, host: str, secret: bytes, grants: Grants, *, lease_s: float, nixl: NixlAgent | None = None
+    ) -> None:
         """`lease_s`: no answer takes longer. `nixl`: None where it cannot be had or is not wanted."""
+        self.refusals = Refusals("kv", f"the KV pool {pool.name}")
         self._pool = pool
-        self._key = key
+        self._key = key_of(secret, PURPOSE)
+        self._grants = grants
         self._lease_s = lease_s
         self._nixl = nixl
         self._listener = socket.create_server((host, 0), backlog=MAX_CONNECTIONS)
         self.port: int = self._listener.getsockname()[1]
+        self.address = str(PoolAddress(pool.name, pool.birth, host, self.port))
+        """As leases name it."""
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._lock = threading.Lock()
         self._talks: dict[socket.socket, threading.Thread] = {}
+        self._unproven: dict[socket.socket, None] = {}
+        """Of these, who has not proven itself yet, the oldest first."""
         self._stopping = False
         self._thread = threading.Thread(target=self._accept, name="kv-server", daemon=True)
         self._thread.start()
@@ -82,17 +95,12 @@ class KvServer:
 
     def _accept(self) -> None:
         while True:
-            if not self._room.acquire(timeout=SILENCE_S):
-                if self._stopping:
-                    return
-                continue
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
-                self._room.release()
                 if self._stopping:
                     return
-                log.warning("a puller was not let in: %s", error)  # Gone again, or no descriptor left.
+                log.warning("a connection for KV was refused: %s", error)  # Gone again, or no descriptor left.
                 time.sleep(SILENCE_S)
                 continue
             thread = threading.Thread(target=self._talk, args=(connection,), name="kv-send", daemon=True)
@@ -103,16 +111,21 @@ class KvServer:
                 try:
                     thread.start()
                 except RuntimeError as error:  # No more threads may be had: the next one may be served again.
-                    log.warning("a puller was not let in: %s", error)
+                    log.warning("a connection for KV was refused: %s", error)
                     connection.close()
-                    self._room.release()
                     continue
                 self._talks[connection] = thread
+                self._unproven[connection] = None
+                oldest = next(iter(self._unproven)) if len(self._unproven) > MAX_UNPROVEN else None
+            if oldest is not None:
+                _shut(oldest)  # Whoever only connects takes nobody's place.
 
     def _talk(self, connection: socket.socket) -> None:
         try:
             with connection:
-                self._serve(connection)
+                self._prove(connection)
+        except NotProven as error:  # What came later was changed on its way.
+            self.refusals.count(error)
         except (OSError, BadPeer) as error:  # A deadline's TimeoutError is one.
             log.debug("a puller is gone: %r", error)
         except Exception:
@@ -120,18 +133,32 @@ class KvServer:
         finally:
             with self._lock:
                 self._talks.pop(connection)
+
+    def _prove(self, connection: socket.socket) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            channel = accept_channel(connection, self._key, time.monotonic() + SILENCE_S, SILENCE_S)
+        except OSError as error:  # Silence as well: whoever takes a place and says nothing is counted.
+            if not self._stopping:
+                self.refusals.count(error)
+            return
+        finally:
+            with self._lock:
+                self._unproven.pop(connection)
+        # Places are for those who proved themselves.
+        if not self._room.acquire(timeout=SILENCE_S):
+            log.warning("a connection for KV was refused: %d are served", MAX_CONNECTIONS)
+            return
+        try:
+            self._serve(channel)
+        finally:
             self._room.release()
 
-    def _serve(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(SILENCE_S)
-        if not hear_hello(connection, self._key, time.monotonic() + SILENCE_S):
-            return
+    def _serve(self, connection: Channel) -> None:
         pool = self._pool
         send_frame(connection, About(pool.name, pool.birth, pool.shape, pool.dtype, self._nixl is not None))
         while not self._stopping:
             ask = receive_frame(connection, time.monotonic() + IDLE_S, IDLE_S)
-            connection.settimeout(SILENCE_S)
             if isinstance(ask, Ask):
                 self._send(connection, ask, time.monotonic() + self._lease_s)
             elif isinstance(ask, AskNixl) and self._nixl is not None:
@@ -139,12 +166,15 @@ class KvServer:
             else:
                 raise BadPeer(f"it sends {type(ask).__name__}")
 
-    def _send(self, connection: socket.socket, ask: Ask, deadline_s: float) -> None:
+    def _send(self, connection: Channel, ask: Ask, deadline_s: float) -> None:
         pool, per_chunk = self._pool, blocks_per_chunk(self._pool.block_bytes)
         ids, generations = ask.block_ids, ask.generations
         num_chunks = -(-len(ids) // per_chunk)
         is_sound = len(ids) == len(generations) and all(0 <= i < pool.num_blocks for i in ids)
-        if not is_sound or not all(0 <= chunk < num_chunks for chunk in ask.chunks):
+        is_granted = self._grants.allows(ask.grant, connection.name, self.address, ids, generations)
+        if not is_granted:
+            self.refusals.count(f"{connection.name} asks for blocks that are not leased to it")
+        if not is_granted or not is_sound or not all(0 <= chunk < num_chunks for chunk in ask.chunks):
             send_chunk(connection, REFUSED, deadline_s)
             return
         for chunk in ask.chunks:

@@ -10,11 +10,11 @@ import logging
 import socket
 
 from hadal.core.messages import KvLease
+from hadal.runtime.grants import Grants
 from hadal.runtime.kv_frames import (
     CHUNK,
     END,
     FREED,
-    SILENCE_S,
     About,
     AboutNixl,
     Ask,
@@ -30,7 +30,7 @@ from hadal.runtime.kv_frames import (
     send_frame,
 )
 from hadal.runtime.kv_pool import FREED_DURING, KvPool, PoolAddress, PoolError
-from hadal.runtime.peers import wait
+from hadal.runtime.peers import Channel, NotProven
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +43,11 @@ NIXL_START_S = 6.0
 class KvLink:
     """Connection to one pool's server. One thread at a time may use it."""
 
-    def __init__(self, address: PoolAddress, key: bytes) -> None:
+    def __init__(self, address: PoolAddress, key: bytes, grants: Grants) -> None:
         self._address = address
         self._key = key
-        self._connection: socket.socket | None = None
+        self._grants = grants
+        self._connection: Channel | None = None
         self._about: About | None = None
 
     def about(self, deadline_s: float) -> About:
@@ -85,11 +86,11 @@ class KvLink:
                 wrong = own.mismatch(self._address.name, self._about.shape, self._about.dtype, lease, into)
                 if wrong is not None:
                     return wrong
-                send_frame(connection, Ask(lease.block_ids, lease.generations, tuple(sorted(missing))))
+                send_frame(connection, self._ask(lease, missing))
                 is_freed = self._receive(connection, own, into, missing, deadline_s)
             except ConnectionError as error:
                 self.close()
-                if number == TRIES - 1 or isinstance(error, ConnectionRefusedError):
+                if number == TRIES - 1 or isinstance(error, ConnectionRefusedError | NotProven):
                     raise
                 log.debug("%s: %s; %d chunks are missing", self._address.name, error, len(missing))
                 continue
@@ -107,7 +108,7 @@ class KvLink:
         connection = self._connection
         if connection is not None:
             try:
-                connection.shutdown(socket.SHUT_RDWR)
+                connection.connection.shutdown(socket.SHUT_RDWR)
             except OSError as error:
                 log.debug("it was gone already: %s", error)
 
@@ -116,16 +117,20 @@ class KvLink:
             self._connection.close()
             self._connection = None
 
-    def _connect(self, deadline_s: float) -> socket.socket:
+    def _ask(self, lease: KvLease, chunks: set[int]) -> Ask:
+        return Ask(lease.block_ids, lease.generations, tuple(sorted(chunks)), self._grants.of(lease))
+
+    def _connect(self, deadline_s: float) -> Channel:
         if self._connection is None:
             address = self._address
-            self._connection, self._about = connect(address.host, address.port, self._key, deadline_s)
+            self._connection, self._about = connect(
+                address.host, address.port, self._key, self._grants.name, deadline_s
+            )
             check_about(self._about, address.name, address.birth)
-        wait(self._connection, deadline_s, SILENCE_S)
         return self._connection
 
     def _receive(
-        self, connection: socket.socket, own: KvPool, into: tuple[int, ...], missing: set[int], deadline_s: float
+        self, connection: Channel, own: KvPool, into: tuple[int, ...], missing: set[int], deadline_s: float
     ) -> bool:
         """Fill what comes into own blocks and take the sound chunks out of `missing`. True: blocks were freed."""
         per_chunk, asked = blocks_per_chunk(own.block_bytes), set(missing)

@@ -19,14 +19,15 @@ import threading
 import time
 
 from hadal.core.balance import AUTO
-from hadal.core.config import Deployment
+from hadal.core.handshake import is_near, key_of
 from hadal.core.messages import KvLease
+from hadal.runtime.grants import Grants
 from hadal.runtime.kv_frames import PURPOSE, SILENCE_S, BadPeer
 from hadal.runtime.kv_nixl import NixlAgent, NixlError, NixlReader, package, require_nixl
 from hadal.runtime.kv_pool import KvPool, PoolAddress, PoolError
 from hadal.runtime.kv_server import KvServer
 from hadal.runtime.kv_tcp import KvLink
-from hadal.runtime.peers import key_of
+from hadal.runtime.process import Run
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +39,11 @@ class KvWire:
     """Pulls into one own pool, from any other; and serves the own pool to others. `pull` from any thread."""
 
     def __init__(
-        self, pool: KvPool, handover: str = SHM, *, host: str = "127.0.0.1", key: bytes = b"", lease_s: float = 30.0
-    ) -> None:
-        """`host`: what the server listens on, and others find it at. `lease_s`: no pull takes longer.
+        self, pool: KvPool, handover: str = SHM, *, host: str = "127.0.0.1", secret: bytes = b"",
+        grants: Grants | None = None, lease_s: float = 30.0,
+    ) -> None:  # fmt: skip
+        """`host`: what the server listens on, and others find it at. `lease_s`: no pull takes longer. `secret` and
+        `grants` are needed for anything but shared memory, which the system itself keeps from other users.
 
         Raises ConfigError if `handover` is "nixl" and it is not installed.
         """
@@ -48,7 +51,8 @@ class KvWire:
             require_nixl()
         self._pool = pool
         self._handover = handover
-        self._key = key
+        self._key = key_of(secret, PURPOSE) if grants is not None else b""
+        self._grants = grants
         self._lease_s = lease_s
         has_nixl = handover in (NIXL, AUTO) and package() is not None
         self._nixl = NixlAgent(f"{pool.name}#{pool.birth}") if has_nixl else None
@@ -58,8 +62,10 @@ class KvWire:
         if self._nixl is not None and handover == NIXL:
             self._nixl.about(pool)  # It will be asked for; better now than in the middle of a pull.
         if handover != SHM:
-            self._server = KvServer(pool, host, key, lease_s=lease_s, nixl=self._nixl)
-            self.address = str(PoolAddress(pool.name, pool.birth, host, self._server.port))
+            if grants is None:
+                raise ValueError(f"{handover}: KV leaves the process only with a secret and grants.")
+            self._server = KvServer(pool, host, secret, grants, lease_s=lease_s, nixl=self._nixl)
+            self.address = self._server.address
         self._lock = threading.Lock()
         self._sources: dict[str, _Source] = {}
         """By unit: a restarted unit's pool has another name and takes its predecessor's place."""
@@ -97,7 +103,7 @@ class KvWire:
             known = self._sources.get(address.unit)
             if known is not None and known.address == address:
                 return known
-            source = _Source(address, self._handover, self._key, self._nixl)
+            source = _Source(address, self._handover, self._key, self._grants, self._nixl)
             self._sources[address.unit] = source
         if known is not None:
             known.close()
@@ -107,7 +113,9 @@ class KvWire:
 class _Source:
     """One pool of another process, and the way to it."""
 
-    def __init__(self, address: PoolAddress, handover: str, key: bytes, nixl: NixlAgent | None) -> None:
+    def __init__(
+        self, address: PoolAddress, handover: str, key: bytes, grants: Grants | None, nixl: NixlAgent | None
+    ) -> None:
         """Raises PoolError if only shared memory may be used and it is not there."""
         self.address = address
         self.segment: KvPool | None = None
@@ -124,8 +132,10 @@ class _Source:
             self.segment = _open_segment(address, is_asked=handover == SHM)
         if self.segment is not None:
             self._take(SHM)
+        elif grants is None:
+            raise PoolError(f"{address.name} is not on this host, and this process has no secret to ask for it")
         else:
-            self._link = KvLink(address, key)
+            self._link = KvLink(address, key, grants)
 
     def pull(self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float) -> str | None:
         if self.segment is not None:
@@ -207,10 +217,14 @@ class _Source:
             self._link.close()
 
 
-def live_wire(pool: KvPool, deployment: Deployment, run_id: str, host: str) -> KvWire:
-    """What a process of a deployment pulls with, and is pulled from. Raises ConfigError."""
+def live_wire(pool: KvPool, run: Run, grants: Grants, host: str) -> KvWire:
+    """What a process of a run pulls with, and is pulled from. Raises ConfigError."""
+    deployment = run.deployment
+    handover = deployment.handover
+    if handover == AUTO and is_near(host):
+        handover = SHM  # Whoever pulls is on this host: nothing listens that nobody needs.
     return KvWire(
-        pool, deployment.handover, host=host, key=key_of(run_id, PURPOSE), lease_s=deployment.lease_s
+        pool, handover, host=host, secret=run.secret, grants=grants, lease_s=deployment.lease_s
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """The supervisor: the main process of `hadal serve`. Starts gateway and units, restarts what ends, stops all in order.
 
 It sleeps until a signal (a child's end is one), a message or a timer comes. It holds no request and does no work of the
-model: whether requests survive a crash is the front's business, who is told UnitDown at once.
+model: whether requests survive a crash is the front's business, who is told UnitDown at once, or LeaderDown where ranks
+wait for another leader.
 
     SIGTERM, Ctrl-C   drain: the gateway finishes its streams and ends, then the units are ended
     the same again    end everything now
@@ -23,33 +24,46 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hadal.core.config import Deployment, units_of
+from hadal.core.config import GATEWAY_BEAT_S, ROLES, Deployment, units_of
 from hadal.core.errors import ConfigError
 from hadal.core.fleet import Demand
-from hadal.core.messages import SUPERVISOR, Drain, UnitDown, UnitUp
+from hadal.core.gateway_messages import GatewayBeat
+from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES
+from hadal.core.messages import FRONT, SUPERVISOR, Drain, LeaderDown, Sighting, Suspect, UnitDown, UnitUp
 from hadal.core.rank_messages import RankUp
+from hadal.policy.suspicion import start_is_over
 from hadal.roles.fleet_rules import make_fleet
 from hadal.roles.recording import MadeFleet
-from hadal.runtime.child import PUT_OFF_S, Child, Phase
+from hadal.runtime.child import Child, Phase
 from hadal.runtime.fleet import FleetExecutor
 from hadal.runtime.kv_pool import remove_segments, remove_stale_segments
 from hadal.runtime.listen import open_listener, url_of
-from hadal.runtime.probe import Probe
-from hadal.runtime.process import API_KEYS, EXIT_CONFIG, LISTEN_FD, Run, write_run
+from hadal.runtime.logs import TEXT, about
+from hadal.runtime.private import make_private, read_private
+from hadal.runtime.process import API_KEYS, EXIT_CONFIG, HAS_SERVED, LISTEN_FD, RUN_FILE, Run, write_run
 from hadal.runtime.recorder import recorded
 from hadal.runtime.resolve import Resolved
+from hadal.runtime.sight import look_at
 from hadal.runtime.signals import read_signals, signal_pipe
+from hadal.runtime.starting import Starting
 from hadal.runtime.status import Status, write_status
-from hadal.runtime.topology import process_names, rank_name, unit_of
+from hadal.runtime.topology import GATEWAY, gateway_names, process_names, rank_name, unit_of
+from hadal.runtime.watch import Watch
 from hadal.runtime.wire import ZmqWire, socket_path
 
 log = logging.getLogger(__name__)
 
-GATEWAY = "gateway"
-FRONT = "front"
 EXIT_GAVE_UP = 1
+TAKEOVERS_MAX = 2
+"""Starts of a leader in vain, before the ranks that wait for it are ended, for it may be what they hold."""
 _MAX_WAIT_S = 0.5
+_FOLDER_PREFIX = "hadal-"
+_PROBE_S = 1.0
+_STARTING_S = 60.0
+"""A run folder that is younger may be of a supervisor that does not listen yet."""
 _STOP_S = 4.0
+_HUNG_S = 8 * GATEWAY_BEAT_S
+"""A gateway that says nothing for so long is killed: its connections wait for the next one in the listening socket."""
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -62,7 +76,12 @@ class Options:
     log_dir: Path | None = None
     """None: every process writes to this one's stderr, under its name."""
     log_level: str = "info"
+    log_format: str = TEXT
     api_keys: tuple[str, ...] = ()
+    has_bar: bool = False
+    """Show the start as a bar at the foot of the terminal; else the log tells of it."""
+    secret_file: Path | None = None
+    """What the deployment's processes prove themselves by, where several hosts need the same; None: drawn at start."""
 
 
 Announce = Callable[[Status], None]
@@ -73,6 +92,7 @@ def serve(resolved: Resolved, options: Options, announce: Announce) -> int:
     """Run until told to stop. Returns the exit code. Raises ConfigError if it cannot even start."""
     for name in remove_stale_segments():
         log.info("removed %s, left by a run that is gone", name)
+    _remove_stale_folders()
     host, port = resolved.deployment.host, resolved.deployment.port
     with open_listener(host, port) as listener, _run_folder(options.run_folder) as folder, signal_pipe(_SIGNALS) as fd:
         supervisor = Supervisor(resolved, options, folder, listener, announce)
@@ -96,21 +116,28 @@ class Supervisor:
         self._url = url_of(listener, resolved.deployment.host)
         self._started_s = time.monotonic()
         self._was_ready = False
+        self._has_served = False
+        """Requests could be answered once: from then on they wait for what is missing, and nothing that cannot start
+        ends the server."""
         self._exit_code: int | None = None
         self._drain_until_s: float | None = None
         self._kill_at_once = False
-        run = Run(self._run_id, os.getpid(), resolved.deployment, options.log_level, resolved.fingerprint)
+        run = Run(
+            self._run_id, resolved.deployment, options.log_level, options.log_format,
+            resolved.fingerprint, _secret(options.secret_file),
+        )  # fmt: skip
         write_run(folder, run)
-        self._environment = _environment(options)
+        self._environment = _environment()
+        self._api_keys = ",".join(options.api_keys)
         self._wire = ZmqWire(SUPERVISOR, folder)
-        self._children = {child.name: child for child in _children(resolved.deployment, folder, options.log_dir)}
-        self._probe = Probe(self._url)
+        self._children = {child.name: child for child in _children(resolved.deployment, folder, options)}
+        self._starting = Starting(self._children.values(), has_bar=options.has_bar)
+        self._gateways = Watch(_HUNG_S, _MAX_WAIT_S)
         self._fleet = self._make_fleet()
 
     def run(self, signals_fd: int) -> int:
         """Supervise until stopped or given up. Returns the exit code."""
         self._wire.wake_on(signals_fd)
-        self._wire.wake_on(self._probe.fd)
         self._start_due()
         self._announce(self.status())
         while self._exit_code is None:
@@ -125,12 +152,16 @@ class Supervisor:
                     self._tell_fleet(message)
                 elif isinstance(message, RankUp):
                     self._ready(rank_name(message.unit, message.rank))
+                elif isinstance(message, Suspect):
+                    self._see(message.process)
                 elif isinstance(message, UnitDown):
                     self._given_up(message)
-            if self._probe.take():
-                self._ready(GATEWAY)
+                elif isinstance(message, GatewayBeat):
+                    self._gateway_spoke(message)
             self._reap()
             self._kill_late_starters()
+            self._kill_hung_gateways()
+            self._starting.look(time.monotonic())
             if self._exit_code is None:
                 if self._fleet is not None:
                     self._fleet.tick(time.monotonic())
@@ -140,7 +171,7 @@ class Supervisor:
 
     def close(self) -> None:
         """End every child, politely first unless in a hurry, and remove all that they leave."""
-        self._probe.close()
+        self._starting.close()
         deadline_s = time.monotonic() + (0.0 if self._kill_at_once else _STOP_S)
         for child in self._children.values():
             child.signal(signal.SIGTERM)
@@ -168,6 +199,11 @@ class Supervisor:
     def _is_ready(self) -> bool:
         return all(child.phase is Phase.READY for child in self._children.values() if child.is_wanted)
 
+    def _can_serve(self) -> bool:
+        """Whether a unit of each role works."""
+        units = [child for child in self._children.values() if unit_of(child.name)[1] is None]
+        return {unit.role for unit in units if unit.phase is Phase.READY}.issuperset(ROLES)
+
     def _make_fleet(self) -> FleetExecutor | None:
         if not self._deployment.fleet.is_on:
             return None
@@ -186,10 +222,10 @@ class Supervisor:
         now_s = time.monotonic()
         due = [c for c in self._children.values() if c.phase is Phase.WAITING and c.start_at_s <= now_s]
         for child in due:
-            if child.name == GATEWAY:
+            if child.role == GATEWAY:
                 fd = self._listener.fileno()
-                child.start(now_s, {**self._environment, LISTEN_FD: str(fd)}, (fd,))
-                self._probe.ask(child.num_starts)
+                environment = {**self._environment, LISTEN_FD: str(fd), API_KEYS: self._api_keys}
+                child.start(now_s, environment, (fd,), (HAS_SERVED,) if self._has_served else ())
             else:
                 threads = units_of(self._deployment, child.role).threads
                 child.start(now_s, {**self._environment, "OMP_NUM_THREADS": str(threads)})
@@ -201,9 +237,11 @@ class Supervisor:
         if child is None or child.phase is not Phase.STARTING:
             return
         child.is_ready(time.monotonic())
-        log.info("%s is ready after %.1f s", name, child.ready_s - child.started_s)
+        log.info("%s is ready after %.1f s", name, child.ready_s - child.started_s, extra=about(name))
+        self._has_served = self._has_served or self._can_serve()
         if self._is_ready() and not self._was_ready:
             self._was_ready = True
+            self._starting.close()
             self._announce(self.status())
         self._write_status()
 
@@ -221,16 +259,25 @@ class Supervisor:
                 continue
             self._clear_after(child)
             why = child.why_give_up(now_s)
-            self._tell(child, reason)
-            is_asked = self._fleet is not None and self._tell_end(self._fleet, child, now_s, reason)
-            log.log(logging.INFO if is_asked else logging.WARNING, "%s ended: %s", child.name, reason)
             if code == EXIT_CONFIG and child.ready_s < child.started_s:
                 why = f"{child.name} cannot start"
-            if why is not None and self._can_spare(child):
-                child.put_off(now_s)
-                log.error("%s (%s): its unit goes on without it; next start in %.0f s", why, reason, PUT_OFF_S)
+            if why is None and self._has_successor(child):
+                self._wire.send(FRONT, LeaderDown(child.name, reason))
+                log.warning("%s ended: %s; its ranks wait for another", child.name, reason, extra=about(child.name))
+                self._write_status()
+                continue
+            self._tell(child, reason)
+            is_asked = self._fleet is not None and self._tell_end(self._fleet, child, now_s, reason)
+            level = logging.INFO if is_asked else logging.WARNING
+            log.log(level, "%s ended: %s", child.name, reason, extra=about(child.name))
+            if why is not None and (self._has_served or self._can_spare(child)):
+                rest_s = child.put_off(now_s)
+                log.error(
+                    "%s (%s): the others go on without it; it is started again in %.0f s", why, reason, rest_s,
+                    extra=about(child.name),
+                )  # fmt: skip
             elif why is not None:
-                log.error("giving up: %s (%s)", why, reason)
+                log.error("%s (%s): the server ends", why, reason, extra=about(child.name))
                 self._exit_code = EXIT_CONFIG if code == EXIT_CONFIG else EXIT_GAVE_UP
             self._write_status()
 
@@ -240,6 +287,15 @@ class Supervisor:
             return fleet.ended(now_s, child.name, reason)
         return not child.is_wanted
 
+    def _ranks_of(self, unit: str) -> list[Child]:
+        """Of a unit of many; empty for one that is a process by itself."""
+        return [other for other in self._children.values() if other.name != unit and unit_of(other.name)[0] == unit]
+
+    def _has_successor(self, child: Child) -> bool:
+        """Whether it led ranks that live, and the next one may take them over: not if that was tried in vain."""
+        ranks_live = any(rank.phase is Phase.READY for rank in self._ranks_of(child.name))
+        return child.is_wanted and ranks_live and child.num_failed_starts < TAKEOVERS_MAX
+
     def _can_spare(self, child: Child) -> bool:
         """Whether it is a rank of a unit that works, with other ranks that do, or a unit beside others of a fleet."""
         unit, rank = unit_of(child.name)
@@ -247,15 +303,15 @@ class Supervisor:
             return self._fleet.has_other(unit)
         if rank is None or self._children[unit].phase is not Phase.READY:
             return False
-        ranks = [other for other in self._children.values() if other.name != unit and unit_of(other.name)[0] == unit]
-        return any(other.phase is Phase.READY for other in ranks if other is not child)
+        return any(other.phase is Phase.READY for other in self._ranks_of(unit) if other is not child)
 
     def _clear_after(self, child: Child) -> None:
         """Remove what a dead process cannot."""
         name = FRONT if child.name == GATEWAY else child.name
         socket_path(self._folder, name).unlink(missing_ok=True)
         self._wire.forget(name)
-        remove_segments(self._run_id, child.name)
+        if not self._ranks_of(child.name):  # A leader has none; its ranks' names begin with its own.
+            remove_segments(self._run_id, child.name)
 
     def _tell(self, child: Child, reason: str) -> None:
         """Say that a process is gone to whom it concerns: of a unit the front, of a rank its leader."""
@@ -266,9 +322,18 @@ class Supervisor:
             self._wire.send(unit, UnitDown(child.name, reason))
             return
         self._wire.send(FRONT, UnitDown(child.name, reason))
-        for other in self._children.values():
-            if other.name != unit and unit_of(other.name)[0] == unit:
-                other.replace()  # Its ranks hold KV and steps that nobody remembers.
+        for other in self._ranks_of(unit):
+            if other.pid:
+                log.warning("%s ends with its leader, which none takes over from", other.name, extra=about(other.name))
+            other.replace()
+
+    def _see(self, name: str) -> None:
+        """Tell a judge how one of its processes fares: of a unit the front, of a rank its leader."""
+        child = self._children.get(name)
+        if child is None or not child.pid:
+            return
+        sight, (unit, rank) = look_at(child.pid), unit_of(name)
+        self._wire.send(FRONT if rank is None else unit, Sighting(name, sight.waited_s, sight.is_stopped))
 
     def _given_up(self, message: UnitDown) -> None:
         """Kill a unit that the front, or a rank that its leader, finds silent or stuck. A stopped one dies as well."""
@@ -278,15 +343,51 @@ class Supervisor:
         is_unit = unit_of(message.unit)[1] is None
         if is_unit and time.monotonic() - child.ready_s < self._deployment.unit_timeout_s:
             return  # It cannot have been silent that long: its predecessor was meant.
-        log.warning("%s is killed: %s", child.name, message.reason)
+        log.warning(
+            "%s %s; its process is ended and started again", child.name, message.reason, extra=about(child.name)
+        )
         child.signal(signal.SIGKILL)
 
     def _kill_late_starters(self) -> None:
         now_s = time.monotonic()
         for child in self._children.values():
-            if child.phase is Phase.STARTING and now_s - child.started_s > child.start_timeout_s:
-                log.error("%s is killed: not ready after %.0f s", child.name, child.start_timeout_s)
+            if child.phase is not Phase.STARTING:
+                continue
+            elapsed_s = now_s - self._begun_s(child, now_s)
+            if elapsed_s <= child.start_timeout_s:
+                continue
+            waited_s = look_at(child.pid).waited_s
+            if start_is_over(elapsed_s, waited_s, child.start_timeout_s):
+                log.error(
+                    "%s is not ready and came no nearer to it for %.0f s (%.0f s of them without a processor); "
+                    "its process is ended and started again",
+                    child.name, elapsed_s, min(waited_s, elapsed_s), extra=about(child.name),
+                )  # fmt: skip
                 child.signal(signal.SIGKILL)
+
+    def _begun_s(self, child: Child, now_s: float) -> float:
+        """Since when one that starts came no nearer to being ready, though it could: a leader cannot before a rank."""
+        ranks = self._ranks_of(child.name)
+        ready_s = [rank.ready_s for rank in ranks if rank.phase is Phase.READY]
+        return max(child.moved_s, min(ready_s, default=now_s)) if ranks else child.moved_s
+
+    def _gateway_spoke(self, beat: GatewayBeat) -> None:
+        child = self._children[beat.gateway]
+        if beat.pid == child.pid:  # Else its predecessor's last words.
+            self._gateways.heard(time.monotonic(), beat.gateway)
+            self._ready(beat.gateway)
+
+    def _kill_hung_gateways(self) -> None:
+        """Kill gateways whose event loop stands still, or that are stopped. All that they said was heard before."""
+        gateways = [self._children[name] for name in gateway_names(self._deployment)]
+        now_s, working = time.monotonic(), {child.name: child.pid for child in gateways if child.phase is Phase.READY}
+        for name in self._gateways.frozen(now_s, working):
+            log.warning(
+                "%s (pid %d) has not moved for %.1f s%s; its process is ended and started again", name, working[name],
+                _HUNG_S, self._gateways.why(name),
+            )  # fmt: skip
+            self._children[name].signal(signal.SIGKILL)
+            self._gateways.heard(now_s, name)  # It is killed once.
 
     def _stop_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:
@@ -302,8 +403,15 @@ class Supervisor:
             self._exit_code = 0  # There is no stream to finish.
             return
         self._fleet = None  # What is there is enough for what runs.
-        log.info("draining: running streams have %.0f s to finish; once more ends them now", timeout_s)
+        log.info("ending: running streams have %.0f s to finish; the same signal again ends them now", timeout_s)
         self._wire.send(FRONT, Drain())
+        for name in gateway_names(self._deployment)[1:]:
+            child = self._children[name]
+            child.dismiss()
+            if child.phase is Phase.READY:
+                self._wire.send(name, Drain())
+            else:
+                child.signal(signal.SIGTERM)
         self._listener.close()  # The gateway's copy is the last: when it closes it, connections are refused.
         self._write_status()
 
@@ -322,13 +430,16 @@ class Supervisor:
         write_status(self._folder, self.status())
 
 
-def _children(deployment: Deployment, folder: Path, log_dir: Path | None) -> Iterator[Child]:
+def _children(deployment: Deployment, folder: Path, options: Options) -> Iterator[Child]:
     def child(name: str, role: str, module: str, *arguments: str) -> Child:
-        log_path = None if log_dir is None else log_dir / f"{name}.log"
-        return Child(name, role, [module, *arguments, "--folder", str(folder)], log_path)
+        log_path = None if options.log_dir is None else options.log_dir / f"{name}.log"
+        return Child(name, role, [module, *arguments, "--folder", str(folder)], log_path, options.log_format)
 
-    if log_dir is not None:
-        log_dir.mkdir(parents=True, exist_ok=True)
+    if options.log_dir is not None:
+        try:
+            options.log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"--log-dir {options.log_dir}: cannot be made ({error.strerror}).") from error
     # Units first: they take longest.
     for name, role, rank in process_names(deployment):
         unit, _ = unit_of(name)
@@ -338,19 +449,31 @@ def _children(deployment: Deployment, folder: Path, log_dir: Path | None) -> Ite
             yield child(name, role, "hadal.runtime.leader", "--unit", unit, "--role", role)
         else:
             yield child(name, role, "hadal.runtime.worker", "--unit", unit, "--role", role)
-    yield child(GATEWAY, GATEWAY, "hadal.gateway.process")
+    for name in gateway_names(deployment):
+        yield child(name, GATEWAY, "hadal.gateway.process", "--name", name)
 
 
-def _environment(options: Options) -> dict[str, str]:
+def _environment() -> dict[str, str]:
+    """Of every child. The API keys are not in it: the gateway alone needs them."""
     source = str(Path(__file__).resolve().parents[2])
+    inherited = {name: value for name, value in os.environ.items() if name != API_KEYS}
     return {
-        **os.environ,
+        **inherited,
         "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH", "")))),
         "PYTHONUNBUFFERED": "1",
         # Units share the cores: a thread that spins for work takes them from the unit that has some.
         "OMP_WAIT_POLICY": "PASSIVE",
-        API_KEYS: ",".join(options.api_keys),
     }
+
+
+def _secret(path: Path | None) -> bytes:
+    """The deployment's secret, read or drawn. Raises ConfigError."""
+    if path is None:
+        return secrets.token_bytes(SECRET_BYTES)
+    found = read_private(path, "the secret")
+    if len(found) < MIN_SECRET_BYTES:
+        raise ConfigError(f"{path}: a secret has {MIN_SECRET_BYTES} bytes at least.")
+    return found
 
 
 def _how(code: int) -> str:
@@ -366,25 +489,39 @@ def _how(code: int) -> str:
 def _run_folder(asked: Path | None) -> Iterator[Path]:
     """Make the folder of sockets and status files, for this user alone."""
     if asked is not None:
-        asked.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(asked)
         if _is_heard(asked / f"{SUPERVISOR}.sock"):
             raise ConfigError(f"{asked}: another `hadal serve` uses this run folder. Take another.")
         for left in asked.glob("*.sock"):
             left.unlink()
         yield asked.absolute()
         return
-    folder = Path(tempfile.mkdtemp(prefix="hadal-"))
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _remove_stale_folders() -> None:
+    """Remove the run folders, and with them the secrets, of supervisors that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        try:
+            is_old = time.time() - (folder / RUN_FILE).stat().st_mtime > _STARTING_S
+            if is_old and folder.stat().st_uid == os.geteuid() and not _is_heard(folder / f"{SUPERVISOR}.sock"):
+                shutil.rmtree(folder)
+        except OSError as error:  # None of a run's, or gone already.
+            log.debug("%s stays: %s", folder, error)
+
+
 def _is_heard(path: Path) -> bool:
     """Whether somebody listens on a Unix socket; a killed process leaves its file behind."""
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PROBE_S)
         try:
             probe.connect(str(path))
+        except TimeoutError:
+            return True  # Its queue is full: it may be stopped.
         except OSError:
             return False
         return True

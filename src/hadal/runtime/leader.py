@@ -29,7 +29,9 @@ from hadal.roles.recording import MadeLeader
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.compute import IDLE
 from hadal.runtime.core import first_placement, keeps_groups, make_core, make_view
-from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
+from hadal.runtime.grants import Grants
+from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
+from hadal.runtime.logs import tell_doing
 from hadal.runtime.memory import moves_experts
 from hadal.runtime.process import Run, enter_child, unit_arguments
 from hadal.runtime.recorder import recorded
@@ -43,7 +45,7 @@ _SMOOTHING = 0.1
 def main() -> int:
     """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL."""
     asked = unit_arguments(__doc__)
-    run = enter_child(asked.folder)
+    run = enter_child(asked.unit, asked.folder)
     return run_host(lambda: make_host(run, asked.unit, asked.role, asked.folder))
 
 
@@ -59,9 +61,10 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     gc.collect()
     gc.freeze()  # What is there now stays: no collection need look at it again.
     clock = LiveClock()
+    tell_doing("waits for its ranks")
     host = UnitHost(
-        leader, None, ZmqWire(unit, folder), None, clock,
-        step_deadline_s=STEP_DEADLINES * run.deployment.unit_timeout_s, make_view=lambda wake: make_view(run, wake),
+        leader, None, ZmqWire(unit, folder, Grants(run.secret, unit)), None, clock,
+        step_deadline_s=STEP_DEADLINE_S, make_view=lambda wake: make_view(run, wake),
     )  # fmt: skip
     return host, leader.start(clock.now())
 

@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import ArgumentError
 
 from hadal.core.balance import AUTO, OFF
+from hadal.runtime.private import state_folder
 from hadal.stats.ledger import LedgerError
 
 LEDGER_VARIABLE = "HADAL_LEDGER"
@@ -76,16 +77,9 @@ def spool_place(url: str) -> tuple[Path, str]:
     return state_folder() or Path(tempfile.gettempdir()), f"ledger-{blake2b(place, digest_size=6).hexdigest()}"
 
 
-def state_folder() -> Path | None:
-    """Hadal's, as the XDG base directory specification has it; None for a user without a home."""
-    given = os.environ.get("XDG_STATE_HOME", "")
-    if given and Path(given).is_absolute():  # Relative paths are to be ignored, it says.
-        return Path(given) / "hadal"
-    try:
-        return Path.home() / ".local" / "state" / "hadal"
-    except RuntimeError:
-        return None
-
-
 def _file_url(path: Path) -> str:
-    return sa.URL.create("sqlite", database=str(path.expanduser().absolute())).render_as_string()
+    try:
+        path = path.expanduser().absolute()
+    except RuntimeError:
+        raise LedgerError(f"the ledger is to be at {path}; that user has no home here. Give the whole path.") from None
+    return sa.URL.create("sqlite", database=str(path)).render_as_string()

@@ -6,21 +6,27 @@ its beginning, so two processes take turns. What was committed is there after `k
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import exc
 
+from hadal.core.documents import is_file
 from hadal.core.errors import HadalError
 from hadal.core.facts import NodesFact, PackedFacts
 from hadal.runtime.ledger_place import file_of, shown
+from hadal.runtime.private import take_from_others
 from hadal.stats import ledger
 from hadal.stats.ledger import LedgerError, Written
+from hadal.stats.report import HOUR, Details
 from hadal.stats.tally import Tally
 
 log = logging.getLogger("hadal.ledger")
@@ -46,6 +52,7 @@ class Window:
 
     tally: Tally
     nodes: list[NodesFact]
+    details: Details
     last_completed_us: int | None
     """Of all times."""
 
@@ -68,6 +75,7 @@ class Store:
                 self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             except OSError as error:
                 raise StoreDown(f"{self._path.parent}: {error.strerror}") from error
+            _close_to_others(self._path)
         try:
             with self._begin() as connection:
                 ledger.prepare(connection)
@@ -86,15 +94,17 @@ class Store:
             ledger.write_nodes(connection, facts.nodes)
             return ledger.write_requests(connection, facts.requests)
 
-    def read(self, from_us: int, to_us: int) -> Window:
-        """As of one instant. Raises LedgerError where there is no ledger of ours, StoreDown."""
-        if self._path is not None and not self._path.is_file():
+    def read(self, from_us: int, to_us: int, *, by: str = HOUR, utc_offset_s: int = 0) -> Window:
+        """As of one instant, with details of each of `by` (stats/report). Raises LedgerError where there is no ledger
+        of ours, StoreDown, ValueError for an unknown `by`."""
+        if self._path is not None and not is_file(self._path):
             raise LedgerError(f"there is no ledger at {self.place}.")
         try:
             with self._begin(is_reading=True) as connection:
                 ledger.check_schema(connection)
                 return Window(
                     ledger.read_tally(connection, from_us, to_us), ledger.read_nodes(connection, from_us, to_us),
+                    ledger.read_details(connection, from_us, to_us, by=by, utc_offset_s=utc_offset_s),
                     ledger.last_completed_us(connection),
                 )  # fmt: skip
         except LedgerError as error:
@@ -147,6 +157,19 @@ def _reason(error: Exception) -> str:
     """The first line of what the driver said, without the statement and its values."""
     cause = getattr(error, "orig", None) or error
     return str(cause).strip().split("\n", 1)[0]
+
+
+def _close_to_others(path: Path) -> None:
+    """The ledger tells who asked how much when: it is its owner's alone, also where it or its folder was there."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        # Never opened where it exists: closing it would drop the locks that SQLite holds on it in this process.
+        for beside in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+            with contextlib.suppress(FileNotFoundError):
+                take_from_others(beside)
+    except OSError as error:
+        log.warning("%s may be read by others: %s", path, error.strerror)
 
 
 def _sqlite(url: str) -> sa.Engine:

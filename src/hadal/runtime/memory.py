@@ -6,7 +6,6 @@ Pure arithmetic on config.json and one look at the checkpoint's header; loads no
 from __future__ import annotations
 
 import dataclasses
-import json
 import struct
 from collections import Counter
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from hadal.comm.layout import WireLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows
 from hadal.core.balance import OFF
 from hadal.core.config import DECODE, PREFILL, ROLES, Deployment, UnitsConfig
+from hadal.core.documents import parse_json
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig
@@ -223,7 +223,7 @@ def _parameters(config: ModelConfig) -> tuple[int, int, int, int]:
 
 def checkpoint_precision(folder: Path) -> str:
     """The dtype most of the checkpoint's first file is in, by its header. Raises CheckpointError naming the file."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if not files:
         raise CheckpointError(f"{folder}: no *.safetensors file in it.")
     path = files[0]
@@ -232,12 +232,12 @@ def checkpoint_precision(folder: Path) -> str:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > _MAX_HEADER_BYTES:
                 raise CheckpointError(f"{path}: damaged or cut off; its header claims {length} bytes.")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length), str(path), error=CheckpointError)
         num_bytes: Counter[str] = Counter()
         for name, entry in header.items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
-                num_bytes[entry["dtype"]] += end - begin
+                num_bytes[str(entry["dtype"])] += end - begin
     except CheckpointError:
         raise
     except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from hadal.core.plans import FormPlan
@@ -23,19 +22,19 @@ _CONNECTION = "its connection ended, or an exchange with it timed out"
 
 
 class News:
-    """Of one rank of one unit. `wake` and `is_stopping` are set once there is a host."""
+    """Of one rank. `wake` and `is_stopping` are set once there is a host."""
 
-    def __init__(self, unit: str, rank: int) -> None:
+    def __init__(self) -> None:
         self.wake: Callable[[], None] = lambda: None
         self.is_stopping: Callable[[], bool] = lambda: False
-        self._unit = unit
-        self._rank = rank
         self._generation = 0
         self._lock = threading.Lock()
         self._rank_to_epoch: dict[int, str] = {}
         """Members of the newest generation that the leader asked for."""
         self._noted: set[tuple[int, str]] = set()
-        """Processes that the log was told of, by rank and epoch."""
+        """Processes whose loss was noted, by rank and epoch."""
+        self._unsaid: list[tuple[int, str]] = []
+        """Losses that were noted and that the log was not told of yet: who, and why."""
 
     def peer_lost(self, peer: int, reason: str = _CONNECTION) -> None:
         """A member is gone, or silent beyond a deadline. From any thread."""
@@ -43,10 +42,8 @@ class News:
             process = (peer, self._rank_to_epoch.get(peer, ""))
             is_new = process[1] != "" and process not in self._noted
             self._noted.add(process)
-        if is_new and not self.is_stopping():
-            # Unix time: others compare it with the moment of a kill.
-            text = f"at {time.time():.3f} rank {self._rank} of {self._unit} noticed that rank {peer} is gone: {reason}"
-            log.warning("%s", text)
+            if is_new:
+                self._unsaid.append((peer, reason))
         if is_new:
             self.wake()
 
@@ -62,13 +59,23 @@ class News:
         with self._lock:
             self._rank_to_epoch = members
             self._noted &= set(members.items())
+        self._say()
 
     def take(self, runner: ModelRunner) -> Progress:
         """The progress of the runner, now. From the host's thread."""
         lost = runner.lost
         for peer in lost:
             self.peer_lost(peer)
+        self._say()
         return Progress(runner.num_ops, runner.is_computing, lost)
+
+    def _say(self) -> None:
+        """Tell the log, from the host's thread: where all end together, it knows that before it hears of the peers that
+        ended first, and says nothing."""
+        with self._lock:
+            unsaid, self._unsaid = self._unsaid, []
+        for peer, reason in unsaid if not self.is_stopping() else ():
+            log.warning("noticed that rank %d is gone: %s", peer, reason)
 
 
 class Noticing:

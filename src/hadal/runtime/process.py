@@ -1,4 +1,4 @@
-"""What every child process of `hadal serve` does first: die with its parent, log under its name, read the run folder.
+"""What every child process of `hadal serve` does first: read the run folder, log under its name.
 
 Knows no role and loads no torch.
 """
@@ -6,20 +6,17 @@ Knows no role and loads no torch.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
-import logging
 import os
 import resource
-import signal
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from hadal.core.config import ROLES, Deployment
 from hadal.core.errors import ConfigError
+from hadal.runtime.logs import TEXT, start_log
 
 EXIT_CONFIG = 2
 """The model or the configuration cannot work: starting again would not help."""
@@ -29,10 +26,11 @@ EXIT_FATAL = 71
 """A bug: the leader or an effect raised."""
 
 MAX_DESCRIPTORS = 1 << 16
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-_RUN_FILE = "run.json"
+RUN_FILE = "run.json"
 LISTEN_FD = "HADAL_LISTEN_FD"
 """Environment variable: the gateway's listening socket, opened by the supervisor so that it outlives the gateway."""
+HAS_SERVED = "--has-served"
+"""Argument of a gateway that follows another: requests wait for what is missing, as they did before."""
 API_KEYS = "HADAL_API_KEYS"
 """Environment variable: the keys that the gateway lets in, with commas between. Empty: everybody is let in."""
 
@@ -42,25 +40,28 @@ class Run:
     """What the supervisor tells every process, as `run.json` in the run folder."""
 
     run_id: str
-    supervisor_pid: int
     deployment: Deployment
     """Resolved: no field is left to be derived."""
     log_level: str = "info"
+    log_format: str = TEXT
     fingerprint: str = ""
     """What KV depends on besides its text (runtime/fingerprint); empty where the cache is off."""
+    secret: bytes = field(default=b"", repr=False)
+    """What its processes prove themselves by (core/handshake). It stands in `run.json` alone: in no name, argument,
+    environment, log or recording."""
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write `run.json`, for this user alone: the ledger's URL may hold a password."""
-    path = folder / _RUN_FILE
-    path.touch(mode=0o600)
-    path.chmod(0o600)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(run)))
+    """Write `run.json`, for this user alone: it holds the secret, and the ledger's URL may hold a password."""
+    path = folder / RUN_FILE
+    path.unlink(missing_ok=True)  # Whoever has an older one open, or made it a link, reads nothing of this one.
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(run)))
 
 
 def read_run(folder: Path) -> Run:
     """Read `run.json`. Raises ConfigError if it is not there or not ours."""
-    path = folder / _RUN_FILE
+    path = folder / RUN_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=Run)
     except (OSError, msgspec.MsgspecError) as error:
@@ -78,17 +79,12 @@ def unit_arguments(description: str | None, *, of_rank: bool = False) -> argpars
     return parser.parse_args()
 
 
-def enter_child(folder: Path) -> Run:
-    """First call of a child process: read the run, make sure that it ends when the supervisor does, set up its log."""
+def enter_child(name: str, folder: Path) -> Run:
+    """First call of a child process: read the run, set up its log."""
     faulthandler.enable()
     run = read_run(folder)
-    die_with(run.supervisor_pid)
     raise_descriptor_limit()
-    # The supervisor puts the process's name before every line. Milliseconds: what ranks notice is compared by them.
-    logging.basicConfig(
-        level=run.log_level.upper(), stream=sys.stderr, datefmt="%H:%M:%S",
-        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
-    )  # fmt: skip
+    start_log(name, run.log_level, run.log_format)
     return run
 
 
@@ -99,11 +95,3 @@ def raise_descriptor_limit() -> None:
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def die_with(parent_pid: int) -> None:
-    """Be killed by the kernel the moment the parent ends, however it ends. Linux; elsewhere only the check is made."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # It ended before the call above.
-        sys.exit(f"process {parent_pid}, which started this one, is gone.")

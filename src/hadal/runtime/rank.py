@@ -18,13 +18,16 @@ import torch
 
 from hadal.comm.expert_comm import ExpertComm
 from hadal.comm.group import Group
+from hadal.comm.mesh import PURPOSE as MESH_PURPOSE
 from hadal.comm.mesh import MeshGroup
 from hadal.comm.torch_group import TorchGroup
 from hadal.core.config import Deployment, units_of
 from hadal.core.errors import ConfigError
+from hadal.core.handshake import key_of
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import ModelConfig, read_model_config
 from hadal.core.seams import Effect
+from hadal.kernels.library import prepare
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.experts import ExpertStore
@@ -38,12 +41,13 @@ from hadal.runtime.clock import LiveClock
 from hadal.runtime.core import first_placement
 from hadal.runtime.disk import make_store
 from hadal.runtime.expert_wire import PURPOSE, ExpertWire
-from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
+from hadal.runtime.grants import Grants
+from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.kv_pool import KvPool, pool_name
 from hadal.runtime.kv_wire import live_wire
+from hadal.runtime.logs import READING, Teller
 from hadal.runtime.memory import max_step_tokens, mode_of, moves_experts
 from hadal.runtime.news import News, Noticing
-from hadal.runtime.peers import key_of
 from hadal.runtime.process import Run, enter_child, unit_arguments
 from hadal.runtime.recorder import recorded
 from hadal.runtime.stager import Stager
@@ -59,7 +63,7 @@ ADDRESS = "127.0.0.1"
 def main() -> int:
     """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL."""
     asked = unit_arguments(__doc__, of_rank=True)
-    run = enter_child(asked.folder)
+    run = enter_child(rank_name(asked.unit, asked.rank), asked.folder)
     return run_host(lambda: make_host(run, asked.unit, asked.role, asked.rank, asked.folder))
 
 
@@ -75,9 +79,11 @@ def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[
     config = read_model_config(Path(deployment.model))
     shape = (units.kv_blocks, config.num_hidden_layers, BLOCK_TOKENS, config.latent_dim)
     pool = KvPool.create(pool_name(run.run_id, name, epoch), shape)
-    news = News(unit, rank)
+    news = News()
     try:
-        group = make_group(deployment, rank, epoch, news, folder=folder / "groups" / unit, device=device)
+        group = make_group(
+            run, rank, epoch, news, folder=folder / "groups" / unit, device=device
+        )
     except ConfigError:
         pool.close()
         raise
@@ -92,16 +98,17 @@ def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[
     clock = LiveClock()
     port = group.port if isinstance(group, MeshGroup) else 0  # The others meet in a file.
     # Its experts stay where they are, or others may have them: then it needs theirs as well.
-    wire = ExpertWire(ADDRESS, key_of(run.run_id, PURPOSE), store.expert) if moves_experts(units) else None
-    kv_wire = live_wire(pool, deployment, run.run_id, ADDRESS)
+    wire = ExpertWire(ADDRESS, key_of(run.secret, PURPOSE), store.expert) if moves_experts(units) else None
+    grants = Grants(run.secret, name)
+    kv_wire = live_wire(pool, run, grants, ADDRESS)
     expert_port = wire.port if wire else 0
     rank_role = recorded(
         RankRole(unit, rank, epoch, ADDRESS, port, kv_wire.address, expert_port=expert_port), name,
         MadeRank(unit, rank, epoch, ADDRESS, port, kv_wire.address, expert_port), run.run_id, deployment,
     )  # fmt: skip
     host = UnitHost(
-        Noticing(rank_role, news), runner, ZmqWire(name, folder), pool, clock,
-        step_deadline_s=STEP_DEADLINES * deployment.unit_timeout_s,
+        Noticing(rank_role, news), runner, ZmqWire(name, folder, grants), pool, clock,
+        step_deadline_s=STEP_DEADLINE_S,
         news=lambda now_s: rank_role.handle(now_s, news.take(runner)),
         make_stager=(lambda wake: Stager(store.stage, wire, wake)) if wire else None,
         make_disk=lambda wake: make_store(run, role, pool.blocks, wake), kv_wire=kv_wire,
@@ -111,16 +118,17 @@ def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[
 
 
 def make_group(
-    deployment: Deployment, rank: int, epoch: str, news: News, *, folder: Path, device: str = "cpu"
+    run: Run, rank: int, epoch: str, news: News, *, folder: Path, device: str = "cpu"
 ) -> MeshGroup | TorchGroup:
     """Get ready for the peers; `folder`: where the unit's ranks meet. Raises ConfigError if there is no such transport.
 
     The mesh tells `news` of a broken connection at once; torch's groups notice a peer only in an exchange with it, and
     an idle unit hears of its loss from the leader.
     """
-    deadline_s = deployment.collective_timeout_s
+    deployment, deadline_s = run.deployment, run.deployment.collective_timeout_s
     if deployment.transport == "tcp":
-        return MeshGroup(rank, epoch, host=ADDRESS, deadline_s=deadline_s, on_lost=news.peer_lost)
+        key = key_of(run.secret, MESH_PURPOSE)
+        return MeshGroup(rank, epoch, host=ADDRESS, deadline_s=deadline_s, on_lost=news.peer_lost, key=key)
     try:
         return TorchGroup(
             rank, backend=deployment.transport, folder=folder, deadline_s=deadline_s, device=device, host=ADDRESS
@@ -138,15 +146,21 @@ def make_runner(
     placement = first_placement(deployment, config, role)
     slots_LS = placement.slot_to_expert_LRS[:, rank]
     folder = Path(deployment.model)
-    weights = load_weights(folder, slots_LS=slots_LS, device=device)
+    prepare_kernels()
+    weights = load_weights(folder, slots_LS=slots_LS, device=device, advance=Teller(READING))
     comm = make_comm(deployment, config, role, group, device)
     model = DeepseekV3(weights, KvCache(config, units.kv_blocks, pool.cache, device=device), comm)
     store = ExpertStore(folder, weights, slots_LS)
     log.info(
-        "%d of %d experts a layer loaded in %.1f s, threads: %d, %s, %s", placement.num_slots, config.n_routed_experts,
-        time.monotonic() - started_s, units.threads, device, deployment.transport,
+        "weights loaded in %.1f s, %d of %d experts of a layer; threads: %d, %s, %s", time.monotonic() - started_s,
+        placement.num_slots, config.n_routed_experts, units.threads, device, deployment.transport,
     )  # fmt: skip
     return ModelRunner(model, units.max_requests, Membership(rank, group, comm, store)), store
+
+
+def prepare_kernels() -> None:
+    """Compile them now where they are not yet, with the supervisor knowing what this start waits for."""
+    prepare(Teller("compiles the kernels for this machine"))
 
 
 def make_comm(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from hadal.core.config import Deployment
+from hadal.core.documents import is_folder
 from hadal.core.errors import ConfigError
 from hadal.roles.recording import VERSION, Call, Made, Opening, Recording, RecordingError, frame, parse
 
@@ -110,7 +111,7 @@ def _open(folder: Path, process: str) -> int:
 def read_recordings(folder: Path) -> list[Recording]:
     """Read all recordings of one run, by process and time. Raises RecordingError that says what is wrong with which."""
     recordings = []
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
+    for path in sorted(folder.glob(f"*{SUFFIX}")) if is_folder(folder) else ():
         try:
             recordings.append(parse(path.read_bytes()))
         except OSError as error:

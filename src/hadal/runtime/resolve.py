@@ -12,9 +12,10 @@ from pathlib import Path
 
 from hadal.core.balance import OFF
 from hadal.core.config import DECODE, PREFILL, Deployment, LedgerConfig, UnitsConfig
+from hadal.core.documents import is_folder
 from hadal.core.errors import CheckpointError, ConfigError
 from hadal.core.model_config import ModelConfig, read_model_config
-from hadal.runtime.cache_plan import absolute_folder, cache_warnings
+from hadal.runtime.cache_plan import absolute_folder, cache_warnings, make_cache_folder
 from hadal.runtime.devices import gpus
 from hadal.runtime.fingerprint import fingerprint_of
 from hadal.runtime.kv_nixl import require_nixl
@@ -25,8 +26,10 @@ from hadal.runtime.topology import device_index, place_units, why_not_here
 from hadal.stats.prices import micro_usd, price_list
 
 MODEL_VARIABLE = "HADAL_MODEL"
-_SHIPPED = Path(__file__).resolve().parents[3] / "models" / "hadal-tiny"
-"""Beside src/ in a checkout."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+_SHIPPED = (_PACKAGE / "models" / "hadal-tiny").resolve()
+"""Part of the package, so that a wheel has it; in a checkout a link leads to the folder beside src/."""
+_CONFIGS = (_PACKAGE / "configs").resolve()
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -131,6 +134,7 @@ def resolve(deployment: Deployment) -> Resolved:
     precision = checkpoint_precision(folder)
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(f"{folder / 'tokenizer.json'}: not found; the gateway needs it to read prompts.")
+    make_cache_folder(deployment.cache.folder)
     available = available_bytes()
     if deployment.device == "cpu" and available is not None and memory.total_bytes > available:
         text = (
@@ -145,12 +149,21 @@ def resolve(deployment: Deployment) -> Resolved:
 def model_folder(model: str) -> Path:
     """The folder asked for, else $HADAL_MODEL, else the model that ships with Hadal. Raises ConfigError."""
     asked = model or os.environ.get(MODEL_VARIABLE, "")
-    folder = Path(asked).expanduser().absolute() if asked else _SHIPPED
-    if not folder.is_dir():
+    try:
+        folder = Path(asked).expanduser().absolute() if asked else _SHIPPED
+    except RuntimeError:
+        raise ConfigError(f"--model {asked}: that user has no home here. Give the whole path.") from None
+    if not is_folder(folder):
         if asked:
             raise ConfigError(f"{folder}: no such folder. --model takes a Hugging Face folder of a DeepSeek-V3 model.")
         raise ConfigError(f"{folder}: the model that ships with Hadal is not there. Give one with --model.")
     return folder
+
+
+def deployment_file(asked: Path) -> Path:
+    """The file asked for; a bare name such as laptop_ep is that of a deployment which ships with Hadal."""
+    shipped = _CONFIGS / f"{asked}.toml"
+    return shipped if asked.name == str(asked) and not asked.exists() and shipped.is_file() else asked
 
 
 def num_cores() -> int:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from hadal.core.config import ROLES, Deployment, units_of
 
+GATEWAY = "gateway"
+"""Role of every gateway's process, and the name of the one that holds the front."""
+
 
 @dataclass(frozen=True)
 class UnitPlace:
@@ -26,6 +29,11 @@ class UnitPlace:
 def rank_name(unit: str, rank: int) -> str:
     """Name of a rank's process on the wire and at the supervisor."""
     return f"{unit}.{rank}"
+
+
+def gateway_names(deployment: Deployment) -> list[str]:
+    """Names of the gateways' processes; the first holds the front."""
+    return [GATEWAY, *(f"{GATEWAY}-{index}" for index in range(1, deployment.gateway.processes))]
 
 
 def unit_of(name: str) -> tuple[str, int | None]:

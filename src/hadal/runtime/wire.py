@@ -27,6 +27,7 @@ import zmq
 
 from hadal.core.errors import ConfigError
 from hadal.core.wire import AnyMessage
+from hadal.runtime.grants import Grants
 
 MAX_QUEUED = 4096
 """Messages held for one peer that does not read. A decode step is one message, so this is minutes of steps."""
@@ -51,11 +52,13 @@ class _Peer:
 class ZmqWire:
     """Messages to and from the processes of one run folder. `counts` tells what became of them."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        """Own the name `name`. Raises ConfigError if the folder's path is too long for a Unix socket."""
+    def __init__(self, name: str, folder: Path, grants: Grants | None = None) -> None:
+        """Own the name `name`; `grants` go beside the messages that hand leases on. Raises ConfigError if the folder's
+        path is too long for a Unix socket."""
         self.name = name
         self.counts: Counter[str] = Counter()
         """"sent", "received", and dropped: "absent", "full", "malformed", "stale"."""
+        self._grants = grants
         self._folder = folder
         self._path = socket_path(folder, name)
         started_ns = time.monotonic_ns()  # Comparable between the processes of a host.
@@ -85,7 +88,8 @@ class ZmqWire:
             self.counts["absent"] += 1
             return
         try:
-            socket.send_multipart((self._header, self._encoder.encode(message)), zmq.NOBLOCK)
+            grant = b"" if self._grants is None else self._grants.to(to, message)
+            socket.send_multipart((self._header, self._encoder.encode(message), grant), zmq.NOBLOCK)
         except zmq.Again:
             self.counts["full"] += 1
             return
@@ -169,7 +173,7 @@ class ZmqWire:
 
     def _decode(self, frames: list[bytes]) -> AnyMessage | None:
         try:
-            header, body = frames
+            header, body, grant = frames
             sender, started_ns = self._header_decoder.decode(header)
             if started_ns < self._started_ns_of.get(sender, 0):
                 self.counts["stale"] += 1
@@ -179,6 +183,8 @@ class ZmqWire:
             self.counts["malformed"] += 1
             return None
         self._started_ns_of[sender] = started_ns
+        if self._grants is not None:
+            self._grants.keep(message, grant)
         return message
 
 

@@ -29,11 +29,13 @@ from hadal.runtime.accelerator import open_device
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.core import first_placement, make_core, make_view
 from hadal.runtime.disk import make_store
-from hadal.runtime.host import STEP_DEADLINES, SWITCH_INTERVAL_S, UnitHost, run_host
+from hadal.runtime.grants import Grants
+from hadal.runtime.host import STEP_DEADLINE_S, SWITCH_INTERVAL_S, UnitHost, run_host
 from hadal.runtime.kv_pool import KvPool, pool_name
 from hadal.runtime.kv_wire import live_wire
+from hadal.runtime.logs import READING, Teller
 from hadal.runtime.process import Run, enter_child, unit_arguments
-from hadal.runtime.rank import ADDRESS, make_comm
+from hadal.runtime.rank import ADDRESS, make_comm, prepare_kernels
 from hadal.runtime.recorder import recorded
 from hadal.runtime.wire import ZmqWire
 
@@ -43,7 +45,7 @@ log = logging.getLogger("hadal.unit")
 def main() -> int:
     """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL."""
     asked = unit_arguments(__doc__)
-    run = enter_child(asked.folder)
+    run = enter_child(asked.unit, asked.folder)
     return run_host(lambda: make_host(run, asked.unit, asked.role, asked.folder))
 
 
@@ -60,7 +62,8 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     shape = (units.kv_blocks, config.num_hidden_layers, BLOCK_TOKENS, config.latent_dim)
     pool = KvPool.create(pool_name(run.run_id, unit, epoch), shape)
     try:
-        weights = load_weights(Path(deployment.model), device=device)
+        prepare_kernels()
+        weights = load_weights(Path(deployment.model), device=device, advance=Teller(READING))
         cache = KvCache(config, units.kv_blocks, pool.cache, device=device)
         model = DeepseekV3(weights, cache, lone_comm(deployment, config, role, device))
         runner = ModelRunner(model, units.max_requests)
@@ -69,16 +72,17 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
         raise
     gc.collect()
     gc.freeze()  # What is there now stays: no collection need look at it again.
-    log.info("model loaded in %.1f s, %d threads, %s", time.monotonic() - started_s, units.threads, device)
-    kv_wire = live_wire(pool, deployment, run.run_id, ADDRESS)
+    log.info("weights loaded in %.1f s; threads: %d, %s", time.monotonic() - started_s, units.threads, device)
+    grants = Grants(run.secret, unit)
+    kv_wire = live_wire(pool, run, grants, ADDRESS)
     leader = recorded(
         make_core(deployment, config, unit, role, epoch, kv_wire.address, fingerprint=run.fingerprint),
         unit, MadeCore(role, epoch, kv_wire.address, run.fingerprint, config), run.run_id, deployment,
     )  # fmt: skip
     clock = LiveClock()
-    wire = ZmqWire(unit, folder)
+    wire = ZmqWire(unit, folder, grants)
     host = UnitHost(
-        leader, runner, wire, pool, clock, step_deadline_s=STEP_DEADLINES * deployment.unit_timeout_s,
+        leader, runner, wire, pool, clock, step_deadline_s=STEP_DEADLINE_S,
         make_disk=lambda wake: make_store(run, role, pool.blocks, wake), make_view=lambda wake: make_view(run, wake),
         kv_wire=kv_wire,
     )  # fmt: skip

@@ -140,13 +140,17 @@ def _hour_json(
 def _window_json(window: HourWindow, curves: UnitCurves) -> dict[str, Any]:
     reading = window.reading
     prefill, decode, seconds = reading.prefill, reading.decode, reading.end_s - reading.begin_s
-    could = window.setting.units.prefill * curves.prefill_computed_per_s
+    could = window.setting.units.prefill * curves.prefill_computed_per_s * seconds
+    # What came, as in the liquid, not what was computed: prompts whose first chunks would lie before the start are not
+    # there, and the longest ones are under way for longer than a window lasts.
+    came = reading.tokens_arrived * (1.0 - window.hit_share)
     kv = [float(share.max() / share.mean()) for share in reading.kv_share.values() if share.any()]
     return {
         "prefill_units": window.setting.units.prefill, "decode_units": window.setting.units.decode,
         "seconds": seconds, "requests": reading.num_arrived, "failed": reading.num_failed,
         "tokens_per_s_user": 1.0 / decode.token_s if decode.token_s else None,
-        "requests_per_rank": decode.requests_per_rank, "prefill_use": prefill.tokens / (could * seconds),
+        "requests_per_rank": decode.requests_per_rank, "prefill_use": came / could,
+        "prefill_computed_share": prefill.tokens / came if came else None,
         "kv_length_mean": decode.positions_per_token, "hit_percent": 100.0 * window.hit_share,
         "ttft_s": _percentiles(reading.ttft_s, None), "tpot_s": _percentiles(decode.seconds_K, decode.tokens_K),
         "kv_imbalance": float(np.mean(kv)) if kv else None, "request_imbalance": decode.tokens_imbalance,

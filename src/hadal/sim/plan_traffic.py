@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from hadal.core.documents import cut, shown
 from hadal.policy.demand import DAY_S, FLAT, DayShape, learned_shape
 from hadal.sim.day import HOUR_S, SHAPE, TOKENS_IN, TOKENS_OUT, DemandCurve
 from hadal.sim.load_clock import Floats, Ints
@@ -127,17 +128,17 @@ def traffic_of(table: Mapping[str, Any]) -> Traffic:
     """From a TOML file's table (EXAMPLE has every field). Raises ValueError naming the field that is wrong."""
     for name in table:
         if name not in _FIELDS:
-            raise ValueError(f"traffic: unknown field {name!r}. Known: {', '.join(_FIELDS)}.")
+            raise ValueError(f"traffic: unknown field {shown(name)}. Known: {', '.join(_FIELDS)}.")
     if "requests_per_s" in table and "tokens_in_day" in table:
         raise ValueError("traffic: give requests_per_s or tokens_in_day; they say the same.")
     values: dict[str, Any] = {"name": "the traffic file"}
     for name, value in table.items():
         if name not in ("shape", "name"):
             if not isinstance(value, int | float) or isinstance(value, bool):
-                raise ValueError(f"traffic: {name} is {value!r}; a number is needed.")
+                raise ValueError(f"traffic: {name} is {shown(value)}; a number is needed.")
             values[name] = float(value)
     if "name" in table:
-        values["name"] = str(table["name"])
+        values["name"] = cut(str(table["name"]))
     in_day = values.pop("tokens_in_day", None)
     if in_day is not None:
         tokens_in = values.get("tokens_in", Traffic.tokens_in)
@@ -154,7 +155,7 @@ def shape_of(value: object) -> DayShape:
     if isinstance(value, str) and value in SHAPES:
         return SHAPES[value]
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 24:
-        raise ValueError(f"traffic: shape is {value!r}; take {', '.join(SHAPES)}, or 24 numbers, one per hour.")
+        raise ValueError(f"traffic: shape is {shown(value)}; take {', '.join(SHAPES)}, or 24 numbers, one per hour.")
     if not all(isinstance(hour, int | float) and 0.0 <= hour < math.inf for hour in value):
         raise ValueError("traffic: shape has an hour that is no number from 0 on.")
     return learned_shape([float(hour) for hour in value])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,6 +26,9 @@ from hadal.roles.recording import AnyEffect, AnyEvent, Recording, encode, ns_of,
 from hadal.sim.clock import SimClock
 from hadal.sim.recorded_links import Consequence, Links, is_of_runner, link
 from hadal.sim.relived import Difference, Life, MakeRole
+
+_TOLD_CALLS = 1000
+"""Calls from one word on how far the replay is to the next."""
 
 _wire = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -75,20 +78,25 @@ class ReplayReport:
         return self.decisions.total()
 
 
-def replay(recordings: Sequence[Recording], make_role: MakeRole) -> ReplayReport:
-    """Let all roles of a run live together again."""
-    return _Run(recordings, make_role).run()
+def replay(
+    recordings: Sequence[Recording], make_role: MakeRole, advance: Callable[[int, int], None] = lambda done, of: None
+) -> ReplayReport:
+    """Let all roles of a run live together again. `advance` is told how many calls are made, of how many."""
+    return _Run(recordings, make_role, advance).run()
 
 
 class _Run:
     """All lives of a run under one clock."""
 
-    def __init__(self, recordings: Sequence[Recording], make_role: MakeRole) -> None:
+    def __init__(
+        self, recordings: Sequence[Recording], make_role: MakeRole, advance: Callable[[int, int], None]
+    ) -> None:
         recordings = [recording for recording in recordings if recording.calls]
         if not recordings:
             raise ValueError("there is nothing to replay: no process was called.")
         begin_s = min(recording.calls[0].now_s for recording in recordings)
         end_s = max(recording.calls[-1].now_s for recording in recordings)
+        self._advance = advance
         self._clock = SimClock()
         self._links = link(recordings)
         self._lives = [Life(recording, make_role(recording.opening), begin_s) for recording in recordings]
@@ -128,6 +136,8 @@ class _Run:
         if self._report.difference is not None:
             return
         self._report.num_calls += 1
+        if self._report.num_calls % _TOLD_CALLS == 0:
+            self._advance(self._report.num_calls, self._report.num_recorded)
         for event in events:
             if is_of_runner(event) and life.plans:
                 life.plans.popleft()

@@ -103,6 +103,8 @@ class Reading:
     prefill: StepReading
     decode: StepReading
     num_arrived: int
+    tokens_arrived: int
+    """Tokens of the prompts of those that arrived."""
     num_ended: int
     num_failed: int
     ttft_s: Floats
@@ -148,7 +150,7 @@ def read(
 
     is_running, arrival_s = requests.is_running, requests.arrival_s
     first = inside(seen.first_token_s) & ~is_running
-    ended = inside(seen.end_s)
+    arrived, ended = inside(arrival_s) & ~is_running, inside(seen.end_s)
     tokens_left = requests.tokens_out - requests.tokens_done
     paced = ended & ~seen.is_failed & (tokens_left >= TPOT_TOKENS)
     steps = {
@@ -160,7 +162,8 @@ def read(
     reads = [one for one in log.reads if begin_s <= one[2] < end_s]
     return Reading(
         begin_s, end_s, steps[PREFILL], steps[DECODE],
-        num_arrived=int((inside(arrival_s) & ~is_running).sum()), num_ended=int(ended.sum()),
+        num_arrived=int(arrived.sum()), tokens_arrived=int(requests.tokens_in[arrived].sum()),
+        num_ended=int(ended.sum()),
         num_failed=int((ended & seen.is_failed).sum()), ttft_s=(seen.first_token_s - arrival_s)[first],
         tpot_s=(seen.end_s - seen.first_token_s)[paced] / (tokens_left[paced] - 1),
         tokens_in=int(requests.tokens_in[first].sum()), tokens_hit=int(seen.tokens_hit[first].sum()),
@@ -180,12 +183,18 @@ def _means(samples: Sequence[tuple[str, Floats]]) -> dict[str, Floats]:
     return {unit: np.mean(some, axis=0) for unit, some in sorted(by_unit.items())}
 
 
+def part_inside(at_s: Floats | float, seconds: Floats | float, begin_s: float, end_s: float) -> Floats:
+    """Of steps that begin at `at_s` and take `seconds`: the part of each that lies in [begin_s, end_s)."""
+    inside_s = np.minimum(np.add(at_s, seconds), end_s) - np.maximum(at_s, begin_s)
+    return np.asarray(np.maximum(inside_s, 0.0) / seconds)
+
+
 def _rank_sums(log: WorldLog, begin_s: float, end_s: float) -> tuple[dict[str, Floats], dict[str, Floats]]:
     """Prefill unit -> [R], tokens and pairs: of a step that lies partly inside, that part."""
     tokens: dict[str, Floats] = {}
     pairs: dict[str, Floats] = {}
     for (unit, at_s, seconds, _), of_ranks in zip(log.steps[PREFILL], log.prefill_ranks, strict=True):
-        part = (min(at_s + seconds, end_s) - max(at_s, begin_s)) / seconds
+        part = float(part_inside(at_s, seconds, begin_s, end_s))
         if part > 0.0:
             for found, amounts in zip((tokens, pairs), of_ranks, strict=True):
                 found[unit] = found.get(unit, 0.0) + part * np.asarray(amounts, np.float64)
@@ -201,8 +210,8 @@ def _read_steps(
     at_s, seconds = (np.array([one[column] for one in inside]) for column in (1, 2))
     work = np.array([one[3] for one in inside], np.float64)
     tokens, positions, texts, most_tokens, most_positions, imbalance, num_micro_batches, _ = work.T
-    part_s = np.minimum(at_s + seconds, end_s) - np.maximum(at_s, begin_s)
-    part = part_s / seconds
+    part = part_inside(at_s, seconds, begin_s, end_s)
+    part_s = part * seconds
     made = tokens * part
 
     def over_mean(most: Floats, amount: Floats) -> float:

@@ -16,7 +16,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from hadal.core.errors import ConfigError
 from hadal.core.facts import CANCELLED, FINISHES, REFUSALS, NodesFact, RequestFact, micros
-from hadal.stats.prices import BUCKET_US
+from hadal.stats.prices import BUCKET_US, HOUR_S
+from hadal.stats.report import HOUR, MODEL, QUANTILES, TENANT, Detail, Details, check_by
 from hadal.stats.tally import COUNTERS, Counts, Key, Tally
 
 SCHEMA = 1
@@ -197,6 +198,57 @@ def read_tally(connection: sa.Connection, from_us: int, to_us: int) -> Tally:
     ).where(_tallies.c.bucket >= -(-from_us // BUCKET_US), _tallies.c.bucket * BUCKET_US < to_us)
     _add_rows(tally, connection.execute(batches))
     return tally
+
+
+def read_details(
+    connection: sa.Connection, from_us: int, to_us: int, *, by: str = HOUR, utc_offset_s: int = 0
+) -> Details:
+    """Quantiles and errors of what completed in [from_us, to_us) and has a row: batches have sums only.
+
+    Raises ValueError for an unknown `by`.
+    """
+    check_by(by)
+    of = _requests.c
+    hour = (of.completed_us + utc_offset_s * 1_000_000) // (HOUR_S * 1_000_000)
+    key = {HOUR: hour, MODEL: of.model, TENANT: of.tenant}[by]
+    within = sa.and_(of.completed_us >= from_us, of.completed_us < to_us)
+    total = _details(connection, sa.literal(0), within).get(0, Detail())
+    return Details(total, _details(connection, key, within))
+
+
+def _details(
+    connection: sa.Connection, key: sa.ColumnElement[Any], within: sa.ColumnElement[bool]
+) -> dict[Any, Detail]:
+    of = _requests.c
+    ttft_us = of.first_token_us - of.received_us
+    tpot_ns = (of.last_token_us - of.first_token_us) * 1000 // sa.case((of.tokens_out > 1, of.tokens_out - 1))
+    key_to_ttft, key_to_tpot = (_quantiles(connection, key, value, within) for value in (ttft_us, tpot_ns))
+    rows = sa.select(key.label("key"), of.end).where(within, of.end.not_in((*FINISHES, CANCELLED))).subquery()
+    ends = sa.select(rows.c.key, rows.c.end, sa.func.count()).group_by(rows.c.key, rows.c.end)
+    key_to_errors: dict[Any, dict[str, int]] = {}
+    for found, end, number in connection.execute(ends.order_by(rows.c.key, rows.c.end)):
+        key_to_errors.setdefault(found, {})[end] = int(number)
+    return {
+        found: Detail(key_to_ttft.get(found, ()), key_to_tpot.get(found, ()), key_to_errors.get(found, {}))
+        for found in key_to_ttft | key_to_tpot | key_to_errors
+    }
+
+
+def _quantiles(
+    connection: sa.Connection, key: sa.ColumnElement[Any], value: sa.ColumnElement[int], within: sa.ColumnElement[bool]
+) -> dict[Any, tuple[int, ...]]:
+    """Key -> nearest-rank QUANTILES of the values that are there: the p-th of N is the ceil(p N / 100)-th smallest."""
+    rows = sa.select(key.label("key"), value.label("value")).where(within).subquery()
+    place = sa.func.row_number().over(partition_by=rows.c.key, order_by=rows.c.value).label("place")
+    number = sa.func.count().over(partition_by=rows.c.key).label("number")
+    ranked = sa.select(rows.c.key, rows.c.value, place, number).where(rows.c.value.is_not(None)).subquery()
+    wanted = [(ranked.c.number * percent + 99) // 100 for percent in QUANTILES]
+    key_to_values: dict[Any, tuple[int, ...]] = {}
+    found = sa.select(ranked.c.key, ranked.c.value, ranked.c.place, *wanted).where(ranked.c.place.in_(wanted))
+    for one, least, at, *places in connection.execute(found.order_by(ranked.c.key, ranked.c.place)):
+        values = key_to_values.setdefault(one, ())
+        key_to_values[one] = values + (int(least),) * places.count(at)
+    return key_to_values
 
 
 def read_nodes(connection: sa.Connection, from_us: int, to_us: int) -> list[NodesFact]:

@@ -9,12 +9,14 @@ inference system (2025-02-27), whose figures come out of them to all digits prin
 - tokens/s per user: output tokens after each generation's first, over the time from first to last token, both added up.
 - KV length: the mean over output tokens of the positions each was drawn over.
 - margin: income less cost, over cost.
+
+Beyond that table: quantiles of times and errors by kind, which are read from single rows and not added up (`Detail`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from fractions import Fraction
 from typing import Any
@@ -27,6 +29,8 @@ from hadal.stats.tally import Counts, Key, Tally
 HOUR, MODEL, TENANT, TOTAL = "hour", "model", "tenant", "total"
 BY = (HOUR, MODEL, TENANT)
 """What a report can be broken down by."""
+QUANTILES = (50, 99)
+"""Quantiles of times that a report has, in percent."""
 SHARED = "(shared)"
 """Label of nodes that serve several models."""
 _HOUR_US = HOUR_S * 1_000_000
@@ -72,6 +76,34 @@ def use_of(nodes: Iterable[NodesFact], from_us: int, to_us: int) -> NodeUse:
 
 
 @dataclass(frozen=True)
+class Detail:
+    """What single generations tell and sums do not. Quantiles are nearest-rank, by QUANTILES; empty: of nothing."""
+
+    ttft_us: tuple[int, ...] = ()
+    """Time from the receipt of a request to its first token, waiting included."""
+    tpot_ns: tuple[int, ...] = ()
+    """Time from the first token to the last, over the tokens after the first, of generations with at least two."""
+    error_to_num: Mapping[str, int] = field(default_factory=dict)
+    """HTTP status -> generations that ended with it, refused or failed."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Flat, null for quantiles of nothing."""
+        found: dict[str, Any] = {}
+        for name, values, divisor in (("ttft_ms", self.ttft_us, 1e3), ("tpot_ms", self.tpot_ns, 1e6)):
+            for index, percent in enumerate(QUANTILES):
+                found[f"{name}_p{percent}"] = values[index] / divisor if values else None
+        return {**found, "errors": dict(self.error_to_num)}
+
+
+@dataclass(frozen=True)
+class Details:
+    """Details of a whole window, and of each model, tenant, or hour since 1970 in the report's time zone."""
+
+    total: Detail
+    key_to_detail: Mapping[Any, Detail]
+
+
+@dataclass(frozen=True)
 class Line:
     """One row: counters and nodes, and what follows from them. None where nothing can be said."""
 
@@ -80,6 +112,8 @@ class Line:
     nodes: NodeUse
     start_s: int | None = None
     """Of an hour: when it begins, unix seconds."""
+    detail: Detail | None = None
+    """None where there are sums only, as of a simulated day."""
 
     @property
     def hit_percent(self) -> float | None:
@@ -146,6 +180,7 @@ class Line:
             "income_usd": self.income_micro_usd / 1e6,
             "income_micro_usd": self.income_micro_usd,
             "margin_percent": self.margin_percent,
+            **({} if self.detail is None else self.detail.as_json()),
         }
 
 
@@ -171,18 +206,25 @@ class Report:
         }
 
 
+def check_by(by: str) -> None:
+    """Raise ValueError for what a report cannot be broken down by."""
+    if by not in BY:
+        raise ValueError(f"a report is by {', '.join(BY)}, not by {by!r}.")
+
+
 def report(
-    tally: Tally, nodes: Sequence[NodesFact], from_us: int, to_us: int, *, by: str = HOUR, utc_offset_s: int = 0
-) -> Report:
+    tally: Tally, nodes: Sequence[NodesFact], from_us: int, to_us: int, *, by: str = HOUR, utc_offset_s: int = 0,
+    details: Details | None = None,
+) -> Report:  # fmt: skip
     """Make the tables of the time from `from_us` up to `to_us` (unix microseconds).
 
     `tally` holds what completed in that time. `utc_offset_s` says whose hours they are (Beijing: 28,800).
+    `details` of the same window, `by` and offset; None where there are sums only.
     Raises ValueError for a window without time, an unknown `by`, or an offset that is no whole quarter hour.
     """
     if to_us <= from_us:
         raise ValueError("a report needs a window that ends after it begins.")
-    if by not in BY:
-        raise ValueError(f"a report is by {', '.join(BY)}, not by {by!r}.")
+    check_by(by)
     if utc_offset_s % BUCKET_S:
         raise ValueError(f"hours begin on a quarter hour of UTC; an offset of {utc_offset_s} s has none.")
     total = Line(TOTAL, _sum(tally, lambda key: TOTAL).get(TOTAL, Counts()), use_of(nodes, from_us, to_us))
@@ -195,7 +237,15 @@ def report(
         none = NodeUse(to_us - from_us)
         tenants = _sum(tally, lambda key: key.tenant)
         lines = [Line(tenant, counts, none) for tenant, counts in sorted(tenants.items())]
+    if details is not None:
+        total = replace(total, detail=details.total)
+        lines = [_with_detail(line, details, utc_offset_s) for line in lines]
     return Report(from_us, to_us, by, total, tuple(lines), utc_offset_s)
+
+
+def _with_detail(line: Line, details: Details, utc_offset_s: int) -> Line:
+    key = line.label if line.start_s is None else (line.start_s + utc_offset_s) // HOUR_S
+    return replace(line, detail=details.key_to_detail.get(key, Detail()))
 
 
 def _by_hour(

@@ -17,6 +17,7 @@ from hadal.core.plans import Member
 DEADLINE_S = 20.0
 """Of one exchange; only a hang reaches it."""
 JOIN_TIMEOUT_S = 60.0
+KEY = b"the key of every group here ...."
 
 
 def member(group: MeshGroup) -> Member:
@@ -54,7 +55,7 @@ def form_all(groups: Sequence[MeshGroup], generation: int) -> None:
 @contextlib.contextmanager
 def mesh_threads(num_ranks: int, deadline_s: float = DEADLINE_S, **options: Any) -> Iterator[list[MeshGroup]]:
     """Groups of `num_ranks` ranks in this process, formed as generation 1. Use each in one thread (`run_threads`)."""
-    groups = [MeshGroup(rank, f"e{rank}", deadline_s=deadline_s, **options) for rank in range(num_ranks)]
+    groups = [MeshGroup(rank, f"e{rank}", key=KEY, deadline_s=deadline_s, **options) for rank in range(num_ranks)]
     try:
         form_all(groups, 1)
         yield groups
@@ -65,7 +66,7 @@ def mesh_threads(num_ranks: int, deadline_s: float = DEADLINE_S, **options: Any)
 
 def _rank_main(function: Callable[..., Any], rank: int, pipe: Connection, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    group = MeshGroup(rank, f"e{rank}", deadline_s=DEADLINE_S)
+    group = MeshGroup(rank, f"e{rank}", key=KEY, deadline_s=DEADLINE_S)
     try:
         pipe.send(group.port)
         ports = pipe.recv()

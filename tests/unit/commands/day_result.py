@@ -43,6 +43,7 @@ def hour(index: int, share: float, rng: np.random.Generator) -> dict[str, Any]:
             "prefill_units": int(nodes * 0.1), "decode_units": int(nodes / 30), "seconds": 10.0,
             "requests": int(4400 * share), "tokens_per_s_user": 21 + noise[2] / 2,
             "requests_per_rank": 16 * share + noise[3], "prefill_use": 0.11 * share + noise[4] / 50,
+            "prefill_computed_share": 0.78,
             "kv_length_mean": 4989 + 40 * noise[5], "hit_percent": 56 + noise[6],
             "ttft_s": {"p50": 0.9, "p90": 2.1, "p99": 4.4}, "tpot_s": {"p50": 0.046, "p90": 0.05, "p99": 0.055},
             "kv_imbalance": 1.04, "request_imbalance": 1.03, "prefill_imbalance": 1.05,

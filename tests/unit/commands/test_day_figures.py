@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from hadal.commands.day_figures import (
+    HALF,
+    WIDE,
     balance_words,
     by_rank,
     distribution,
@@ -126,3 +129,42 @@ def test_cases_are_measured_against_the_first() -> None:
     assert "$196,608 (+126.4 %)" in page.text
     assert what_ifs(RESULT["what_ifs"][:1]) is None
     assert "not known" in drawn(what_ifs([*RESULT["what_ifs"], {"name": "x"}])).text
+
+
+@pytest.mark.parametrize("width", [WIDE, HALF])
+def test_charts_across_the_page_fit_a_phone_as_well(width: float) -> None:
+    """Bars and the labels of axes stay within the chart, and apart: seven pixels a letter at a phone's size of text."""
+    for chart in (
+        load_and_nodes(RESULT["minutes"], 12, width), income_and_cost(RESULT["hours"], width),
+        what_ifs(RESULT["what_ifs"], width),
+    ):  # fmt: skip
+        page = drawn(chart)
+        [view] = [attrs["viewbox"] for tag, attrs in page.tags if tag == "svg"]
+        assert (view or "").split()[2] == f"{width:g}"
+        for tag, attrs in page.tags:
+            if tag == "rect":
+                x = float(attrs["x"] or "nan")
+                assert 0 <= x <= x + float(attrs["width"] or 0) <= width
+        places = sorted(
+            float(attrs["x"] or "nan") for tag, attrs in page.tags
+            if tag == "text" and attrs.get("text-anchor") == "middle"
+        )  # fmt: skip
+        assert all(right - left > 5 * 8 for left, right in pairwise(places))
+
+
+def test_labels_of_quantiles_stand_below_each_other_and_hide_lines() -> None:
+    page = drawn(distribution({"edges": [1, 2, 3], "counts": [1, 1], "p50": 2.0, "p90": 2.1, "p99": 2.2}, "times"))
+    heights = [float(attrs["y"] or 0) for tag, attrs in page.tags if attrs.get("class") == "label"]
+    assert [low - high for high, low in pairwise(heights)] == [17.0, 17.0], "15 is a phone's size of text"
+    kinds = [attrs.get("class") or "" for tag, attrs in page.tags if tag in ("line", "text")]
+    assert kinds[-3:] == ["label"] * 3, "drawn last"
+
+
+def test_every_chart_tells_its_values_where_one_points() -> None:
+    """As tooltips, without a script."""
+    for chart in (
+        load_and_nodes(RESULT["minutes"], 12), income_and_cost(RESULT["hours"]), users_speed(RESULT["hours"], 21.0),
+        hit_rate(RESULT["hours"], 56.0), distribution(RESULT["ttft_s"], "times"),
+        by_rank(RESULT["ranks"]["kv_share"], "KV", "decode"), what_ifs(RESULT["what_ifs"]),
+    ):  # fmt: skip
+        assert len(drawn(chart).titles) >= 2

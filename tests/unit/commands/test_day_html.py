@@ -48,7 +48,8 @@ def test_a_page_has_every_section_and_stays_small() -> None:
     page = Page(text)
     assert len(text.encode()) < 300_000
     assert all(section in page.words for section in SECTIONS)
-    assert page.num("svg") == 13, "nodes, income, two by hour, two latencies, six by rank, what-ifs"
+    assert page.num("svg") == 13 + 3, "nodes, income, two by hour, two latencies, six by rank, what-ifs; three twice"
+    assert page.num("div", "at-narrow") == page.num("div", "at-wide") == 3, "charts that a phone would cut"
     assert all(attrs["role"] == "img" and attrs["aria-label"] for tag, attrs in page.tags if tag == "svg")
     assert "Decode with 1 draft token is outside" in page.text
     assert page.row("fleet.bundle") == ["fleet.bundle", "[3, 1]"]
@@ -97,14 +98,14 @@ def test_an_empty_result_and_one_hour_are_pages() -> None:
     assert page.num("svg") == 0
     minutes = {key: values[:60] for key, values in RESULT["minutes"].items()}
     page = Page(report_html({**RESULT, "hours": RESULT["hours"][:1], "minutes": minutes}))
-    assert page.num("svg") == 13
+    assert page.num("svg") == 13 + 3
     assert "12:00" in page.text
 
 
 def test_without_windows_the_rest_is_there() -> None:
     hours = [{**hour, "window": None} for hour in RESULT["hours"]]
     page = Page(report_html({**RESULT, "hours": hours, "ttft_s": None, "tpot_s": {}, "ranks": None, "what_ifs": []}))
-    assert page.num("svg") == 4
+    assert page.num("svg") == 4 + 2
     assert page.text.count("No window ran") == 4
     assert "No other case was asked for." in page.text
 

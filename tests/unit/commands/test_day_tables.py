@@ -55,7 +55,8 @@ def test_windows_show_latency_and_balance() -> None:
     page = Page(windows(hours))
     assert len(page.rows) == 2
     row = page.row("12:00")
-    assert row[3:9] == ["900 ms", "2.1 s", "4.4 s", "46 ms", "50 ms", "55 ms"]
+    assert row[3] == "78 %"
+    assert row[4:10] == ["900 ms", "2.1 s", "4.4 s", "46 ms", "50 ms", "55 ms"]
     assert row[-5:] == ["1.040", "1.030", "1.050", "1.200", "1.300"]
 
 

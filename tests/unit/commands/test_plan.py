@@ -130,7 +130,7 @@ def test_traces_are_read(tmp_path: Path) -> None:
         (("--hardware", "b200"), "no trustworthy price"),
         (("--price", "h20"), "dollars per GPU-hour"),
         (("--price", "h20=-1"), "above 0"),
-        (("--traffic", "nowhere.toml"), "there is no such file"),
+        (("--traffic", "nowhere.toml"), "no such traffic file"),
         (("--experts", "fp2"), "fp8 or fp4"),
         (("--hardware", "h800", "--experts", "fp4"), "fp4 runs on"),
         (("--hardware", "h800", "--slo", "ttft=2s,tpot=1ms"), "at batch 1"),
@@ -150,7 +150,7 @@ def test_a_mistake_is_one_line(arguments: tuple[str, ...], why: str) -> None:
     ("name", "text", "why"),
     [
         ("a.toml", "rate = 1", "unknown field 'rate'"), ("a.toml", "= 1", "a.toml:"), ("a.txt", "", "is needed"),
-        ("a.jsonl", "{}", "no field"), ("a.jsonl", "nothing", "a.jsonl:"),
+        ("a.jsonl", "{}", "line 1: input_length is None"), ("a.jsonl", "nothing", "a.jsonl:"),
         ("a.csv", "a,b\n1,2\n", "not one of Azure's"),
         ("a.jsonl", '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [1]}', "show no rate"),
     ],

@@ -78,6 +78,40 @@ def test_a_shorter_time_and_other_lines(ledger: str) -> None:
     assert [(line["model"], line["nodes_peak"]) for line in fields["models"]] == [("m0", 2.0), ("m1", 0.0)]
 
 
+def test_times_and_errors(ledger: str, now_s: float) -> None:
+    """A request each minute takes 1 s to its first token and 100 ms for each other; three were refused or failed."""
+    store = Store(ledger_url(ledger))
+    store.write(PackedFacts(tuple(
+        RequestFact(f"e{index}", "t1", "m1", 0, 0, 0, 0, end, now_s - 90, now_s - 60)
+        for index, end in enumerate(("429", "429", "504"))
+    )))  # fmt: skip
+    store.close()
+    fields = json.loads(call("--json", "--ledger", ledger, "--by", "tenant").stdout)
+    for line in (fields, *fields["tenants"]):
+        assert [line[f"ttft_ms_p{percent}"] for percent in (50, 99)] == pytest.approx([1000.0, 1000.0])
+        assert [line[f"tpot_ms_p{percent}"] for percent in (50, 99)] == pytest.approx([100.0, 100.0])
+    assert fields["errors"] == fields["tenants"][1]["errors"] == {"429": 2, "504": 1}
+    assert fields["tenants"][0]["errors"] == {}
+    text = call("--ledger", ledger, "--by", "tenant").stdout
+    assert re.search(r"errors +3 +2 x 429 Too Many Requests, 1 x 504 Gateway Timeout", text)
+    assert re.search(r"time to first token, p50 +1 s +p99 1 s; waiting included", text)
+    assert re.search(r"t1 +1 s +1 s +100 ms +100 ms +2 x 429 Too Many Requests, 1 x 504 Gateway Timeout", text)
+
+
+def test_a_dash_has_a_reason(ledger: str, tmp_path: Path, now_s: float) -> None:
+    text = call("--ledger", ledger, "--by", "tenant").stdout
+    assert "- " not in text[text.index("tenant ") :].replace("─", "")
+    assert "Nodes and cost are in the total only" in text
+    assert "- under nodes: none of its own" in call("--ledger", ledger, "--by", "model").stdout
+    path = str(tmp_path / "refused.sqlite")
+    store = Store(ledger_url(path))
+    store.prepare()
+    store.write(PackedFacts((RequestFact("e", "t", "m", 0, 0, 0, 0, "503", now_s - 9, now_s - 8),)))
+    store.close()
+    text = call("--ledger", path, "--by", "tenant").stdout
+    assert "- under other heads: no prompt was answered" in text
+
+
 def test_other_prices_than_were_charged(ledger: str) -> None:
     fields = json.loads(call("--json", "--ledger", ledger, "--prices", "0/0/1").stdout)
     assert fields["income_micro_usd"] == fields["tokens_out"]

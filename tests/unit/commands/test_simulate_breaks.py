@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hadal.cli import app
-from hadal.commands.simulate_table import HOURS, hours_table, hours_tables
+from hadal.commands.simulate_table import HOURS, hours_tables
 
 
 def hour(index: int) -> dict[str, Any]:
@@ -46,13 +46,13 @@ def test_no_figure_of_an_hour_is_cut(width: int, num_tables: int) -> None:
 
 
 def test_the_whole_table_is_one() -> None:
-    assert [column.header for column in hours_table(RESULT).columns] == list(HOURS)
+    assert [column.header for column in hours_tables(RESULT, None)[0].columns] == list(HOURS)
 
 
 def test_a_config_that_is_no_text_or_no_file_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "study.toml"
     path.write_bytes(b"\xff\xfe\x00")
-    for given, why in ((path, "not text in UTF-8"), (tmp_path, "is a directory")):
+    for given, why in ((path, "not text in UTF-8"), (tmp_path, "not a file")):
         result = CliRunner().invoke(app, ["simulate", "--config", str(given)])
         assert result.exit_code == 2
         assert why in result.stderr

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hadal.commands.simulate_table import ROWS, alternatives_table, day_table, hours_table, show
+from hadal.commands.simulate_table import ROWS, alternatives_table, day_table, hours_tables, show
 from tests.unit.commands.day_result import result
 
 
@@ -56,7 +56,7 @@ def test_liquid_and_window_stand_side_by_side() -> None:
     hour["fluid"].update(tokens_per_s_user=21.04, requests_per_rank=87.6, prefill_use=0.604)
     hour["window"].update(tokens_per_s_user=20.96, requests_per_rank=90.2, prefill_use=None)
     found["hours"][9]["window"] = None
-    lines = shown(hours_table(found)).splitlines()
+    lines = shown(hours_tables(found, None)[0]).splitlines()
     first = next(one for one in lines if one.startswith("20:00"))
     for words in ("21.0 | 21.0", "88 | 90", "60%", "0.9, 4.4 s"):
         assert words in first
@@ -65,7 +65,8 @@ def test_liquid_and_window_stand_side_by_side() -> None:
     assert sum(one[2:5] == ":00" for one in lines) == 24
     assert f"{100 * hour['tokens_hit'] / hour['tokens_in']:.1f} %" in first
     hour.update(tokens_in=0, tokens_hit=0)
-    assert "-" in next(one for one in shown(hours_table(found)).splitlines() if one.startswith("20:00")).split()
+    lines = shown(hours_tables(found, None)[0]).splitlines()
+    assert "-" in next(one for one in lines if one.startswith("20:00")).split()
 
 
 def test_alternatives_that_cannot_be_say_why() -> None:

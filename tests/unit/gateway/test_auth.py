@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.gateway.auth import Keys
+from hadal.core.errors import ConfigError
+from hadal.gateway.auth import Keys, parse_key
 from hadal.gateway.errors import ApiError
-from hadal.gateway.tenants import salt_of
+from hadal.gateway.tenants import RIGHTS, Tenant, salt_of
 
 
 def test_without_keys_everybody_is_let_in() -> None:
     for keys in (Keys(()), Keys(("",))):
-        assert keys.check(None) == keys.check("nonsense") == salt_of(b""), "one tenant"
+        assert keys.check(None) == keys.check("nonsense") == Tenant(salt_of(b""), RIGHTS), "one tenant"
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,22 @@ def test_without_keys_everybody_is_let_in() -> None:
 )
 def test_known_keys(header: str, key: str) -> None:
     """The last is how a header in UTF-8 arrives. Each key is a tenant, by its own salt."""
-    assert Keys(("one", "two", "kéy")).check(header) == salt_of(key.encode())
+    assert Keys(("one", "two", "kéy")).check(header) == Tenant(salt_of(key.encode()))
+
+
+def test_rights_stand_behind_a_key() -> None:
+    keys = Keys(("one", " two  priority ", "three operator priority", "two operator"))
+    assert [tenant.rights for tenant in keys.tenants] == [frozenset(), RIGHTS, RIGHTS], "of one key, all its lines'"
+    assert keys.check("Bearer one").rights == frozenset()
+    assert keys.check("Bearer three").rights == RIGHTS
+    for line in ("one two", "one priority,", "one Priority"):
+        with pytest.raises(ConfigError, match=r"right|comma") as caught:
+            parse_key(line)
+        assert "one" not in str(caught.value)
+
+
+def test_who_is_alone_has_all_rights() -> None:
+    assert Keys(()).check(None).rights == RIGHTS == Keys(("one",)).check("Bearer one").rights
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,32 @@ def test_headers_without_end(model: ServedModel) -> None:
                 return  # Closed before all was sent: the refusal is lost on the way.
 
 
+def test_headers_that_come_all_at_once_are_counted_too(model: ServedModel) -> None:
+    """They were complete before anybody looked how long they were."""
+    with serving(model, spell(model, "a")) as it:
+        data = b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 70_000 + b"\r\n\r\n"
+        with connect(it, data) as made:
+            assert b" 431 " in read_all(made).partition(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("cut", [1, 20, 150, 10_000])
+def test_an_offer_of_http_2_keeps_the_body(model: ServedModel, cut: int) -> None:
+    """As `curl --http2` and Java's client send it; the body was lost, and the answer was 400."""
+    offer = b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+    data = post({**CHAT, "max_tokens": 3}).replace(b"Host: a\r\n", b"Host: a\r\n" + offer)
+    with serving(model, spell(model, "a")) as it, connect(it, data[:cut]) as made:
+        time.sleep(0.05)
+        made.sendall(data[cut:])
+        assert read_all(made).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_two_requests_in_one_packet(model: ServedModel) -> None:
+    get = b"GET /health HTTP/1.1\r\nHost: a\r\n"
+    both = get + b"\r\n" + get + b"Connection: close\r\n\r\n"
+    with serving(model, spell(model, "a")) as it, connect(it, both) as made:
+        assert read_all(made).count(b"HTTP/1.1 200 OK") == 2
+
+
 def test_no_http(model: ServedModel) -> None:
     with serving(model, spell(model, "a")) as it, connect(it, b"\x16\x03\x01nonsense\r\n\r\n") as made:
         head, _, body = read_all(made).partition(b"\r\n\r\n")
@@ -102,9 +128,20 @@ def test_client_that_does_not_read(model: ServedModel, monkeypatch: pytest.Monke
             wait_until(lambda: not it.world.gateway.num_requests)
 
 
+def test_port_without_a_reader_is_stopped_before_much_waits_for_it(model: ServedModel) -> None:
+    """Long before its deadline for sending."""
+    slow = {**CHAT, "stream": True, "max_tokens": 4000, "logprobs": True, "top_logprobs": 20, "n": 8}
+    slow["ignore_eos"] = True
+    script = spell(model, "abc", then_stop=False)
+    with serving(model, script, patience=Patience(send_s=600.0)) as it, connect(it, post(slow)):
+        wait_until(lambda: len(set(it.world.units.cancelled)) == 8, 20)
+        assert it.world.gateway.host.num_open == 0
+
+
 def test_port_without_a_reader_is_not_missed_by_others(model: ServedModel) -> None:
     """A stream that nobody reads holds up no other."""
     slow = {**CHAT, "stream": True, "max_tokens": 4000, "logprobs": True, "top_logprobs": 20, "n": 4}
+    slow["ignore_eos"] = True  # Else it ends by itself: it goes round in circles.
     script = spell(model, "abc", then_stop=False)
     with serving(model, script, patience=Patience(send_s=60.0)) as it, connect(it, post(slow)):
         wait_until(lambda: len(it.world.units.submitted) == 4)  # What lasts: a fast unit has decoded it in .3 s.

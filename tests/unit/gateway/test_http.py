@@ -11,7 +11,8 @@ import pytest
 
 from hadal.core.config import LimitsConfig
 from hadal.core.messages import UnitDown
-from hadal.gateway.http import Patience, is_ready
+from hadal.gateway.http import Patience
+from hadal.gateway.places import Bodies
 from hadal.gateway.service import ServedModel
 
 from .model_folder import ASSISTANT, EOS
@@ -29,7 +30,7 @@ def test_chat(model: ServedModel, prefix: str) -> None:
         assert body["model"] == "small"
         choice = body["choices"][0]
         assert choice["message"] == {
-            "role": "assistant", "content": "The answer is 4. 🙂", "reasoning_content": "Easy."
+            "role": "assistant", "content": "The answer is 4. 🙂", "reasoning_content": "Easy.", "refusal": None
         }  # fmt: skip
         assert choice["finish_reason"] == "stop"
         usage = body["usage"]
@@ -95,8 +96,10 @@ def test_chat_logprobs(model: ServedModel) -> None:
         chunks = events(await it.client.post("/v1/chat/completions", json={**body, "stream": True}))
         streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
         assert [e for logprobs in streamed if logprobs for e in logprobs["content"] or ()] == entries
-        reasoning = [e for logprobs in streamed if logprobs for e in logprobs.get("reasoning_content", ())]
+        reasoning = [e for logprobs in streamed if logprobs for e in logprobs["reasoning_content"]]
         assert reasoning == whole["logprobs"]["reasoning_content"]
+        assert all(logprobs.keys() == whole["logprobs"].keys() for logprobs in streamed if logprobs)
+        assert whole["logprobs"]["refusal"] is None
 
     play(model, scene)
 
@@ -123,6 +126,36 @@ def test_completion_logprobs(model: ServedModel) -> None:
         assert logprobs["text_offset"][0] == 0
         at = logprobs["tokens"].index("The") if "The" in logprobs["tokens"] else 1
         assert choice["text"][logprobs["text_offset"][at] :].startswith(logprobs["tokens"][at])
+
+    play(model, scene)
+
+
+def test_a_completion_of_no_tokens_is_its_prompt(model: ServedModel) -> None:
+    """Within OpenAI's description, as `best_of` 0 is; no unit hears of it."""
+
+    async def scene(it: World) -> None:
+        body = {"model": "small", "prompt": ["2 + 2 =", "a"], "echo": True, "max_tokens": 0, "best_of": 0}
+        reply = (await it.client.post("/v1/completions", json=body)).json()
+        assert [(choice["text"], choice["finish_reason"]) for choice in reply["choices"]] == [
+            ("2 + 2 =", "length"), ("a", "length")
+        ]  # fmt: skip
+        assert reply["usage"]["completion_tokens"] == 0
+        chunks = events(await it.client.post("/v1/completions", json={**body, "stream": True}))
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "2 + 2 =a"
+        assert it.units.submitted == []
+        assert 'hadal_usage_prompt_tokens_total{cache="miss"} 0.0' in (await it.client.get("/metrics")).text
+
+    play(model, scene)
+
+
+def test_more_tokens_than_the_context_holds_are_refused(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        for field in ("max_tokens", "max_completion_tokens"):
+            error = error_of(
+                await it.client.post("/v1/chat/completions", json={**CHAT, field: 4096}), 400, "context_length_exceeded"
+            )
+            assert error["param"] == field
+            assert error["message"].startswith("This model's maximum context length is 4096 tokens. However, you")
 
     play(model, scene)
 
@@ -233,10 +266,77 @@ def test_too_many_requests(model: ServedModel) -> None:
     play(model, scene, limits=LimitsConfig(max_running=1, max_queued=1))
 
 
+def test_places_are_generations(model: ServedModel) -> None:
+    """And a request that there is no room for is refused whole, before any of it is begun."""
+
+    async def scene(it: World) -> None:
+        it.units.go.clear()
+        body = {"model": "small", "prompt": ["a", "b", "c"], "n": 8, "max_tokens": 3}
+        one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+        asked = [asyncio.create_task(it.client.post("/v1/completions", json=body, headers=one)) for _ in range(3)]
+        while it.gateway.host.num_open < 72:
+            await asyncio.sleep(0)
+        reply = await it.client.post("/v1/completions", json={**body, "n": 6}, headers=one)
+        error_of(reply, 429, "overloaded")
+        assert "this tenant" in reply.json()["error"]["message"]
+        totals = it.gateway.snapshot().totals
+        assert (totals.refused, totals.tokens_refused) == (18, 18 * 2)  # A begin mark and a letter.
+        assert it.gateway.host.num_open == 72
+        other = asyncio.create_task(it.client.post("/v1/completions", json={**body, "prompt": "a"}, headers=two))
+        while it.gateway.host.num_open < 80:
+            await asyncio.sleep(0)
+        it.units.go.set()
+        assert [(await task).status_code for task in (*asked, other)] == [200] * 4
+
+    play(model, scene, limits=LimitsConfig(max_queued=16), keys=("one", "two"))
+
+
+def test_to_go_ahead_of_others_is_a_right(model: ServedModel) -> None:
+    async def scene(it: World) -> None:
+        for key, priority, status in (("one", 0, 200), ("one", -1, 200), ("one", 1, 403), ("two", 4, 200)):
+            headers = {"Authorization": f"Bearer {key}"}
+            reply = await it.client.post("/v1/chat/completions", json={**CHAT, "priority": priority}, headers=headers)
+            assert reply.status_code == status, (key, priority)
+            if status == 403:
+                assert error_of(reply, 403, "priority_not_allowed")["param"] == "priority"
+
+    play(model, scene, keys=("one", "two priority"))
+
+
+def test_bodies_that_do_not_come_take_no_place(model: ServedModel) -> None:
+    """They push out their own tenant's oldest, and another's requests are answered."""
+
+    async def scene(it: World) -> None:
+        it.gateway.bodies = Bodies(4)
+        gone = asyncio.Event()
+
+        async def chunks() -> Any:
+            yield b"{"
+            await gone.wait()
+
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer one"}
+        slow = [
+            asyncio.create_task(it.client.post("/v1/completions", content=chunks(), headers=headers))
+            for _ in range(6)
+        ]  # fmt: skip
+        error_of(await slow[0], 429, "too_many_bodies")
+        error_of(await slow[1], 429, "too_many_bodies")
+        assert (len(it.gateway.bodies), it.gateway.num_requests) == (4, 0)
+        for _ in range(3):
+            reply = await it.client.post("/v1/chat/completions", json=CHAT, headers={"Authorization": "Bearer two"})
+            assert reply.status_code == 200
+        gone.set()
+        for task in slow[2:5]:
+            error_of(await task, 400)  # It is no JSON.
+        assert len(it.gateway.bodies) == 0
+
+    play(model, scene, keys=("one", "two"), limits=LimitsConfig(max_running=1, max_queued=1))
+
+
 def test_no_units(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         it.units.tell(UnitDown("decode-0", "killed"))
-        while is_ready(it.gateway.snapshot()):
+        while it.gateway.snapshot().can_serve:
             await asyncio.sleep(0)
         reply = await it.client.post("/v1/chat/completions", json=CHAT)
         error_of(reply, 503, "no_units")
@@ -244,6 +344,7 @@ def test_no_units(model: ServedModel) -> None:
         health = await it.client.get("/health")
         assert health.status_code == 503
         assert health.json()["units_up"] == {"prefill": 1, "decode": 0}
+        assert (health.json()["status"], health.json()["model"]) == ("starting", model.name)
 
     play(model, scene)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from hadal.core.seams import Closing, Deliver
-from hadal.gateway.mailbox import Mailbox
+from hadal.gateway.mailbox import MAX_WAITING, Mailbox
 
 
 def mailbox() -> Mailbox:
@@ -50,5 +50,28 @@ def test_waiting_ends() -> None:
         assert await waiting == []
         assert box.gone
         assert await box.take(5) == []
+
+    asyncio.run(run())
+
+
+def test_a_box_that_is_not_taken_from_is_full_by_its_choices() -> None:
+    closed: list[Mailbox] = []
+
+    async def run() -> None:
+        for num_choices, most in ((1, MAX_WAITING), (8, MAX_WAITING), (64, 8 * MAX_WAITING)):
+            closed.clear()
+            box = Mailbox(
+                asyncio.get_running_loop(), num_choices=num_choices, close=lambda full, then: closed.append(full)
+            )
+            box.open_ids["a"] = 0
+            for _ in range(most - 1):
+                box.put(Deliver("a", ()))
+            assert not box.gone
+            for _ in range(9):
+                box.put(Deliver("a", ()))
+            assert closed == [], "not while the front's effects are applied"
+            await asyncio.sleep(0)
+            assert box.gone
+            assert closed == [box]
 
     asyncio.run(run())

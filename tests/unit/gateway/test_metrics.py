@@ -10,11 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hadal.core.balance import OBJECTIVES
 from hadal.core.cache import CACHE_LEVELS, CACHE_TOTALS, STORED_BLOCKS
+from hadal.core.front_snapshot import FrontSnapshot, Totals
 from hadal.core.messages import Load
 from hadal.core.wire import AnyMessage
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.replies import Usage
-from hadal.roles.front_snapshot import FrontSnapshot, Totals
 from hadal.runtime.ledger_writer import LedgerCounts
 
 
@@ -32,14 +32,35 @@ def scraped_units(*loads: Load) -> dict[tuple[str, ...], float]:
     return scraped(Metrics(lambda: snapshot))
 
 
+def test_refused_connections_by_process_and_kind() -> None:
+    snapshot = FrontSnapshot(False, {}, {}, {}, Totals())
+    process_to_refused: dict[str, dict[str, int]] = {}
+    metrics = Metrics(lambda: snapshot, refused=process_to_refused)
+    process_to_refused["decode-0.1"] = {"kv": 3, "mesh": 4}
+    samples = scraped(metrics)
+    assert samples["hadal_refused_connections_total", "kv", "decode-0.1"] == 3
+    assert samples["hadal_refused_connections_total", "mesh", "decode-0.1"] == 4
+
+
+def test_a_unit_that_rests_shows_nothing_of_steps_that_are_long_over() -> None:
+    load = Load("decode-0", "e", 100, 0, 0, 8, 0, 77, 2.5, 0.25, balance={"kv": 0.5})
+    of_steps = {("hadal_step_ms", "decode-0"), ("hadal_overhead_ms", "decode-0"), ("hadal_balance", "kv", "decode-0")}
+    assert of_steps <= scraped_units(load).keys()
+    rested = scraped_units(msgspec.structs.replace(load, idle_s=60.0))
+    assert not of_steps & rested.keys()
+    assert rested["hadal_steps_total", "decode-0"] == 77
+    assert rested["hadal_kv_blocks", "decode-0"] == 100
+
+
 def test_every_number_of_the_front_and_the_units() -> None:
     load = Load("decode-0", "e", 100, 40, 3, 8, 0, 77, 2.5, 0.25)
     totals = Totals(
         submitted=9, finished=5, cancelled=1, failed=2, refused=1, tokens_in=50, tokens_out=60, retries=4, preemptions=3
     )
     snapshot = FrontSnapshot(
-        True, {"queued": 6, "decoding": 3}, {"decode-0": load}, {"prefill": 2, "decode": 1}, totals
-    )
+        True, {"queued": 6, "decoding": 3}, {"decode-0": load},
+        {"prefill": {"prefill-0": 1, "prefill-1": 1}, "decode": {"decode-0": 1}}, totals,
+    )  # fmt: skip
     metrics = Metrics(lambda: snapshot)
     metrics.requests.labels("chat", "200").inc(2)
     metrics.first_token_s.observe(0.3)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 
-from hadal.core.config import Deployment
-from hadal.core.messages import Drain
+from hadal.core.config import GATEWAY_BEAT_S, Deployment
+from hadal.core.gateway_messages import GatewayBeat
+from hadal.core.messages import SUPERVISOR, Drain
+from hadal.core.wire import AnyMessage
+from hadal.gateway import process
+from hadal.gateway.errors import ApiError
 from hadal.gateway.process import listener_of, make_gateway, serve
 from hadal.gateway.service import ServedModel
-from hadal.gateway.tenants import salt_of
+from hadal.gateway.tenants import Tenant, salt_of
 from hadal.kv.names import extend, root_of
 from hadal.runtime.process import API_KEYS, EXIT_FATAL, LISTEN_FD
 
@@ -39,8 +46,13 @@ def test_listener_is_the_supervisors() -> None:
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_drain_lets_streams_finish(model: ServedModel, in_time: bool) -> None:
-    """A drain message while a stream runs: it ends by itself or when its time is up, and then the process ends."""
+def test_drain_lets_streams_finish(
+    model: ServedModel, in_time: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A drain message while a stream runs: it ends by itself or when its time is up, and then the process ends. The log
+    tells now and then what is waited for."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(process, "_TELL_S", 0.02)
 
     async def run() -> None:
         units = FakeUnits(spell(model, "abc", then_stop=False), step_s=0.002)
@@ -53,7 +65,8 @@ def test_drain_lets_streams_finish(model: ServedModel, in_time: bool) -> None:
             async with httpx.AsyncClient(base_url=url, timeout=20) as client:
                 while (await client.get("/health")).status_code != 200:
                     await asyncio.sleep(0.01)
-                body = {"model": "small", "prompt": "hi", "stream": True, "max_tokens": 100 if in_time else 4000}
+                body = {"model": "small", "prompt": "hi", "stream": True, "ignore_eos": True}
+                body["max_tokens"] = 100 if in_time else 4000
                 async with client.stream("POST", "/v1/completions", json=body) as reply:
                     units.tell(Drain())
                     await asyncio.sleep(0.02)
@@ -68,6 +81,8 @@ def test_drain_lets_streams_finish(model: ServedModel, in_time: bool) -> None:
             working.cancel()
 
     asyncio.run(run())
+    assert caplog.text.count("ending: 1 generations still run") >= 2
+    assert ("did not end" in caplog.text) != in_time
 
 
 def test_failed_front_ends_the_process(model: ServedModel) -> None:
@@ -94,10 +109,60 @@ def test_the_run_s_fingerprint_names_blocks_and_keys_are_tenants(folder: Path) -
             work = await gateway.service.completion(body, "r", tenant)
         finally:
             gateway.service.close()
-        assert tenant == salt_of(b"b")
-        assert work.choices[0].generation.chain == extend(root_of(b"f9"), b"", [7] * 64, tenant)
+        assert tenant == Tenant(salt_of(b"b"))
+        assert work.choices[0].generation.chain == extend(root_of(b"f9"), b"", [7] * 64, tenant.salt)
 
     asyncio.run(run())
+
+
+class _Heard(FakeUnits):
+    """Units beside a supervisor that listens."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda generation, index: 5)
+        self.beats: list[GatewayBeat] = []
+
+    def send(self, to: str, message: AnyMessage) -> None:
+        if isinstance(message, GatewayBeat):
+            assert to == SUPERVISOR
+            self.beats.append(message)
+        super().send(to, message)
+
+
+def test_the_supervisor_hears_of_it_from_when_it_answers_and_as_long_as_its_loop_turns(model: ServedModel) -> None:
+    async def run() -> None:
+        units = _Heard()
+        gateway = gateway_of(model, units)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            serving = asyncio.create_task(serve(Deployment(model="x"), gateway, listening))
+            async with asyncio.timeout(10):
+                while len(units.beats) < 3:
+                    await asyncio.sleep(0.01)
+                async with httpx.AsyncClient() as client:
+                    await client.get(f"http://127.0.0.1:{listening.getsockname()[1]}/health")
+            num_heard = len(units.beats)
+            time.sleep(4 * GATEWAY_BEAT_S)  # The loop stands still.
+            assert len(units.beats) == num_heard
+            gateway.host.drain()
+            async with asyncio.timeout(10):
+                await serving
+        assert {beat.pid for beat in units.beats} == {os.getpid()}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("has_served", [False, True])
+def test_requests_wait_for_units_where_the_server_has_served(folder: Path, has_served: bool) -> None:
+    units = FakeUnits(lambda generation, index: 5)
+    gateway = make_gateway(Deployment(model=str(folder)), units, {}, has_served=has_served)  # type: ignore[arg-type]
+    try:
+        if has_served:
+            gateway.check_open()
+        else:
+            with pytest.raises(ApiError, match="starting"):
+                gateway.check_open()
+    finally:
+        gateway.service.close()
 
 
 def test_module_needs_its_folder(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ def test_chat_chunks(model: ServedModel) -> None:
     assert chunks[1].choices[0].delta.reasoning_content == NASTY  # type: ignore[attr-defined]
     assert chunks[2].choices[0].delta.content == "b" + NASTY
     assert chunks[3].choices[0].finish_reason == "stop"
+    deltas = [chunk.choices[0].delta.model_dump() for chunk in chunks]
+    assert all("reasoning_content" in delta and isinstance(delta["content"], str) for delta in deltas)
     assert chunks[2].choices[0].logprobs is not None
     entry = (chunks[2].choices[0].logprobs.content or [])[0]
     assert entry.logprob == -9999.0
@@ -47,7 +49,9 @@ def test_chat_body(model: ServedModel) -> None:
     body = ChatCompletion.model_validate_json(ChatFormatter(HEAD, model.vocabulary).whole(outcomes, USAGE))
     assert body.choices[0].message.content == NASTY
     assert body.choices[0].message.reasoning_content == "r"  # type: ignore[attr-defined]
-    assert not hasattr(body.choices[1].message, "reasoning_content")
+    assert body.choices[1].message.reasoning_content is None  # type: ignore[attr-defined]
+    fields = json.loads(ChatFormatter(HEAD, model.vocabulary).whole(outcomes, USAGE))["choices"]
+    assert all(choice["message"]["refusal"] is None for choice in fields)  # OpenAI's description requires the key.
     assert body.usage is not None
     assert body.usage.total_tokens == 17
     assert body.usage.completion_tokens_details is not None

@@ -13,18 +13,18 @@ from hadal.core.cache import split
 from hadal.core.config import CacheConfig, LimitsConfig
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.gateway.service import OFF_LOOP_BYTES, ServedModel, Service, Work, read_served_model
-from hadal.gateway.tenants import salt_of, salt_within
+from hadal.gateway.tenants import PRIORITY, Tenant, salt_of, salt_within
 from hadal.kv.names import extend, root_of
 from hadal.roles.front_names import FrontNames
 
 from .model_folder import CONTEXT, write_model_folder
 
 NAMES = FrontNames(CacheConfig(), "f0")
-TENANT = salt_of(b"key")
+TENANT = Tenant(salt_of(b"key"))
 
 
 def work_of(
-    model: ServedModel, fields: dict[str, Any], limits: LimitsConfig | None = None, *, tenant: bytes = TENANT,
+    model: ServedModel, fields: dict[str, Any], limits: LimitsConfig | None = None, *, tenant: Tenant = TENANT,
     names: FrontNames = NAMES,
 ) -> Work:  # fmt: skip
     service = Service(model, limits or LimitsConfig(), names, random_bytes=lambda num: b"\x01" * num)
@@ -36,7 +36,7 @@ def work_of(
         service.close()
 
 
-def names_of(model: ServedModel, fields: dict[str, Any], tenant: bytes = TENANT) -> list[bytes]:
+def names_of(model: ServedModel, fields: dict[str, Any], tenant: Tenant = TENANT) -> list[bytes]:
     return list(split(work_of(model, fields, tenant=tenant).choices[0].generation.chain))
 
 
@@ -76,9 +76,9 @@ def test_greedy_model(tmp_path: Path) -> None:
     [
         ({}, LimitsConfig(default_output_tokens=7), 7),
         ({"max_tokens": 9}, LimitsConfig(default_output_tokens=7), 9),
-        ({"max_tokens": 10**9}, LimitsConfig(), CONTEXT - 3),
+        ({"max_tokens": CONTEXT - 3}, LimitsConfig(), CONTEXT - 3),
         ({}, LimitsConfig(max_output_tokens=5), 5),
-        ({"prompt": [5] * (CONTEXT - 1), "max_tokens": 50}, LimitsConfig(), 1),
+        ({"prompt": [5] * (CONTEXT - 1)}, LimitsConfig(), 1),
     ],
 )
 def test_max_tokens(model: ServedModel, fields: dict[str, Any], limits: LimitsConfig, max_tokens: int) -> None:
@@ -102,7 +102,8 @@ def test_stop_ids_and_min_tokens(model: ServedModel) -> None:
 
 
 def test_priority_goes_along(model: ServedModel) -> None:
-    priorities = [work_of(model, fields).choices[0].generation.priority
+    may = Tenant(TENANT.salt, frozenset({PRIORITY}))
+    priorities = [work_of(model, fields, tenant=may).choices[0].generation.priority
                   for fields in ({}, {"priority": None}, {"priority": 3}, {"priority": -4})]  # fmt: skip
     assert priorities == [0, 0, 3, -4]
 
@@ -115,6 +116,32 @@ def test_seeds(model: ServedModel) -> None:
 def test_long_bodies_give_the_same_in_the_thread(model: ServedModel) -> None:
     short, long = work_of(model, {"user": "u"}), work_of(model, {"user": "u" * OFF_LOOP_BYTES})
     assert short.choices[0].generation == long.choices[0].generation
+
+
+def test_a_template_that_hangs_holds_up_nobody_elses_request(tmp_path: Path) -> None:
+    write_model_folder(tmp_path)
+    loops = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
+    (tmp_path / "chat_template.jinja").write_text(loops)
+    model = read_served_model(tmp_path, "small")
+    service = Service(model, LimitsConfig(), NAMES)
+
+    async def ask_both() -> int:
+        message = {"role": "user", "content": "hi"}
+        chat = json.dumps({"model": "small", "messages": [message]}).encode()
+        refused = asyncio.create_task(service.chat(chat, "r", TENANT))
+        num_others = 0
+        while not refused.done():
+            await service.completion(b'{"model": "small", "prompt": "hi"}', "s", TENANT)
+            num_others += 1
+            await asyncio.sleep(0.01)
+        with pytest.raises(RequestError, match="processor time"):
+            await refused
+        return num_others
+
+    try:
+        assert asyncio.run(ask_both()) > 10
+    finally:
+        service.close()
 
 
 @pytest.mark.parametrize(
@@ -133,13 +160,13 @@ def test_refusals(model: ServedModel, fields: dict[str, Any], param: str) -> Non
 
 
 IDS = [5 + i % 400 for i in range(300)]
-OTHER = salt_of(b"another key")
+OTHER = Tenant(salt_of(b"another key"))
 
 
 def test_full_blocks_are_named_under_the_tenant_s_salt(model: ServedModel) -> None:
     generation = work_of(model, {"prompt": IDS}).choices[0].generation
-    assert (generation.salt, generation.num_public) == (TENANT, 0)
-    assert generation.chain == extend(root_of(b"f0"), b"", IDS, TENANT)
+    assert (generation.salt, generation.num_public) == (TENANT.salt, 0)
+    assert generation.chain == extend(root_of(b"f0"), b"", IDS, TENANT.salt)
     assert len(generation.chain) == 4 * 16
     off = work_of(model, {"prompt": IDS}, names=FrontNames(CacheConfig(memory="off"), "f0"))
     assert off.choices[0].generation.chain == b""
@@ -159,7 +186,7 @@ def test_tenants_and_their_users_share_no_name(model: ServedModel) -> None:
     chains = [names_of(model, {"prompt": IDS, "cache_salt": salt}, tenant) for tenant, salt in askers]
     assert len({name for chain in chains for name in chain}) == 4 * len(askers)
     salted = work_of(model, {"prompt": IDS, "cache_salt": "a"}).choices[0].generation
-    assert salted.salt == salt_within(TENANT, "a")
+    assert salted.salt == salt_within(TENANT.salt, "a")
     assert names_of(model, {"prompt": IDS, "cache_salt": "a"}) == list(split(salted.chain)), "and find their own again"
 
 
@@ -186,4 +213,4 @@ def test_public_leaves_a_prompt_as_it_is(model: ServedModel) -> None:
     fields = {"messages": [{"role": "system", "content": "abc " * 99}, {"role": "user", "content": "hi"}]}
     plain, public = (work_of(model, {**fields, "cache_salt": salt}) for salt in (None, "public"))
     assert plain.choices[0].generation.prompt == public.choices[0].generation.prompt
-    assert public.choices[0].generation.salt == TENANT
+    assert public.choices[0].generation.salt == TENANT.salt

@@ -20,10 +20,10 @@ from .world import World
 def test_chat_stream(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         chunks = events(await it.client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
-        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "reasoning_content": None}
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Easy."
-        assert "".join(delta.get("content", "") for delta in deltas) == "The answer is 4. 🙂"
+        assert "".join(delta["reasoning_content"] or "" for delta in deltas) == "Easy."
+        assert "".join(delta["content"] for delta in deltas) == "The answer is 4. 🙂"
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
         assert len({chunk["id"] for chunk in chunks}) == 1
         assert all("usage" not in chunk for chunk in chunks)
@@ -144,8 +144,12 @@ def test_client_that_does_not_read(model: ServedModel) -> None:
 def test_keep_alive(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         it.units.go.clear()
-        asyncio.get_running_loop().call_later(0.2, it.units.go.set)
-        reply = await it.client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        asking = asyncio.create_task(it.client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
+        while not it.gateway.host.num_open:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        it.units.go.set()
+        reply = await asking
         assert reply.text.startswith(": keep-alive\n\n")
         assert reply.text.count(": keep-alive\n\n") >= 2
         assert events(reply)[-1]["choices"][0]["finish_reason"] == "stop"

@@ -45,3 +45,22 @@ def test_any_cut_gives_the_definition(text: str, patterns: tuple[str, ...], cuts
 def test_match_that_ends_first_wins() -> None:
     assert Matcher(("abcd", "bc")).feed("abcd") == ("a", "bc", "d")
     assert Matcher(("b", "ab")).feed("aab") == ("a", "ab", "")
+
+
+@given(texts, patterns, st.lists(st.integers(0, 30)))
+def test_what_is_taken_out_leaves_no_match(text: str, patterns: tuple[str, ...], cuts: list[int]) -> None:
+    expected = ""
+    for char in text:
+        expected += char
+        found = [pattern for pattern in patterns if expected.endswith(pattern)]
+        expected = expected[: len(expected) - len(max(found, key=len, default=""))]
+    matcher = Matcher(patterns, is_nested=True)
+    shown = ""
+    for start, end in itertools.pairwise(sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})):
+        piece: str = text[start:end]
+        match: str | None = ""
+        while match is not None:
+            safe, match, piece = matcher.feed(piece)
+            shown += safe
+    assert shown + matcher.flush() == expected
+    assert not any(pattern in expected for pattern in patterns)

@@ -14,7 +14,7 @@ from hadal.gateway.service import ServedModel
 from hadal.gateway.stream import Assembler, Piece
 from hadal.gateway.vocabulary import Vocabulary, read_vocabulary
 
-from .model_folder import EOS, write_model_folder
+from .model_folder import EOS, USER, write_model_folder
 
 STOPS = ["stop", "4.\n", "\n\n", "🙂", "a", "</think>", "think"]
 TEXTS = [
@@ -124,6 +124,14 @@ def test_stop_strings_cut_the_text(model: ServedModel, parts: list[str | int], s
         assert cut.content == whole
 
 
+def without_marks(text: str) -> str:
+    """A mark goes as soon as it is complete, also one of which another stood in the middle."""
+    kept = ""
+    for char in text:
+        kept = (kept + char).removesuffix("<think>").removesuffix("</think>")
+    return kept
+
+
 @given(outputs(), st.booleans())
 def test_sections_split_at_the_first_mark(
     model: ServedModel, spelled: Vocabulary, parts: list[str | int], spells: bool
@@ -137,8 +145,40 @@ def test_sections_split_at_the_first_mark(
     text = "".join(parts)
     piece = one_by_one(Assembler(vocabulary, sections=True, thinks=True), tokens_of(ids_of(vocabulary, parts)))
     reasoning, mark, content = text.partition("</think>")
+    reasoning, content = without_marks(reasoning), without_marks(content)
     assert piece.reasoning == reasoning.lstrip("\n")
     assert piece.content == (content.lstrip("\n") if mark else "")
+
+
+@given(outputs(), st.booleans(), st.booleans())
+def test_no_control_mark_reaches_a_chat(
+    model: ServedModel, spelled: Vocabulary, parts: list[str | int], thinks: bool, spells: bool
+) -> None:
+    """With thinking disabled a model may still close a thought; it did, and `</think>` stood in the content."""
+    vocabulary = spelled if spells else model.vocabulary
+    texts = [part for part in parts if isinstance(part, str)]
+    mixed = [text for part in texts for text in (part, USER, "</think>", EOS, "<think>")]
+    tokens = tokens_of(ids_of(vocabulary, mixed))
+    piece = one_by_one(Assembler(vocabulary, sections=True, thinks=thinks), tokens)
+    for text in (piece.content, piece.reasoning):
+        assert not any(mark in text for mark in (USER, EOS, "<think>", "</think>"))
+
+
+def test_a_mark_that_is_spelled_out_is_no_content_either(model: ServedModel) -> None:
+    vocabulary = model.vocabulary
+    ids = [i for text in ("a</th", "ink>", " b") for i in vocabulary.encode_plain(text)]
+    pieces = [one_by_one(Assembler(vocabulary, sections=True), tokens_of(ids))]
+    pieces.append(Assembler(vocabulary, sections=True).push(tokens_of(ids)))
+    assert [piece.content for piece in pieces] == ["a b"] * 2
+    nested = [i for text in ("a</thi<thi", "nk>nk> b") for i in vocabulary.encode_plain(text)]
+    assert one_by_one(Assembler(vocabulary, sections=True), tokens_of(nested)).content == "a b"
+    raw = one_by_one(Assembler(vocabulary, sections=False), tokens_of(ids))  # A plain completion's text is its own.
+    assert raw.content == "a</think> b"
+
+
+def test_the_end_of_a_thought_that_never_began_is_dropped(model: ServedModel) -> None:
+    tokens = tokens_of(ids_of(model.vocabulary, ["</think>", "\n\n", "The answer"]))
+    assert one_by_one(Assembler(model.vocabulary, sections=True), tokens).content == "The answer"
 
 
 def test_never_half_a_character(model: ServedModel) -> None:

@@ -18,7 +18,7 @@ from hadal.core.messages import Load, Trace, TracedStep, TraceRequest
 from hadal.core.plans import TraceEvent
 from hadal.core.wire import AnyMessage
 from hadal.gateway.service import ServedModel
-from hadal.gateway.trace import TraceError, TraceReply, describe, fetch
+from hadal.gateway.trace import TraceError, TraceReply, describe, fetch, write
 
 from .fake_units import FakeUnits
 from .scenes import CHAT, TEXT, error_of, play
@@ -240,6 +240,30 @@ def test_a_unit_of_one_rank_has_no_link() -> None:
     assert "link mb0" not in text
     assert "balance" not in text
     assert "compute mb0" in text
+
+
+def test_one_rank_whose_step_is_one_kernel_shows_the_steps() -> None:
+    steps = tuple(
+        TracedStep(i, "sequential", 1, 1, (TraceEvent(0, "compute", "step", 0, 0, 5.0 + i, 5.5 + i),
+                                           TraceEvent(0, "compute", "draw", 0, 0, 5.5 + i, 5.75 + i)))
+        for i in range(3)
+    )  # fmt: skip
+    text = describe(TraceReply("decode-0", steps), 60)
+    assert "rank 0, steps 0 to 2, 2750.00 ms" in text
+    picture = next(line for line in text.splitlines() if line.startswith("compute"))
+    assert len(picture) <= 60
+    assert [picture.count(letter) > 3 for letter in "Sd."] == [True, True, True]
+    assert "S all layers as one kernel 500.00 ms, d draw 250.00 ms" in " ".join(text.split())
+
+
+def test_a_trace_that_is_there_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    reply = TraceReply("decode-0", (traced(1),))
+    assert [write(reply, None).name for _ in range(3)] == ["trace.json", "trace-2.json", "trace-3.json"]
+    asked = tmp_path / "trace-2.json"
+    asked.write_text("old")
+    assert write(reply, asked) == asked
+    assert asked.read_bytes() == (tmp_path / "trace.json").read_bytes(), "a file asked for by name is written over"
 
 
 def test_a_step_without_events_says_its_balance() -> None:

@@ -45,9 +45,9 @@ def test_only_special_tokens_are_hidden(model: ServedModel) -> None:
     [
         ({"decoder": {"type": "Fuse"}}, "decoder is not ByteLevel"),
         ({"decoder": None}, "decoder is not ByteLevel"),
-        ({"model": {"type": "Nothing"}}, "is not a usable tokenizer"),
-        ({"model": {}}, "is not a usable tokenizer"),
-        ({"added_tokens": [{"id": 1}]}, "is not a usable tokenizer"),
+        ({"model": {"type": "Nothing", "vocab": {}}}, "is not a usable tokenizer"),
+        ({"model": {}}, r"model\.vocab must give every token an id"),
+        ({"added_tokens": [{"id": 1}]}, r"added_tokens\[0\] is"),
     ],
 )  # fmt: skip
 def test_damaged_files(tmp_path: Path, change: dict[str, Any], error: str) -> None:
@@ -59,8 +59,18 @@ def test_damaged_files(tmp_path: Path, change: dict[str, Any], error: str) -> No
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
 def test_files_that_are_no_json_object(tmp_path: Path, data: bytes) -> None:
-    with pytest.raises(CheckpointError, match="not found"):
+    with pytest.raises(CheckpointError, match="no such tokenizer file"):
         read_vocabulary(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        read_vocabulary(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["continuing_subword_prefix", "end_of_word_suffix"])
+def test_tokens_with_something_before_or_behind_them_are_refused(tmp_path: Path, name: str) -> None:
+    """The tokenizers library cuts it off every merged token, there or not, and aborts the process."""
+    fields = tokenizer_fields()
+    fields["model"][name] = "/"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=f"model.{name} is '/'"):
         read_vocabulary(tmp_path)

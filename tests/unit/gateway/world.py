@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import httpx
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
-from hadal.core.config import Deployment, LimitsConfig
+from hadal.core.config import Deployment, GatewayConfig, LimitsConfig
 from hadal.core.messages import Generation
 from hadal.gateway.auth import Keys
 from hadal.gateway.host import Host
-from hadal.gateway.http import Gateway, Patience, is_ready, make_app
+from hadal.gateway.http import Gateway, Patience, make_app
 from hadal.gateway.metrics import Metrics
 from hadal.gateway.service import ServedModel, Service
 from hadal.roles.front import Front
@@ -37,7 +37,7 @@ def spell(model: ServedModel, text: str, *, then_stop: bool = True) -> Script:
 
 @dataclass
 class World:
-    app: Starlette
+    app: ASGIApp
     client: httpx.AsyncClient
     units: FakeUnits
     gateway: Gateway
@@ -56,10 +56,12 @@ def gateway_of(
     limits: LimitsConfig | None = None,
     keys: tuple[str, ...] = (),
     patience: Patience | None = None,
+    settings: GatewayConfig | None = None,
+    bound_host: str = "",
 ) -> Gateway:
     """The parts of a gateway, put together as its process does, with `units` for a wire."""
     limits = limits or LimitsConfig()
-    deployment = Deployment(model="x", limits=limits)
+    deployment = Deployment(model="x", limits=limits, gateway=settings or GatewayConfig())
     front = Front(deployment, epoch="epoch", max_context=model.context_tokens, fingerprint="f0")
     return Gateway(
         service=Service(model, limits, front.names),
@@ -71,6 +73,8 @@ def gateway_of(
         created=1,
         unix_time=time.time,
         patience=patience or Patience(),
+        deployment=deployment,
+        bound_host=bound_host,
     )
 
 
@@ -83,17 +87,21 @@ async def world(
     keys: tuple[str, ...] = (),
     patience: Patience | None = None,
     step_s: float = 0.0,
+    settings: GatewayConfig | None = None,
+    bound_host: str = "",
 ) -> AsyncIterator[World]:
     """Start everything, wait until it is ready, and stop it at the end."""
     units = FakeUnits(script, step_s)
-    gateway = gateway_of(model, units, limits=limits, keys=keys, patience=patience)
+    gateway = gateway_of(
+        model, units, limits=limits, keys=keys, patience=patience, settings=settings, bound_host=bound_host
+    )
     tasks = [asyncio.create_task(gateway.host.run()), asyncio.create_task(units.run())]
     app = make_app(gateway)
     transport = httpx.ASGITransport(app, raise_app_exceptions=True)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
             async with asyncio.timeout(5):
-                while not is_ready(gateway.snapshot()):
+                while not gateway.snapshot().can_serve:
                     await asyncio.sleep(0)
             yield World(app, client, units, gateway)
     finally:

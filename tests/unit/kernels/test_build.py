@@ -4,12 +4,14 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from hadal.commands.kernels import main as compile_now
 from hadal.kernels import build, library
 from hadal.kernels.experts import experts
 from hadal.kernels.linear import linear
@@ -87,6 +89,62 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     assert len(results) == 1
     assert Path(results.pop().strip()).exists()
     assert (tmp_path / "slow.runs").read_text() == "run\n"
+
+
+def test_a_compiler_that_does_not_end_is_ended_with_all_its_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = script(tmp_path / "slow", '[ "$1" = --version ] && exit 0; sleep 60 & echo $! > "$0.pid"; wait')
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("HADAL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "COMPILE_TIMEOUT_S", 0.5)
+    heard: list[float] = []
+    with pytest.raises(build.TimedOut, match="did not finish"):
+        build.build(heard.append)
+    assert len(heard) >= 2
+    assert heard == sorted(heard)
+    pid = int((tmp_path / "slow.pid").read_text())
+    deadline_s = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert not list((tmp_path / "cache").glob("*.so"))
+
+
+@pytest.mark.parametrize(
+    ("compiler", "code", "text"),
+    [
+        ("no-such-compiler", 0, "Hadal runs without them, slower"),
+        ("exit 1", 0, "Hadal runs without them, slower"),
+        ("sleep 60", 1, "try again when there is less to do"),
+        ("", 0, "HADAL_KERNELS is plain"),
+    ],
+)
+def test_setup_tells_what_became_of_the_kernels(
+    compiler: str, code: int, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A compiler that was too slow fails the setup, which can be done again; what cannot be helped does not."""
+    is_there = " " in compiler
+    made = script(tmp_path / "cxx", f'[ "$1" = --version ] && exit 0; {compiler}') if is_there else compiler
+    monkeypatch.setenv("CXX", str(made))
+    monkeypatch.setenv("HADAL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("HADAL_KERNELS", "" if compiler else "plain")
+    monkeypatch.setattr(build, "COMPILE_TIMEOUT_S", 0.5)
+    assert compile_now() == code
+    told = capsys.readouterr()
+    assert text in told.out + told.err
+
+
+def test_a_process_that_compiles_says_so_once(
+    fresh_load: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", str(script(tmp_path / "slow", '[ "$1" = --version ] && exit 0; sleep 0.7; exit 1')))
+    monkeypatch.setenv("HADAL_CACHE_DIR", str(tmp_path / "cache"))
+    heard: list[float] = []
+    library.prepare(heard.append)
+    assert len(heard) >= 2
+    assert fresh_load.text.count("being compiled for this machine") == 1
 
 
 def test_the_key_names_what_decides_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hadal.core.cache import NAME_BYTES, num_names, split
 from hadal.core.errors import InvariantError
-from hadal.kv.blocks import BlockAllocator, blocks_for
+from hadal.kv.blocks import BlockAllocator, _positions, blocks_for
 from tests.fresh import fresh
 
 
@@ -330,3 +330,61 @@ def test_owners_are_told_apart_from_those_who_only_say_so() -> None:
     assert not blocks.is_owned_as([*true[:2], ("c", held[1:2])]), "another's block"
     assert not blocks.is_owned_as([(("a", 0), (held[0], held[0], held[1])), *true[1:]]), "a block twice"
     assert not blocks.is_owned_as([*true, ("c", ())]), "an owner twice"
+
+
+def test_a_ledger_goes_on_where_another_one_ended() -> None:
+    blocks = BlockAllocator(8)
+    assert sorted(blocks.take_over({2: 4, 3: 1}, {"a": (2, 5)})) == [1, 3, 4, 6, 7]
+    assert blocks.check() == []
+    assert (blocks.num_used, blocks.num_free) == (2, 5)
+    assert blocks.generations((2, 5, 3, 7)) == (4, 0, 2, 1)
+    assert blocks.free((2, 5), "a") == (2, 5)
+    assert blocks.generations((2, 5)) == (5, 1)
+    assert blocks.allocate(7, "b") is not None
+    with pytest.raises(InvariantError, match="in use"):
+        blocks.take_over({}, {})
+
+
+def test_no_block_is_taken_over_by_two() -> None:
+    with pytest.raises(InvariantError, match="takes over block 5"):
+        BlockAllocator(8).take_over({}, {"a": (2, 5), "b": (5,)})
+
+
+def test_named_blocks_are_found_again_under_another_ledger() -> None:
+    one = BlockAllocator(8)
+    chain = b"".join(bytes([number]) * NAME_BYTES for number in (1, 2, 3))
+    blocks = one.allocate(3, "a")
+    assert blocks is not None
+    one.name(blocks, chain, 0)
+    found = one.named_as(split(chain))
+    other = BlockAllocator(8)
+    num_gone = len(other.take_over({}, {}, found))
+    assert num_gone == 4
+    assert other.check() == []
+    assert other.lookup(chain) == blocks
+    assert other.take_changes()[0] == chain
+    assert (other.num_used, other.num_free, other.num_named) == (0, 7, 3)
+    other.acquire(blocks[:2], "b")
+    assert other.check() == []
+    assert len(other.allocate(5, "c") or ()) == 5, "what follows goes first"
+    assert other.lookup(chain) == blocks[:2]
+    assert other.check() == []
+
+
+def test_an_owned_block_has_no_name_from_another_ledger() -> None:
+    blocks = BlockAllocator(8)
+    name = bytes([1]) * NAME_BYTES
+    blocks.take_over({}, {"a": (5,)}, {5: (name, b""), 6: (bytes([2]) * NAME_BYTES, name)})
+    assert (blocks.num_named, blocks.num_used) == (1, 1)
+    assert blocks.check() == []
+
+
+def test_every_name_of_long_chains_is_looked_at_once() -> None:
+    """By the definition it was quadratic: minutes for a pool of two chains of 50,000 blocks."""
+    rng = Random(1)
+    chain = {number: number - 1 for number in (*range(1, 50_001), *range(100_000, 150_000))}
+    numbers = list(chain)
+    rng.shuffle(numbers)
+    name_to_before = {number.to_bytes(4): chain[number].to_bytes(4) for number in numbers}
+    positions = _positions(name_to_before)
+    assert positions == {n.to_bytes(4): n - 1 if n <= 50_000 else n - 100_000 for n in numbers}

@@ -68,7 +68,7 @@ class Rank:
 
     def __init__(self, peer: Peer, number: int, epoch: str = "a", mode: str = "low_latency") -> None:
         config = peer.weights.config
-        self.group = MeshGroup(number, f"{epoch}{number}", deadline_s=DEADLINE_S)
+        self.group = MeshGroup(number, f"{epoch}{number}", key=b"k" * 32, deadline_s=DEADLINE_S)
         comm = ExpertComm(
             self.group, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire="fp32",
             mode=mode, max_tokens=64,

@@ -85,7 +85,7 @@ def run_all(
             slot = rng.choice([s for s in range(NUM_SLOTS) if s not in running])
             running[slot] = i
             joins.append(Join(slot, tuple(blocks[i]), len(known), outputs[i][-1], len(outputs[i]), sampling[i],
-                              tuple(prompts[i]), tuple(outputs[i])))
+                              prompt=tuple(prompts[i]), output=tuple(outputs[i])))
         grown = []
         for slot, i in running.items():
             position = len(prompts[i]) + len(outputs[i]) - 1

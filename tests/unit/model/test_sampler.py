@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hadal.core.plans import Sampling
+from hadal.core.plans import NO_TOKEN, Sampling
 from hadal.model.sampler import Drawn, Sampler
 
 V = 50
@@ -183,6 +183,35 @@ def test_broken_logits_fail_their_row_alone(value: float, sampling: Sampling) ->
     assert broken.tokens[[0, 2]].tolist() == good.tokens[[0, 2]].tolist()
     assert not good.failed
     assert set(broken.draws) == set(good.draws) - {8}
+
+
+def test_a_request_that_leaves_itself_nothing_to_draw_is_told_from_broken_weights() -> None:
+    """For the first there is no use in another try."""
+    logits = logits_of(3)
+    logits[2, 20] = float("nan")
+    sampler = Sampler(3, V)
+    for slot in (0, 2):
+        sampler.join(slot, Sampling(seed=3), 0, stop_ids=range(V), min_tokens=5)
+    sampler.join(1, Sampling(seed=3), 0)
+    failed = sampler.draw(logits, np.array([0, 1, 2])).failed
+    assert set(failed) == {0, 2}
+    assert failed[0].startswith(f"{NO_TOKEN}: ")
+    assert "not finite" in failed[2]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=5e-324), Sampling(temperature=2.0), Sampling(top_p=5e-324), Sampling(min_p=1.0),
+     Sampling(repetition_penalty=0.01), Sampling(repetition_penalty=10.0),
+     Sampling(frequency_penalty=2.0, presence_penalty=2.0), Sampling(frequency_penalty=-2.0, presence_penalty=-2.0),
+     Sampling(logit_bias=tuple((token, -100.0) for token in range(V))), Sampling(logit_bias=((0, 100.0),)),
+     Sampling(temperature=5e-324, top_p=5e-324, min_p=1.0, repetition_penalty=0.01, frequency_penalty=-2.0)],
+)  # fmt: skip
+def test_no_field_at_its_bound_leaves_nothing_to_draw(sampling: Sampling) -> None:
+    """As the API bounds them, with logits a thousand times as large as a model's and a token repeated 100,000 times."""
+    sampler = Sampler(1, V)
+    sampler.join(0, sampling, 0, prompt=range(V), output=[7] * 100_000)
+    assert sampler.draw(logits_of(1, scale=1e4), np.array([0])).failed == {}
 
 
 def test_all_tokens_at_minus_infinity_fail() -> None:

@@ -11,7 +11,16 @@ import pytest
 from hadal.core.messages import TracedStep
 from hadal.core.plans import TraceEvent
 from hadal.overlap.plan import COMBINE_START, DISPATCH_START, PREFILL_DUAL, SEQUENTIAL, Schedule, order
-from hadal.overlap.trace import chrome_trace, covered_share, duration_s, shares, timeline
+from hadal.overlap.trace import (
+    chrome_trace,
+    covered_share,
+    duration_s,
+    is_one_kernel,
+    legend,
+    shares,
+    steps_timeline,
+    timeline,
+)
 
 ZERO_S = 1000.0
 COMPUTE_S = {"attn_in": 0.004, "attn_core": 0.005, "gate": 0.001, "shared": 0.002, "experts": 0.008}
@@ -183,3 +192,26 @@ def test_head_and_draw_do_not_stretch_layer_0() -> None:
 def test_timeline_without_a_link_has_compute_only() -> None:
     rows = timeline([event("compute", 0, 2, op="experts")], 0, width=4).splitlines()
     assert rows[1:] == ["compute mb0  EEEE"]
+
+
+def test_steps_that_are_one_kernel_are_drawn_one_after_the_other() -> None:
+    """A picture of a layer would be one bar: on one rank a decode step is one call."""
+    steps = [
+        TracedStep(7 + i, "sequential", 1, 1, (event("compute", i, i + 0.5, op="step"),
+                                               event("compute", i + 0.5, i + 0.75, op="draw")))
+        for i in range(2)
+    ]  # fmt: skip
+    assert all(is_one_kernel(step.events, 0) for step in steps)
+    assert steps_timeline(steps, 0, 7) == "steps 7 to 8, 1750.00 ms\ncompute      SSd.SSd"
+    assert steps_timeline(steps, 5) == ""
+    assert not is_one_kernel(steps[0].events, 5), "no events, nothing known"
+    assert not is_one_kernel([*steps[0].events, event("compute", 0, 1, op="experts")], 0)
+
+
+def test_the_legend_has_the_letters_that_occur_and_their_times() -> None:
+    events = [event("compute", 0, 1, op="dispatch>"), event("compute", 1, 1.5, op=">combine"),
+              event("wait", 1, 1.25, op=">dispatch"), event("compute", 2, 3, op="step")]  # fmt: skip
+    assert legend(events, 0) == (
+        "> start or finish 1500.00 ms, S all layers as one kernel 1000.00 ms, w exposed wait 250.00 ms"
+    )
+    assert legend(events, 1) == ""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bench.balance_loads import find_data
+from bench.shared_data import EXPERT_LOADS, find, why_missing
 from hadal.perf.imbalance import expected_imbalance, expected_maximum, measured_imbalance
 from hadal.perf.step import PLACED_BY_NODES
 from hadal.policy.eplb import rebalance_experts
@@ -16,11 +16,11 @@ from hadal.policy.eplb import rebalance_experts
 
 def published_loads(phase: str) -> list[NDArray[np.float64]]:
     """Tokens [58, 256] of each of SGLang's published workloads."""
-    data = find_data()
-    if data is None:
-        pytest.skip("HADAL_SHARED_DATA names no folder: SGLang's expert loads are not at hand")
+    folder = find(EXPERT_LOADS)
+    if folder is None:
+        pytest.skip(why_missing(EXPERT_LOADS))
     found = []
-    for path in sorted((data / "expert_loads").glob(f"{phase}_*.json.gz")):
+    for path in sorted(folder.glob(f"{phase}_*.json.gz")):
         loads = np.array(json.loads(gzip.decompress(path.read_bytes()))["tokens_per_expert"], np.float64)
         found.append(loads[loads.sum(axis=1) > 0])
     return found

@@ -12,12 +12,14 @@ from hadal.policy.admission import (
     may_prefill,
     refuse_lengths,
     retry_after_s,
+    share_of,
+    shared_slots,
 )
 from hadal.policy.views import AdmissionView, DownstreamView
 
 
 def view(queued: int, *, draining: bool = False, placeable: bool = False, rate: float = 0.0) -> AdmissionView:
-    return AdmissionView(draining, placeable, queued, 10, rate)
+    return AdmissionView(draining, int(placeable), queued, 10, rate)
 
 
 def test_the_queue_has_a_limit() -> None:
@@ -28,7 +30,22 @@ def test_the_queue_has_a_limit() -> None:
 
 
 def test_a_request_that_need_not_wait_passes_a_full_queue() -> None:
-    assert admit(AdmissionView(False, True, 0, 0, 0.0)) is None
+    assert admit(AdmissionView(False, 1, 0, 0, 0.0)) is None
+
+
+def test_a_tenant_alone_may_have_all_and_leaves_another_its_share() -> None:
+    assert admit(AdmissionView(False, 0, 0, 12, 0.0, num_wanted=12)) is None
+    first = AdmissionView(False, 0, 12, 12, 0.0, num_tenants=2)
+    assert admit(first) is not None, "it has more than its share while another waits"
+    assert admit(AdmissionView(False, 0, 0, 12, 0.0, num_wanted=6, num_tenants=2)) is None
+    assert admit(AdmissionView(False, 0, 0, 12, 0.0, num_wanted=7, num_tenants=2)) is not None
+    assert [share_of(12, num_tenants) for num_tenants in (1, 2, 5, 100)] == [12, 6, 2, 1]
+    assert share_of(0, 1) == 0
+
+
+def test_a_request_is_let_in_whole_or_not_at_all() -> None:
+    assert admit(AdmissionView(False, 3, 8, 10, 0.0, num_wanted=5)) is None
+    assert admit(AdmissionView(False, 3, 8, 10, 0.0, num_wanted=6)) is not None
 
 
 def test_draining_refuses_everybody() -> None:
@@ -71,6 +88,27 @@ def test_prefill_waits_for_blocks_unless_nothing_runs() -> None:
 def test_prefill_waits_while_many_transfer() -> None:
     assert may_prefill(downstream(8, 0, 4), 1)
     assert not may_prefill(downstream(8, 0, 5), 1)
+
+
+def test_a_tenant_with_its_share_leaves_room_for_another_that_may_come() -> None:
+    def view(requests: int, of_tenant: int, used: int = 0, absent: int = 1) -> DownstreamView:
+        return DownstreamView(16, 100, requests, used, 0, 12, of_tenant, 2, absent)
+
+    assert may_prefill(view(11, 11), 1)
+    assert not may_prefill(view(12, 12), 1)
+    assert may_prefill(view(12, 12, absent=0), 1), "alone, or where all wait, it takes all"
+    assert may_prefill(view(15, 5), 1), "whoever has less than a share takes what is left"
+    assert not may_prefill(view(8, 8, used=75), 1), "blocks are left as well"
+    assert may_prefill(view(8, 5, used=75), 1)
+
+
+def test_slots_that_several_tenants_fill_are_few_where_a_step_grows_with_them() -> None:
+    assert shared_slots(64, 1, 0.0, 0.0) == 8, "nothing is known"
+    assert shared_slots(64, 1, 0.020, 0.0) == 48
+    assert shared_slots(64, 1, 0.020, 0.00001) == 48, "a GPU's steps"
+    assert shared_slots(64, 1, 0.010, 0.001) == 6, "a CPU's: with six beside it, one takes 17 ms, not 11"
+    assert shared_slots(128, 2, 0.010, 0.001) == 13, "each rank steps with its own"
+    assert shared_slots(64, 1, 0.001, 0.010) == shared_slots(1, 1, 0.0, 0.0) == 1
 
 
 def test_no_decode_unit_no_prefill() -> None:

@@ -52,6 +52,32 @@ def test_a_printed_placement_is_read_back(loads_file: Path, tmp_path: Path) -> N
     assert "replicas move" in output
 
 
+def test_without_a_current_placement_nothing_is_said_to_move(loads_file: Path, tmp_path: Path) -> None:
+    sizes = ("--loads", str(loads_file), "--ranks", "4", "--slots", "6")
+    _, output = run(*sizes)
+    assert "replicas move." not in " ".join(output.split()).replace("how many replicas move.", "")
+    assert "--current" in output
+    _, printed = run(*sizes, "--json")
+    assert json.loads(printed)["moved_replicas"] is None
+    (tmp_path / "today.json").write_text(printed)
+    today = ("--current", str(tmp_path / "today.json"))
+    assert "0 replicas move." in run(*sizes, *today)[1]
+    assert json.loads(run(*sizes, *today, "--json")[1])["moved_replicas"] == 0
+
+
+@pytest.mark.parametrize(("width", "last"), [(50, " 128-143 "), (80, " 112-143 "), (200, "after    ")])
+def test_the_picture_fits_the_terminal(tmp_path: Path, width: int, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    path = tmp_path / "loads.json"
+    path.write_text(json.dumps(np.random.default_rng(1).lognormal(2, size=(2, 256)).tolist()))
+    code, output = run("--loads", str(path), "--ranks", "144", "--slots", "2")
+    assert code == 0
+    assert max(map(len, output.splitlines())) <= width
+    rows = output[output.index("tokens by rank") :].splitlines()[1:]
+    assert sum(sum(map(row.count, "▁▂▃▄▅▆▇█")) for row in rows) == 2 * 144
+    assert last in output
+
+
 def test_slots_of_all_ranks_together() -> None:
     assert cluster_of(np.ones((1, 16)), 4, 2, 24) == cluster_of(np.ones((1, 16)), 4, 2, 6)
 
@@ -59,16 +85,16 @@ def test_slots_of_all_ranks_together() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "no such file"),
-        (b"no json", "is not JSON"),
-        (gzip.compress(json.dumps([list(range(99))]).encode(), mtime=0)[:60], "damaged or cut short"),
-        (b"\x1f\x8b\x08 but not really", "damaged or cut short"),
+        (None, "no such JSON file"),
+        (b"no json", "cannot be read as JSON"),
+        (gzip.compress(json.dumps([list(range(99))]).encode(), mtime=0)[:60], "damaged or cut off"),
+        (b"\x1f\x8b\x08 but not really", "damaged or cut off"),
         (b"[[1, 2], [3]]", "all equally long"),
         (b"[1, 2]", "[layers, experts]"),
         (b'{"loads": [[1]]}', "without tokens_per_expert (it has loads)"),
-        (b"[[1, NaN, 2, 3]]", "at [0, 1] stands nan"),
+        (b"[[1, NaN, 2, 3]]", "[0][1] is nan"),
         (b"[[1, 2, -3, 3]]", "at [0, 2] stands -3"),
-        (b"[[1, 2, 3, Infinity]]", "at [0, 3] stands inf"),
+        (b"[[1, 2, 3, Infinity]]", "[0][3] is inf"),
         (b"[" * 100_000, "nests deeper"),
     ],
 )
@@ -86,7 +112,7 @@ def test_a_bad_file_is_one_line_that_says_what_to_do(tmp_path: Path, content: by
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     code, output = run("--loads", str(tmp_path), "--ranks", "2", "--slots", "3")
     assert code == EXIT_CONFIG
-    assert "is a directory" in output
+    assert "not a file" in output
     assert "Errno" not in output
 
 

@@ -9,6 +9,14 @@ from hadal.policy.preemption import choose_victims
 from hadal.policy.views import HolderView
 
 
+def test_a_tenant_that_grows_takes_nothing_from_one_that_holds_less() -> None:
+    flood = [HolderView(slot, slot, 3, "flood") for slot in range(4)]
+    holders = [*flood, HolderView(8, 90, 2, "other"), HolderView(9, 91, 2, "other")]
+    assert choose_victims(holders, 1) == [3]
+    assert choose_victims(holders, 7) == [3, 2, 1], "while it holds more"
+    assert choose_victims(holders, 10) == [3, 2, 1, 9], "of its three blocks left none may go: the oldest stays"
+
+
 def test_the_latest_goes_first() -> None:
     holders = [HolderView(0, 5, 2), HolderView(1, 9, 2), HolderView(2, 7, 2)]
     assert choose_victims(holders, 1) == [1]

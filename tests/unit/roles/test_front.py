@@ -16,21 +16,27 @@ from hadal.core.messages import (
     FrontUp,
     Generation,
     KvLease,
+    LeaderDown,
     Load,
     Prefill,
     PrefillDone,
     Pulled,
     Release,
+    Resume,
     Returned,
+    Sighting,
     Submit,
+    Suspect,
     Token,
     Tokens,
+    TurnedAway,
     UnitDown,
     UnitUp,
 )
+from hadal.core.plans import NO_TOKEN
 from hadal.core.seams import Closing, Deliver, Effect, Send, Tick, WakeAt
 from hadal.policy.batching import AGE_S
-from hadal.roles.front import Front
+from hadal.roles.front import ORPHAN_S, Front
 from tests.columns import tokens_message
 from tests.unit.roles.driving import finals, generation, of, sent
 
@@ -101,6 +107,61 @@ def test_a_first_token_may_be_the_last() -> None:
     ok(made)
 
 
+def test_what_a_request_spoils_by_itself_is_not_tried_again() -> None:
+    made = decoding(front())
+    effects = made.handle(0.3, Returned("decode-0", "a", 0, f"{NO_TOKEN}: logit_bias leaves none"))
+    (end,) = of(effects, Deliver)
+    assert (end.final, end.error_status) == (True, 422)
+    assert "logit_bias" in (end.error or "")
+    assert made.idle
+    ok(made)
+
+
+def of_tenant(name: str, tenant: str, **options: Any) -> Submit:
+    return Submit(msgspec.structs.replace(generation(name, **options), tenant=tenant))
+
+
+def test_a_tenant_that_fills_the_queue_leaves_another_its_share() -> None:
+    made = front(max_running=1, max_queued=6)
+    for number in range(8):
+        ended = finals(made.handle(0.0, of_tenant(f"a{number}", "a")))
+        assert ended == ([("a7", 429)] if number == 7 else []), "one is placed and six wait"
+    assert made.refusal(0.0, "a", 1) is not None
+    assert made.refusal(0.0, "b", 3) is None
+    assert made.refusal(0.0, "b", 4) is not None, "its share of six is three"
+    for number in range(3):
+        assert finals(made.handle(0.0, of_tenant(f"b{number}", "b"))) == []
+    assert finals(made.handle(0.0, of_tenant("b3", "b"))) == [("b3", 429)]
+    ok(made)
+
+
+def test_what_is_turned_away_before_it_is_submitted_is_asked_for_all_the_same() -> None:
+    """The fleet grows with what is refused; live, nothing of it reached the front."""
+    made = front(max_running=1, max_queued=1)
+    for number, prompt in enumerate((6, 10)):
+        assert finals(made.handle(0.0, Submit(generation(f"a{number}", prompt=prompt)))) == []
+    assert finals(made.handle(0.0, Submit(generation("a2", prompt=20)))) == [("a2", 429)]
+    made.handle(0.0, TurnedAway(2, 30))
+    made.handle(0.0, TurnedAway(1))
+    assert (made.totals.submitted, made.totals.refused) == (6, 4)
+    assert made.totals.tokens_refused == 20 + 30 + 8, "prompts that nobody read are as long as others"
+    assert made.fleet.demand().tokens_in == 16 + 58
+    made.handle(0.0, Drain())
+    made.handle(0.0, TurnedAway(1, 5))
+    assert (made.totals.refused, made.totals.tokens_refused) == (5, 58)
+    ok(made)
+
+
+def test_what_would_not_wait_needs_no_room_in_the_queue() -> None:
+    made = front(max_queued=2)
+    assert made.refusal(0.0, "a", 7) is None, "four slots, one more ahead of them, and two that wait"
+    assert made.refusal(0.0, "a", 8) is not None
+    made.handle(0.0, Drain())
+    refusal = made.refusal(0.0, "a", 1)
+    assert refusal is not None
+    assert refusal.status == 503
+
+
 @pytest.mark.parametrize(
     "impossible", [generation(prompt=0), generation(prompt=1000), generation(max_tokens=0)]
 )
@@ -136,6 +197,18 @@ def test_running_and_queue_are_bounded_and_the_queue_keeps_its_order() -> None:
     assert refusal.retry_after_s >= 1
     (prefill,) = sent(made.handle(0.1, first_token("a", finish="length")), Prefill)
     assert prefill.generation.request_id == "b"
+    ok(made)
+
+
+def test_what_another_front_let_in_is_not_refused() -> None:
+    """It goes on from its tokens, and its place was another gateway's to give."""
+    made = front(max_running=1, max_queued=0)
+    made.handle(0.0, Submit(generation("a")), Drain())
+    goes_on = msgspec.structs.replace(generation("b"), output=(7, 8), attempt=1)
+    assert finals(made.handle(0.1, Submit(goes_on))) == []
+    assert finals(made.handle(0.1, Submit(generation("c")))) == [("c", 503)]
+    (prefill,) = sent(made.handle(0.2, Cancel("a", -1)), Prefill)
+    assert (prefill.generation.request_id, prefill.generation.output) == ("b", (7, 8))
     ok(made)
 
 
@@ -228,15 +301,40 @@ def test_a_load_of_an_unknown_life_is_asked_who_it_is() -> None:
     assert made.units.by_name["decode-0"].epoch == "d1"
 
 
+def listen(made: Front, from_s: float, to_s: float, *, waited_share: float) -> list[UnitDown]:
+    """Only prefill-0 is heard; what the other's host sees is asked for and told. Returns what was given up."""
+    downs: list[UnitDown] = []
+    while from_s < to_s:
+        from_s += 0.5
+        made.handle(from_s, Load("prefill-0", "p1", 20, 0, 0, 4, 0))
+        effects = made.handle(from_s, Tick())
+        for suspect in sent(effects, Suspect):
+            made.handle(from_s, Sighting(suspect.process, waited_share * from_s, is_stopped=False))
+        downs += sent(effects, UnitDown)
+        ok(made)
+    return downs
+
+
 def test_a_silent_unit_is_given_up() -> None:
     made = decoding(front())
-    made.handle(3.0, Load("prefill-0", "p1", 20, 0, 0, 4, 0))
-    effects = made.handle(5.5, Tick())
-    (down,) = sent(effects, UnitDown)
-    assert down.unit == "decode-0"
-    assert [e.to for e in of(effects, Send)] == ["supervisor"]
+    assert listen(made, 0.0, 5.0, waited_share=0.0) == []
+    assert listen(made, 5.0, 5.5, waited_share=0.0) == [
+        UnitDown("decode-0", "has sent no heartbeat for 5.5 s, 0% of it without a processor")
+    ]
     assert made.requests.by_id["a"].state == "queued"
-    ok(made)
+
+
+def test_a_unit_without_a_processor_is_not_frozen() -> None:
+    made = decoding(front())
+    assert listen(made, 0.0, 50.0, waited_share=0.9) == []
+    assert made.requests.by_id["a"].state == "decoding"
+
+
+def test_what_the_front_did_not_hear_while_it_stood_still_is_nobodys_silence() -> None:
+    made = decoding(front())
+    listen(made, 0.0, 1.0, waited_share=0.0)
+    assert sent(made.handle(21.0, Tick()), UnitDown) == []
+    assert made.requests.by_id["a"].state == "decoding"
 
 
 def test_priority_passes_those_that_have_not_waited_much_longer() -> None:
@@ -370,7 +468,8 @@ def test_snapshot_says_what_is_held() -> None:
     made = decoding(front())
     made.handle(0.3, Load("decode-0", "d1", 20, 3, 1, 4, 0))
     shot = made.snapshot()
-    assert (shot.state_to_count["decoding"], shot.role_to_units) == (1, {"prefill": 1, "decode": 1})
+    assert shot.state_to_count["decoding"] == 1
+    assert shot.role_to_units == {"prefill": {"prefill-0": 1}, "decode": {"decode-0": 1}}
     assert shot.unit_to_load["decode-0"].num_blocks_used == 3
     made.handle(0.4, tokens(made, "a", 1))
     assert (shot.totals.tokens_out, made.totals.tokens_out) == (1, 2)
@@ -397,3 +496,74 @@ def test_a_lost_rank_is_a_retry_at_once() -> None:
     effects = made.handle(0.3, Returned("decode-0", "a", 0, "rank lost"))
     assert len(sent(effects, Prefill)) == 1
     assert (made.requests.by_id["a"].num_retries, made.requests.by_id["a"].attempt) == (1, 1)
+
+
+def ticket(made: Front, name: str) -> int:
+    return made.requests.running.ticket_of(made.requests.by_id[name])
+
+
+def taken_over(made: Front, now_s: float, *held: int) -> list[Effect]:
+    effects = made.handle(now_s, UnitUp("decode-0", "decode", "d2", 20, 4, held=held))
+    ok(made)
+    return effects
+
+
+def test_requests_wait_for_the_leader_that_takes_their_ranks_over_and_go_on_where_they_were() -> None:
+    made = decoding(front())
+    made.handle(0.3, tokens(made, "a", 1))
+    assert sent(made.handle(0.4, LeaderDown("decode-0", "killed")), Prefill) == []
+    ok(made)
+    assert made.snapshot().role_to_units["decode"] == {"decode-0": 0}
+    made.handle(0.5, Submit(generation("b")))
+    assert made.requests.by_id["b"].state == "queued"
+    effects = taken_over(made, 1.0, ticket(made, "a"), 12345)
+    assert [effect.to for effect in of(effects, Send)] == ["decode-0", "decode-0", "prefill-0"]
+    (resume,) = sent(effects, Resume)
+    (going,) = resume.generations
+    assert (going.output, going.ticket, going.attempt, resume.is_last) == ((50, 61), ticket(made, "a"), 0, True)
+    made.handle(1.1, tokens(made, "a", 2))
+    assert made.requests.by_id["a"].state == "decoding"
+    assert made.totals.retries == 0
+    ok(made)
+
+
+def test_what_the_ranks_do_not_hold_is_tried_again() -> None:
+    made = decoding(front())
+    made.handle(0.4, LeaderDown("decode-0", "killed"))
+    effects = taken_over(made, 1.0)
+    assert [prefill.generation.attempt for prefill in sent(effects, Prefill)] == [1]
+    assert sent(effects, Resume) == [Resume((), is_last=True)]
+
+
+def test_a_request_on_its_way_to_a_leaderless_unit_is_tried_again_at_once() -> None:
+    made = front()
+    made.handle(0.0, Submit(generation()))
+    made.handle(0.1, first_token())
+    made.handle(0.2, LeaderDown("decode-0", "killed"))
+    assert made.requests.by_id["a"].attempt == 1
+    ok(made)
+
+
+def test_a_unit_that_no_leader_takes_over_is_down() -> None:
+    made = decoding(front())
+    made.handle(0.4, LeaderDown("decode-0", "killed"))
+    made.handle(0.4 + ORPHAN_S - 0.1, Load("prefill-0", "p1", 20, 0, 0, 4, 0))
+    made.handle(0.4 + ORPHAN_S - 0.1, Tick())
+    assert made.requests.by_id["a"].state == "decoding"
+    made.handle(0.5 + ORPHAN_S, Tick())
+    assert "decode-0" not in made.units.by_name
+    assert made.requests.by_id["a"].attempt == 1
+    ok(made)
+
+
+def test_a_client_that_leaves_meanwhile_is_not_gone_on_with() -> None:
+    made = decoding(front())
+    held = ticket(made, "a")
+    made.handle(0.4, LeaderDown("decode-0", "killed"))
+    made.handle(0.5, Cancel("a", 0))
+    assert sent(taken_over(made, 1.0, held), Resume) == [Resume((), is_last=True)]
+
+
+def test_what_is_held_for_an_earlier_front_is_nobodys() -> None:
+    made = front(units=False)
+    assert sent(taken_over(made, 1.0, 12345), Resume) == [Resume((), is_last=True)]

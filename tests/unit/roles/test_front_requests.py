@@ -10,7 +10,8 @@ import pytest
 from hadal.core.errors import InvariantError
 from hadal.core.request import Move, State
 from hadal.policy.batching import AGE_S
-from hadal.roles.front_requests import RequestBook
+from hadal.roles.front_record import Record
+from hadal.roles.front_requests import LATELY_S, RequestBook
 from tests.unit.roles.driving import generation
 
 
@@ -58,6 +59,37 @@ def test_without_text_only_the_length_of_what_was_streamed_is_kept() -> None:
     assert (book.add(msgspec.structs.replace(asked, request_id="b"), 100.0).output, book.check()) == ([7, 8, 9], [])
 
 
+def of_tenant(book: RequestBook, name: str, tenant: str, arrived_s: float) -> Record:
+    made = msgspec.structs.replace(generation(name), tenant=tenant, arrived_s=arrived_s)
+    return book.add(made, arrived_s + 100.0)
+
+
+def test_next_is_one_of_the_tenant_that_units_work_least_for() -> None:
+    book = RequestBook()
+    for number in range(4):
+        of_tenant(book, f"a{number}", "a", 0.0)
+    for number in range(2):
+        of_tenant(book, f"b{number}", "b", 1.0)
+    order = []
+    while (record := book.next_queued(2.0)) is not None:
+        order.append(record.request_id)
+        book.move(record, Move.PLACE)
+        record.prefill_unit = "prefill-0"
+    assert order == ["a0", "b0", "a1", "b1", "a2", "a3"]
+    assert book.check() == []
+    assert (book.num_tenants_absent("a"), book.num_tenants_absent("c")) == (1, 2)
+    book.move(book.by_id["b0"], Move.CANCEL)
+    assert book.tenant_to_placed == {"a": 4, "b": 1}
+
+
+def test_a_tenant_that_sends_nothing_for_long_is_not_expected() -> None:
+    book = RequestBook()
+    of_tenant(book, "a0", "a", 0.0)
+    of_tenant(book, "b0", "b", LATELY_S)
+    of_tenant(book, "c0", "c", LATELY_S + 1.0)
+    assert list(book.tenant_to_seen_s) == ["b", "c"]
+
+
 def test_one_that_backs_off_is_passed_over_until_then() -> None:
     book = book_of("a", "b")
     book.by_id["a"].not_before_s = 5.0
@@ -99,6 +131,6 @@ def test_check_sees_owners_that_do_not_fit_the_state() -> None:
 def test_check_sees_a_wrong_sum_and_a_lost_place_in_the_queue() -> None:
     book = book_of("a", "b")
     book.num_blocks_placed = 1
-    book._queue.pop()
+    book._tenant_to_queue[""].pop()
     book.counts[State.QUEUED] = 7
     assert len(book.check()) == 3

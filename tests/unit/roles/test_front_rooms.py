@@ -20,7 +20,7 @@ NAMES = FrontNames(CacheConfig(), "f0")
 
 
 def rooms(**limits: int) -> Rooms:
-    units = UnitBook()
+    units = UnitBook(2.0, 0.5)
     for name in ("prefill-0", "prefill-1", "decode-0"):
         units.add(UnitUp(name, name.split("-")[0], "e", 20, 2), 0.0)
     return Rooms(RequestBook(), units, LimitsConfig(**limits), 10_000)

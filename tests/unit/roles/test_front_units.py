@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hadal.core.messages import Load, UnitUp
+from hadal.core.messages import Load, Suspect, UnitUp
 from hadal.core.request import Move
 from hadal.roles.front_requests import RequestBook
 from hadal.roles.front_units import UnitBook
@@ -10,7 +10,7 @@ from tests.unit.roles.driving import generation
 
 
 def book() -> UnitBook:
-    made = UnitBook()
+    made = UnitBook(2.0, 0.5)
     for name, blocks in (("prefill-0", 10), ("prefill-1", 30), ("decode-0", 20)):
         made.add(UnitUp(name, name.split("-")[0], "e", blocks, 4), 1.0)
     return made
@@ -54,8 +54,9 @@ def test_downstream_is_all_decode_units() -> None:
 
 def test_silence_counts_from_the_last_sign() -> None:
     made = book()
-    made.by_name["decode-0"].seen_s = 9.0
-    assert made.silent(11.0, 5.0) == ["prefill-0", "prefill-1"]
+    made.by_name["decode-0"].seen_s = 10.9
+    assert [name for name, _ in made.frozen(11.0)] == ["prefill-0", "prefill-1"]
+    assert [send.message for send in made.suspects.effects] == [Suspect("prefill-0"), Suspect("prefill-1")]
 
 
 def test_the_views_say_what_the_units_measured() -> None:
@@ -112,7 +113,7 @@ def test_check_sees_a_count_for_nobody() -> None:
 
 
 def test_capacity_follows_the_ranks_that_live() -> None:
-    made = UnitBook()
+    made = UnitBook(2.0, 0.5)
     made.add(UnitUp("prefill-0", "prefill", "e", 40, 16, 10), 1.0)
     made.add(UnitUp("decode-0", "decode", "e", 80, 16, 20), 1.0)
     assert made.capacity_tokens() == 10 * 64  # A request is on one rank.

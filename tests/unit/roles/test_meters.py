@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.roles.meters import BalanceMeter, RateMeter, StepMeter
+from hadal.roles.meters import BalanceMeter, LineMeter, RateMeter, StepMeter
 
 
 def test_the_first_step_counts_whole_and_the_others_smoothed() -> None:
@@ -40,3 +40,18 @@ def test_rate_is_right_early() -> None:
     for tick in range(9):
         rate.count(float(tick))
     assert rate.per_s(8.0) == pytest.approx(1.0, rel=0.3)
+
+
+def test_a_line_is_known_once_steps_differ_and_follows_what_came_lately() -> None:
+    meter = LineMeter(memory=32.0)
+    for _ in range(10):
+        meter.add(8, 0.5)
+    assert meter.line == (0.0, 0.0), "steps that are all alike say nothing"
+    for num in (1, 4, 16, 2, 9) * 60:
+        meter.add(num, 0.010 + 0.002 * num)
+    assert meter.line == pytest.approx((0.010, 0.002), rel=0.05)
+    for num in (1, 4, 16, 2, 9) * 60:
+        meter.add(num, 0.030 - 0.001 * num)
+    constant, slope = meter.line
+    assert slope == 0.0, "more requests cost no less"
+    assert 0.01 < constant < 0.03

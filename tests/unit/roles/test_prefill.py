@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from hadal.core.errors import InvariantError
@@ -89,6 +90,15 @@ def test_the_rest_of_a_step_goes_to_the_next_prompt() -> None:
     unit.handle(0.0, prefill("d", 50))
     (plan,) = prefill_plans(unit.handle(0.1, done(0, {0: 1})))
     assert [(chunk.request_id, len(chunk.tokens)) for chunk in plan.chunks] == [("c", 50), ("d", 14)]
+
+
+def test_tenants_take_turns() -> None:
+    """What one has sent is ahead of another's first prompt only as far as it has begun."""
+    unit = leader()
+    for name in ("a0", "a1", "a2", "a3", "b0"):  # The first two fill the pipeline.
+        unit.handle(0.0, Prefill(msgspec.structs.replace(generation(name, 64), tenant=name[0])))
+    begun = [prefill_plans(unit.handle(0.1, done(step, {0: 1})))[0].chunks[0].request_id for step in range(3)]
+    assert begun == ["b0", "a2", "a3"]
 
 
 def test_a_retry_prefills_what_was_streamed_and_draws_the_next_token() -> None:

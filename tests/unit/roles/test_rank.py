@@ -26,6 +26,7 @@ from hadal.core.rank_messages import (
     RankForm,
     RankFormed,
     RankFreed,
+    RankHeld,
     RankLoad,
     RankPull,
     RankStage,
@@ -33,6 +34,7 @@ from hadal.core.rank_messages import (
     RankStep,
     RankStore,
     RankUp,
+    RankWho,
 )
 from hadal.core.seams import Execute, Form, Freed, LoadBlocks, Pull, Send, Stage, StoreBlocks, Tick, WakeAt
 from hadal.roles.rank import Progress, RankRole
@@ -190,3 +192,22 @@ def test_a_broken_connection_is_told_at_once() -> None:
     assert sent(rank.handle(0.04, failed), RankDone)[0].lost == (0,)
     rank.handle(0.05, form(2))
     assert sent(rank.handle(0.5, Tick()), RankBeat)[0].lost == ()
+
+
+def test_a_new_leader_hears_what_it_holds_when_no_copy_of_the_old_ones_is_under_way() -> None:
+    rank = formed_rank()
+    rank.handle(0.1, RankFreed((4,)))
+    rank.handle(0.1, RankPull("a", 0, LEASE, (3, 4)))
+    rank.handle(0.1, RankStore(7, b"n", (0,), (5,)))
+    assert sent(rank.handle(0.11, RankWho("e1")), RankHeld) == []
+    assert sent(rank.handle(0.12, KvPulled("a", 0, None)), RankHeld) == []
+    (held,) = sent(rank.handle(0.13, BlocksStored(7, (None,))), RankHeld)
+    assert (held.up.epoch, held.plan.generation, held.held.num_freed) == ("e1", 1, {4: 1})
+    assert sent(rank.handle(0.14, Tick()), RankHeld) == []
+    assert sent(rank.handle(0.15, RankWho("e0")), RankHeld) == [], "it asks for the process that was here before"
+
+
+def test_one_that_was_never_led_only_says_that_it_is_up() -> None:
+    rank = make_rank()
+    rank.start(0.0)
+    assert len(sent(rank.handle(0.1, RankWho("e1")), RankUp)) == 1

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import UnitDown
+from hadal.core.messages import Sighting, Suspect, UnitDown
 from hadal.core.placement import EMPTY, Placement, spread, without
-from hadal.core.plans import Formed, FormPlan
-from hadal.core.rank_messages import RankBeat, RankForm, RankFormed, RankUp
+from hadal.core.plans import Formed, FormPlan, Held, HeldKv, Member
+from hadal.core.rank_messages import RankBeat, RankForm, RankFormed, RankHeld, RankUp, RankWho
 from hadal.core.seams import Send
-from hadal.roles.rank_book import FAILED_FORMS_MAX, NEWS_S, SILENT_S, RankBook
+from hadal.roles.rank_book import FAILED_FORMS_MAX, NEWS_S, SILENT_S, TAKEOVER_GRACE_S, RankBook
 from hadal.roles.rank_states import Phase
 
 NUM_EXPERTS = 8
@@ -27,6 +27,8 @@ class Driver:
     def __init__(self, num_ranks: int = 4, **options: float) -> None:
         self.num_ranks = num_ranks
         self.now_s = 0.0
+        self.waits = self.is_stopped = False
+        """The suspected get no processor; they are stopped."""
         placement = spread(2, NUM_EXPERTS, num_ranks)
         self.book = RankBook("decode-0", num_ranks, placement, rank_timeout_s=1.5, grace_s=10.0, **options)
 
@@ -64,7 +66,16 @@ class Driver:
             self.now_s += 0.1
             self.beat(*(rank for rank in beating if rank in self.book.members))
             self.book.tick(self.now_s, is_stepping)
+            self.look()
             assert self.book.check() == []
+
+    def look(self) -> None:
+        """The supervisor answers."""
+        for effect in list(self.book.effects):
+            if isinstance(effect, Send) and isinstance(effect.message, Suspect):
+                self.book.effects.remove(effect)
+                waited_s = self.now_s if self.waits else 0.0
+                self.book.sighted(self.now_s, Sighting(effect.message.process, waited_s, self.is_stopped))
 
 
 def test_the_first_generation_waits_for_everybody() -> None:
@@ -83,7 +94,7 @@ def test_the_first_generation_waits_for_everybody() -> None:
     assert driver.book.phase is Phase.FORMING
     driver.answer()
     assert driver.book.phase is Phase.RUNNING
-    assert driver.book.notes[-1] == "generation 1 formed in 0.000 s with ranks 0, 1, 2, 3; 0 experts reloaded"
+    assert driver.book.notes[-1] == "generation 1 formed in 0.000 s with ranks 0, 1, 2, 3"
 
 
 def test_after_the_grace_it_forms_with_those_that_are_there() -> None:
@@ -153,6 +164,7 @@ def test_a_rank_stuck_in_one_op_is_dropped_if_a_step_runs(is_stepping: bool) -> 
         driver.beat(0, 1, 2)
         driver.book.beat(driver.now_s, RankBeat(3, "e3", 1, 17, True))
         driver.book.tick(driver.now_s, is_stepping)
+        driver.look()
     assert driver.take()[1] == (["decode-0.3"] if is_stepping else [])
 
 
@@ -174,9 +186,49 @@ def test_one_that_all_blame_and_that_is_silent_is_gone() -> None:
     driver.beat(0, 1, 2, lost=(3,))
     driver.pass_s(SILENT_S - 0.1, 0, 1, 2)
     assert driver.take() == ({}, [])
-    driver.pass_s(0.2, 0, 1, 2)
+    driver.pass_s(0.4, 0, 1, 2)  # Its host is looked at twice first.
     forms, killed = driver.take()
     assert (len(forms), killed) == (3, ["decode-0.3"])
+
+
+def test_a_rank_without_a_processor_is_waited_for() -> None:
+    driver = Driver()
+    driver.run()
+    driver.waits = True
+    driver.pass_s(20.0, 0, 1, 2)
+    assert driver.take() == ({}, [])
+    driver.waits = False
+    driver.pass_s(1.6, 0, 1, 2, 3)
+    driver.pass_s(1.6, 0, 1, 2)
+    assert driver.take()[1] == ["decode-0.3"]
+
+
+def test_others_are_not_believed_about_a_rank_without_a_processor() -> None:
+    driver = Driver()
+    driver.run()
+    driver.waits = True
+    driver.beat(0, 1, 2, lost=(3,))
+    driver.pass_s(NEWS_S + 1.0, 0, 1, 2)
+    forms, killed = driver.take()
+    assert (len(forms), killed) == (4, [])
+
+
+def test_all_ranks_silent_at_once_are_waited_for() -> None:
+    driver = Driver()
+    driver.run()
+    driver.pass_s(5.0)
+    assert driver.take() == ({}, [])
+    driver.pass_s(1.2)
+    assert len(driver.take()[1]) == driver.num_ranks
+
+
+def test_a_stopped_rank_is_not_excused_by_what_it_waited_for() -> None:
+    driver = Driver()
+    driver.run()
+    driver.waits = driver.is_stopped = True
+    driver.pass_s(1.6, 0, 1, 2)
+    assert driver.take()[1] == ["decode-0.3"]
+    assert driver.book.notes[-1] == "rank 3 has sent no heartbeat for 1.5 s, stopped: the others go on without it"
 
 
 def test_the_supervisors_word_ends_the_wait() -> None:
@@ -355,3 +407,61 @@ def test_an_adopted_placement_is_formed_with_from_then_on() -> None:
 def test_a_placement_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="for 2 ranks"):
         RankBook("decode-0", 4, spread(1, 4, 2))
+
+
+def held(rank: int, generation: int, placement: Placement, num_members: int = 4) -> RankHeld:
+    members = tuple(Member(other, f"e{other}", "h", 7000 + other) for other in range(num_members))
+    plan = FormPlan(
+        generation, 4, members, placement.to_bytes(), placement.num_slots, placement.weights_bytes()
+    )  # fmt: skip
+    return RankHeld(up(rank), plan, Held((HeldKv(70 + rank, (3,), 9, 9),), {}))
+
+
+def test_a_new_leader_asks_who_beats_and_forms_above_what_they_had_with_their_placement() -> None:
+    driver = Driver()
+    driver.book.beat(0.0, RankBeat(1, "e1", 5, 0, False))
+    assert driver.book.effects == [Send("decode-0.1", RankWho("e1"))]
+    driver.book.effects.clear()
+    rolled = Placement(NUM_EXPERTS, np.roll(spread(2, NUM_EXPERTS, 4).slot_to_expert_LRS, 1, axis=1))
+    for rank, generation in ((0, 5), (1, 6), (2, 6), (3, 5)):
+        driver.book.rank_held(0.1, held(rank, generation, rolled))
+    forms, _ = driver.take()
+    assert {plan.generation for plan in forms.values()} == {7}
+    assert {plan.slot_to_expert for plan in forms.values()} == {rolled.to_bytes()}
+    driver.answer()
+    assert driver.book.phase is Phase.RUNNING
+    found = driver.book.take_held(2)
+    assert found is not None
+    assert [kv.ticket for kv in found.kv] == [72]
+    assert driver.book.take_held(2) is None
+
+
+def test_ranks_that_died_with_their_leader_are_not_waited_for() -> None:
+    driver = Driver()
+    reduced = without(spread(2, NUM_EXPERTS, 4), [3])
+    for rank in range(3):
+        driver.book.rank_held(0.0, held(rank, 5, reduced, num_members=3))
+    driver.pass_s(TAKEOVER_GRACE_S - 0.1, 0, 1, 2)
+    assert driver.take() == ({}, [])
+    for rank in range(3):
+        driver.book.rank_held(driver.now_s, held(rank, 5, reduced, num_members=3))  # Asked twice.
+    driver.pass_s(0.2, 0, 1, 2)
+    forms, _ = driver.take()
+    assert sorted(forms) == ["decode-0.0", "decode-0.1", "decode-0.2"]
+    assert {plan.generation for plan in forms.values()} == {6}
+
+
+def test_one_that_is_held_for_dead_is_not_asked_who_it_is() -> None:
+    driver = Driver()
+    driver.run()
+    driver.book.unit_down(5.0, UnitDown("decode-0.2", "killed"))
+    driver.take()
+    driver.book.beat(5.1, RankBeat(2, "e2", 1, 0, False))
+    assert driver.book.effects == []
+
+
+def test_what_a_rank_held_goes_with_its_process() -> None:
+    driver = Driver()
+    driver.book.rank_held(0.0, held(0, 5, spread(2, NUM_EXPERTS, 4)))
+    driver.book.rank_up(0.1, up(0, "new"))
+    assert driver.book.take_held(0) is None

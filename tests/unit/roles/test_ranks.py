@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, UnitDown, UnitUp
+from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, Load, UnitDown, UnitUp
 from hadal.core.placement import spread
 from hadal.core.plans import (
     Chunk,
@@ -131,7 +131,7 @@ def test_the_core_hears_of_the_first_generation_when_it_is_formed() -> None:
     assert driver.core.heard == []
     driver.formed()
     assert driver.core.heard == [RankReset((), (0, 1, 2), pools=("pool-0", "pool-1", "pool-2"), generation=1)]
-    assert driver.leader.take_notes() == ["generation 1 formed in 0.000 s with ranks 0, 1, 2; 0 experts reloaded"]
+    assert driver.leader.take_notes() == ["generation 1 formed in 0.000 s with ranks 0, 1, 2"]
 
 
 def test_what_all_ranks_held_is_given_back_when_the_last_one_goes() -> None:
@@ -230,6 +230,16 @@ def test_a_lost_rank_voids_the_steps_and_its_pulls() -> None:
     driver.done(0, 1)
     driver.done(2, 1)
     assert driver.core.heard[-1] == StepDone(1, (1, 17), (10, 12), {}, 0.03)
+
+
+def test_a_dead_rank_is_not_counted_while_the_others_form_anew() -> None:
+    driver = Driver()
+    driver.run()
+    load = Load("decode-0", "e", 30, 0, 0, 24, 0, num_ranks=3)
+    driver.handle(UnitDown("decode-0.1", "killed"))
+    driver.core.answers = [Send("front", load)]  # As the core knows it, which hears of the death when they have formed.
+    (seen,) = sent(driver.handle(Cancel("x", 0)), Load)
+    assert (seen.num_ranks, seen.absent) == (2, (1,))
 
 
 def test_nothing_is_sent_to_a_rank_that_the_core_does_not_know_is_another() -> None:

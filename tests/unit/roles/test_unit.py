@@ -43,3 +43,10 @@ def test_load_says_what_the_leader_keeps_of_balance_and_rates() -> None:
     (load,) = sent(unit.beat(0.0, 0, 0, None), Load)
     unit.balance["kv"] = 0.75  # A message is never changed after it was sent.
     assert (load.balance, load.token_s, load.pair_s) == ({"kv": 0.5}, 1e-3, 1e-6)
+
+
+def test_load_says_for_how_long_there_was_nothing_to_do() -> None:
+    unit = reporter()
+    times = ((0.0, 0, 0), (5.0, 0, 0), (9.0, 1, 0), (30.0, 0, 7), (31.0, 0, 0), (61.0, 0, 0))
+    said = [sent(unit.beat(now_s, *work, None), Load)[0].idle_s for now_s, *work in times]
+    assert said == [0.0, 5.0, 0.0, 0.0, 1.0, 31.0]

@@ -20,15 +20,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadal.core.messages import KvLease
+from hadal.runtime.grants import Grant, Grants
 from hadal.runtime.kv_pool import KvPool, Shape, pool_name
 from hadal.runtime.kv_wire import KvWire
-from hadal.runtime.peers import key_of
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 RUN = f"kv{os.getpid()}"
-KEY_OF = "test"
 LAYERS = 8
 """A block is of 64 tokens x 64 channels x 4 bytes a layer: 128 KiB."""
+
+
+class SelfGrants(Grants):
+    """Of a reader that takes what it likes: it holds the secret, so it can."""
+
+    def of(self, lease: KvLease) -> Grant:
+        return self.grant(self.name, lease)
+
+
+def secret_of(run: str) -> bytes:
+    return run.encode().ljust(32, b".")
+
+
+def wire_of(pool: KvPool, handover: str, run: str = RUN, host: str = "127.0.0.1", lease_s: float = 30.0) -> KvWire:
+    secret = secret_of(run)
+    return KvWire(pool, handover, host=host, secret=secret, grants=SelfGrants(secret, pool.name), lease_s=lease_s)
 
 
 def shape_of(num_blocks: int, layers: int = LAYERS) -> Shape:
@@ -95,7 +110,7 @@ class Peer:
 
 def own(run: str, handover: str, host: str, num_blocks: int, layers: int = LAYERS) -> None:
     pool = make_pool(run, "prefill-0", num_blocks, layers)
-    wire = KvWire(pool, handover, host=host, key=key_of(run, KEY_OF))
+    wire = wire_of(pool, handover, run, host)
     print(wire.address, flush=True)
     for line in sys.stdin:
         verb, *words = line.split()
@@ -130,7 +145,7 @@ def pull_for_ever(run: str, handover: str, address: str, num_blocks: int, layers
     """Pull again and again; print what came of each as JSON: seconds, why it failed or null, whether the bytes are
     right, and the transport."""
     pool = make_pool(run, f"decode-{os.getpid()}", num_blocks, layers)
-    wire = KvWire(pool, handover, key=key_of(run, KEY_OF), lease_s=20.0)
+    wire = wire_of(pool, handover, run, lease_s=20.0)
     ids = tuple(range(1, num_blocks))
     lease = lease_of(address, *ids)
     while True:

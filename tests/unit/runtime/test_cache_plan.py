@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from hadal.core.config import CacheConfig, Deployment
 from hadal.core.errors import ConfigError
 from hadal.runtime.banner import Banner
-from hadal.runtime.cache_plan import absolute_folder, cache_rows
+from hadal.runtime.cache_plan import absolute_folder, cache_rows, make_cache_folder
 from hadal.runtime.resolve import Resolved, plan
 from hadal.runtime.status import Status
 
@@ -69,6 +71,33 @@ def test_a_folder_that_can_never_be_is_refused(folder: str, why: str) -> None:
         planned(folder=folder)
 
 
+def test_a_start_makes_the_folder_for_its_owner_alone(tmp_path: Path) -> None:
+    make_cache_folder("")
+    make_cache_folder(str(tmp_path / "kv"))
+    make_cache_folder(str(tmp_path / "kv"))
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
+def test_a_start_ends_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot be used \(Not a directory\). Name a folder that you may write to"):
+        make_cache_folder(str(tmp_path / "file" / "kv"))
+
+    def fail(number: int) -> None:
+        def file(dir: Path) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(tempfile, "TemporaryFile", file)
+
+    fail(errno.EACCES)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        make_cache_folder(str(tmp_path))
+    for number in (errno.ENOSPC, errno.EROFS):  # There may be room later, and there is something to find now.
+        fail(number)
+        make_cache_folder(str(tmp_path))
+
+
 def test_a_disk_that_cannot_hold_it_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.statvfs
     little = SimpleNamespace(f_bavail=1, f_frsize=2**20)
@@ -84,6 +113,9 @@ def test_a_folder_that_everybody_writes_to_is_a_warning(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
     (warning,) = planned(folder=str(tmp_path), disk_mb=1).memory.warnings
     assert "false KV" in warning
+    tmp_path.chmod(0o777)  # Ours, and not everybody's by intent: it is closed when it is entered.
+    assert planned(folder=str(tmp_path), disk_mb=1).memory.warnings == ()
+    tmp_path.chmod(0o1777)
     assert planned(folder=str(tmp_path / "kv"), disk_mb=1).memory.warnings == (), "that one we make ourselves"
     tmp_path.chmod(0o770)
     assert planned(folder=str(tmp_path), disk_mb=1).memory.warnings == ()

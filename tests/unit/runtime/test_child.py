@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import hadal
 from hadal.runtime.child import (
     EXITS_MAX,
     FAILED_STARTS_MAX,
+    PUT_OFF_MAX_S,
     PUT_OFF_S,
     RESTART_TIMEOUT_S,
     START_TIMEOUT_S,
@@ -42,12 +44,27 @@ def test_its_output_is_kept_and_logged(tmp_path: Path) -> None:
     assert child.status().pid == child.pid > 0
     assert reap(child) == 3
     deadline_s = time.monotonic() + 5
-    while len(child.last_lines) < 2 and time.monotonic() < deadline_s:
+    while len(lines := (tmp_path / "log").read_text().splitlines()) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert list(child.last_lines) == ["one", "two"]
-    assert (tmp_path / "log").read_text() == "one\ntwo\n"
+    # What is no line of its log becomes one, under its name.
+    assert [line.split()[1:] for line in lines] == [["decode-0", "WARNING", "one"], ["decode-0", "WARNING", "two"]]
     assert child.phase is Phase.WAITING
     assert child.pid == 0
+
+
+def test_what_a_start_does_is_heard_and_not_logged(tmp_path: Path) -> None:
+    child = make(tmp_path, "from hadal.runtime.logs import tell_doing; tell_doing('reads', 1, 4); print('one')")
+    source = str(Path(hadal.__file__).parents[1])
+    child.start(0.0, {**os.environ, "PYTHONPATH": f"{tmp_path}:{source}", "PYTHONUNBUFFERED": "1"})
+    assert child.doing is None
+    reap(child)
+    deadline_s = time.monotonic() + 5
+    while not (tmp_path / "log").read_text() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert str(child.doing) == "reads (25%)"
+    assert child.moved_s > 0.0
+    assert (tmp_path / "log").read_text().endswith("one\n")
+    assert (tmp_path / "log").read_text().count("\n") == 1
 
 
 def test_a_signal_is_told_from_an_exit(tmp_path: Path) -> None:
@@ -111,12 +128,21 @@ def test_one_that_is_put_off_rests_and_is_judged_anew(tmp_path: Path) -> None:
         start(child, tmp_path, float(index))
         reap(child, float(index))
     assert child.why_give_up(10.0) is not None
-    child.put_off(10.0)
+    assert child.put_off(10.0) == PUT_OFF_S
     assert child.start_at_s == 10.0 + PUT_OFF_S
     assert child.why_give_up(10.0) is None
     start(child, tmp_path, 50.0)
     reap(child, 50.0)
     assert child.why_give_up(50.0) is None
+
+
+def test_one_that_cannot_start_is_tried_less_and_less_often_until_it_does(tmp_path: Path) -> None:
+    child = make(tmp_path, "")
+    assert [child.put_off(0.0) for _ in range(6)] == [15.0, 30.0, 60.0, 120.0, PUT_OFF_MAX_S, PUT_OFF_MAX_S]
+    start(child, tmp_path, 1.0)
+    child.is_ready(2.0)
+    reap(child, 3.0)
+    assert child.put_off(4.0) == PUT_OFF_S
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -18,7 +18,7 @@ from hadal.core.cache import Place, slice_of, split
 from hadal.core.config import CacheConfig, Deployment, UnitsConfig
 from hadal.core.plans import BlocksStored
 from hadal.core.seams import StoreBlocks
-from hadal.runtime import disk_own, disk_segments, disk_writer
+from hadal.runtime import disk_segments, disk_writer
 from hadal.runtime import segment as segments
 from hadal.runtime.disk import make_store, share_of
 from hadal.runtime.process import Run
@@ -250,17 +250,15 @@ def test_prompts_are_for_their_owner_alone(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
-def test_a_deleted_folder_is_a_miss_until_it_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_own, "GROW_PAUSE_S", 0.1)
+def test_a_deleted_folder_is_a_miss_and_made_again_when_there_is_something_to_keep(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     with host(folder, pause_s=0.01) as one:
         names = new_names(2)
         places = one.save(names, (1, 2)).places
         shutil.rmtree(folder)
         assert one.load(names, places, (40, 41)).num_loaded == 0
-        assert one.save(new_names(1), (1,)).places == (None,)
-        folder.mkdir()
-        wait_for(lambda: None not in one.save(new_names(1), (1,)).places)
+        assert None not in one.save(names, (1, 2)).places
+        assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_more_than_the_queue_holds_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +361,7 @@ def test_the_budget_is_shared_by_all_that_write(tmp_path: Path) -> None:
     assert prefill > decode > 0
     assert 10 * 2**20 - 5 <= 2 * prefill + 3 * decode <= 10 * 2**20
     pool = np.zeros((4, BLOCK_BYTES), dtype=np.uint8)
-    store = make_store(Run("run", 1, deployment, fingerprint="model"), "decode", pool, lambda: None)
+    store = make_store(Run("run", deployment, fingerprint="model"), "decode", pool, lambda: None)
     assert store is not None
     store.submit(StoreBlocks(1, new_names(2), (0, 1), (1, 2)))
     (done,) = wait_for(store.take)
@@ -372,7 +370,7 @@ def test_the_budget_is_shared_by_all_that_write(tmp_path: Path) -> None:
     assert None not in done.places
     (path,) = (tmp_path / "cache").iterdir()
     assert path.stat().st_size <= 2 << 20
-    assert make_store(Run("run", 1, Deployment()), "decode", pool, lambda: None) is None
+    assert make_store(Run("run", Deployment()), "decode", pool, lambda: None) is None
 
 
 def test_a_store_flushes_what_waits_when_it_stops(tmp_path: Path) -> None:

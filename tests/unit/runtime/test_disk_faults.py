@@ -77,7 +77,7 @@ def test_a_disk_that_fails_to_read_is_a_miss_and_one_line(disk: Disk, caplog: py
             assert loaded.num_loaded == 0
             assert loaded.error
         assert np.array_equal(one.pool[21:31], before)
-    reads = [record for record in caplog.records if record.message.startswith("disk cache: read: [Errno 5]")]
+    reads = [record for record in caplog.records if "fails (Input/output error)" in record.message]
     assert len(reads) == 1
 
 
@@ -106,8 +106,8 @@ def test_a_disk_that_fails_to_write_is_refused_and_one_line(disk: Disk, caplog: 
         assert len(broken) <= 1
         assert all(load.num_damaged == 1 for load in broken)
     kinds = {one.message.removeprefix("disk cache: ").split(" ")[0] for one in caplog.records}
-    assert kinds <= {"write:", "sync:", "clear:", "grow:", "slot"}
-    assert len(caplog.records) <= 5
+    assert kinds <= {"the", "slot"}
+    assert len(caplog.records) <= 3, "a line for each cause, at whatever it is met"
 
 
 def test_a_disk_that_stops_answering_holds_no_block_of_the_pool(disk: Disk) -> None:

@@ -217,7 +217,26 @@ def test_a_folder_that_is_not_there_or_goes_away_is_empty(tmp_path: Path, caplog
         with host(folder) as one:
             one.save(names, (1, 2))
             own.sees(*split(names))
-    assert len([record for record in caplog.records if "not there" in record.message]) == 1
+    assert len([record for record in caplog.records if "is gone" in record.message]) == 1
+
+
+def test_a_folder_that_is_deleted_is_made_again_by_the_next_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "hadal.disk")
+    folder = tmp_path / "cache"
+    with leader(folder) as own, host(folder) as one:
+        names = new_names(2)
+        one.save(names, (1, 2))
+        own.sees(*split(names))
+        shutil.rmtree(folder)
+        own.sees()
+        others = new_names(3)
+        assert None not in one.save(others, (3, 4, 5)).places
+        assert folder.stat().st_mode & 0o777 == 0o700
+        own.sees(*split(others))
+    (record,) = caplog.records  # Of both, the store and the view.
+    assert f"the folder {folder} is gone" in record.message
 
 
 def test_a_folder_that_nobody_makes_is_missed_in_the_end(
@@ -227,7 +246,7 @@ def test_a_folder_that_nobody_makes_is_missed_in_the_end(
     monkeypatch.setattr(disk_view, "FOLDER_S", 0.05)
     with leader(tmp_path / "cache"):
         (record,) = wait_for(lambda: list(caplog.records))
-    assert "is not there" in record.message
+    assert "is gone" in record.message
 
 
 def test_a_million_records_are_read_and_compared_in_little_time_and_memory(tmp_path: Path) -> None:

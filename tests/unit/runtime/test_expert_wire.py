@@ -15,14 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from hadal.core.handshake import key_of
 from hadal.core.plans import Source
 from hadal.runtime import expert_wire
-from hadal.runtime.expert_wire import MAX_CONNECTIONS, PIECE_BYTES, PURPOSE, ExpertClient, ExpertServer, ExpertWire
-from hadal.runtime.peers import key_of
+from hadal.runtime.expert_wire import PIECE_BYTES, PURPOSE, ExpertClient, ExpertServer, ExpertWire
+from hadal.runtime.peers import ANSWER_BYTES, MAX_UNPROVEN, accept_channel, answered, connecting
 from tests.fresh import fresh
 
 HOST = "127.0.0.1"
-KEY = key_of("a run", PURPOSE)
+KEY = key_of(b"a run", PURPOSE)
 TINY = (64, 192, 32)
 """2I, D, I"""
 HANG_S = 20.0
@@ -121,7 +122,7 @@ def test_another_shape_or_type_is_refused(into: Pair, caplog: pytest.LogCaptureF
 
 def test_another_run_is_told_nothing() -> None:
     held = expert_of(1)
-    with serving({(0, 7): held}, key_of("another run", PURPOSE)) as server:
+    with serving({(0, 7): held}, key_of(b"another run", PURPOSE)) as server:
         assert not ExpertClient(KEY).fetch(0, source(server.port), *empty(held))
 
 
@@ -258,27 +259,45 @@ def answering(talk: Callable[[socket.socket], None]) -> int:
     return int(listener.getsockname()[1])
 
 
+def ask(connection: socket.socket) -> None:
+    """As a rank of the run asks for expert 7."""
+    handshake, challenge = connecting(connection, KEY)
+    connection.sendall(challenge)
+    connection.sendall(answered(handshake, connection.recv(ANSWER_BYTES, socket.MSG_WAITALL), "decode-0.1"))
+    connection.sendall(expert_wire._ASK.pack(0, 7))
+
+
+def proven(talk: Callable[[socket.socket], None]) -> Callable[[socket.socket], None]:
+    """One of the run that goes wrong afterwards."""
+
+    def prove_and_talk(connection: socket.socket) -> None:
+        accept_channel(connection, KEY, time.monotonic() + 5.0, 5.0)
+        talk(connection)
+
+    return prove_and_talk
+
+
 def babble(connection: socket.socket) -> None:
     connection.sendall(random.Random(5).randbytes(8 << 20))
 
 
 def claim_to_be_huge(connection: socket.socket) -> None:
-    connection.sendall(expert_wire._ANSWER.pack(KEY, 1, b"float32", 2**31, 2**31, 2**31, 2**31, 0) + bytes(4 << 20))
+    connection.sendall(expert_wire._ANSWER.pack(1, b"float32", 2**31, 2**31, 2**31, 2**31, 0) + bytes(4 << 20))
 
 
 def trickle(connection: socket.socket) -> None:
-    connection.sendall(expert_wire._ANSWER.pack(KEY, 1, b"float32", 64, 192, 192, 32, 0))
+    connection.sendall(expert_wire._ANSWER.pack(1, b"float32", 64, 192, 192, 32, 0))
     for _ in range(1000):
         connection.sendall(b"x")
         time.sleep(0.01)
 
 
 def send_too_little(connection: socket.socket) -> None:
-    connection.sendall(expert_wire._ANSWER.pack(KEY, 1, b"float32", 64, 192, 192, 32, 0) + bytes(1000))
+    connection.sendall(expert_wire._ANSWER.pack(1, b"float32", 64, 192, 192, 32, 0) + bytes(1000))
 
 
 def send_zeros(connection: socket.socket) -> None:
-    connection.sendall(expert_wire._ANSWER.pack(KEY, 1, b"float32", 64, 192, 192, 32, 1) + bytes(4 << 20))
+    connection.sendall(expert_wire._ANSWER.pack(1, b"float32", 64, 192, 192, 32, 1) + bytes(4 << 20))
 
 
 def say_nothing(connection: socket.socket) -> None:
@@ -287,8 +306,11 @@ def say_nothing(connection: socket.socket) -> None:
 
 @pytest.mark.parametrize(
     "talk",
-    [babble, claim_to_be_huge, trickle, send_too_little, send_zeros, say_nothing, lambda connection: None],
-)
+    [
+        babble, say_nothing, lambda connection: None,
+        *map(proven, (babble, claim_to_be_huge, trickle, send_too_little, send_zeros, say_nothing)),
+    ],
+)  # fmt: skip
 def test_answers_that_are_none(talk: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_wire, "SILENCE_S", 0.2)
     begun_s = time.monotonic()
@@ -305,8 +327,8 @@ def test_a_server_outlives_whoever_babbles_or_says_nothing(monkeypatch: pytest.M
             with socket.create_connection(address, timeout=5) as connection:
                 connection.sendall(generator.randbytes(size))
         with socket.create_connection(address, timeout=5) as connection:  # One that hangs up on a long answer.
-            connection.sendall(expert_wire._ASK.pack(KEY, 0, 7))
-        silent = [socket.create_connection(address, timeout=5) for _ in range(MAX_CONNECTIONS)]
+            ask(connection)
+        silent = [socket.create_connection(address, timeout=5) for _ in range(2 * MAX_UNPROVEN)]
         got, deadline_s = empty(held), time.monotonic() + HANG_S
         while not ExpertClient(KEY).fetch(0, source(server.port), *got):
             assert time.monotonic() < deadline_s, "they take all the room, and for ever"
@@ -372,7 +394,7 @@ def test_a_closed_wire_has_no_thread_and_no_port(monkeypatch: pytest.MonkeyPatch
     before = set(threading.enumerate())
     wire = ExpertWire(HOST, KEY, lambda layer, expert: held)
     with socket.create_connection((HOST, wire.port), timeout=5) as connection:
-        connection.sendall(expert_wire._ASK.pack(KEY, 0, 7))
+        ask(connection)
         assert connection.recv(1000)  # It is sending.
         assert wire.close(5)
     assert set(threading.enumerate()) <= before

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hadal.core.handshake import key_of
 from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, Load
 from hadal.core.plans import Formed, FormPlan, KvPulled, PrefillPlan, Source, Staged, StagePlan, StepDone, StepPlan
 from hadal.core.rank_messages import RankStep, RankUp
@@ -22,7 +23,6 @@ from hadal.runtime.clock import LiveClock
 from hadal.runtime.expert_wire import ExpertWire
 from hadal.runtime.host import UnitHost
 from hadal.runtime.kv_pool import KvPool, pool_name, remove_segments
-from hadal.runtime.peers import key_of
 from hadal.runtime.process import EXIT_STUCK
 from hadal.runtime.stager import Stager
 from hadal.runtime.wire import ZmqWire
@@ -260,7 +260,7 @@ def test_layers_are_staged_beside_the_steps_until_a_generation_voids_them() -> N
 
     threads = set(threading.enumerate())
     with tempfile.TemporaryDirectory(prefix="hadal-w-") as name:
-        wire = ExpertWire("127.0.0.1", key_of("a run", "experts"), lambda layer, expert: held)
+        wire = ExpertWire("127.0.0.1", key_of(b"a run", "experts"), lambda layer, expert: held)
         sources = (Source(7, "127.0.0.1", wire.port),)
         script, front = Script(answer), ZmqWire("front", Path(name))
         host = UnitHost(

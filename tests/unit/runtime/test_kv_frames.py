@@ -1,17 +1,20 @@
 """Bytes of the hand-over's protocol: what is put together comes apart the same, however the sockets cut it."""
 
+import contextlib
 import os
 import random
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
+from hadal.core.handshake import NONCE_BYTES, Handshake
 from hadal.runtime import kv_frames
+from hadal.runtime.grants import Grant
 from hadal.runtime.kv_frames import (
-    MAX_PIECES,
     About,
     AboutNixl,
     Ask,
@@ -26,23 +29,42 @@ from hadal.runtime.kv_frames import (
     send_chunk,
     send_frame,
 )
+from hadal.runtime.peers import MAX_PIECES, Channel, NotProven
 from tests.fresh import fresh
+
+
+@contextlib.contextmanager
+def channels(is_sealed: bool) -> Iterator[tuple[Channel, Channel]]:
+    """Two ends that proved themselves, as on one host or as between two."""
+    sides = [
+        Handshake(bytes(32), os.urandom(NONCE_BYTES), is_connector=is_connector, port=1, is_sealed=is_sealed)
+        for is_connector in (True, False)
+    ]
+    sides[0].challenged(sides[1].nonce)
+    sides[1].challenged(sides[0].nonce)
+    here, there = socket.socketpair()
+    with here, there:
+        yield Channel(here, sides[0], "there"), Channel(there, sides[1], "here")
 
 
 def soon() -> float:
     return time.monotonic() + 10
 
 
+GRANT = Grant((1, 2), (3, 4), b"tag")
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
 @pytest.mark.parametrize(
     "frame",
     [
-        About("hadal-a.b.1", "0f", (9, 2, 64, 10), "float32", True), Ask((1, 2), (3, 4), (0,)), Ask((), (), ()),
-        Ask(tuple(range(100_000)), (1 << 40,) * 100_000, tuple(range(99))), AskNixl(), AboutNixl(b"\0\xff", 1 << 47, 3),
+        About("hadal-a.b.1", "0f", (9, 2, 64, 10), "float32", True), AskNixl(), AboutNixl(b"\0\xff", 1 << 47, 3),
+        Ask((1, 2), (3, 4), (0,), GRANT), Ask((), (), (), Grant()),
+        Ask(tuple(range(100_000)), (1 << 40,) * 100_000, tuple(range(99)), GRANT),
     ],
 )  # fmt: skip
-def test_frames_arrive_as_they_were(frame: Frame) -> None:
-    here, there = socket.socketpair()
-    with here, there:
+def test_frames_arrive_as_they_were(frame: Frame, is_sealed: bool) -> None:
+    with channels(is_sealed) as (here, there):
         thread = threading.Thread(target=send_frame, args=(there, frame))
         thread.start()
         assert receive_frame(here, soon()) == frame
@@ -50,14 +72,14 @@ def test_frames_arrive_as_they_were(frame: Frame) -> None:
 
 
 def test_a_frame_that_is_too_long_is_refused_before_it_is_read() -> None:
-    here, there = socket.socketpair()
-    with here, there:
-        there.sendall(struct.pack("<I", kv_frames.MAX_FRAME_BYTES + 1))
+    with channels(False) as (here, there):
+        there.connection.sendall(struct.pack("<I", kv_frames.MAX_FRAME_BYTES + 1))
         with pytest.raises(BadPeer, match="announces"):
             receive_frame(here, soon())
 
 
-def test_chunks_arrive_whatever_pieces_they_are_sent_from_and_into() -> None:
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_chunks_arrive_whatever_pieces_they_are_sent_from_and_into(is_sealed: bool) -> None:
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -70,8 +92,7 @@ def test_chunks_arrive_whatever_pieces_they_are_sent_from_and_into() -> None:
 
     for num_sent, num_received in ((1, 1), (3 * MAX_PIECES, 2), (2, 3 * MAX_PIECES), (MAX_PIECES, MAX_PIECES)):
         pieces = cut(memoryview(data), num_sent)
-        here, there = socket.socketpair()
-        with here, there:
+        with channels(is_sealed) as (here, there):
             send = (there, kv_frames.CHUNK, soon(), 7, pieces, checksum(pieces))
             thread = threading.Thread(target=send_chunk, args=send)
             thread.start()
@@ -84,6 +105,20 @@ def test_chunks_arrive_whatever_pieces_they_are_sent_from_and_into() -> None:
         assert checksum(into) == digest == checksum([memoryview(data)])
         found[rng.randrange(len(found))] ^= 1
         assert checksum(into) != digest
+
+
+@pytest.mark.parametrize("how", ["changed", "repeated", "left out"])
+def test_between_hosts_what_was_spoiled_on_the_way_is_refused(how: str) -> None:
+    def sealed_by(side: Channel) -> list[bytes]:
+        return [bytes([i] * 9) + side._out.tag([bytes([i] * 9)]) for i in range(3)]  # type: ignore[union-attr]
+
+    with channels(True) as (here, there):
+        first, second, third = sealed_by(there)
+        spoiled = {"changed": b"x" + second[1:], "repeated": first, "left out": third}[how]
+        there.connection.sendall(first + spoiled)
+        here.fill(memoryview(bytearray(9)), deadline_s=soon(), silence_s=5.0)
+        with pytest.raises(NotProven, match="changed on its way"):
+            here.fill(memoryview(bytearray(9)), deadline_s=soon(), silence_s=5.0)
 
 
 def test_a_chunk_is_a_block_at_least() -> None:

@@ -12,9 +12,7 @@ import pytest
 from hadal.runtime import kv_nixl, kv_wire
 from hadal.runtime.kv_nixl import NixlAgent
 from hadal.runtime.kv_pool import KvPool, remove_segments
-from hadal.runtime.kv_wire import KvWire
-from hadal.runtime.peers import key_of
-from tests.unit.runtime.kv_peers import KEY_OF, RUN, Peer, is_written, lease_of, make_pool
+from tests.unit.runtime.kv_peers import RUN, Peer, is_written, lease_of, make_pool, wire_of
 
 pytestmark = pytest.mark.skipif(kv_nixl.package() is None, reason="nixl-cu13 is not installed")
 NUM_BLOCKS = 130
@@ -51,7 +49,7 @@ def test_reads_that_never_end_cost_a_buffer_each_and_in_the_end_nixl(
     monkeypatch.setattr(kv_nixl, "SILENCE_S", 0.3)
     monkeypatch.setattr(kv_wire, "SHUN_S", 0.0)
     with Peer("owner", RUN, "nixl", "127.0.0.1", NUM_BLOCKS) as owner:
-        wire = KvWire(pool, "nixl", key=key_of(RUN, KEY_OF), lease_s=20.0)
+        wire = wire_of(pool, "nixl", lease_s=20.0)
         for _ in range(2):
             assert wire.pull(lease_of(owner.address, *IDS), IDS) is None
             assert wire.transport_of(owner.address) == "nixl"

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
+from hadal.core.handshake import key_of
+from hadal.core.messages import KvLease
 from hadal.runtime import kv_frames, kv_server
-from hadal.runtime.kv_frames import VERSION, Ask, AskNixl, BadPeer, connect, receive_frame, receive_head, send_frame
+from hadal.runtime.grants import Grant
+from hadal.runtime.kv_frames import PURPOSE, Ask, AskNixl, connect, receive_frame, receive_head, send_frame
 from hadal.runtime.kv_pool import KvPool, remove_segments
 from hadal.runtime.kv_server import KvServer
-from tests.unit.runtime.kv_peers import RUN, make_pool
+from hadal.runtime.peers import ANSWER_BYTES, CHALLENGE_BYTES, MAX_UNPROVEN, NotProven, answered, connecting
+from tests.unit.runtime.kv_peers import RUN, SelfGrants, make_pool
 
-KEY = b"0123456789abcdef"
+SECRET = b"0123456789abcdef"
+KEY = key_of(SECRET, PURPOSE)
+GRANTS = SelfGrants(SECRET, "decode-0")
 NUM_BLOCKS = 41
 
 
@@ -32,7 +40,7 @@ def pool() -> Iterator[KvPool]:
 @pytest.fixture
 def server(pool: KvPool) -> Iterator[KvServer]:
     before = threading.active_count()
-    made = KvServer(pool, "127.0.0.1", KEY, lease_s=20.0)
+    made = KvServer(pool, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
     yield made
     assert made.close(5.0)
     assert threading.active_count() == before
@@ -40,6 +48,13 @@ def server(pool: KvPool) -> Iterator[KvServer]:
 
 def soon() -> float:
     return time.monotonic() + 10.0
+
+
+def wait_for(condition: Callable[[], bool]) -> bool:
+    deadline_s = soon()
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return condition()
 
 
 def answer_to(server: KvServer, data: bytes) -> bytes:
@@ -57,73 +72,121 @@ def answer_to(server: KvServer, data: bytes) -> bytes:
         return found
 
 
-def hello(key: bytes = KEY, version: int = VERSION) -> bytes:
-    return struct.pack("<8sH16s", b"HADALKVT", version, key)
+@pytest.mark.parametrize("size", [0, 3, CHALLENGE_BYTES - 1, CHALLENGE_BYTES, 10_000])
+def test_a_stranger_gets_no_answer(server: KvServer, size: int) -> None:
+    assert answer_to(server, b"GET / HTTP/1.1\r\n\r\n".ljust(size, b"x")[:size]) == b""
 
 
-def frame(body: bytes) -> bytes:
-    return struct.pack("<I", len(body)) + body
+def test_who_holds_another_secret_is_refused_and_counted(server: KvServer) -> None:
+    other = key_of(b"another run's ke", PURPOSE)
+    for _ in range(3):
+        with pytest.raises(NotProven, match="secret"):
+            connect("127.0.0.1", server.port, other, "decode-0", soon())
+    # The owner proves itself first: a puller that does not check that gets no further.
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            handshake, challenge = connecting(connection, other)
+            connection.sendall(challenge)
+            handshake.challenged(connection.recv(ANSWER_BYTES, socket.MSG_WAITALL)[8:40])
+            claim = b"decode-0".ljust(128, b"\0")
+            connection.sendall(claim + handshake.proof(claim))
+            assert connection.recv(1) == b""
+    assert wait_for(lambda: server.refusals.num_refused >= 3)
+    connect("127.0.0.1", server.port, KEY, "decode-0", soon())[0].close()
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, b"\0" * 26, hello(b"another run's ke"), hello()[:20]]
-)
-def test_a_stranger_gets_no_answer(server: KvServer, data: bytes) -> None:
-    assert answer_to(server, data) == b""
+def test_what_was_said_to_one_connection_is_worth_nothing_on_another(server: KvServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as first:
+        handshake, challenge = connecting(first, KEY)
+        first.sendall(challenge)
+        said = answered(handshake, first.recv(ANSWER_BYTES, socket.MSG_WAITALL), "decode-0")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as second:
+        second.sendall(challenge)
+        assert len(second.recv(ANSWER_BYTES, socket.MSG_WAITALL)) == ANSWER_BYTES
+        second.sendall(said)
+        assert second.recv(1) == b""
 
 
-def test_another_version_is_told_so(server: KvServer) -> None:
-    assert answer_to(server, hello(version=VERSION + 1)) == struct.pack("<8sH", b"HADALKVT", VERSION)
+def test_strangers_that_say_nothing_take_nobodys_place(server: KvServer) -> None:
+    idle = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(3 * MAX_UNPROVEN)]
+    begun_s = time.monotonic()
+    connect("127.0.0.1", server.port, KEY, "decode-0", soon())[0].close()
+    assert time.monotonic() - begun_s < kv_frames.SILENCE_S
+    assert wait_for(lambda: server.refusals.num_refused >= 2 * MAX_UNPROVEN)
+    for connection in idle:
+        connection.close()
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [(struct.pack("<8sH", b"HADALKVT", VERSION + 1), "version 2"), (b"HTTP/1.1 400 Bad Request", "not the server")],
-)
-def test_a_server_of_another_version_or_kind_is_given_up(answer: bytes, reason: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(answer)
-                connection.recv(1 << 12)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        with pytest.raises(BadPeer, match=reason):
-            connect("127.0.0.1", listener.getsockname()[1], KEY, soon())
-        thread.join(10)
+@pytest.mark.parametrize("body", [b"\xff\xff", b"\x91\xa5Other", b"\x93\xa3Ask\x91\x01\x01", b"\x81\xa1a\x01"])
+def test_what_cannot_be_read_ends_the_connection(server: KvServer, body: bytes) -> None:
+    for data in (struct.pack("<I", len(body)) + body, struct.pack("<I", 1 << 31)):
+        channel, _ = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
+        channel.connection.sendall(data)
+        with pytest.raises(ConnectionError):
+            receive_frame(channel, soon())
+        channel.close()
 
 
-@pytest.mark.parametrize(
-    "body", [b"\xff\xff", b"\x91\xa5Other", b"\x93\xa3Ask\x91\x01\x01", b"\x81\xa1a\x01", b"\x91\xa7AskNixl"]
-)
-def test_what_cannot_be_read_or_done_ends_the_connection(server: KvServer, body: bytes) -> None:
-    greeting = answer_to(server, hello())
-    assert answer_to(server, hello() + frame(body)) == greeting
-    assert answer_to(server, hello() + struct.pack("<I", 1 << 31)) == greeting
+def ask_of(
+    server: KvServer, ids: tuple[int, ...], generations: tuple[int, ...], chunks: tuple[int, ...],
+    reader: str = "decode-0",
+) -> Ask:  # fmt: skip
+    lease = KvLease(server.address, ids, generations, 64)
+    return Ask(ids, generations, chunks, GRANTS.grant(reader, lease))
+
+
+def outcome(server: KvServer, ask: Ask, name: str = "decode-0") -> int:
+    channel, _ = connect("127.0.0.1", server.port, KEY, name, soon())
+    with contextlib.closing(channel):
+        send_frame(channel, ask)
+        return receive_head(channel, soon())[0]
+
+
+def test_blocks_are_served_under_a_lease_that_names_the_reader(server: KvServer, pool: KvPool) -> None:
+    sound = ask_of(server, (1, 2), (0, 0), (0,))
+    assert outcome(server, sound) == kv_frames.CHUNK
+    part = msgspec.structs.replace(sound, block_ids=(2,), generations=(0,))
+    assert outcome(server, part) == kv_frames.CHUNK
+    num_refused = server.refusals.num_refused
+    beyond = msgspec.structs.replace(sound, block_ids=(1, 3))
+    for ask in (
+        beyond,
+        msgspec.structs.replace(sound, generations=(0, 1)),
+        msgspec.structs.replace(sound, grant=Grant()),
+        msgspec.structs.replace(sound, grant=Grant((1, 2), (0, 0), bytes(32))),
+        msgspec.structs.replace(beyond, grant=Grant((1, 3), (0, 0), sound.grant.tag)),
+        ask_of(server, (1, 2), (0, 0), (0,), "decode-1"),
+    ):
+        assert outcome(server, ask) == kv_frames.REFUSED
+    assert outcome(server, sound, "decode-1") == kv_frames.REFUSED
+    assert server.refusals.num_refused == num_refused + 7
+    # Freed, it is another's: the old lease gets nothing, and nobody has a new one.
+    pool.free((2,))
+    assert outcome(server, sound) == kv_frames.FREED
+    assert outcome(server, msgspec.structs.replace(sound, generations=(0, 1))) == kv_frames.REFUSED
 
 
 @pytest.mark.parametrize(
     "ask",
     [
-        Ask((1,), (0, 0), (0,)), Ask((NUM_BLOCKS,), (0,), (0,)), Ask((-1,), (0,), (0,)), Ask((1,), (0,), (1,)),
-        Ask((1,), (0,), (-1,)),
+        ((1,), (0, 0), (0,)), ((NUM_BLOCKS,), (0,), (0,)), ((-1,), (0,), (0,)), ((1,), (0,), (1,)),
+        ((1,), (0,), (-1,)),
     ],
 )  # fmt: skip
-def test_a_lease_that_does_not_fit_is_refused_and_the_next_is_served(server: KvServer, ask: Ask) -> None:
-    connection, _ = connect("127.0.0.1", server.port, KEY, soon())
-    with connection:
-        send_frame(connection, ask)
+def test_a_lease_that_does_not_fit_is_refused_and_the_next_is_served(
+    server: KvServer, ask: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+) -> None:
+    connection, _ = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
+    with contextlib.closing(connection):
+        send_frame(connection, ask_of(server, *ask))
         assert receive_head(connection, soon())[0] == kv_frames.REFUSED
-        send_frame(connection, Ask((1,), (1,), (0,)))
+        send_frame(connection, ask_of(server, (1,), (1,), (0,)))
         assert receive_head(connection, soon())[0] == kv_frames.FREED
 
 
 def test_nixl_that_is_not_there_is_not_offered(server: KvServer) -> None:
-    connection, about = connect("127.0.0.1", server.port, KEY, soon())
-    with connection:
+    connection, about = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
+    with contextlib.closing(connection):
         assert not about.has_nixl
         send_frame(connection, AskNixl())
         with pytest.raises(ConnectionError):
@@ -132,11 +195,11 @@ def test_nixl_that_is_not_there_is_not_offered(server: KvServer) -> None:
 
 def test_one_who_takes_nothing_is_let_go(server: KvServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_frames, "SILENCE_S", 0.2)
-    connection, _ = connect("127.0.0.1", server.port, KEY, soon())
-    with connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+    connection, _ = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
+    with contextlib.closing(connection):
+        connection.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         ids = tuple(range(1, NUM_BLOCKS)) * 20
-        send_frame(connection, Ask(ids, (0,) * len(ids), tuple(range(100))))
+        send_frame(connection, ask_of(server, ids, (0,) * len(ids), tuple(range(100))))
         deadline_s = soon()
         while server.num_connections:
             assert time.monotonic() < deadline_s
@@ -145,28 +208,28 @@ def test_one_who_takes_nothing_is_let_go(server: KvServer, monkeypatch: pytest.M
 
 def test_one_who_asks_nothing_is_let_go(server: KvServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_server, "IDLE_S", 0.2)
-    connection, _ = connect("127.0.0.1", server.port, KEY, soon())
-    with connection, pytest.raises(ConnectionError):
+    connection, _ = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
+    with contextlib.closing(connection), pytest.raises(ConnectionError):
         receive_frame(connection, soon(), 10.0)
 
 
 def test_more_than_it_serves_wait_until_others_leave(pool: KvPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_server, "MAX_CONNECTIONS", 2)
-    server = KvServer(pool, "127.0.0.1", KEY, lease_s=20.0)
-    held = [connect("127.0.0.1", server.port, KEY, soon())[0] for _ in range(2)]
+    server = KvServer(pool, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
+    held = [connect("127.0.0.1", server.port, KEY, "decode-0", soon())[0] for _ in range(2)]
     with pytest.raises(TimeoutError):
-        connect("127.0.0.1", server.port, KEY, time.monotonic() + 0.3)
+        connect("127.0.0.1", server.port, KEY, "decode-0", time.monotonic() + 0.3)
     held.pop().close()
-    connect("127.0.0.1", server.port, KEY, soon())[0].close()
+    connect("127.0.0.1", server.port, KEY, "decode-0", soon())[0].close()
     held.pop().close()
     assert server.close(5.0)
 
 
 def test_closing_breaks_off_what_is_being_sent(pool: KvPool) -> None:
-    server = KvServer(pool, "127.0.0.1", KEY, lease_s=20.0)
-    connection, _ = connect("127.0.0.1", server.port, KEY, soon())
+    server = KvServer(pool, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
+    connection, _ = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
     ids = tuple(range(1, NUM_BLOCKS)) * 20
-    send_frame(connection, Ask(ids, (0,) * len(ids), tuple(range(100))))
+    send_frame(connection, ask_of(server, ids, (0,) * len(ids), tuple(range(100))))
     receive_head(connection, soon())
     assert server.close(5.0)
     assert server.num_connections == 0

@@ -10,17 +10,22 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from hadal.core.handshake import key_of
 from hadal.runtime import kv_frames, kv_tcp
-from hadal.runtime.kv_frames import Ask, BadPeer
+from hadal.runtime.kv_frames import PURPOSE, Ask
 from hadal.runtime.kv_pool import KvPool, PoolAddress, PoolError, remove_segments
 from hadal.runtime.kv_server import KvServer
 from hadal.runtime.kv_tcp import TRIES, KvLink
-from tests.unit.runtime.kv_peers import RUN, is_written, lease_of, make_pool
+from hadal.runtime.peers import Channel, NotProven
+from tests.unit.runtime.kv_peers import RUN, SelfGrants, is_written, lease_of, make_pool
 
 NUM_BLOCKS = 41
 """Five chunks of eight blocks, and block 0."""
 IDS = tuple(range(1, NUM_BLOCKS))
-KEY = b"0123456789abcdef"
+SECRET = b"0123456789abcdef"
+KEY = key_of(SECRET, PURPOSE)
+PROXY = "127.0.0.2"
+GRANTS = SelfGrants(SECRET, "decode-0")
 SOON_S = 20.0
 
 Spoil = Callable[[int, bytes], bytes | None]
@@ -28,12 +33,13 @@ Spoil = Callable[[int, bytes], bytes | None]
 
 
 class Proxy:
-    """Between a puller and a server; `spoils[i]` sees what the server sends over connection i."""
+    """Between a puller and a server, on the same port of another address, as both prove the port that they see;
+    `spoils[i]` sees what the server sends over connection i."""
 
     def __init__(self, port: int, *spoils: Spoil) -> None:
         self._to = port
         self._spoils = list(spoils)
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((PROXY, port))
         self._ends: list[socket.socket] = []
         self.port: int = self._listener.getsockname()[1]
         self.num_connections = 0
@@ -118,10 +124,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     seen: list[tuple[int, ...]] = []
     send_frame = kv_frames.send_frame
 
-    def note(connection: socket.socket, frame: kv_frames.Frame) -> None:
+    def note(channel: Channel, frame: kv_frames.Frame) -> None:
         if isinstance(frame, Ask):
             seen.append(frame.chunks)
-        send_frame(connection, frame)
+        send_frame(channel, frame)
 
     monkeypatch.setattr(kv_tcp, "send_frame", note)
     return seen
@@ -134,11 +140,11 @@ def _deadline_s() -> float:
 def pull_through(pools: tuple[KvPool, KvPool], *spoils: Spoil) -> tuple[str | None, int]:
     """What came of a pull, and over how many connections."""
     source, own = pools
-    server = KvServer(source, "127.0.0.1", KEY, lease_s=20.0)
+    server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
     proxy = Proxy(server.port, *spoils)
-    link = KvLink(PoolAddress(source.name, source.birth, "127.0.0.1", proxy.port), KEY)
+    link = KvLink(PoolAddress(source.name, source.birth, PROXY, proxy.port), KEY, GRANTS)
     try:
-        return link.pull(own, lease_of("", *IDS), IDS, _deadline_s()), proxy.num_connections
+        return link.pull(own, lease_of(server.address, *IDS), IDS, _deadline_s()), proxy.num_connections
     finally:
         link.close()
         proxy.close()
@@ -183,37 +189,37 @@ def test_a_chunk_that_never_adds_up_voids_the_pull(
 
 
 def test_a_server_that_talks_nonsense_is_given_up(pools: tuple[KvPool, KvPool]) -> None:
-    with pytest.raises(BadPeer):
+    with pytest.raises(NotProven):
         pull_through(pools, lambda count, data: b"\xff" * len(data))
 
 
 def test_a_pool_that_took_the_port_is_not_taken_for_the_one_before(pools: tuple[KvPool, KvPool]) -> None:
     source, own = pools
-    server = KvServer(source, "127.0.0.1", KEY, lease_s=20.0)
-    link = KvLink(PoolAddress(source.name, "00" * 8, "127.0.0.1", server.port), KEY)
+    server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
+    link = KvLink(PoolAddress(source.name, "00" * 8, "127.0.0.1", server.port), KEY, GRANTS)
     with pytest.raises(PoolError, match="in its place"):
-        link.pull(own, lease_of("", 1), (1,), _deadline_s())
+        link.pull(own, lease_of(server.address, 1), (1,), _deadline_s())
     assert server.close(5.0)
     assert not any(own.cache)
 
 
 def test_a_connection_closed_while_idle_is_made_again(pools: tuple[KvPool, KvPool]) -> None:
     source, own = pools
-    server = KvServer(source, "127.0.0.1", KEY, lease_s=20.0)
-    link = KvLink(PoolAddress(source.name, source.birth, "127.0.0.1", server.port), KEY)
-    assert link.pull(own, lease_of("", 1), (1,), _deadline_s()) is None
+    server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
+    link = KvLink(PoolAddress(source.name, source.birth, "127.0.0.1", server.port), KEY, GRANTS)
+    assert link.pull(own, lease_of(server.address, 1), (1,), _deadline_s()) is None
     for connection in list(server._talks):
         connection.shutdown(socket.SHUT_RDWR)
-    assert link.pull(own, lease_of("", 2), (2,), _deadline_s()) is None
-    assert link.pull(own, lease_of("", 2), (2,), time.monotonic() + 1e9) is None
+    assert link.pull(own, lease_of(server.address, 2), (2,), _deadline_s()) is None
+    assert link.pull(own, lease_of(server.address, 2), (2,), time.monotonic() + 1e9) is None
     link.close()
     assert server.close(5.0)
 
 
 def test_a_deadline_that_is_over_is_an_error(pools: tuple[KvPool, KvPool]) -> None:
     source, own = pools
-    server = KvServer(source, "127.0.0.1", KEY, lease_s=20.0)
-    link = KvLink(PoolAddress(source.name, source.birth, "127.0.0.1", server.port), KEY)
+    server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
+    link = KvLink(PoolAddress(source.name, source.birth, "127.0.0.1", server.port), KEY, GRANTS)
     with pytest.raises(TimeoutError):
-        link.pull(own, lease_of("", 1), (1,), time.monotonic() - 1.0)
+        link.pull(own, lease_of(server.address, 1), (1,), time.monotonic() - 1.0)
     assert server.close(5.0)

@@ -15,9 +15,7 @@ import pytest
 from hadal.core.errors import ConfigError
 from hadal.runtime import kv_nixl, kv_wire
 from hadal.runtime.kv_pool import SHM_FOLDER, KvPool, PoolAddress, pool_name, remove_segments
-from hadal.runtime.kv_wire import KvWire
-from hadal.runtime.peers import key_of
-from tests.unit.runtime.kv_peers import KEY_OF, RUN, Peer, is_written, lease_of, make_pool, shape_of
+from tests.unit.runtime.kv_peers import RUN, Peer, is_written, lease_of, make_pool, shape_of, wire_of
 
 NEEDS_NIXL = pytest.mark.skipif(kv_nixl.package() is None, reason="nixl-cu13 is not installed")
 TRANSPORTS = ["shm", "tcp", pytest.param("nixl", marks=NEEDS_NIXL)]
@@ -25,7 +23,6 @@ OVER_NETWORK = TRANSPORTS[1:]
 NUM_BLOCKS = 130
 SOON_S = 12.0
 """Nothing here waits longer than that by its own deadlines; a hang would be for ever."""
-KEY = key_of(RUN, KEY_OF)
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +39,6 @@ def pool() -> Iterator[KvPool]:
     made = make_pool(RUN, "decode-0", NUM_BLOCKS)
     yield made
     made.close()
-
-
-def wire_of(pool: KvPool, handover: str, **options: float) -> KvWire:
-    return KvWire(pool, handover, key=KEY, lease_s=options.get("lease_s", 20.0))
 
 
 @pytest.mark.parametrize("handover", TRANSPORTS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hadal.core.config import Deployment, UnitsConfig
-from hadal.core.messages import Load, UnitDown, UnitUp
+from hadal.core.messages import Load, Sighting, UnitDown, UnitUp
 from hadal.core.plans import Formed, OpTime, StepDone
 from hadal.core.rank_messages import RankBeat, RankDone, RankForm, RankFormed, RankUp
 from hadal.core.seams import Effect, Send, Tick
@@ -23,7 +23,7 @@ SOURCE = Path(__file__).resolve().parents[3] / "src"
 def make(role: str) -> Spoken:
     units = UnitsConfig(ranks=2, max_requests=4, kv_blocks=70)
     deployment = plan(Deployment(device="cpu", prefill=units, decode=units)).deployment
-    leader = Spoken(make_leader(Run("r", 1, deployment), f"{role}-0", role, "e1"))
+    leader = Spoken(make_leader(Run("r", deployment), f"{role}-0", role, "e1"))
     assert not [e for e in leader.start(0.0) if isinstance(e, Send)], "nobody knows the unit before its ranks are there"
     return leader
 
@@ -51,7 +51,7 @@ def test_a_unit_is_up_when_its_ranks_have_formed(role: str, caplog: pytest.LogCa
     told = {e.to for e in effects if isinstance(e, Send) and isinstance(e.message, UnitUp)}
     assert told == {"front", "supervisor"}
     assert "formed in" in caplog.text
-    assert "with ranks 0, 1; 7 experts reloaded" in caplog.text
+    assert "with ranks 0, 1; 7 copies of experts were read" in caplog.text
 
 
 def test_the_unit_goes_on_without_a_rank_and_says_what_it_took(caplog: pytest.LogCaptureFixture) -> None:
@@ -61,8 +61,8 @@ def test_the_unit_goes_on_without_a_rank_and_says_what_it_took(caplog: pytest.Lo
         leader.handle(1.0, message)
     assert forms(leader.handle(1.2, UnitDown("decode-0.1", "killed by SIGKILL"))) == ["decode-0.0"]
     leader.handle(1.45, formed(0, 2, num_loaded=384))
-    assert "generation 2 formed in 0.250 s with ranks 0; 384 experts reloaded" in caplog.text
-    assert "rank 1 is lost: killed by SIGKILL" in caplog.text
+    assert "generation 2 formed in 0.250 s with ranks 0, without 1; 384 copies of experts were read" in caplog.text
+    assert "rank 1 is gone (killed by SIGKILL): the others go on without it" in caplog.text
 
 
 def test_a_silent_rank_is_to_be_killed() -> None:
@@ -73,6 +73,7 @@ def test_a_silent_rank_is_to_be_killed() -> None:
     for tenth in range(11, 31):
         now_s = tenth / 10
         effects += leader.handle(now_s, RankBeat(0, "a0", 1, tenth, False))
+        effects += leader.handle(now_s, Sighting("decode-0.1", 0.5, is_stopped=False))
         effects += leader.handle(now_s, Tick())
     killed = [(e.to, e.message.unit) for e in effects if isinstance(e, Send) and isinstance(e.message, UnitDown)]
     assert killed == [("supervisor", "decode-0.1")]

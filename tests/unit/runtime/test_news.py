@@ -2,7 +2,6 @@
 
 import logging
 import re
-import time
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hadal.core.rank_messages import RankForm, RankStep
 from hadal.roles.rank import Progress, RankRole
 from hadal.runtime.news import News, Noticing
 
-LINE = re.compile(r"at (\d+\.\d+) rank 1 of decode-0 noticed that rank (\d+) is gone: (.+)")
+LINE = re.compile(r"noticed that rank (\d+) is gone: (.+)")
 
 
 class Runner:
@@ -32,7 +31,7 @@ def form(generation: int, *epochs: str) -> FormPlan:
 @pytest.fixture
 def woken(caplog: pytest.LogCaptureFixture) -> tuple[News, list[int]]:
     caplog.set_level(logging.WARNING)
-    news, wakes = News("decode-0", 1), []
+    news, wakes = News(), []
     news.wake = lambda: wakes.append(1)
     return news, wakes
 
@@ -41,8 +40,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     found = [LINE.fullmatch(record.getMessage()) for record in caplog.records]
     lines = [line for line in found if line is not None]
     assert len(lines) == len(found)
-    assert all(abs(float(line[1]) - time.time()) < 60 for line in lines)
-    return [(int(line[2]), line[3]) for line in lines]
+    return [(int(line[1]), line[2]) for line in lines]
 
 
 def test_a_lost_peer_is_told_once_and_wakes_the_host(woken: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -50,6 +48,7 @@ def test_a_lost_peer_is_told_once_and_wakes_the_host(woken: Any, caplog: pytest.
     news.forming(form(1, "a", "b", "c"))
     news.peer_lost(2)
     news.peer_lost(2, "again")
+    news.take(Runner())  # type: ignore[arg-type]
     assert [rank for rank, _ in told(caplog)] == [2]
     assert wakes == [1]
 
@@ -88,8 +87,9 @@ def test_progress_is_the_runners_and_its_losses_are_told(woken: Any, caplog: pyt
 def test_peers_that_go_while_everything_is_stopped_are_no_news(woken: Any, caplog: pytest.LogCaptureFixture) -> None:
     news, _ = woken
     news.forming(form(1, "a", "b"))
-    news.is_stopping = lambda: True
     news.peer_lost(0)
+    news.is_stopping = lambda: True  # The signal came at the same time, and the host has seen it since.
+    news.take(Runner())  # type: ignore[arg-type]
     assert told(caplog) == []
 
 

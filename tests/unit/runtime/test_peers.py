@@ -6,13 +6,7 @@ import time
 
 import pytest
 
-from hadal.runtime.peers import fill, key_of, wait
-
-
-def test_keys_tell_runs_and_purposes_apart() -> None:
-    keys = {key_of("a", "experts 1"), key_of("b", "experts 1"), key_of("a", "kv 1"), key_of("b", "kv 1")}
-    assert len(keys) == 4
-    assert all(len(key) == 16 for key in keys)
+from hadal.runtime.peers import fill, wait
 
 
 def test_bytes_arrive_in_pieces() -> None:

@@ -17,6 +17,7 @@ from hadal.model.runner import ModelRunner
 from hadal.runtime.kv_pool import KvPool, pool_name, remove_segments
 from hadal.runtime.memory import num_moe_layers
 from hadal.runtime.news import News
+from hadal.runtime.process import Run
 from hadal.runtime.rank import ADDRESS, make_group, make_runner
 from hadal.runtime.resolve import Resolved, plan
 
@@ -58,6 +59,10 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
     return [results[index] for index in range(len(calls))]
 
 
+def run_of(deployment: Deployment) -> Run:
+    return Run(RUN, deployment, secret=bytes(32))
+
+
 def first_tokens(num_ranks: int, folder: Path, transport: str = "tcp") -> list[int]:
     """The first token of each prompt, prompt i on rank i % num_ranks; a rank without prompts joins with nothing."""
     resolved = resolved_of(num_ranks, transport)
@@ -65,7 +70,7 @@ def first_tokens(num_ranks: int, folder: Path, transport: str = "tcp") -> list[i
     shape = (units.kv_blocks, config.num_hidden_layers, 64, config.latent_dim)
     pools = [KvPool.create(pool_name(RUN, f"prefill-0.{rank}", "1"), shape) for rank in range(num_ranks)]
     groups = [
-        make_group(resolved.deployment, rank, f"e{rank}", News("prefill-0", rank), folder=folder)
+        make_group(run_of(resolved.deployment), rank, f"e{rank}", News(), folder=folder)
         for rank in range(num_ranks)
     ]
     runners: list[ModelRunner] = [
@@ -99,4 +104,4 @@ def test_ranks_put_together_draw_what_one_alone_draws(tmp_path: Path, transport:
 def test_a_transport_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     deployment = Deployment(device="cuda", transport="nccl")
     with pytest.raises(ConfigError, match="'nccl' cannot be had"):
-        make_group(deployment, 0, "e", News("decode-0", 0), folder=tmp_path)
+        make_group(run_of(deployment), 0, "e", News(), folder=tmp_path)

@@ -13,7 +13,7 @@ from hadal.runtime import kv_nixl
 from hadal.runtime.banner import Banner
 from hadal.runtime.listen import open_listener, url_of
 from hadal.runtime.process import Run, read_run, write_run
-from hadal.runtime.resolve import model_folder, num_cores, plan, resolve, why_not_run
+from hadal.runtime.resolve import deployment_file, model_folder, num_cores, plan, resolve, why_not_run
 from hadal.runtime.status import ProcessStatus, Status, read_status, write_status
 
 
@@ -34,6 +34,16 @@ def test_everything_derived_is_filled_in() -> None:
     assert resolve(deployment).deployment == deployment
 
 
+def test_a_deployment_that_ships_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = deployment_file(Path("laptop_ep"))
+    assert (shipped.name, shipped.is_file()) == ("laptop_ep.toml", True)
+    for other in (Path("mine"), Path("configs/laptop_ep"), Path("../laptop_ep"), shipped):
+        assert deployment_file(other) == other
+    Path("laptop_ep").touch()
+    assert deployment_file(Path("laptop_ep")) == Path("laptop_ep"), "one's own goes first"
+
+
 def test_the_ledger_is_found_and_its_prices_are_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert plan(Deployment()).deployment.ledger.url == "off", "as $HADAL_LEDGER says in tests"
     monkeypatch.setenv("HADAL_LEDGER", str(tmp_path / "l.sqlite"))
@@ -52,7 +62,7 @@ def test_the_ledger_is_found_and_its_prices_are_tried(monkeypatch: pytest.Monkey
 
 def test_a_password_in_the_ledgers_url_is_for_this_user_alone(tmp_path: Path) -> None:
     deployment = Deployment(ledger=LedgerConfig(url="postgresql://me:secret@host/name"))
-    write_run(tmp_path, Run("id", 1, deployment, "info"))
+    write_run(tmp_path, Run("id", deployment, "info"))
     [file] = tmp_path.iterdir()
     assert file.stat().st_mode & 0o077 == 0
     assert read_run(tmp_path).deployment == deployment
@@ -107,7 +117,7 @@ def test_nixl_that_is_asked_for_and_not_there_says_what_to_install(monkeypatch: 
 
 
 def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    run = Run("r1", 12, resolve(Deployment()).deployment, "debug")
+    run = Run("r1", resolve(Deployment()).deployment, "debug")
     write_run(tmp_path, run)
     assert read_run(tmp_path) == run
     (tmp_path / "run.json").write_text("{}")

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from hadal.core.handshake import key_of
 from hadal.core.plans import Source, Staged, StagePlan
 from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.background import NICE
 from hadal.runtime.expert_wire import ExpertWire
-from hadal.runtime.peers import key_of
 from hadal.runtime.stager import MAX_WAITING, Stager
 
 HOST = "127.0.0.1"
@@ -57,7 +57,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.store, self.woken = Store(), threading.Event()
-        wire = ExpertWire(HOST, key_of("a run", "experts"), lambda layer, expert: HELD if expert < 100 else None)
+        wire = ExpertWire(HOST, key_of(b"a run", "experts"), lambda layer, expert: HELD if expert < 100 else None)
         self.port = wire.port
         self.stager = Stager(self.store.stage, wire, self.woken.set)
 

@@ -118,13 +118,13 @@ def test_what_was_sent_last_still_leaves_when_closing(folder: Path) -> None:
     [
         [b""],
         [b"", b"", b""],
-        [b"\xff" * 40, b"\xff" * 40],
-        [msgspec.msgpack.encode(("x", 1)), b"not msgpack \xc1"],
-        [msgspec.msgpack.encode(("x", 1)), msgspec.msgpack.encode(["Drain", 1, 2, {"a": []}])[:-1]],
-        [msgspec.msgpack.encode(("x", 1)), msgspec.msgpack.encode(["NoSuchMessage"])],
-        [msgspec.msgpack.encode(("x", 1)), msgspec.msgpack.encode(["Cancel", 7, "seven"])],
-        [msgspec.msgpack.encode(("x", "soon")), msgspec.msgpack.encode(["Drain"])],
-        [msgspec.msgpack.encode(("x", 1)), b"\x91" * 100_000],
+        [b"\xff" * 40, b"\xff" * 40, b""],
+        [msgspec.msgpack.encode(("x", 1)), b"not msgpack \xc1", b""],
+        [msgspec.msgpack.encode(("x", 1)), msgspec.msgpack.encode(["Drain", 1, 2, {"a": []}])[:-1], b""],
+        [msgspec.msgpack.encode(("x", 1)), msgspec.msgpack.encode(["NoSuchMessage"]), b""],
+        [msgspec.msgpack.encode(("x", 1)), msgspec.msgpack.encode(["Cancel", 7, "seven"]), b""],
+        [msgspec.msgpack.encode(("x", "soon")), msgspec.msgpack.encode(["Drain"]), b""],
+        [msgspec.msgpack.encode(("x", 1)), b"\x91" * 100_000, b""],
     ],
 )  # fmt: skip
 def test_what_is_not_ours_is_dropped_and_counted(folder: Path, frames: list[bytes]) -> None:

@@ -117,9 +117,10 @@ def test_the_flat_figures_follow_from_each_other() -> None:
 def test_a_window_is_shown_as_it_was_seen() -> None:
     window, reading = written()["hours"][LOOKED_AT]["window"], looked().reading
     assert window["tokens_per_s_user"] == pytest.approx(1 / reading.decode.token_s)
-    assert window["prefill_use"] == pytest.approx(
-        reading.prefill.tokens / (2.0 * looked().setting.units.prefill * curves().prefill_computed_per_s)
-    )
+    could = 2.0 * looked().setting.units.prefill * curves().prefill_computed_per_s
+    came = reading.tokens_arrived * (1 - looked().hit_share)
+    assert window["prefill_use"] == pytest.approx(came / could), "what comes, as in the liquid, be it computed later"
+    assert window["prefill_computed_share"] == pytest.approx(reading.prefill.tokens / came)
     assert window["hit_percent"] == pytest.approx(100 * looked().hit_share)
     assert window["ttft_s"]["p50"] == pytest.approx(np.median(reading.ttft_s), rel=0.05)
     assert window["ttft_s"]["p50"] <= window["ttft_s"]["p90"] <= window["ttft_s"]["p99"] <= reading.ttft_s.max()

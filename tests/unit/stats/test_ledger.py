@@ -12,7 +12,7 @@ from hadal.stats.ledger import MAX_ROWS, LedgerError, Written
 from hadal.stats.prices import BUCKET_US
 from hadal.stats.tally import Tally
 
-from .facts import START_S, random_facts
+from .facts import START_S, details_of, random_facts
 
 ALWAYS = (0, 2**60)
 
@@ -48,6 +48,23 @@ def test_a_window_holds_what_completed_in_it_to_the_microsecond(connection: sa.C
     assert len(within) == 150
     assert ledger.read_tally(connection, first_us, last_us) == tally_of(within)
     assert ledger.last_completed_us(connection) == times[-1]
+
+
+@pytest.mark.parametrize("number", [1, 2, 99, 100, 101, 1000])
+def test_quantiles_and_errors_of_every_line(connection: sa.Connection, number: int) -> None:
+    facts = random_facts(number, number)
+    ledger.write_requests(connection, facts)
+    offset_s = 8 * 3600
+    for by, key in (
+        ("model", lambda fact: fact.model), ("tenant", lambda fact: fact.tenant),
+        ("hour", lambda fact: (micros(fact.completed_s) + offset_s * 10**6) // (3600 * 10**6)),
+    ):  # fmt: skip
+        assert ledger.read_details(connection, *ALWAYS, by=by, utc_offset_s=offset_s) == details_of(facts, key)
+    times = sorted(micros(fact.completed_s) for fact in facts)
+    within = [fact for fact in facts if micros(fact.completed_s) < times[-1]]
+    assert ledger.read_details(connection, 0, times[-1]).total == details_of(within, lambda fact: 0).total
+    with pytest.raises(ValueError, match="by hour, model, tenant"):
+        ledger.read_details(connection, *ALWAYS, by="day")
 
 
 def test_said_again_a_fact_counts_once(connection: sa.Connection) -> None:

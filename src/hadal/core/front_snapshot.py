@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from hadal.core.config import ROLES
 from hadal.core.messages import Load
 
 
@@ -36,6 +37,11 @@ class FrontSnapshot(msgspec.Struct, frozen=True):
     state_to_count: dict[str, int]
     unit_to_load: dict[str, Load]
     """Units that are up and have reported."""
-    role_to_units: dict[str, int]
-    """How many are up."""
+    role_to_units: dict[str, dict[str, int]]
+    """Units that are up, and how many ranks of each live."""
     totals: Totals
+
+    @property
+    def can_serve(self) -> bool:
+        """A request can be answered from end to end: each role has a unit with a rank that lives."""
+        return all(any(self.role_to_units.get(role, {}).values()) for role in ROLES)

@@ -1,0 +1,302 @@
+"""What one tenant's attacks cost another: its requests answered, median and worst time, alone and during each attack.
+
+    python -m bench.attacks [--quick] [--checkout FOLDER] [--attack NAME ...]
+
+A server of its own for each attack, with two keys without rights. One key asks for 32 tokens again and again, first
+alone and then while a process with the other attacks. `--checkout` serves another checkout, such as an earlier
+commit's, with the Python of its .venv if it has one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import itertools
+import json
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.checkpoints import ROOT
+from bench.server import Running, launched, wait_ready
+
+Address = tuple[str, int]
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+ATTACKER, OTHER = "key-of-the-attacker", "key-of-the-other"
+ANSWER_TOKENS = 32
+WAIT_S = 30.0
+"""An answer that takes longer counts as none."""
+NUM_PROMPTS, NUM_CHOICES = 64, 8
+NUM_FLOODS = 3
+NUM_DRIBBLES = 790
+NUM_UNREAD = 64
+NUM_CANCELS = 32
+CANCEL_AFTER_S = 0.1
+NUM_BIG = 4
+MIB = 1 << 20
+TCP_ESTABLISHED = 1
+"""The state of a connection that nobody has closed (Linux, tcp_states.h)."""
+
+
+# ---- the attacks: each goes on until its process is ended ----
+def head(address: Address, num_bytes: int) -> bytes:
+    """Of a POST of so many bytes with the attacker's key."""
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {address[0]}\r\nAuthorization: Bearer {ATTACKER}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {num_bytes}\r\n\r\n"
+    ).encode()
+
+
+@asynccontextmanager
+async def asked(address: Address, num_bytes: int, content: bytes) -> AsyncIterator[Connection]:
+    """A connection with a request of so many bytes, of which these are sent."""
+    reader, writer = await asyncio.open_connection(*address)
+    with closing(writer):
+        writer.write(head(address, num_bytes) + content)
+        yield reader, writer
+
+
+def body_of(fields: dict[str, Any]) -> bytes:
+    """A request of the attacker's."""
+    return json.dumps({"model": "hadal-tiny", "ignore_eos": True, **fields}).encode()
+
+
+def prompts_of(random_: random.Random) -> list[str]:
+    """As many as a request may have, each another."""
+    return [f"What is {random_.randrange(10_000)} + {random_.randrange(10_000)}?" for _ in range(NUM_PROMPTS)]
+
+
+async def flood(address: Address, number: int, **fields: Any) -> None:
+    """64 prompts with 8 choices each, and once more as soon as they are answered or refused."""
+    random_ = random.Random(number)
+    while True:
+        body = body_of({"prompt": prompts_of(random_), "n": NUM_CHOICES, "max_tokens": 256, "temperature": 1, **fields})
+        async with asked(address, len(body), body) as (reader, _):
+            is_refused = not (await reader.readline()).startswith(b"HTTP/1.1 200")
+            while not is_refused and await reader.read(65536):
+                continue
+        if is_refused:
+            await asyncio.sleep(0.5)
+
+
+async def flood_first(address: Address, number: int) -> None:
+    """The same ahead of everybody."""
+    await flood(address, number, priority=4)
+
+
+async def dribble(address: Address, number: int) -> None:
+    """A body that never ends, a byte a second, begun anew whenever it is cut off."""
+    while True:
+        async with asked(address, 1000, b"") as (_, writer):
+            while not writer.is_closing():
+                await asyncio.sleep(1.0)
+                writer.write(b" ")
+                await writer.drain()
+
+
+async def unread(address: Address, number: int) -> None:
+    """A stream with much to say of every token, of which nothing is read."""
+    loop = asyncio.get_running_loop()
+    fields = {"prompt": "Once", "n": NUM_CHOICES, "max_tokens": 1000, "stream": True, "logprobs": 5, "seed": number}
+    body = body_of(fields)
+    while True:
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.setblocking(False)
+            await loop.sock_connect(connection, address)
+            await loop.sock_sendall(connection, head(address, len(body)) + body)
+            while connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_ESTABLISHED:
+                await asyncio.sleep(0.2)
+
+
+async def cancel(address: Address, number: int) -> None:
+    """A stream of 8 choices that is left when it has hardly begun."""
+    for turn in itertools.count():
+        body = body_of({"prompt": f"Say {number} {turn}", "n": NUM_CHOICES, "max_tokens": 1000, "stream": True})
+        async with asked(address, len(body), body):
+            await asyncio.sleep(CANCEL_AFTER_S)
+
+
+async def big_ids(address: Address, number: int) -> None:
+    """Bodies of 4 MiB of token ids, one behind the other."""
+    ids = b"7," * (2 * MIB - 64)
+    body = b'{"model":"hadal-tiny","prompt":[' + ids + b"7]}"
+    while True:
+        async with asked(address, len(body), body) as (reader, _):
+            await reader.readline()
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One kind: what each of so many tasks of the attacking process does."""
+
+    name: str
+    what: str
+    task: Callable[[Address, int], Awaitable[None]]
+    num_tasks: int
+
+
+ATTACKS = {
+    attack.name: attack
+    for attack in (
+        Attack("flood_first", "1,536 generations at priority 4", flood_first, NUM_FLOODS),
+        Attack("flood", "1,536 generations", flood, NUM_FLOODS),
+        Attack("dribble", "790 bodies that never end", dribble, NUM_DRIBBLES),
+        Attack("unread", "64 streams that nobody reads", unread, NUM_UNREAD),
+        Attack("cancel", "32 loops that leave after 0.1 s", cancel, NUM_CANCELS),
+        Attack("big_ids", "4 loops of 4 MiB of token ids", big_ids, NUM_BIG),
+    )
+}
+
+
+async def attack_for_ever(address: Address, attack: Attack) -> None:
+    """The attacking process. It says when it begins."""
+    print("begun", flush=True)
+    await asyncio.gather(*(_again(attack, address, number) for number in range(attack.num_tasks)))
+
+
+async def _again(attack: Attack, address: Address, number: int) -> None:
+    while True:
+        try:
+            await attack.task(address, number)
+        except (OSError, asyncio.IncompleteReadError):
+            await asyncio.sleep(0.1)
+
+
+# ---- the other tenant ----
+@dataclass(frozen=True)
+class Seen:
+    """What became of the other tenant's requests."""
+
+    times_s: tuple[float, ...]
+    """Of those that were answered."""
+    refusals: tuple[int, ...]
+    """Statuses of the others; 0: no answer in time."""
+
+    @property
+    def answered(self) -> str:
+        """How many of how many."""
+        return f"{len(self.times_s)} of {len(self.times_s) + len(self.refusals)}"
+
+    @property
+    def median_s(self) -> float:
+        """Of the answered; infinite if none was."""
+        return statistics.median(self.times_s) if self.times_s else float("inf")
+
+    @property
+    def worst_s(self) -> float:
+        """Of all: one without an answer took as long as it was waited for."""
+        return max(self.times_s, default=0.0) if 0 not in self.refusals else WAIT_S
+
+
+def ask(address: Address, number: int) -> tuple[int, float]:
+    """One request of the other tenant: its status, 0 for none in time, and its seconds."""
+    body = json.dumps({
+        "model": "hadal-tiny", "prompt": f"Number {number}: tell me a story.", "max_tokens": ANSWER_TOKENS,
+        "ignore_eos": True, "temperature": 0,
+    })  # fmt: skip
+    started_s = time.perf_counter()
+    connection = http.client.HTTPConnection(*address, timeout=WAIT_S)
+    try:
+        headers = {"Authorization": f"Bearer {OTHER}", "Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", body, headers)
+        reply = connection.getresponse()
+        reply.read()
+        return reply.status, time.perf_counter() - started_s
+    except OSError:
+        return 0, time.perf_counter() - started_s
+    finally:
+        connection.close()
+
+
+def watch(address: Address, span_s: float, most: int, numbers: itertools.count[int]) -> Seen:
+    """Ask one request after the other."""
+    times_s, refusals = [], []
+    until_s = time.perf_counter() + span_s
+    while time.perf_counter() < until_s and len(times_s) + len(refusals) < most:
+        status, taken_s = ask(address, next(numbers))
+        if status == 200:
+            times_s.append(taken_s)
+        else:
+            refusals.append(status)
+            time.sleep(0.1)
+    return Seen(tuple(times_s), tuple(refusals))
+
+
+# ---- the table ----
+def measure(attack: Attack, checkout: Path, span_s: float, num_alone: int) -> tuple[Seen, Seen]:
+    """The other tenant alone, and during the attack."""
+    keys = {"HADAL_API_KEYS": f"{ATTACKER},{OTHER}"}
+    with launched(environment=keys, checkout=checkout) as server:
+        wait_ready(server)
+        numbers = itertools.count()
+        watch(server.address, WAIT_S, 3, numbers)  # What is slow once is not the attack's doing.
+        alone = watch(server.address, span_s, num_alone, numbers)
+        return alone, _attacked(server, attack, span_s, numbers)
+
+
+def _attacked(server: Running, attack: Attack, span_s: float, numbers: itertools.count[int]) -> Seen:
+    host, port = server.address
+    command = [sys.executable, "-m", "bench.attacks", "--as-attacker", attack.name, host, str(port)]
+    attacker = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    try:
+        assert attacker.stdout is not None
+        attacker.stdout.readline()
+        time.sleep(min(3.0, span_s / 2))  # Until it has all that it can get.
+        seen = watch(server.address, span_s, 10_000, numbers)
+        if attacker.poll() is not None:
+            raise RuntimeError(f"the attack {attack.name} ended by itself with {attacker.returncode}")
+        return seen
+    finally:
+        attacker.kill()
+        attacker.communicate(timeout=10)
+
+
+def show(rows: Sequence[tuple[Attack, Seen, Seen]]) -> None:
+    """Print the table."""
+    table = Table(title="another tenant's requests of 32 tokens, one after the other")
+    for column in ("attack", "alone p50", "worst", "attacked: answered", "p50", "worst", "p50 ratio", "refused with"):
+        table.add_column(column, justify="left" if column in ("attack", "refused with") else "right")
+    for attack, alone, seen in rows:
+        refused = ", ".join(str(status or "no answer") for status in sorted(set(seen.refusals)))
+        table.add_row(
+            attack.what, _ms(alone.median_s), _ms(alone.worst_s), seen.answered, _ms(seen.median_s), _ms(seen.worst_s),
+            f"{seen.median_s / alone.median_s:.1f}", refused,
+        )  # fmt: skip
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+def _ms(time_s: float) -> str:
+    return "-" if time_s == float("inf") else f"{time_s * 1e3:,.0f} ms"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.attacks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="seconds for each attack")
+    parser.add_argument("--checkout", type=Path, default=ROOT, help="serve this checkout")
+    parser.add_argument("--attack", action="append", choices=list(ATTACKS), help="only this one")
+    parser.add_argument("--as-attacker", nargs=3, metavar=("NAME", "HOST", "PORT"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.as_attacker is not None:
+        name, host, port = options.as_attacker
+        asyncio.run(attack_for_ever((host, int(port)), ATTACKS[name]))
+        return
+    span_s, num_alone = (6.0, 10) if options.quick else (30.0, 40)
+    chosen = [ATTACKS[name] for name in options.attack or ATTACKS]
+    show([(attack, *measure(attack, options.checkout, span_s, num_alone)) for attack in chosen])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""`python -m hadal.commands.kernels`: compile the kernels now, so that the first start need not. `make setup` calls it.
+
+It leaves with 0 where there is nothing to be done about their absence (no compiler, `HADAL_KERNELS=plain`) and with 1
+where doing the same again may help.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from hadal.kernels.build import BuildError, TimedOut, build
+from hadal.progress import Bar
+
+
+def main() -> int:
+    """Returns the exit code."""
+    if os.environ.get("HADAL_KERNELS") == "plain":
+        print("kernels: none are compiled, for HADAL_KERNELS is plain")
+        return 0
+    try:
+        with Bar("kernels") as bar:
+            library = build(lambda elapsed_s: bar.update("compiling them for this machine, once"))
+    except TimedOut as error:
+        print(
+            f"kernels: {error} This machine gives it too little of a core: try again when there is less to do. "
+            "HADAL_KERNELS=plain does without them, slower.", file=sys.stderr,
+        )  # fmt: skip
+        return 1
+    except BuildError as error:
+        print(f"kernels: {error} Hadal runs without them, slower.")
+        return 0
+    print(f"kernels: {library.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

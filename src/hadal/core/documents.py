@@ -1,0 +1,239 @@
+"""Files that somebody else wrote, read within bounds: model folders, deployments, traffics, loads.
+
+Whatever such a file holds, reading it is over soon: with its values, or with one line that names the file and the
+place in it. Values that come out have a bounded depth, integers of 64 bits, finite numbers and text that can be
+written down again; what they mean is for whoever asked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hadal.core.errors import ConfigError
+
+MIB = 1 << 20
+MAX_TOML_BYTES = MIB
+MAX_JSON_BYTES = 64 * MIB
+"""DeepSeek-V3's index has 8.9 MB, its tokenizer 7.8 MB, others' up to 35 MB."""
+MAX_CONFIG_BYTES = 4 * MIB
+"""A config.json or a chat template."""
+MAX_TABLE_BYTES = 512 * MIB
+"""A trace or a matrix of loads, gunzipped."""
+MAX_DEPTH = 64
+"""Of lists and tables in one another; a tokenizer.json has six."""
+MAX_DIGITS = 19
+"""Of an integer of 64 bits. Python itself takes seconds for a million of them, and more than 4,300 it refuses."""
+_SHOWN_CHARS = 60
+
+Kind = type[ConfigError]
+
+
+def read_bytes(
+    path: Path, what: str, limit: int = MAX_JSON_BYTES, *, error: Kind = ConfigError, hint: str = ""
+) -> bytes:
+    """The contents of a regular file of at most `limit` bytes; `what` it is, and what to do, for errors."""
+    found = None
+    try:
+        if path.is_file() or not path.exists():  # To open a pipe waits for whoever writes it.
+            with path.open("rb") as file:
+                found = file.read(limit + 1)
+    except FileNotFoundError:
+        raise error(f"{path}: no such {what} file.{hint and ' ' + hint}") from None
+    except (OSError, ValueError) as problem:  # ValueError: a name that no file system has.
+        why = getattr(problem, "strerror", None) or str(problem)
+        raise error(f"{path}: cannot be read: {why.lower()}.") from problem
+    if found is None:
+        raise error(f"{path}: not a file; a {what} file is needed.")
+    if len(found) > limit:
+        raise error(f"{path}: larger than the {limit // MIB} MiB that a {what} file may have.")
+    return found
+
+
+def read_text(path: Path, what: str, limit: int = MAX_JSON_BYTES, *, error: Kind = ConfigError, hint: str = "") -> str:
+    """The same as text, gunzipped where it is gzipped."""
+    data = gunzipped(read_bytes(path, what, limit, error=error, hint=hint), str(path), error=error)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise error(f"{path}: it is not text in UTF-8. Save it as such.") from None
+
+
+def read_json(
+    path: Path, what: str, limit: int = MAX_JSON_BYTES, *, error: Kind = ConfigError, hint: str = ""
+) -> dict[str, Any]:
+    """The object that a JSON file holds."""
+    fields = parse_json(read_text(path, what, limit, error=error, hint=hint), str(path), error=error)
+    if not isinstance(fields, dict):
+        raise error(f"{path}: must hold one JSON object.")
+    return fields
+
+
+def parse_json(text: str | bytes, where: str, *, error: Kind = ConfigError) -> Any:
+    """The value of a JSON text; `where` it stands, for errors."""
+    try:
+        value = json.loads(text, parse_int=_integer)
+    except RecursionError:
+        raise error(f"{where}: nests deeper than {MAX_DEPTH} levels.") from None
+    except ValueError as problem:
+        raise error(f"{where}: cannot be read as JSON ({problem}).") from problem
+    check_values(value, where, error=error)
+    return value
+
+
+def parse_toml(text: str, where: str, *, error: Kind = ConfigError) -> dict[str, Any]:
+    """The tables of a TOML text."""
+    _check_toml(text, where, error)
+    try:
+        tables = tomllib.loads(text)
+    except RecursionError:
+        raise error(f"{where}: nests deeper than {MAX_DEPTH} levels.") from None
+    except ValueError as problem:
+        raise error(f"{where}: not a TOML file ({problem}).") from problem
+    check_values(tables, where, error=error)
+    return tables
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is such a folder; False, too, for a name that no file system has."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def is_file(path: Path) -> bool:
+    """The same of a regular file."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def gunzipped(data: bytes, where: str, limit: int = MAX_TABLE_BYTES, *, error: Kind = ConfigError) -> bytes:
+    """The data, unpacked where it is gzipped: a few bytes may stand for as many as `limit`, and for no more."""
+    if data[:2] != b"\x1f\x8b":
+        return data
+    pieces, size = [], 0
+    try:
+        while data[:2] == b"\x1f\x8b":  # A file may be several, one behind the other.
+            unzip = zlib.decompressobj(zlib.MAX_WBITS | 16)
+            piece = unzip.decompress(data, limit + 1 - size)
+            size += len(piece)
+            pieces.append(piece)
+            if size > limit:
+                raise error(f"{where}: unpacks to more than {limit // MIB} MiB.")
+            if not unzip.eof:
+                raise EOFError
+            data = unzip.unused_data
+    except (EOFError, zlib.error) as problem:
+        raise error(f"{where}: its gzip data is damaged or cut off. Copy it again.") from problem
+    return b"".join(pieces)
+
+
+def check_values(value: Any, where: str, *, error: Kind = ConfigError) -> None:
+    """Raise `error`, naming the place, for what nobody can mean: see the module's text."""
+    if (problem := problem_of(value)) is not None:
+        raise error(f"{where}: the value {problem}.")
+    level: list[tuple[Any, tuple[Any, ...]]] = [(value, ())]
+    for _ in range(MAX_DEPTH):
+        below = []
+        for holder, path in level:
+            for name, one in _items(holder):
+                if (problem := problem_of(name) or problem_of(one)) is not None:
+                    raise error(f"{where}: {place((*path, name))} {problem}.")
+                if one and isinstance(one, dict | list):
+                    below.append((one, (*path, name)))
+        if not below:
+            return
+        level = below
+    raise error(f"{where}: {place(level[0][1])} nests deeper than {MAX_DEPTH} levels.")
+
+
+def place(path: tuple[Any, ...]) -> str:
+    """`("a", "b", 3)` as a.b[3], cut short where it is long."""
+    text = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in path).removeprefix(".")
+    return cut(ascii(text)[1:-1] if problem_of(text) else text)
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, cut short where it is long: for one line of an error."""
+    return cut(repr(value))
+
+
+def cut(text: str, most: int = _SHOWN_CHARS) -> str:
+    """A text of at most so many characters, on one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
+
+
+class _Digits:
+    """Stands for an integer with too many digits until `check_values` finds it, and with it its place."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _integer(text: str) -> int | _Digits:
+    digits = len(text.lstrip("-"))
+    return int(text) if digits <= MAX_DIGITS else _Digits(digits)
+
+
+def problem_of(value: Any) -> str | None:
+    """What is wrong with a value by itself, whatever it was meant to be; None: nothing."""
+    if isinstance(value, str):
+        try:
+            if not value.isascii():
+                value.encode()
+        except UnicodeEncodeError:
+            return "holds half of a UTF-16 pair, which is no text"
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            return f"is {value}; a finite number is needed"
+    elif isinstance(value, _Digits):
+        return f"is a number of {value.number:,} digits; {MAX_DIGITS} are enough for all that is counted here"
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "is a number beyond 64 bits"
+    return None
+
+
+def _items(holder: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(holder, dict):
+        yield from holder.items()
+    elif isinstance(holder, list):
+        yield from enumerate(holder)
+
+
+# Comments and strings, so that what is left of a TOML text is its keys and its numbers.
+# One that does not end ends with its line, or with the text, so that no stretch is looked at twice.
+_QUOTED = re.compile(
+    r"""#[^\n]*+|\"\"\"(?:\\.|.)*?(?:\"\"\"|\Z)|\'\'\'.*?(?:\'\'\'|\Z)"""
+    r"""|"(?:\\[^\n]|[^"\\\n])*+"?|'[^'\n]*+'?""", re.DOTALL
+)  # fmt: skip
+_DOTTED = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}")
+_LONG_NUMBER = re.compile(r"\d[\d_]{400}")
+
+
+def _check_toml(text: str, where: str, error: Kind) -> None:
+    """What tomllib takes hours for: a key of a hundred thousand parts; and numbers that it cannot place."""
+    plain = _QUOTED.sub(lambda found: _blank(found[0]), text)
+    checks: tuple[tuple[re.Pattern[str], Callable[[str], str]], ...] = (
+        (_DOTTED, lambda key: f"a key nests deeper than {MAX_DEPTH} levels"),
+        (_LONG_NUMBER, lambda key: f"{key} has a number of hundreds of digits"),
+    )
+    for pattern, what in checks:
+        if (found := pattern.search(plain)) is not None:
+            line = plain.count("\n", 0, found.start())
+            key = cut(plain[: found.end()].split("\n")[line].partition("=")[0].strip() or "it")
+            raise error(f"{where}: line {line + 1}: {what(key)}.")
+
+
+def _blank(token: str) -> str:
+    """A string or a comment, gone but for its lines and for being one word."""
+    return "\n" * token.count("\n") + ("" if token[0] == "#" else "''")

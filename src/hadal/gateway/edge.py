@@ -1,0 +1,158 @@
+"""What holds for every request, whatever it asks for: its id, who may ask from where, and its line in the access log.
+
+A page in a browser can make its own name point at this machine and then read a server that asks for no key (DNS
+rebinding). So a server without keys on a loopback address answers only to the names of this machine, and only to pages
+of this machine or those that its deployment names. Knows ASGI, nothing of routes.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import urllib.parse
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hadal.core.balance import OFF
+from hadal.core.config import GatewayConfig
+from hadal.core.handshake import is_near
+from hadal.gateway.errors import ApiError
+from hadal.runtime.logs import REQUEST_ID, fields
+
+access = logging.getLogger("hadal.access")
+
+SEEN = "hadal.seen"
+"""Key of a scope under which its Seen lies."""
+METHODS = "GET, POST, OPTIONS"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$&'*+.^_`|~, -]{1,1024}")
+_POLLED = ("/health", "/metrics")
+"""Asked for every few seconds by machines: a line for those only if something is wrong, or in the debug log."""
+
+
+@dataclass
+class Seen:
+    """What becomes known of a request while it is worked on, for its line in the access log."""
+
+    request_id: str
+    status: int = 0
+    num_tokens: int = 0
+    tenant: str = "-"
+    reply_id: str = ""
+    """The `id` in the answer's body."""
+
+
+class Edge:
+    """The outermost layer of the application."""
+
+    def __init__(
+        self, app: ASGIApp, settings: GatewayConfig, host: str, *, has_keys: bool, now: Callable[[], float]
+    ) -> None:
+        """`host`: the address that is listened at; "" leaves names and origins unchecked."""
+        self._app = app
+        self._settings = settings
+        self._bound = host
+        self._now = now
+        self._guards = bool(host) and not has_keys and is_loopback(host)
+        self._hosts = frozenset(name.lower() for name in (host, *settings.allowed_hosts))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        asked = headers.get("x-request-id", "")
+        seen = Seen(asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex)
+        scope[SEEN] = seen
+        told = REQUEST_ID.set(seen.request_id)
+        start_s = self._now()
+        origin = headers.get("origin")
+        allows = origin is not None and self._allows(origin)
+        extra = [(b"x-request-id", seen.request_id.encode())]
+        if origin is not None and allows:
+            extra += [
+                (b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"),
+                (b"access-control-expose-headers", b"X-Request-Id, Retry-After"),
+            ]  # fmt: skip
+
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                seen.status = seen.status or message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), *extra]}
+            await send(message)
+
+        try:
+            answer = self._answer(scope["method"], headers, origin, allows)
+            await (self._app if answer is None else answer)(scope, receive, send_marked)
+        finally:
+            self._log(scope, seen, (self._now() - start_s) * 1000)
+            REQUEST_ID.reset(told)
+
+    def _answer(self, method: str, headers: Headers, origin: str | None, allows: bool) -> Response | None:
+        """A refusal, or what browsers ask before they ask; None: the request goes on."""
+        host = headers.get("host", "")
+        if self._guards and not self._knows(host):
+            return _refusal(421, (
+                f"This server has no API keys and answers only to names of this machine; {host[:100]!r} is none. Name "
+                "it in gateway.allowed_hosts, or set API keys."
+            ), "unknown_host")  # fmt: skip
+        if origin is not None and not allows and (self._guards or method == "OPTIONS") and not _same(origin, host):
+            return _refusal(
+                403, f"Pages of {origin[:100]!r} may not ask this server; name it in gateway.cors_origins.",
+                "origin_not_allowed",
+            )  # fmt: skip
+        if method != "OPTIONS" or not headers.get("access-control-request-method"):
+            return None
+        wanted = headers.get("access-control-request-headers", "")
+        names = wanted if _HEADER_NAMES.fullmatch(wanted) else "Authorization, Content-Type, X-Request-Id"
+        return Response(status_code=204, headers={
+            "Access-Control-Allow-Methods": METHODS, "Access-Control-Allow-Headers": names,
+            "Access-Control-Max-Age": "600",
+        })  # fmt: skip
+
+    def _allows(self, origin: str) -> bool:
+        """Whether a browser may show this server's answers to a page of `origin`."""
+        if {"*", origin} & {*self._settings.cors_origins}:
+            return True
+        return self._guards and is_loopback(urllib.parse.urlsplit(origin).hostname or "")
+
+    def _knows(self, host: str) -> bool:
+        name = host_name(host)
+        return is_loopback(name) or name in self._hosts
+
+    def _log(self, scope: Scope, seen: Seen, taken_ms: float) -> None:
+        level = logging.DEBUG if scope["path"] in _POLLED and seen.status == 200 else logging.INFO
+        if self._settings.access_log == OFF or not access.isEnabledFor(level):
+            return
+        path = "".join(char if "!" <= char <= "~" else "?" for char in scope["path"][:200])
+        known = {
+            "method": scope["method"][:16], "path": path, "status": seen.status or 500, "ms": round(taken_ms, 1),
+            "tokens": seen.num_tokens, "tenant": seen.tenant,
+        }  # fmt: skip
+        text = "%(method)s %(path)s %(status)d %(ms).1f ms %(tokens)d tokens, tenant %(tenant)s"
+        access.log(level, text, known, extra=fields(**known, reply_id=seen.reply_id))
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without its port: "[::1]:8000" is "::1"."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or address can only mean this machine: no other's DNS has a say in it."""
+    return is_near(name) or name.endswith(".localhost")
+
+
+def _same(origin: str, host: str) -> bool:
+    return urllib.parse.urlsplit(origin).netloc.lower() == host.lower()
+
+
+def _refusal(status: int, message: str, code: str) -> Response:
+    return Response(ApiError(status, message, code=code).body, status, media_type="application/json")

@@ -1,0 +1,255 @@
+"""The front, seen from a gateway whose process does not hold it: generations go there and tokens come back on the wire.
+
+    Open -------------------> Delivered, Delivered ... its last one final
+    Open -> (the front dies) -> a FrontBeat with another epoch: Open again, with what was delivered -> Delivered ...
+
+So the end of the front costs a stream of this gateway time and nothing else. Every open generation is in one table,
+with all its tokens; a front that is silent is waited for as long as the request has time. All methods are called from
+the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import msgspec
+
+from hadal.core.config import GATEWAY_BEAT_S, ROLES
+from hadal.core.front_snapshot import FrontSnapshot, Totals
+from hadal.core.gateway_messages import Answer, Ask, Delivered, FrontBeat, GatewayBeat, Leave, Open
+from hadal.core.messages import FRONT, SUPERVISOR, Deliver, Drain, Generation, UnitDown
+from hadal.gateway.errors import overloaded
+from hadal.gateway.host import FrontWire
+from hadal.gateway.mailbox import Mailbox
+from hadal.gateway.pages import Pages
+from hadal.gateway.trace import MAX_WAIT_S
+from hadal.runtime.logs import REQUEST_ID
+
+log = logging.getLogger("hadal.gateway")
+
+_SILENT_S = 8 * GATEWAY_BEAT_S
+"""A front that said nothing for so long is taken not to be there: what it said before holds no more."""
+_CLOSING_S = 2.0
+"""How long the front may take to say where a generation was worked on that nobody waits for any more."""
+_PAGE_S = MAX_WAIT_S + 10.0
+"""How long a page is waited for: the slowest, /trace, waits for a unit's steps. A front that dies is noticed sooner."""
+_NO_FRONT = FrontSnapshot(False, {}, {}, {role: {} for role in ROLES}, Totals())
+
+
+@dataclass
+class _Sent:
+    """A generation that the front has, or will have when there is one."""
+
+    mailbox: Mailbox
+    generation: Generation
+    output: list[int] = field(default_factory=list)
+    """Its tokens so far."""
+    is_resumed: bool = False
+    """Given to another front with a part of its output: what a cache has of its prompt was told before."""
+
+    def again(self) -> Generation:
+        """Return the generation as another attempt, which begins where this one is."""
+        self.is_resumed = bool(self.output)
+        self.generation = msgspec.structs.replace(
+            self.generation, output=tuple(self.output), attempt=self.generation.attempt + 1
+        )
+        return self.generation
+
+
+class FarHost:
+    """Generations of a gateway without the front. It has the methods of gateway/host.Host, where the front is."""
+
+    def __init__(self, name: str, wire: FrontWire, now: Callable[[], float]) -> None:
+        """`name`: this gateway's, on the wire and at the supervisor."""
+        self.pages = Pages(name, wire.send)
+        self._name = name
+        self._wire = wire
+        self._now = now
+        self._epoch = ""
+        self._snapshot = _NO_FRONT
+        self._gateways: tuple[str, ...] = ()
+        self._heard_s = 0.0
+        self._sent: dict[str, _Sent] = {}
+        self._leaving: dict[str, Mailbox] = {}
+        """Generations that nobody waits for, until the front has closed them."""
+        self._then: dict[Mailbox, Callable[[], None]] = {}
+        self._draining = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def draining(self) -> bool:
+        """Nothing new is taken."""
+        return self._draining.is_set()
+
+    @property
+    def gateways(self) -> tuple[str, ...]:
+        """Those that were there a moment ago; while the front is silent, this one is all that is known of."""
+        return self._gateways if self._is_heard() else (self._name,)
+
+    @property
+    def num_open(self) -> int:
+        """Generations that have not ended."""
+        return len(self._sent) + len(self._leaving)
+
+    def snapshot(self) -> FrontSnapshot:
+        """The front as it was a moment ago; one that is silent has no units."""
+        return self._snapshot if self._is_heard() else _NO_FRONT
+
+    def _is_heard(self) -> bool:
+        return self._now() - self._heard_s < _SILENT_S
+
+    async def run(self) -> None:
+        """Serve messages until cancelled."""
+        while True:
+            for message in await self._wire.receive_async():
+                match message:
+                    case Delivered(delivers):
+                        self._delivered(delivers)
+                    case FrontBeat():
+                        self._front_spoke(message)
+                    case Ask() | Answer():
+                        self.pages.take(message)
+                    case Drain():
+                        self._draining.set()
+                    case _:
+                        log.warning("%s is not for a gateway without the front", type(message).__name__)
+
+    def check_room(self, tenant: str, num_wanted: int, num_tokens: int = 0) -> None:
+        """Nothing is refused here: the front lets generations in or not when they are opened."""
+
+    def open(self, generations: Iterable[Generation]) -> Mailbox:
+        """Submit the choices of one request; their deliveries come to the mailbox that is returned."""
+        generations = list(generations)
+        mailbox = Mailbox(asyncio.get_running_loop(), REQUEST_ID.get(), len(generations), self.close)
+        sent = []
+        for index, generation in enumerate(generations):
+            mailbox.open_ids[generation.request_id] = index
+            if generation.max_tokens:
+                self._sent[generation.request_id] = _Sent(mailbox, generation)
+                sent.append(generation)
+            else:
+                mailbox.put(Deliver(generation.request_id, (), final=True))
+        if sent:
+            self._idle.clear()
+            self._wire.send(FRONT, Open(self._name, tuple(sent), mailbox.log_id))
+        return mailbox
+
+    def cancel(self, mailbox: Mailbox, request_id: str) -> None:
+        """Stop one generation, wherever it is. Its deliveries are dropped from now on."""
+        self._leave(mailbox, [request_id])
+
+    def close(self, mailbox: Mailbox, then: Callable[[], None]) -> None:
+        """The request ended, one way or another: stop what still runs of it. `then` is called when the front has said
+        where all of it was worked on, or does not."""
+        self._leave(mailbox, list(mailbox.open_ids))
+        if any(left is mailbox for left in self._leaving.values()):
+            self._then[mailbox] = then
+        else:
+            then()
+
+    def drain(self) -> None:
+        """Take nothing new; what runs goes on."""
+        self._draining.set()
+
+    def beat(self, pid: int) -> None:
+        """Tell the supervisor, and the gateway with the front, that this process works."""
+        for whom in (SUPERVISOR, FRONT):
+            self._wire.send(whom, GatewayBeat(self._name, pid))
+
+    def end(self) -> None:
+        """The process ends: the gateway with the front need not wait for it, nor it for what the front would say."""
+        for request_id in list(self._leaving):
+            self._left(request_id)
+        self._wire.send(FRONT, UnitDown(self._name, "it has ended"))
+
+    async def page(self, path: str, query: Mapping[str, str]) -> tuple[int, bytes]:
+        """A page of the gateway with the front. Raises ApiError 503 while there is none."""
+        answer = await self.pages.ask(FRONT, path, query, _PAGE_S)
+        if answer is None:
+            raise overloaded(503, "The front is being restarted; try again.", 1.0, "no_front")
+        return answer.status, answer.body
+
+    async def wait_draining(self) -> None:
+        """Wait until a drain is asked for; the caller bounds it by the life of the process."""
+        await self._draining.wait()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no generation is open. False after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _front_spoke(self, beat: FrontBeat) -> None:
+        self._heard_s = self._now()
+        self._snapshot, self._gateways = beat.snapshot, beat.gateways
+        if beat.epoch == self._epoch:
+            return
+        is_first, self._epoch = not self._epoch, beat.epoch
+        if not is_first:
+            log.warning("the gateway with the front was started again, and %d generations go on there", len(self._sent))
+        self.pages.give_up()
+        for request_id in list(self._leaving):  # Nobody remembers them.
+            self._left(request_id)
+        # Also what was sent before the first front was heard: it may not have been there yet. One that has a generation
+        # already does not begin it twice.
+        for _, group in groupby(list(self._sent.values()), key=lambda sent: id(sent.mailbox)):
+            choices = list(group)
+            again = tuple(sent.generation if is_first else sent.again() for sent in choices)
+            self._wire.send(FRONT, Open(self._name, again, choices[0].mailbox.log_id))
+
+    def _delivered(self, delivers: Iterable[Deliver]) -> None:
+        unknown = []
+        for deliver in delivers:
+            request_id, mailbox = deliver.request_id, self._leaving.get(deliver.request_id)
+            if (sent := self._sent.get(request_id)) is not None:
+                self._pass_on(sent, deliver)
+            elif mailbox is not None and deliver.final:
+                mailbox.put(deliver)  # It says where the generation was worked on.
+                self._left(request_id)
+            elif mailbox is None and not deliver.final:
+                unknown.append(request_id)  # A generation of this gateway's predecessor, or one given up.
+        if unknown:
+            self._wire.send(FRONT, Leave(self._name, tuple(unknown)))
+
+    def _pass_on(self, sent: _Sent, deliver: Deliver) -> None:
+        if [token.index for token in deliver.tokens] != [len(sent.output) + i for i in range(len(deliver.tokens))]:
+            log.error("tokens of %s were lost on their way from the front", deliver.request_id)
+            self._wire.send(FRONT, Leave(self._name, (deliver.request_id,)))
+            deliver = Deliver(deliver.request_id, (), True, "tokens were lost between processes")
+        sent.output += [token.token for token in deliver.tokens]
+        if sent.is_resumed:
+            deliver = msgspec.structs.replace(deliver, num_cached=0)
+        if deliver.final:
+            self._forget(deliver.request_id)
+        sent.mailbox.put(deliver)
+
+    def _leave(self, mailbox: Mailbox, request_ids: Iterable[str]) -> None:
+        left = [rid for rid in request_ids if mailbox.open_ids.pop(rid, None) is not None and rid in self._sent]
+        for request_id in left:
+            self._leaving[request_id] = mailbox
+            del self._sent[request_id]
+            asyncio.get_running_loop().call_later(_CLOSING_S, self._left, request_id)
+        if left:
+            self._wire.send(FRONT, Leave(self._name, tuple(left)))
+
+    def _left(self, request_id: str) -> None:
+        """The front has closed a generation, or will not."""
+        mailbox = self._leaving.pop(request_id, None)
+        if mailbox is None:
+            return
+        if mailbox in self._then and not any(left is mailbox for left in self._leaving.values()):
+            self._then.pop(mailbox)()
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._sent.pop(request_id, None)
+        if not self.num_open:
+            self._idle.set()

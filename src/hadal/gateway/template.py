@@ -1,0 +1,256 @@
+"""A chat template at work in a process of its own, where it can neither hang the server nor eat its memory.
+
+A template is a program that comes with a model. Jinja's sandbox keeps it from files and from Python's insides, but not
+from endless loops, nor from texts that double until memory is gone, and Jinja folds constants while it parses. So the
+process parses and renders under limits that the kernel keeps: processor time for each call, and address space.
+
+    server    ["parse", text] ──►  process     {"ok": ...} or {"error": why}; after a limit the socket closes instead,
+              ["render", ...] ──►              and the next call has a new process
+
+Knows no tokens and no HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import msgspec
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hadal.core.errors import CheckpointError, RequestError
+from hadal.gateway.errors import overloaded
+
+log = logging.getLogger("hadal.gateway")
+
+CPU_S = 2.0
+"""Processor time that one call may take. A chat of 4 MiB is rendered in hundredths of that."""
+MEMORY_BYTES = 1 << 29
+"""Address space of the process. It has a tenth of this before any template; a chat of 4 MiB takes another tenth."""
+PATIENCE_S = 3.0
+"""How long an answer is waited for before another process is asked: this one may have been stopped."""
+DEADLINE_S = 30.0
+"""How long that one's is waited for: on a busy host it may get little of a processor."""
+_START_S = 60.0
+"""How long the first answer is waited for, which comes after the process's imports."""
+_ENDING_S = 1.0
+"""How long a process whose socket has closed may take to be gone."""
+_HEAD = struct.Struct("<I")
+_RUN = """
+import sys
+sys.path[:] = sys.argv[4:]
+from hadal.gateway.template import main
+main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
+"""
+"""Isolated from what PYTHON variables and their folders would load into it: its memory is counted."""
+
+
+class TemplateProcess:
+    """One template and the process that renders it, started again whenever a limit ended it. Any thread may call.
+
+    The process also ends with whoever made it.
+    """
+
+    def __init__(
+        self, template: str, source: str, *, cpu_s: float = CPU_S, memory_bytes: int = MEMORY_BYTES,
+        patience_s: float = PATIENCE_S, deadline_s: float = DEADLINE_S,
+    ) -> None:  # fmt: skip
+        """Raises CheckpointError for a template that does not parse; `source` names its file."""
+        self._template = template
+        self._limits = (str(cpu_s), str(memory_bytes))
+        self._patience_s = patience_s
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[[socket.socket, subprocess.Popen[bytes]], TemplateProcess] | None = None
+        try:
+            with self._lock:
+                self._start()
+        except (_RefusedError, _LostError) as error:
+            raise CheckpointError(f"{source}: the chat template does not parse ({error}).") from None
+
+    def render(self, messages: Sequence[Mapping[str, str]], values: Mapping[str, Any], max_chars: int) -> str:
+        """Raises RequestError for what the template refuses, and for what exceeds a limit or `max_chars`; ApiError 503
+        if two processes in a row are gone or silent."""
+        call = ["render", messages, values, max_chars]
+        with self._lock:
+            try:
+                try:
+                    return self._rendered(call, self._patience_s)
+                except _LostError as error:
+                    log.warning("the chat template's process is replaced: %s", error)
+                    return self._rendered(call, self._deadline_s)
+            except _LostError as error:
+                log.warning("the chat template's process is given up: %s", error)
+                raise overloaded(503, "The chat template's process does not answer; try again.", 1.0) from None
+            except _RefusedError as error:
+                raise RequestError(f"The chat template cannot render these messages: {error}.", "messages") from None
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._stop()
+
+    def _rendered(self, call: Any, deadline_s: float) -> str:
+        if self._socket is None:
+            self._start()
+        return self._ask(call, deadline_s)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # What it may know of its surroundings is how to find Python's files; keys and addresses are not its own.
+            environment = {name: value for name, value in os.environ.items() if not name.startswith("HADAL_")}
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _RUN, str(theirs.fileno()), *self._limits, *sys.path],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+        self._socket = ours
+        self._end = weakref.finalize(self, _end, ours, self._process)
+        try:
+            self._ask(["parse", self._template], _START_S)
+        except (_RefusedError, _LostError):
+            self._stop()
+            raise
+
+    def _stop(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._socket = self._end = None
+
+    def _ask(self, call: Any, deadline_s: float) -> str:
+        assert self._socket is not None
+        try:
+            packed = msgspec.msgpack.encode(call)
+        except OverflowError:
+            raise _RefusedError("a number among chat_template_kwargs has more than 64 bits") from None
+        self._socket.settimeout(deadline_s)
+        try:
+            _send(self._socket, packed)
+            reply = _receive(self._socket)
+        except TimeoutError:
+            self._stop()
+            raise _LostError(f"it did not answer in {deadline_s:g} s") from None
+        except OSError:
+            reply = None
+        if reply is None:
+            raise self._ended()
+        if "error" in reply:
+            raise _RefusedError(reply["error"])
+        return str(reply["ok"])
+
+    def _ended(self) -> Exception:
+        """What is to be said of a process that ended by itself."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDING_S)
+        code = self._process.returncode
+        self._stop()
+        if code == -signal.SIGPROF:
+            return _RefusedError(f"it takes more than {self._limits[0]} s of processor time")
+        return _LostError(f"it ended ({code})")
+
+
+class _RefusedError(Exception):
+    """What the template's process says of a call, or what the call cost it."""
+
+
+class _LostError(Exception):
+    """The process is gone or silent, which is nobody's fault who called."""
+
+
+def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """Closing the socket ends one that waits; one that computes or is stopped is killed."""
+    connection.close()
+    process.kill()
+    process.wait()
+
+
+def _send(connection: socket.socket, packed: bytes) -> None:
+    connection.sendall(_HEAD.pack(len(packed)) + packed)
+
+
+def _receive(connection: socket.socket) -> Any:
+    """None when the other end is gone."""
+    head = _exactly(connection, _HEAD.size)
+    body = _exactly(connection, _HEAD.unpack(head)[0]) if head else b""
+    return msgspec.msgpack.decode(body) if body else None
+
+
+def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes; none when the other end is gone."""
+    received = bytearray()
+    while len(received) < num_bytes:
+        piece = connection.recv(min(num_bytes - len(received), 1 << 20))
+        if not piece:
+            return b""
+        received += piece
+    return bytes(received)
+
+
+# ---- in the process ----
+def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
+    """Answer calls until the server closes its end."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    template: jinja2.Template | None = None
+    with socket.socket(fileno=fd) as connection:
+        while call := _receive(connection):
+            # The signal's default ends the process in the middle of whatever it does, a single huge operation included.
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            try:
+                if call[0] == "parse":
+                    template, reply = _parsed(call[1]), {"ok": ""}
+                else:
+                    assert template is not None
+                    reply = {"ok": _rendered(template, *call[1:])}
+            except RecursionError:
+                reply = {"error": "it nests too deeply"}
+            except MemoryError:
+                reply = {"error": f"it takes more than {memory_bytes >> 20} MiB of memory"}
+            except (
+                jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, SyntaxError,
+            ) as error:  # fmt: skip
+                reply = {"error": str(error)[:1000]}
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            with contextlib.suppress(BrokenPipeError):
+                _send(connection, msgspec.msgpack.encode(reply))
+
+
+def _parsed(text: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], autoescape=False,
+    )  # fmt: skip
+    environment.globals["raise_exception"] = _raise_exception
+    return environment.from_string(text)
+
+
+def _rendered(
+    template: jinja2.Template, messages: list[dict[str, str]], values: dict[str, Any], max_chars: int
+) -> str:
+    pieces: list[str] = []
+    num_chars = 0
+    for piece in template.generate(**values, messages=messages):
+        pieces.append(piece)
+        num_chars += len(piece)
+        if num_chars > max_chars:
+            raise ValueError("it makes too long a prompt of them")
+    return "".join(pieces)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

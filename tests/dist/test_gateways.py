@@ -1,0 +1,94 @@
+"""`hadal serve --gateways 2`: two processes on one port. Each may die, hang or be asked to end while answers stream."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import httpx
+import pytest
+
+from tests.dist.serving import Server, StartServer, wait_until
+from tests.dist.test_supervision import complete, stream
+
+NUM_TOKENS = 1500
+FRONT, OTHER = "gateway", "gateway-1"
+
+
+class Asking:
+    """A stream that one of the gateways serves, read in a thread. The other one is stopped while it connects, for less
+    time than is noticed."""
+
+    def __init__(self, server: Server, gateway: str) -> None:
+        self.text = ""
+        self.is_broken = False
+        self._server = server
+        self._client = httpx.Client(limits=httpx.Limits(max_connections=1))
+        stopped = server.kill(OTHER if gateway == FRONT else FRONT, signal.SIGSTOP)
+        try:
+            # The connection is kept, and with it who accepted it.
+            self._model = self._client.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        wait_until(lambda: len(self.text) > 20, 60.0, "it streams")
+
+    def _read(self) -> None:
+        try:
+            for piece in stream(self._server, NUM_TOKENS, self._model, self._client):
+                self.text += piece
+        except httpx.TransportError:
+            self.is_broken = True
+
+    def end(self) -> str:
+        """Wait for it to end by itself; returns its text."""
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+        self._client.close()
+        return self.text
+
+
+def blocks_used(server: Server) -> int:
+    """By the audit of every ledger, which must add up."""
+    reply = httpx.get(f"{server.url}/audit", timeout=30)
+    assert reply.status_code == 200, reply.text
+    return sum(unit["num_blocks_used"] for unit in reply.json()["units"].values())
+
+
+@pytest.mark.timeout(600)
+def test_the_end_of_one_gateway_costs_its_own_streams_alone(start_server: StartServer) -> None:
+    """The front goes with the first, and the other's streams go on under the next one, where they stopped."""
+    server = start_server("--gateways", "2")
+    undisturbed = complete(server, NUM_TOKENS)
+    for victim, number in (
+        (FRONT, signal.SIGKILL), (OTHER, signal.SIGKILL), (FRONT, signal.SIGSTOP), (OTHER, signal.SIGSTOP),
+    ):  # fmt: skip
+        asking = {gateway: Asking(server, gateway) for gateway in (FRONT, OTHER)}
+        old_pid = server.kill(victim, number)
+        wait_until(lambda name=victim, gone=old_pid: server.pids()[name] != gone, 3.0, "its end was noticed")
+        # Nobody is refused meanwhile.
+        begun = complete(server, 8)
+        assert begun
+        assert undisturbed.startswith(begun)
+        spared = OTHER if victim == FRONT else FRONT
+        assert asking[spared].end() == undisturbed, f"{number.name} of {victim}"
+        assert not asking[spared].is_broken
+        asking[victim].end()
+        assert asking[victim].is_broken
+        assert undisturbed.startswith(asking[victim].text)
+        server.wait_restarted(victim, old_pid)
+        wait_until(lambda: blocks_used(server) == 0, 10.0, "all blocks are free")
+    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    assert {name for name in (FRONT, OTHER) if f'gateway="{name}"' in text} == {FRONT, OTHER}
+
+
+def test_a_drain_waits_for_the_streams_of_both(start_server: StartServer) -> None:
+    server = start_server("--gateways", "2")
+    undisturbed = complete(server, NUM_TOKENS)
+    asking = [Asking(server, gateway) for gateway in (FRONT, OTHER)]
+    server.process.terminate()
+    assert [one.end() for one in asking] == [undisturbed] * 2
+    assert server.process.wait(30) == 0
+    assert "did not end within" not in server.log()

@@ -1,0 +1,117 @@
+"""`kill -9` of a leader whose ranks live: the next one takes them over while answers stream.
+
+The ranks are the same processes before and after, requests in decode keep their KV, and the texts are what they would
+have been. `HADAL_FULL=1`: 30 rounds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import threading
+import time
+from random import Random
+
+import httpx
+import pytest
+
+from tests.dist.conftest import StartServer
+from tests.dist.serving import START_TIMEOUT_S, Server, wait_until
+from tests.dist.test_rank_processes import RANKED, complete, metric
+from tests.dist.test_supervision import stream
+from tests.fresh import fresh
+
+NUM_ROUNDS = 30 if os.environ.get("HADAL_FULL") == "1" else 4
+BACK_S = 3.0
+BUSY_S = 2.0
+"""More where other tests run beside this one."""
+NUM_TOKENS = 400
+
+
+class Streams:
+    """Answers that stream in threads of their own, and when each piece came."""
+
+    def __init__(self, server: Server, number: int) -> None:
+        self.texts = [""] * number
+        self.num_pieces = [0] * number
+        self.came_s: list[float] = []
+        self._server, self._model = server, server.model
+        self._threads = [threading.Thread(target=self._read, args=(index,)) for index in range(number)]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, index: int) -> None:
+        for piece in stream(self._server, NUM_TOKENS, self._model):
+            self.texts[index] += piece
+            self.num_pieces[index] += 1
+            self.came_s.append(time.monotonic())
+
+    def join(self) -> list[str]:
+        for thread in self._threads:
+            thread.join(120)
+        return self.texts
+
+    def still_for_s(self, since_s: float) -> float:
+        """How long nothing came after this moment."""
+        return min((came_s for came_s in self.came_s if came_s > since_s + 0.1), default=since_s) - since_s
+
+
+def ranks_of(server: Server, unit: str) -> dict[str, int]:
+    return {name: pid for name, pid in server.pids().items() if name.startswith(f"{unit}.")}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_leaders_ranks_are_taken_over_with_their_kv_while_answers_stream(
+    start_server: StartServer, number: signal.Signals
+) -> None:
+    server, random = start_server(**RANKED), Random(fresh().randrange(2**40))
+    undisturbed = Streams(server, 1).join()[0]
+    ranks, back_s, num_lost = ranks_of(server, "decode-0"), [], 0.0
+    for _ in range(NUM_ROUNDS if number == signal.SIGKILL else 1):
+        streams = Streams(server, 3)
+        wait_until(lambda streams=streams: min(streams.num_pieces) > 2, 30.0, "all answers are in decode")
+        time.sleep(random.uniform(0.0, 0.2))
+        retries = _retries(server)
+        killed_s = time.monotonic()
+        old_pid = server.kill("decode-0", number)
+        assert streams.join() == [undisturbed] * 3
+        back_s.append(streams.still_for_s(killed_s))
+        server.wait_restarted("decode-0", old_pid)
+        num_lost += _retries(server) - retries
+    print(f"{number.name}: still for {statistics.median(back_s):.2f} s, at worst {max(back_s):.2f} s")
+    assert num_lost <= len(back_s) // 4, "KV was lost that did not travel from rank to rank"
+    assert ranks_of(server, "decode-0") == ranks
+    assert httpx.get(f"{server.url}/audit", timeout=30).status_code == 200
+    assert max(back_s) < BACK_S + BUSY_S + (number == signal.SIGSTOP) * BACK_S
+
+
+def test_prefill_ranks_are_kept_as_well(start_server: StartServer) -> None:
+    server = start_server(**RANKED)
+    undisturbed = complete(server, 60)
+    ranks = ranks_of(server, "prefill-0")
+    old_pid, killed_s = server.kill("prefill-0"), time.monotonic()
+    assert complete(server, 60) == undisturbed
+    server.wait_restarted("prefill-0", old_pid)
+    print(f"prefill-0: back after {time.monotonic() - killed_s:.2f} s")
+    assert ranks_of(server, "prefill-0") == ranks
+    assert httpx.get(f"{server.url}/audit", timeout=30).status_code == 200
+
+
+def test_ranks_that_no_leader_can_take_over_are_ended_and_started_again(start_server: StartServer) -> None:
+    server = start_server(**RANKED)
+    undisturbed, ranks = complete(server, 60), ranks_of(server, "decode-0")
+    pid = 0
+    for _ in range(3):
+        wait_until(lambda pid=pid: server.pids()["decode-0"] not in (0, pid), 10.0, "a leader is started")
+        pid = server.kill("decode-0")
+    for name, old_pid in ranks.items():
+        server.wait_restarted(name, old_pid, 2 * START_TIMEOUT_S)
+    assert "decode-0.0 ends with its leader" in server.log()
+    assert complete(server, 60) == undisturbed
+    assert metric(server, "hadal_unit_ranks")["decode-0"] == len(ranks)
+
+
+def _retries(server: Server) -> float:
+    lines = httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith("hadal_retries_total"))

@@ -1,0 +1,74 @@
+"""A wheel has all that `hadal serve` needs: the model, the deployments and the kernels' sources, outside a checkout."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.dist.conftest import StartServer
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("src", "models", "configs", "pyproject.toml", "README.md", "LICENSE")
+"""What a wheel is built from."""
+WITHOUT = shutil.ignore_patterns("__pycache__", "*.egg-info")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what a wheel of this checkout installs. Built from a copy: setuptools writes beside its sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for part in PARTS:
+        source, copy = ROOT / part, folder / "checkout" / part
+        if source.is_dir():
+            shutil.copytree(source, copy, symlinks=True, ignore=WITHOUT)
+        else:
+            shutil.copy(source, copy)
+    _pip("wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(folder / "checkout"))
+    [wheel] = folder.glob("*.whl")
+    shutil.rmtree(folder / "checkout")
+    _pip("install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel))
+    return folder / "site"
+
+
+def _pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_it_finds_its_model_its_deployments_and_its_kernels(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "import hadal\nfrom pathlib import Path\nfrom hadal.core.config import read_deployment\n"
+        "from hadal.kernels.build import MAIN_SOURCE, SOURCES\nfrom hadal.runtime.resolve import *\n"
+        "print(hadal.__file__)\nprint(resolve(Deployment()).deployment.model)\n"
+        "print(plan(read_deployment(deployment_file(Path('v3_ep32_ep144')))).deployment.model)\n"
+        "print(SOURCES / MAIN_SOURCE)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.splitlines()
+    assert len(found) == 4
+    for path in found:
+        assert Path(path).is_relative_to(installed), path
+        assert Path(path).exists()
+    assert not any(path.is_symlink() for path in installed.rglob("*"))
+
+
+def test_it_serves(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_server: StartServer
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    server = start_server(environment={"PYTHONPATH": str(installed)}, model="")
+    environment = Path(f"/proc/{server.pids()['gateway']}/environ").read_text()
+    assert f"PYTHONPATH={installed}:" in environment, "the processes run what the wheel installed"
+    body = {"model": "hadal-tiny", "messages": [{"role": "user", "content": "What is 12 + 30?"}]}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    assert "42" in reply.json()["choices"][0]["message"]["content"]

@@ -1,0 +1,94 @@
+"""Leaders that die at any moment while their ranks live: another takes them over, and requests go on with their KV.
+
+Clients check every token, and each step reads what is really in the pool: KV that is not what it should be shows.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from hadal.core.cache import num_names
+from hadal.core.messages import Cached, Resume
+from hadal.core.wire import AnyMessage
+from tests.fresh import fresh
+from tests.sim.chats import MEMORY, chats_world
+from tests.sim.scenario import ranked_world, uneven_world
+from tests.sim.test_world import LIMIT_S
+from tests.sim.world import World
+
+SEEDS = range(12)
+FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "5")))]
+
+
+class Watched:
+    """A world whose leaders die, and what becomes of it."""
+
+    def __init__(self, world: World, seed: int, num_deaths: int, leaders: list[str]) -> None:
+        world.faults = replace(world.faults, succession_share=1.0)
+        random = Random(f"succession {seed}")
+        for _ in range(num_deaths):
+            name = random.choice(leaders)
+            world.clock.at(random.uniform(0.5, 5.0), lambda name=name: world.kill_unit(name))
+        world.quiet_from_s = max(world.quiet_from_s, 6.0)
+        self.world = world
+        self.num_resumed = 0
+        self.num_found = 0
+        """Names that leaders said all they had of, when a front first heard of it: taken over, but for the first."""
+
+    def run(self) -> None:
+        self.world.run(0.2)
+        host = self.world.hosts["front"]
+        send = host._send
+
+        def watching(to: str, message: AnyMessage) -> None:
+            self.num_resumed += len(message.generations) if isinstance(message, Resume) else 0
+            send(to, message)
+
+        host._send = watching
+        verify = self.world._verify_named
+
+        def verifying(name: str, message: Cached) -> None:
+            self.num_found += num_names(message.added) * message.is_whole
+            verify(name, message)
+
+        self.world._verify_named = verifying
+        self.world.run_to_the_end(LIMIT_S)
+        errors = {client.final.error for client in self.world.clients.values() if client.final is not None}
+        assert errors <= {None, "cancelled: the client went away"}
+
+
+def test_what_decodes_goes_on_with_the_kv_that_its_ranks_hold() -> None:
+    """Nearly all: what was on its way between ranks or units is tried again."""
+    num_resumed = num_retries = 0
+    for seed in [*SEEDS, *FRESH_SEEDS]:
+        watched = Watched(uneven_world(seed, is_calm=True), seed, 3, ["decode-0"])
+        watched.run()
+        num_resumed += watched.num_resumed
+        num_retries += watched.world.front.totals.retries
+    assert num_resumed > 5 * num_retries
+
+
+def test_what_is_named_in_prefill_is_found_by_the_next_leader() -> None:
+    """And is what its name says: each name is compared with the block when it is told, each token when it comes."""
+    num_found = 0
+    for seed in [*SEEDS, *FRESH_SEEDS]:
+        watched = Watched(chats_world(seed, MEMORY, ranks=2, is_calm=True), seed, 3, ["prefill-0"])
+        watched.run()
+        num_found += watched.num_found
+    assert num_found > 50
+
+
+@pytest.mark.parametrize("seed", [*SEEDS, *FRESH_SEEDS])
+def test_chats_whose_leaders_die_among_all_else_that_goes_wrong(seed: int) -> None:
+    Watched(chats_world(seed, ranks=3), seed, 6, ["prefill-0"]).run()
+
+
+@pytest.mark.parametrize("seed", [*SEEDS, *FRESH_SEEDS])
+def test_leaders_die_among_all_else_that_goes_wrong(seed: int) -> None:
+    world = ranked_world(seed)
+    leaders = [name for name in ("decode-0", "prefill-0") if getattr(world.config, name[:-2]).ranks > 1]
+    Watched(world, seed, 8, leaders).run()

@@ -1,0 +1,378 @@
+"""Two gateways: the application of the one without the front, with a real front that comes and goes behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from hadal.core.config import Deployment, LimitsConfig
+from hadal.core.gateway_messages import Delivered, GatewayBeat
+from hadal.core.messages import FRONT, SUPERVISOR, Deliver, Drain, UnitDown
+from hadal.core.wire import AnyMessage
+from hadal.gateway.auth import Keys
+from hadal.gateway.far_host import FarHost
+from hadal.gateway.host import Host
+from hadal.gateway.http import Gateway, make_app
+from hadal.gateway.metrics import Metrics
+from hadal.gateway.service import ServedModel, Service
+from hadal.roles.front import Front
+from hadal.roles.front_names import FrontNames
+
+from .fake_units import FakeUnits, Script
+from .test_host import text_of
+from .world import spell
+
+NAME = "gateway-1"
+TEXT = "The answer is four. To add two numbers, write them below each other."
+COMPLETION = {"model": "small", "prompt": "2 + 2? " * 40, "stream": True, "stream_options": {"include_usage": True}}
+
+
+class _Units(FakeUnits):
+    """Units of one life of the front, and its wire: what it says to the other gateway goes to `far`."""
+
+    def __init__(self, script: Script, step_s: float, far: _FarWire) -> None:
+        super().__init__(script, step_s)
+        self.far = far
+
+    def send(self, to: str, message: AnyMessage) -> None:
+        if to == NAME:
+            self.far.put(message)
+        else:
+            super().send(to, message)
+
+
+class _FarWire:
+    """The other gateway's. What it says to a front that is not there is lost."""
+
+    def __init__(self) -> None:
+        self.front: _Units | None = None
+        self.lost: set[type[AnyMessage]] = set()
+        self._inbox: asyncio.Queue[AnyMessage] = asyncio.Queue()
+
+    def put(self, message: AnyMessage) -> None:
+        if type(message) not in self.lost:
+            self._inbox.put_nowait(message)
+
+    def send(self, to: str, message: AnyMessage) -> None:
+        if to == FRONT and self.front is not None:
+            self.front.tell(message)
+        else:
+            assert to in (FRONT, SUPERVISOR)
+
+    async def receive_async(self) -> list[AnyMessage]:
+        return [await self._inbox.get()]
+
+
+@dataclass
+class Pair:
+    """The gateway without the front, its client, and the front's life of now."""
+
+    model: ServedModel
+    script: Script
+    limits: LimitsConfig
+    step_s: float
+    wire: _FarWire = field(default_factory=_FarWire)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    num_lives: int = 0
+
+    def __post_init__(self) -> None:
+        self.deployment = Deployment(model="x", limits=self.limits)
+        self.far = FarHost(NAME, self.wire, time.monotonic)
+        self.far_gateway = self.gateway(self.far, NAME)
+        transport = httpx.ASGITransport(make_app(self.far_gateway))
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20)
+
+    def gateway(self, host: Host | FarHost, name: str) -> Gateway:
+        snapshot = host.snapshot if isinstance(host, FarHost) else self.front.snapshot
+        return Gateway(
+            service=Service(self.model, self.limits, FrontNames(self.deployment.cache, "f0")), host=host,
+            snapshot=snapshot, metrics=Metrics(snapshot, gateway=name), keys=Keys(()), now=time.monotonic, created=1,
+            unix_time=time.time, deployment=self.deployment, was_ready=True,
+        )  # fmt: skip
+
+    def start_front(self) -> None:
+        """Another life of the front."""
+        self.num_lives += 1
+        epoch = f"epoch {self.num_lives}"
+        self.units = _Units(self.script, self.step_s, self.wire)
+        self.front = Front(self.deployment, epoch=epoch, max_context=self.model.context_tokens, fingerprint="f0")
+        self.host = Host(self.front, self.units, time.monotonic, epoch=epoch, others=(NAME,))
+        self.front_gateway = self.gateway(self.host, "gateway")
+        make_app(self.front_gateway)
+        self.wire.front = self.units
+        self.tasks = [asyncio.create_task(work) for work in (self.host.run(), self.units.run(), self._beat())]
+
+    async def kill_front(self) -> None:
+        self.wire.front = None
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.front_gateway.service.close()
+
+    async def _beat(self) -> None:
+        while True:
+            self.host.beat(1)
+            self.far.beat(2)
+            await asyncio.sleep(0.02)
+
+    async def drawn(self, num_tokens: int) -> None:
+        """Wait until so many tokens of a generation are drawn."""
+        async with asyncio.timeout(5):
+            while not any(len(running.output) >= num_tokens for running in self.units.decoding.values()):
+                await asyncio.sleep(0.001)
+
+    async def settle(self) -> None:
+        async with asyncio.timeout(5):
+            while self.units.num_held or self.host.num_open or self.far.num_open:
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def pair(
+    model: ServedModel, script: Script, *, limits: LimitsConfig | None = None, step_s: float = 0.0, starts: bool = True
+) -> AsyncIterator[Pair]:
+    it = Pair(model, script, limits or LimitsConfig(), step_s)
+    serving = asyncio.create_task(it.far.run())
+    try:
+        if starts:
+            it.start_front()
+        yield it
+    finally:
+        serving.cancel()
+        if it.num_lives:
+            await it.kill_front()
+        await it.client.aclose()
+        it.far_gateway.service.close()
+        assert serving.cancelled() or not serving.done() or serving.exception() is None
+
+
+def run(scene: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(30):
+            await scene()
+
+    asyncio.run(limited())
+
+
+def usage_of(stream: str) -> dict[str, Any]:
+    events = [json.loads(line.removeprefix("data: ")) for line in stream.split("\n\n") if line.startswith("data: {")]
+    [usage] = [event["usage"] for event in events if event.get("usage")]
+    assert isinstance(usage, dict)
+    return usage
+
+
+def test_a_reply_is_the_same_through_a_gateway_without_the_front(model: ServedModel) -> None:
+    async def scene() -> None:
+        async with pair(model, spell(model, TEXT)) as it:
+            for num_choices in (1, 3):
+                body = {**COMPLETION, "stream": False, "n": num_choices}
+                reply = await it.client.post("/v1/completions", json=body)
+                assert [choice["text"] for choice in reply.json()["choices"]] == [TEXT] * num_choices
+            await it.settle()
+            assert it.front.totals.finished == 4
+
+    run(scene)
+
+
+def test_a_stream_goes_on_under_the_next_front(model: ServedModel) -> None:
+    async def scene() -> None:
+        async with pair(model, spell(model, TEXT), step_s=0.002) as it:
+            # Its second asking finds the prompt in the cache, and says so once.
+            await it.client.post("/v1/completions", json=COMPLETION)
+            names = it.units.names
+            asking = asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
+            await it.drawn(5)
+            await it.kill_front()
+            await asyncio.sleep(0.05)
+            it.start_front()
+            it.units.names = names
+            reply = await asking
+            assert text_of(reply.text) == TEXT
+            [generation] = it.units.submitted
+            assert 0 < len(generation.output) < len(model.vocabulary.encode_controlled(TEXT))
+            usage = usage_of(reply.text)
+            assert usage["prompt_cache_hit_tokens"] <= usage["prompt_tokens"]
+            assert usage["prompt_cache_hit_tokens"] > 0
+            await it.settle()
+
+    run(scene)
+
+
+def test_requests_wait_for_a_front(model: ServedModel) -> None:
+    async def scene() -> None:
+        async with pair(model, spell(model, TEXT), starts=False) as it:
+            asking = [asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION)) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            it.start_front()
+            assert [text_of((await reply).text) for reply in asking] == [TEXT] * 3
+            assert it.front.totals.submitted == 3
+
+    run(scene)
+
+
+def test_one_without_a_front_for_too_long_is_told(model: ServedModel) -> None:
+    async def scene() -> None:
+        async with pair(model, spell(model, TEXT), limits=LimitsConfig(request_timeout_s=0.2), starts=False) as it:
+            body = {**COMPLETION, "stream": False, "stream_options": None}
+            assert (await it.client.post("/v1/completions", json=body)).status_code == 504
+
+    run(scene)
+
+
+def test_a_front_with_no_room_answers_as_to_its_own(model: ServedModel) -> None:
+    async def scene() -> None:
+        limits = LimitsConfig(max_running=1, max_queued=1)
+        async with pair(model, spell(model, TEXT), limits=limits) as it:
+            it.units.go.clear()
+            async with asyncio.timeout(5):
+                while not it.far.snapshot().can_serve:
+                    await asyncio.sleep(0.005)
+            body = {**COMPLETION, "n": 4}
+            reply = await it.client.post("/v1/completions", json=body)
+            assert reply.status_code == 429
+            assert "Retry-After" in reply.headers
+            assert (it.front.totals.refused, it.front.totals.tokens_refused > 400) == (4, True)
+            it.units.go.set()
+            await it.settle()
+
+    run(scene)
+
+
+def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with_its_units(model: ServedModel) -> None:
+    async def scene() -> None:
+        async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
+            work = await it.far_gateway.service.completion(
+                json.dumps({**COMPLETION, "max_tokens": 1000}).encode(), "r", it.far_gateway.keys.check(None)
+            )
+            mailbox = it.far.open(choice.generation for choice in work.choices)
+            await it.drawn(5)
+            closed = asyncio.Event()
+            it.far.close(mailbox, closed.set)
+            await closed.wait()
+            [closing] = mailbox.closings.values()
+            assert (closing.prefill_unit, closing.decode_unit) == ("prefill-0", "decode-0")
+            await it.settle()
+            # Nobody answers: the request is written down all the same.
+            mailbox = it.far.open(choice.generation for choice in work.choices)
+            await it.kill_front()
+            closed.clear()
+            it.far.close(mailbox, closed.set)
+            await closed.wait()
+            assert it.far.num_open == 0
+            # This process ends before somebody answers.
+            mailbox = it.far.open(choice.generation for choice in work.choices)
+            closed.clear()
+            it.far.close(mailbox, closed.set)
+            assert not closed.is_set()
+            it.far.end()
+            assert closed.is_set()
+            it.start_front()
+
+    run(scene)
+
+
+def test_the_end_of_a_gateway_is_the_end_of_its_generations(model: ServedModel) -> None:
+    async def scene() -> None:
+        async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
+            asking = asyncio.create_task(it.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 1000}))
+            await it.drawn(5)
+            it.units.tell(Drain())
+            assert not await it.host.wait_idle(0.1)
+            it.units.tell(UnitDown(NAME, "killed"))
+            it.units.tell(GatewayBeat(NAME, 2))  # Said before its end, and heard after.
+            assert await it.host.wait_idle(2.0)
+            await asyncio.sleep(0.1)
+            assert it.host.gateways == ("gateway",)
+            it.units.tell(GatewayBeat(NAME, 3))
+            await asyncio.sleep(0.05)
+            assert it.host.gateways == ("gateway", NAME)
+            assert not await it.host.wait_idle(0.1)
+            assert it.front.totals.cancelled == 1
+            asking.cancel()
+
+    run(scene)
+
+
+def test_tokens_of_nobody_are_stopped_at_their_source(model: ServedModel) -> None:
+    """A gateway's predecessor left them, and nobody said that it ended."""
+
+    async def scene() -> None:
+        async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
+            asking = asyncio.create_task(it.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 1000}))
+            await it.drawn(5)
+            it.far._sent.clear()
+            async with asyncio.timeout(5):
+                while it.units.num_held:
+                    await asyncio.sleep(0.005)
+            asking.cancel()
+
+    run(scene)
+
+
+def test_a_lost_token_ends_its_stream_with_a_word(model: ServedModel) -> None:
+    async def scene() -> None:
+        async with pair(model, spell(model, TEXT), step_s=0.01) as it:
+            asking = asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
+            await it.drawn(5)
+            it.wire.lost = {Delivered}
+            await it.drawn(8)
+            it.wire.lost = set()
+            assert "tokens were lost between processes" in (await asking).text.lower()
+            await it.settle()
+
+    run(scene)
+
+
+def test_what_the_front_s_process_knows_is_asked_of_it(model: ServedModel) -> None:
+    async def scene() -> None:
+        async with pair(model, spell(model, TEXT)) as it:
+            await it.client.post("/v1/completions", json=COMPLETION)
+            async with asyncio.timeout(5):
+                while not it.host._present:
+                    await asyncio.sleep(0.005)
+            text = (await it.client.get("/metrics")).text
+            assert "hadal_output_tokens_total" in text
+            assert 'hadal_requests_total{endpoint="completions",gateway="gateway-1",status="200"} 1.0' in text
+            assert text.count("# TYPE hadal_requests_total counter") == 1
+            assert (await it.client.get("/health")).json()["status"] == "ready"
+            trace = await it.client.get("/trace", params={"unit": "decode-7"})
+            assert trace.status_code == 404
+            assert "decode-7" in trace.json()["error"]["message"]
+            await it.kill_front()
+            asking = asyncio.create_task(it.client.get("/audit"))
+            await asyncio.sleep(0.05)
+            it.start_front()
+            assert (await asking).status_code == 503
+
+    run(scene)
+
+
+def test_a_delivery_for_a_generation_that_is_not_open_is_no_news(model: ServedModel) -> None:
+    async def scene() -> None:
+        async with pair(model, spell(model, TEXT)) as it:
+            it.wire.put(Delivered((Deliver("nobody", (), final=True),)))
+            assert text_of((await it.client.post("/v1/completions", json=COMPLETION)).text) == TEXT
+
+    run(scene)
+
+
+def test_each_gateway_knows_which_are_there(model: ServedModel) -> None:
+    async def scene() -> None:
+        async with pair(model, spell(model, TEXT)) as it:
+            async with asyncio.timeout(5):
+                while not it.far.gateways == it.host.gateways == ("gateway", NAME):
+                    await asyncio.sleep(0.01)
+            await it.kill_front()
+            async with asyncio.timeout(10):
+                while it.far.gateways != (NAME,):
+                    await asyncio.sleep(0.01)
+            it.start_front()
+
+    run(scene)

@@ -1,0 +1,75 @@
+"""What /health says of deployments that are whole, lack something, or have nothing to serve with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hadal.core.config import Deployment, FleetConfig, GatewayConfig, UnitsConfig
+from hadal.core.front_snapshot import FrontSnapshot, Totals
+from hadal.core.messages import Load
+from hadal.gateway.health import health_of
+
+DEPLOYMENT = Deployment(prefill=UnitsConfig(units=2), decode=UnitsConfig(units=1, ranks=4))
+FLEET = Deployment(prefill=UnitsConfig(units=1), fleet=FleetConfig(mode="auto", prefill_max=3))
+WHOLE = {"prefill": {"prefill-0": 1, "prefill-1": 1}, "decode": {"decode-0": 4}}
+
+
+def load(unit: str, num_ranks: int, *absent: int) -> Load:
+    return Load(unit, "e", 100, 0, 0, 8, 0, num_ranks=num_ranks, absent=absent)
+
+
+def seen(
+    deployment: Deployment, units: dict[str, dict[str, int]], *loads: Load, has_begun: bool = True,
+    is_draining: bool = False, gateways: tuple[str, ...] = ("gateway",),
+) -> tuple[int, Any]:  # fmt: skip
+    snapshot = FrontSnapshot(is_draining, {}, {load.unit: load for load in loads}, units, Totals())
+    return health_of(deployment, snapshot, gateways, has_begun=has_begun, is_draining=is_draining)
+
+
+def test_whole() -> None:
+    code, fields = seen(DEPLOYMENT, WHOLE, load("decode-0", 4))
+    assert (code, fields) == (200, {
+        "status": "ready", "units_up": {"prefill": 2, "decode": 1}, "units_wanted": {"prefill": 2, "decode": 1},
+        "ranks_up": {"prefill-0": 1, "prefill-1": 1, "decode-0": 4},
+        "ranks_wanted": {"prefill-0": 1, "prefill-1": 1, "decode-0": 4}, "missing": [],
+    })  # fmt: skip
+
+
+def test_a_unit_and_a_rank_are_missing() -> None:
+    code, fields = seen(DEPLOYMENT, {"prefill": {"prefill-1": 1}, "decode": {"decode-0": 3}}, load("decode-0", 3, 2))
+    assert (code, fields["status"], fields["missing"]) == (200, "degraded", ["prefill-0", "decode-0.2"])
+
+
+def test_a_gateway_is_missing() -> None:
+    deployment = Deployment(gateway=GatewayConfig(processes=2))
+    units = {"prefill": {"prefill-0": 1}, "decode": {"decode-0": 1}}
+    code, fields = seen(deployment, units)
+    assert (code, fields["status"], fields["missing"]) == (200, "degraded", ["gateway-1"])
+    assert seen(deployment, units, gateways=("gateway", "gateway-1"))[1]["status"] == "ready"
+
+
+@pytest.mark.parametrize("decode", [{"decode-0": 0}, {}])
+def test_nothing_to_serve_with(decode: dict[str, int]) -> None:
+    units = {**WHOLE, "decode": decode}
+    code, fields = seen(DEPLOYMENT, units, *(load(unit, 0, 0, 1, 2, 3) for unit in decode))
+    names = ["decode-0.0", "decode-0.1", "decode-0.2", "decode-0.3"] if decode else ["decode-0"]
+    assert (code, fields["status"], fields["missing"]) == (503, "degraded", names)
+
+
+def test_a_unit_whose_ranks_wait_for_a_leader_is_missing() -> None:
+    code, fields = seen(DEPLOYMENT, {**WHOLE, "decode": {"decode-0": 0}}, load("decode-0", 4))
+    assert (code, fields["status"], fields["missing"]) == (503, "degraded", ["decode-0"])
+
+
+def test_before_the_first_and_after_the_last_request() -> None:
+    code, fields = seen(DEPLOYMENT, {"prefill": {"prefill-0": 1}}, has_begun=False)
+    assert (code, fields["status"], fields["missing"]) == (503, "starting", ["prefill-1", "decode-0"])
+    code, fields = seen(DEPLOYMENT, WHOLE, is_draining=True)
+    assert (code, fields["status"]) == (503, "draining")
+
+
+def test_a_fleet_wants_its_floor_whichever_units_those_are() -> None:
+    assert seen(FLEET, {"prefill": {"prefill-2": 1}, "decode": {"decode-0": 1}})[1]["status"] == "ready"
+    assert seen(FLEET, {"decode": {"decode-0": 1}})[1]["missing"] == ["prefill-0"]

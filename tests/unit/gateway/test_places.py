@@ -1,0 +1,93 @@
+"""Room for requests: shares of tenants, and bodies that do not come."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+
+import pytest
+
+from hadal.gateway.errors import ApiError
+from hadal.gateway.places import Bodies, Places
+
+
+def test_a_tenant_alone_takes_all_and_leaves_another_its_share() -> None:
+    places = Places(6, retry_after_s=2.0)
+    with ExitStack() as held:
+        for _ in range(6):
+            held.enter_context(places.take("a"))
+        for _ in range(3):
+            held.enter_context(places.take("b"))
+        for tenant in ("a", "b"):
+            with pytest.raises(ApiError) as refused, places.take(tenant):
+                pass
+            assert (refused.value.status, refused.value.headers["Retry-After"]) == (429, "2")
+        assert len(places) == 9
+    assert len(places) == 0
+    with places.take("a"), pytest.raises(ZeroDivisionError), places.take("b"):
+        raise ZeroDivisionError
+    assert len(places) == 0
+
+
+def test_what_is_begun_and_given_up_takes_places_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hadal.gateway.places.LEFT_S", 0.1)
+
+    async def scene() -> None:
+        places = Places(6, retry_after_s=2.0)
+        places.left("a", 4)
+        with places.take("a"), places.take("a"):
+            with pytest.raises(ApiError), places.take("a"):
+                pass
+            with places.take("b"):
+                assert len(places) == 3, "what was given up is not worked on"
+        await asyncio.sleep(0.15)
+        with ExitStack() as held:
+            for _ in range(6):
+                held.enter_context(places.take("a"))
+
+    asyncio.run(scene())
+
+
+def test_one_body_too_many_pushes_out_its_own_tenant_s_oldest() -> None:
+    async def scene() -> list[str]:
+        bodies, told = Bodies(2), []
+
+        async def body(name: str, wait_s: float) -> None:
+            try:
+                async with bodies.wait(name[0], deadline_s=0.2):
+                    await asyncio.sleep(wait_s)
+                told.append(f"{name} came")
+            except ApiError as error:
+                told.append(f"{name} {error.status}")
+
+        tasks = []
+        for name, wait_s in (("a1", 9.0), ("a2", 9.0), ("a3", 9.0), ("b1", 0.1), ("a4", 9.0), ("b2", 0.0)):
+            tasks.append(asyncio.create_task(body(name, wait_s)))
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*tasks)
+        assert len(bodies) == 0
+        return sorted(told)
+
+    assert asyncio.run(scene()) == ["a1 429", "a2 429", "a3 408", "a4 408", "b1 429", "b2 came"]
+
+
+def test_a_body_comes_in_the_very_moment_in_which_the_oldest_one_s_time_is_over() -> None:
+    async def scene() -> list[str]:
+        bodies, told = Bodies(1), []
+
+        async def body(name: str, deadline_s: float, num_turns: int) -> None:
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            try:
+                async with bodies.wait("a", deadline_s):
+                    await asyncio.sleep(0.05)
+                told.append(f"{name} came")
+            except ApiError as error:
+                told.append(f"{name} {error.status}")
+
+        # The event loop ends the first one's time one turn after its begin, and its task hears of it one turn later.
+        await asyncio.gather(body("a1", 0.0, 0), body("a2", 9.0, 1))
+        assert len(bodies) == 0
+        return told
+
+    assert asyncio.run(scene()) == ["a1 408", "a2 came"]

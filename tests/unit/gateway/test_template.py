@@ -1,0 +1,121 @@
+"""A template's process: it renders as Jinja does, and whatever a template does ends at a limit, told in one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+
+from hadal.core.errors import CheckpointError, RequestError
+from hadal.gateway.errors import ApiError
+from hadal.gateway.template import TemplateProcess
+
+from .model_folder import BOS, EOS, TEMPLATE
+
+MESSAGES = [{"role": "user", "content": "2 + 2? 你好 🙂"}]
+VALUES: dict[str, Any] = {"add_generation_prompt": True, "bos_token": BOS, "eos_token": EOS, "tools": None}
+
+
+def made(template: str, **limits: float) -> closing[TemplateProcess]:
+    return closing(TemplateProcess(template, "x.jinja", **limits))  # type: ignore[arg-type]
+
+
+def processes() -> list[int]:
+    """Template processes of this test's, the oldest first."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [pid for pid in map(int, children) if b"hadal.gateway.template" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.fixture(autouse=True)
+def before() -> Iterator[list[int]]:
+    """Those of other tests; in the end there are no more."""
+    pids = processes()
+    yield pids
+    assert processes() == pids
+
+
+def test_it_renders_as_jinja_does() -> None:
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    plain = environment.from_string(TEMPLATE).render(messages=MESSAGES, **VALUES)
+    with made(TEMPLATE) as template:
+        assert [template.render(MESSAGES, VALUES, 1000) for _ in range(3)] == [plain] * 3
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = "{% set t = namespace(x='x') %}{% for i in range(60) %}{% set t.x = t.x ~ t.x %}{% endfor %}{{ t.x }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (ENDLESS, r"takes more than 0.3 s of processor time"),
+        ("{{ 7 ** (n * n) % 2 }}", r"takes more than 0.3 s of processor time"),  # Nothing interrupts one operation.
+        (DOUBLING, r"takes more than 256 MiB of memory"),
+        ("{{ 'x' * n * n * n }}", r"takes more than 256 MiB of memory"),
+        ("{{ '%999999999d' % n }}", r"takes more than 256 MiB of memory"),
+    ],
+)
+def test_what_a_template_takes_has_limits(template: str, why: str) -> None:
+    with made(template, cpu_s=0.3, memory_bytes=1 << 28) as hostile:
+        for _ in range(2):  # It is refused again, by a process that works.
+            started_s = time.monotonic()
+            with pytest.raises(RequestError, match=why) as caught:
+                hostile.render(MESSAGES, {"n": 9999}, 1000)
+            assert caught.value.param == "messages"
+            assert time.monotonic() - started_s < 20.0
+
+
+@pytest.mark.parametrize("template", ["{{ 'x' * 99999999 }}", "{{ 9 ** 99 ** 99 }}", "{{ " + "(" * 5000 + " }}"])
+def test_parsing_has_them_too(template: str) -> None:
+    """Jinja folds constants while it parses."""
+    with pytest.raises(CheckpointError, match=r"^x\.jinja: the chat template does not parse \(.*\)\.$"):
+        TemplateProcess(template, "x.jinja", cpu_s=0.5, memory_bytes=1 << 28)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_one_that_stands_still_or_was_killed_is_replaced(before: list[int], number: signal.Signals) -> None:
+    with made("{{ messages[0]['content'] }}", patience_s=0.5) as template:
+        (pid,) = set(processes()) - set(before)
+        os.kill(pid, number)
+        assert template.render(MESSAGES, {}, 1000) == MESSAGES[0]["content"]
+        assert pid not in processes()
+
+
+def test_one_that_is_killed_whenever_it_is_asked_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = TemplateProcess._ask
+
+    def killed_and_asked(self: TemplateProcess, call: Any, deadline_s: float) -> str:
+        if call[0] == "render":
+            os.kill(processes()[-1], signal.SIGKILL)
+        return ask(self, call, deadline_s)
+
+    with made("{{ messages[0]['content'] }}") as template:
+        monkeypatch.setattr(TemplateProcess, "_ask", killed_and_asked)
+        with pytest.raises(ApiError, match="try again") as caught:
+            template.render(MESSAGES, {}, 1000)
+        assert caught.value.status == 503
+        monkeypatch.undo()
+        assert template.render(MESSAGES, {}, 1000) == MESSAGES[0]["content"]
+
+
+def test_numbers_that_do_not_travel_are_named() -> None:
+    with made("{{ n }}") as template:
+        with pytest.raises(RequestError, match="more than 64 bits"):
+            template.render(MESSAGES, {"n": 10**30}, 1000)
+        assert template.render(MESSAGES, {"n": 1}, 1000) == "1"
+
+
+def test_the_servers_secrets_are_not_in_its_environment(
+    before: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HADAL_API_KEYS", "sk-secret")
+    with made("{{ messages }}"):
+        (pid,) = set(processes()) - set(before)
+        assert b"HADAL_" not in Path(f"/proc/{pid}/environ").read_bytes()

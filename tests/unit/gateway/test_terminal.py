@@ -1,0 +1,156 @@
+"""A terminal's lines: words are never broken, turns of several lines are one, and history is for its owner alone."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import random
+import re
+import subprocess
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from hadal.gateway.service import ServedModel
+from hadal.gateway.terminal import WordWrap, turns
+
+from .serving import serving
+from .world import spell
+
+TEXT = (
+    "It is asked for a rather long line of words, so that it has to be broken somewhere.\n"
+    "    an indented line keeps what stands before it\n"
+    "Umlauts äöü and 漢字是這樣寫的嗎 and QQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQ end."
+)
+
+
+def wrapped(text: str, width: int | None, margin: str = "", seed: int = 0) -> str:
+    """Fed in pieces of random lengths."""
+    out: list[str] = []
+    wrap = WordWrap(out.append, width, margin)
+    draw = random.Random(seed)
+    while text:
+        size = draw.randint(1, 9)
+        wrap.feed(text[:size])
+        text = text[size:]
+    wrap.end()
+    return "".join(out)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("width", [20, 33, 80])
+def test_lines_break_between_words(width: int, seed: int) -> None:
+    lines = wrapped(TEXT, width, seed=seed).splitlines()
+    assert max(map(cell_len, lines)) <= width
+    words = [word for word in TEXT.split() if word.isascii() and len(word) < 20]
+    assert [word for word in " ".join(lines).split() if word in words] == words
+    assert "".join("".join(lines).split()) == "".join(TEXT.split()), "nothing is lost"
+    assert any(line.startswith("    an indented") for line in lines)
+
+
+def test_the_way_it_is_cut_into_pieces_changes_nothing() -> None:
+    assert len({wrapped(TEXT, 24, "| ", seed) for seed in range(20)}) == 1
+
+
+def test_a_margin_stands_before_every_line() -> None:
+    lines = wrapped(f"{TEXT}\n\nend", 24, "│ ").splitlines()
+    assert all(line.startswith("│ ") for line in lines)
+    assert max(map(cell_len, lines)) <= 24
+
+
+def test_where_nothing_is_broken_nothing_waits() -> None:
+    out: list[str] = []
+    wrap = WordWrap(out.append, None)
+    for piece in ("a wo", "rd of  ", "text"):
+        wrap.feed(piece)
+    assert "".join(out) == "a word of  text"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("one\ntwo\n", ["one", "two"]),
+        ("one \\\nand more\ntwo", ["one \nand more", "two"]),
+        ('"""\nfirst\n\n  second\n"""\nnext\n', ["first\n\n  second", "next"]),
+        ('"""all in one"""\nnext', ["all in one", "next"]),
+        ('"""\nnever ends\n', ["\nnever ends"]),
+        ("ends \\", ["ends "]),
+    ],
+)
+def test_turns_of_several_lines(typed: str, said: list[str]) -> None:
+    assert list(turns(Console(file=io.StringIO()), io.StringIO(typed), None)) == said
+
+
+class Typist:
+    """A real `hadal chat` on a terminal of its own, 40 cells wide."""
+
+    def __init__(self, url: str, home: Path) -> None:
+        self._master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (24, 40))
+        environment = {**os.environ, "XDG_STATE_HOME": str(home), "TERM": "xterm", "COLUMNS": "40"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hadal.cli", "chat", "--url", url], stdin=slave, stdout=slave, stderr=slave,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+        os.close(slave)
+        self._seen = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def seen(self) -> str:
+        """What stands on the screen, without colours."""
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|[\x01\x02\r]", "", self._seen)
+
+    def type(self, keys: str, then: str, times: int = 1) -> None:
+        """Press keys, and wait until the screen has shown something so often."""
+        os.write(self._master, keys.encode())
+        deadline_s = time.monotonic() + 20
+        while self.seen.count(then) < times:
+            assert time.monotonic() < deadline_s, self.seen
+            time.sleep(0.01)
+
+    def leave(self) -> int:
+        os.write(self._master, b"\x04")
+        code = self._process.wait(20)
+        os.close(self._master)
+        return code
+
+    def _read(self) -> None:
+        try:
+            while piece := os.read(self._master, 4096):
+                self._seen += piece.decode(errors="replace")
+        except OSError:  # The other end is closed.
+            pass
+
+
+def test_a_chat_at_a_terminal(model: ServedModel, tmp_path: Path) -> None:
+    answer = "I think about it for more than a line of this screen.</think>\n\nIt is longer than a line is, as you see."
+    with serving(model, spell(model, answer)) as it:
+        first = Typist(it.url, tmp_path)
+        first.type("", "> ")
+        first.type("how are you\r", "first after")
+        first.type('"""\rtwo\rlines\r"""\r', "first after", 2)
+        assert first.leave() == 0
+        second = Typist(it.url, tmp_path)
+        second.type("", "> ")
+        for _ in range(5):
+            second.type("\x1b[A", "")  # Up, through the lines of the last chat.
+        second.type("\r", "first after")
+        assert second.leave() == 0
+        asked = [model.vocabulary.decode(generation.prompt) for generation in it.world.units.submitted]
+    thinking = "thinking\n│ I think about it for more than a line\n│ of this screen.\n"
+    assert f"{thinking}answer\nIt is longer than a line is, as you see.\n" in first.seen
+    assert "two\nlines" in asked[1]
+    assert "how are you" in second.seen
+    assert "how are you" in asked[2]
+    kept = tmp_path / "hadal" / "chat_history"
+    assert "how are you" in kept.read_text()
+    assert kept.stat().st_mode & 0o077 == 0

@@ -1,0 +1,85 @@
+"""What a rank notes of its pool as plans go by."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hadal.core.cache import NAME_BYTES, NO_NAME
+from hadal.core.placement import Placement, spread
+from hadal.core.plans import DecodePlan, FormPlan, Held, HeldKv, Join, LayerFlip, NamedBlocks, PrefillPlan, Sampling
+from hadal.roles.rank_holdings import RankHoldings
+
+PLACEMENT = spread(2, 8, 2)
+FORM = FormPlan(3, 2, (), PLACEMENT.to_bytes(), PLACEMENT.num_slots)
+
+
+def join(slot: int, ticket: int, blocks: tuple[int, ...], num_tokens: int, *, is_pulled: bool = True) -> Join:
+    return Join(slot, blocks, num_tokens, 5, 1, Sampling(), ticket=ticket, is_pulled=is_pulled)
+
+
+def plan(
+    step_id: int, *joins: Join, leaves: tuple[int, ...] = (), grown: tuple[tuple[int, int, int], ...] = ()
+) -> DecodePlan:
+    return DecodePlan(step_id, leaves, joins, grown)
+
+
+def holdings(*plans: DecodePlan) -> RankHoldings:
+    made = RankHoldings()
+    made.form(FORM)
+    for one in plans:
+        made.step(one)
+    return made
+
+
+def test_kv_grows_with_every_step_and_stays_when_its_request_leaves() -> None:
+    made = holdings(
+        plan(0, join(0, 70, (4, 5), 100), join(1, 71, (6,), 10)),
+        plan(1, grown=((1, 1, 9),)), plan(2, leaves=(0,)), plan(3),
+    )  # fmt: skip
+    assert made.held() == Held((HeldKv(70, (4, 5), 102, 100), HeldKv(71, (6, 9), 14, 10)), {})
+
+
+def test_a_slot_may_be_anothers_while_the_first_ones_kv_is_still_there() -> None:
+    made = holdings(plan(0, join(0, 70, (4,), 10)), plan(1, join(0, 71, (6,), 20), leaves=(0,)), plan(2))
+    assert {kv.ticket: kv.num_tokens for kv in made.held().kv} == {70: 11, 71: 22}
+
+
+def test_what_is_freed_is_gone_and_counted() -> None:
+    made = holdings(plan(0, join(0, 70, (4, 5), 100), join(1, 71, (6,), 10)), plan(1, leaves=(0,)))
+    made.freed((5, 8))
+    made.freed((5,))
+    assert made.held() == Held((HeldKv(71, (6,), 12, 10),), {5: 2, 8: 1})
+
+
+def test_one_that_joins_again_has_what_it_was_pulled_with_and_computed_since() -> None:
+    made = holdings(plan(0, join(0, 70, (4, 5), 100)), plan(1), plan(2))
+    made.form(FORM)
+    assert made.held().kv == (HeldKv(70, (4, 5), 103, 100),)
+    made.step(plan(0, join(3, 70, (4, 5), 102, is_pulled=False)))
+    assert made.held().kv == (HeldKv(70, (4, 5), 103, 100),)
+
+
+def test_the_placement_follows_flips() -> None:
+    made = holdings()
+    other = np.roll(PLACEMENT.slot_to_expert_LRS[1], 1, axis=0)
+    made.step(PrefillPlan(0, (), flips=(LayerFlip(1, 1, other.astype(np.int16).tobytes()),)))
+    assert made.plan is not None
+    placement = Placement.from_bytes(made.plan.slot_to_expert, 8, 2, made.plan.num_slots)
+    assert (placement.slot_to_expert_LRS[1] == other).all()
+    assert (placement.slot_to_expert_LRS[0] == PLACEMENT.slot_to_expert_LRS[0]).all()
+
+
+def test_named_blocks_are_held_until_they_are_freed_and_not_before_they_are_fetched() -> None:
+    made = holdings()
+    first, second = bytes([1]) * NAME_BYTES, bytes([2]) * NAME_BYTES
+    made.loaded((5,))
+    made.name(NamedBlocks((4, 5), first + second, NO_NAME + first))
+    assert made.held().named == NamedBlocks((4,), first, NO_NAME)
+    made.step(PrefillPlan(0, (), fetches=(5,)))
+    assert made.held().named == NamedBlocks((4, 5), first + second, NO_NAME + first)
+    made.freed((4,))
+    assert made.held().named == NamedBlocks((5,), second, first)
+    made.loaded((6,))
+    made.freed((6,))  # It was not read after all, and is computed now.
+    made.name(NamedBlocks((6,), first, NO_NAME))
+    assert 6 in made.held().named.block_ids

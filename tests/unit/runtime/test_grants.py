@@ -1,0 +1,66 @@
+"""Grants: kept for as many leases as may still be pulled, found also for a part of one, and bounded."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hadal.core.messages import KvLease
+from hadal.core.rank_messages import RankPull
+from hadal.runtime import grants as grants_module
+from hadal.runtime.grants import Grant, Grants
+
+SECRET = b"a secret of the test ..........."
+
+
+def pull_of(lease: KvLease) -> RankPull:
+    return RankPull("r", 1, lease, lease.block_ids)
+
+
+def lease_of(first: int, num_blocks: int, generation: int = 0) -> KvLease:
+    ids = tuple(range(first, first + num_blocks))
+    return KvLease("prefill-0#1", ids, (generation,) * num_blocks, 64 * num_blocks)
+
+
+def test_a_part_of_a_lease_is_pulled_under_the_whole_ones_grant() -> None:
+    leader, rank = Grants(SECRET, "decode-0"), Grants(SECRET, "decode-0.1")
+    whole = lease_of(10, 6)
+    message = pull_of(whole)
+    rank.keep(message, leader.to("decode-0.1", message))
+    part = KvLease(whole.source, whole.block_ids[2:4], whole.generations[2:4], 128)
+    found = rank.of(part)
+    assert found.block_ids == whole.block_ids
+    assert rank.allows(found, "decode-0.1", part.source, part.block_ids, part.generations)
+    assert not rank.allows(found, "decode-0.2", part.source, part.block_ids, part.generations)
+    elsewhere = KvLease("decode-0#1", (12,), (0,), 64)
+    for other in (lease_of(9, 2), lease_of(15, 2), lease_of(12, 2, generation=1), elsewhere):
+        assert rank.of(other) == Grant()
+
+
+def test_what_is_kept_is_bounded_by_leases_and_by_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grants are kept after the pull, as more of a lease may be pulled: on long prompts 8,192 of them were 1.3 GB."""
+    monkeypatch.setattr(grants_module, "MAX_KEPT", 100)
+    monkeypatch.setattr(grants_module, "MAX_KEPT_BLOCKS", 1000)
+    grants = Grants(SECRET, "decode-0")
+    long = [lease_of(1000 * number, 300) for number in range(10)]
+    for lease in long + long[-2:]:
+        grants.keep(pull_of(lease), b"tag")
+    assert [bool(grants.of(lease).tag) for lease in long] == [False] * 7 + [True] * 3
+    short = [lease_of(number, 1, generation=7) for number in range(200)]
+    for lease in short:
+        grants.keep(pull_of(lease), b"tag")
+    assert sum(bool(grants.of(lease).tag) for lease in short) == 100
+    huge = lease_of(0, 5000)
+    grants.keep(pull_of(huge), b"tag")
+    assert grants.of(huge).tag == b"tag"
+
+
+def test_a_lease_that_was_never_handed_on_is_not_searched_for_long() -> None:
+    """It took half a second of the thread that pulls, among 1,500 leases on long prompts."""
+    grants = Grants(SECRET, "decode-0")
+    for number in range(500):
+        grants.keep(pull_of(lease_of(2048 * number, 2048)), b"tag")
+    begun_s = time.thread_time()
+    assert grants.of(lease_of(10**8, 1)) == Grant()
+    assert time.thread_time() - begun_s < 0.1

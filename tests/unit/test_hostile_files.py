@@ -1,0 +1,298 @@
+"""Whatever a file holds that somebody else wrote, reading it ends in seconds: with its values, or with one line.
+
+Mutations are drawn from fixed seeds and from fresh ones. Before there was one bounded reader for all files, 5,000-digit
+integers, 1e400, half surrogates, deep nesting and units = 10^9 ended in tracebacks, or never.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from hadal.cli import app
+from hadal.commands.plan_files import read_traffic
+from hadal.commands.simulate_files import read_study, study_toml
+from hadal.core.config import read_deployment
+from hadal.core.documents import parse_json, parse_toml, read_bytes, read_text
+from hadal.core.errors import CheckpointError, ConfigError
+from hadal.core.model_config import read_model_config
+from hadal.gateway.service import read_served_model
+from hadal.model.checkpoint import Checkpoint
+from hadal.runtime.memory import checkpoint_precision
+from hadal.sim.plan_traffic import EXAMPLE
+from hadal.sim.study import Study
+from tests.fresh import fresh
+from tests.hostile import HUGE, mutated, mutated_toml
+from tests.unit.gateway.model_folder import write_model_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_S = 20.0
+"""For one file on a machine that others use as well; each takes milliseconds."""
+MOONCAKE = [
+    {"timestamp": 27_000 * number, "input_length": 600 + number, "output_length": 9, "hash_ids": [0, number + 1]}
+    for number in range(8)
+]
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:{minute}:46.6805900,{300 + minute},44\n" for minute in range(10, 20)
+)
+
+
+@pytest.fixture(params=[0, 1, 2, "fresh"])
+def rng(request: pytest.FixtureRequest) -> Random:
+    return fresh() if request.param == "fresh" else Random(request.param)
+
+
+def check(read: Callable[[], object], data: bytes) -> bool:
+    """Whether it was read. All else than a ConfigError, or another ValueError of one line, fails."""
+    began_s = time.monotonic()
+    said = None
+    try:
+        read()
+    except ValueError as error:
+        said = str(error)
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {str(error)[:300]} for {data[:2_000]!r}") from error
+    assert time.monotonic() - began_s < MOST_S, data[:2_000]
+    assert said is None or (said.isprintable() and 5 < len(said) <= 1_000), (said, data[:2_000])
+    return said is None
+
+
+def leave_with_one_line(arguments: list[str], data: bytes) -> int:
+    """The command's exit code: 0, or 2 with one line."""
+    began_s = time.monotonic()
+    result = CliRunner().invoke(app, arguments)
+    assert time.monotonic() - began_s < MOST_S, data[:2_000]
+    assert result.exception is None or isinstance(result.exception, SystemExit), (result.exception, data[:2_000])
+    assert result.exit_code in (0, 2), (result.output, data[:2_000])
+    if result.exit_code:
+        assert len(result.stderr.splitlines()) == 1, (result.stderr, data[:2_000])
+        assert result.stderr.startswith("hadal"), (result.stderr, data[:2_000])
+    return result.exit_code
+
+
+def test_config_json(rng: Random, tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    fields = json.loads((folder / "config.json").read_text())
+    fields["rope_scaling"] = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64}
+    fields["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    codes = set()
+    for _ in range(60):
+        data = mutated(fields, rng)
+        (folder / "config.json").write_bytes(data)
+        check(lambda: read_model_config(folder), data)
+        codes.add(leave_with_one_line(["serve", "--dry-run", "--model", str(folder)], data))
+    assert codes == {0, 2}
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_tokenizers(name: str, rng: Random, tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    path = folder / name
+    fields = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1]}
+    fields = json.loads(path.read_text()) if path.exists() else fields
+    for _ in range(40):
+        data = mutated(fields, rng)
+        path.write_bytes(data)
+        check(lambda: read_served_model(folder, "m"), data)
+
+
+def test_indices_and_tensors(rng: Random, tmp_path: Path) -> None:
+    shard = "model-00001-of-00001.safetensors"
+    names = ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight", "lm_head.weight"]
+    save_file({name: torch.ones(4, 4) for name in names}, tmp_path / shard)
+    sound = (tmp_path / shard).read_bytes()
+    length = int.from_bytes(sound[:8], "little")
+    header = json.loads(sound[8 : 8 + length])
+    index = {"metadata": {"total_size": 192}, "weight_map": dict.fromkeys(names, shard)}
+
+    def read_all() -> None:
+        checkpoint_precision(tmp_path)
+        with Checkpoint(tmp_path, (128, 128)) as checkpoint:
+            checkpoint.check_layers(1)
+            for name in names:
+                checkpoint.read(name, torch.empty(4, 4))
+
+    for number in range(80):
+        data = mutated(index, rng) if number % 2 else json.dumps(index).encode()
+        (tmp_path / "model.safetensors.index.json").write_bytes(data)
+        wrong = sound if number % 2 else mutated(header, rng)
+        if not number % 2:
+            wrong = len(wrong).to_bytes(8, "little") + wrong + sound[8 + length :]
+        (tmp_path / shard).write_bytes(wrong)
+        check(read_all, data + wrong)
+
+
+def test_a_tensors_name_of_five_thousand_digits(tmp_path: Path) -> None:
+    name = f"model.layers.{HUGE}.input_layernorm.weight"
+    save_file({name: torch.ones(2)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path, None) as checkpoint, pytest.raises(CheckpointError, match=r"model\.safetensors: holds"):
+        checkpoint.check_layers(1)
+
+
+def test_deployments(rng: Random, tmp_path: Path) -> None:
+    folder, path = write_model_folder(tmp_path / "model"), tmp_path / "deployment.toml"
+    texts = [(ROOT / "configs" / name).read_text() for name in ("laptop.toml", "laptop_ep.toml")]
+    codes = set()
+    for number in range(60):
+        data = mutated_toml(texts[number % 2], rng)
+        path.write_bytes(data)
+        codes.add(
+            leave_with_one_line(["serve", "--dry-run", "--config", str(path), "--model", str(folder)], data)
+        )
+    assert codes == {0, 2}
+
+
+def test_studies(rng: Random, tmp_path: Path) -> None:
+    path, text = tmp_path / "study.toml", study_toml(Study())
+    for _ in range(60):
+        data = mutated_toml(text, rng)
+        path.write_bytes(data)
+        check(lambda: read_study(Study().name, path, {}), data)
+
+
+def test_traffics(rng: Random, tmp_path: Path) -> None:
+    for number in range(120):
+        kind = ("toml", "jsonl", "csv", "jsonl.gz")[number % 4]
+        path = tmp_path / f"traffic.{kind}"
+        if kind == "toml":
+            data = mutated_toml(EXAMPLE, rng)
+        elif kind == "csv":
+            data = bytearray(AZURE.encode())
+            at = rng.randrange(len(data))
+            wrong = ["", ",", "\n", '"', HUGE, "NaT", "1e400", "-1", "\0", "9999-12-31 00:00:00", "x" * 200_000]
+            data[at : at + rng.randint(0, 30)] = rng.choice(wrong).encode()
+            data = bytes(data)
+        else:
+            lines = [json.dumps(row).encode() for row in MOONCAKE]
+            lines[rng.randrange(8)] = mutated(MOONCAKE[rng.randrange(8)], rng)
+            data = b"\n".join(lines)
+            data = gzip.compress(data) if kind.endswith("gz") else data
+        path.write_bytes(data)
+        check(lambda path=path: read_traffic(path), data)
+
+
+def test_loads_and_placements(rng: Random, tmp_path: Path) -> None:
+    loads, current = tmp_path / "loads.json", tmp_path / "current.json"
+    value = {"tokens_per_expert": [[90, 20, 10, 40], [1, 2, 3, 4]]}
+    loads.write_text(json.dumps(value))
+    asked = ["balance", "--loads", str(loads), "--ranks", "2", "--slots", "3"]
+    placement = json.loads(CliRunner().invoke(app, [*asked, "--json", "--weighted"]).stdout)
+    for number in range(80):
+        data = mutated(value, rng) if number % 2 else mutated(placement, rng)
+        loads.write_bytes(data if number % 2 else json.dumps(value).encode())
+        current.write_bytes(json.dumps(placement).encode() if number % 2 else data)
+        leave_with_one_line([*asked, "--current", str(current), "--max-moves", "2"], data)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f'{{"a": [{{"b": {HUGE}}}]}}', r"f: a\[0\]\.b is a number of 5,000 digits"),
+        ('{"a": 1e400}', "f: a is inf; a finite number is needed"),
+        ('{"a": {"\\ud800": 1}}', r"f: a\.\\ud800 holds half of a UTF-16 pair"),
+        (f'{{"a": {"[" * 70}{"]" * 70}}}', r"f: a\[0\]\[0\].* nests deeper than 64 levels"),
+        ("[" * 100_000, "f: nests deeper than 64 levels"),
+        ('{"a": 9223372036854775808}', "f: a is a number beyond 64 bits"),
+        ("[1", "f: cannot be read as JSON"),
+    ],
+)  # fmt: skip
+def test_the_place_in_a_json_file_is_named(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_json(text, "f")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"a = 1\nport = {HUGE}", "f: line 2: port has a number of hundreds of digits"),
+        ("[a]\nb = [1.0, inf]", r"f: a\.b\[1\] is inf; a finite number is needed"),
+        ("a." * 400_000 + "b = 1", "f: line 1: a key nests deeper than 64 levels"),
+        ('"a".' * 200_000 + "b = 1", "f: line 1: a key nests deeper than 64 levels"),
+        ("a = " + "[" * 100_000, "f: nests deeper than 64 levels"),
+        ("a = 0x" + "f" * 100_000, "f: a is a number beyond 64 bits"),
+        ('"\\' * 400_000, "f: not a TOML file"),
+    ],
+)  # fmt: skip
+def test_the_place_in_a_toml_file_is_named(text: str, said: str) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(ConfigError, match=said):
+        parse_toml(text, "f")
+    assert time.monotonic() - began_s < MOST_S
+
+
+def test_text_that_only_looks_long_is_read() -> None:
+    text = f'a = "{"b." * 100}{HUGE}" # {"c." * 100}\nd = """\n{"e." * 100}\n"""'
+    assert parse_toml(text, "f") == {"a": "b." * 100 + HUGE, "d": "e." * 100 + "\n"}
+
+
+def test_a_file_is_a_file_and_has_an_end(tmp_path: Path) -> None:
+    """Before, a pipe as a configuration was waited for, and a gigabyte of zeros in a few bytes was unpacked."""
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(ConfigError, match=r"pipe\.toml: not a file"):
+        read_deployment(tmp_path / "pipe.toml")
+    (tmp_path / "large").write_bytes(bytes(1001))
+    with pytest.raises(ConfigError, match="large: larger than"):
+        read_bytes(tmp_path / "large", "small", 1000)
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(bytes(20 << 20)) * 30)
+    with pytest.raises(ConfigError, match="unpacks to more than 512 MiB"):
+        read_text(tmp_path / "bomb.gz", "trace")
+
+
+@pytest.mark.parametrize(
+    "line", ["lease_s = nan", "unit_timeout_s = inf", "[prefill]\nunits = 1_000_000_000", "[decode]\nranks = 100_000"]
+)
+def test_no_deployment_has_such_a_number(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "deployment.toml"
+    path.write_text(line)
+    assert leave_with_one_line(["serve", "--dry-run", "--config", str(path)], line.encode()) == 2
+
+
+def test_the_largest_deployment_is_answered(tmp_path: Path) -> None:
+    """Bounds are bounds: what they allow is planned in seconds."""
+    path = tmp_path / "deployment.toml"
+    path.write_text("[prefill]\nunits = 4096\nranks = 8\n[decode]\nunits = 4096\nranks = 16")
+    assert leave_with_one_line(["serve", "--dry-run", "--config", str(path)], b"") == 0
+
+
+def test_a_copied_model_that_is_sound_is_still_read(tmp_path: Path) -> None:
+    """What refuses everything would pass all of the above."""
+    shutil.copytree(ROOT / "models" / "hadal-tiny", tmp_path / "model")
+    assert read_served_model(tmp_path / "model", "m").context_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["chat", "--url", "http://\x01"], ["chat", "--url", "http://["], ["eval", "--url", "http://127.0.0.1:99999"],
+        ["trace", "--url", "file:///etc/passwd"], ["replay", "x" * 5_000], ["report", "--ledger", "x" * 5_000],
+        ["serve", "--dry-run", "--model", "x" * 5_000], ["serve", "--dry-run", "--model", "~nobody-here/m"],
+        ["serve", "--dry-run", "--config", "/dev/zero"], ["plan", "--traffic", "/dev/zero"],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:40],
+)  # fmt: skip
+def test_arguments_that_nobody_means(arguments: list[str]) -> None:
+    """Each of these was a traceback, or did not end."""
+    assert leave_with_one_line(arguments, b"") == 2
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--slots", "--nodes"])
+@pytest.mark.parametrize("number", ["1000000000", "1" + "0" * 30])
+def test_numbers_that_nobody_means(option: str, number: str, tmp_path: Path) -> None:
+    """A billion ranks were planned for, without end."""
+    path = tmp_path / "loads.json"
+    path.write_text('{"tokens_per_expert": [[90, 20, 10, 40]]}')
+    result = CliRunner().invoke(app, ["balance", "--loads", str(path), "--ranks", "2", "--slots", "3", option, number])
+    assert result.exit_code == 2
+    assert option in result.stderr
+    assert "less than or equal to" in result.stderr
