@@ -407,8 +407,13 @@ def test_an_abort_follows_the_hello_also_where_the_peer_is_slow_to_challenge() -
         groups[0].abort()
         forming.join(DEADLINE_S)
         starved.set()
+
+        def begin() -> None:
+            groups[1].form(1, members)  # Done with the HELLO alone where the abort is read a moment later.
+            exchange_sized(groups[1], 1000)
+
         # The peer hears that this generation failed, and whose connection it was.
-        error = lose(groups[1], lambda: groups[1].form(1, members))
+        error = lose(groups[1], begin)
         assert "rank 0: aborted" in str(error)
         assert told == []
         assert groups[1].refusals.num_refused == 0
