@@ -153,6 +153,7 @@ class Generate:
             tenant = gateway.keys.check(request.headers.get("authorization"))
             seen.tenant = tenant.name
             gateway.check_open()
+            gateway.places.check(tenant.name)
             async with gateway.bodies.wait(tenant.name, gateway.patience.body_s):
                 body = await read_body(request, gateway.service.limits.max_body_bytes)
             with gateway.places.take(tenant.name):
