@@ -62,6 +62,11 @@ def retry_after(seconds: float | None) -> dict[str, str]:
     return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
+def sentence(reason: str) -> str:
+    """A reason as a message says it: with a capital letter."""
+    return reason[:1].upper() + reason[1:]
+
+
 def overloaded(status: int, message: str, retry_after_s: float | None, code: str | None = None) -> ApiError:
     """429 (this client or queue is full) or 503 (the service is not there)."""
     return ApiError(status, message, code=code, headers=retry_after(retry_after_s))

@@ -23,11 +23,10 @@ from hadal.core.front_snapshot import FrontSnapshot, Totals
 from hadal.core.gateway_messages import Answer, Ask, Delivered, FrontBeat, GatewayBeat, Leave, Open
 from hadal.core.messages import FRONT, SUPERVISOR, Deliver, Drain, Generation, UnitDown
 from hadal.gateway.errors import overloaded
-from hadal.gateway.host import FrontWire
-from hadal.gateway.mailbox import Mailbox
+from hadal.gateway.host import Doors, FrontWire
+from hadal.gateway.mailbox import Mailbox, mailbox_for
 from hadal.gateway.pages import Pages
 from hadal.gateway.trace import MAX_WAIT_S
-from hadal.runtime.logs import REQUEST_ID
 
 log = logging.getLogger("hadal.gateway")
 
@@ -60,11 +59,12 @@ class _Sent:
         return self.generation
 
 
-class FarHost:
+class FarHost(Doors):
     """Generations of a gateway without the front. It has the methods of gateway/host.Host, where the front is."""
 
     def __init__(self, name: str, wire: FrontWire, now: Callable[[], float]) -> None:
         """`name`: this gateway's, on the wire and at the supervisor."""
+        super().__init__()
         self.pages = Pages(name, wire.send)
         self._name = name
         self._wire = wire
@@ -77,14 +77,6 @@ class FarHost:
         self._leaving: dict[str, Mailbox] = {}
         """Generations that nobody waits for, until the front has closed them."""
         self._then: dict[Mailbox, Callable[[], None]] = {}
-        self._draining = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def draining(self) -> bool:
-        """Nothing new is taken."""
-        return self._draining.is_set()
 
     @property
     def gateways(self) -> tuple[str, ...]:
@@ -124,19 +116,11 @@ class FarHost:
 
     def open(self, generations: Iterable[Generation]) -> Mailbox:
         """Submit the choices of one request; their deliveries come to the mailbox that is returned."""
-        generations = list(generations)
-        mailbox = Mailbox(asyncio.get_running_loop(), REQUEST_ID.get(), len(generations), self.close)
-        sent = []
-        for index, generation in enumerate(generations):
-            mailbox.open_ids[generation.request_id] = index
-            if generation.max_tokens:
-                self._sent[generation.request_id] = _Sent(mailbox, generation)
-                sent.append(generation)
-            else:
-                mailbox.put(Deliver(generation.request_id, (), final=True))
-        if sent:
+        mailbox, begun = mailbox_for(generations, self.close)
+        if begun:
+            self._sent |= {generation.request_id: _Sent(mailbox, generation) for generation in begun}
             self._idle.clear()
-            self._wire.send(FRONT, Open(self._name, tuple(sent), mailbox.log_id))
+            self._wire.send(FRONT, Open(self._name, begun, mailbox.log_id))
         return mailbox
 
     def cancel(self, mailbox: Mailbox, request_id: str) -> None:
@@ -173,19 +157,6 @@ class FarHost:
         if answer is None:
             raise overloaded(503, "The front is being restarted; try again.", 1.0, "no_front")
         return answer.status, answer.body
-
-    async def wait_draining(self) -> None:
-        """Wait until a drain is asked for; the caller bounds it by the life of the process."""
-        await self._draining.wait()
-
-    async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no generation is open. False after `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
 
     def _front_spoke(self, beat: FrontBeat) -> None:
         self._heard_s = self._now()

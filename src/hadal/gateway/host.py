@@ -10,7 +10,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from hadal.core.front_snapshot import FrontSnapshot
 from hadal.core.gateway_messages import Answer, Ask, Delivered, FrontBeat, GatewayBeat, Leave, Open
@@ -33,18 +33,17 @@ from hadal.core.messages import (
 )
 from hadal.core.seams import Deliver, Effect, Event, Send, Tick, WakeAt
 from hadal.core.wire import AnyMessage
-from hadal.gateway.errors import overloaded
-from hadal.gateway.mailbox import Mailbox, Outbox
+from hadal.gateway.errors import overloaded, sentence
+from hadal.gateway.mailbox import Mailbox, Outbox, mailbox_for
 from hadal.gateway.pages import Pages
+from hadal.gateway.questions import Questions
 from hadal.policy.admission import Refusal
+from hadal.roles.front import refused
 from hadal.roles.reasons import answer_to
-from hadal.runtime.logs import REQUEST_ID, fields
+from hadal.runtime.logs import fields
 from hadal.runtime.topology import GATEWAY
 
 log = logging.getLogger("hadal.gateway")
-
-M = TypeVar("M")
-
 
 class FrontRole(Protocol):
     """The part of roles/front that a host needs."""
@@ -68,7 +67,35 @@ class FrontWire(Protocol):
     async def receive_async(self) -> list[AnyMessage]: ...
 
 
-class Host:
+class Doors:
+    """Whether a gateway takes anything new, and whether anything runs that it took."""
+
+    def __init__(self) -> None:
+        self._draining = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def draining(self) -> bool:
+        """Nothing new is taken."""
+        return self._draining.is_set()
+
+    async def wait_draining(self) -> None:
+        """Wait until a drain is asked for; the caller bounds it by the life of the process."""
+        await self._draining.wait()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no generation is open, and no other gateway is there that this one has the front for. False after
+        `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class Host(Doors):
     """One front, its wire and its timer. All methods are called from the event loop's thread."""
 
     def __init__(
@@ -77,6 +104,7 @@ class Host:
     ) -> None:  # fmt: skip
         """`on_units` is called after units came or went. `others` are the gateways whose generations the front has as
         well; `epoch` is the front's, new at every start."""
+        super().__init__()
         self.pages = Pages(FRONT, wire.send)
         self._epoch = epoch
         self._outboxes = {name: Outbox() for name in others}
@@ -93,21 +121,12 @@ class Host:
         """What a timer logs is about no request, whichever made it."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
-        self._draining = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._failed: Exception | None = None
         self._task: asyncio.Task[None] | None = None
-        self._num_asked = 0
-        self._audits: dict[tuple[int, str], asyncio.Future[Audit]] = {}
-        self._traces: dict[tuple[int, str], asyncio.Future[Trace]] = {}
+        self._audits = Questions[Audit]()
+        self._traces = Questions[Trace]()
         self.process_to_refused: dict[str, dict[str, int]] = {}
         """Connections that processes refused since they started, by what was asked for."""
-
-    @property
-    def draining(self) -> bool:
-        """Nothing new is taken."""
-        return self._draining.is_set()
 
     @property
     def gateways(self) -> tuple[str, ...]:
@@ -135,19 +154,6 @@ class Host:
             self._apply(effect)
         while True:
             messages = await self._wire.receive_async()
-            for message in messages:
-                if isinstance(message, Drain):
-                    self._draining.set()
-                elif isinstance(message, Audit):
-                    _answer(self._audits.get((message.reply_id, message.unit)), message)
-                elif isinstance(message, Returned):
-                    self._log_returned(message)
-                elif isinstance(message, Trace):
-                    _answer(self._traces.get((message.reply_id, message.unit)), message)
-                elif isinstance(message, Refused):
-                    self.process_to_refused[message.process] = message.kind_to_num
-                elif isinstance(message, Ask | Answer):
-                    self.pages.take(message)
             self._handle([event for message in messages for event in self._events_of(message)])
             if any(isinstance(message, UnitUp | UnitDown) for message in messages):
                 self._on_units()
@@ -161,24 +167,15 @@ class Host:
         refusal = self._front.refusal(self._now(), tenant, num_wanted)
         if refusal is not None:
             self._handle([TurnedAway(num_wanted, num_tokens)])
-            message = f"{refusal.reason[:1].upper()}{refusal.reason[1:]}."
-            raise overloaded(refusal.status, message, refusal.retry_after_s, "overloaded")
+            raise overloaded(refusal.status, sentence(refusal.reason), refusal.retry_after_s, "overloaded")
 
     def open(self, generations: Iterable[Generation]) -> Mailbox:
-        """Submit the choices of one request; their deliveries come to the mailbox that is returned.
-
-        One that asks for no token at all has ended before anybody else needs to hear of it.
-        """
-        generations = list(generations)
-        mailbox = Mailbox(asyncio.get_running_loop(), REQUEST_ID.get(), len(generations), self.close)
-        for index, generation in enumerate(generations):
-            mailbox.open_ids[generation.request_id] = index
-            if generation.max_tokens:
-                self._mailboxes[generation.request_id] = mailbox
-                self._idle.clear()
-            else:
-                mailbox.put(Deliver(generation.request_id, (), final=True))
-        self._handle([Submit(generation) for generation in generations if generation.max_tokens])
+        """Submit the choices of one request; their deliveries come to the mailbox that is returned."""
+        mailbox, begun = mailbox_for(generations, self.close)
+        if begun:
+            self._mailboxes |= {generation.request_id: mailbox for generation in begun}
+            self._idle.clear()
+            self._handle([Submit(generation) for generation in begun])
         return mailbox
 
     def cancel(self, mailbox: Mailbox, request_id: str) -> None:
@@ -203,36 +200,22 @@ class Host:
 
     async def audit(self, units: Iterable[str], timeout_s: float) -> tuple[list[str], list[Audit]]:
         """Have the front and every unit check their ledgers. Returns (problems, the units' answers)."""
-        self._num_asked += 1
-        loop = asyncio.get_running_loop()
-        waiting = {(self._num_asked, unit): loop.create_future() for unit in units}
-        self._audits |= waiting
-        for reply_id, unit in waiting:
+        def send(unit: str, reply_id: int) -> None:
             self._wire.send(unit, AuditRequest(reply_id))
-        try:
-            if waiting:
-                await asyncio.wait(waiting.values(), timeout=timeout_s)
-        finally:
-            for key in waiting:
-                del self._audits[key]
+
+        units = tuple(units)
+        answers = await self._audits.ask(units, send, timeout_s)
         problems = [f"front: {problem}" for problem in self._front.check()]
-        problems += [f"{unit}: no answer" for (_, unit), future in waiting.items() if not future.done()]
-        audits = [future.result() for future in waiting.values() if future.done()]
-        problems += [f"{audit.unit}: {problem}" for audit in audits for problem in audit.problems]
-        return problems, audits
+        problems += [f"{unit}: no answer" for unit in units if unit not in answers]
+        problems += [f"{unit}: {problem}" for unit, audit in answers.items() for problem in audit.problems]
+        return problems, list(answers.values())
 
     async def trace(self, unit: str, num_steps: int, timeout_s: float) -> Trace | None:
         """Have a unit trace its next steps. None if it did not answer in time: most likely it had nothing to do."""
-        self._num_asked += 1
-        key = (self._num_asked, unit)
-        future: asyncio.Future[Trace] = asyncio.get_running_loop().create_future()
-        self._traces[key] = future
-        self._wire.send(unit, TraceRequest(key[0], num_steps))
-        try:
-            await asyncio.wait([future], timeout=timeout_s)
-        finally:
-            del self._traces[key]
-        return future.result() if future.done() else None
+        def send(unit: str, reply_id: int) -> None:
+            self._wire.send(unit, TraceRequest(reply_id, num_steps))
+
+        return (await self._traces.ask([unit], send, timeout_s)).get(unit)
 
     def beat(self, pid: int) -> None:
         """Tell the supervisor and the other gateways that this process works."""
@@ -251,20 +234,6 @@ class Host:
         names = sorted(self._present)
         answers = await asyncio.gather(*(self.pages.ask(name, path, {}, timeout_s) for name in names))
         return {name: answer.body for name, answer in zip(names, answers, strict=True) if answer is not None}
-
-    async def wait_draining(self) -> None:
-        """Wait until a drain is asked for; the caller bounds it by the life of the process."""
-        await self._draining.wait()
-
-    async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no generation is open, and no other gateway is there that could have one. False after `timeout_s`.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
 
     def _log_returned(self, message: Returned) -> None:
         mailbox = self._mailboxes.get(message.request_id)
@@ -341,14 +310,21 @@ class Host:
             if refusal is None or generation.attempt:
                 yield Submit(generation)
             else:
-                reason, status, after_s = f"{refusal.reason}.", refusal.status, refusal.retry_after_s
-                self._apply(Deliver(generation.request_id, (), True, reason, status, after_s))
+                self._apply(refused(generation.request_id, refusal))
         if refusal is not None:
             yield TurnedAway(len(new), sum(len(generation.prompt) for generation in new))
 
     def _events_of(self, message: AnyMessage) -> list[Event]:
         """What the front is told of a message: of another gateway's, what it would be told of this one's requests."""
         match message:
+            case Audit(unit, reply_id):
+                self._audits.take(unit, reply_id, message)
+            case Trace(unit, reply_id):
+                self._traces.take(unit, reply_id, message)
+            case Refused(process, kind_to_num):
+                self.process_to_refused[process] = kind_to_num
+            case Ask() | Answer():
+                self.pages.take(message)
             case GatewayBeat(gateway, pid) if gateway in self._outboxes:
                 if pid != self._ended.get(gateway):
                     self._present[gateway] = pid
@@ -368,14 +344,12 @@ class Host:
                     self._ended[gateway] = self._present.pop(gateway)
                 self._see_idle()
                 return [Cancel(request_id, -1) for request_id in sorted(left.open_ids)]
-            case GatewayBeat() | Open() | Leave() | Ask() | Answer() | Refused():
-                pass
+            case GatewayBeat() | Open() | Leave():
+                pass  # Of a gateway that this deployment does not have.
             case _:
+                if isinstance(message, Drain):
+                    self._draining.set()
+                elif isinstance(message, Returned):
+                    self._log_returned(message)
                 return [message]
         return []
-
-
-def _answer(waiting: asyncio.Future[M] | None, message: M) -> None:
-    """One that nobody waits for any more is dropped."""
-    if waiting is not None and not waiting.done():
-        waiting.set_result(message)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from hadal.core.messages import Deliver
-from hadal.core.seams import Closing
-from hadal.runtime.logs import fields
+from hadal.core.messages import Closing, Deliver, Generation
+from hadal.runtime.logs import REQUEST_ID, fields
 
 log = logging.getLogger("hadal.gateway")
 
@@ -106,3 +105,17 @@ class Mailbox:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def mailbox_for(generations: Iterable[Generation], close: Close) -> tuple[Mailbox, tuple[Generation, ...]]:
+    """A mailbox for the choices of one request, and those that are to be begun.
+
+    One that asks for no token at all has ended before anybody else needs to hear of it.
+    """
+    generations = tuple(generations)
+    mailbox = Mailbox(asyncio.get_running_loop(), REQUEST_ID.get(), len(generations), close)
+    mailbox.open_ids = {generation.request_id: index for index, generation in enumerate(generations)}
+    for generation in generations:
+        if not generation.max_tokens:
+            mailbox.put(Deliver(generation.request_id, (), final=True))
+    return mailbox, tuple(generation for generation in generations if generation.max_tokens)

@@ -13,6 +13,7 @@ from hadal.core.errors import HadalError
 from hadal.core.gateway_messages import Answer, Ask
 from hadal.core.wire import AnyMessage
 from hadal.gateway.errors import as_api_error
+from hadal.gateway.questions import Questions
 
 log = logging.getLogger("hadal.gateway")
 
@@ -28,30 +29,20 @@ class Pages:
         self.table: dict[str, Page] = {}
         self._name = name
         self._send = send
-        self._num_asked = 0
-        self._asked: dict[int, asyncio.Future[Answer | None]] = {}
+        self._asked = Questions[Answer]()
         self._answering: set[asyncio.Task[None]] = set()
 
     async def ask(self, whom: str, path: str, query: Mapping[str, str], timeout_s: float) -> Answer | None:
         """Another process's page; None if it does not answer in time."""
-        self._num_asked += 1
-        reply_id = self._num_asked
-        future: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
-        self._asked[reply_id] = future
-        self._send(whom, Ask(self._name, reply_id, path, dict(query)))
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError:
-            return None
-        finally:
-            del self._asked[reply_id]
+
+        def send(name: str, reply_id: int) -> None:
+            self._send(name, Ask(self._name, reply_id, path, dict(query)))
+
+        return (await self._asked.ask([whom], send, timeout_s)).get(whom)
 
     def give_up(self) -> None:
         """Whoever was asked is gone."""
-        for future in self._asked.values():
-            if not future.done():
-                future.set_result(None)
+        self._asked.give_up()
 
     def take(self, message: Ask | Answer) -> None:
         """Answer a question, or hand an answer to who waits for it."""
@@ -59,8 +50,8 @@ class Pages:
             task = asyncio.get_running_loop().create_task(self._answer(message))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
-        elif (future := self._asked.get(message.reply_id)) is not None and not future.done():
-            future.set_result(message)
+        else:
+            self._asked.take(message.gateway, message.reply_id, message)
 
     async def _answer(self, ask: Ask) -> None:
         try:

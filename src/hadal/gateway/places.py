@@ -18,8 +18,8 @@ from hadal.policy.admission import share_of
 MAX_BODIES = 256
 """Most bodies on their way at once. One that was sent with its headers is there as soon as it is asked for."""
 LEFT_S = 10.0
-"""How long generations that were given up still take places. To begin and to end one costs the gateway half a millisecond
-of its one thread: a tenant that does nothing else may have 5 % of it where there are a thousand places."""
+"""How long generations that were given up still take places. To begin and to end one costs the gateway half a
+millisecond of its one thread: a tenant that does nothing else may have 5 % of it where there are a thousand places."""
 _CLOSE = {"Connection": "close"}
 
 

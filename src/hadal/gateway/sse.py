@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from starlette.types import Send
 
 from hadal.core.seams import Deliver
-from hadal.gateway.errors import ApiError, retry_after
+from hadal.gateway.errors import ApiError, retry_after, sentence
 from hadal.gateway.far_host import FarHost
 from hadal.gateway.host import Host
 from hadal.gateway.mailbox import Mailbox
@@ -192,8 +192,8 @@ class Reply:
     def _raise_error(self, deliver: Deliver) -> None:
         if deliver.error is not None:
             raise ApiError(
-                deliver.error_status, deliver.error[:1].upper() + deliver.error[1:],
-                code=_CODES.get(deliver.error_status), headers=retry_after(deliver.retry_after_s),
+                deliver.error_status, sentence(deliver.error), code=_CODES.get(deliver.error_status),
+                headers=retry_after(deliver.retry_after_s),
             )
 
     async def _take(self, timeout_s: float) -> list[tuple[int, Deliver]]:

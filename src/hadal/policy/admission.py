@@ -40,11 +40,11 @@ class Refusal:
 def admit(view: AdmissionView) -> Refusal | None:
     """None lets the request in."""
     if view.is_draining:
-        return Refusal(503, "the server is shutting down", RETRY_AFTER_MAX_S / 6)
+        return Refusal(503, "the server is shutting down.", RETRY_AFTER_MAX_S / 6)
     if view.num_queued + view.num_wanted <= share_of(view.num_queued_max, view.num_tenants) + view.num_placeable:
         return None
     return Refusal(
-        429, f"the server is overloaded: {view.num_queued} generations of this tenant wait already",
+        429, f"the server is overloaded: {view.num_queued} generations of this tenant wait already.",
         retry_after_s(view.num_queued * view.num_tenants, view.finished_per_s),
     )  # fmt: skip
 

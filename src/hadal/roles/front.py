@@ -17,7 +17,6 @@ from hadal.core.front_snapshot import FrontSnapshot, Totals
 from hadal.core.messages import (
     SUPERVISOR,
     Ahead,
-    Audit,
     Cached,
     Cancel,
     Decode,
@@ -38,7 +37,6 @@ from hadal.core.messages import (
     Submit,
     Token,
     Tokens,
-    Trace,
     TurnedAway,
     UnitDown,
     UnitUp,
@@ -158,8 +156,6 @@ class Front:
                 self._out += self.fleet.handle(now_s, event)
             case Tick():
                 self._tick(now_s)
-            case Audit() | Trace():
-                pass  # An answer to whoever asked through the host.
             case _:
                 raise InvariantError(f"the front cannot take {type(event).__name__}")
 
@@ -181,8 +177,7 @@ class Front:
         refusal = None if generation.attempt else self._admit(now_s, generation.tenant, 1, int(is_placeable))
         if refusal is not None:
             self._count_refused(1, len(generation.prompt))
-            reason, status = f"{refusal.reason}.", refusal.status
-            self._out.append(Deliver(request_id, (), True, reason, status, refusal.retry_after_s))
+            self._out.append(refused(request_id, refusal))
             return
         self.totals.tokens_in += len(generation.prompt)
         generation = msgspec.structs.replace(generation, arrived_s=now_s)
@@ -479,3 +474,8 @@ class Front:
     def check(self) -> list[str]:
         """Problems of the books; empty when requests, units and sums agree."""
         return self.requests.check() + self.units.check(list(self.requests.placed()))
+
+
+def refused(request_id: str, refusal: Refusal) -> Deliver:
+    """The only delivery of a generation that is not let in."""
+    return Deliver(request_id, (), True, refusal.reason, refusal.status, refusal.retry_after_s)

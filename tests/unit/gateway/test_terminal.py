@@ -12,6 +12,7 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -112,16 +113,20 @@ class Typist:
     def type(self, keys: str, then: str, times: int = 1) -> None:
         """Press keys, and wait until the screen has shown something so often."""
         os.write(self._master, keys.encode())
-        deadline_s = time.monotonic() + 20
-        while self.seen.count(then) < times:
-            assert time.monotonic() < deadline_s, self.seen
-            time.sleep(0.01)
+        self._wait(lambda: self.seen.count(then) >= times)
 
     def leave(self) -> int:
+        self._wait(lambda: self.seen.endswith("> "))  # Before, the terminal itself would take it for an empty line.
         os.write(self._master, b"\x04")
         code = self._process.wait(20)
         os.close(self._master)
         return code
+
+    def _wait(self, is_true: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + 20
+        while not is_true():
+            assert time.monotonic() < deadline_s, self.seen
+            time.sleep(0.01)
 
     def _read(self) -> None:
         try:
