@@ -92,3 +92,15 @@ def test_a_drain_waits_for_the_streams_of_both(start_server: StartServer) -> Non
     assert [one.end() for one in asking] == [undisturbed] * 2
     assert server.process.wait(30) == 0
     assert "did not end within" not in server.log()
+
+
+def test_a_drain_while_the_front_is_being_replaced_waits_for_the_other_s_streams(start_server: StartServer) -> None:
+    server = start_server("--gateways", "2")
+    undisturbed = complete(server, NUM_TOKENS)
+    asking = Asking(server, OTHER)
+    server.kill(FRONT, signal.SIGKILL)
+    server.process.terminate()
+    assert asking.end() == undisturbed
+    assert not asking.is_broken
+    assert server.process.wait(60) == 0
+    assert "did not end within" not in server.log()

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from hadal.core.config import GATEWAY_BEAT_S
 from hadal.core.front_snapshot import FrontSnapshot
 from hadal.core.gateway_messages import Answer, Ask, Delivered, FrontBeat, GatewayBeat, Leave, Open
 from hadal.core.messages import (
@@ -44,6 +45,9 @@ from hadal.runtime.logs import fields
 from hadal.runtime.topology import GATEWAY
 
 log = logging.getLogger("hadal.gateway")
+
+_EXPECTED_S = 8 * GATEWAY_BEAT_S
+"""How long a new front expects to hear of the other gateways: what they had open under the one before is this one's."""
 
 class FrontRole(Protocol):
     """The part of roles/front that a host needs."""
@@ -108,6 +112,8 @@ class Host(Doors):
         self.pages = Pages(FRONT, wire.send)
         self._epoch = epoch
         self._outboxes = {name: Outbox() for name in others}
+        self._expected = set(self._outboxes)
+        """Other gateways that may be there, and were not heard yet."""
         self._present: dict[str, int] = {}
         """Other gateways that were heard and have not ended -> the process of each."""
         self._ended: dict[str, int] = {}
@@ -150,6 +156,9 @@ class Host(Doors):
 
     async def _serve(self) -> None:
         self._tell_others()  # Before anything else: what they have open belongs to this front now.
+        if self._expected:
+            self._idle.clear()
+            asyncio.get_running_loop().call_later(_EXPECTED_S, self._expect_no_more)
         for effect in self._front.start(self._now()):
             self._apply(effect)
         while True:
@@ -294,8 +303,12 @@ class Host(Doors):
         self._see_idle()
 
     def _see_idle(self) -> None:
-        if not self._mailboxes and not self._present:
+        if not self._mailboxes and not self._present and not self._expected:
             self._idle.set()
+
+    def _expect_no_more(self) -> None:
+        self._expected.clear()
+        self._see_idle()
 
     # ---- the other gateways ----
     def _tell_others(self) -> None:
@@ -326,6 +339,7 @@ class Host(Doors):
             case Ask() | Answer():
                 self.pages.take(message)
             case GatewayBeat(gateway, pid) if gateway in self._outboxes:
+                self._expected.discard(gateway)
                 if pid != self._ended.get(gateway):
                     self._present[gateway] = pid
                     self._idle.clear()
@@ -340,6 +354,7 @@ class Host(Doors):
                 return [Cancel(request_id, -1) for request_id in sorted(mine)]
             case UnitDown(gateway) if gateway in self._outboxes:
                 left, self._outboxes[gateway] = self._outboxes[gateway], Outbox()
+                self._expected.discard(gateway)
                 if gateway in self._present:
                     self._ended[gateway] = self._present.pop(gateway)
                 self._see_idle()

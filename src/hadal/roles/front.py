@@ -448,8 +448,7 @@ class Front:
                 self._unit_down(now_s, name, reason)
         for name in self.units.late_orphans(now_s):
             self._unit_down(now_s, name, "no leader took its ranks over")
-        self._out += self.units.suspects.effects
-        self.units.suspects.effects.clear()
+        self._out += self.units.suspects.take_effects()
         for name in self.fleet.overdue(now_s):
             for record in self.requests.on_unit(name):
                 self._let_go(record)

@@ -15,11 +15,10 @@ from hadal.core.messages import BLOCK_TOKENS, Cached, Load, UnitUp
 from hadal.core.request import State
 from hadal.overlap.split import num_pairs_of
 from hadal.policy.admission import shared_slots
-from hadal.policy.suspicion import pause_s
 from hadal.policy.views import DecodeUnitView, DownstreamView, PrefillUnitView
 from hadal.roles.front_cache import FrontCache
 from hadal.roles.front_record import Record
-from hadal.roles.suspects import Suspects
+from hadal.roles.suspects import Absence, Suspects
 
 _NOTHING: Mapping[str, int] = {}
 
@@ -113,8 +112,7 @@ class UnitBook:
         front to the next, at most."""
         self.by_name: dict[str, Unit] = {}
         self.suspects = Suspects(unit_timeout_s)
-        self._beat_s = beat_s
-        self._called_s: float | None = None
+        self._absence = Absence(beat_s)
         self.cache = FrontCache()
         self._role_to_units: dict[str, list[Unit]] = {role: [] for role in ROLES}
 
@@ -174,12 +172,10 @@ class UnitBook:
         return {unit.name: unit.load for unit in self.by_name.values() if unit.load is not None}
 
     def called(self, now_s: float) -> None:
-        """The front is called. What it did not hear while it stood still itself is nobody's silence."""
-        gap_s = 0.0 if self._called_s is None else pause_s(now_s - self._called_s, self._beat_s)
-        self._called_s = now_s
-        if gap_s:
+        """The front is called: to be told before anything else."""
+        if missed_s := self._absence.called(now_s):
             for unit in self.by_name.values():
-                unit.seen_s += gap_s
+                unit.seen_s += missed_s
 
     def frozen(self, now_s: float) -> list[tuple[str, str]]:
         """Units that sent no heartbeat for too long and could have, and what to say of each."""

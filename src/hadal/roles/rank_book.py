@@ -288,8 +288,7 @@ class RankBook:
             is_silent = silent[name] <= now_s - self._ranks[index].heard_s
             what = "has sent no heartbeat" if is_silent else "has been stuck in one operation"
             self._give_up(now_s, index, f"{what} for {silent[name]:.1f} s{self._suspects.why(name)}")
-        self.effects += self._suspects.effects
-        self._suspects.effects.clear()
+        self.effects += self._suspects.take_effects()
         return is_over
 
     def forgive(self, gap_s: float) -> None:

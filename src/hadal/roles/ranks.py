@@ -65,11 +65,11 @@ from hadal.core.seams import (
     Tick,
     WakeAt,
 )
-from hadal.policy.suspicion import pause_s
 from hadal.roles.experts import ExpertBalancer
 from hadal.roles.rank_book import PEER_ERRORS, RankBook
 from hadal.roles.rank_results import merge
 from hadal.roles.rank_states import Phase
+from hadal.roles.suspects import Absence
 
 CHECK_S = 0.1
 """How often deadlines are looked at."""
@@ -129,7 +129,7 @@ class RankedLeader:
         self._core_wake_s = math.inf
         self._wake_s = math.inf
         self._check_s = -math.inf
-        self._called_s: float | None = None
+        self._absence = Absence(CHECK_S)
         self._out: list[Effect] = []
 
     def take_notes(self) -> list[str]:
@@ -141,7 +141,8 @@ class RankedLeader:
 
     def start(self, now_s: float) -> list[Effect]:
         """The first effects of the process. The core says that the unit is up when a first generation is formed."""
-        self._out, self._called_s = [], now_s
+        self._out = []
+        self._absence.called(now_s)
         self._apply(now_s, self.core.start(now_s))
         self._tick(now_s)
         self._wake(now_s)
@@ -150,11 +151,9 @@ class RankedLeader:
     def handle(self, now_s: float, event: Event) -> list[Effect]:
         """Take in one event and return what to do, in order."""
         self._out = []
-        gap_s = 0.0 if self._called_s is None else pause_s(now_s - self._called_s, CHECK_S)
-        if gap_s:
-            self.book.forgive(gap_s)
-            self.experts.forgive(gap_s)
-        self._called_s = now_s
+        if missed_s := self._absence.called(now_s):
+            self.book.forgive(missed_s)
+            self.experts.forgive(missed_s)
         match event:
             case RankUp():
                 self.book.rank_up(now_s, event)

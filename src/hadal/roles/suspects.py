@@ -13,9 +13,23 @@ from dataclasses import dataclass
 
 from hadal.core.messages import SUPERVISOR, Sighting, Suspect
 from hadal.core.seams import Send
-from hadal.policy.suspicion import ASK_SHARE, Silence, are_all_late, is_frozen
+from hadal.policy.suspicion import ASK_SHARE, Silence, are_all_late, is_frozen, pause_s
 
 _ASK_AGAIN_S = 0.1
+
+
+class Absence:
+    """When a judge stood still itself: what it did not hear then is nobody's silence."""
+
+    def __init__(self, period_s: float) -> None:
+        """The judge is called every `period_s` at least."""
+        self._period_s = period_s
+        self._called_s = math.inf
+
+    def called(self, now_s: float) -> float:
+        """The judge is called. Returns for how long it stood still before, 0 if it did not."""
+        gap_s, self._called_s = now_s - self._called_s, now_s
+        return pause_s(gap_s, self._period_s)
 
 
 @dataclass(slots=True)
@@ -30,10 +44,10 @@ class _Seen:
 
 
 class Suspects:
-    """`timeout_s`: what a process may be silent for. `effects` is what is to be sent; its owner takes them."""
+    """`timeout_s`: what a process may be silent for."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.effects: list[Send] = []
+        self._effects: list[Send] = []
         self._timeout_s = timeout_s
         self._name_to_seen: dict[str, _Seen] = {}
 
@@ -45,11 +59,16 @@ class Suspects:
         for name, seen in self._name_to_seen.items():
             if now_s - seen.asked_s >= _ASK_AGAIN_S:
                 seen.asked_s = now_s
-                self.effects.append(Send(SUPERVISOR, Suspect(name)))
+                self._effects.append(Send(SUPERVISOR, Suspect(name)))
         return [
             name for name in late
             if is_frozen(self._silence(name, name_to_silent_s[name]), self._timeout_s, are_all_late=is_together)
         ]  # fmt: skip
+
+    def take_effects(self) -> list[Send]:
+        """What is to be sent since the last call."""
+        effects, self._effects = self._effects, []
+        return effects
 
     def is_frozen(self, name: str, silent_s: float, timeout_s: float) -> bool:
         """Whether a process is frozen by another timeout than `judge`'s: others who lost it are believed sooner."""

@@ -238,6 +238,8 @@ class Supervisor:
             return
         child.is_ready(time.monotonic())
         log.info("%s is ready after %.1f s", name, child.ready_s - child.started_s, extra=about(name))
+        if name == GATEWAY and self._drain_until_s is not None:
+            self._drain_front()
         self._has_served = self._has_served or self._can_serve()
         if self._is_ready() and not self._was_ready:
             self._was_ready = True
@@ -252,7 +254,7 @@ class Supervisor:
             if code is None:
                 continue
             reason = _how(code)
-            if child.name == GATEWAY and self._drain_until_s is not None:
+            if child.name == GATEWAY and self._drain_until_s is not None and not (code and self._other_gateways()):
                 log.log(logging.INFO if code == 0 else logging.WARNING, "the gateway has ended: %s", reason)
                 child.phase = Phase.ENDED
                 self._exit_code = 0
@@ -399,21 +401,33 @@ class Supervisor:
             return
         timeout_s = self._deployment.drain_timeout_s
         self._drain_until_s = time.monotonic() + timeout_s
-        if self._children[GATEWAY].phase is not Phase.READY:
+        fronting = self._children[GATEWAY]
+        if fronting.phase is not Phase.READY and not self._other_gateways():
             self._exit_code = 0  # There is no stream to finish.
             return
         self._fleet = None  # What is there is enough for what runs.
         log.info("ending: running streams have %.0f s to finish; the same signal again ends them now", timeout_s)
-        self._wire.send(FRONT, Drain())
         for name in gateway_names(self._deployment)[1:]:
             child = self._children[name]
             child.dismiss()
             if child.phase is Phase.READY:
-                self._wire.send(name, Drain())
+                self._wire.send(child.name, Drain())
             else:
                 child.signal(signal.SIGTERM)
-        self._listener.close()  # The gateway's copy is the last: when it closes it, connections are refused.
+        if fronting.phase is Phase.READY:
+            self._drain_front()
         self._write_status()
+
+    def _drain_front(self) -> None:
+        """Where the gateway with it is being started again, as soon as it is there: others' streams go on under it."""
+        self._wire.send(FRONT, Drain())
+        if not self._other_gateways():  # Else another may have to be started.
+            self._listener.close()  # The gateway's copy is the last: when it closes it, connections are refused.
+
+    def _other_gateways(self) -> list[Child]:
+        """Those that work, beside the one with the front."""
+        others = (self._children[name] for name in gateway_names(self._deployment)[1:])
+        return [child for child in others if child.phase is Phase.READY]
 
     def _end_drain_if_due(self) -> None:
         if self._drain_until_s is not None and time.monotonic() > self._drain_until_s:

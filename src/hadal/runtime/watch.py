@@ -5,12 +5,10 @@ It is the judge and the host in one: what it suspects it looks at itself (runtim
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 from hadal.core.messages import Sighting, Suspect
-from hadal.policy.suspicion import pause_s
-from hadal.roles.suspects import Suspects
+from hadal.roles.suspects import Absence, Suspects
 from hadal.runtime.sight import Sight, look_at
 
 
@@ -20,11 +18,10 @@ class Watch:
     def __init__(self, timeout_s: float, period_s: float, look_at: Callable[[int], Sight] = look_at) -> None:
         """A process may be silent for `timeout_s` in which it could run; `frozen` is called every `period_s` at least,
         unless this process stands still itself."""
-        self._period_s = period_s
+        self._absence = Absence(period_s)
         self._look_at = look_at
         self._suspects = Suspects(timeout_s)
         self._name_to_heard_s: dict[str, float] = {}
-        self._called_s = math.inf
 
     def heard(self, now_s: float, name: str) -> None:
         """The process of this name spoke."""
@@ -32,13 +29,11 @@ class Watch:
 
     def frozen(self, now_s: float, name_to_pid: Mapping[str, int]) -> list[str]:
         """Which of these, each heard once at least, are frozen. To be called after all that they said was heard."""
-        paused_s = pause_s(now_s - self._called_s, self._period_s)
-        self._called_s = now_s
+        missed_s = self._absence.called(now_s)
         for name, heard_s in self._name_to_heard_s.items():
-            self._name_to_heard_s[name] = min(now_s, heard_s + paused_s)
+            self._name_to_heard_s[name] = min(now_s, heard_s + missed_s)
         frozen = self._suspects.judge(now_s, {name: now_s - self._name_to_heard_s[name] for name in name_to_pid})
-        asked = [effect.message for effect in self._suspects.effects if isinstance(effect.message, Suspect)]
-        self._suspects.effects.clear()
+        asked = [send.message for send in self._suspects.take_effects() if isinstance(send.message, Suspect)]
         for suspect in asked:
             sight = self._look_at(name_to_pid[suspect.process])
             self._suspects.sighted(now_s, Sighting(suspect.process, sight.waited_s, sight.is_stopped))

@@ -56,7 +56,7 @@ def test_silence_counts_from_the_last_sign() -> None:
     made = book()
     made.by_name["decode-0"].seen_s = 10.9
     assert [name for name, _ in made.frozen(11.0)] == ["prefill-0", "prefill-1"]
-    assert [send.message for send in made.suspects.effects] == [Suspect("prefill-0"), Suspect("prefill-1")]
+    assert [send.message for send in made.suspects.take_effects()] == [Suspect("prefill-0"), Suspect("prefill-1")]
 
 
 def test_the_views_say_what_the_units_measured() -> None:
