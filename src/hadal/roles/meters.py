@@ -7,6 +7,10 @@ from collections.abc import Mapping
 
 _LINE_VARIANCE = 2.0
 """Least variance of the numbers of requests in steps with which a line through them means something."""
+_CROWD = 2.0
+"""Least mean number of requests in steps with which a line from a single one to them does."""
+_PACE = 0.05
+"""How far one step moves what a single request's steps are taken to need: one that was held up counts little."""
 
 
 class StepMeter:
@@ -25,12 +29,18 @@ class StepMeter:
 
 
 class LineMeter:
-    """The line through what was seen lately, by least squares: seconds of a step by the requests in it."""
+    """Seconds of a step by the requests in it, as a line: from what a single one's steps take to what was seen lately.
+
+    A crowd's own steps do not tell what one alone would take: on a CPU the second request brings experts of its own,
+    the twelfth hardly any. Where no step had a single request, it is the line of least squares through what was seen.
+    """
 
     def __init__(self, memory: float = 256.0) -> None:
         """`memory`: how many steps weigh."""
         self._keeps = 1.0 - 1.0 / memory
         self._weight = self._mean_x = self._mean_y = self._var_x = self._cov = 0.0
+        self._alone_s = 0.0
+        """What a single request's steps take; 0: none was seen."""
         self.line = (0.0, 0.0)
         """Seconds of a step without requests and of each request, neither negative; 0 while steps were too alike."""
 
@@ -43,7 +53,14 @@ class LineMeter:
         self._mean_y += share * from_y
         self._var_x = (1.0 - share) * (self._var_x + share * from_x * from_x)
         self._cov = (1.0 - share) * (self._cov + share * from_x * from_y)
-        if self._var_x >= _LINE_VARIANCE:
+        if num == 1:
+            alone_s = self._alone_s or seconds
+            self._alone_s = min(max(seconds, alone_s * (1.0 - _PACE)), alone_s * (1.0 + _PACE))
+        if self._alone_s > 0.0 and self._mean_x >= _CROWD:
+            slope = (self._mean_y - self._alone_s) / (self._mean_x - 1.0)
+            slope = min(max(slope, 0.0), self._alone_s * (1.0 - _PACE))
+            self.line = (self._alone_s - slope, slope)
+        elif self._alone_s == 0.0 and self._var_x >= _LINE_VARIANCE:
             slope = min(max(self._cov / self._var_x, 0.0), self._mean_y / self._mean_x)
             self.line = (self._mean_y - slope * self._mean_x, slope)
 

@@ -47,11 +47,27 @@ def test_a_line_is_known_once_steps_differ_and_follows_what_came_lately() -> Non
     for _ in range(10):
         meter.add(8, 0.5)
     assert meter.line == (0.0, 0.0), "steps that are all alike say nothing"
-    for num in (1, 4, 16, 2, 9) * 60:
+    for num in (3, 4, 16, 2, 9) * 60:
         meter.add(num, 0.010 + 0.002 * num)
     assert meter.line == pytest.approx((0.010, 0.002), rel=0.05)
-    for num in (1, 4, 16, 2, 9) * 60:
+    for num in (3, 4, 16, 2, 9) * 60:
         meter.add(num, 0.030 - 0.001 * num)
     constant, slope = meter.line
     assert slope == 0.0, "more requests cost no less"
     assert 0.01 < constant < 0.03
+
+
+def test_a_line_begins_where_a_single_request_was_seen() -> None:
+    """Steps that grow much with the second request and little with the twelfth, as on a CPU."""
+    meter = LineMeter(memory=32.0)
+    for seconds in (0.001, 0.001, 0.050, 0.001):  # One was held up.
+        meter.add(1, seconds)
+    assert meter.line == (0.0, 0.0), "nothing is known of more than one"
+    for num in (11, 12, 13) * 20:
+        meter.add(num, 0.006 + 0.0001 * num)
+    constant, slope = meter.line
+    assert constant + slope == pytest.approx(0.001, rel=0.06)
+    assert constant + 12 * slope == pytest.approx(0.0072, rel=0.05)
+    for _ in range(60):
+        meter.add(2, 0.003)
+    assert meter.line == pytest.approx((0.0, 0.001), abs=0.0001), "a second one doubles it, and no line goes below 0"
