@@ -20,7 +20,7 @@ from hadal.policy.batching import in_turns
 from hadal.roles.front_record import Place, Record
 from hadal.roles.front_running import Running
 
-LATELY_S = 600.0
+LATELY_S = 120.0
 """A tenant that sent something within this time is expected to send more."""
 PLACED = (State.PREFILLING, State.TRANSFERRING, State.DECODING)
 """States in which a unit works, or will, for the request."""

@@ -9,8 +9,9 @@ _LINE_VARIANCE = 2.0
 """Least variance of the numbers of requests in steps with which a line through them means something."""
 _CROWD = 2.0
 """Least mean number of requests in steps with which a line from a single one to them does."""
-_PACE = 0.05
-"""How far one step moves what a single request's steps are taken to need: one that was held up counts little."""
+_FALLS, _RISES = 0.03, 0.003
+"""How far one step moves what a single request's steps are taken to need: one of eleven is quicker. Those that were held
+up by other work on the host, as when a crowd comes or goes, count little."""
 
 
 class StepMeter:
@@ -55,10 +56,10 @@ class LineMeter:
         self._cov = (1.0 - share) * (self._cov + share * from_x * from_y)
         if num == 1:
             alone_s = self._alone_s or seconds
-            self._alone_s = min(max(seconds, alone_s * (1.0 - _PACE)), alone_s * (1.0 + _PACE))
+            self._alone_s = min(max(seconds, alone_s * (1.0 - _FALLS)), alone_s * (1.0 + _RISES))
         if self._alone_s > 0.0 and self._mean_x >= _CROWD:
             slope = (self._mean_y - self._alone_s) / (self._mean_x - 1.0)
-            slope = min(max(slope, 0.0), self._alone_s * (1.0 - _PACE))
+            slope = min(max(slope, 0.0), self._alone_s * (1.0 - _FALLS))
             self.line = (self._alone_s - slope, slope)
         elif self._alone_s == 0.0 and self._var_x >= _LINE_VARIANCE:
             slope = min(max(self._cov / self._var_x, 0.0), self._mean_y / self._mean_x)
