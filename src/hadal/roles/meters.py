@@ -10,8 +10,8 @@ _LINE_VARIANCE = 2.0
 _CROWD = 2.0
 """Least mean number of requests in steps with which a line from a single one to them does."""
 _FALLS, _RISES = 0.03, 0.003
-"""How far one step moves what a single request's steps are taken to need: one of eleven is quicker. Those that were held
-up by other work on the host, as when a crowd comes or goes, count little."""
+"""How far one step moves what a single request's steps are taken to need: one of eleven is quicker. Those that were
+held up by other work on the host, as when a crowd comes or goes, count little."""
 
 
 class StepMeter:
