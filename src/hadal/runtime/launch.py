@@ -57,13 +57,15 @@ EXIT_GAVE_UP = 1
 TAKEOVERS_MAX = 2
 """Starts of a leader in vain, before the ranks that wait for it are ended, for it may be what they hold."""
 _MAX_WAIT_S = 0.5
-_FOLDER_PREFIX = "hadal-"
-_PROBE_S = 1.0
-_STARTING_S = 60.0
-"""A run folder that is younger may be of a supervisor that does not listen yet."""
 _STOP_S = 4.0
 _HUNG_S = 8 * GATEWAY_BEAT_S
 """A gateway that says nothing for so long is killed: its connections wait for the next one in the listening socket."""
+_FOLDER_PREFIX = "hadal-"
+"""Of run folders that nobody named."""
+_YOUNG_S = 60.0
+"""A run folder that is younger may be of a supervisor that does not listen yet."""
+_PROBE_S = 1.0
+"""How long a supervisor may take to answer whether it is there."""
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -521,7 +523,7 @@ def _remove_stale_folders() -> None:
     """Remove the run folders, and with them the secrets, of supervisors that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         try:
-            is_old = time.time() - (folder / RUN_FILE).stat().st_mtime > _STARTING_S
+            is_old = time.time() - (folder / RUN_FILE).stat().st_mtime > _YOUNG_S
             if is_old and folder.stat().st_uid == os.geteuid() and not _is_heard(folder / f"{SUPERVISOR}.sock"):
                 shutil.rmtree(folder)
         except OSError as error:  # None of a run's, or gone already.
