@@ -61,6 +61,7 @@ def ranks_of(server: Server, unit: str) -> dict[str, int]:
     return {name: pid for name, pid in server.pids().items() if name.startswith(f"{unit}.")}
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_leaders_ranks_are_taken_over_with_their_kv_while_answers_stream(
     start_server: StartServer, number: signal.Signals
