@@ -9,9 +9,9 @@ _LINE_VARIANCE = 2.0
 """Least variance of the numbers of requests in steps with which a line through them means something."""
 _CROWD = 2.0
 """Least mean number of requests in steps with which a line from a single one to them does."""
-_FALLS, _RISES = 0.03, 0.003
-"""How far one step moves what a single request's steps are taken to need: one of eleven is quicker. Those that were
-held up by other work on the host, as when a crowd comes or goes, count little."""
+_FALLS, _RISES = 0.03, 0.0003
+"""How far one step moves what a single request's steps are taken to need: one of a hundred is quicker. Those of
+requests that cost more, and those that other work on the host held up, hardly count."""
 
 
 class StepMeter:
