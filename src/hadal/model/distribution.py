@@ -44,21 +44,30 @@ def penalise_counts(logits_BV: Tensor, counts_BV: Tensor, frequency_B: Tensor, p
     return logits_BV - frequency_B[:, None] * counts_BV - presence_B[:, None] * (counts_BV > 0)
 
 
-def draw(p_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor, uniform_B: Tensor) -> Tensor:
+def draw(
+    p_BV: Tensor, top_k_B: np.ndarray, top_p_B: np.ndarray, min_p_B: np.ndarray, uniform_B: np.ndarray
+) -> Tensor:  # fmt: skip
     """Draw a token [B] of what top-k, then top-p of the rest, then min-p leave; 0, 1 and 0 leave out nothing.
 
     `p_BV` are probabilities up to a factor per row. Whole rows are walked only where neither top-k nor top-p is set.
+    What is to be done is decided by arrays of the host, so that nothing waits for the device.
     """
     is_ranked_B = (top_k_B > 0) | (top_p_B < 1)
-    if bool(is_ranked_B.all()):
-        ids_BW, kept_BW = nucleus(p_BV, top_k_B, top_p_B, min_p_B)
-        return ids_BW.gather(-1, pick(kept_BW, uniform_B)[:, None])[:, 0]
-    if not bool(is_ranked_B.any()):
-        return pick(p_BV.where(p_BV >= (min_p_B * p_BV.amax(-1))[:, None], 0.0), uniform_B)
-    tokens_B = torch.empty(len(p_BV), dtype=torch.int64, device=p_BV.device)
-    for part_B in (is_ranked_B, ~is_ranked_B):
-        tokens_B[part_B] = draw(*(x[part_B] for x in (p_BV, top_k_B, top_p_B, min_p_B, uniform_B)))
-    return tokens_B
+    if is_ranked_B.any() and not is_ranked_B.all():
+        tokens_B = torch.empty(len(p_BV), dtype=torch.int64, device=p_BV.device)
+        for part_B in (is_ranked_B, ~is_ranked_B):
+            at_B = torch.from_numpy(part_B).to(p_BV.device)
+            settings = (x[part_B] for x in (top_k_B, top_p_B, min_p_B, uniform_B))
+            tokens_B[at_B] = draw(p_BV[at_B], *settings)
+        return tokens_B
+    u_B, least_B = (torch.from_numpy(x).to(p_BV.device) for x in (uniform_B, min_p_B))
+    if is_ranked_B.all():
+        most_B, mass_B = (torch.from_numpy(x).to(p_BV.device) for x in (top_k_B, top_p_B))
+        ids_BW, kept_BW = nucleus(p_BV, most_B, mass_B, least_B)
+        return ids_BW.gather(-1, pick(kept_BW, u_B)[:, None])[:, 0]
+    if min_p_B.any():
+        p_BV = p_BV.where(p_BV >= (least_B * p_BV.amax(-1))[:, None], 0.0)
+    return pick(p_BV, u_B)
 
 
 def nucleus(p_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> tuple[Tensor, Tensor]:

@@ -129,13 +129,14 @@ class Sampler:
         best_B, tokens_B = logits_BV.max(-1)
         random = np.flatnonzero(self._temperature[slots_B] > 0)
         if len(random):
-            rows, slots = torch.from_numpy(random).to(logits_BV.device), slots_B[random]
-            scaled = (logits_BV[rows] - best_B[rows, None]) / self._floats(self._temperature[slots])[:, None]
+            # All of them, where none is greedy: nothing is picked then.
+            rows = slice(None) if len(random) == len(slots_B) else torch.from_numpy(random).to(logits_BV.device)
+            slots = slots_B[random]
+            scaled = (logits_BV[rows] - best_B[rows][:, None]) / self._floats(self._temperature[slots])[:, None]
             u = uniform(self._seed[slots], self._output_index[slots].astype(np.uint64))
             tokens_B[rows] = draw_token(
-                scaled.exp(), self._ids(self._top_k[slots]), torch.from_numpy(self._top_p[slots]).to(self._device),
-                self._floats(self._min_p[slots]), torch.from_numpy(u).to(self._device),
-            )
+                scaled.exp(), self._top_k[slots], self._top_p[slots], self._min_p[slots], u
+            )  # fmt: skip
         return tokens_B, torch.isfinite(best_B)
 
     def _adjust(self, logits_BV: Tensor, slots_B: np.ndarray) -> Tensor:
