@@ -278,8 +278,9 @@ class World:
     def _upset(self, host: Host) -> None:
         """Let it live and do nothing: whoever listens for its heartbeat will tell the supervisor."""
         if not isinstance(host, RankHost):
-            if not self.fronts or host.name not in self.front.units.by_name:
-                self.kill_unit(host.name)  # The front does not miss it yet: the supervisor does.
+            unit = self.front.units.by_name.get(host.name) if self.fronts else None
+            if unit is None or unit.orphan_by_s is not None:
+                self.kill_unit(host.name)  # The front does not miss it, or not this successor: the supervisor does.
                 return
             host.is_stuck = True
             return
