@@ -48,6 +48,7 @@ swarm: setup  ## ten thousand small worlds with random faults; ARGS="--seed 7" r
 
 check: setup  ## ruff and strict type checking
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --quiet --check . || { echo "Not as ruff lays it out: .venv/bin/ruff format ."; exit 1; }
 	@$(BIN)/mypy
 
 bench: setup  ## speed beside the peers and the machine's limits, step breakdown, start-up

@@ -1,4 +1,6 @@
-"""`make bench`: every benchmark in turn. `python -m bench [--quick] [engine|step|overlap|wire|distributed ...]`."""
+"""`make bench`: every benchmark in turn. `python -m bench [--quick]
+[engine|step|overlap|wire|distributed ...]`.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,10 @@ def main() -> None:
     console = Console()
     load_1min = os.getloadavg()[0]
     if load_1min > 0.5 * (os.cpu_count() or 1):
-        console.print(f"[yellow]the machine is busy (load {load_1min:.1f}); figures will be low and uneven[/yellow]")
+        console.print(
+            f"[yellow]the machine is busy (load {load_1min:.1f}); figures will be low and"
+            " uneven[/yellow]"
+        )
     if absent := why_missing(*NAME_TO_SOURCE):
         console.print(f"[yellow]{absent}[/yellow]")
     start = time.monotonic()

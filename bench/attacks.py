@@ -1,10 +1,11 @@
-"""What one tenant's attacks cost another: its requests answered, median and worst time, alone and during each attack.
+"""What one tenant's attacks cost another: its requests answered, median and worst time, alone and
+during each attack.
 
     python -m bench.attacks [--quick] [--checkout FOLDER] [--attack NAME ...]
 
-A server of its own for each attack, with two keys without rights. One key asks for 32 tokens again and again, first
-alone and then while a process with the other attacks. `--checkout` serves another checkout, such as an earlier
-commit's, with the Python of its .venv if it has one.
+A server of its own for each attack, with two keys without rights. One key asks for 32 tokens again
+and again, first alone and then while a process with the other attacks. `--checkout` serves another
+checkout, such as an earlier commit's, with the Python of its .venv if it has one.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ TCP_ESTABLISHED = 1
 def head(address: Address, num_bytes: int) -> bytes:
     """Of a POST of so many bytes with the attacker's key."""
     return (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {address[0]}\r\nAuthorization: Bearer {ATTACKER}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {num_bytes}\r\n\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: {address[0]}\r\nAuthorization: Bearer"
+        f" {ATTACKER}\r\nContent-Type: application/json\r\nContent-Length: {num_bytes}\r\n\r\n"
     ).encode()
 
 
@@ -75,14 +76,25 @@ def body_of(fields: dict[str, Any]) -> bytes:
 
 def prompts_of(random_: random.Random) -> list[str]:
     """As many as a request may have, each another."""
-    return [f"What is {random_.randrange(10_000)} + {random_.randrange(10_000)}?" for _ in range(NUM_PROMPTS)]
+    return [
+        f"What is {random_.randrange(10_000)} + {random_.randrange(10_000)}?"
+        for _ in range(NUM_PROMPTS)
+    ]
 
 
 async def flood(address: Address, number: int, **fields: Any) -> None:
     """64 prompts with 8 choices each, and once more as soon as they are answered or refused."""
     random_ = random.Random(number)
     while True:
-        body = body_of({"prompt": prompts_of(random_), "n": NUM_CHOICES, "max_tokens": 256, "temperature": 1, **fields})
+        body = body_of(
+            {
+                "prompt": prompts_of(random_),
+                "n": NUM_CHOICES,
+                "max_tokens": 256,
+                "temperature": 1,
+                **fields,
+            }
+        )
         async with asked(address, len(body), body) as (reader, _):
             is_refused = not (await reader.readline()).startswith(b"HTTP/1.1 200")
             while not is_refused and await reader.read(65536):
@@ -109,7 +121,14 @@ async def dribble(address: Address, number: int) -> None:
 async def unread(address: Address, number: int) -> None:
     """A stream with much to say of every token, of which nothing is read."""
     loop = asyncio.get_running_loop()
-    fields = {"prompt": "Once", "n": NUM_CHOICES, "max_tokens": 1000, "stream": True, "logprobs": 5, "seed": number}
+    fields = {
+        "prompt": "Once",
+        "n": NUM_CHOICES,
+        "max_tokens": 1000,
+        "stream": True,
+        "logprobs": 5,
+        "seed": number,
+    }
     body = body_of(fields)
     while True:
         with socket.socket() as connection:
@@ -117,14 +136,18 @@ async def unread(address: Address, number: int) -> None:
             connection.setblocking(False)
             await loop.sock_connect(connection, address)
             await loop.sock_sendall(connection, head(address, len(body)) + body)
-            while connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_ESTABLISHED:
+            while (
+                connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_ESTABLISHED
+            ):
                 await asyncio.sleep(0.2)
 
 
 async def cancel(address: Address, number: int) -> None:
     """A stream of 8 choices that is left when it has hardly begun."""
     for turn in itertools.count():
-        body = body_of({"prompt": f"Say {number} {turn}", "n": NUM_CHOICES, "max_tokens": 1000, "stream": True})
+        body = body_of(
+            {"prompt": f"Say {number} {turn}", "n": NUM_CHOICES, "max_tokens": 1000, "stream": True}
+        )
         async with asked(address, len(body), body):
             await asyncio.sleep(CANCEL_AFTER_S)
 
@@ -203,10 +226,15 @@ class Seen:
 
 def ask(address: Address, number: int) -> tuple[int, float]:
     """One request of the other tenant: its status, 0 for none in time, and its seconds."""
-    body = json.dumps({
-        "model": "hadal-tiny", "prompt": f"Number {number}: tell me a story.", "max_tokens": ANSWER_TOKENS,
-        "ignore_eos": True, "temperature": 0,
-    })  # fmt: skip
+    body = json.dumps(
+        {
+            "model": "hadal-tiny",
+            "prompt": f"Number {number}: tell me a story.",
+            "max_tokens": ANSWER_TOKENS,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+    )
     started_s = time.perf_counter()
     connection = http.client.HTTPConnection(*address, timeout=WAIT_S)
     try:
@@ -247,7 +275,9 @@ def measure(attack: Attack, checkout: Path, span_s: float, num_alone: int) -> tu
         return alone, _attacked(server, attack, span_s, numbers)
 
 
-def _attacked(server: Running, attack: Attack, span_s: float, numbers: itertools.count[int]) -> Seen:
+def _attacked(
+    server: Running, attack: Attack, span_s: float, numbers: itertools.count[int]
+) -> Seen:
     host, port = server.address
     command = [sys.executable, "-m", "bench.attacks", "--as-attacker", attack.name, host, str(port)]
     attacker = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
@@ -257,7 +287,9 @@ def _attacked(server: Running, attack: Attack, span_s: float, numbers: itertools
         time.sleep(min(3.0, span_s / 2))  # Until it has all that it can get.
         seen = watch(server.address, span_s, 10_000, numbers)
         if attacker.poll() is not None:
-            raise RuntimeError(f"the attack {attack.name} ended by itself with {attacker.returncode}")
+            raise RuntimeError(
+                f"the attack {attack.name} ended by itself with {attacker.returncode}"
+            )
         return seen
     finally:
         attacker.kill()
@@ -267,14 +299,31 @@ def _attacked(server: Running, attack: Attack, span_s: float, numbers: itertools
 def show(rows: Sequence[tuple[Attack, Seen, Seen]]) -> None:
     """Print the table."""
     table = Table(title="another tenant's requests of 32 tokens, one after the other")
-    for column in ("attack", "alone p50", "worst", "attacked: answered", "p50", "worst", "p50 ratio", "refused with"):
-        table.add_column(column, justify="left" if column in ("attack", "refused with") else "right")
+    for column in (
+        "attack",
+        "alone p50",
+        "worst",
+        "attacked: answered",
+        "p50",
+        "worst",
+        "p50 ratio",
+        "refused with",
+    ):
+        table.add_column(
+            column, justify="left" if column in ("attack", "refused with") else "right"
+        )
     for attack, alone, seen in rows:
         refused = ", ".join(str(status or "no answer") for status in sorted(set(seen.refusals)))
         table.add_row(
-            attack.what, _ms(alone.median_s), _ms(alone.worst_s), seen.answered, _ms(seen.median_s), _ms(seen.worst_s),
-            f"{seen.median_s / alone.median_s:.1f}", refused,
-        )  # fmt: skip
+            attack.what,
+            _ms(alone.median_s),
+            _ms(alone.worst_s),
+            seen.answered,
+            _ms(seen.median_s),
+            _ms(seen.worst_s),
+            f"{seen.median_s / alone.median_s:.1f}",
+            refused,
+        )
     Console(width=None if sys.stdout.isatty() else 150).print(table)
 
 
@@ -287,7 +336,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="seconds for each attack")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="serve this checkout")
     parser.add_argument("--attack", action="append", choices=list(ATTACKS), help="only this one")
-    parser.add_argument("--as-attacker", nargs=3, metavar=("NAME", "HOST", "PORT"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--as-attacker", nargs=3, metavar=("NAME", "HOST", "PORT"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args(arguments)
     if options.as_attacker is not None:
         name, host, port = options.as_attacker

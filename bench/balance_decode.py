@@ -1,9 +1,11 @@
-"""Decode balance of 144 simulated ranks: ours beside the peers' rules, with stale loads, with requests that move.
+"""Decode balance of 144 simulated ranks: ours beside the peers' rules, with stale loads, with
+requests that move.
 
     python -m bench.balance_decode [--quick] [--seeds 2] [--trigger 1.02]
 
-Balance is mean over largest rank, averaged over steps; efficiency is the time of even steps over the actual one. The
-published traces are read from HADAL_SHARED_DATA or shared/data beside the checkout, and left out where they are not.
+Balance is mean over largest rank, averaged over steps; efficiency is the time of even steps over
+the actual one. The published traces are read from HADAL_SHARED_DATA or shared/data beside the
+checkout, and left out where they are not.
 """
 
 from __future__ import annotations
@@ -43,7 +45,12 @@ class Case:
 def run(load: Load, case: Case, num_steps: int, seed: int) -> Result:
     """Warm up from a unit found in the middle of its work, then measure."""
     world = World(
-        load, num_ranks=NUM_RANKS, num_slots=NUM_SLOTS, num_running=NUM_RUNNING, stale_steps=case.stale_steps, seed=seed
+        load,
+        num_ranks=NUM_RANKS,
+        num_slots=NUM_SLOTS,
+        num_running=NUM_RUNNING,
+        stale_steps=case.stale_steps,
+        seed=seed,
     )
     place_all, result = rule(case.name, seed), Result()
     num_warm = num_steps // 2
@@ -70,9 +77,13 @@ def run(load: Load, case: Case, num_steps: int, seed: int) -> Result:
     return result
 
 
-def measure(console: Console, load: Load, cases: Sequence[Case], num_steps: int, num_seeds: int) -> None:
+def measure(
+    console: Console, load: Load, cases: Sequence[Case], num_steps: int, num_seeds: int
+) -> None:
     """One table, a row a case."""
-    title = f"{load.name}: {load.mean_kv:.0f} tokens of KV a request, output {load.output_N.mean():.0f}"
+    title = (
+        f"{load.name}: {load.mean_kv:.0f} tokens of KV a request, output {load.output_N.mean():.0f}"
+    )
     table = Table(title=f"{title}; {num_steps} steps, {num_seeds} seeds")
     for name in ("rule", "kv", "requests", "efficiency", "moved", "running", "us a placement"):
         table.add_column(name, justify="left" if name == "rule" else "right")
@@ -81,30 +92,49 @@ def measure(console: Console, load: Load, cases: Sequence[Case], num_steps: int,
         num = sum(result.num_steps for result in results)
         kv = sum(result.kv for result in results) / num
         requests = sum(result.requests for result in results) / num
-        efficiency = sum(result.ideal_s for result in results) / sum(result.actual_s for result in results)
-        moved = sum(result.num_moved for result in results) / max(sum(result.num_arrived for result in results), 1)
+        efficiency = sum(result.ideal_s for result in results) / sum(
+            result.actual_s for result in results
+        )
+        moved = sum(result.num_moved for result in results) / max(
+            sum(result.num_arrived for result in results), 1
+        )
         name = case.name
         if case.stale_steps:
             name += f", loads {case.stale_steps} steps old"
         if case.terms is not None:
             name += f", moves above {case.terms.trigger:g}"
         table.add_row(
-            name, f"{kv:.3f}", f"{requests:.3f}", f"{efficiency:.3f}", f"{moved:.2%}" if case.terms else "-",
+            name,
+            f"{kv:.3f}",
+            f"{requests:.3f}",
+            f"{efficiency:.3f}",
+            f"{moved:.2%}" if case.terms else "-",
             f"{sum(result.num_running for result in results) / num:.1f}",
             f"{1e6 * statistics.median(seconds for result in results for seconds in result.rule_s):.0f}",
-        )  # fmt: skip
+        )
     console.print(table)
     kv_target, requests_target = TARGETS[load.name]
-    console.print(f"ours without moves: targets {kv_target:g} and {requests_target:g}; with: {MOVED_TARGET}; "
-                  f"{STALE_STEPS} steps stale: less than two points; bound 1.")  # fmt: skip
+    console.print(
+        f"ours without moves: targets {kv_target:g} and {requests_target:g}; with: {MOVED_TARGET}; "
+        f"{STALE_STEPS} steps stale: less than two points; bound 1."
+    )
 
 
 def show_time(console: Console) -> None:
-    """Processor time of a decision. A step with one arrival is the dearest: it pays for the snapshot alone."""
+    """Processor time of a decision. A step with one arrival is the dearest: it pays for the
+    snapshot alone.
+    """
     world = World(
-        r1_load(num=1000), num_ranks=NUM_RANKS, num_slots=NUM_SLOTS, num_running=NUM_RUNNING, stale_steps=0, seed=0
+        r1_load(num=1000),
+        num_ranks=NUM_RANKS,
+        num_slots=NUM_SLOTS,
+        num_running=NUM_RUNNING,
+        stale_steps=0,
+        seed=0,
     )
-    for rank, waiting in zip(rule(OURS, 0)(world, list(world.waiting)), list(world.waiting), strict=False):
+    for rank, waiting in zip(
+        rule(OURS, 0)(world, list(world.waiting)), list(world.waiting), strict=False
+    ):
         world.seat(rank, waiting)
     for _ in range(100):
         world.run_step(None)  # What ends leaves gaps.
@@ -116,29 +146,47 @@ def show_time(console: Console) -> None:
             start_s = time.process_time()
             place(view, arrivals, preempts=True)
             place_s.append((time.process_time() - start_s) / num)
-        console.print(f"{num} arrivals a step: {1e6 * statistics.median(place_s):.0f} us of processor time a placement "
-                      f"(target {PLACE_TARGET_US:g})")  # fmt: skip
+        console.print(
+            f"{num} arrivals a step: {1e6 * statistics.median(place_s):.0f} us of processor time a"
+            f" placement (target {PLACE_TARGET_US:g})"
+        )
     # A trigger that is always met: the dearest decision, the whole budget spent.
-    running, terms, decide_s, moves = world.movable(), MoveTerms(trigger=1.0, gain_steps=1e6), [], list[Move]()
+    running, terms, decide_s, moves = (
+        world.movable(),
+        MoveTerms(trigger=1.0, gain_steps=1e6),
+        [],
+        list[Move](),
+    )
     for _ in range(50):
         start_s = time.process_time()
         moves = choose_moves(view, running, terms, preempts=True)
         decide_s.append(time.process_time() - start_s)
-    console.print(f"moves: {1e3 * statistics.median(decide_s):.2f} ms of processor time for {len(moves)}")
+    console.print(
+        f"moves: {1e3 * statistics.median(decide_s):.2f} ms of processor time for {len(moves)}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.balance_decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.balance_decode",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="one seed, few steps")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--trigger", type=float, default=MoveTerms().trigger, help="move above this share of a rank")
+    parser.add_argument(
+        "--trigger", type=float, default=MoveTerms().trigger, help="move above this share of a rank"
+    )
     options = parser.parse_args(arguments)
     console = Console()
     terms = MoveTerms(trigger=options.trigger)
-    cases = [*(Case(name) for name in PEERS), Case(OURS), Case("least requests (vLLM)", STALE_STEPS),
-             Case(OURS, STALE_STEPS), Case(OURS, 0, terms)]  # fmt: skip
+    cases = [
+        *(Case(name) for name in PEERS),
+        Case(OURS),
+        Case("least requests (vLLM)", STALE_STEPS),
+        Case(OURS, STALE_STEPS),
+        Case(OURS, 0, terms),
+    ]
     loads = [r1_load(), *trace_loads()]
     if len(loads) == 1:
         console.print(f"[yellow]{why_missing(MOONCAKE, AZURE)}[/]")

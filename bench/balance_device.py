@@ -1,12 +1,14 @@
-"""A rank's process that is a device of its own: real messages, weights and tokens, but heavy ops take a device's time.
+"""A rank's process that is a device of its own: real messages, weights and tokens, but heavy ops
+take a device's time.
 
     python -m bench.balance_device --unit decode-0 --role decode --rank 2 --folder RUN_FOLDER
 
-Ranks that share cores take the same time together however the work is spread over them, so on one machine balance
-shows in no clock. Here the routed experts' op lasts as long as the rows that the rank received ask for, and attention
-as long as the positions that its tokens attend to: the thread computes, then sleeps until the op's time is over. The
-slowest rank decides when a step ends, as on GPUs. What is measured is what balance is worth where ops take such times,
-and not how fast anything is. How many ops computed for longer than their time is said in the log now and then.
+Ranks that share cores take the same time together however the work is spread over them, so on one
+machine balance shows in no clock. Here the routed experts' op lasts as long as the rows that the
+rank received ask for, and attention as long as the positions that its tokens attend to: the thread
+computes, then sleeps until the op's time is over. The slowest rank decides when a step ends, as on
+GPUs. What is measured is what balance is worth where ops take such times, and not how fast anything
+is. How many ops computed for longer than their time is said in the log now and then.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class Overruns:
         self.num_ops += 1
         self.num_late += is_late
         if self.num_ops % SAY_EVERY == 0:
-            log.info("%d of %d ops computed for longer than the device", self.num_late, self.num_ops)
+            log.info(
+                "%d of %d ops computed for longer than the device", self.num_late, self.num_ops
+            )
 
 
 def num_rows(state: MicroBatch) -> int:
@@ -76,11 +80,19 @@ def num_positions(state: MicroBatch) -> int:
     assert isinstance(state.batch, PrefillBatch)
     lengths_T = state.batch.lengths_T
     # In the last layer only rows whose logits are wanted are left.
-    return int((lengths_T if len(lengths_T) == len(state.hidden_TD) else lengths_T[state.batch.final_rows]).sum())
+    return int(
+        (
+            lengths_T
+            if len(lengths_T) == len(state.hidden_TD)
+            else lengths_T[state.batch.final_rows]
+        ).sum()
+    )
 
 
 def lasting(op: Op, count: Callable[[MicroBatch], int], seconds: float, overruns: Overruns) -> Op:
-    """The same op; it ends `seconds` after its begin for each of what `count` finds, or when it is done."""
+    """The same op; it ends `seconds` after its begin for each of what `count` finds, or when it is
+    done.
+    """
 
     def run(state: MicroBatch, layer: LayerWeights, layer_index: int) -> Interval | None:
         start_s, number = time.perf_counter(), count(state)

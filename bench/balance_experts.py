@@ -1,9 +1,10 @@
 """Expert placements for measured DeepSeek-V3 loads: ours, DeepSeek's EPLB and the bound, one core.
 
-`python -m bench.balance_experts [--eplb FOLDER]`. The loads are read from HADAL_SHARED_DATA or a folder shared/data
-beside the checkout. EPLB runs beside ours when it is installed or its folder is given (its `eplb.py`); otherwise its
-measured figures are printed, marked with *. Then plans near today's, plans for windows of steps, and what plans cost
-in traffic between nodes. Times are medians of CPU time, one thread.
+`python -m bench.balance_experts [--eplb FOLDER]`. The loads are read from HADAL_SHARED_DATA or a
+folder shared/data beside the checkout. EPLB runs beside ours when it is installed or its folder is
+given (its `eplb.py`); otherwise its measured figures are printed, marked with *. Then plans near
+today's, plans for windows of steps, and what plans cost in traffic between nodes. Times are medians
+of CPU time, one thread.
 """
 
 from __future__ import annotations
@@ -29,18 +30,25 @@ from hadal.policy.expert_balance import Cluster, balance
 from hadal.policy.expert_packing import Floats
 
 CASES = (
-    ("prefill 32", "fast", 32, 9, PREFILL), ("prefill 32", "global", 32, 9, PREFILL),
-    ("prefill 32", "hierarchical", 32, 9, PREFILL), ("prefill 32", "hybrid", 32, 9, PREFILL),
-    ("EP72", "global", 72, 4, PREFILL + DECODE), ("EP96", "global", 96, 3, PREFILL + DECODE),
-    ("decode 144", "fast", 144, 2, DECODE), ("decode 144", "global", 144, 2, DECODE),
-)  # fmt: skip
+    ("prefill 32", "fast", 32, 9, PREFILL),
+    ("prefill 32", "global", 32, 9, PREFILL),
+    ("prefill 32", "hierarchical", 32, 9, PREFILL),
+    ("prefill 32", "hybrid", 32, 9, PREFILL),
+    ("EP72", "global", 72, 4, PREFILL + DECODE),
+    ("EP96", "global", 96, 3, PREFILL + DECODE),
+    ("decode 144", "fast", 144, 2, DECODE),
+    ("decode 144", "global", 144, 2, DECODE),
+)
 MEASURED_EPLB = {
-    "prefill 32 hierarchical": ".8325 / .436 / 527", "prefill 32 global": ".9935 / .987 / 1340",
-    "EP72 global": ".9760 / .954 / 2010", "EP96 global": ".9630 / .912 / 2540",
+    "prefill 32 hierarchical": ".8325 / .436 / 527",
+    "prefill 32 global": ".9935 / .987 / 1340",
+    "EP72 global": ".9760 / .954 / 2010",
+    "EP96 global": ".9630 / .912 / 2540",
     "decode 144 global": ".8657 / .661 / 2750",
-}  # fmt: skip
-"""DeepSeek's eplb.py on SGLang's load matrices (issue 6017 there), mean / worst / ms, two shared cores; its averages
-are over other lengths than ours in part (prefill in1024, 2048, 4096)."""
+}
+"""DeepSeek's eplb.py on SGLang's load matrices (issue 6017 there), mean / worst / ms, two shared
+cores; its averages are over other lengths than ours in part (prefill in1024, 2048, 4096).
+"""
 
 
 def find_eplb(folder: str | None) -> Callable[..., Any] | None:
@@ -54,8 +62,9 @@ def find_eplb(folder: str | None) -> Callable[..., Any] | None:
 
 
 def bound(loads: Floats, mode: str, num_ranks: int, num_slots: int) -> float:
-    """Upper bound of mean/max, averaged over layers: the heaviest replica when all extra ones go to heavy experts;
-    hierarchical: the exact ceiling over all ways to deal the groups to nodes."""
+    """Upper bound of mean/max, averaged over layers: the heaviest replica when all extra ones go to
+    heavy experts; hierarchical: the exact ceiling over all ways to deal the groups to nodes.
+    """
     share = loads / loads.sum(axis=1, keepdims=True) * num_ranks
     if mode == "hierarchical":
         groups = share.reshape(len(share), NUM_GROUPS, -1).sum(axis=2)
@@ -71,8 +80,13 @@ def bound(loads: Floats, mode: str, num_ranks: int, num_slots: int) -> float:
     return float((1 / np.maximum((share / counts).max(axis=1), 1.0)).mean())
 
 
-def placements(console: Console, folder: Path, eplb: Callable[..., Any] | None, repeats: int) -> None:
-    table = Table(title="expert placements: mean / worst layer / ms, averaged over the matrices", title_justify="left")
+def placements(
+    console: Console, folder: Path, eplb: Callable[..., Any] | None, repeats: int
+) -> None:
+    table = Table(
+        title="expert placements: mean / worst layer / ms, averaged over the matrices",
+        title_justify="left",
+    )
     for column in ("case", "mode", "ours", "EPLB", "bound"):
         table.add_column(column, justify="left" if column in ("case", "mode") else "right")
     for case, mode, num_ranks, num_slots, names in CASES:
@@ -80,7 +94,10 @@ def placements(console: Console, folder: Path, eplb: Callable[..., Any] | None, 
         rows, theirs, bounds = [], [], []
         for name in names:
             loads = read_loads(folder, name)
-            plan, ms = timed(lambda: balance(loads, cluster, mode=mode, num_groups=NUM_GROUPS), repeats)  # noqa: B023
+            plan, ms = timed(
+                lambda: balance(loads, cluster, mode=mode, num_groups=NUM_GROUPS),
+                repeats,
+            )
             rows.append((plan.balancedness_L.mean(), plan.balancedness_L.min(), ms))
             bounds.append(bound(loads, mode, num_ranks, num_slots))
             if eplb is not None and mode in ("global", "hierarchical"):
@@ -103,7 +120,9 @@ def run_eplb(
 
     groups, nodes = (NUM_GROUPS, NUM_NODES) if mode == "hierarchical" else (1, 1)
     weight = torch.from_numpy(loads)
-    (physical, _, counts), ms = timed(lambda: eplb(weight, num_ranks * num_slots, groups, nodes, num_ranks), 1)
+    (physical, _, counts), ms = timed(
+        lambda: eplb(weight, num_ranks * num_slots, groups, nodes, num_ranks), 1
+    )
     share = np.take_along_axis(loads / counts.numpy(), physical.numpy(), axis=1)
     per_rank = share.reshape(len(loads), num_ranks, num_slots).sum(axis=2)
     result = per_rank.mean(axis=1) / per_rank.max(axis=1)

@@ -1,12 +1,14 @@
-"""The balancers live: one unit of several ranks, equal load, tokens per second with and without each of them.
+"""The balancers live: one unit of several ranks, equal load, tokens per second with and without
+each of them.
 
     python -m bench.balance_live [--quick] [--scene NAME ...]
 
-Rows of *real compute* are `hadal serve` as it is, its ranks sharing this machine's cores: work that moves from one rank
-to another moves to the same cores, so equal work in all shows in no clock, and what the rows say is what balancing
-costs. Rows of *virtual devices* are the same server, messages, weights and tokens, but in each rank's process attention
-and routed experts last as long as a device of its own would take for the work it got (bench/balance_device): there the
-slowest rank decides, as on GPUs. How much that is worth depends on the costs chosen for the device, which are printed.
+Rows of *real compute* are `hadal serve` as it is, its ranks sharing this machine's cores: work that
+moves from one rank to another moves to the same cores, so equal work in all shows in no clock, and
+what the rows say is what balancing costs. Rows of *virtual devices* are the same server, messages,
+weights and tokens, but in each rank's process attention and routed experts last as long as a device
+of its own would take for the work it got (bench/balance_device): there the slowest rank decides, as
+on GPUs. How much that is worth depends on the costs chosen for the device, which are printed.
 """
 
 from __future__ import annotations
@@ -23,14 +25,27 @@ from rich.table import Table
 from bench.balance_device import DeviceCosts
 from bench.live_installs import Watched, first_and_last, ratio, told, watch
 from bench.live_load import Ask, lognormal_lengths, task_prompts
-from bench.live_rounds import BOTH, EXPERTS, OFF, REQUESTS, Scene, Served, Variant, launch, measure, serve_all
+from bench.live_rounds import (
+    BOTH,
+    EXPERTS,
+    OFF,
+    REQUESTS,
+    Scene,
+    Served,
+    Variant,
+    launch,
+    measure,
+    serve_all,
+)
 from bench.server import wait_ready
 from hadal.core.balance import OBJECTIVES
 
 TASK = "arithmetic"
 REGIMES = ("arithmetic", "letters", "talk", "reverse")
 DECODE_DEVICE = DeviceCosts(row_us=120.0, position_us=1.0)
-"""A step of 48 requests then spends about the same on attention as on experts, and most of its time in both."""
+"""A step of 48 requests then spends about the same on attention as on experts, and most of its time
+in both.
+"""
 PREFILL_DEVICE = DeviceCosts(row_us=20.0, position_us=0.1)
 DECODE_RANKS = "redundant_experts = 32\nmax_requests = 24\n"
 """More slots than requests: who sits where is the balancer's choice."""
@@ -54,16 +69,23 @@ QUICK = Sizes(num_rounds=1, warm_s=20.0, settle_s=2.0, window_s=8.0, regime_s=15
 
 
 def decode_asks() -> list[Ask]:
-    """Chats of one task that go on for a while, every fifth of them a long one: a rank may have several or none."""
+    """Chats of one task that go on for a while, every fifth of them a long one: a rank may have
+    several or none.
+    """
     rng = random.Random(3)
-    lengths = [rng.randint(1500, 3200) if rng.random() < 0.2 else rng.randint(60, 300) for _ in range(96)]
+    lengths = [
+        rng.randint(1500, 3200) if rng.random() < 0.2 else rng.randint(60, 300) for _ in range(96)
+    ]
     prompts = task_prompts(TASK, lengths, seed=2)
     return [Ask(prompt, rng.randint(100, 500), ignore_eos=True) for prompt in prompts]
 
 
 def prefill_asks() -> list[Ask]:
     """Prompts of one task, each for its first token only."""
-    return [Ask(prompt, 1) for prompt in task_prompts(TASK, lognormal_lengths(128, 400.0, 1.2, seed=5), seed=6)]
+    return [
+        Ask(prompt, 1)
+        for prompt in task_prompts(TASK, lognormal_lengths(128, 400.0, 1.2, seed=5), seed=6)
+    ]
 
 
 def short_asks(task: str) -> list[Ask]:
@@ -75,25 +97,54 @@ def scenes() -> dict[str, Scene]:
     decode, prefill = decode_asks(), prefill_asks()
     chunks = "chunk_tokens = 256\n"
     return {
-        scene.name: scene for scene in (
-            Scene("decode EP4, virtual devices", "decode", 4, decode, 48, DECODE_DEVICE, DECODE_RANKS),
+        scene.name: scene
+        for scene in (
+            Scene(
+                "decode EP4, virtual devices", "decode", 4, decode, 48, DECODE_DEVICE, DECODE_RANKS
+            ),
             Scene("decode EP4, real compute", "decode", 4, decode, 48, None, DECODE_RANKS),
-            Scene("prefill EP4, virtual devices", "prefill", 4, prefill, 48, PREFILL_DEVICE, "", chunks),
-            Scene("prefill EP2, virtual devices", "prefill", 2, prefill, 32, PREFILL_DEVICE, "", chunks),
+            Scene(
+                "prefill EP4, virtual devices",
+                "prefill",
+                4,
+                prefill,
+                48,
+                PREFILL_DEVICE,
+                "",
+                chunks,
+            ),
+            Scene(
+                "prefill EP2, virtual devices",
+                "prefill",
+                2,
+                prefill,
+                32,
+                PREFILL_DEVICE,
+                "",
+                chunks,
+            ),
             Scene("prefill EP4, real compute", "prefill", 4, prefill, 48, None, "", chunks),
         )
-    }  # fmt: skip
+    }
 
 
 def table(scene: Scene, servers: Sequence[Served], others_cores: float) -> Table:
-    """A column for each variant: tokens/s and ratios are medians of rounds and of their pairs, objectives mean over
-    maximum of the ranks; `slower ops` computed for longer than the device would have."""
-    kind = "REAL COMPUTE: the ranks share this machine's cores" if scene.device is None else (
-        f"VIRTUAL DEVICES: {scene.device.row_us:g} us a row of routed experts, {scene.device.position_us:g} us a "
-        "position of attention, in each layer"
-    )  # fmt: skip
+    """A column for each variant: tokens/s and ratios are medians of rounds and of their pairs,
+    objectives mean over maximum of the ranks; `slower ops` computed for longer than the device
+    would have.
+    """
+    kind = (
+        "REAL COMPUTE: the ranks share this machine's cores"
+        if scene.device is None
+        else (
+            f"VIRTUAL DEVICES: {scene.device.row_us:g} us a row of routed experts,"
+            f" {scene.device.position_us:g} us a position of attention, in each layer"
+        )
+    )
     title = f"{scene.unit}, {scene.ranks} ranks, hadal-tiny, {scene.num_clients} clients. {kind}"
-    out = Table(title=title, title_justify="left", caption=f"others kept {others_cores:.2f} cores busy")
+    out = Table(
+        title=title, title_justify="left", caption=f"others kept {others_cores:.2f} cores busy"
+    )
     out.add_column("balancers on")
     for served in servers:
         out.add_column(served.variant.name, justify="right")
@@ -102,27 +153,40 @@ def table(scene: Scene, servers: Sequence[Served], others_cores: float) -> Table
         out.add_row(name, *map(cell, servers))
 
     row("tokens/s", lambda served: f"{served.tokens_per_s:,.0f}")
-    row("least, most", lambda s: f"{min(s.all_tokens_per_s()):,.0f}, {max(s.all_tokens_per_s()):,.0f}")
+    row(
+        "least, most",
+        lambda s: f"{min(s.all_tokens_per_s()):,.0f}, {max(s.all_tokens_per_s()):,.0f}",
+    )
     row("[bold]over off[/bold]", lambda served: f"[bold]{served.over(servers[0]):.2f}x[/bold]")
     row("step ms", lambda served: f"{served.step_ms:.1f}")
     for objective in OBJECTIVES:
         values = [served.balance(objective) for served in servers]
         if any(value is not None for value in values):
             out.add_row(objective, *("-" if value is None else f"{value:.3f}" for value in values))
-    for text, name in (("layers flipped", "layers_flipped"), ("replicas moved", "replicas_moved"),
-                       ("requests moved", "requests_moved")):  # fmt: skip
+    for text, name in (
+        ("layers flipped", "layers_flipped"),
+        ("replicas moved", "replicas_moved"),
+        ("requests moved", "requests_moved"),
+    ):
         out.add_row(text, *(f"{served.counters[f'hadal_{name}_total']:.0f}" for served in servers))
     if scene.device is not None:
         row("slower ops", lambda s: "-" if s.late_share is None else f"{s.late_share:.0%}")
     return out
 
 
-def run_scene(scene: Scene, variants: Sequence[Variant], sizes: Sizes, say: Callable[[str], None]) -> Table:
+def run_scene(
+    scene: Scene, variants: Sequence[Variant], sizes: Sizes, say: Callable[[str], None]
+) -> Table:
     with serve_all(scene, variants) as servers:
         others_cores = measure(
-            scene, servers, num_rounds=sizes.num_rounds, warm_s=sizes.warm_s, settle_s=sizes.settle_s,
-            window_s=sizes.window_s, say=lambda text: say(f"{scene.name}, {text}"),
-        )  # fmt: skip
+            scene,
+            servers,
+            num_rounds=sizes.num_rounds,
+            warm_s=sizes.warm_s,
+            settle_s=sizes.settle_s,
+            window_s=sizes.window_s,
+            say=lambda text: say(f"{scene.name}, {text}"),
+        )
         return table(scene, servers, others_cores)
 
 
@@ -140,11 +204,15 @@ def run_installs(scene: Scene, sizes: Sizes, console: Console) -> None:
     num_moved = sum(flip.num_moved for flip in on.flips)
     console.print(f"  {len(on.flips)} layers flipped, {num_moved} replicas moved")
     for name, seconds in (
-        ("balancer off", off.outside()), ("on, outside installations", on.outside()),
+        ("balancer off", off.outside()),
+        ("on, outside installations", on.outside()),
         ("on, during installations", on.during()),
-    ):  # fmt: skip
+    ):
         console.print(f"  {name}: {told(seconds)}")
-    for text, base in (("steps outside", on.outside()), ("steps of the server without", off.outside())):
+    for text, base in (
+        ("steps outside", on.outside()),
+        ("steps of the server without", off.outside()),
+    ):
         over = ratio(on.during(), base)
         console.print(f"  p99 during over p99 of {text}: {'-' if over is None else f'{over:.2f}x'}")
     for task, looks, looks_off in zip(REGIMES * sizes.num_cycles, on.looks, off.looks, strict=True):
@@ -153,17 +221,22 @@ def run_installs(scene: Scene, sizes: Sizes, console: Console) -> None:
             if ends is not None and ends_off is not None:
                 console.print(
                     f"  {task}, {objective}: {ends[0]:.3f} at first, {ends[1]:.3f} at last; "
-                    f"without balancer {ends_off[0]:.3f}, {ends_off[1]:.3f}", soft_wrap=True,
-                )  # fmt: skip
+                    f"without balancer {ends_off[0]:.3f}, {ends_off[1]:.3f}",
+                    soft_wrap=True,
+                )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.balance_live", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.balance_live", description=__doc__.split("\n", 1)[0]
+    )
     parser.add_argument("--quick", action="store_true", help="one short round, fewer scenes")
     known = scenes()
     installs = {f"installs, {name}": known[name] for name in list(known)[:2]}
     names = [*known, *installs]
-    parser.add_argument("--scene", action="append", choices=names, help="default: all; --quick: fewer")
+    parser.add_argument(
+        "--scene", action="append", choices=names, help="default: all; --quick: fewer"
+    )
     options = parser.parse_args(arguments)
     console = Console()
     sizes = QUICK if options.quick else FULL
@@ -173,8 +246,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run_installs(installs[name], sizes, console)
             continue
         scene = known[name]
-        variants = (OFF, EXPERTS, REQUESTS, BOTH) if scene.device is not None or not options.quick else (OFF, BOTH)
-        console.print(run_scene(scene, variants, sizes, lambda text: console.print(f"  [dim]{text}[/dim]")))
+        variants = (
+            (OFF, EXPERTS, REQUESTS, BOTH)
+            if scene.device is not None or not options.quick
+            else (OFF, BOTH)
+        )
+        console.print(
+            run_scene(scene, variants, sizes, lambda text: console.print(f"  [dim]{text}[/dim]"))
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""What cutting prefill steps by cost gives: 32 synchronous ranks, simulated, ours beside the peers' rules and targets.
+"""What cutting prefill steps by cost gives: 32 synchronous ranks, simulated, ours beside the peers'
+rules and targets.
 
     python -m bench.balance_prefill [--quick] [--ranks 32] [--tokens 8192] [--seed 0]
 
-Saturated: how much of each step its ranks work. Open loop at 75 % of what balanced ranks could do: time to first token.
-Peers' rules are written out from what their sources do (SGLang: least tokens; vLLM: least requests), with the token
-budget of a step that all of them have; their engines are not run. The unit is a formula, so is its step time: nothing
-here was measured on GPUs but the traces. Every step has a fixed cost, which counts against efficiency; "free" is what
-the same steps would reach without it. Our constants were tuned on lognormal loads of other shapes and seeds than those
+Saturated: how much of each step its ranks work. Open loop at 75 % of what balanced ranks could do:
+time to first token. Peers' rules are written out from what their sources do (SGLang: least tokens;
+vLLM: least requests), with the token budget of a step that all of them have; their engines are not
+run. The unit is a formula, so is its step time: nothing here was measured on GPUs but the traces.
+Every step has a fixed cost, which counts against efficiency; "free" is what the same steps would
+reach without it. Our constants were tuned on lognormal loads of other shapes and seeds than those
 here.
 """
 
@@ -46,7 +48,9 @@ MOST_OVER_MEAN = 2
 PLAN_MS_TARGET = 1.0
 EFFICIENCY_TARGETS = {"mooncake-conv": 0.92, "chat, 32K cap": 0.95}
 TTFT_TARGET_S = 6.0
-PUBLISHED = "facts page: best peer .33 on Mooncake and .57 on 32K-capped chat; its prototypes .92 and .95"
+PUBLISHED = (
+    "facts page: best peer .33 on Mooncake and .57 on 32K-capped chat; its prototypes .92 and .95"
+)
 
 
 def rules(load: Load, num_tokens: int) -> dict[str, Callable[[], Rule]]:
@@ -73,45 +77,79 @@ def saturated(console: Console, load: Load, limits: StepLimits, num_ranks: int) 
     """One table of a load: all rules, always as many prompts as they want to see."""
     table = Table(title=f"{load.name}, saturated ({load.source}; {len(load.arrivals)} prompts)")
     for name in (
-        "rule", "efficiency", "free", "time", "attention", "tokens", "tokens/rank/step", "plan ms, median", "p99",
-    ):  # fmt: skip
+        "rule",
+        "efficiency",
+        "free",
+        "time",
+        "attention",
+        "tokens",
+        "tokens/rank/step",
+        "plan ms, median",
+        "p99",
+    ):
         table.add_column(name, justify="left" if name == "rule" else "right")
     outcomes: dict[str, Outcome] = {}
     for name, rule in rules(load, limits.num_tokens_mean).items():
-        outcomes[name] = out = simulate(load, rule(), limits, num_ranks=num_ranks, is_saturated=True)
+        outcomes[name] = out = simulate(
+            load, rule(), limits, num_ranks=num_ranks, is_saturated=True
+        )
         plan_ms = 1e3 * np.array(out.plans_s)
         table.add_row(
-            name, f"{out.efficiency:.3f}", f"{out.efficiency_free:.3f}", f"{out.time:.2f}", f"{out.attention:.2f}",
+            name,
+            f"{out.efficiency:.3f}",
+            f"{out.efficiency_free:.3f}",
+            f"{out.time:.2f}",
+            f"{out.attention:.2f}",
             f"{out.tokens:.2f}",
-            f"{out.num_tokens / out.num_steps / num_ranks:.0f}", f"{np.median(plan_ms):.2f}",
+            f"{out.num_tokens / out.num_steps / num_ranks:.0f}",
+            f"{np.median(plan_ms):.2f}",
             f"{np.percentile(plan_ms, 99):.2f}",
-        )  # fmt: skip
+        )
     console.print(table)
     out = outcomes[OURS]
     plan_ms_p50 = 1e3 * float(np.median(out.plans_s))
-    console.print(f"planner {plan_ms_p50:.2f} ms, target {PLAN_MS_TARGET:g}: "
-                  f"{mark(plan_ms_p50, PLAN_MS_TARGET, is_least=False)}")  # fmt: skip
+    console.print(
+        f"planner {plan_ms_p50:.2f} ms, target {PLAN_MS_TARGET:g}: "
+        f"{mark(plan_ms_p50, PLAN_MS_TARGET, is_least=False)}"
+    )
     target = EFFICIENCY_TARGETS.get(load.name)
     if target is not None:
         for what, value in (("with", out.efficiency), ("without", out.efficiency_free)):
-            console.print(f"efficiency {what} {1e3 * STEP_S:.0f} ms a step {value:.3f}, target {target:g}: "
-                          f"{mark(value, target, is_least=True)}")  # fmt: skip
+            console.print(
+                f"efficiency {what} {1e3 * STEP_S:.0f} ms a step {value:.3f}, target {target:g}: "
+                f"{mark(value, target, is_least=True)}"
+            )
 
 
 def open_loop(console: Console, load: Load, limits: StepLimits, num_ranks: int) -> None:
-    """Arrivals as in the trace, stretched or squeezed to `SHARE` of what perfectly balanced ranks could do."""
+    """Arrivals as in the trace, stretched or squeezed to `SHARE` of what perfectly balanced ranks
+    could do.
+    """
     duration_s = ideal_s(load, num_ranks) / SHARE
     stretched = load.stretched(duration_s)
-    table = Table(title=f"{load.name}, {SHARE:.0%} of ideal capacity, {duration_s:.0f} s of arrivals")
-    for name in ("rule", "TTFT mean s", "p50", "p99", "busy after the last arrival", "plan ms, median"):
+    table = Table(
+        title=f"{load.name}, {SHARE:.0%} of ideal capacity, {duration_s:.0f} s of arrivals"
+    )
+    for name in (
+        "rule",
+        "TTFT mean s",
+        "p50",
+        "p99",
+        "busy after the last arrival",
+        "plan ms, median",
+    ):
         table.add_column(name, justify="left" if name == "rule" else "right")
     for name, rule in rules(load, limits.num_tokens_mean).items():
         out = simulate(stretched, rule(), limits, num_ranks=num_ranks, is_saturated=False)
         ttfts_s = np.array(out.ttfts_s)
         table.add_row(
-            name, f"{ttfts_s.mean():.1f}", f"{np.median(ttfts_s):.1f}", f"{np.percentile(ttfts_s, 99):.1f}",
-            f"{max(0.0, out.end_s - duration_s):.0f} s", f"{1e3 * np.median(out.plans_s):.2f}",
-        )  # fmt: skip
+            name,
+            f"{ttfts_s.mean():.1f}",
+            f"{np.median(ttfts_s):.1f}",
+            f"{np.percentile(ttfts_s, 99):.1f}",
+            f"{max(0.0, out.end_s - duration_s):.0f} s",
+            f"{1e3 * np.median(out.plans_s):.2f}",
+        )
         if name == OURS and load.name == "mooncake-conv":
             verdict = mark(float(ttfts_s.mean()), TTFT_TARGET_S, is_least=False)
             table.caption = f"mean TTFT {ttfts_s.mean():.1f} s, target {TTFT_TARGET_S:g}: {verdict}"
@@ -120,7 +158,9 @@ def open_loop(console: Console, load: Load, limits: StepLimits, num_ranks: int) 
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.balance_prefill", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"the first {QUICK_ARRIVALS} prompts of each load")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"the first {QUICK_ARRIVALS} prompts of each load"
+    )
     parser.add_argument("--ranks", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=8192, help="of a rank in a mean step")
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic loads")

@@ -1,10 +1,12 @@
-"""Simulate prefill units of synchronous ranks under a rule, priced by the constants of the study they come from.
+"""Simulate prefill units of synchronous ranks under a rule, priced by the constants of the study
+they come from.
 
-    step = fixed + max over ranks (pair_s * pairs + token_s * tokens) + dispatch_s * max tokens + mean_s * mean tokens
+    step = fixed + max over ranks (pair_s * pairs + token_s * tokens) + dispatch_s * max tokens +
+    mean_s * mean tokens
 
-Efficiency is that with means instead of maxima and without the fixed cost, over the actual: a rule that makes shorter
-steps pays for them. One rule decides in each run where prompts go and what a step takes;
-`hadal.policy.prefill_balance` is called as the live system does.
+Efficiency is that with means instead of maxima and without the fixed cost, over the actual: a rule
+that makes shorter steps pays for them. One rule decides in each run where prompts go and what a
+step takes; `hadal.policy.prefill_balance` is called as the live system does.
 """
 
 from __future__ import annotations
@@ -23,12 +25,16 @@ from hadal.policy.prefill_budget import StepLimits
 from hadal.policy.views import PromptView
 
 STEP_S = 0.03
-"""Of a step whatever it computes, argued: 14 ms for the 40 GB of FP8 weights that a rank of DeepSeek-V3 at EP32 reads
-(9 experts and the shared one in 58 layers, attention in 61, the head) at 2.8 TB/s as if no product hid them, and 12 ms
-for 61 layers x 2 micro-batches x some 25 launches of 4 us each; rounded up."""
+"""Of a step whatever it computes, argued: 14 ms for the 40 GB of FP8 weights that a rank of
+DeepSeek-V3 at EP32 reads (9 experts and the shared one in 58 layers, attention in 61, the head) at
+2.8 TB/s as if no product hid them, and 12 ms for 61 layers x 2 micro-batches x some 25 launches of
+4 us each; rounded up.
+"""
 MEAN_S = 7.3e-5
 RATES = StepRates(3.3e-5, 1e-8, 2e-5, STEP_S)
-"""1e-8 s a pair: MLA prefill of 61 layers at 500 TFLOP/s; the rest roofline estimates for an H800 unit."""
+"""1e-8 s a pair: MLA prefill of 61 layers at 500 TFLOP/s; the rest roofline estimates for an H800
+unit.
+"""
 WINDOW = 8
 """Prompts a rank, started or waiting, that are there at any time when saturated."""
 
@@ -60,7 +66,9 @@ Rule = Callable[[Queues, deque[Running], StepLimits], Sizes]
 
 
 def by_tokens(dispatch: Callable[[Queues], int] | None) -> Rule:
-    """A token budget a rank, oldest first. Without `dispatch`: from a central queue where a rank has room."""
+    """A token budget a rank, oldest first. Without `dispatch`: from a central queue where a rank
+    has room.
+    """
 
     def rule(queues: Queues, waiting: deque[Running], limits: StepLimits) -> Sizes:
         budget = limits.num_tokens_mean
@@ -88,7 +96,9 @@ def by_cost(dispatch: Callable[[Queues], int], budget_s: float) -> Rule:
         for queue in queues:
             left_s, of_queue, room = budget_s, [0] * len(queue), limits.num_tokens_max
             for at, prompt in enumerate(queue):
-                of_queue[at], seconds = RATES.fit(prompt.context, min(prompt.num_left, room), left_s)
+                of_queue[at], seconds = RATES.fit(
+                    prompt.context, min(prompt.num_left, room), left_s
+                )
                 left_s -= seconds
                 room -= of_queue[at]
                 if of_queue[at] < prompt.num_left:
@@ -109,7 +119,10 @@ def _oldest_first(queue: Sequence[Running], budget: int) -> list[int]:
 
 def ours(queues: Queues, waiting: deque[Running], limits: StepLimits) -> Sizes:
     """hadal.policy.prefill_balance."""
-    views = [PrefillQueueView(at, tuple(p.view() for p in queue), 1, 256) for at, queue in enumerate(queues)]
+    views = [
+        PrefillQueueView(at, tuple(p.view() for p in queue), 1, 256)
+        for at, queue in enumerate(queues)
+    ]
     seen = look_ahead(waiting, len(queues), limits, lambda prompt: prompt.num_left)
     cut = plan_step(views, [p.view() for p in seen], RATES, limits)
     num = sum(len(rank.starts) for rank in cut.ranks)
@@ -140,7 +153,10 @@ def least_tokens(queues: Queues) -> int:
 
 
 def least_cost(queues: Queues) -> int:
-    return min(range(len(queues)), key=lambda at: (sum(RATES.chunk_s(p.context, p.num_left) for p in queues[at]), at))
+    return min(
+        range(len(queues)),
+        key=lambda at: (sum(RATES.chunk_s(p.context, p.num_left) for p in queues[at]), at),
+    )
 
 
 @dataclass(slots=True)
@@ -173,13 +189,21 @@ class Outcome:
 def ideal_s(load: Load, num_ranks: int) -> float:
     """Time of all of it if every step were balanced and cost nothing beside its work."""
     token_s = RATES.dispatch_s + MEAN_S
-    return sum(RATES.chunk_s(a.num_cached, a.num_tokens) + token_s * a.num_tokens for a in load.arrivals) / num_ranks
+    return (
+        sum(
+            RATES.chunk_s(a.num_cached, a.num_tokens) + token_s * a.num_tokens
+            for a in load.arrivals
+        )
+        / num_ranks
+    )
 
 
 def simulate(
     load: Load, rule: Rule, limits: StepLimits, *, num_ranks: int = 32, is_saturated: bool
-) -> Outcome:  # fmt: skip
-    """Run a load. Saturated: `WINDOW` prompts a rank are there at any time, and it ends when no more come."""
+) -> Outcome:
+    """Run a load. Saturated: `WINDOW` prompts a rank are there at any time, and it ends when no
+    more come.
+    """
     queues: Queues = [[] for _ in range(num_ranks)]
     waiting: deque[Running] = deque()
     arrivals = deque(load.arrivals)
@@ -209,10 +233,12 @@ def simulate(
 
 def _step(queues: Queues, sizes: Sizes, out: Outcome) -> float:
     num_tokens = np.array([sum(of_rank) for of_rank in sizes], dtype=float)
-    pairs = np.array([
-        sum(n * (p.context + 0.5 * (n + 1)) for p, n in zip(queue, of_rank, strict=True))
-        for queue, of_rank in zip(queues, sizes, strict=True)
-    ])  # fmt: skip
+    pairs = np.array(
+        [
+            sum(n * (p.context + 0.5 * (n + 1)) for p, n in zip(queue, of_rank, strict=True))
+            for queue, of_rank in zip(queues, sizes, strict=True)
+        ]
+    )
     for queue, of_rank in zip(queues, sizes, strict=True):
         for prompt, size in zip(queue, of_rank, strict=True):
             prompt.num_done += size

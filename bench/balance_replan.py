@@ -1,4 +1,5 @@
-"""Expert plans near today's: moves, quality and time when loads drift or change, for all layers and for one; windows.
+"""Expert plans near today's: moves, quality and time when loads drift or change, for all layers and
+for one; windows.
 
 A part of `python -m bench.balance_experts`.
 """
@@ -17,12 +18,18 @@ from hadal.core.placement import Placement
 from hadal.policy.expert_balance import Cluster, ExpertPlan, balance, balancedness
 from hadal.policy.expert_packing import Floats
 
-CASES = (("prefill 32", 32, 9, 0.10, 0.99), ("EP72", 72, 4, 0.16, 0.975), ("decode 144", 144, 2, 0.18, 1.0))
+CASES = (
+    ("prefill 32", 32, 9, 0.10, 0.99),
+    ("EP72", 72, 4, 0.16, 0.975),
+    ("decode 144", 144, 2, 0.18, 1.0),
+)
 """Name, ranks, slots, part of the slots that may move, target."""
 
 
 def sequences(folder: Path) -> dict[str, list[Floats]]:
-    """Loads that change: a drift (log-space Ornstein-Uhlenbeck, .9 kept, sigma .2) and a change of mix at each plan."""
+    """Loads that change: a drift (log-space Ornstein-Uhlenbeck, .9 kept, sigma .2) and a change of
+    mix at each plan.
+    """
     mixes = [read_loads(folder, name) for name in (*DECODE, DECODE[0])]
     random = np.random.default_rng(0)
     drifts = {}
@@ -37,9 +44,25 @@ def sequences(folder: Path) -> dict[str, list[Floats]]:
 
 
 def replans(console: Console, folder: Path) -> None:
-    """Every sequence of every case: means over its re-plans, and the least of them beside the greedy."""
-    table = Table(title="replicas moved per plan, % of slots (EPLB from scratch: 93 to 97 *)", title_justify="left")
-    for column in ("case", "loads", "moved", "balanced", "stale", "of greedy", "least", "+ split", "ms", "1 layer ms"):
+    """Every sequence of every case: means over its re-plans, and the least of them beside the
+    greedy.
+    """
+    table = Table(
+        title="replicas moved per plan, % of slots (EPLB from scratch: 93 to 97 *)",
+        title_justify="left",
+    )
+    for column in (
+        "case",
+        "loads",
+        "moved",
+        "balanced",
+        "stale",
+        "of greedy",
+        "least",
+        "+ split",
+        "ms",
+        "1 layer ms",
+    ):
         table.add_column(column, justify="left" if column in ("case", "loads") else "right")
     for case, num_ranks, num_slots, limit, target in CASES:
         cluster = Cluster.even(num_ranks, 1, num_slots)
@@ -50,39 +73,81 @@ def replans(console: Console, folder: Path) -> None:
                 num_in_all = len(loads) * num_ranks * num_slots
                 stale = balancedness(today, loads).mean()
                 greedy = balance(loads, cluster, mode="fast").balancedness_L.mean()
-                one_ms = one_layer_ms(today, loads, cluster, int(limit * num_ranks * num_slots), target)
+                one_ms = one_layer_ms(
+                    today, loads, cluster, int(limit * num_ranks * num_slots), target
+                )
                 plan, ms = timed(
-                    lambda: balance(loads, cluster, current=today, max_moves=int(limit * num_in_all), target=target),  # noqa: B023
+                    lambda: balance(
+                        loads,
+                        cluster,
+                        current=today,
+                        max_moves=int(limit * num_in_all),
+                        target=target,
+                    ),
                     1,
-                )  # fmt: skip
+                )
                 today = plan.placement
                 got = plan.balancedness_L.mean()
-                split = balance(loads, cluster, current=today, max_moves=0, weighted=True).balancedness_L.mean()
+                split = balance(
+                    loads, cluster, current=today, max_moves=0, weighted=True
+                ).balancedness_L.mean()
                 of_greedy.append(got / greedy)
-                rows.append((plan.moved_replicas / num_in_all, got, stale, got / greedy, split / greedy, ms, one_ms))
+                rows.append(
+                    (
+                        plan.moved_replicas / num_in_all,
+                        got,
+                        stale,
+                        got / greedy,
+                        split / greedy,
+                        ms,
+                        one_ms,
+                    )
+                )
             moved, got, stale, part, split, ms, one_ms = np.mean(rows, axis=0)
             table.add_row(
-                case, kind, f"{moved:.1%}", f"{got:.4f}", f"{stale:.4f}", f"{part:.2%}", f"{min(of_greedy):.2%}",
-                f"{split:.2%}", f"{ms:.0f}", f"{one_ms:.1f}",
-            )  # fmt: skip
+                case,
+                kind,
+                f"{moved:.1%}",
+                f"{got:.4f}",
+                f"{stale:.4f}",
+                f"{part:.2%}",
+                f"{min(of_greedy):.2%}",
+                f"{split:.2%}",
+                f"{ms:.0f}",
+                f"{one_ms:.1f}",
+            )
     console.print(table)
 
 
-def one_layer_ms(today: Placement, loads: Floats, cluster: Cluster, max_moves: int, target: float) -> float:
-    """Median over some layers of what one layer takes, planned by itself with a split, as a leader does."""
+def one_layer_ms(
+    today: Placement, loads: Floats, cluster: Cluster, max_moves: int, target: float
+) -> float:
+    """Median over some layers of what one layer takes, planned by itself with a split, as a leader
+    does.
+    """
     times = []
     for layer in range(0, len(loads), 8):
         now = Placement(today.num_experts, today.slot_to_expert_LRS[layer : layer + 1])
         one = loads[layer : layer + 1]
         _, ms = timed(
-            lambda: balance(one, cluster, current=now, max_moves=max_moves, target=target, weighted=True), 3  # noqa: B023
-        )  # fmt: skip
+            lambda: balance(
+                one,
+                cluster,
+                current=now,
+                max_moves=max_moves,
+                target=target,
+                weighted=True,
+            ),
+            3,
+        )
         times.append(ms)
     return float(np.median(times))
 
 
 def windows(console: Console, folder: Path) -> None:
-    """Steps that are now of one decode mix, now of another: planned for 12, judged on 24 others of the same kind."""
+    """Steps that are now of one decode mix, now of another: planned for 12, judged on 24 others of
+    the same kind.
+    """
     table = Table(title="mean/max of steps to come, planned for a window", title_justify="left")
     for column in ("case", "plan", "for the sums", "for the steps", "ms"):
         table.add_column(column, justify="left" if column in ("case", "plan") else "right")
@@ -91,22 +156,41 @@ def windows(console: Console, folder: Path) -> None:
     for case, num_ranks, num_slots, limit, target in CASES:
         num_tokens = {9: 65536, 4: 9216, 2: 18432}[num_slots]
         window, later = (
-            np.stack([sampled(mixes[random.integers(3)], num_tokens, random) for _ in range(num)]) for num in (12, 24)
+            np.stack([sampled(mixes[random.integers(3)], num_tokens, random) for _ in range(num)])
+            for num in (12, 24)
         )
         cluster = Cluster.even(num_ranks, NUM_NODES, num_slots)
         today = balance(mixes[0], cluster).placement
         near = int(limit * len(mixes[0]) * num_ranks * num_slots)
         asked = min(target, 0.99)
         plans: dict[str, Callable[[Floats], ExpertPlan]] = {
-            "global": lambda loads: balance(loads, cluster),  # noqa: B023
-            "hybrid": lambda loads: balance(loads, cluster, mode="hybrid", num_groups=NUM_GROUPS, target=asked),  # noqa: B023
-            "near": lambda loads: balance(loads, cluster, current=today, max_moves=near, target=asked),  # noqa: B023
-            "split only": lambda loads: balance(loads, cluster, current=today, max_moves=0, weighted=True),  # noqa: B023
+            "global": lambda loads: balance(loads, cluster),
+            "hybrid": lambda loads: balance(
+                loads,
+                cluster,
+                mode="hybrid",
+                num_groups=NUM_GROUPS,
+                target=asked,
+            ),
+            "near": lambda loads: balance(
+                loads,
+                cluster,
+                current=today,
+                max_moves=near,
+                target=asked,
+            ),
+            "split only": lambda loads: balance(
+                loads,
+                cluster,
+                current=today,
+                max_moves=0,
+                weighted=True,
+            ),
         }
         for name, make in plans.items():
             seen = []
             for loads in (window.sum(axis=0), window):
-                plan, ms = timed(lambda: make(loads), 1)  # noqa: B023
+                plan, ms = timed(lambda: make(loads), 1)
                 seen.append(balancedness(plan.placement, later, plan.split_LRS).mean())
             table.add_row(case, name, f"{seen[0]:.4f}", f"{seen[1]:.4f}", f"{ms:.0f}")
     console.print(table)
@@ -114,4 +198,6 @@ def windows(console: Console, folder: Path) -> None:
 
 def sampled(loads: Floats, num_tokens: int, random: np.random.Generator) -> Floats:
     """One step's tokens by expert, each token taking 8."""
-    return np.asarray(random.poisson(8 * num_tokens * loads / loads.sum(axis=1, keepdims=True)), np.float64)
+    return np.asarray(
+        random.poisson(8 * num_tokens * loads / loads.sum(axis=1, keepdims=True)), np.float64
+    )

@@ -2,8 +2,9 @@
 
     python -m bench.balance_serve serve --config FILE --run-folder FOLDER
 
-The supervisor starts every process by a module's name; here the ranks' is another. Only units of several ranks have
-processes of that kind: leader and gateway, and a unit of one rank, run as always.
+The supervisor starts every process by a module's name; here the ranks' is another. Only units of
+several ranks have processes of that kind: leader and gateway, and a unit of one rank, run as
+always.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ RANK_MODULE = {"hadal.runtime.rank": "bench.balance_device"}
 class DeviceChild(Child):
     """A child whose module is a bench's where the bench has one."""
 
-    def __init__(self, name: str, role: str, arguments: Sequence[str], log_path: Path | None) -> None:
+    def __init__(
+        self, name: str, role: str, arguments: Sequence[str], log_path: Path | None
+    ) -> None:
         module, *rest = arguments
         super().__init__(name, role, [RANK_MODULE.get(module, module), *rest], log_path)
 

@@ -1,10 +1,11 @@
-"""What expert placements cost in traffic between nodes, on a model of DeepSeek-V3's routing fitted to measured loads.
+"""What expert placements cost in traffic between nodes, on a model of DeepSeek-V3's routing fitted
+to measured loads.
 
-A part of `python -m bench.balance_experts`. A token's affinities are normal, plus a bias of each expert; it takes its
-best 4 of 8 groups by the sum of each group's two best, and its best 8 experts of those (DeepSeek-V3, section 2.1.2).
-Biases are fitted until the experts' loads are the measured ones; which experts a token takes together is the model's,
-not measured. A token crosses to each remote node once, however many of its experts are there. Tokens come evenly from
-all nodes.
+A part of `python -m bench.balance_experts`. A token's affinities are normal, plus a bias of each
+expert; it takes its best 4 of 8 groups by the sum of each group's two best, and its best 8 experts
+of those (DeepSeek-V3, section 2.1.2). Biases are fitted until the experts' loads are the measured
+ones; which experts a token takes together is the model's, not measured. A token crosses to each
+remote node once, however many of its experts are there. Tokens come evenly from all nodes.
 
 Shapes: N tokens, E experts, G groups, K experts of a token, R ranks, M most replicas of an expert.
 """
@@ -43,22 +44,32 @@ def route(scores_NE: Singles) -> Ints:
     out = np.argpartition(two_best, -TOP_GROUPS, axis=1)[:, :-TOP_GROUPS]
     grouped = grouped.copy()
     grouped[np.arange(len(grouped))[:, None], out] = -np.inf
-    return np.argpartition(grouped.reshape(len(scores_NE), -1), -TOP_EXPERTS, axis=1)[:, -TOP_EXPERTS:]
+    return np.argpartition(grouped.reshape(len(scores_NE), -1), -TOP_EXPERTS, axis=1)[
+        :, -TOP_EXPERTS:
+    ]
 
 
-def fitted_tokens(loads_E: Floats, num_tokens: int, random: np.random.Generator, num_rounds: int = 40) -> Tokens:
+def fitted_tokens(
+    loads_E: Floats, num_tokens: int, random: np.random.Generator, num_rounds: int = 40
+) -> Tokens:
     """Tokens whose experts' loads come near the given ones."""
     wanted = loads_E / loads_E.sum()
     noise = random.standard_normal((num_tokens, len(wanted)), np.float32)
     bias = np.zeros(len(wanted), np.float32)
     for index in range(num_rounds):
         got = np.bincount(route(noise + bias).ravel(), minlength=len(wanted)) + 0.5
-        bias += (0.5 if index < num_rounds // 2 else 0.2) * np.log((wanted + 1e-6) / (got / got.sum())).astype("f4")
+        bias += (0.5 if index < num_rounds // 2 else 0.2) * np.log(
+            (wanted + 1e-6) / (got / got.sum())
+        ).astype("f4")
     return Tokens(route(noise + bias), np.arange(num_tokens) % NUM_NODES)
 
 
-def remote_nodes(placement: Placement, layer: int, tokens: Tokens, cluster: Cluster, *, local_first: bool) -> float:
-    """Mean number of other nodes a token crosses to; its replicas are taken in turn, or on its node if there is one."""
+def remote_nodes(
+    placement: Placement, layer: int, tokens: Tokens, cluster: Cluster, *, local_first: bool
+) -> float:
+    """Mean number of other nodes a token crosses to; its replicas are taken in turn, or on its node
+    if there is one.
+    """
     slots, counts = placement.replicas(layer)
     node_of_slot = np.repeat(np.array(cluster.nodes), placement.num_slots)
     taken = tokens.experts_NK
@@ -76,10 +87,21 @@ def remote_nodes(placement: Placement, layer: int, tokens: Tokens, cluster: Clus
 def traffic(console: Console, folder: Path, *, is_quick: bool) -> None:
     every, num_tokens = (14, 2048) if is_quick else (7, 8192)
     table = Table(
-        title=f"prefill 32 ranks on 4 nodes: traffic between nodes, every {every}th layer; ms for all layers",
+        title=(
+            f"prefill 32 ranks on 4 nodes: traffic between nodes, every {every}th layer; ms for all"
+            " layers"
+        ),
         title_justify="left",
     )
-    for column in ("loads", "plan", "mean / worst", "remote nodes a token", "vs hierarchical", "local first", "ms"):
+    for column in (
+        "loads",
+        "plan",
+        "mean / worst",
+        "remote nodes a token",
+        "vs hierarchical",
+        "local first",
+        "ms",
+    ):
         table.add_column(column, justify="left" if column in ("loads", "plan") else "right")
     cluster = Cluster.even(NUM_RANKS, NUM_NODES, NUM_SLOTS)
     fits: list[float] = []
@@ -90,24 +112,41 @@ def traffic(console: Console, folder: Path, *, is_quick: bool) -> None:
         tokens = [fitted_tokens(loads[layer], num_tokens, random) for layer in layers]
         base = 0.0
         fits += [
-            np.corrcoef(np.bincount(each.experts_NK.ravel(), minlength=loads.shape[1]), loads[layer])[0, 1]
+            np.corrcoef(
+                np.bincount(each.experts_NK.ravel(), minlength=loads.shape[1]), loads[layer]
+            )[0, 1]
             for layer, each in zip(layers, tokens, strict=True)
         ]
-        for mode, target in (("hierarchical", 0.0), ("hybrid", 0.95), ("hybrid", 0.98), ("global", 0.0)):
+        for mode, target in (
+            ("hierarchical", 0.0),
+            ("hybrid", 0.95),
+            ("hybrid", 0.98),
+            ("global", 0.0),
+        ):
             plan, ms = timed(
-                lambda: balance(loads, cluster, mode=mode, num_groups=NUM_GROUPS, target=target), 3  # noqa: B023
-            )  # fmt: skip
+                lambda: balance(loads, cluster, mode=mode, num_groups=NUM_GROUPS, target=target),
+                3,
+            )
             plain, local = (
-                np.mean([
-                    remote_nodes(plan.placement, layer, each, cluster, local_first=first)
-                    for layer, each in zip(layers, tokens, strict=True)
-                ]) for first in (False, True)
-            )  # fmt: skip
+                np.mean(
+                    [
+                        remote_nodes(plan.placement, layer, each, cluster, local_first=first)
+                        for layer, each in zip(layers, tokens, strict=True)
+                    ]
+                )
+                for first in (False, True)
+            )
             base = base or float(plain)
             table.add_row(
-                name.removeprefix("prefill_"), mode if mode != "hybrid" else f"hybrid {target:.2f}",
-                f"{plan.balancedness_L.mean():.4f} / {plan.balancedness_L.min():.3f}", f"{plain:.3f}",
-                f"{plain / base - 1:+.1%}", f"{local / base - 1:+.1%}", f"{ms:.0f}",
-            )  # fmt: skip
-    table.caption = f"least correlation of the model's loads with the measured ones: {min(fits):.4f}"
+                name.removeprefix("prefill_"),
+                mode if mode != "hybrid" else f"hybrid {target:.2f}",
+                f"{plan.balancedness_L.mean():.4f} / {plan.balancedness_L.min():.3f}",
+                f"{plain:.3f}",
+                f"{plain / base - 1:+.1%}",
+                f"{local / base - 1:+.1%}",
+                f"{ms:.0f}",
+            )
+    table.caption = (
+        f"least correlation of the model's loads with the measured ones: {min(fits):.4f}"
+    )
     console.print(table)

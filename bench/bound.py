@@ -1,8 +1,9 @@
-"""The least time a prefill or a decode step can take: weight bytes over memory bandwidth, FLOPs over the GEMM rate.
+"""The least time a prefill or a decode step can take: weight bytes over memory bandwidth, FLOPs
+over the GEMM rate.
 
-Counts what the algorithm needs, not what an engine does: an expert's weights are read once if any token of the step
-wants it, attention in decode is MLA's absorbed form over the latent cache. FP32 throughout. Formulas: arXiv 2412.19437,
-section 2.1.
+Counts what the algorithm needs, not what an engine does: an expert's weights are read once if any
+token of the step wants it, attention in decode is MLA's absorbed form over the latent cache. FP32
+throughout. Formulas: arXiv 2412.19437, section 2.1.
 """
 
 from __future__ import annotations
@@ -28,20 +29,29 @@ class Cost:
 
 
 def prefill_cost(config: ModelConfig, num_tokens: int) -> Cost:
-    """A whole prompt: every token through every layer, keys and values expanded once, one row of logits."""
+    """A whole prompt: every token through every layer, keys and values expanded once, one row of
+    logits.
+    """
     heads = config.num_attention_heads
-    scores = heads * (config.qk_head_dim + config.v_head_dim) * num_tokens * (num_tokens + 1) / 2  # Causal: half of it.
+    scores = (
+        heads * (config.qk_head_dim + config.v_head_dim) * num_tokens * (num_tokens + 1) / 2
+    )  # Causal: half of it.
     layers = range(config.num_hidden_layers)
     per_layer = [2 * (num_tokens * _active_weights(config, layer) + scores) for layer in layers]
     head = config.vocab_size * config.hidden_size
-    return Cost(WEIGHT_BYTES * (_weights_touched(config, num_tokens) + head), sum(per_layer) + 2 * head)
+    return Cost(
+        WEIGHT_BYTES * (_weights_touched(config, num_tokens) + head), sum(per_layer) + 2 * head
+    )
 
 
 def decode_cost(config: ModelConfig, batch: int, context: int) -> Cost:
     """One token for each of `batch` requests that have `context` tokens in the cache."""
     latents = batch * context * config.latent_dim * config.num_hidden_layers
-    # Absorbed: a head's scores are over the latent and the rotated key, its output is a mix of latents.
-    attention = batch * context * config.num_attention_heads * (config.latent_dim + config.kv_lora_rank)
+    # Absorbed: a head's scores are over the latent and the rotated key, its output is a mix of
+    # latents.
+    attention = (
+        batch * context * config.num_attention_heads * (config.latent_dim + config.kv_lora_rank)
+    )
     head = config.vocab_size * config.hidden_size
     active = sum(_active_weights(config, layer) for layer in range(config.num_hidden_layers))
     flops = 2 * (batch * (active + head) + attention * config.num_hidden_layers)
@@ -49,7 +59,9 @@ def decode_cost(config: ModelConfig, batch: int, context: int) -> Cost:
 
 
 def experts_touched(config: ModelConfig, num_tokens: int) -> float:
-    """Expected number of distinct experts of a layer that `num_tokens` tokens choose, if they choose evenly."""
+    """Expected number of distinct experts of a layer that `num_tokens` tokens choose, if they
+    choose evenly.
+    """
     total = config.n_routed_experts
     return total * (1 - (1 - config.num_experts_per_tok / total) ** num_tokens)
 
@@ -70,10 +82,13 @@ def num_active_parameters(config: ModelConfig) -> int:
 
 
 def _weights_touched(config: ModelConfig, num_tokens: int) -> float:
-    """Weights of the layers that a step of so many tokens reads at least once, the embedding's few rows left out."""
+    """Weights of the layers that a step of so many tokens reads at least once, the embedding's few
+    rows left out.
+    """
     experts = experts_touched(config, num_tokens)
     return sum(
-        _attention_weights(config) + _ffn_weights(config, layer, experts) for layer in range(config.num_hidden_layers)
+        _attention_weights(config) + _ffn_weights(config, layer, experts)
+        for layer in range(config.num_hidden_layers)
     )
 
 
@@ -84,7 +99,11 @@ def _active_weights(config: ModelConfig, layer: int) -> float:
 def _attention_weights(config: ModelConfig) -> float:
     c = config
     queries = c.num_attention_heads * c.qk_head_dim
-    query_weights = c.hidden_size * queries if c.q_lora_rank is None else c.q_lora_rank * (c.hidden_size + queries)
+    query_weights = (
+        c.hidden_size * queries
+        if c.q_lora_rank is None
+        else c.q_lora_rank * (c.hidden_size + queries)
+    )
     expansion = c.kv_lora_rank * c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim)
     output = c.num_attention_heads * c.v_head_dim * c.hidden_size
     return query_weights + c.hidden_size * c.latent_dim + expansion + output

@@ -2,10 +2,11 @@
 
     python -m bench.cache_disk [--quick] [--folder DIR]
 
-Rates: the same bytes are written by the store (copied out of a pool, summed, fdatasync) and by plain pwrite and
-fdatasync of a file that was reserved as well; then read by the store (verified, copied into a pool) and by plain pread,
-once through the kernel's copies and once around them (O_DIRECT), the copies dropped before every read. Rounds take
-turns, a figure is the median of them, a ratio is to the better of the plain ways.
+Rates: the same bytes are written by the store (copied out of a pool, summed, fdatasync) and by
+plain pwrite and fdatasync of a file that was reserved as well; then read by the store (verified,
+copied into a pool) and by plain pread, once through the kernel's copies and once around them
+(O_DIRECT), the copies dropped before every read. Rounds take turns, a figure is the median of them,
+a ratio is to the better of the plain ways.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class StoreRun:
         self.block_bytes = block_bytes
         self.num_blocks = num_bytes // block_bytes
         rng = np.random.default_rng(5)
-        self.pool = rng.integers(0, 256, (max(2, POOL_BYTES // block_bytes), block_bytes), dtype=np.uint8)
+        self.pool = rng.integers(
+            0, 256, (max(2, POOL_BYTES // block_bytes), block_bytes), dtype=np.uint8
+        )
         self.names = [os.urandom(16) for _ in range(self.num_blocks)]
         self.places: list[Place] = []
         self.store = DiskStore(
@@ -100,7 +103,9 @@ class StoreRun:
             count += 1
         done = take(self.store, count)
         elapsed_s = time.perf_counter() - begun_s
-        by_id = sorted((one for one in done if isinstance(one, BlocksStored)), key=lambda one: one.store_id)
+        by_id = sorted(
+            (one for one in done if isinstance(one, BlocksStored)), key=lambda one: one.store_id
+        )
         self.places = [place for one in by_id for place in one.places if place is not None]
         assert len(self.places) == self.num_blocks, by_id[0].error
         return elapsed_s
@@ -137,7 +142,9 @@ class PlainRun:
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if is_direct else 0))
         os.posix_fallocate(self._fd, 0, self._num_bytes)
         os.fsync(self._fd)
-        self._buffer: NDArray[np.uint8] = np.frombuffer(make_buffer(PLAIN_BYTES, PLAIN_BYTES)[0].data, dtype=np.uint8)
+        self._buffer: NDArray[np.uint8] = np.frombuffer(
+            make_buffer(PLAIN_BYTES, PLAIN_BYTES)[0].data, dtype=np.uint8
+        )
         self._buffer[:] = np.random.default_rng(6).integers(0, 256, PLAIN_BYTES, dtype=np.uint8)
 
     def write(self) -> float:
@@ -168,8 +175,18 @@ class PlainRun:
 def rates(console: Console, folder: Path, num_bytes: int, rounds: int) -> None:
     """Print a table: the store beside plain access, for each size of block."""
     table = Table(title=f"{num_bytes / 1e6:,.0f} MB a round, GB/s, median of {rounds} rounds")
-    for column in ("block", "bytes", "store writes", "plain", "direct", "ratio", "store reads", "plain", "direct",
-                   "ratio"):  # fmt: skip
+    for column in (
+        "block",
+        "bytes",
+        "store writes",
+        "plain",
+        "direct",
+        "ratio",
+        "store reads",
+        "plain",
+        "direct",
+        "ratio",
+    ):
         table.add_column(column, justify="right")
     for name, block_bytes in block_sizes().items():
         found: dict[str, list[float]] = {}
@@ -188,7 +205,9 @@ def rates(console: Console, folder: Path, num_bytes: int, rounds: int) -> None:
             run.close()
         row = [name, f"{block_bytes:,}"]
         for what in ("write", "read"):
-            mid = [statistics.median(found[f"{kind} {what}"]) for kind in ("store", "plain", "direct")]
+            mid = [
+                statistics.median(found[f"{kind} {what}"]) for kind in ("store", "plain", "direct")
+            ]
             row += [*(f"{one:.2f}" for one in mid), f"{mid[0] / max(mid[1:]):.2f}"]
         table.add_row(*row)
     console.print(table)
@@ -207,9 +226,13 @@ def working_folder(asked: Path | None) -> Iterator[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.cache_disk", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cache_disk", description=__doc__.split("\n", 1)[0]
+    )
     parser.add_argument("--quick", action="store_true", help="fewer bytes and rounds")
-    parser.add_argument("--folder", type=Path, help="on the disk that is meant; default: beside the peers")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk that is meant; default: beside the peers"
+    )
     options = parser.parse_args(arguments)
     console = Console(soft_wrap=True)
     console.print("[bold]disk cache[/bold]: the store beside plain sequential access")

@@ -1,14 +1,15 @@
-"""What a block costs in the disk cache's index, beside SQLite and LMDB as the index: to enter it durably, to look it
-up, and to find all of them again after a restart.
+"""What a block costs in the disk cache's index, beside SQLite and LMDB as the index: to enter it
+durably, to look it up, and to find all of them again after a restart.
 
     python -m bench.cache_disk_index [--quick] [--folder DIR]
 
-Blocks come in batches of 64, each made durable (fdatasync; SQLite in WAL mode with synchronous = FULL; LMDB as it is by
-default), no data beside them. All columns but the first are the processor's time, of all threads: ours shares its
-fdatasync with the data, so in service entering costs that and no more; the others would sync once more. A look-up is by
-name, in random order; the record of ours is verified on disk before a block is used, as many at a time as a load of
-4,096 tokens has. Recovery: from the files to a map in memory that says where each block lies. `lmdb` is measured where
-it is installed.
+Blocks come in batches of 64, each made durable (fdatasync; SQLite in WAL mode with synchronous =
+FULL; LMDB as it is by default), no data beside them. All columns but the first are the processor's
+time, of all threads: ours shares its fdatasync with the data, so in service entering costs that and
+no more; the others would sync once more. A look-up is by name, in random order; the record of ours
+is verified on disk before a block is used, as many at a time as a load of 4,096 tokens has.
+Recovery: from the files to a map in memory that says where each block lies. `lmdb` is measured
+where it is installed.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ class Segments:
         numbers = segment_numbers(self.folder)
         share = len(numbers) * segment_bytes(SEGMENT_SLOTS, BLOCK_BYTES)
         troubles = Troubles()
-        own = OwnBlocks(OwnSegments(self.folder, "bench", BLOCK_BYTES, share, share, troubles), troubles)
+        own = OwnBlocks(
+            OwnSegments(self.folder, "bench", BLOCK_BYTES, share, share, troubles), troubles
+        )
         own.enter()
         num = own.num_blocks
         own.close()
@@ -114,7 +117,8 @@ class Sqlite:
         self._path = folder / "index.sqlite"
         self._open()
         self._db.execute(
-            "create table blocks (name blob primary key, segment int, slot int, position int, sum blob) without rowid"
+            "create table blocks (name blob primary key, segment int, slot int, position int, sum"
+            " blob) without rowid"
         )
 
     def _open(self) -> None:
@@ -129,16 +133,19 @@ class Sqlite:
         self._db.execute("commit")
 
     def find(self, name: bytes) -> object:
-        return self._db.execute("select segment, slot, sum from blocks where name = ?", (name,)).fetchone()
+        return self._db.execute(
+            "select segment, slot, sum from blocks where name = ?", (name,)
+        ).fetchone()
 
     def close(self) -> None:
         self._db.close()
 
     def recover(self) -> int:
         self._open()
-        found = {name: (segment, slot) for name, segment, slot in self._db.execute(
-            "select name, segment, slot from blocks"
-        )}  # fmt: skip
+        found = {
+            name: (segment, slot)
+            for name, segment, slot in self._db.execute("select name, segment, slot from blocks")
+        }
         self._db.close()
         return len(found)
 
@@ -180,7 +187,13 @@ def microseconds(act: Callable[[], object], count: int) -> float:
     return (time.process_time() - begun_s) / count * 1e6
 
 
-def measure(table: Table, what: str, index: Any, names: list[bytes], recoveries: dict[str, Callable[[], int]]) -> None:
+def measure(
+    table: Table,
+    what: str,
+    index: Any,
+    names: list[bytes],
+    recoveries: dict[str, Callable[[], int]],
+) -> None:
     """Fill, ask and recover one index, and add its rows."""
     batches = [names[at : at + BATCH] for at in range(0, len(names), BATCH)]
     begun_s = time.perf_counter()
@@ -188,7 +201,9 @@ def measure(table: Table, what: str, index: Any, names: list[bytes], recoveries:
     insert_us = (time.perf_counter() - begun_s) / len(names) * 1e6
     asked = random.Random(4).sample(names, min(len(names), 20_000))
     find_us = microseconds(lambda: [index.find(name) for name in asked], len(asked))
-    record_us = microseconds(index.check_records, len(names)) if isinstance(index, Segments) else None
+    record_us = (
+        microseconds(index.check_records, len(names)) if isinstance(index, Segments) else None
+    )
     index.close()
     for kind, recover in recoveries.items():
         begun_s = time.process_time()
@@ -196,15 +211,23 @@ def measure(table: Table, what: str, index: Any, names: list[bytes], recoveries:
             raise RuntimeError(f"{what} did not find its {len(names)} blocks again")
         recover_us = (time.process_time() - begun_s) / len(names) * 1e6
         table.add_row(
-            f"{what}{kind}", f"{insert_us:.1f}", f"{cpu_us:.1f}", f"{find_us:.2f}",
-            f"{record_us:.2f}" if record_us else "", f"{recover_us:.2f}",
-        )  # fmt: skip
+            f"{what}{kind}",
+            f"{insert_us:.1f}",
+            f"{cpu_us:.1f}",
+            f"{find_us:.2f}",
+            f"{record_us:.2f}" if record_us else "",
+            f"{recover_us:.2f}",
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.cache_disk_index", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cache_disk_index", description=__doc__.split("\n", 1)[0]
+    )
     parser.add_argument("--quick", action="store_true", help="a fifth of the blocks")
-    parser.add_argument("--folder", type=Path, help="on the disk that is meant; default: beside the peers")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk that is meant; default: beside the peers"
+    )
     options = parser.parse_args(arguments)
     count = (20 if options.quick else 100) * 1024
     names = list(split(np.random.default_rng(1).bytes(NAME_BYTES * count)))

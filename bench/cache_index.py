@@ -1,9 +1,11 @@
-"""Room and time that the cache's ledgers take for a million blocks: targets 200 MB and 20 us a block.
+"""Room and time that the cache's ledgers take for a million blocks: targets 200 MB and 20 us a
+block.
 
     python -m bench.cache_index [--quick]
 
-Each ledger is filled in a process of its own that imports nothing else, and what the system says of that process is
-reported: memory at its most, the interpreter included, and the processor's time for each block.
+Each ledger is filled in a process of its own that imports nothing else, and what the system says of
+that process is reported: memory at its most, the interpreter included, and the processor's time for
+each block.
 """
 
 from __future__ import annotations
@@ -48,12 +50,15 @@ def chains(first: int, num_blocks: int) -> Iterator[bytes]:
     """Names as they come: texts of CHAIN_BLOCKS blocks."""
     for text in range(first, first + num_blocks // CHAIN_BLOCKS):
         yield b"".join(
-            blake2b(b"%d %d" % (text, block), digest_size=NAME_BYTES).digest() for block in range(CHAIN_BLOCKS)
+            blake2b(b"%d %d" % (text, block), digest_size=NAME_BYTES).digest()
+            for block in range(CHAIN_BLOCKS)
         )
 
 
 class Watch:
-    """Adds up the processor's time of what runs in it; making names is not part of a ledger's work."""
+    """Adds up the processor's time of what runs in it; making names is not part of a ledger's
+    work.
+    """
 
     def __init__(self) -> None:
         self.took_s = 0.0
@@ -123,15 +128,19 @@ def pool(num_blocks: int) -> tuple[float, float, float]:
 
 
 LEDGERS: dict[str, Callable[[int], tuple[float, float, float]]] = {
-    "kv/disk_index": index, "kv/disk_slots": slots, "kv/blocks": pool
-}  # fmt: skip
+    "kv/disk_index": index,
+    "kv/disk_slots": slots,
+    "kv/blocks": pool,
+}
 
 
 def fill(name: str, num_blocks: int) -> Figures:
     """In this process. `num_blocks`: a multiple of CHAIN_BLOCKS."""
     took_s = LEDGERS[name](num_blocks)
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    most_kb = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+    most_kb = next(
+        int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")
+    )
     insert_us, lookup_us, evict_us = (took * 1e6 / num_blocks for took in took_s)
     return Figures(num_blocks, most_kb * 1024 / 1e6, insert_us, lookup_us, evict_us)
 
@@ -140,22 +149,38 @@ def measure(name: str, num_blocks: int) -> Figures:
     """In a process of its own."""
     out = subprocess.run(
         [sys.executable, "-m", "bench.cache_index", "--fill", name, "--blocks", str(num_blocks)],
-        cwd=ROOT, check=True, timeout=1800, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        cwd=ROOT,
+        check=True,
+        timeout=1800,
+        stdout=subprocess.PIPE,
+    )
     return msgspec.json.decode(out.stdout, type=Figures)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.cache_index", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_BLOCKS:,} blocks instead of {NUM_BLOCKS:,}")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_BLOCKS:,} blocks instead of {NUM_BLOCKS:,}"
+    )
     parser.add_argument("--fill", choices=LEDGERS, help=argparse.SUPPRESS)
     parser.add_argument("--blocks", type=int, default=NUM_BLOCKS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.fill:
         sys.stdout.write(msgspec.json.encode(fill(options.fill, options.blocks)).decode())
         return
-    table = Table(title=f"targets: kv/disk_index {MEMORY_TARGET_MB:.0f} MB, all {TIME_TARGET_US:.0f} us a block")
-    for title in ("ledger", "blocks", "process, MB", "insert us", "lookup, use us", "evict + insert us"):
+    table = Table(
+        title=(
+            f"targets: kv/disk_index {MEMORY_TARGET_MB:.0f} MB, all {TIME_TARGET_US:.0f} us a block"
+        )
+    )
+    for title in (
+        "ledger",
+        "blocks",
+        "process, MB",
+        "insert us",
+        "lookup, use us",
+        "evict + insert us",
+    ):
         table.add_column(title, justify="left" if title == "ledger" else "right")
     for name in LEDGERS:
         got = measure(name, QUICK_BLOCKS if options.quick else NUM_BLOCKS)

@@ -1,15 +1,18 @@
-"""The eviction policies that were tried, beside the one that is used: what share of prompt tokens each finds.
+"""The eviction policies that were tried, beside the one that is used: what share of prompt tokens
+each finds.
 
     python -m bench.cache_policies [--quick]
 
-Mooncake's traces (generated chats where they are not), whole and in halves that begin with nothing, through kv/blocks,
-with the trace's own parts of 512 tokens as blocks, so that there are an eighth as many. Budgets are shares of the
-working set. "best" knows the future, "all" forgets nothing (see bench/cache_replay).
+Mooncake's traces (generated chats where they are not), whole and in halves that begin with nothing,
+through kv/blocks, with the trace's own parts of 512 tokens as blocks, so that there are an eighth
+as many. Budgets are shares of the working set. "best" knows the future, "all" forgets nothing (see
+bench/cache_replay).
 
-ARC is what is used (policy/eviction). LFU ages by halves. The others are two queues by age, and differ in what brings
-a block from the first to the main one, and in which of them gives way: S3-FIFO (Yang et al., SOSP 2023; a block moves
-on that was used twice, or once), 2Q (Johnson and Shasha, VLDB 1994), segmented LRU (Karedla et al., 1994), CLOCK.
-Constants are the publications', but for LFU and segmented LRU, which leave them open.
+ARC is what is used (policy/eviction). LFU ages by halves. The others are two queues by age, and
+differ in what brings a block from the first to the main one, and in which of them gives way:
+S3-FIFO (Yang et al., SOSP 2023; a block moves on that was used twice, or once), 2Q (Johnson and
+Shasha, VLDB 1994), segmented LRU (Karedla et al., 1994), CLOCK. Constants are the publications',
+but for LFU and segmented LRU, which leave them open.
 """
 
 from __future__ import annotations
@@ -35,14 +38,16 @@ HALF_LIFE_TICKS = 1000.0
 
 
 class LfuAged:
-    """Evicts the key with the fewest uses, each of which counts half as much after a half-life. Methods are those of
-    policy/eviction."""
+    """Evicts the key with the fewest uses, each of which counts half as much after a half-life.
+    Methods are those of policy/eviction.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._now = 0
         self._key_to_entry: dict[bytes, tuple[float, int, bytes]] = {}
-        """Score, position less than 0, key. The score is the logarithm of the uses as they would count at time 0: it
-        stays as it is while time goes on."""
+        """Score, position less than 0, key. The score is the logarithm of the uses as they would
+        count at time 0: it stays as it is while time goes on.
+        """
         self._offered: set[bytes] = set()
         self._heap: list[tuple[float, int, bytes]] = []
 
@@ -87,11 +92,15 @@ class LfuAged:
 
 
 class Queues:
-    """Two queues, uses counted, and names of what went from the first one. `use` and `choose` are the policy; methods
-    are those of policy/eviction."""
+    """Two queues, uses counted, and names of what went from the first one. `use` and `choose` are
+    the policy; methods are those of policy/eviction.
+    """
 
     def __init__(
-        self, capacity: int, use: Callable[[Queues, bytes], None], choose: Callable[[Queues], bytes | None]
+        self,
+        capacity: int,
+        use: Callable[[Queues, bytes], None],
+        choose: Callable[[Queues], bytes | None],
     ) -> None:
         self.capacity = capacity
         self.first, self.main = Lru(), Lru()
@@ -138,8 +147,9 @@ class Queues:
 
     # ---- for the policies ----
     def pop(self, *, is_first: bool) -> tuple[bytes, bool] | tuple[None, bool]:
-        """Take out the oldest that may go, of the first queue if `is_first` and there is one there, and the reverse.
-        Return it and whether it was in the first."""
+        """Take out the oldest that may go, of the first queue if `is_first` and there is one there,
+        and the reverse. Return it and whether it was in the first.
+        """
         for was_first in (is_first, not is_first):
             key = (self.first if was_first else self.main).victim()
             if key is not None:
@@ -153,7 +163,9 @@ class Queues:
             queue.offer(key)
 
     def remember(self, key: bytes, share: float) -> None:
-        """It went; when it comes again it belongs into the main queue. For so many, as a share of the blocks."""
+        """It went; when it comes again it belongs into the main queue. For so many, as a share of
+        the blocks.
+        """
         self._gone[key] = None
         while len(self._gone) > share * self.capacity:
             self._gone.popitem(last=False)
@@ -175,7 +187,9 @@ def use_in_main(queues: Queues, key: bytes, *, moves: bool) -> None:
 
 
 def s3_fifo(queues: Queues, *, num_uses: int) -> bytes | None:
-    """First in, first out; what was used `num_uses` times goes on to the main queue, and goes round in that."""
+    """First in, first out; what was used `num_uses` times goes on to the main queue, and goes round
+    in that.
+    """
     while True:
         key, was_first = queues.pop(is_first=len(queues.first) > 0.1 * queues.capacity)
         if key is None or queues.num_uses[key] < (num_uses if was_first else 1):
@@ -215,8 +229,12 @@ POLICIES: dict[str, Callable[[int], LfuAged | Queues | Lru | Arc]] = {
     "ARC": Arc,
     "LRU": Lru,
     "LFU": LfuAged,
-    "S3-FIFO 2": partial(Queues, use=partial(count_use, most=3), choose=partial(s3_fifo, num_uses=2)),
-    "S3-FIFO 1": partial(Queues, use=partial(count_use, most=3), choose=partial(s3_fifo, num_uses=1)),
+    "S3-FIFO 2": partial(
+        Queues, use=partial(count_use, most=3), choose=partial(s3_fifo, num_uses=2)
+    ),
+    "S3-FIFO 1": partial(
+        Queues, use=partial(count_use, most=3), choose=partial(s3_fifo, num_uses=1)
+    ),
     "2Q": partial(Queues, use=partial(use_in_main, moves=False), choose=two_queues),
     "SLRU": partial(Queues, use=partial(use_in_main, moves=True), choose=slru),
     "CLOCK": partial(Queues, use=partial(count_use, most=1), choose=clock),
@@ -224,24 +242,37 @@ POLICIES: dict[str, Callable[[int], LfuAged | Queues | Lru | Arc]] = {
 
 
 def share_of(trace: Trace, num_blocks: int, policy: str) -> float:
-    """Of the prompt tokens, through the real ledger, which asks of an eviction no more than these have."""
+    """Of the prompt tokens, through the real ledger, which asks of an eviction no more than these
+    have.
+    """
     return memory(trace, num_blocks, cast(Policy, POLICIES[policy])).share
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.cache_policies", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"the first {QUICK_PROMPTS} prompts of each trace")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"the first {QUICK_PROMPTS} prompts of each trace"
+    )
     options = parser.parse_args(arguments)
     table = Table(title="share of prompt tokens found, %", box=None)
     for title in ("trace, budget", *POLICIES, "best", "all"):
-        table.add_column(title, justify="left" if title == "trace, budget" else "right", no_wrap=True)
+        table.add_column(
+            title, justify="left" if title == "trace, budget" else "right", no_wrap=True
+        )
     for whole in [trace.in_parts() for trace in find() or [chats(0)]]:
-        for trace in [Trace(whole.name, whole.prompts[:QUICK_PROMPTS])] if options.quick else [whole, *whole.halves()]:
+        for trace in (
+            [Trace(whole.name, whole.prompts[:QUICK_PROMPTS])]
+            if options.quick
+            else [whole, *whole.halves()]
+        ):
             for share in SHARES:
                 num_blocks = max(1, int(share * trace.num_blocks()))
                 shares = [share_of(trace, num_blocks, policy) for policy in POLICIES]
                 most = [best(trace, num_blocks), sum(infinite(trace)) / trace.num_tokens]
-                table.add_row(f"{trace.name}, {share:.0%}", *(f"{100 * found:.2f}" for found in (*shares, *most)))
+                table.add_row(
+                    f"{trace.name}, {share:.0%}",
+                    *(f"{100 * found:.2f}" for found in (*shares, *most)),
+                )
     Console().print(table)
 
 

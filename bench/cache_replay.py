@@ -1,17 +1,19 @@
-"""What share of prompt tokens the cache finds: Mooncake's traces through the real ledgers, without a model.
+"""What share of prompt tokens the cache finds: Mooncake's traces through the real ledgers, without
+a model.
 
     python -m bench.cache_replay [--quick] [--trace NAME]
 
-memory: every prompt acquires what kv/blocks finds, has room made for the rest, names it and lets go.
-disk: kv/disk_index is looked up, kv/disk_slots gives room to what is new, 32 blocks at a time, and hears of uses every
-two seconds of the trace.
-disk+: decode writes what it generates as well. The traces cannot show those blocks being found, so this is what they
-cost at worst; how much they could bring at most is said below the table.
+memory: every prompt acquires what kv/blocks finds, has room made for the rest, names it and lets
+go. disk: kv/disk_index is looked up, kv/disk_slots gives room to what is new, 32 blocks at a time,
+and hears of uses every two seconds of the trace. disk+: decode writes what it generates as well.
+The traces cannot show those blocks being found, so this is what they cost at worst; how much they
+could bring at most is said below the table.
 
-us: of the processor's time for each block in the ledgers. run: blocks of a write that lie side by side.
+us: of the processor's time for each block in the ledgers. run: blocks of a write that lie side by
+side.
 
-Budgets are shares of the working set: the different full blocks of all prompts. "best": what nobody can exceed who does
-not bend the rules; evicts what is needed last, knowing the future (Belady).
+Budgets are shares of the working set: the different full blocks of all prompts. "best": what nobody
+can exceed who does not bend the rules; evicts what is needed last, knowing the future (Belady).
 """
 
 from __future__ import annotations
@@ -97,7 +99,9 @@ def memory(trace: Trace, num_blocks: int, policy: Policy = Arc) -> Outcome:
     return Outcome(num_hit_tokens, trace.num_tokens, num_touched, took_s)
 
 
-def disk(trace: Trace, num_slots: int, policy: Policy = Arc, *, with_answers: bool = False) -> Outcome:
+def disk(
+    trace: Trace, num_slots: int, policy: Policy = Arc, *, with_answers: bool = False
+) -> Outcome:
     """Through one writer's slots and one leader's index (sim/disk_replay), nothing in memory."""
     cache = DiskReplay(num_slots, policy)
     answers = count(1 << 100)
@@ -114,12 +118,21 @@ def disk(trace: Trace, num_slots: int, policy: Policy = Arc, *, with_answers: bo
         took_s += time.process_time() - start_s
         num_touched += num_names(chain)
     assert cache.check() == [], cache.check()
-    return Outcome(num_hit * BLOCK_TOKENS, trace.num_tokens, num_touched, took_s, cache.num_runs, cache.num_written)
+    return Outcome(
+        num_hit * BLOCK_TOKENS,
+        trace.num_tokens,
+        num_touched,
+        took_s,
+        cache.num_runs,
+        cache.num_written,
+    )
 
 
 def best(trace: Trace, num_blocks: int) -> float:
-    """The most a cache of this size can find. Whatever is needed last goes, new blocks included; a block is needed no
-    later than those behind it in its text, so what is left is prefixes, as it is in ours."""
+    """The most a cache of this size can find. Whatever is needed last goes, new blocks included; a
+    block is needed no later than those behind it in its text, so what is left is prefixes, as it is
+    in ours.
+    """
     never = len(trace.prompts)
     next_use: dict[int, int] = {}
     uses: list[list[int]] = []
@@ -144,7 +157,9 @@ def best(trace: Trace, num_blocks: int) -> float:
     return num_hit_tokens / trace.num_tokens
 
 
-def row(trace: Trace, share: float, replay: Callable[[Trace, int, Policy], Outcome]) -> tuple[Outcome, Outcome]:
+def row(
+    trace: Trace, share: float, replay: Callable[[Trace, int, Policy], Outcome]
+) -> tuple[Outcome, Outcome]:
     """Ours and LRU at a share of the working set."""
     num_blocks = max(1, int(share * trace.num_blocks()))
     return replay(trace, num_blocks, Arc), replay(trace, num_blocks, Lru)
@@ -161,17 +176,28 @@ def report(trace: Trace, table: Table, *, is_part: bool) -> None:
     if not is_part:
         for name, replay in (("memory", memory), ("disk", disk)):
             ours = replay(trace, trace.num_blocks(), Arc)
-            table.add_row(trace.name, name, "100 %", f"{ours.share:.2%}", "", f"{most:.2%}", *_costs(ours))
+            table.add_row(
+                trace.name, name, "100 %", f"{ours.share:.2%}", "", f"{most:.2%}", *_costs(ours)
+            )
     for share in SHARES:
         bound = best(trace, int(share * trace.num_blocks()))
-        places = [("memory", memory)] if is_part else [("memory", memory), ("disk", disk), ("disk+", answers)]
+        places = (
+            [("memory", memory)]
+            if is_part
+            else [("memory", memory), ("disk", disk), ("disk+", answers)]
+        )
         for name, replay in places:
             ours, lru = row(trace, share, replay)
             said = "green" if ours.share > lru.share else "red"
             table.add_row(
-                trace.name, name, f"{share:.0%}", f"[{said}]{ours.share:.2%}[/]", f"{lru.share:.2%}", f"{bound:.2%}",
+                trace.name,
+                name,
+                f"{share:.0%}",
+                f"[{said}]{ours.share:.2%}[/]",
+                f"{lru.share:.2%}",
+                f"{bound:.2%}",
                 *_costs(ours),
-            )  # fmt: skip
+            )
 
 
 def _costs(outcome: Outcome) -> tuple[str, str]:
@@ -182,7 +208,9 @@ def _costs(outcome: Outcome) -> tuple[str, str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.cache_replay", description=__doc__)
     parser.add_argument("--trace", default="", help="only traces whose names begin with this")
-    parser.add_argument("--quick", action="store_true", help=f"the first {QUICK_PROMPTS} prompts of each trace")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"the first {QUICK_PROMPTS} prompts of each trace"
+    )
     options = parser.parse_args(arguments)
     console = Console()
     traces = find()
@@ -198,11 +226,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report(trace, table, is_part=False)
         for half in () if options.quick else trace.halves():
             report(half, table, is_part=True)
-        more = sum(max(0, n - m) for n, m in zip(continued_tokens(trace.prompts), infinite(trace), strict=True))
+        more = sum(
+            max(0, n - m)
+            for n, m in zip(continued_tokens(trace.prompts), infinite(trace), strict=True)
+        )
         console.print(table)
         console.print(
-            f"{trace.name}: {len(trace.prompts):,} prompts, {trace.num_tokens / 1e6:.1f} M tokens, working set "
-            f"{trace.num_blocks():,} blocks; answers on disk could add up to {more / trace.num_tokens:.2%}",
+            f"{trace.name}: {len(trace.prompts):,} prompts, {trace.num_tokens / 1e6:.1f} M tokens,"
+            f" working set {trace.num_blocks():,} blocks; answers on disk could add up to"
+            f" {more / trace.num_tokens:.2%}",
             highlight=False,
         )
 

@@ -1,8 +1,10 @@
-"""Prompts for the cache replay as names of their 64-token blocks: Mooncake's traces where they are, or generated ones.
+"""Prompts for the cache replay as names of their 64-token blocks: Mooncake's traces where they are,
+or generated ones.
 
-Mooncake names blocks of 512 tokens; equal numbers mean equal text from the first token on. Each becomes 8 names here,
-and the last one of a prompt, which is seldom full, as many as are full. Of generated text the traces have the length
-only: the next turn holds it, but under numbers that say nothing of where they come from (see `continued_tokens`).
+Mooncake names blocks of 512 tokens; equal numbers mean equal text from the first token on. Each
+becomes 8 names here, and the last one of a prompt, which is seldom full, as many as are full. Of
+generated text the traces have the length only: the next turn holds it, but under numbers that say
+nothing of where they come from (see `continued_tokens`).
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Prompt:
     @property
     def numbers(self) -> list[int]:
         """Of its full blocks, unique in the trace."""
-        return [part * self.names_id + i for part in self.ids for i in range(self.names_id)][: self.num_full]
+        return [part * self.names_id + i for part in self.ids for i in range(self.names_id)][
+            : self.num_full
+        ]
 
     @property
     def chain(self) -> bytes:
@@ -97,12 +101,18 @@ def read(path: Path) -> Trace:
 def find() -> list[Trace]:
     """Mooncake's traces, as far as they are here."""
     folder = shared_data()
-    return [] if folder is None else [read(folder / name) for name in TRACES if (folder / name).is_file()]
+    return (
+        []
+        if folder is None
+        else [read(folder / name) for name in TRACES if (folder / name).is_file()]
+    )
 
 
 def chats(seed: int, num_chats: int = 1500, share_going_on: float = 0.3) -> Trace:
-    """Conversations that all begin with one system prompt: most end after a turn, the others go on three times in four,
-    after pauses that are lognormal around two minutes. Two begin every second, and with the last one the trace ends."""
+    """Conversations that all begin with one system prompt: most end after a turn, the others go on
+    three times in four, after pauses that are lognormal around two minutes. Two begin every second,
+    and with the last one the trace ends.
+    """
     random = Random(seed)
     events: list[tuple[float, int, Prompt]] = []
     next_id = 1
@@ -112,7 +122,9 @@ def chats(seed: int, num_chats: int = 1500, share_going_on: float = 0.3) -> Trac
             num_new = 1 + min(30, int(random.lognormvariate(1.2, 0.8)))
             ids += range(next_id, next_id + num_new)
             next_id += num_new
-            events.append((at_s, chat, Prompt(at_s, len(ids) * TRACE_BLOCK_TOKENS, 300, tuple(ids))))
+            events.append(
+                (at_s, chat, Prompt(at_s, len(ids) * TRACE_BLOCK_TOKENS, 300, tuple(ids)))
+            )
             at_s += random.lognormvariate(4.8, 0.9)
             if not goes_on or random.random() > 0.75 or at_s > num_chats * 0.5:
                 break
@@ -120,9 +132,11 @@ def chats(seed: int, num_chats: int = 1500, share_going_on: float = 0.3) -> Trac
 
 
 def continued_tokens(prompts: Iterable[Prompt]) -> Iterator[int]:
-    """By prompt: how far it may repeat an earlier prompt and the answer to it, in tokens of full blocks.
+    """By prompt: how far it may repeat an earlier prompt and the answer to it, in tokens of full
+    blocks.
 
-    The most there can be: a prompt that has all full parts of an earlier one and is longer than that and its answer.
+    The most there can be: a prompt that has all full parts of an earlier one and is longer than
+    that and its answer.
     """
     end_to_length: dict[int, int] = {}
     for prompt in prompts:

@@ -2,10 +2,10 @@
 
     python -m bench.cache_ttft [--quick] [--folder F]
 
-The mid-size model, one prefill and one decode unit, one request at a time. A first server computes prompts nobody sent
-before (cold) and is asked them again (memory). A second one, which keeps nothing in memory, finds them on the disk,
-whose pages the kernel was told to forget before every request. What a prompt has beyond full blocks is computed in any
-case.
+The mid-size model, one prefill and one decode unit, one request at a time. A first server computes
+prompts nobody sent before (cold) and is asked them again (memory). A second one, which keeps
+nothing in memory, finds them on the disk, whose pages the kernel was told to forget before every
+request. What a prompt has beyond full blocks is computed in any case.
 """
 
 from __future__ import annotations
@@ -57,12 +57,20 @@ def deployment(folder: Path, memory: str) -> str:
 
 def first_token_s(running: Running, prompt: Prompt, num_cached: int) -> float:
     """Ask; the reply must say that so many tokens were cached. Raises RuntimeError otherwise."""
-    body = {"model": "mid", "prompt": list(prompt), "temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+    body = {
+        "model": "mid",
+        "prompt": list(prompt),
+        "temperature": 0,
+        "max_tokens": MAX_TOKENS,
+        "ignore_eos": True,
+    }
     result = asyncio.run(stream(running.address, "/v1/completions", body))
     if result.error is not None:
         raise RuntimeError(result.error)
     if result.num_cached_tokens != num_cached:
-        raise RuntimeError(f"{result.num_cached_tokens} of {len(prompt)} tokens were cached; expected {num_cached}")
+        raise RuntimeError(
+            f"{result.num_cached_tokens} of {len(prompt)} tokens were cached; expected {num_cached}"
+        )
     return result.first_s
 
 
@@ -87,10 +95,14 @@ def drop_pages(folder: Path) -> None:
         segment.close()
 
 
-def measure(folder: Path, sizes: Sequence[int], num_repeats: int) -> dict[tuple[int, str], list[float]]:
+def measure(
+    folder: Path, sizes: Sequence[int], num_repeats: int
+) -> dict[tuple[int, str], list[float]]:
     """Seconds to the first token by prompt tokens and kind, `num_repeats` of each."""
     size_to_prompts = {size: prompts_of(size, num_repeats) for size in sizes}
-    seconds: dict[tuple[int, str], list[float]] = {(size, kind): [] for size in sizes for kind in KINDS}
+    seconds: dict[tuple[int, str], list[float]] = {
+        (size, kind): [] for size in sizes for kind in KINDS
+    }
     (warm_up,) = prompts_of(600, 1)
     with launched(deployment(folder, "auto")) as running:
         wait_ready(running)
@@ -113,27 +125,44 @@ def measure(folder: Path, sizes: Sequence[int], num_repeats: int) -> dict[tuple[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.cache_ttft", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cache_ttft", description=__doc__.split("\n", 1)[0]
+    )
     parser.add_argument("--quick", action="store_true", help="two sizes, three times each")
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured; a temporary one is made in it")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to be measured; a temporary one is made in it"
+    )
     options = parser.parse_args(arguments)
     console = Console()
     sizes, num_repeats = (SIZES[::3], 3) if options.quick else (SIZES, NUM_REPEATS)
     with tempfile.TemporaryDirectory(prefix="hadal-b-", dir=options.folder) as name:
         seconds = measure(Path(name), sizes, num_repeats)
     table = Table(title="time to first token, mid-size model", title_justify="left")
-    for column in ("prompt", *(f"{kind} ms" for kind in KINDS), "memory / cold", "disk / cold", "worst disk ms"):
+    for column in (
+        "prompt",
+        *(f"{kind} ms" for kind in KINDS),
+        "memory / cold",
+        "disk / cold",
+        "worst disk ms",
+    ):
         table.add_column(column, justify="right")
     for size in sizes:
         medians = {kind: 1e3 * statistics.median(seconds[size, kind]) for kind in KINDS}
         table.add_row(
-            f"{size:,}", *(f"{medians[kind]:,.1f}" for kind in KINDS), f"{medians['memory'] / medians['cold']:.3f}",
-            f"{medians['disk'] / medians['cold']:.3f}", f"{1e3 * max(seconds[size, 'disk']):,.1f}",
-        )  # fmt: skip
+            f"{size:,}",
+            *(f"{medians[kind]:,.1f}" for kind in KINDS),
+            f"{medians['memory'] / medians['cold']:.3f}",
+            f"{medians['disk'] / medians['cold']:.3f}",
+            f"{1e3 * max(seconds[size, 'disk']):,.1f}",
+        )
     console.print(table)
-    share = statistics.median(seconds[sizes[-1], "disk"]) / statistics.median(seconds[sizes[-1], "cold"])
+    share = statistics.median(seconds[sizes[-1], "disk"]) / statistics.median(
+        seconds[sizes[-1], "cold"]
+    )
     mark = "[green]✓[/green]" if share <= AIM else "[red]✗[/red]"
-    console.print(f"  {sizes[-1]:,} tokens out of the disk: {share:.3f} of cold {mark} [dim](aim {AIM})[/dim]")
+    console.print(
+        f"  {sizes[-1]:,} tokens out of the disk: {share:.3f} of cold {mark} [dim](aim {AIM})[/dim]"
+    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python -m bench.calibration [--write]
 
-Points are in bench/calibration_points; each is priced by the very command that stands beside it. With the silicon table
-(folder HADAL_SHARED_DATA) its rows are priced as well; --write needs it, so that the page stays whole.
+Points are in bench/calibration_points; each is priced by the very command that stands beside it.
+With the silicon table (folder HADAL_SHARED_DATA) its rows are priced as well; --write needs it, so
+that the page stays whole.
 """
 
 from __future__ import annotations
@@ -92,14 +93,29 @@ InferSim's errors are its own on the same point, where it was run on it.
 
 
 def _systems() -> str:
-    lines = ["## Systems\n", _row("point", "what", "published", "ours", "error", "role", "InferSim"), _rule(7)]
+    lines = [
+        "## Systems\n",
+        _row("point", "what", "published", "ours", "error", "role", "InferSim"),
+        _rule(7),
+    ]
     for point in POINTS:
-        role = f"{point.role}, {point.within:.0%}" if point.role == AIM and point.within else point.role
+        role = (
+            f"{point.role}, {point.within:.0%}"
+            if point.role == AIM and point.within
+            else point.role
+        )
         what = point.what + (f" ({point.note})" if point.note else "")
-        lines.append(_row(
-            point.id, what, f"{_short(point.published)} {point.unit}", _short(ours(point)), f"{error(point):+.1%}",
-            role, point.infersim,
-        ))  # fmt: skip
+        lines.append(
+            _row(
+                point.id,
+                what,
+                f"{_short(point.published)} {point.unit}",
+                _short(ours(point)),
+                f"{error(point):+.1%}",
+                role,
+                point.infersim,
+            )
+        )
     lines += ["\nThe commands, in the same order (a ratio has two):\n", "```"]
     for point in POINTS:
         lines.append(f"{point.id:<6} hadal step {point.command}")
@@ -115,20 +131,30 @@ def _not_priced() -> str:
     while model.decode(batch, 2050).tokens_per_s_gpu < 7583:
         batch += 16
     h20 = StepModel(16, HARDWARE["h20"]).decode(64, 4096).tokens_per_s_gpu
-    lines = [f"- {name}: {why.format(c9=batch, c13=f'{h20:.0f}')}" for name, why in NOT_PRICED.items()]
+    lines = [
+        f"- {name}: {why.format(c9=batch, c13=f'{h20:.0f}')}" for name, why in NOT_PRICED.items()
+    ]
     return "\n".join(["Not priced, and why:\n", *lines, ""])
 
 
 def _profile() -> str:
     found = priced(f"{PROFILE} --mtp-tokens 1")
     by_name = {(stage["op"], stage["name"]): stage["micro_batch_us"] for stage in found["stages"]}
-    lines = ["## The decode profile, kernel by kernel\n",
-             "H800, EP128, 128 tokens a micro-batch (64 requests, one draft each), 4K, one MoE layer; us.\n",
-             _row("op", "kernel", "published", "ours", "error"), _rule(5)]  # fmt: skip
+    lines = [
+        "## The decode profile, kernel by kernel\n",
+        (
+            "H800, EP128, 128 tokens a micro-batch (64 requests, one draft each), 4K, one MoE"
+            " layer; us.\n"
+        ),
+        _row("op", "kernel", "published", "ours", "error"),
+        _rule(5),
+    ]
     for name, op, published_us in DECODE_PROFILE:
         lines.append(_kernel_row(op, name, published_us, by_name[op, name]))
     total = sum(us for *_, us in DECODE_PROFILE)
-    lines.append(_kernel_row("", "sum", total, sum(by_name[op, name] for name, op, _ in DECODE_PROFILE)))
+    lines.append(
+        _kernel_row("", "sum", total, sum(by_name[op, name] for name, op, _ in DECODE_PROFILE))
+    )
     return "\n".join([*lines, ""])
 
 
@@ -138,15 +164,27 @@ def _training() -> str:
     links = Links(model, hardware, 64)
     links_s = links.normal_s(4096, 1.0, is_overlapped=True)
     some, all_sms = (
-        {kernel.name: kernel.seconds for kernel in Layer(model, 4).prefill(
-            Roofline(hardware, sm_share=share, is_sustained=True), batch, links_s, links.received_ranks
-        )}
+        {
+            kernel.name: kernel.seconds
+            for kernel in Layer(model, 4).prefill(
+                Roofline(hardware, sm_share=share, is_sustained=True),
+                batch,
+                links_s,
+                links.received_ranks,
+            )
+        }
         for share in (_PROFILE_SMS / hardware.num_sms, 1.0)
-    )  # fmt: skip
-    lines = ["## The training profile, forward\n",
-             "H800, EP64, 4,096 tokens, 112 SMs for computation (core attention: 132), one MoE layer; us. The "
-             "elementwise kernels set elementwise_efficiency, the links prefill_link_share.\n",
-             _row("op", "kernel", "published", "ours", "error"), _rule(5)]  # fmt: skip
+    )
+    lines = [
+        "## The training profile, forward\n",
+        (
+            "H800, EP64, 4,096 tokens, 112 SMs for computation (core attention: 132), one MoE"
+            " layer; us. The elementwise kernels set elementwise_efficiency, the links"
+            " prefill_link_share.\n"
+        ),
+        _row("op", "kernel", "published", "ours", "error"),
+        _rule(5),
+    ]
     for name, published_us in TRAINING_PROFILE:
         seconds = (all_sms if name == "core attention" else some)[name]
         lines.append(_kernel_row("", name, published_us, seconds * 1e6))
@@ -154,40 +192,72 @@ def _training() -> str:
 
 
 def _links() -> str:
-    lines = ["## Links\n", "DeepEP's own tests; us, and GB/s of logical bytes for normal kernels.\n",
-             _row("mode", "where", "published", "ours", "error"), _rule(5)]  # fmt: skip
+    lines = [
+        "## Links\n",
+        "DeepEP's own tests; us, and GB/s of logical bytes for normal kernels.\n",
+        _row("mode", "where", "published", "ours", "error"),
+        _rule(5),
+    ]
     for ranks, *published in LOW_LATENCY:
-        found = Links(DEEPSEEK_V3, HARDWARE["h800"], ranks).low_latency_s(128, 1.0, is_overlapped=False)
+        found = Links(DEEPSEEK_V3, HARDWARE["h800"], ranks).low_latency_s(
+            128, 1.0, is_overlapped=False
+        )
         for name, value, seconds in zip(("dispatch", "combine"), published, found, strict=True):
-            lines.append(_kernel_row(f"low-latency {name}", f"H800, EP{ranks}, 128 tokens", value, seconds * 1e6))
+            lines.append(
+                _kernel_row(
+                    f"low-latency {name}", f"H800, EP{ranks}, 128 tokens", value, seconds * 1e6
+                )
+            )
     for tokens, *published in LOW_LATENCY_H100:
-        found = Links(DEEPSEEK_V3, HARDWARE["h100"], 64).low_latency_s(tokens, 1.0, is_overlapped=False)
+        found = Links(DEEPSEEK_V3, HARDWARE["h100"], 64).low_latency_s(
+            tokens, 1.0, is_overlapped=False
+        )
         for name, value, seconds in zip(("dispatch", "combine"), published, found, strict=True):
             what = f"H100, EP64, {tokens} tokens (hold-out)"
             lines.append(_kernel_row(f"low-latency {name}", what, value, seconds * 1e6))
     for ranks, *published in NORMAL:
         found = Links(DEEPSEEK_V3, HARDWARE["h800"], ranks).normal_s(4096, 1.0, is_overlapped=False)
         copies = 4096 * expected_places(DEEPSEEK_V3, ranks / 8)
-        for name, value, seconds, size in zip(("dispatch", "combine"), published, found, (7456, 14336), strict=True):
+        for name, value, seconds, size in zip(
+            ("dispatch", "combine"), published, found, (7456, 14336), strict=True
+        ):
             rate = copies * size / seconds / 1e9
-            lines.append(_kernel_row(f"normal {name}", f"H800, EP{ranks}, 4,096 tokens", value, rate))
+            lines.append(
+                _kernel_row(f"normal {name}", f"H800, EP{ranks}, 4,096 tokens", value, rate)
+            )
     return "\n".join([*lines, ""])
 
 
 def _constants() -> str:
-    lines = ["## What was set, and what was sourced\n", "The free constants, all of them:\n",
-             _row("constant", "value", "physically", "how it was set"), _rule(4)]  # fmt: skip
+    lines = [
+        "## What was set, and what was sourced\n",
+        "The free constants, all of them:\n",
+        _row("constant", "value", "physically", "how it was set"),
+        _rule(4),
+    ]
     for field in fields(CONSTANTS):
         bound, value = BOUNDS[field.name], getattr(CONSTANTS, field.name)
         span = f"{bound.low:g} to {bound.high:g} {bound.unit}"
         lines.append(_row(f"`{field.name}`", f"{value:g}", span, bound.how))
-    lines += ["\nKernel curves, fitted to published tables by relative error (residual: median of |log|):\n",
-              _row("curve", "efficiency", "bandwidth", "launch us", "residual", "source"), _rule(6)]  # fmt: skip
+    lines += [
+        (
+            "\nKernel curves, fitted to published tables by relative error (residual: median of"
+            " |log|):\n"
+        ),
+        _row("curve", "efficiency", "bandwidth", "launch us", "residual", "source"),
+        _rule(6),
+    ]
     for name, curve in CURVES.items():
-        lines.append(_row(
-            name, f"{curve.efficiency:.3f}", f"{curve.bandwidth:.3f}", f"{curve.launch_s * 1e6:.1f}",
-            f"{curve.residual:.1%}", curve.source,
-        ))  # fmt: skip
+        lines.append(
+            _row(
+                name,
+                f"{curve.efficiency:.3f}",
+                f"{curve.bandwidth:.3f}",
+                f"{curve.launch_s * 1e6:.1f}",
+                f"{curve.residual:.1%}",
+                curve.source,
+            )
+        )
     lines += ["\nHardware:\n", _row("name", "source"), _rule(2)]
     lines += [_row(row.name, row.source) for row in HARDWARE.values()]
     return "\n".join([*lines, ""])
@@ -206,12 +276,20 @@ def _rule(num: int) -> str:
 
 
 def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
+    return (
+        f"{value:,.0f}"
+        if abs(value) >= 1000
+        else f"{value:.1f}"
+        if abs(value) >= 10
+        else f"{value:.3g}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the page, or write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="write docs/calibration.md")
     options = parser.parse_args(arguments)
     if options.write and find(SILICON) is None:

@@ -1,8 +1,10 @@
-"""Measured serving rows of DeepSeek-R1/V3 (InferenceX, as kept in aiconfigurator-core 0.12) beside priced decode steps.
+"""Measured serving rows of DeepSeek-R1/V3 (InferenceX, as kept in aiconfigurator-core 0.12) beside
+priced decode steps.
 
-Only rows that the model describes: disaggregated decode, data-parallel attention over as many ranks as experts are
-spread on, requests per rank known, concurrency that fills them. Drafts are not recorded in the table, so rows that ran
-with them look faster than any step: a check of the whole, not something to fit to.
+Only rows that the model describes: disaggregated decode, data-parallel attention over as many ranks
+as experts are spread on, requests per rank known, concurrency that fills them. Drafts are not
+recorded in the table, so rows that ran with them look faster than any step: a check of the whole,
+not something to fit to.
 """
 
 from __future__ import annotations
@@ -54,7 +56,11 @@ def rows(path: Path) -> Iterator[Row]:
 def _row(record: dict[str, str]) -> Row | None:
     fields = ("moe_ep_size", "attention_dp_size", "tp_size", "batch_size", "num_workers")
     names = [f"decode_{field}" for field in fields]
-    if record["system"] not in SYSTEMS or record["mode"] != "disagg" or not all(record[name] for name in names):
+    if (
+        record["system"] not in SYSTEMS
+        or record["mode"] != "disagg"
+        or not all(record[name] for name in names)
+    ):
         return None
     ranks, attention, tensor, batch, workers = (float(record[name]) for name in names)
     if ranks != attention or tensor != 1.0 or ranks < 4:
@@ -65,9 +71,15 @@ def _row(record: dict[str, str]) -> Row | None:
     if concurrency < _FILLED * batch * ranks * workers:
         return None
     return Row(
-        SYSTEMS[record["system"]], record["backend"], record["precision"], int(ranks), batch, float(record["isl"]),
-        float(record["osl"]), float(record["silicon_tpot_ms"]),
-    )  # fmt: skip
+        SYSTEMS[record["system"]],
+        record["backend"],
+        record["precision"],
+        int(ranks),
+        batch,
+        float(record["isl"]),
+        float(record["osl"]),
+        float(record["silicon_tpot_ms"]),
+    )
 
 
 def silicon(path: Path) -> str:
@@ -76,13 +88,19 @@ def silicon(path: Path) -> str:
     for row in rows(path):
         groups.setdefault((row.hardware, row.backend, row.precision), []).append(row.error())
     lines = [
-        "Decode steps beside time per output token as measured in 2025 and 2026 (InferenceX rows in "
-        "aiconfigurator-core 0.12.0): rows with data-parallel attention, experts over the same ranks, known and "
-        "filled batches. Drafts are not recorded. All are hold-outs; positive: ours is slower.\n",
+        (
+            "Decode steps beside time per output token as measured in 2025 and 2026 (InferenceX"
+            " rows in aiconfigurator-core 0.12.0): rows with data-parallel attention, experts over"
+            " the same ranks, known and filled batches. Drafts are not recorded. All are hold-outs;"
+            " positive: ours is slower.\n"
+        ),
         "| hardware | engine | experts | rows | median | median of absolute |",
         "| --- | --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
+    ]
     for (hardware, backend, precision), errors in sorted(groups.items()):
         median, absolute = statistics.median(errors), statistics.median(map(abs, errors))
-        lines.append(f"| {hardware} | {backend} | {precision} | {len(errors)} | {median:+.1%} | {absolute:.1%} |")
+        lines.append(
+            f"| {hardware} | {backend} | {precision} | {len(errors)} | {median:+.1%} |"
+            f" {absolute:.1%} |"
+        )
     return "\n".join(lines) + "\n"

@@ -1,7 +1,9 @@
-"""The models that are measured: a generated one of middle size, and the shipped one in the FP32 form every peer reads.
+"""The models that are measured: a generated one of middle size, and the shipped one in the FP32
+form every peer reads.
 
-Both are Hugging Face folders with DeepSeek's own tensor names, kept under .peers/models/. Weights of the generated one
-are random, so it says nothing sensible; its shapes, its routing and its cost are those of a real checkpoint.
+Both are Hugging Face folders with DeepSeek's own tensor names, kept under .peers/models/. Weights
+of the generated one are random, so it says nothing sensible; its shapes, its routing and its cost
+are those of a real checkpoint.
 """
 
 from __future__ import annotations
@@ -26,23 +28,49 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 
 MID: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "float32",
-    "vocab_size": 8192, "hidden_size": 640, "num_hidden_layers": 10, "first_k_dense_replace": 1,
-    "intermediate_size": 1792, "moe_intermediate_size": 256, "n_routed_experts": 64, "n_shared_experts": 1,
-    "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
-    "num_attention_heads": 10, "num_key_value_heads": 10, "q_lora_rank": 192, "kv_lora_rank": 128,
-    "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "max_position_embeddings": 4096, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
-    "bos_token_id": 0, "eos_token_id": 1, "num_nextn_predict_layers": 0,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "torch_dtype": "float32",
+    "vocab_size": 8192,
+    "hidden_size": 640,
+    "num_hidden_layers": 10,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 1792,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 10,
+    "q_lora_rank": 192,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "num_nextn_predict_layers": 0,
     # Written out, because readers that do not find them assume softmax routing without the bias.
-    "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
     "bench_revision": 2,  # Raised when the weights are drawn in another way; no reader knows it.
-}  # fmt: skip
+}
 """0.33 B parameters, 0.08 B active; the shape of V3's parts, each smaller."""
 
-# A residual stream led by the embedding keeps greedy texts apart: with equal standard deviations every sequence of a
-# batch soon repeats one token, all choose the same experts, and a batch costs what one request costs.
-# A wide head makes the next token's distribution as peaked as a trained model's; a flat one makes top-p sort it all.
+# A residual stream led by the embedding keeps greedy texts apart: with equal standard deviations
+# every sequence of a batch soon repeats one token, all choose the same experts, and a batch costs
+# what one request costs. A wide head makes the next token's distribution as peaked as a trained
+# model's; a flat one makes top-p sort it all.
 EMBEDDING_STD, HEAD_STD, WEIGHT_STD = 1.0, 0.25, 0.02
 
 
@@ -62,7 +90,9 @@ def mid_model() -> Path:
 
 
 def shipped_model_fp32() -> Path | None:
-    """Return an FP32 copy of hadal-tiny for engines that do not read block-scaled FP8; None if there is none yet."""
+    """Return an FP32 copy of hadal-tiny for engines that do not read block-scaled FP8; None if
+    there is none yet.
+    """
     if not (SHIPPED / "config.json").exists():
         return None
     fields = json.loads((SHIPPED / "config.json").read_text(encoding="utf-8"))
@@ -76,11 +106,20 @@ def shipped_model_fp32() -> Path | None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     tensors = {
-        name: tensor for path in weights for name, tensor in dequantised(path)
-        if not name.startswith(f"model.layers.{config['num_hidden_layers']}.")  # The MTP module: no peer runs it here.
-    }  # fmt: skip
+        name: tensor
+        for path in weights
+        for name, tensor in dequantised(path)
+        if not name.startswith(
+            f"model.layers.{config['num_hidden_layers']}."
+        )  # The MTP module: no peer runs it here.
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    for extra in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
+    for extra in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "special_tokens_map.json",
+    ):
         if (SHIPPED / extra).exists():
             shutil.copy(SHIPPED / extra, folder / extra)
     _write_config(folder, config)
@@ -88,7 +127,9 @@ def shipped_model_fp32() -> Path | None:
 
 
 def dequantised(path: Path, block: int = 128) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a file in FP32; FP8 ones times their scales, one per block x block square."""
+    """Yield the tensors of a file in FP32; FP8 ones times their scales, one per block x block
+    square.
+    """
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
         for name in sorted(names):
@@ -103,7 +144,9 @@ def dequantised(path: Path, block: int = 128) -> Iterator[tuple[str, torch.Tenso
 
 
 def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the released checkpoint's tensor names and shapes for this config (with q-LoRA, without MTP)."""
+    """Yield the released checkpoint's tensor names and shapes for this config (with q-LoRA, without
+    MTP).
+    """
     c = config
     dim, heads = c["hidden_size"], c["num_attention_heads"]
     yield "model.embed_tokens.weight", (c["vocab_size"], dim)
@@ -113,10 +156,19 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
         yield f"{prefix}input_layernorm.weight", (dim,)
         yield f"{attention}q_a_proj.weight", (c["q_lora_rank"], dim)
         yield f"{attention}q_a_layernorm.weight", (c["q_lora_rank"],)
-        yield f"{attention}q_b_proj.weight", (heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]), c["q_lora_rank"])
-        yield f"{attention}kv_a_proj_with_mqa.weight", (c["kv_lora_rank"] + c["qk_rope_head_dim"], dim)
+        yield (
+            f"{attention}q_b_proj.weight",
+            (heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]), c["q_lora_rank"]),
+        )
+        yield (
+            f"{attention}kv_a_proj_with_mqa.weight",
+            (c["kv_lora_rank"] + c["qk_rope_head_dim"], dim),
+        )
         yield f"{attention}kv_a_layernorm.weight", (c["kv_lora_rank"],)
-        yield f"{attention}kv_b_proj.weight", (heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), c["kv_lora_rank"])
+        yield (
+            f"{attention}kv_b_proj.weight",
+            (heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), c["kv_lora_rank"]),
+        )
         yield f"{attention}o_proj.weight", (dim, heads * c["v_head_dim"])
         yield f"{prefix}post_attention_layernorm.weight", (dim,)
         if layer < c["first_k_dense_replace"]:
@@ -125,7 +177,9 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
         yield f"{prefix}mlp.gate.weight", (c["n_routed_experts"], dim)
         yield f"{prefix}mlp.gate.e_score_correction_bias", (c["n_routed_experts"],)
         for expert in range(c["n_routed_experts"]):
-            yield from _mlp_shapes(f"{prefix}mlp.experts.{expert}.", dim, c["moe_intermediate_size"])
+            yield from _mlp_shapes(
+                f"{prefix}mlp.experts.{expert}.", dim, c["moe_intermediate_size"]
+            )
         shared_width = c["n_shared_experts"] * c["moe_intermediate_size"]
         yield from _mlp_shapes(f"{prefix}mlp.shared_experts.", dim, shared_width)
     yield "model.norm.weight", (dim,)
@@ -153,13 +207,23 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(pydoc_data.topics.topics.values(), trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "add_bos_token": True,
-             "chat_template": TEMPLATE}  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(names, ensure_ascii=False, indent=1), encoding="utf-8")
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "add_bos_token": True,
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(names, ensure_ascii=False, indent=1), encoding="utf-8"
+    )
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
@@ -169,4 +233,6 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
 
 def _is_made(folder: Path, config: dict[str, Any]) -> bool:
     path = folder / "config.json"
-    return path.exists() and json.loads(path.read_text(encoding="utf-8")) == json.loads(json.dumps(config))
+    return path.exists() and json.loads(path.read_text(encoding="utf-8")) == json.loads(
+        json.dumps(config)
+    )

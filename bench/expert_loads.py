@@ -17,13 +17,22 @@ import numpy as np
 
 from hadal.policy.expert_packing import Floats
 
-PREFILL = ("prefill_in512", "prefill_in1024", "prefill_in500out1500", "prefill_in1000out1000", "prefill_in2000out100")
+PREFILL = (
+    "prefill_in512",
+    "prefill_in1024",
+    "prefill_in500out1500",
+    "prefill_in1000out1000",
+    "prefill_in2000out100",
+)
 DECODE = ("decode_in500out1500", "decode_in1000out1000", "decode_in2000out100")
 NUM_GROUPS, NUM_NODES = 8, 4
 
 
 def read_loads(folder: Path, name: str) -> Floats:
-    loads = np.array(json.loads(gzip.decompress((folder / f"{name}.json.gz").read_bytes()))["tokens_per_expert"], float)
+    loads = np.array(
+        json.loads(gzip.decompress((folder / f"{name}.json.gz").read_bytes()))["tokens_per_expert"],
+        float,
+    )
     return np.asarray(loads[loads.sum(axis=1) > 0])
 
 

@@ -1,11 +1,13 @@
-"""The published day as a liquid, under the fleet role that serves: nodes hour by hour, and what moves them.
+"""The published day as a liquid, under the fleet role that serves: nodes hour by hour, and what
+moves them.
 
     python -m bench.fleet_day [--seed N] [--hours-only]
 
-Capacities are not priced here but read off published points, so this shows what the *policy* does with them: decode
-128 requests a GPU at 55 ms a token (DeepSeek's profile) and 88 at 47.6 ms (its day's mean), prefill 7,839 tokens/s a
-GPU, with 43.7 % of a prompt to be computed. The promise is 20 tokens/s for a user, TPOT 50 ms. The shape of the day is
-known from the day before. Dollars are node-hours at $2 a GPU-hour.
+Capacities are not priced here but read off published points, so this shows what the *policy* does
+with them: decode 128 requests a GPU at 55 ms a token (DeepSeek's profile) and 88 at 47.6 ms (its
+day's mean), prefill 7,839 tokens/s a GPU, with 43.7 % of a prompt to be computed. The promise is 20
+tokens/s for a user, TPOT 50 ms. The shape of the day is known from the day before. Dollars are
+node-hours at $2 a GPU-hour.
 """
 
 from __future__ import annotations
@@ -48,13 +50,20 @@ def capacity() -> float:
     """Of a decode unit within the promise, by a table as a step model gives one."""
     batches = np.arange(8.0, 257.0, 8.0)
     tpots = tpot_s(batches)
-    return decode_capacity([
-        DecodePoint(float(tpot), float(DECODE_RANKS * batch / tpot)) for batch, tpot in zip(batches, tpots, strict=True)
-    ], TPOT_S)  # fmt: skip
+    return decode_capacity(
+        [
+            DecodePoint(float(tpot), float(DECODE_RANKS * batch / tpot))
+            for batch, tpot in zip(batches, tpots, strict=True)
+        ],
+        TPOT_S,
+    )
 
 
 RULES = ScalingRules(
-    RoleRules(4, 0.6, 5, 60, 3, 2), RoleRules(18, 1.0, 1, 16, 1, 0), num_nodes_max=500, start_s=600.0
+    RoleRules(4, 0.6, 5, 60, 3, 2),
+    RoleRules(18, 1.0, 1, 16, 1, 0),
+    num_nodes_max=500,
+    start_s=600.0,
 )
 FAULTS = Faults()
 
@@ -73,12 +82,16 @@ class Setting:
 def run(setting: Setting, seed: int) -> Day:
     """The published day, noon to noon."""
     fleet = Fleet(
-        setting.rules, prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
-        decode_tokens_per_s=setting.decode_tokens_per_s or capacity(), shape=setting.shape,
-    )  # fmt: skip
+        setting.rules,
+        prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
+        decode_tokens_per_s=setting.decode_tokens_per_s or capacity(),
+        shape=setting.shape,
+    )
     model = UnitModel(PREFILL_TOKENS_PER_S, DECODE_RANKS, tpot_s, 256.0)
     start = 3600.0 * (FIRST_HOUR - WARM_HOURS)
-    fluid = FluidDay(fleet, DemandCurve(), model, setting.faults, np.random.default_rng(seed), start=start)
+    fluid = FluidDay(
+        fleet, DemandCurve(), model, setting.faults, np.random.default_rng(seed), start=start
+    )
     fluid.run(60 * WARM_HOURS)
     return fluid.run_day()
 
@@ -111,11 +124,21 @@ def what_ifs(base: Setting) -> Iterator[tuple[str, Setting]]:
         yield f"a unit is held for {hours:g} h", under(hold_s=3600.0 * hours)
     for num in (4, 7):
         yield f"floor of {num} bundles", between(Units(3 * num + 2, num), most)
-    yield "each role by itself, no bundles", under(
-        prefill=replace(prefill, num_bundle=0, num_extra=0, num_min=1), decode=replace(decode, num_bundle=0)
+    yield (
+        "each role by itself, no bundles",
+        under(
+            prefill=replace(prefill, num_bundle=0, num_extra=0, num_min=1),
+            decode=replace(decode, num_bundle=0),
+        ),
     )
-    yield "10 % of starts fail, a node dies every 500 h", replace(
-        base, faults=replace(base.faults, start_fail_share=0.1, node_failures_per_s=1.0 / (500 * 3600.0))
+    yield (
+        "10 % of starts fail, a node dies every 500 h",
+        replace(
+            base,
+            faults=replace(
+                base.faults, start_fail_share=0.1, node_failures_per_s=1.0 / (500 * 3600.0)
+            ),
+        ),
     )
     yield "noise of 10 % a minute", replace(base, faults=replace(base.faults, noise=0.1))
     yield "nodes of the published peak, and no more", under(num_nodes_max=PUBLISHED_PEAK)
@@ -126,30 +149,49 @@ def hours_table(day: Day) -> Table:
     """Hour by hour."""
     table = Table(title="The day, hour by hour (Beijing)", title_justify="left")
     for column in (
-        "hour", "nodes mean", "peak", "prefill", "decode", "in, 10^9", "out, 10^9", "prefill use", "batch a GPU",
-        "tokens/s/user", "longest wait, s",
-    ):  # fmt: skip
+        "hour",
+        "nodes mean",
+        "peak",
+        "prefill",
+        "decode",
+        "in, 10^9",
+        "out, 10^9",
+        "prefill use",
+        "batch a GPU",
+        "tokens/s/user",
+        "longest wait, s",
+    ):
         table.add_column(column, justify="right")
     for hour in day.hours:
         table.add_row(
-            f"{hour.hour:02}:00", f"{hour.nodes_mean:.1f}", f"{hour.nodes_peak}", f"{hour.prefill_nodes_mean:.1f}",
-            f"{hour.decode_nodes_mean:.1f}", f"{hour.tokens_in / 1e9:.2f}", f"{hour.tokens_out / 1e9:.2f}",
-            f"{hour.prefill_use:.0%}", f"{hour.batch_mean:.0f}", f"{hour.tokens_per_s_user:.1f}",
+            f"{hour.hour:02}:00",
+            f"{hour.nodes_mean:.1f}",
+            f"{hour.nodes_peak}",
+            f"{hour.prefill_nodes_mean:.1f}",
+            f"{hour.decode_nodes_mean:.1f}",
+            f"{hour.tokens_in / 1e9:.2f}",
+            f"{hour.tokens_out / 1e9:.2f}",
+            f"{hour.prefill_use:.0%}",
+            f"{hour.batch_mean:.0f}",
+            f"{hour.tokens_per_s_user:.1f}",
             f"{hour.wait_s_max:.1f}",
-        )  # fmt: skip
+        )
     prefill_rate = day.tokens_in / 86_400 / day.prefill_nodes_mean
     decode_rate = day.tokens_out / 86_400 / day.decode_nodes_mean
     table.caption = (
-        f"mean {day.nodes_mean:.2f} nodes (published {PUBLISHED_MEAN}, {day.nodes_mean / PUBLISHED_MEAN - 1:+.1%}), "
-        f"peak {day.nodes_peak} ({PUBLISHED_PEAK}); {prefill_rate:,.0f} in and {decode_rate:,.0f} out tokens/s a node "
-        f"(73.7k and 14.8k); {day.tokens_per_s_user:.1f} tokens/s/user (20-22); {day.num_changes} changes"
+        f"mean {day.nodes_mean:.2f} nodes (published {PUBLISHED_MEAN},"
+        f" {day.nodes_mean / PUBLISHED_MEAN - 1:+.1%}), peak {day.nodes_peak} ({PUBLISHED_PEAK});"
+        f" {prefill_rate:,.0f} in and {decode_rate:,.0f} out tokens/s a node (73.7k and 14.8k);"
+        f" {day.tokens_per_s_user:.1f} tokens/s/user (20-22); {day.num_changes} changes"
     )
     return table
 
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hours-only", action="store_true", help="leave out what moves them")
     arguments = parser.parse_args()
@@ -162,16 +204,27 @@ def main() -> None:
     table = Table(title="What moves it: one thing at a time", title_justify="left")
     table.add_column("", no_wrap=True)
     for column in (
-        "nodes mean", "peak", "least", "changes", "$ a day", "slowest hour, tokens/s/user", "longest wait, s",
-    ):  # fmt: skip
+        "nodes mean",
+        "peak",
+        "least",
+        "changes",
+        "$ a day",
+        "slowest hour, tokens/s/user",
+        "longest wait, s",
+    ):
         table.add_column(column, justify="right")
     for name, setting in [("as above", base), *what_ifs(base)]:
         day = first if setting == base else run(setting, arguments.seed)
         table.add_row(
-            name, f"{day.nodes_mean:.1f}", f"{day.nodes_peak}", f"{day.nodes_min}", f"{day.num_changes}",
-            f"{day.node_hours * NODE_HOUR_USD:,.0f}", f"{min(hour.tokens_per_s_user for hour in day.hours):.1f}",
+            name,
+            f"{day.nodes_mean:.1f}",
+            f"{day.nodes_peak}",
+            f"{day.nodes_min}",
+            f"{day.num_changes}",
+            f"{day.node_hours * NODE_HOUR_USD:,.0f}",
+            f"{min(hour.tokens_per_s_user for hour in day.hours):.1f}",
             f"{day.wait_s_max:.1f}",
-        )  # fmt: skip
+        )
     console.print(table)
 
 

@@ -1,6 +1,7 @@
-"""Hadal as a Subject: the Runner of a rank under the plans its leaders make, sampling included, without the server.
+"""Hadal as a Subject: the Runner of a rank under the plans its leaders make, sampling included,
+without the server.
 
-    python -m bench.hadal_engine MODEL_FOLDER THREADS
+python -m bench.hadal_engine MODEL_FOLDER THREADS
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ CHUNK_TOKENS = Deployment().chunk_tokens
 
 
 class HadalSubject:
-    """Prompts go through in the chunks a prefill leader cuts, decoding in the differences a decode leader sends."""
+    """Prompts go through in the chunks a prefill leader cuts, decoding in the differences a decode
+    leader sends.
+    """
 
     def __init__(self, folder: str, threads: int, sampling: Sampling = GREEDY) -> None:
         torch.set_num_threads(threads)
@@ -54,10 +57,13 @@ class HadalSubject:
 
     def decode(self, batch: int, context: int, steps: int) -> float:
         """Everybody joins in an untimed step, then the same requests go on for `steps`."""
-        firsts = [self._prefill(slot, prompt) for slot, prompt in enumerate(self._prompts(batch, context))]
+        firsts = [
+            self._prefill(slot, prompt) for slot, prompt in enumerate(self._prompts(batch, context))
+        ]
         joins = tuple(
-            Join(slot, self._blocks(slot), context, token, 1, self._sampling) for slot, token in enumerate(firsts)
-        )  # fmt: skip
+            Join(slot, self._blocks(slot), context, token, 1, self._sampling)
+            for slot, token in enumerate(firsts)
+        )
         self._execute(DecodePlan(next(self._step_ids), (), joins, ()))
         start = time.perf_counter()
         for _ in range(steps):

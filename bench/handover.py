@@ -1,11 +1,13 @@
-"""What a hand-over costs: pulls of KV blocks by every transport, beside a copy and a raw socket of the same bytes.
+"""What a hand-over costs: pulls of KV blocks by every transport, beside a copy and a raw socket of
+the same bytes.
 
     python -m bench.handover [--quick] [--no-live]
 
-Two processes on this host. Blocks are those of hadal-tiny, of the mid model and of DeepSeek-V3 in BF16; each figure is
-the median of pulls taken in turn with a copy of the same blocks from the same mapped memory, and with a TCP socket that
-sends them as one run of bytes, nothing checked. NIXL twice: as it comes (on one host UCX copies from process to
-process) and over TCP, as between hosts. Then, live, what a client sees of it (bench/handover_live).
+Two processes on this host. Blocks are those of hadal-tiny, of the mid model and of DeepSeek-V3 in
+BF16; each figure is the median of pulls taken in turn with a copy of the same blocks from the same
+mapped memory, and with a TCP socket that sends them as one run of bytes, nothing checked. NIXL
+twice: as it comes (on one host UCX copies from process to process) and over TCP, as between hosts.
+Then, live, what a client sees of it (bench/handover_live).
 """
 
 from __future__ import annotations
@@ -77,13 +79,20 @@ def all_blocks() -> tuple[Blocks, ...]:
     tiny = read_model_config(SHIPPED)
     return (
         Blocks("hadal-tiny", tiny.num_hidden_layers, tiny.latent_dim, "float32"),
-        Blocks("mid", MID["num_hidden_layers"], MID["kv_lora_rank"] + MID["qk_rope_head_dim"], "float32"),
+        Blocks(
+            "mid",
+            MID["num_hidden_layers"],
+            MID["kv_lora_rank"] + MID["qk_rope_head_dim"],
+            "float32",
+        ),
         Blocks("DeepSeek-V3", 61, 512 + 64, "bfloat16"),  # arXiv 2412.19437, section 4.2.
     )
 
 
 def own(run: str, handover: str, shape: Shape, dtype: str) -> None:
-    """The owner: its pool served, and the same bytes to whoever asks a raw socket for so many of them."""
+    """The owner: its pool served, and the same bytes to whoever asks a raw socket for so many of
+    them.
+    """
     pool = KvPool.create(pool_name(run, "prefill-0", "1"), shape, dtype)
     pool.blocks[:] = np.arange(pool.blocks.size, dtype=np.uint8).reshape(pool.blocks.shape)
     wire = KvWire(pool, handover, host=HOST, secret=SECRET, grants=SelfGrants(SECRET, pool.name))
@@ -93,7 +102,9 @@ def own(run: str, handover: str, shape: Shape, dtype: str) -> None:
     def send() -> None:
         connection, _ = listener.accept()
         while word := connection.recv(8):
-            connection.sendall(pool.cache[pool.block_bytes : pool.block_bytes + int.from_bytes(word, "little")])
+            connection.sendall(
+                pool.cache[pool.block_bytes : pool.block_bytes + int.from_bytes(word, "little")]
+            )
 
     threading.Thread(target=send, daemon=True).start()
     sys.stdin.read()
@@ -103,19 +114,30 @@ def own(run: str, handover: str, shape: Shape, dtype: str) -> None:
 
 def measure(run: str, handover: str, shape: Shape, dtype: str, seconds: float) -> None:
     """The puller: print seconds by number of blocks of a copy, a raw socket and a pull."""
-    command = [sys.executable, "-m", "bench.handover", "--own", json.dumps((run, handover, shape, dtype))]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+    command = [
+        sys.executable,
+        "-m",
+        "bench.handover",
+        "--own",
+        json.dumps((run, handover, shape, dtype)),
+    ]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
         assert owner.stdin is not None
         assert owner.stdout is not None
         address, port = json.loads(owner.stdout.readline())
         pool = KvPool.create(pool_name(run, "decode-0", "1"), shape, dtype)
         source = KvPool.open(PoolAddress.parse(address).name)
-        wire = KvWire(pool, handover, host=HOST, secret=SECRET, grants=SelfGrants(SECRET, pool.name))
+        wire = KvWire(
+            pool, handover, host=HOST, secret=SECRET, grants=SelfGrants(SECRET, pool.name)
+        )
         with socket.create_connection((HOST, port)) as connection:
             found = {
                 count: _compare(wire, pool, source, address, connection, count, seconds)
-                for count in COUNTS if count < shape[0]
-            }  # fmt: skip
+                for count in COUNTS
+                if count < shape[0]
+            }
         wire.close()
         source.close()
         pool.close()
@@ -124,7 +146,13 @@ def measure(run: str, handover: str, shape: Shape, dtype: str, seconds: float) -
 
 
 def _compare(
-    wire: KvWire, pool: KvPool, source: KvPool, address: str, connection: socket.socket, count: int, seconds: float
+    wire: KvWire,
+    pool: KvPool,
+    source: KvPool,
+    address: str,
+    connection: socket.socket,
+    count: int,
+    seconds: float,
 ) -> tuple[float, float, float]:
     ids = tuple(range(1, 1 + count))
     lease = KvLease(address, ids, (0,) * count, count * BLOCK_TOKENS)
@@ -166,7 +194,9 @@ def transports(console: Console, most_blocks: int, seconds: float) -> None:
     """A table for each model: a row for each number of blocks."""
     variants = {name: how for name, how in VARIANTS.items() if how[0] != "nixl" or package()}
     for blocks in all_blocks():
-        title = f"pulls of {blocks.model}'s blocks, {blocks.num_bytes / 1024:,.0f} KiB each: GB/s (µs)"
+        title = (
+            f"pulls of {blocks.model}'s blocks, {blocks.num_bytes / 1024:,.0f} KiB each: GB/s (µs)"
+        )
         table = Table("blocks", "copy", "raw socket", *variants, title=title)
         shape, by_variant = blocks.shape(most_blocks), {}
         for name, (handover, environment) in variants.items():
@@ -174,9 +204,14 @@ def transports(console: Console, most_blocks: int, seconds: float) -> None:
             arguments = json.dumps((run, handover, shape, blocks.dtype, seconds))
             try:
                 done = subprocess.run(
-                    [sys.executable, "-m", "bench.handover", "--measure", arguments], cwd=ROOT, check=True, text=True,
-                    stdout=subprocess.PIPE, env={**os.environ, **environment}, timeout=TIMEOUT_S,
-                )  # fmt: skip
+                    [sys.executable, "-m", "bench.handover", "--measure", arguments],
+                    cwd=ROOT,
+                    check=True,
+                    text=True,
+                    stdout=subprocess.PIPE,
+                    env={**os.environ, **environment},
+                    timeout=TIMEOUT_S,
+                )
             finally:
                 remove_segments(run)
             by_variant[name] = json.loads(done.stdout)
@@ -191,8 +226,12 @@ def transports(console: Console, most_blocks: int, seconds: float) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.handover", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="up to 64 blocks, and the live part with hadal-tiny")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.handover", description=__doc__.split("\n", 1)[0]
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="up to 64 blocks, and the live part with hadal-tiny"
+    )
     parser.add_argument("--no-live", action="store_true", help="without the served part")
     parser.add_argument("--own", help=argparse.SUPPRESS)
     parser.add_argument("--measure", help=argparse.SUPPRESS)

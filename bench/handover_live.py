@@ -2,10 +2,10 @@
 
     python -m bench.handover_live [--quick]
 
-Served, with each transport: from sending a prompt to its first token (prefill's) and to its second (decode's, for which
-the KV had to be handed over). Beside it, in turn, one process that does both with the same runner on one pool: the
-prompt in the chunks of the deployment, then a decode step. The aim is the issue's: the second token no more than 10 %
-later than there.
+Served, with each transport: from sending a prompt to its first token (prefill's) and to its second
+(decode's, for which the KV had to be handed over). Beside it, in turn, one process that does both
+with the same runner on one pool: the prompt in the chunks of the deployment, then a decode step.
+The aim is the issue's: the second token no more than 10 % later than there.
 """
 
 from __future__ import annotations
@@ -44,14 +44,19 @@ from hadal.runtime.kv_nixl import package
 
 AIM = 1.10
 NUM_OUTPUT = 2
-"""The answer ends with the second token: its time is that of the last bytes, even where one read holds both."""
+"""The answer ends with the second token: its time is that of the last bytes, even where one read
+holds both.
+"""
 GREEDY = Sampling(temperature=0.0)
 AS_BETWEEN_HOSTS = {"UCX_TLS": "tcp,self"}
 THREADS = "[prefill]\nthreads = 1\n[decode]\nthreads = 1\n"
-"""One on either side: two wait for one another where cores are shared, by chance as long as anything measured here."""
+"""One on either side: two wait for one another where cores are shared, by chance as long as
+anything measured here.
+"""
 OPENMP = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-"""As the supervisor has it for its children. They have sessions of their own too: to each session Linux gives the same
-share of busy cores (sched(7), autogroup)."""
+"""As the supervisor has it for its children. They have sessions of their own too: to each session
+Linux gives the same share of busy cores (sched(7), autogroup).
+"""
 
 
 class BothRoles:
@@ -63,7 +68,9 @@ class BothRoles:
         config = read_model_config(folder)
         num_blocks = -(-config.max_position_embeddings // BLOCK_TOKENS)
         self._blocks = tuple(range(1, 1 + num_blocks))
-        self._runner = ModelRunner(DeepseekV3(load_weights(folder), KvCache(config, 1 + num_blocks)), 1)
+        self._runner = ModelRunner(
+            DeepseekV3(load_weights(folder), KvCache(config, 1 + num_blocks)), 1
+        )
         self._step_ids = count()
 
     def ask(self, prompt: list[int]) -> tuple[float, float]:
@@ -105,14 +112,22 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Round:
-    """One prompt served, and another of the same length in one process: seconds to the first and second token."""
+    """One prompt served, and another of the same length in one process: seconds to the first and
+    second token.
+    """
 
     served: tuple[float, float]
     alone: tuple[float, float]
 
 
 async def _served(running: Running, model: str, prompt: list[int]) -> tuple[float, float]:
-    body = {"model": model, "prompt": prompt, "max_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True}
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": NUM_OUTPUT,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     found = await stream(running.address, "/v1/completions", body)
     if found.error is not None or found.num_tokens != NUM_OUTPUT:
         raise RuntimeError(f"the answer is {found}")
@@ -124,7 +139,9 @@ def rounds(handover: str, sizes: Sizes, alone: subprocess.Popen[str]) -> list[Ro
     assert alone.stdin is not None
     assert alone.stdout is not None
     config, found = read_model_config(sizes.folder), []
-    deployment = f'model = "{sizes.folder}"\nhandover = "{handover}"\n[cache]\nmemory = "off"\n' + THREADS
+    deployment = (
+        f'model = "{sizes.folder}"\nhandover = "{handover}"\n[cache]\nmemory = "off"\n' + THREADS
+    )
     with launched(deployment, AS_BETWEEN_HOSTS) as running:
         wait_ready(running)
         for _ in range(1 + sizes.num_rounds):
@@ -138,20 +155,27 @@ def rounds(handover: str, sizes: Sizes, alone: subprocess.Popen[str]) -> list[Ro
 
 
 def report(console: Console, handover: str, found: Sequence[Round]) -> None:
-    """Both ratios: of the second token's time, which what else runs on the machine moves by far more than a hand-over
-    takes; and of the second token's time in one process to the same plus what the gap between tokens is longer by."""
+    """Both ratios: of the second token's time, which what else runs on the machine moves by far
+    more than a hand-over takes; and of the second token's time in one process to the same plus what
+    the gap between tokens is longer by.
+    """
     served, alone = [one.served for one in found], [one.alone for one in found]
-    (first_s, second_s, gap_s), (first_alone_s, second_alone_s, gap_alone_s) = _middle(served), _middle(alone)
+    (first_s, second_s, gap_s), (first_alone_s, second_alone_s, gap_alone_s) = (
+        _middle(served),
+        _middle(alone),
+    )
     ratios = sorted(one.served[1] / one.alone[1] for one in found)
     ratio = statistics.median(ratios)
     mark = "[green]✓[/green]" if ratio <= AIM else "[red]✗[/red]"
     console.print(
-        f"  {handover:5s} first token {first_s:.3f} s, second {second_s:.3f} s, {1e3 * gap_s:.0f} ms between them; "
-        f"one process {first_alone_s:.3f} s, {second_alone_s:.3f} s, {1e3 * gap_alone_s:.0f} ms"
+        f"  {handover:5s} first token {first_s:.3f} s, second {second_s:.3f} s, {1e3 * gap_s:.0f}"
+        f" ms between them; one process {first_alone_s:.3f} s, {second_alone_s:.3f} s,"
+        f" {1e3 * gap_alone_s:.0f} ms"
     )
     console.print(
-        f"        second token {ratio:.3f}x {mark} [dim](aim {AIM}; {len(found)} rounds, {ratios[0]:.3f} to "
-        f"{ratios[-1]:.3f})[/dim], by the gap alone {1 + (gap_s - gap_alone_s) / second_alone_s:.4f}x"
+        f"        second token {ratio:.3f}x {mark} [dim](aim {AIM}; {len(found)} rounds,"
+        f" {ratios[0]:.3f} to {ratios[-1]:.3f})[/dim], by the gap alone"
+        f" {1 + (gap_s - gap_alone_s) / second_alone_s:.4f}x"
     )
 
 
@@ -163,7 +187,9 @@ def _middle(times: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.handover_live", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.handover_live", description=__doc__.split("\n", 1)[0]
+    )
     parser.add_argument("--quick", action="store_true", help="hadal-tiny instead of the mid model")
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -174,7 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = SHIPPED if options.quick else mid_model()
     longest = read_model_config(folder).max_position_embeddings - NUM_OUTPUT - 1
     sizes = Sizes(folder, min(4000, longest), 5 if options.quick else 3)
-    console.print(f"decode's first token after a prompt of {sizes.num_tokens} tokens, {folder.name}")
+    console.print(
+        f"decode's first token after a prompt of {sizes.num_tokens} tokens, {folder.name}"
+    )
     command = [sys.executable, "-m", "bench.handover_live", "--answer", str(folder)]
     with subprocess.Popen(
         command,

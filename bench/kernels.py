@@ -1,7 +1,8 @@
-"""Each CPU kernel beside its limits: the GEMM rate, the memory's read rate, and plain torch doing the same.
+"""Each CPU kernel beside its limits: the GEMM rate, the memory's read rate, and plain torch doing
+the same.
 
-`python -m bench.kernels [threads]`. Every figure is the best of many calls; limits are measured in the same run,
-because a shared machine is not the same twice. Knows nothing of requests or servers.
+`python -m bench.kernels [threads]`. Every figure is the best of many calls; limits are measured in
+the same run, because a shared machine is not the same twice. Knows nothing of requests or servers.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ def best(work: Callable[[], object], seconds: float = SECONDS) -> float:
     return fastest
 
 
-def show(name: str, seconds: float, plain_s: float, num_bytes: float, flops: float, limits: Limits) -> None:
+def show(
+    name: str, seconds: float, plain_s: float, num_bytes: float, flops: float, limits: Limits
+) -> None:
     """One line: rates, the bound that applies, and how much of it is reached."""
     bound = max(num_bytes / limits.read_bytes_per_s, flops / limits.gemm_flops_per_s)
     print(
-        f"{name:34s} {seconds * 1e6:9.0f} us {num_bytes / seconds / 1e9:7.1f} GB/s {flops / seconds / 1e9:7.0f} GFLOP/s"
-        f" {bound / seconds:6.0%} of the bound   plain torch {plain_s / seconds:5.1f}x"
+        f"{name:34s} {seconds * 1e6:9.0f} us {num_bytes / seconds / 1e9:7.1f} GB/s"
+        f" {flops / seconds / 1e9:7.0f} GFLOP/s {bound / seconds:6.0%} of the bound   plain torch"
+        f" {plain_s / seconds:5.1f}x"
     )
 
 
@@ -57,20 +61,23 @@ def bench_linear(limits: Limits) -> None:
             if rows * m > 1 << 23:
                 continue
             x_MK = torch.randn(m, k)
-            ours, plain = best(lambda: linear(x_MK, w_NK)), best(lambda: F.linear(x_MK, w_NK))  # noqa: B023
+            ours, plain = best(lambda: linear(x_MK, w_NK)), best(lambda: F.linear(x_MK, w_NK))
             show(f"linear {m} x {k} x {rows}", ours, plain, 4 * rows * k, 2 * m * rows * k, limits)
 
 
 def bench_experts(limits: Limits) -> None:
     """Random routing; bytes are those of the experts that were hit."""
     for name, (dim, width, num_experts, top_k) in EXPERT_SHAPES.items():
-        gate_up_E, down_E = torch.randn(num_experts, 2 * width, dim), torch.randn(num_experts, dim, width)
+        gate_up_E, down_E = (
+            torch.randn(num_experts, 2 * width, dim),
+            torch.randn(num_experts, dim, width),
+        )
         for num_tokens in (1, 8, 32, 128, 512, 2048):
             x_TD, weights_TK = torch.randn(num_tokens, dim), torch.rand(num_tokens, top_k)
             ids_TK = torch.rand(num_tokens, num_experts).topk(top_k).indices
             inputs = (x_TD, gate_up_E, down_E, ids_TK, weights_TK)
-            ours = best(lambda: experts(*inputs))  # noqa: B023
-            plain = best(lambda: experts_twin.experts(*inputs))  # noqa: B023
+            ours = best(lambda: experts(*inputs))
+            plain = best(lambda: experts_twin.experts(*inputs))
             num_bytes = 4 * len(ids_TK.unique()) * 3 * dim * width
             flops = 6 * num_tokens * top_k * dim * width
             show(f"experts {name}, {num_tokens} tokens", ours, plain, num_bytes, flops, limits)
@@ -85,10 +92,17 @@ def bench_mla_decode(limits: Limits) -> None:
             table_BM = torch.randperm(batch * num_blocks).view(batch, num_blocks).int()
             lengths_B = torch.full((batch,), length)
             q = torch.randn(batch, heads, c), torch.randn(batch, heads, r)
-            ours = best(lambda: mla_decode(*q, cache_PLSD, 1, table_BM, lengths_B, 0.1))  # noqa: B023
-            plain = best(lambda: mla_twin.mla_decode(*q, cache_PLSD, 1, table_BM, lengths_B, 0.1))  # noqa: B023
+            ours = best(lambda: mla_decode(*q, cache_PLSD, 1, table_BM, lengths_B, 0.1))
+            plain = best(lambda: mla_twin.mla_decode(*q, cache_PLSD, 1, table_BM, lengths_B, 0.1))
             flops = 2 * batch * heads * length * (2 * c + r)
-            show(f"mla {heads} heads, {batch} x {length}", ours, plain, 4 * batch * length * (c + r), flops, limits)
+            show(
+                f"mla {heads} heads, {batch} x {length}",
+                ours,
+                plain,
+                4 * batch * length * (c + r),
+                flops,
+                limits,
+            )
 
 
 def main() -> None:
@@ -99,8 +113,9 @@ def main() -> None:
     limits = measure_limits(threads)
     print(describe())
     print(
-        f"kernels {library.isa()}, {threads} threads; limits: read {limits.read_bytes_per_s / 1e9:.1f} GB/s,"
-        f" GEMM {limits.gemm_flops_per_s / 1e9:.0f} GFLOP/s (a bound above 100 % is a cache or a faster kernel)"
+        f"kernels {library.isa()}, {threads} threads; limits: read"
+        f" {limits.read_bytes_per_s / 1e9:.1f} GB/s, GEMM {limits.gemm_flops_per_s / 1e9:.0f}"
+        " GFLOP/s (a bound above 100 % is a cache or a faster kernel)"
     )
     bench_linear(limits)
     bench_experts(limits)

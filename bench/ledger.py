@@ -1,8 +1,9 @@
-"""The ledger's figures of LOG.md and docs/ledger.md: what a fact costs the gateway, how fast facts are written, how
-soon they are durable, how fast a day is read, how large a row is. `python -m bench ledger [--quick]`.
+"""The ledger's figures of LOG.md and docs/ledger.md: what a fact costs the gateway, how fast facts
+are written, how soon they are durable, how fast a day is read, how large a row is. `python -m bench
+ledger [--quick]`.
 
-The database is SQLite in a temporary folder (TMPDIR), every commit flushed, written by the thread that `hadal serve`
-has.
+The database is SQLite in a temporary folder (TMPDIR), every commit flushed, written by the thread
+that `hadal serve` has.
 """
 
 from __future__ import annotations
@@ -37,18 +38,35 @@ def make_facts(number: int, seed: int = 1) -> list[RequestFact]:
     """A day's, in the order of their ends, with ids and names like the gateway's."""
     rng = np.random.default_rng(seed)
     columns = zip(
-        *(rng.integers(low, high, number).tolist() for low, high in ((0, 5000), (1, 5000), (1, 2000), (0, 10))),
-        (START_S + np.sort(rng.random(number)) * DAY_S).tolist(), strict=True,
-    )  # fmt: skip
+        *(
+            rng.integers(low, high, number).tolist()
+            for low, high in ((0, 5000), (1, 5000), (1, 2000), (0, 10))
+        ),
+        (START_S + np.sort(rng.random(number)) * DAY_S).tolist(),
+        strict=True,
+    )
     ids = rng.bytes(16 * number).hex()
     return [
         RequestFact(
-            f"chatcmpl-{ids[32 * index : 32 * (index + 1)]}", f"t-{tenant:010x}", "deepseek-r1", hit, miss, out,
-            sum_kv_tokens(hit + miss, out), "stop", completed_s - 0.05 * out - 1.0, completed_s,
-            completed_s - 0.05 * out, completed_s, "prefill-0", "decode-0", 0,
+            f"chatcmpl-{ids[32 * index : 32 * (index + 1)]}",
+            f"t-{tenant:010x}",
+            "deepseek-r1",
+            hit,
+            miss,
+            out,
+            sum_kv_tokens(hit + miss, out),
+            "stop",
+            completed_s - 0.05 * out - 1.0,
+            completed_s,
+            completed_s - 0.05 * out,
+            completed_s,
+            "prefill-0",
+            "decode-0",
+            0,
             R1.charge(micros(completed_s), hit, miss, out),
-        ) for index, (hit, miss, out, tenant, completed_s) in enumerate(columns)
-    ]  # fmt: skip
+        )
+        for index, (hit, miss, out, tenant, completed_s) in enumerate(columns)
+    ]
 
 
 class Durable:
@@ -61,19 +79,26 @@ class Durable:
     def __call__(self, facts: Sequence[Fact]) -> None:
         now_s = time.perf_counter()
         with self._changed:
-            self.id_to_s.update((fact.request_id, now_s) for fact in facts if isinstance(fact, RequestFact))
+            self.id_to_s.update(
+                (fact.request_id, now_s) for fact in facts if isinstance(fact, RequestFact)
+            )
             self._changed.notify_all()
 
     def wait_for(self, number: int) -> None:
         """Until so many are. Raises TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self.id_to_s) >= number, _KEPT_S):
-                raise TimeoutError(f"{len(self.id_to_s)} of {number} facts are durable after {_KEPT_S:g} s")
+                raise TimeoutError(
+                    f"{len(self.id_to_s)} of {number} facts are durable after {_KEPT_S:g} s"
+                )
 
 
-def written(folder: Path, facts: Sequence[RequestFact], pause_s: float) -> tuple[float, list[float], float]:
-    """Give facts to a writer, one every `pause_s`. Returns (seconds in `add` of each, until each was durable, facts/s
-    from the first `add` until all were)."""
+def written(
+    folder: Path, facts: Sequence[RequestFact], pause_s: float
+) -> tuple[float, list[float], float]:
+    """Give facts to a writer, one every `pause_s`. Returns (seconds in `add` of each, until each
+    was durable, facts/s from the first `add` until all were).
+    """
     folder.mkdir()
     url = ledger_url(str(folder / "ledger.sqlite"))
     durable = Durable()
@@ -90,7 +115,9 @@ def written(folder: Path, facts: Sequence[RequestFact], pause_s: float) -> tuple
         in_add_s += time.perf_counter() - added_s[-1]
     durable.wait_for(len(facts))
     took_s = time.perf_counter() - start_s
-    waits_s = [durable.id_to_s[fact.request_id] - at_s for fact, at_s in zip(facts, added_s, strict=True)]
+    waits_s = [
+        durable.id_to_s[fact.request_id] - at_s for fact, at_s in zip(facts, added_s, strict=True)
+    ]
     counts = writer.counts
     writer.close(_KEPT_S)
     if counts.num_written != len(facts):
@@ -120,17 +147,25 @@ def read_day(folder: Path, facts: Sequence[RequestFact]) -> tuple[float, float]:
 
 def columns_of(facts: Sequence[RequestFact]) -> Columns:
     """The same facts as arrays."""
+
     def ints(value: Callable[[RequestFact], int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         return np.array([value(fact) for fact in facts], np.int64)
 
     tenants = sorted({fact.tenant for fact in facts})
     number = {tenant: at for at, tenant in enumerate(tenants)}
     return Columns(
-        ints(lambda f: micros(f.completed_s)), ints(lambda f: micros(f.first_token_s or 0.0)),
-        ints(lambda f: micros(f.last_token_s or 0.0)), ints(lambda f: f.tokens_hit), ints(lambda f: f.tokens_miss),
-        ints(lambda f: f.tokens_out), ints(lambda f: f.kv_tokens), ints(lambda f: 0), ints(lambda f: number[f.tenant]),
-        (facts[0].model,), tenants,
-    )  # fmt: skip
+        ints(lambda f: micros(f.completed_s)),
+        ints(lambda f: micros(f.first_token_s or 0.0)),
+        ints(lambda f: micros(f.last_token_s or 0.0)),
+        ints(lambda f: f.tokens_hit),
+        ints(lambda f: f.tokens_miss),
+        ints(lambda f: f.tokens_out),
+        ints(lambda f: f.kv_tokens),
+        ints(lambda f: 0),
+        ints(lambda f: number[f.tenant]),
+        (facts[0].model,),
+        tenants,
+    )
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -151,7 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(name)
         add_s, _, burst_per_s = written(folder / "burst", facts[:30_000], 0.0)
         table.add_row("add", f"{add_s * 1e6:.1f} us", "of the caller's time, in a burst of 30,000")
-        table.add_row("burst", f"{burst_per_s:,.0f} facts/s", "from the first add until all were durable")
+        table.add_row(
+            "burst", f"{burst_per_s:,.0f} facts/s", "from the first add until all were durable"
+        )
         add_s, waits_s, _ = written(folder / "paced", facts[:1000], 0.005)
         centiles = statistics.quantiles(waits_s, n=100)
         table.add_row("add", f"{add_s * 1e6:.1f} us", "one every 5 ms, 1,000 of them")
@@ -167,7 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     some = facts[:100_000]
     single_s = seconds_of(lambda: Tally().add_facts(some))
     table.add_row("", f"{len(some) / single_s / 1e6:.2f} M facts/s", "one by one")
-    nodes = [NodesFact(f"u{at}", "e", "decode", 8, 8, START_S, START_S + DAY_S) for at in range(1000)]
+    nodes = [
+        NodesFact(f"u{at}", "e", "decode", 8, 8, START_S, START_S + DAY_S) for at in range(1000)
+    ]
     report_s = seconds_of(lambda: report(tally, nodes, *_DAY_US))
     table.add_row("report", f"{report_s:.2f} s", "by hour, over 1,000 units")
     Console().print(table)

@@ -1,8 +1,10 @@
-"""What installing experts costs the steps that run meanwhile: their periods during installations and outside of them.
+"""What installing experts costs the steps that run meanwhile: their periods during installations
+and outside of them.
 
-The load is of one task at a time and changes to another after a while, so that experts have to move again. Which steps
-an installation spans is said by the unit's leader in its log: from the step after which staging began to the one with
-the flip. A server without the balancer, under the same load, says what its measuring and planning cost.
+The load is of one task at a time and changes to another after a while, so that experts have to move
+again. Which steps an installation spans is said by the unit's leader in its log: from the step
+after which staging began to the one with the flip. A server without the balancer, under the same
+load, says what its measuring and planning cost.
 """
 
 from __future__ import annotations
@@ -20,8 +22,14 @@ from bench.live_rounds import LOOK_S, MODEL, Scene, until_busy
 from bench.live_steps import Period, Step, periods, watch_steps
 from bench.server import Running
 
-FLIPPED = r"^\S+ {unit} .*MoE layer (\d+) flipped in step (\d+), begun after step (-?\d+); replicas moved: (\d+)"
-STAGING = r"^\S+ {unit} .*MoE layer (\d+): staging begins after step (-?\d+); replicas to move: ([1-9]\d*)"
+FLIPPED = (
+    r"^\S+ {unit} .*MoE layer (\d+) flipped in step (\d+), begun after step (-?\d+); replicas"
+    r" moved: (\d+)"
+)
+STAGING = (
+    r"^\S+ {unit} .*MoE layer (\d+): staging begins after step (-?\d+); replicas to move:"
+    r" ([1-9]\d*)"
+)
 
 
 @dataclass(frozen=True)
@@ -65,10 +73,14 @@ class Watched:
 def read_flips(log: str, unit: str) -> list[Flip]:
     """What a server's log says of a unit's installations."""
     found = re.findall(FLIPPED.format(unit=re.escape(unit)), log, re.M)
-    return [Flip(int(layer), int(begun), int(step), int(moved)) for layer, step, begun, moved in found]
+    return [
+        Flip(int(layer), int(begun), int(step), int(moved)) for layer, step, begun, moved in found
+    ]
 
 
-async def watch(scene: Scene, running: Running, regimes: Sequence[Sequence[Ask]], regime_s: float) -> Watched:
+async def watch(
+    scene: Scene, running: Running, regimes: Sequence[Sequence[Ask]], regime_s: float
+) -> Watched:
     """Serve each regime for so long; take every step and, twice a second, the gauges."""
     steps: list[Step] = []
     looks: list[list[Look]] = []
@@ -77,7 +89,9 @@ async def watch(scene: Scene, running: Running, regimes: Sequence[Sequence[Ask]]
         loop = ClosedLoop(http, MODEL, regimes[0], scene.num_clients)
         async with loop:
             await until_busy(scene, http, loop)
-            watching = asyncio.create_task(watch_steps(http, scene.unit, steps, lambda: time.perf_counter() > end_s))
+            watching = asyncio.create_task(
+                watch_steps(http, scene.unit, steps, lambda: time.perf_counter() > end_s)
+            )
             try:
                 for asks in regimes:
                     loop.asks = asks
@@ -87,10 +101,16 @@ async def watch(scene: Scene, running: Running, regimes: Sequence[Sequence[Ask]]
                         await asyncio.sleep(LOOK_S)
                         loop.check()
                         metrics = await read_metrics(http)
-                        flipped = metrics.get(f'hadal_layers_flipped_total{{unit="{scene.unit}"}}', 0.0)
-                        looks[-1].append(Look(time.perf_counter(), balance_of(metrics, scene.unit), flipped))
+                        flipped = metrics.get(
+                            f'hadal_layers_flipped_total{{unit="{scene.unit}"}}', 0.0
+                        )
+                        looks[-1].append(
+                            Look(time.perf_counter(), balance_of(metrics, scene.unit), flipped)
+                        )
                 end_s = 0.0
-                await watching  # While the load goes on: a trace is answered when its steps were made.
+                await (
+                    watching
+                )  # While the load goes on: a trace is answered when its steps were made.
             finally:
                 watching.cancel()
     log = running.log.read_text(errors="replace")
@@ -112,7 +132,9 @@ def ratio(during: Sequence[float], outside: Sequence[float]) -> float | None:
     return percentile(list(during), 0.99) / percentile(list(outside), 0.99)
 
 
-def first_and_last(looks: Sequence[Look], objective: str, num: int = 6) -> tuple[float, float] | None:
+def first_and_last(
+    looks: Sequence[Look], objective: str, num: int = 6
+) -> tuple[float, float] | None:
     """A gauge at the begin and at the end of a regime: medians of `num` looks."""
     values = [look.balance[objective] for look in looks if objective in look.balance]
     if len(values) < 2:

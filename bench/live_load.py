@@ -1,7 +1,9 @@
-"""A load on a live server that can be repeated: prompts of chosen tasks, and clients that ask them in a closed loop.
+"""A load on a live server that can be repeated: prompts of chosen tasks, and clients that ask them
+in a closed loop.
 
-Prompts of one task alone use some experts far more than others, which is what an expert balancer is for. Knows the API
-and the tasks, nothing of units. The clients share the cores with the server: they do not stream.
+Prompts of one task alone use some experts far more than others, which is what an expert balancer is
+for. Knows the API and the tasks, nothing of units. The clients share the cores with the server:
+they do not stream.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Ask:
 
 
 def task_prompts(task: str, lengths: Sequence[int], seed: int) -> list[tuple[int, ...]]:
-    """Held-out chats of one task, each with so much past of the same task that it is about as long as asked for."""
+    """Held-out chats of one task, each with so much past of the same task that it is about as long
+    as asked for.
+    """
     folder = model_folder("")
     chat = read_chat_format(folder, read_vocabulary(folder))
     rng = random.Random(seed)
@@ -47,7 +51,9 @@ def task_prompts(task: str, lengths: Sequence[int], seed: int) -> list[tuple[int
     ]
 
 
-def _chat_of(chat: ChatFormat, rng: random.Random, past: list[Example], last: Example, length: int) -> tuple[int, ...]:
+def _chat_of(
+    chat: ChatFormat, rng: random.Random, past: list[Example], last: Example, length: int
+) -> tuple[int, ...]:
     turns = [Turn(m["role"], m["content"]) for m in last.messages]
     ids = chat.prompt(turns, max_tokens=LONGEST).ids
     if len(ids) < length:
@@ -55,7 +61,10 @@ def _chat_of(chat: ChatFormat, rng: random.Random, past: list[Example], last: Ex
     while len(ids) < length:
         # Several at once: rendering a long chat anew for every turn takes its time.
         for example in rng.choices(past, k=1 + (length - len(ids)) // 80):
-            turns[:0] = [Turn("user", example.messages[-1]["content"]), Turn("assistant", example.answer)]
+            turns[:0] = [
+                Turn("user", example.messages[-1]["content"]),
+                Turn("assistant", example.answer),
+            ]
         longer = chat.prompt(turns, max_tokens=2 * LONGEST).ids
         if len(longer) > LONGEST:
             break
@@ -65,12 +74,16 @@ def _chat_of(chat: ChatFormat, rng: random.Random, past: list[Example], last: Ex
 
 def lognormal_lengths(num: int, median: float, sigma: float, seed: int) -> list[int]:
     rng = random.Random(seed)
-    return [min(LONGEST, max(16, round(median * rng.lognormvariate(0.0, sigma)))) for _ in range(num)]
+    return [
+        min(LONGEST, max(16, round(median * rng.lognormvariate(0.0, sigma)))) for _ in range(num)
+    ]
 
 
 @dataclass
 class ClosedLoop:
-    """`async with`: every client asks its share of `asks` over and over, one at a time. Leaving drops what is open."""
+    """`async with`: every client asks its share of `asks` over and over, one at a time. Leaving
+    drops what is open.
+    """
 
     http: httpx.AsyncClient
     model: str
@@ -86,11 +99,16 @@ class ClosedLoop:
     _is_ending: bool = False
 
     async def __aenter__(self) -> ClosedLoop:
-        self._clients = [asyncio.create_task(self._client(number)) for number in range(self.num_clients)]
+        self._clients = [
+            asyncio.create_task(self._client(number)) for number in range(self.num_clients)
+        ]
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for client in self._clients:
             client.cancel()
@@ -99,13 +117,21 @@ class ClosedLoop:
             self._raise(ends)
 
     async def finish(self) -> None:
-        """Let every open request be answered, and ask nothing more. Raises what a client ended with."""
+        """Let every open request be answered, and ask nothing more. Raises what a client ended
+        with.
+        """
         self._is_ending = True
         self._raise(await asyncio.gather(*self._clients, return_exceptions=True))
 
     def check(self) -> None:
         """Raise what a client ended with, if one did: nobody would ask its share any more."""
-        self._raise([client.exception() for client in self._clients if client.done() and not client.cancelled()])
+        self._raise(
+            [
+                client.exception()
+                for client in self._clients
+                if client.done() and not client.cancelled()
+            ]
+        )
 
     @staticmethod
     def _raise(ends: Sequence[BaseException | None]) -> None:
@@ -127,18 +153,26 @@ class ClosedLoop:
     async def ask(self, ask: Ask) -> tuple[int, ...]:
         """One request, answered. Raises RuntimeError if it was refused or failed."""
         body = {
-            "model": self.model, "prompt": list(ask.prompt), "temperature": 0, "max_tokens": ask.max_tokens,
-            "ignore_eos": ask.ignore_eos, "return_token_ids": True,
-        }  # fmt: skip
+            "model": self.model,
+            "prompt": list(ask.prompt),
+            "temperature": 0,
+            "max_tokens": ask.max_tokens,
+            "ignore_eos": ask.ignore_eos,
+            "return_token_ids": True,
+        }
         reply = await self.http.post("/v1/completions", json=body)
         if reply.status_code != 200:
-            raise RuntimeError(f"a request was answered with {reply.status_code}: {reply.text[:300]}")
+            raise RuntimeError(
+                f"a request was answered with {reply.status_code}: {reply.text[:300]}"
+            )
         return tuple(reply.json()["choices"][0]["token_ids"])
 
 
 def http_client(url: str, num_clients: int) -> httpx.AsyncClient:
     """For that many clients and a few that look on."""
-    limits = httpx.Limits(max_connections=num_clients + 8, max_keepalive_connections=num_clients + 8)
+    limits = httpx.Limits(
+        max_connections=num_clients + 8, max_keepalive_connections=num_clients + 8
+    )
     return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits)
 
 

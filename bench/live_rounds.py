@@ -1,7 +1,9 @@
-"""The same load on servers that differ in their balancers only, in turn: tokens per second and the gauges of each.
+"""The same load on servers that differ in their balancers only, in turn: tokens per second and the
+gauges of each.
 
-All servers of a scene live at once and only the one that is measured has requests, so rounds are interleaved without
-a start in between, and a balancer keeps what it installed. A round's clients begin anew and leave at its end.
+All servers of a scene live at once and only the one that is measured has requests, so rounds are
+interleaved without a start in between, and a balancer keeps what it installed. A round's clients
+begin anew and leave at its end.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ BUSY_TIMEOUT_S = 90.0
 BUSY_SHARE = 0.9
 LOOK_S = 0.5
 LATE = r"^\S+ (\S+) .* (\d+) of (\d+) ops computed for longer"
-COUNTERS = ("hadal_replicas_moved_total", "hadal_layers_flipped_total", "hadal_requests_moved_total")
+COUNTERS = (
+    "hadal_replicas_moved_total",
+    "hadal_layers_flipped_total",
+    "hadal_requests_moved_total",
+)
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,15 @@ class Scene:
 
     def deployment(self, variant: Variant) -> str:
         other = "decode" if self.role == "prefill" else "prefill"
-        # A unit's steps are the sum of its ops only if nothing overlaps; devices are told apart by that.
+        # A unit's steps are the sum of its ops only if nothing overlaps; devices are told apart by
+        # that.
         overlap = "" if self.device is None else 'overlap = "sequential"\n'
         return (
             f"{self.top}[{other}]\nthreads = 1\nkv_memory_mb = 512\nmax_requests = 128\n"
-            f"[{self.role}]\nranks = {self.ranks}\nthreads = 1\nkv_memory_mb = 192\n{self.more}{overlap}"
-            f'expert_balance = "{variant.expert_balance}"\nrequest_balance = "{variant.request_balance}"\n'
+            f"[{self.role}]\nranks = {self.ranks}\nthreads = 1\nkv_memory_mb ="
+            f" 192\n{self.more}{overlap}"
+            f'expert_balance = "{variant.expert_balance}"\nrequest_balance ='
+            f' "{variant.request_balance}"\n'
         )
 
 
@@ -102,7 +111,9 @@ class Served:
 
     @property
     def late_share(self) -> float | None:
-        """Of its ranks' ops, those that computed for longer than their device; None without devices, or so soon."""
+        """Of its ranks' ops, those that computed for longer than their device; None without
+        devices, or so soon.
+        """
         log = self.running.log.read_text(errors="replace")
         last = {rank: (int(late), int(ops)) for rank, late, ops in re.findall(LATE, log, re.M)}
         num_ops = sum(ops for _, ops in last.values())
@@ -117,7 +128,9 @@ class Served:
         return [window.tokens_per_s for window in self.windows]
 
     def balance(self, objective: str) -> float | None:
-        values = [window.balance[objective] for window in self.windows if objective in window.balance]
+        values = [
+            window.balance[objective] for window in self.windows if objective in window.balance
+        ]
         return statistics.mean(values) if values else None
 
     def over(self, base: Served) -> float:
@@ -130,7 +143,9 @@ class Served:
 def serve_all(scene: Scene, variants: Sequence[Variant]) -> Iterator[list[Served]]:
     """A server for each variant, ready."""
     with contextlib.ExitStack() as stack:
-        servers = [Served(variant, stack.enter_context(launch(scene, variant))) for variant in variants]
+        servers = [
+            Served(variant, stack.enter_context(launch(scene, variant))) for variant in variants
+        ]
         for served in servers:
             wait_ready(served.running, 240.0)
         yield servers
@@ -139,14 +154,24 @@ def serve_all(scene: Scene, variants: Sequence[Variant]) -> Iterator[list[Served
 def launch(scene: Scene, variant: Variant) -> contextlib.AbstractContextManager[Running]:
     if scene.device is None:
         return launched(scene.deployment(variant))
-    return launched(scene.deployment(variant), scene.device.environment(), module="bench.balance_serve")
+    return launched(
+        scene.deployment(variant), scene.device.environment(), module="bench.balance_serve"
+    )
 
 
 def measure(
-    scene: Scene, servers: Sequence[Served], *, num_rounds: int, warm_s: float, settle_s: float, window_s: float,
+    scene: Scene,
+    servers: Sequence[Served],
+    *,
+    num_rounds: int,
+    warm_s: float,
+    settle_s: float,
+    window_s: float,
     say: Callable[[str], None],
-) -> float:  # fmt: skip
-    """Load every server for `warm_s`, then measure them in turn. Returns the cores that others kept busy."""
+) -> float:
+    """Load every server for `warm_s`, then measure them in turn. Returns the cores that others kept
+    busy.
+    """
     watch = CpuWatch()
     watch.start(pid for served in servers for pid in served.running.pids().values())
     for served in servers:
@@ -156,10 +181,15 @@ def measure(
         for at in range(len(servers)):
             served = servers[(at + number) % len(servers)]
             served.windows.append(asyncio.run(run_round(scene, served.running, settle_s, window_s)))
-            say(f"round {number + 1}, {served.variant.name}: {served.windows[-1].tokens_per_s:,.0f} tokens/s")
+            say(
+                f"round {number + 1}, {served.variant.name}: {served.windows[-1].tokens_per_s:,.0f}"
+                " tokens/s"
+            )
     for served in servers:
         metrics = served.running.metrics()
-        served.counters = {name: metrics.get(f'{name}{{unit="{scene.unit}"}}', 0.0) for name in COUNTERS}
+        served.counters = {
+            name: metrics.get(f'{name}{{unit="{scene.unit}"}}', 0.0) for name in COUNTERS
+        }
     return watch.stop()
 
 
@@ -180,19 +210,27 @@ async def run_round(scene: Scene, running: Running, settle_s: float, window_s: f
     balances = [balance_of(metrics, scene.unit) for metrics in seen]
     names = dict.fromkeys(name for balance in balances for name in balance)
     return Window(
-        (last - first) / (end_s - start_s), seen[-1][f'hadal_step_ms{{unit="{scene.unit}"}}'],
-        {name: statistics.mean(balance[name] for balance in balances if name in balance) for name in names},
-    )  # fmt: skip
+        (last - first) / (end_s - start_s),
+        seen[-1][f'hadal_step_ms{{unit="{scene.unit}"}}'],
+        {
+            name: statistics.mean(balance[name] for balance in balances if name in balance)
+            for name in names
+        },
+    )
 
 
 async def until_busy(scene: Scene, http: httpx.AsyncClient, loop: ClosedLoop) -> None:
-    """Until most of the clients' requests are in the unit. Raises RuntimeError if that takes too long."""
+    """Until most of the clients' requests are in the unit. Raises RuntimeError if that takes too
+    long.
+    """
     deadline_s = time.perf_counter() + BUSY_TIMEOUT_S
     name = f'hadal_unit_requests{{unit="{scene.unit}"}}'
     while (await read_metrics(http)).get(name, 0.0) < BUSY_SHARE * scene.num_clients:
         loop.check()
         if time.perf_counter() > deadline_s:
-            raise RuntimeError(f"{scene.unit} did not get {BUSY_SHARE:.0%} of {scene.num_clients} requests")
+            raise RuntimeError(
+                f"{scene.unit} did not get {BUSY_SHARE:.0%} of {scene.num_clients} requests"
+            )
         await asyncio.sleep(0.2)
 
 

@@ -1,7 +1,9 @@
-"""When a live unit's steps ran, one after another without a gap, and which of them ran while experts moved.
+"""When a live unit's steps ran, one after another without a gap, and which of them ran while
+experts moved.
 
-Steps are taken from /trace: the ranks' own clocks, not a client's. Two traces are always asked for, so that the unit
-goes on with the second when the first is full. Tracing costs every step the same little, before as during a change.
+Steps are taken from /trace: the ranks' own clocks, not a client's. Two traces are always asked for,
+so that the unit goes on with the second when the first is full. Tracing costs every step the same
+little, before as during a change.
 
     period of step n    from its first op on any rank to the first op of step n + 1: a pause between steps is in it
 """
@@ -20,7 +22,9 @@ from hadal.gateway.trace import TraceReply
 
 STEPS_AT_ONCE = 20
 WAIT_S = 120.0
-"""Long: a trace that nobody waits for any more takes its steps all the same, and they would be missing."""
+"""Long: a trace that nobody waits for any more takes its steps all the same, and they would be
+missing.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,12 @@ class Period:
     num_tokens: int
 
 
-async def watch_steps(http: httpx.AsyncClient, unit: str, steps: list[Step], is_over: Callable[[], bool]) -> None:
-    """Append every step until it is over, and those of the last two traces: the unit must go on for that."""
+async def watch_steps(
+    http: httpx.AsyncClient, unit: str, steps: list[Step], is_over: Callable[[], bool]
+) -> None:
+    """Append every step until it is over, and those of the last two traces: the unit must go on for
+    that.
+    """
 
     async def one_after_another() -> None:
         while not is_over():

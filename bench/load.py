@@ -1,9 +1,11 @@
-"""A served model under load: tokens per second, time to first token and between tokens, as concurrency grows.
+"""A served model under load: tokens per second, time to first token and between tokens, as
+concurrency grows.
 
     python -m bench.load [--quick] [--requests 500]
 
-Prompts are held-out questions of the tasks the shipped model knows, answers end where it ends them. Closed loop: a
-client sends its next request when the last is answered. The clients run on the same cores as the server.
+Prompts are held-out questions of the tasks the shipped model knows, answers end where it ends them.
+Closed loop: a client sends its next request when the last is answered. The clients run on the same
+cores as the server.
 """
 
 from __future__ import annotations
@@ -30,12 +32,19 @@ def bodies(num_requests: int) -> list[dict[str, Any]]:
     """Chat requests of mixed lengths, the same in every run."""
     examples = held_out_examples(max(1, num_requests // 8), seed=11)
     return [
-        {"model": SHIPPED.name, "messages": list(examples[i % len(examples)].messages), "seed": i, "temperature": 0.6}
+        {
+            "model": SHIPPED.name,
+            "messages": list(examples[i % len(examples)].messages),
+            "seed": i,
+            "temperature": 0.6,
+        }
         for i in range(num_requests)
     ]
 
 
-async def run_load(address: tuple[str, int], requests: Sequence[dict[str, Any]], concurrency: int) -> list[Stream]:
+async def run_load(
+    address: tuple[str, int], requests: Sequence[dict[str, Any]], concurrency: int
+) -> list[Stream]:
     """Send all requests, `concurrency` at a time."""
     waiting = iter(requests)
     results: list[Stream] = []
@@ -49,19 +58,34 @@ async def run_load(address: tuple[str, int], requests: Sequence[dict[str, Any]],
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.load", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.load", description=__doc__.split("\n", 1)[0]
+    )
     parser.add_argument("--quick", action="store_true", help="32 requests, concurrency 1 and 32")
     parser.add_argument("--requests", type=int, default=500)
     options = parser.parse_args(arguments)
     console = Console()
     table = Table(title="hadal serve, hadal-tiny, chat requests", title_justify="left")
-    for name in ("concurrency", "requests", "tokens/s out", "ttft p50 ms", "p99", "per token p50 ms", "p99", "errors"):
+    for name in (
+        "concurrency",
+        "requests",
+        "tokens/s out",
+        "ttft p50 ms",
+        "p99",
+        "per token p50 ms",
+        "p99",
+        "errors",
+    ):
         table.add_column(name, justify="right")
     with launched() as running:
         wait_ready(running)
         asyncio.run(run_load(running.address, bodies(16), 8))  # Warm-up.
         for concurrency in (1, 32) if options.quick else CONCURRENCIES:
-            num_requests = 32 if options.quick else min(options.requests, 32 + options.requests * concurrency // 64)
+            num_requests = (
+                32
+                if options.quick
+                else min(options.requests, 32 + options.requests * concurrency // 64)
+            )
             start = time.perf_counter()
             results = asyncio.run(run_load(running.address, bodies(num_requests), concurrency))
             seconds = time.perf_counter() - start
@@ -78,10 +102,15 @@ def row(concurrency: int, results: list[Stream], seconds: float) -> list[str]:
     first_ms = [1e3 * result.first_s for result in good]
     token_ms = [1e3 * result.per_token_s for result in good if result.num_tokens > 1] or [0.0]
     return [
-        str(concurrency), str(len(results)), f"{sum(result.num_tokens for result in good) / seconds:,.0f}",
-        f"{statistics.median(first_ms):.0f}", f"{percentile(first_ms, 0.99):.0f}",
-        f"{statistics.median(token_ms):.2f}", f"{percentile(token_ms, 0.99):.2f}", str(len(results) - len(good)),
-    ]  # fmt: skip
+        str(concurrency),
+        str(len(results)),
+        f"{sum(result.num_tokens for result in good) / seconds:,.0f}",
+        f"{statistics.median(first_ms):.0f}",
+        f"{percentile(first_ms, 0.99):.0f}",
+        f"{statistics.median(token_ms):.2f}",
+        f"{percentile(token_ms, 0.99):.2f}",
+        str(len(results) - len(good)),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""What this machine can do at best, and who else is using it: memory bandwidth, FP32 GEMM rate, CPU taken by others.
+"""What this machine can do at best, and who else is using it: memory bandwidth, FP32 GEMM rate, CPU
+taken by others.
 
-The limits every figure is printed beside. Measured in the same run, since a shared machine is not the same twice.
+The limits every figure is printed beside. Measured in the same run, since a shared machine is not
+the same twice.
 """
 
 from __future__ import annotations
@@ -55,13 +57,20 @@ def _read_bytes_per_s(rounds: int) -> float:
     matrix = torch.ones(16384, 8192)
     vector = torch.ones(8192)
     readers: list[Callable[[], object]] = [
-        lambda: matrix @ vector, lambda: matrix.sum(), lambda: linear(vector[None], matrix),
-    ]  # fmt: skip
-    return matrix.numel() * matrix.element_size() / min(_best_seconds(read, rounds) for read in readers)
+        lambda: matrix @ vector,
+        lambda: matrix.sum(),
+        lambda: linear(vector[None], matrix),
+    ]
+    return (
+        matrix.numel()
+        * matrix.element_size()
+        / min(_best_seconds(read, rounds) for read in readers)
+    )
 
 
 def _gemm_flops_per_s(rounds: int) -> float:
-    # torch's own GEMM is not the fastest everywhere: its library has slow paths for other makers' CPUs.
+    # torch's own GEMM is not the fastest everywhere: its library has slow paths for other makers'
+    # CPUs.
     rates = []
     for size in (512, 1024, 2048):
         a, b = torch.randn(size, size), torch.randn(size, size)
@@ -88,7 +97,9 @@ def describe() -> dict[str, str | int | float]:
 
 
 class CpuWatch:
-    """How many cores others kept busy between `start` and `stop`: all busy time less that of the processes watched."""
+    """How many cores others kept busy between `start` and `stop`: all busy time less that of the
+    processes watched.
+    """
 
     def __init__(self) -> None:
         self._watched: tuple[int, ...] = ()
@@ -101,7 +112,9 @@ class CpuWatch:
 
     def stop(self) -> float:
         """Return the mean number of cores others kept busy since `start`."""
-        seconds, busy, own = (now - then for now, then in zip(self._read(), self._at_start, strict=True))
+        seconds, busy, own = (
+            now - then for now, then in zip(self._read(), self._at_start, strict=True)
+        )
         return max(0.0, (busy - own) / max(seconds, 1e-3))
 
     def _read(self) -> tuple[float, float, float]:

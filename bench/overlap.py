@@ -1,10 +1,13 @@
-"""Does communication hide under computation? Virtual devices on a paced link, then real FP32 compute on limited links.
+"""Does communication hide under computation? Virtual devices on a paced link, then real FP32
+compute on limited links.
 
-    python -m bench.overlap [--quick] [--ranks 2] [--tokens 256] [--minutes 4] [--wire fp32] [--only real]
+    python -m bench.overlap [--quick] [--ranks 2] [--tokens 256] [--minutes 4] [--wire fp32] [--only
+    real]
 
-The first part needs nothing: ops are timed sleeps, messages are real. The second needs root and `tc`: ranks in network
-namespaces, a model's real ops, communication about 0.5, 1 and 2 times computation. It goes on until enough repetitions
-are clean of other processes, or for `--minutes` a link; on a busy machine it says "not measured".
+The first part needs nothing: ops are timed sleeps, messages are real. The second needs root and
+`tc`: ranks in network namespaces, a model's real ops, communication about 0.5, 1 and 2 times
+computation. It goes on until enough repetitions are clean of other processes, or for `--minutes` a
+link; on a busy machine it says "not measured".
 """
 
 from __future__ import annotations
@@ -48,7 +51,12 @@ def virtual(console: Console, *, quick: bool) -> list[str]:
 
 
 def real(
-    console: Console, case: ModelCase, num_ranks: int, num_pairs: int, limit_s: float, ratios: Sequence[float]
+    console: Console,
+    case: ModelCase,
+    num_ranks: int,
+    num_pairs: int,
+    limit_s: float,
+    ratios: Sequence[float],
 ) -> list[dict[str, Any]]:
     """One calibration, then each link in turn."""
     reason = why_not()
@@ -57,17 +65,29 @@ def real(
         return []
     reports = []
     num_cores = os.cpu_count() or 1
-    with hosts(num_ranks) as net, Ranks(num_ranks, net.addresses, [net.prefix(i) for i in range(num_ranks)]) as ranks:
+    with (
+        hosts(num_ranks) as net,
+        Ranks(num_ranks, net.addresses, [net.prefix(i) for i in range(num_ranks)]) as ranks,
+    ):
         compute_s, step_bytes = calibrate(ranks, case, net)
         console.print(
-            f"a step of two micro-batches: {compute_s * 1e3:.0f} ms of compute, {step_bytes / 1e6:.1f} MB sent a rank"
+            f"a step of two micro-batches: {compute_s * 1e3:.0f} ms of compute,"
+            f" {step_bytes / 1e6:.1f} MB sent a rank"
         )
         for ratio in ratios:
             with console.status("") as status:
                 result = measure(
-                    ranks, case, net, ratio, compute_s, step_bytes, num_pairs=num_pairs, limit_s=limit_s,
-                    num_cores=num_cores, progress=lambda text: status.update(f"link {ratio:g}x: {text}"),  # noqa: B023
-                )  # fmt: skip
+                    ranks,
+                    case,
+                    net,
+                    ratio,
+                    compute_s,
+                    step_bytes,
+                    num_pairs=num_pairs,
+                    limit_s=limit_s,
+                    num_cores=num_cores,
+                    progress=lambda text: status.update(f"link {ratio:g}x: {text}"),
+                )
             show(console, result, num_pairs)
             reports.append(as_json(result, num_pairs))
     return reports
@@ -75,14 +95,22 @@ def real(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.overlap",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="a minute or two, rough figures")
     parser.add_argument("--ranks", type=int, default=2, help="of the real part")
-    parser.add_argument("--tokens", type=int, default=256, help="of a micro-batch of a rank, a multiple of 128")
+    parser.add_argument(
+        "--tokens", type=int, default=256, help="of a micro-batch of a rank, a multiple of 128"
+    )
     parser.add_argument("--wire", default="fp32", choices=("fp32", "fp8", "fp8_pow2"))
-    parser.add_argument("--minutes", type=float, default=4.0, help="at most, for each of the three links")
-    parser.add_argument("--pairs", type=int, default=0, help=f"clean ones a link needs; default {NUM_PAIRS}")
+    parser.add_argument(
+        "--minutes", type=float, default=4.0, help="at most, for each of the three links"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=0, help=f"clean ones a link needs; default {NUM_PAIRS}"
+    )
     parser.add_argument("--only", choices=PARTS, help="one part")
     options = parser.parse_args(arguments)
     if options.tokens < 128 or options.tokens % 128:
@@ -93,11 +121,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report["virtual"] = virtual(console, quick=options.quick)
     if options.only != "virtual":
         report["real"] = real(
-            console, ModelCase(num_tokens=options.tokens, wire=options.wire), options.ranks,
+            console,
+            ModelCase(num_tokens=options.tokens, wire=options.wire),
+            options.ranks,
             options.pairs or (QUICK_PAIRS if options.quick else NUM_PAIRS),
             60 * (min(options.minutes, 0.5) if options.quick else options.minutes),
             (1.0,) if options.quick else LINK_OVER_COMPUTE,
-        )  # fmt: skip
+        )
     folder = ROOT / "bench" / "results"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"overlap-{time.strftime('%Y%m%d-%H%M%S')}.json"

@@ -1,9 +1,10 @@
-"""A virtual device: an op is a timed sleep, its bytes travel for real. What it proves is schedules and transport.
+"""A virtual device: an op is a timed sleep, its bytes travel for real. What it proves is schedules
+and transport.
 
-Op times are inputs, so it says nothing about a model's speed. The device keeps a clock of its own: an op starts when
-the device is free and what it waits for has arrived, and the thread sleeps until it ends. A thread that wakes late
-posts its next exchange late, but the device's clock does not move: late wake-ups do not add up, and other processes on
-the cores hardly matter.
+Op times are inputs, so it says nothing about a model's speed. The device keeps a clock of its own:
+an op starts when the device is free and what it waits for has arrived, and the thread sleeps until
+it ends. A thread that wakes late posts its next exchange late, but the device's clock does not
+move: late wake-ups do not add up, and other processes on the cores hardly matter.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ HEAD_BYTES = 8
 
 @dataclass(frozen=True)
 class DeviceCase:
-    """Milliseconds of one micro-batch in one layer, `link_ms` at the link's rate. A full batch is two of them."""
+    """Milliseconds of one micro-batch in one layer, `link_ms` at the link's rate. A full batch is
+    two of them.
+    """
 
     name: str
     attn_in_ms: float
@@ -55,14 +58,21 @@ class DeviceCase:
     def op_seconds(self, scale: float = 1.0) -> OpSeconds:
         """The times as perf/price takes them, `scale` micro-batches at once."""
         times = (
-            self.attn_in_ms, self.attn_core_ms, self.gate_ms, self.dispatch_ms, self.shared_ms, self.experts_ms,
+            self.attn_in_ms,
+            self.attn_core_ms,
+            self.gate_ms,
+            self.dispatch_ms,
+            self.shared_ms,
+            self.experts_ms,
             self.combine_ms,
-        )  # fmt: skip
+        )
         return OpSeconds(*(scale * ms * 1e-3 for ms in times))
 
 
 BALANCED = DeviceCase("balanced", 4.0, 3.5, 0.5, 10.0, 2.0, 10.0, 10.0)
-"""Link and compute take the same time; attention and experts as well: what prefill_dual is made for."""
+"""Link and compute take the same time; attention and experts as well: what prefill_dual is made
+for.
+"""
 DECODE_LIKE = DeviceCase("decode-like", 8.0, 8.0, 0.5, 8.0, 1.0, 4.0, 8.0)
 """Long attention, short experts: what decode_five is made for."""
 
@@ -70,21 +80,30 @@ DECODE_LIKE = DeviceCase("decode-like", 8.0, 8.0, 0.5, 8.0, 1.0, 4.0, 8.0)
 class VirtualDevice:
     """One rank. `run_op` is what an executor calls for (micro-batch, layer, op)."""
 
-    def __init__(self, group: Group, case: DeviceCase, num_micro_batches: int, what: str = "both") -> None:
+    def __init__(
+        self, group: Group, case: DeviceCase, num_micro_batches: int, what: str = "both"
+    ) -> None:
         """`what`: "both", "compute" (nothing is sent) or "link" (ops take no time)."""
         times = case.op_seconds(2.0 / num_micro_batches)
-        self._seconds = {op: 0.0 if what == "link" else float(getattr(times, op)) for op in COMPUTE_OPS}
+        self._seconds = {
+            op: 0.0 if what == "link" else float(getattr(times, op)) for op in COMPUTE_OPS
+        }
         self._group = group
-        self._peers = [peer for peer in group.members if peer != group.rank] if what != "compute" else []
+        self._peers = (
+            [peer for peer in group.members if peer != group.rank] if what != "compute" else []
+        )
         self._num_bytes = {
             DISPATCH_START: int(times.dispatch * case.bandwidth_bytes_per_s),
             COMBINE_START: int(times.combine * case.bandwidth_bytes_per_s),
         }
         # Made beforehand, one per micro-batch: what a post costs is the transport's.
         self._payloads = {
-            (micro_batch, op): torch.zeros(max(HEAD_BYTES, size // max(1, len(self._peers))), dtype=torch.uint8)
-            for micro_batch in range(num_micro_batches) for op, size in self._num_bytes.items()
-        }  # fmt: skip
+            (micro_batch, op): torch.zeros(
+                max(HEAD_BYTES, size // max(1, len(self._peers))), dtype=torch.uint8
+            )
+            for micro_batch in range(num_micro_batches)
+            for op, size in self._num_bytes.items()
+        }
         self._under_way: dict[int, tuple[int, Exchange]] = {}
         self.free_s = 0.0
         """The device's clock: when it is free again."""
@@ -114,7 +133,10 @@ class VirtualDevice:
         tag = (layer * 2 + micro_batch) * 2 + (op == COMBINE_START)
         payload = self._payloads[micro_batch, op]
         payload[:HEAD_BYTES] = _head(self._group.rank, tag)
-        self._under_way[micro_batch] = tag, self._group.exchange(dict.fromkeys(self._peers, payload))
+        self._under_way[micro_batch] = (
+            tag,
+            self._group.exchange(dict.fromkeys(self._peers, payload)),
+        )
 
     def _finish(self, micro_batch: int, op: str) -> Interval | None:
         if not self._peers:
@@ -123,7 +145,10 @@ class VirtualDevice:
         for peer, data in exchange.wait().items():
             expected = _head(peer, tag)
             if not torch.equal(data[:HEAD_BYTES], expected):
-                raise ValueError(f"rank {peer} sent {data[:HEAD_BYTES].tolist()} where {expected.tolist()} was due.")
+                raise ValueError(
+                    f"rank {peer} sent {data[:HEAD_BYTES].tolist()} where {expected.tolist()} was"
+                    " due."
+                )
         interval = exchange.interval
         self.wait_s += max(0.0, interval.end_s - self.free_s)
         self.free_s = max(self.free_s, interval.end_s)
@@ -140,15 +165,24 @@ class VirtualRank:
         self._case = case
 
     def run(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Run a schedule from `start_s` on. Returns end_s, on the device's clock, and what the link took."""
+        """Run a schedule from `start_s` on. Returns end_s, on the device's clock, and what the link
+        took.
+        """
         num_micro_batches = question["num_micro_batches"]
         device = VirtualDevice(self._group, self._case, num_micro_batches, question["what"])
         device.start(question["start_s"])
-        execute(parse(*question["schedule"]), self._case.num_layers, range(num_micro_batches), device.run_op)
+        execute(
+            parse(*question["schedule"]),
+            self._case.num_layers,
+            range(num_micro_batches),
+            device.run_op,
+        )
         return {
-            "end_s": device.free_s, "wait_s": device.wait_s, "dispatches_s": device.dispatches_s,
+            "end_s": device.free_s,
+            "wait_s": device.wait_s,
+            "dispatches_s": device.dispatches_s,
             "combines_s": device.combines_s,
-        }  # fmt: skip
+        }
 
 
 def _head(rank: int, tag: int) -> Tensor:

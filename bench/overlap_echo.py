@@ -1,10 +1,12 @@
-"""A group between the model and the real one, so that compute and link can be measured apart, and bytes counted.
+"""A group between the model and the real one, so that compute and link can be measured apart, and
+bytes counted.
 
     both      everything travels
     compute   nothing does: a peer's message is one's own to it, at once. Sizes and work are those of the real thing,
               because every rank holds as many experts; what is computed is nonsense.
 
-The sizes of what was sent are noted, so that the same exchanges can be played again without any computing.
+The sizes of what was sent are noted, so that the same exchanges can be played again without any
+computing.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class SwitchGroup:
     def form(self, generation: int, members: Sequence[Member]) -> None:
         self._inner.form(generation, members)
 
-    def exchange(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None) -> Exchange:
+    def exchange(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None
+    ) -> Exchange:
         self.sizes.append({peer: data.numel() for peer, data in sends.items()})
         return self._inner.exchange(sends, recvs) if self.is_live else _Echo(sends, recvs)
 
@@ -81,7 +85,9 @@ class SwitchGroup:
 
 
 def replay(group: Group, sizes: Sequence[Sizes]) -> list[float]:
-    """Send as many bytes as were noted, one exchange after the other; seconds of each on the link."""
+    """Send as many bytes as were noted, one exchange after the other; seconds of each on the
+    link.
+    """
     most = max(max(exchange.values()) for exchange in sizes)
     data = torch.zeros(most, dtype=torch.uint8)
     seconds = []

@@ -1,7 +1,9 @@
-"""Who used the machine while something was timed: all busy time less that of the processes that were measured.
+"""Who used the machine while something was timed: all busy time less that of the processes that
+were measured.
 
-A ratio of two times collapses when others use the cores, so a repetition in which they used more than FOREIGN_MAX of
-the machine is dropped, by a rule fixed before the run, and counted. Knows nothing of what was measured.
+A ratio of two times collapses when others use the cores, so a repetition in which they used more
+than FOREIGN_MAX of the machine is dropped, by a rule fixed before the run, and counted. Knows
+nothing of what was measured.
 """
 
 from __future__ import annotations
@@ -31,18 +33,26 @@ def read_usage() -> Usage:
 
 
 def parse_usage(stat: str, at_s: float) -> Usage:
-    """The first line of /proc/stat: user nice system idle iowait irq softirq steal. What a hypervisor stole is busy."""
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, stat.split("\n", 1)[0].split()[1:9])
+    """The first line of /proc/stat: user nice system idle iowait irq softirq steal. What a
+    hypervisor stole is busy.
+    """
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(
+        int, stat.split("\n", 1)[0].split()[1:9]
+    )
     return Usage(at_s, (user + nice + system + irq + softirq + steal) / CLOCK_TICKS)
 
 
 def foreign_share(before: Usage, after: Usage, own_s: float, num_cores: int) -> float:
     """Part of the machine that others used between the two, when we used `own_s` CPU seconds."""
-    return max(0.0, after.busy_s - before.busy_s - own_s) / (num_cores * max(after.at_s - before.at_s, 1e-3))
+    return max(0.0, after.busy_s - before.busy_s - own_s) / (
+        num_cores * max(after.at_s - before.at_s, 1e-3)
+    )
 
 
 def is_quiet(num_cores: int, seconds: float = 0.2) -> bool:
-    """Whether others leave the machine alone just now. A round begun while they do not would be dropped anyway."""
+    """Whether others leave the machine alone just now. A round begun while they do not would be
+    dropped anyway.
+    """
     before = read_usage()
     time.sleep(seconds)
     return foreign_share(before, read_usage(), 0.0, num_cores) <= FOREIGN_MAX
@@ -79,13 +89,16 @@ class Series:
         """`over` divided by `under`, of the rounds in which both were clean."""
         return [
             r[over].seconds / r[under].seconds
-            for r in self.rounds if over in r and under in r and r[over].is_clean and r[under].is_clean
-        ]  # fmt: skip
+            for r in self.rounds
+            if over in r and under in r and r[over].is_clean and r[under].is_clean
+        ]
 
     def num_dropped(self, variants: Iterable[str]) -> int:
         """Runs of these variants in which others used too much."""
         wanted = set(variants)
-        return sum(not timed.is_clean for r in self.rounds for name, timed in r.items() if name in wanted)
+        return sum(
+            not timed.is_clean for r in self.rounds for name, timed in r.items() if name in wanted
+        )
 
 
 def spread(values: Sequence[float]) -> str:

@@ -1,7 +1,9 @@
-"""One rank of a real model in FP32: the ops of model/block in the order model/execute walks, tokens through comm/.
+"""One rank of a real model in FP32: the ops of model/block in the order model/execute walks, tokens
+through comm/.
 
-The weights are random, so it says nothing sensible; its gate, its uneven routing, its messages and their cost are real.
-Every layer is a MoE layer and runs on all tokens, the last one too, so that each costs the same.
+The weights are random, so it says nothing sensible; its gate, its uneven routing, its messages and
+their cost are real. Every layer is a MoE layer and runs on all tokens, the last one too, so that
+each costs the same.
 
 Shapes: T tokens of a micro-batch, D hidden.
 """
@@ -41,7 +43,9 @@ VOCAB_SIZE = 512
 
 @dataclass(frozen=True)
 class ModelCase:
-    """What is measured. `num_tokens`: of one micro-batch of one rank; a full batch is two of them."""
+    """What is measured. `num_tokens`: of one micro-batch of one rank; a full batch is two of
+    them.
+    """
 
     num_tokens: int = 256
     wire: str = "fp32"
@@ -56,19 +60,31 @@ class ModelCase:
     def config(self) -> ModelConfig:
         return parse_model_config(
             {
-                "model_type": "deepseek_v3", "vocab_size": VOCAB_SIZE, "hidden_size": self.hidden_size,
-                "num_hidden_layers": self.num_layers, "first_k_dense_replace": 0, "intermediate_size": 64,
-                "moe_intermediate_size": self.expert_size, "n_routed_experts": self.num_experts,
-                "num_experts_per_tok": self.top_k, "num_attention_heads": self.num_heads, "q_lora_rank": None,
-                "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+                "model_type": "deepseek_v3",
+                "vocab_size": VOCAB_SIZE,
+                "hidden_size": self.hidden_size,
+                "num_hidden_layers": self.num_layers,
+                "first_k_dense_replace": 0,
+                "intermediate_size": 64,
+                "moe_intermediate_size": self.expert_size,
+                "n_routed_experts": self.num_experts,
+                "num_experts_per_tok": self.top_k,
+                "num_attention_heads": self.num_heads,
+                "q_lora_rank": None,
+                "kv_lora_rank": 128,
+                "qk_nope_head_dim": 64,
+                "qk_rope_head_dim": 32,
+                "v_head_dim": 64,
                 "max_position_embeddings": 2 * PROMPT_TOKENS,
             },
             "bench/overlap",
-        )  # fmt: skip
+        )
 
 
 class ModelRank:
-    """A rank with its experts. Runs repeat the same step: they overwrite the same KV with the same values."""
+    """A rank with its experts. Runs repeat the same step: they overwrite the same KV with the same
+    values.
+    """
 
     def __init__(self, group: Group, case: ModelCase) -> None:
         self._group = SwitchGroup(group)
@@ -76,18 +92,30 @@ class ModelRank:
         num_ranks = len(group.members)
         placement = spread(case.num_layers, case.num_experts, num_ranks)
         held = placement.slot_to_expert_LRS[:, group.rank].tolist()
-        self._layers = [_layer(self._config, index, held[index]) for index in range(case.num_layers)]
+        self._layers = [
+            _layer(self._config, index, held[index]) for index in range(case.num_layers)
+        ]
         self._comm = ExpertComm(
-            self._group, hidden_size=case.hidden_size, top_k=case.top_k, wire=case.wire, mode=case.mode,
+            self._group,
+            hidden_size=case.hidden_size,
+            top_k=case.top_k,
+            wire=case.wire,
+            mode=case.mode,
             max_tokens=2 * case.num_tokens,
-        )  # fmt: skip
+        )
         self._comm.install(placement)
         self._case = case
-        self._expert_to_rank_LE = [_expert_to_rank(layer, case.num_experts) for layer in placement.slot_to_expert_LRS]
+        self._expert_to_rank_LE = [
+            _expert_to_rank(layer, case.num_experts) for layer in placement.slot_to_expert_LRS
+        ]
         generator = torch.Generator().manual_seed(1000 + group.rank)
         num_prompts = 2 * case.num_tokens // PROMPT_TOKENS
-        self._prompts = torch.randint(VOCAB_SIZE, (num_prompts, PROMPT_TOKENS), generator=generator).tolist()
-        self._embed_VD = torch.randn(VOCAB_SIZE, case.hidden_size, generator=torch.Generator().manual_seed(7))
+        self._prompts = torch.randint(
+            VOCAB_SIZE, (num_prompts, PROMPT_TOKENS), generator=generator
+        ).tolist()
+        self._embed_VD = torch.randn(
+            VOCAB_SIZE, case.hidden_size, generator=torch.Generator().manual_seed(7)
+        )
         self._cache = KvCache(self._config, 1 + num_prompts * (PROMPT_TOKENS // BLOCK_TOKENS))
         self._cos_sin = cos_sin_table(self._config)
         self._sizes: dict[int, list[Sizes]] = {}
@@ -97,17 +125,22 @@ class ModelRank:
 
     @torch.inference_mode()
     def run(self, question: dict[str, Any]) -> dict[str, Any]:
-        """`what` is "both", "compute" or "link"; "link" plays again what the last run of that many micro-batches sent.
+        """`what` is "both", "compute" or "link"; "link" plays again what the last run of that many
+        micro-batches sent.
 
-        Returns end_s, and of the first two op times, bytes (as counted, and by the formula) and a digest of the
-        outputs, of the last the times of dispatches and combines on the link.
+        Returns end_s, and of the first two op times, bytes (as counted, and by the formula) and a
+        digest of the outputs, of the last the times of dispatches and combines on the link.
         """
         num_micro_batches = question["num_micro_batches"]
         if question["what"] == "link":
             sizes = self._sizes[num_micro_batches]
             _sleep_until(question["start_s"])
             seconds = replay(self._group, sizes)
-            return {"end_s": time.perf_counter(), "dispatches_s": seconds[::2], "combines_s": seconds[1::2]}
+            return {
+                "end_s": time.perf_counter(),
+                "dispatches_s": seconds[::2],
+                "combines_s": seconds[1::2],
+            }
         schedule = parse(*question["schedule"])
         self._group.is_live = question["what"] == "both"
         self._group.sizes = []
@@ -124,13 +157,18 @@ class ModelRank:
         num_bytes = [sum(sizes.values()) for sizes in self._group.sizes]
         self._group.is_live = True
         return {
-            "end_s": end_s, "execute_cpu_s": execute_cpu_s,
+            "end_s": end_s,
+            "execute_cpu_s": execute_cpu_s,
             "ops": {time.op: (time.count, time.seconds) for time in recorder.op_times()},
-            "num_bytes": sum(num_bytes), "formula_bytes": self._formula_bytes(), "digest": _digest(states),
-        }  # fmt: skip
+            "num_bytes": sum(num_bytes),
+            "formula_bytes": self._formula_bytes(),
+            "digest": _digest(states),
+        }
 
     def _formula_bytes(self) -> int:
-        """What this rank's tokens cost on the wire, both ways, from the experts that were chosen."""
+        """What this rank's tokens cost on the wire, both ways, from the experts that were
+        chosen.
+        """
         layout = WireLayout(self._case.wire, self._case.hidden_size)
         peers = [peer for peer in self._group.members if peer != self._group.rank]
         total = 0
@@ -148,12 +186,21 @@ class ModelRank:
         for first in range(0, len(self._prompts), num_prompts):
             chunks = [
                 Chunk(
-                    f"{i}", tuple(self._prompts[i]), 0, tuple(range(1 + i * blocks, 1 + (i + 1) * blocks)), None, 0
+                    f"{i}",
+                    tuple(self._prompts[i]),
+                    0,
+                    tuple(range(1 + i * blocks, 1 + (i + 1) * blocks)),
+                    None,
+                    0,
                 )
                 for i in range(first, first + num_prompts)
-            ]  # fmt: skip
+            ]
             batch = prefill_batch(chunks, (), self._cache.cache_PLSD, self._cos_sin)
-            states.append(MicroBatch(batch, self._config, F.embedding(batch.tokens_T, self._embed_VD), self._comm))
+            states.append(
+                MicroBatch(
+                    batch, self._config, F.embedding(batch.tokens_T, self._embed_VD), self._comm
+                )
+            )
         return states
 
     def _run_op(self, state: MicroBatch, layer: int, op: str) -> Interval | None:
@@ -173,16 +220,25 @@ def _layer(config: ModelConfig, index: int, experts: list[int]) -> LayerWeights:
 
     heads = c.num_attention_heads
     attention = AttentionWeights(
-        qkv_a=draw(heads * c.qk_head_dim + c.latent_dim, dim), q_a_norm_Q=None, q_b=None,
-        kv_a_norm_C=torch.ones(c.kv_lora_rank), w_uk_HNC=draw(heads, c.qk_nope_head_dim, c.kv_lora_rank),
-        w_uv_HWC=draw(heads, c.v_head_dim, c.kv_lora_rank), o=draw(dim, heads * c.v_head_dim),
-    )  # fmt: skip
+        qkv_a=draw(heads * c.qk_head_dim + c.latent_dim, dim),
+        q_a_norm_Q=None,
+        q_b=None,
+        kv_a_norm_C=torch.ones(c.kv_lora_rank),
+        w_uk_HNC=draw(heads, c.qk_nope_head_dim, c.kv_lora_rank),
+        w_uv_HWC=draw(heads, c.v_head_dim, c.kv_lora_rank),
+        o=draw(dim, heads * c.v_head_dim),
+    )
     width = c.moe_intermediate_size
     router_ED = draw(c.n_routed_experts, dim)
     shared = MlpWeights(draw(2 * width, dim), draw(dim, width))
-    gate_up_E, down_E = draw(c.n_routed_experts, 2 * width, dim), draw(c.n_routed_experts, dim, width)
+    gate_up_E, down_E = (
+        draw(c.n_routed_experts, 2 * width, dim),
+        draw(c.n_routed_experts, dim, width),
+    )
     bias_E = torch.zeros(c.n_routed_experts)
-    moe = MoeWeights(router_ED, bias_E, gate_up_E[experts].contiguous(), down_E[experts].contiguous(), shared)
+    moe = MoeWeights(
+        router_ED, bias_E, gate_up_E[experts].contiguous(), down_E[experts].contiguous(), shared
+    )
     return LayerWeights(torch.ones(dim), attention, torch.ones(dim), None, moe)
 
 

@@ -1,4 +1,5 @@
-"""One rank of a run, a process: `python -m bench.overlap_rank`. Questions come as lines of JSON, answers go back so.
+"""One rank of a run, a process: `python -m bench.overlap_rank`. Questions come as lines of JSON,
+answers go back so.
 
     form    connect to the members                        device  become a virtual device (bench/overlap_device)
     model   become a rank of a real one (overlap_model)   run     run a schedule from a given time on
@@ -48,13 +49,19 @@ def serve(rank: int, group: MeshGroup) -> None:
         answer: Answer = {}
         try:
             if question["do"] == "form":
-                group.form(question["generation"], [Member(**member) for member in question["members"]])
+                group.form(
+                    question["generation"], [Member(**member) for member in question["members"]]
+                )
             elif question["do"] == "device":
                 works[question.get("work", "")] = VirtualRank(group, DeviceCase(**question["case"]))
             elif question["do"] == "model":
                 works[question.get("work", "")] = ModelRank(group, ModelCase(**question["case"]))
             else:
-                before_s, sent_before, kernel_before = time.process_time(), group.bytes_sent, _kernel_bytes()
+                before_s, sent_before, kernel_before = (
+                    time.process_time(),
+                    group.bytes_sent,
+                    _kernel_bytes(),
+                )
                 answer = works[question.get("work", "")].run(question)
                 answer["cpu_s"] = time.process_time() - before_s
                 answer["sent_bytes"] = group.bytes_sent - sent_before
@@ -75,18 +82,33 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     group = MeshGroup(
-        options.rank, str(options.rank), key=bytes(32), host=options.address, deadline_s=EXCHANGE_TIMEOUT_S
+        options.rank,
+        str(options.rank),
+        key=bytes(32),
+        host=options.address,
+        deadline_s=EXCHANGE_TIMEOUT_S,
     )
     try:
         member = Member(options.rank, group.epoch, options.address, group.port)
-        _say({"member": {"rank": member.rank, "epoch": member.epoch, "host": member.host, "port": member.port}})
+        _say(
+            {
+                "member": {
+                    "rank": member.rank,
+                    "epoch": member.epoch,
+                    "host": member.host,
+                    "port": member.port,
+                }
+            }
+        )
         serve(options.rank, group)
     finally:
         group.close()
 
 
 def _kernel_bytes() -> int:
-    """Bytes that left by this network namespace's link, headers of TCP, IP and Ethernet included; 0 without one."""
+    """Bytes that left by this network namespace's link, headers of TCP, IP and Ethernet included; 0
+    without one.
+    """
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == LINK:

@@ -1,7 +1,8 @@
 """The rank processes of a run as their coordinator sees them: started, asked all at once, ended.
 
-A question is one line of JSON to every rank's input, an answer one line back. Every answer has a deadline; a rank that
-dies, fails or is late ends the run with what it wrote to its log. Knows nothing of what is measured.
+A question is one line of JSON to every rank's input, an answer one line back. Every answer has a
+deadline; a rank that dies, fails or is late ends the run with what it wrote to its log. Knows
+nothing of what is measured.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class RankFailed(RuntimeError):
 
 
 class Ranks:
-    """`with Ranks(2) as ranks:`. Ranks listen on `addresses`, and run behind `prefixes` (as another host)."""
+    """`with Ranks(2) as ranks:`. Ranks listen on `addresses`, and run behind `prefixes` (as another
+    host).
+    """
 
     def __init__(
         self, num_ranks: int, addresses: Sequence[str] = (), prefixes: Sequence[Sequence[str]] = ()
@@ -66,7 +69,10 @@ class Ranks:
 
     def _form(self) -> None:
         self._generation += 1
-        self.ask({"do": "form", "generation": self._generation, "members": self._members}, START_TIMEOUT_S)
+        self.ask(
+            {"do": "form", "generation": self._generation, "members": self._members},
+            START_TIMEOUT_S,
+        )
 
     def ask(self, question: Answer, timeout_s: float = 60.0) -> list[Answer]:
         """Ask every rank the same; their answers in the order of ranks. Raises RankFailed."""
@@ -75,7 +81,9 @@ class Ranks:
         return [rank.answer(timeout_s) for rank in self._ranks]
 
     def run(self, question: Answer, timeout_s: float = 60.0) -> list[Answer]:
-        """Ask every rank for a run that starts everywhere at the same time, and add the run's length to each answer."""
+        """Ask every rank for a run that starts everywhere at the same time, and add the run's
+        length to each answer.
+        """
         start_s = time.perf_counter() + LEAD_S
         answers = self.ask({"do": "run", "start_s": start_s, **question}, timeout_s)
         elapsed_s = max(answer["end_s"] for answer in answers) - start_s
@@ -90,18 +98,34 @@ class Ranks:
 class _Rank:
     def __init__(self, rank: int, address: str, prefix: Sequence[str]) -> None:
         self._name = f"rank {rank}"
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed in close().
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         command = [
-            *prefix, sys.executable, "-m", "bench.overlap_rank", "--rank", str(rank), "--address", address,
-            "--parent", str(os.getpid()),
-        ]  # fmt: skip
-        # One thread of its own per rank: what is beneath a rank's compute is the other ranks' and the links' work.
+            *prefix,
+            sys.executable,
+            "-m",
+            "bench.overlap_rank",
+            "--rank",
+            str(rank),
+            "--address",
+            address,
+            "--parent",
+            str(os.getpid()),
+        ]
+        # One thread of its own per rank: what is beneath a rank's compute is the other ranks' and
+        # the links' work.
         environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
-        }  # fmt: skip
+        }
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment, cwd=ROOT
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            cwd=ROOT,
         )
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -126,7 +150,9 @@ class _Rank:
         except queue.Empty:
             self._process.send_signal(signal.SIGUSR1)  # It writes down where its threads are.
             time.sleep(STACKS_S)
-            raise RankFailed(f"{self._name} did not answer within {timeout_s:.0f} s.\n{self._tail()}") from None
+            raise RankFailed(
+                f"{self._name} did not answer within {timeout_s:.0f} s.\n{self._tail()}"
+            ) from None
         if not line:
             raise RankFailed(f"{self._name} ended.\n{self._tail()}")
         answer: Answer = json.loads(line)

@@ -1,7 +1,9 @@
-"""Overlap with real FP32 compute: rounds of all variants in turn, on a link of a given rate, until enough are clean.
+"""Overlap with real FP32 compute: rounds of all variants in turn, on a link of a given rate, until
+enough are clean.
 
-A round runs each way to do the step, and compute and link alone. A run in which others used more than the gate's share
-of the machine is dropped and counted; a pair is one full batch and another variant of the same round, both clean.
+A round runs each way to do the step, and compute and link alone. A run in which others used more
+than the gate's share of the machine is dropped and counted; a pair is one full batch and another
+variant of the same round, both clean.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class RealResult:
 
     def exposed_s(self, variant: Variant) -> float | None:
         """Compute stood still for the link, of the rank that did longest; median of clean runs."""
-        waits = [max(answer["ops"]["wait"][1] for answer in answers) for answers in self.clean(variant)]
+        waits = [
+            max(answer["ops"]["wait"][1] for answer in answers) for answers in self.clean(variant)
+        ]
         return statistics.median(waits) if waits else None
 
     def ideal_s(self) -> float | None:
@@ -69,11 +73,15 @@ class RealResult:
         return None if compute_s is None or link_s is None else max(compute_s, link_s)
 
     def prices(self) -> dict[str, Price] | None:
-        """What perf/price says, from op times of compute alone and of the link alone; None if one was never clean."""
+        """What perf/price says, from op times of compute alone and of the link alone; None if one
+        was never clean.
+        """
         full, half = self._op_seconds(COMPUTE_FULL, LINK_FULL), self._op_seconds(COMPUTE, LINK)
         if full is None or half is None:
             return None
-        return {variant.name: variant.price(full, half, self.case.num_layers) for variant in SCHEDULED}
+        return {
+            variant.name: variant.price(full, half, self.case.num_layers) for variant in SCHEDULED
+        }
 
     def _op_seconds(self, compute: Variant, link: Variant) -> OpSeconds | None:
         ran, sent = self.clean(compute), self.clean(link)
@@ -81,28 +89,46 @@ class RealResult:
             return None
 
         def op(name: str) -> float:
-            means = [[float(answer["ops"][name][1] / answer["ops"][name][0]) for answer in answers] for answers in ran]
+            means = [
+                [float(answer["ops"][name][1] / answer["ops"][name][0]) for answer in answers]
+                for answers in ran
+            ]
             return statistics.median(map(max, means))
 
         def travel(name: str) -> float:
-            return statistics.median(max(statistics.fmean(answer[name]) for answer in answers) for answers in sent)
+            return statistics.median(
+                max(statistics.fmean(answer[name]) for answer in answers) for answers in sent
+            )
 
         return OpSeconds(
-            op("attn_in"), op("attn_core"), op("gate"), travel("dispatches_s"), op("shared"), op("experts"),
-            travel("combines_s"), post=op("post"),
-        )  # fmt: skip
+            op("attn_in"),
+            op("attn_core"),
+            op("gate"),
+            travel("dispatches_s"),
+            op("shared"),
+            op("experts"),
+            travel("combines_s"),
+            post=op("post"),
+        )
 
     def different_outputs(self) -> list[str]:
-        """Variants of the same micro-batches whose outputs are not those of the sequential one, to the bit."""
+        """Variants of the same micro-batches whose outputs are not those of the sequential one, to
+        the bit.
+        """
         digests = {
-            variant.name: {tuple(a["digest"] for a in answers) for _, answers in self.answers.get(variant.name, [])}
+            variant.name: {
+                tuple(a["digest"] for a in answers)
+                for _, answers in self.answers.get(variant.name, [])
+            }
             for variant in SPLIT
         }
         return [name for name, found in digests.items() if found != digests[TWO.name]]
 
 
 def calibrate(ranks: Ranks, case: ModelCase, hosts: Hosts) -> tuple[float, float]:
-    """Return (compute seconds of a step in two micro-batches, bytes the busiest rank sends in it)."""
+    """Return (compute seconds of a step in two micro-batches, bytes the busiest rank sends in
+    it).
+    """
     ranks.ask({"do": "model", "case": asdict(case)}, RUN_TIMEOUT_S)
     hosts.limit(CALIBRATION_RATE_BYTES_PER_S)
     warm = ranks.run(TWO.question(), RUN_TIMEOUT_S)
@@ -114,11 +140,21 @@ def calibrate(ranks: Ranks, case: ModelCase, hosts: Hosts) -> tuple[float, float
 
 
 def measure(
-    ranks: Ranks, case: ModelCase, hosts: Hosts, link_over_compute: float, compute_s: float, step_bytes: float, *,
-    num_pairs: int, limit_s: float, num_cores: int, progress: Callable[[str], None],
+    ranks: Ranks,
+    case: ModelCase,
+    hosts: Hosts,
+    link_over_compute: float,
+    compute_s: float,
+    step_bytes: float,
+    *,
+    num_pairs: int,
+    limit_s: float,
+    num_cores: int,
+    progress: Callable[[str], None],
 ) -> RealResult:
-    """Run rounds until `num_pairs` of prefill_dual are clean, or for `limit_s`. The order in a round is shuffled; one
-    begins when the machine is quiet."""
+    """Run rounds until `num_pairs` of prefill_dual are clean, or for `limit_s`. The order in a
+    round is shuffled; one begins when the machine is quiet.
+    """
     rate = step_bytes / (link_over_compute * compute_s)
     hosts.limit(rate / PAYLOAD_SHARE)
     result = RealResult(case, len(ranks), link_over_compute, rate, num_cores)
@@ -132,7 +168,9 @@ def measure(
             continue
         variants = list(ALL)
         shuffler.shuffle(variants)
-        result.series.rounds.append({variant.name: _timed(ranks, variant, result) for variant in variants})
+        result.series.rounds.append(
+            {variant.name: _timed(ranks, variant, result) for variant in variants}
+        )
         done = len(result.series.ratios(FULL.name, PREFILL.name))
         progress(f"{done} of {num_pairs} clean pairs, {len(result.series.rounds)} rounds")
         if done >= num_pairs and result.prices() is not None:

@@ -1,4 +1,6 @@
-"""What an overlap run found, for people and as JSON. A figure that too few clean pairs carry is "not measured"."""
+"""What an overlap run found, for people and as JSON. A figure that too few clean pairs carry is
+"not measured".
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from rich.table import Table
 
 from bench.overlap_gate import FOREIGN_MAX, spread
 from bench.overlap_real import ALL, RealResult
-from bench.overlap_variants import CANDIDATES, COMPUTE, FULL, LINK, PREFILL, SCHEDULED, Variant, cheapest
+from bench.overlap_variants import (
+    CANDIDATES,
+    COMPUTE,
+    FULL,
+    LINK,
+    PREFILL,
+    SCHEDULED,
+    Variant,
+    cheapest,
+)
 
 SPEED_UP_BAR, IDEAL_BAR, MAX_REGRET = 1.5, 0.75, 0.05
 
@@ -31,7 +42,9 @@ def of_ideal(result: RealResult, variant: Variant, num_pairs: int) -> float | No
 
 
 def regret(result: RealResult) -> tuple[Variant, float] | None:
-    """What the price chooses, and by how much it is slower than the best measured; None if something is missing."""
+    """What the price chooses, and by how much it is slower than the best measured; None if
+    something is missing.
+    """
     prices = result.prices()
     medians = {variant.name: result.series.median_s(variant.name) for variant in SCHEDULED}
     measured = {name: median_s for name, median_s in medians.items() if median_s is not None}
@@ -45,13 +58,22 @@ def show(console: Console, result: RealResult, num_pairs: int) -> None:
     """A table of the variants, then what the claims come to."""
     case = result.case
     console.print(
-        f"\n[bold]EP{result.num_ranks}, {case.num_tokens} tokens a micro-batch, {case.num_layers} layers, "
-        f"{case.wire} wire, link {result.rate_bytes_per_s / 1e6:.0f} MB/s "
-        f"(communication {result.link_over_compute:g}x of computation asked for)[/bold]"
+        f"\n[bold]EP{result.num_ranks}, {case.num_tokens} tokens a micro-batch, {case.num_layers}"
+        f" layers, {case.wire} wire, link {result.rate_bytes_per_s / 1e6:.0f} MB/s (communication"
+        f" {result.link_over_compute:g}x of computation asked for)[/bold]"
     )
     table = Table()
-    for name in ("", "ms", "over one full batch", "of ideal", "exposed wait ms", "priced ms", "measured/priced",
-                 "clean", "dropped"):  # fmt: skip
+    for name in (
+        "",
+        "ms",
+        "over one full batch",
+        "of ideal",
+        "exposed wait ms",
+        "priced ms",
+        "measured/priced",
+        "clean",
+        "dropped",
+    ):
         table.add_column(name, justify="left" if not name else "right")
     prices = result.prices()
     for variant in (*SCHEDULED, COMPUTE, LINK):
@@ -65,16 +87,25 @@ def show(console: Console, result: RealResult, num_pairs: int) -> None:
 def _row(result: RealResult, variant: Variant, num_pairs: int, priced_s: float | None) -> list[str]:
     median_s = result.series.median_s(variant.name)
     is_scheduled = variant in SCHEDULED
-    ratios = result.series.ratios(FULL.name, variant.name) if is_scheduled and variant is not FULL else []
+    ratios = (
+        result.series.ratios(FULL.name, variant.name)
+        if is_scheduled and variant is not FULL
+        else []
+    )
     share = of_ideal(result, variant, num_pairs) if is_scheduled else None
     exposed_s = result.exposed_s(variant) if is_scheduled else None
     too_few = f" ({len(ratios)} pairs)" if ratios and len(ratios) < num_pairs else ""
     return [
-        variant.name, _ms(median_s), spread(ratios) + too_few, "-" if share is None else f"{share:.0%}",
-        _ms(exposed_s), _ms(priced_s),
+        variant.name,
+        _ms(median_s),
+        spread(ratios) + too_few,
+        "-" if share is None else f"{share:.0%}",
+        _ms(exposed_s),
+        _ms(priced_s),
         "-" if median_s is None or priced_s is None else f"{median_s / priced_s:.2f}",
-        f"{len(result.series.seconds(variant.name))}", f"{result.series.num_dropped([variant.name])}",
-    ]  # fmt: skip
+        f"{len(result.series.seconds(variant.name))}",
+        f"{result.series.num_dropped([variant.name])}",
+    ]
 
 
 def findings(result: RealResult, num_pairs: int) -> list[str]:
@@ -84,18 +115,21 @@ def findings(result: RealResult, num_pairs: int) -> list[str]:
     ratio, share = speed_up(result, PREFILL, num_pairs), of_ideal(result, PREFILL, num_pairs)
     if ratio is None or share is None:
         lines.append(
-            f"prefill_dual over one full batch: not measured, {pairs} clean pairs of {rounds}; {num_pairs} needed"
+            f"prefill_dual over one full batch: not measured, {pairs} clean pairs of {rounds};"
+            f" {num_pairs} needed"
         )
     else:
         lines.append(
-            f"prefill_dual over one full batch: {ratio:.2f}x, {share:.0%} of ideal, {pairs} clean pairs of {rounds} "
-            f"(wanted: {SPEED_UP_BAR}x and {IDEAL_BAR:.0%}, where link and compute balance)"
+            f"prefill_dual over one full batch: {ratio:.2f}x, {share:.0%} of ideal, {pairs} clean"
+            f" pairs of {rounds} (wanted: {SPEED_UP_BAR}x and {IDEAL_BAR:.0%}, where link and"
+            " compute balance)"
         )
     compute_s, link_s = result.series.median_s(COMPUTE.name), result.series.median_s(LINK.name)
     if compute_s and link_s:
         bound = (compute_s + link_s) / max(compute_s, link_s)
         lines.append(
-            f"communication was {link_s / compute_s:.2f}x of computation; hiding all of it would be {bound:.2f}x"
+            f"communication was {link_s / compute_s:.2f}x of computation; hiding all of it would be"
+            f" {bound:.2f}x"
         )
     choice = regret(result)
     if choice is None:
@@ -103,17 +137,21 @@ def findings(result: RealResult, num_pairs: int) -> list[str]:
     else:
         chosen, loss = choice
         verdict = "within" if loss <= MAX_REGRET else "MORE THAN"
-        lines.append(f"choice by price: {chosen.name}, {loss:.1%} slower than the best ({verdict} {MAX_REGRET:.0%})")
+        lines.append(
+            f"choice by price: {chosen.name}, {loss:.1%} slower than the best ({verdict}"
+            f" {MAX_REGRET:.0%})"
+        )
     different = result.different_outputs()
     lines.append(
-        f"outputs differ from the sequential ones: {', '.join(different)}" if different else
-        "outputs of the overlapped schedules are the sequential ones' to the bit, in every run"
-    )  # fmt: skip
+        f"outputs differ from the sequential ones: {', '.join(different)}"
+        if different
+        else "outputs of the overlapped schedules are the sequential ones' to the bit, in every run"
+    )
     dropped = result.series.num_dropped(variant.name for variant in ALL)
     shares = [timed.foreign for r in result.series.rounds for timed in r.values()]
     lines.append(
-        f"others used {spread([100 * share for share in shares])} % of the machine; runs above {FOREIGN_MAX:.0%} "
-        f"are dropped: {dropped} of {len(shares)}"
+        f"others used {spread([100 * share for share in shares])} % of the machine; runs above"
+        f" {FOREIGN_MAX:.0%} are dropped: {dropped} of {len(shares)}"
     )
     return lines
 
@@ -122,19 +160,24 @@ def as_json(result: RealResult, num_pairs: int) -> dict[str, Any]:
     """Every run's seconds and others' share, and what they come to."""
     prices = result.prices()
     return {
-        "case": asdict(result.case), "num_ranks": result.num_ranks, "link_over_compute": result.link_over_compute,
+        "case": asdict(result.case),
+        "num_ranks": result.num_ranks,
+        "link_over_compute": result.link_over_compute,
         "rate_bytes_per_s": result.rate_bytes_per_s,
         "runs": {
             variant.name: [
-                {"seconds": r[variant.name].seconds, "foreign": r[variant.name].foreign} for r in result.series.rounds
+                {"seconds": r[variant.name].seconds, "foreign": r[variant.name].foreign}
+                for r in result.series.rounds
             ]
             for variant in ALL
         },
-        "priced_s": None if prices is None else {name: price.total_s for name, price in prices.items()},
+        "priced_s": (
+            None if prices is None else {name: price.total_s for name, price in prices.items()}
+        ),
         "prefill_dual_over_full": speed_up(result, PREFILL, num_pairs),
         "prefill_dual_of_ideal": of_ideal(result, PREFILL, num_pairs),
         "findings": findings(result, num_pairs),
-    }  # fmt: skip
+    }
 
 
 def _ms(seconds: float | None) -> str:

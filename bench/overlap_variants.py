@@ -1,4 +1,6 @@
-"""What is run against what: schedules and how many micro-batches, and what perf/price says of them."""
+"""What is run against what: schedules and how many micro-batches, and what perf/price says of
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,17 @@ from typing import Any
 from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SEQUENTIAL, Schedule, parse
 from hadal.perf.price import OpSeconds, Price, price
 
-SHARED_ONLY = parse("shared_only", "attn_in attn_core gate dispatch> shared >dispatch experts combine> >combine")
+SHARED_ONLY = parse(
+    "shared_only", "attn_in attn_core gate dispatch> shared >dispatch experts combine> >combine"
+)
 """One batch: nothing but the shared expert runs while something travels."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A schedule on one full batch or on its two halves. `what`: "both", or "compute" or "link" alone."""
+    """A schedule on one full batch or on its two halves. `what`: "both", or "compute" or "link"
+    alone.
+    """
 
     name: str
     schedule: Schedule
@@ -29,13 +35,16 @@ class Variant:
         if offset is not None:
             text = text.removeprefix(f"+{offset}").strip()
         return {
-            "schedule": (self.schedule.name, text, offset), "num_micro_batches": self.num_micro_batches,
+            "schedule": (self.schedule.name, text, offset),
+            "num_micro_batches": self.num_micro_batches,
             "what": self.what,
-        }  # fmt: skip
+        }
 
     def price(self, full: OpSeconds, half: OpSeconds, num_layers: int) -> Price:
         """From op times of a full batch and of a micro-batch."""
-        return price(self.schedule, [full] if self.num_micro_batches == 1 else [half, half], num_layers)
+        return price(
+            self.schedule, [full] if self.num_micro_batches == 1 else [half, half], num_layers
+        )
 
 
 FULL = Variant("one full batch", SEQUENTIAL, 1)

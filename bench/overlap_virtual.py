@@ -1,7 +1,8 @@
-"""Overlap on virtual devices: measured in pairs against one full batch, and beside what perf/price says.
+"""Overlap on virtual devices: measured in pairs against one full batch, and beside what perf/price
+says.
 
-Ranks are processes, their messages real bytes over the mesh, the link paced; an op is a timed sleep. See
-bench/overlap_device for what that proves.
+Ranks are processes, their messages real bytes over the mesh, the link paced; an op is a timed
+sleep. See bench/overlap_device for what that proves.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ VARIANTS = (FULL, PREFILL, DECODE)
 
 @dataclass
 class VirtualResult:
-    """Seconds of each repetition, by variant; repetition i of all variants ran one after the other."""
+    """Seconds of each repetition, by variant; repetition i of all variants ran one after the
+    other.
+    """
 
     case: DeviceCase
     num_ranks: int
@@ -30,24 +33,31 @@ class VirtualResult:
     def speed_up(self, variant: Variant) -> float:
         """Over one full batch: median of the pairs."""
         return statistics.median(
-            full / other for full, other in zip(self.seconds[FULL.name], self.seconds[variant.name], strict=True)
+            full / other
+            for full, other in zip(self.seconds[FULL.name], self.seconds[variant.name], strict=True)
         )
 
     def error(self, variant: Variant) -> float:
-        """Measured over priced. The fastest repetition: others on the cores only ever make a thread wake later."""
+        """Measured over priced. The fastest repetition: others on the cores only ever make a thread
+        wake later.
+        """
         return min(self.seconds[variant.name]) / self.priced_s[variant.name]
 
     def __str__(self) -> str:
         parts = [
-            f"{v.name} {statistics.median(self.seconds[v.name]) * 1e3:.0f} ms, {self.speed_up(v):.2f}x, "
-            f"{self.error(v):.3f} of its price"
+            f"{v.name} {statistics.median(self.seconds[v.name]) * 1e3:.0f} ms,"
+            f" {self.speed_up(v):.2f}x, {self.error(v):.3f} of its price"
             for v in VARIANTS
-        ]  # fmt: skip
+        ]
         return f"EP{self.num_ranks} {self.case.name}: " + "; ".join(parts)
 
 
-def measure(ranks: Ranks, case: DeviceCase, num_pairs: int, variants: Sequence[Variant] = VARIANTS) -> VirtualResult:
-    """Run every variant `num_pairs` times in turn. The price is made of the op times and of the link as measured."""
+def measure(
+    ranks: Ranks, case: DeviceCase, num_pairs: int, variants: Sequence[Variant] = VARIANTS
+) -> VirtualResult:
+    """Run every variant `num_pairs` times in turn. The price is made of the op times and of the
+    link as measured.
+    """
     ranks.ask({"do": "device", "case": asdict(case)})
     result = VirtualResult(case, len(ranks))
     full = _with_link(case.op_seconds(2.0), ranks, LINK_FULL)
@@ -62,12 +72,18 @@ def measure(ranks: Ranks, case: DeviceCase, num_pairs: int, variants: Sequence[V
 
 
 def measure_until(
-    ranks: Ranks, case: DeviceCase, problems: Callable[[VirtualResult], list[str]], *, num_pairs: int = 5,
+    ranks: Ranks,
+    case: DeviceCase,
+    problems: Callable[[VirtualResult], list[str]],
+    *,
+    num_pairs: int = 5,
     num_attempts: int = 3,
 ) -> list[tuple[VirtualResult, list[str]]]:
-    """Measure anew, at most `num_attempts` times, until there is no problem. Returns every attempt, the last one last.
+    """Measure anew, at most `num_attempts` times, until there is no problem. Returns every attempt,
+    the last one last.
 
-    The rule is fixed beforehand, and every attempt is reported: a repetition is never picked out of an attempt.
+    The rule is fixed beforehand, and every attempt is reported: a repetition is never picked out of
+    an attempt.
     """
     attempts = []
     for _ in range(num_attempts):
@@ -79,7 +95,9 @@ def measure_until(
 
 
 def _with_link(times: OpSeconds, ranks: Ranks, variant: Variant) -> OpSeconds:
-    """Put in what one dispatch and one combine take when nothing else is under way, the slowest rank's."""
+    """Put in what one dispatch and one combine take when nothing else is under way, the slowest
+    rank's.
+    """
     answers = ranks.run(variant.question())
     dispatch_s = max(statistics.median(answer["dispatches_s"]) for answer in answers)
     combine_s = max(statistics.median(answer["combines_s"]) for answer in answers)

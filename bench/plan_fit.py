@@ -1,11 +1,12 @@
-"""What `hadal plan` says of prefill units beside simulated ones: seconds of a step, seconds to the first token.
+"""What `hadal plan` says of prefill units beside simulated ones: seconds of a step, seconds to the
+first token.
 
     python -m bench.plan_fit [--quick]
 
-A unit of the simulator takes DeepSeek's published prompts (log-normal lengths, Poisson arrivals) at the rate that the
-planner expects to put so many of them into a rank's step. Printed: the step and TTFT that were simulated, what
-sim/plan_units says of a step of the same tokens and of the rate, and which constants would have fitted best. Needs no
-GPU and no data.
+A unit of the simulator takes DeepSeek's published prompts (log-normal lengths, Poisson arrivals) at
+the rate that the planner expects to put so many of them into a rank's step. Printed: the step and
+TTFT that were simulated, what sim/plan_units says of a step of the same tokens and of the rate, and
+which constants would have fitted best. Needs no GPU and no data.
 """
 
 from __future__ import annotations
@@ -73,13 +74,19 @@ class Unit:
     chunk_tokens: int
 
     def __str__(self) -> str:
-        return f"{self.hardware} EP{self.num_ranks}+{self.num_redundant}, {self.chunk_tokens // 1024}K"
+        return (
+            f"{self.hardware} EP{self.num_ranks}+{self.num_redundant}, {self.chunk_tokens // 1024}K"
+        )
 
 
 UNITS = (
-    Unit("h800", 16, 0, 8192), Unit("h800", 32, 0, 16384), Unit("h800", 32, 32, 16384), Unit("gb200", 8, 0, 16384),
-    Unit("gb200", 16, 0, 16384), Unit("gb200", 32, 32, 16384),
-)  # fmt: skip
+    Unit("h800", 16, 0, 8192),
+    Unit("h800", 32, 0, 16384),
+    Unit("h800", 32, 32, 16384),
+    Unit("gb200", 8, 0, 16384),
+    Unit("gb200", 16, 0, 16384),
+    Unit("gb200", 32, 32, 16384),
+)
 QUICK_UNITS = (UNITS[0], UNITS[2], UNITS[3])
 
 
@@ -109,9 +116,14 @@ class Point:
 def pricing_of(unit: Unit, uneven: Uneven = NOW) -> Pricing:
     """What the planner prices such a unit with."""
     return Pricing(
-        hardware_named(unit.hardware), DEEPSEEK_V3, TRAFFIC, Slo(2.0, 0.05), tokens_uneven=uneven[0],
-        pairs_uneven=uneven[1], uneven_power=uneven[2],
-    )  # fmt: skip
+        hardware_named(unit.hardware),
+        DEEPSEEK_V3,
+        TRAFFIC,
+        Slo(2.0, 0.05),
+        tokens_uneven=uneven[0],
+        pairs_uneven=uneven[1],
+        uneven_power=uneven[2],
+    )
 
 
 def model_of(unit: Unit) -> StepModel:
@@ -123,9 +135,14 @@ def model_of(unit: Unit) -> StepModel:
 
 
 def simulate(
-    unit: Unit, model: StepModel, prompts: float, seed: int, *, num_steps: float = MEASURE_STEPS,
+    unit: Unit,
+    model: StepModel,
+    prompts: float,
+    seed: int,
+    *,
+    num_steps: float = MEASURE_STEPS,
     requests_min: int = REQUESTS_MIN,
-) -> Point:  # fmt: skip
+) -> Point:
     """Run the unit at the rate that is planned to put so many prompts into a rank's step."""
     rng = np.random.default_rng(seed)
     step_s = pricing_of(unit).prefill_price(model, prompts * TRAFFIC.tokens_new).seconds
@@ -137,14 +154,18 @@ def simulate(
     requests = replace(come, tokens_out=np.ones_like(come.tokens_out))
     slots = prompts_max(unit.chunk_tokens, TRAFFIC)
     config = Deployment(
-        chunk_tokens=unit.chunk_tokens, cache=CacheConfig(memory=OFF),
+        chunk_tokens=unit.chunk_tokens,
+        cache=CacheConfig(memory=OFF),
         prefill=UnitsConfig(
-            1, ranks=unit.num_ranks, redundant_experts=unit.num_redundant, max_requests=slots,
+            1,
+            ranks=unit.num_ranks,
+            redundant_experts=unit.num_redundant,
+            max_requests=slots,
             max_waiting=_NONE_WAITS,
         ),
         decode=UnitsConfig(1, ranks=16, max_requests=64, max_waiting=_NONE_WAITS),
         limits=LimitsConfig(max_running=_NONE_WAITS, max_queued=_NONE_WAITS),
-    )  # fmt: skip
+    )
     models = {PREFILL: model, DECODE: StepModel(16, model.hardware)}
     world = FleetWorld(config, models, requests, max_context=CONTEXT_MAX)
     with uncollected():
@@ -152,10 +173,15 @@ def simulate(
     seen = world.read(settle_s, end_s)
     mean_s = float(seen.ttft_s.mean())
     return Point(
-        unit, prompts, seen.prefill.tokens / seen.prefill.num_steps / unit.num_ranks, seen.prefill.step_s, mean_s,
-        tuple(seconds / mean_s for seconds in quantiles(seen.ttft_s, QUANTILES)), len(seen.ttft_s),
+        unit,
+        prompts,
+        seen.prefill.tokens / seen.prefill.num_steps / unit.num_ranks,
+        seen.prefill.step_s,
+        mean_s,
+        tuple(seconds / mean_s for seconds in quantiles(seen.ttft_s, QUANTILES)),
+        len(seen.ttft_s),
         seen.prefill.two_micro_batches_share,
-    )  # fmt: skip
+    )
 
 
 def price_s(point: Point, model: StepModel, uneven: Uneven = NOW) -> float:
@@ -174,12 +200,18 @@ def steps_before(point: Point) -> float:
 
 def planned_ttft_s(point: Point, model: StepModel, before: float = STEPS_BEFORE) -> float:
     """What is planned at the rate that was simulated."""
-    step_s = pricing_of(point.unit).prefill_price(model, point.planned_prompts * TRAFFIC.tokens_new).seconds
+    step_s = (
+        pricing_of(point.unit)
+        .prefill_price(model, point.planned_prompts * TRAFFIC.tokens_new)
+        .seconds
+    )
     return step_s * (before + own_steps(point))
 
 
 def rate_share(point: Point, model: StepModel) -> float:
-    """The rate that is planned for a promise of the TTFT that was simulated, over the rate that was."""
+    """The rate that is planned for a promise of the TTFT that was simulated, over the rate that
+    was.
+    """
     pricing, own = pricing_of(point.unit), own_steps(point)
 
     def step_s(prompts: float) -> float:
@@ -188,29 +220,44 @@ def rate_share(point: Point, model: StepModel) -> float:
     low, high = PROMPTS_RANGE
     for _ in range(12):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if step_s(middle) * (STEPS_BEFORE + own) <= point.ttft_s else (low, middle)
+        low, high = (
+            (middle, high)
+            if step_s(middle) * (STEPS_BEFORE + own) <= point.ttft_s
+            else (low, middle)
+        )
     return low / step_s(low) / (point.planned_prompts / step_s(point.planned_prompts))
 
 
-def fit_uneven(points: Sequence[Point], models: dict[Unit, StepModel], power: float = UNEVEN_POWER) -> Uneven:
+def fit_uneven(
+    points: Sequence[Point], models: dict[Unit, StepModel], power: float = UNEVEN_POWER
+) -> Uneven:
     """What has the least mean square of log(priced over simulated), with this power."""
 
     def error(at: tuple[float, float]) -> float:
-        return float(np.mean([
-            math.log(price_s(point, models[point.unit], (*at, power)) / point.step_s) ** 2 for point in points
-        ]))  # fmt: skip
+        return float(
+            np.mean(
+                [
+                    math.log(price_s(point, models[point.unit], (*at, power)) / point.step_s) ** 2
+                    for point in points
+                ]
+            )
+        )
 
     return *_least(error, (TOKENS_UNEVEN, PAIRS_UNEVEN)), power
 
 
-def _least(error: Callable[[tuple[float, float]], float], start: tuple[float, float]) -> tuple[float, float]:
-    """Where `error` is least, from 0 on: look in all directions, go where it is less, or look nearer."""
+def _least(
+    error: Callable[[tuple[float, float]], float], start: tuple[float, float]
+) -> tuple[float, float]:
+    """Where `error` is least, from 0 on: look in all directions, go where it is less, or look
+    nearer.
+    """
     at, best, size = start, error(start), 0.4
     while size > 0.02:
         around = [
             (max(0.0, at[0] + size * x), max(0.0, at[1] + size * y))
             for x, y in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1))
-        ]  # fmt: skip
+        ]
         errors = [error(one) for one in around]
         if min(errors) < best:
             best = min(errors)
@@ -223,29 +270,49 @@ def _least(error: Callable[[tuple[float, float]], float], start: tuple[float, fl
 def fit_tail(points: Sequence[Point]) -> float:
     """TTFT_TAIL with the least squares of log."""
     ratios = [
-        tail / -math.log1p(-quantile) for point in points for quantile, tail in zip(QUANTILES, point.tails, strict=True)
+        tail / -math.log1p(-quantile)
+        for point in points
+        for quantile, tail in zip(QUANTILES, point.tails, strict=True)
     ]
     return math.exp(float(np.mean(np.log(ratios))))
 
 
 def show_points(console: Console, points: Sequence[Point], models: dict[Unit, StepModel]) -> None:
     """A line for each."""
-    table = Table(box=None, title="prompts of a rank's step as planned and as they came; steps before a prompt's own")
+    table = Table(
+        box=None,
+        title="prompts of a rank's step as planned and as they came; steps before a prompt's own",
+    )
     table.add_column("unit", no_wrap=True)
     for name in (
-        "prompts", "came", "step s", "priced", "in two", "TTFT s", "planned", "before", "p90", "p99",
-    ):  # fmt: skip
+        "prompts",
+        "came",
+        "step s",
+        "priced",
+        "in two",
+        "TTFT s",
+        "planned",
+        "before",
+        "p90",
+        "p99",
+    ):
         table.add_column(name, justify="right")
     for point in points:
         model = models[point.unit]
         priced_s = price_s(point, model)
         planned_s = planned_ttft_s(point, model)
         table.add_row(
-            str(point.unit), f"{point.planned_prompts:.1f}", f"{point.prompts:.2f}", f"{point.step_s:.3f}",
-            f"{priced_s:.3f} ({priced_s / point.step_s - 1.0:+.0%})", f"{point.two_share:.0%}", f"{point.ttft_s:.2f}",
-            f"{planned_s:.2f} ({planned_s / point.ttft_s - 1.0:+.0%})", f"{steps_before(point):.2f}",
+            str(point.unit),
+            f"{point.planned_prompts:.1f}",
+            f"{point.prompts:.2f}",
+            f"{point.step_s:.3f}",
+            f"{priced_s:.3f} ({priced_s / point.step_s - 1.0:+.0%})",
+            f"{point.two_share:.0%}",
+            f"{point.ttft_s:.2f}",
+            f"{planned_s:.2f} ({planned_s / point.ttft_s - 1.0:+.0%})",
+            f"{steps_before(point):.2f}",
             *(f"{tail:.2f}" for tail in point.tails),
-        )  # fmt: skip
+        )
     console.print(table)
 
 
@@ -257,8 +324,14 @@ def show_fits(console: Console, points: Sequence[Point], models: dict[Unit, Step
         by_load = [
             f"{load} {math.expm1(float(np.mean(np.log(some)))):+.0%}"
             for load, low, high in LOADS
-            if (some := [ratio for ratio, at in zip(ratios, points, strict=True) if low <= at.prompts < high])
-        ]  # fmt: skip
+            if (
+                some := [
+                    ratio
+                    for ratio, at in zip(ratios, points, strict=True)
+                    if low <= at.prompts < high
+                ]
+            )
+        ]
         constants = f"{uneven[0]:.2f}, {uneven[1]:.2f}, {uneven[2]:g}"
         console.print(f"  {name} {constants}: {errors(ratios)}; {', '.join(by_load)}")
 
@@ -271,10 +344,16 @@ def show_fits(console: Console, points: Sequence[Point], models: dict[Unit, Step
     console.print(f"STEPS_BEFORE {STEPS_BEFORE:g}: TTFT at a rate is planned {planned}")
     shares = errors(rate_share(point, models[point.unit]) for point in points)
     console.print(f"  for the TTFT that was simulated a rate is planned that is {shares}")
-    console.print(f"  simulated {min(before):.2f} to {max(before):.2f} steps, mean {float(np.mean(before)):.2f}")
-    tails = [f"p{quantile * 100:g} is {tail_of(quantile):.2f} times the mean, simulated "
-             f"{min(point.tails[i] for point in points):.2f} to {max(point.tails[i] for point in points):.2f}"
-             for i, quantile in enumerate(QUANTILES)]  # fmt: skip
+    console.print(
+        f"  simulated {min(before):.2f} to {max(before):.2f} steps, mean"
+        f" {float(np.mean(before)):.2f}"
+    )
+    tails = [
+        f"p{quantile * 100:g} is {tail_of(quantile):.2f} times the mean, simulated"
+        f" {min(point.tails[i] for point in points):.2f} to"
+        f" {max(point.tails[i] for point in points):.2f}"
+        for i, quantile in enumerate(QUANTILES)
+    ]
     console.print(f"TTFT_TAIL {TTFT_TAIL:g}: {'; '.join(tails)}")
     tail = fit_tail(points)
     console.print(f"  best {tail:.2f}")
@@ -289,12 +368,18 @@ def errors(ratios: Iterable[float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate, print, fit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three units at two rates, ten seconds")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="three units at two rates, ten seconds"
+    )
     options = parser.parse_args(arguments)
     console = Console(highlight=False, width=120)
     began_s = time.process_time()
-    units, loads, seeds = (QUICK_UNITS, QUICK_PROMPTS, QUICK_SEEDS) if options.quick else (UNITS, PROMPTS, SEEDS)
+    units, loads, seeds = (
+        (QUICK_UNITS, QUICK_PROMPTS, QUICK_SEEDS) if options.quick else (UNITS, PROMPTS, SEEDS)
+    )
     models = {unit: model_of(unit) for unit in units}
     points = []
     with console.status("simulating") as status:
@@ -304,8 +389,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     simulated_s = time.process_time() - began_s
     show_points(console, points, models)
     show_fits(console, points, models)
-    console.print(f"{len(points)} units simulated in {simulated_s:.0f} s of a processor, "
-                  f"{time.process_time() - began_s:.0f} s with the fit")  # fmt: skip
+    console.print(
+        f"{len(points)} units simulated in {simulated_s:.0f} s of a processor, "
+        f"{time.process_time() - began_s:.0f} s with the fit"
+    )
 
 
 if __name__ == "__main__":

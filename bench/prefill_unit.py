@@ -1,12 +1,14 @@
-"""What one simulated prefill unit of the published day computes, and how much of it each of its balancers is worth.
+"""What one simulated prefill unit of the published day computes, and how much of it each of its
+balancers is worth.
 
     python -m bench.prefill_unit [--quick] [--seeds 3]
 
-EP32 on H800 under the leader that serves, with prompts as long as the day's, as much of them found as its cache has,
-and always more of them than it can do. "Even" is what the step model says of the very steps if all ranks had the same
-tokens and the same attention, and all experts the same load but for chance; so the share is what balancing leaves. A
-step takes seconds, a run has some dozen: means of seeds, and the rates' extremes. Seconds are simulated: the figures
-are a function of the code and the seeds, whatever else the machine does.
+EP32 on H800 under the leader that serves, with prompts as long as the day's, as much of them found
+as its cache has, and always more of them than it can do. "Even" is what the step model says of the
+very steps if all ranks had the same tokens and the same attention, and all experts the same load
+but for chance; so the share is what balancing leaves. A step takes seconds, a run has some dozen:
+means of seeds, and the rates' extremes. Seconds are simulated: the figures are a function of the
+code and the seeds, whatever else the machine does.
 """
 
 from __future__ import annotations
@@ -45,10 +47,11 @@ def settings(study: Study) -> Iterator[tuple[str, Study]]:
     """(what, study): as it is, then one balancer changed at a time."""
     unit = study.prefill
     for what, changed in (
-        ("balanced", unit), ("request_balance off", replace(unit, request_balance=OFF)),
+        ("balanced", unit),
+        ("request_balance off", replace(unit, request_balance=OFF)),
         ("request_balance turns", replace(unit, request_balance=TURNS)),
         ("expert_balance off", replace(unit, expert_balance=OFF)),
-    ):  # fmt: skip
+    ):
         yield what, replace(study, prefill=changed)
 
 
@@ -90,13 +93,21 @@ def even_per_s(study: Study, world: FleetWorld) -> float:
 
 
 def even_step_s(model: StepModel, work: StepWork) -> float:
-    """The cheapest schedule of the same work, all ranks and micro-batches with the same of all of it."""
+    """The cheapest schedule of the same work, all ranks and micro-batches with the same of all of
+    it.
+    """
 
     def price_s(schedule: Schedule) -> float:
         num = 1 if schedule.offset is None else 2
         by = 1.0 / (num * model.num_ranks)
         imbalance = model.expected_imbalance(PREFILL, work.tokens * by, work.tokens / work.texts)
-        batch = MicroBatch(work.tokens * by, work.positions * by, work.context_tokens * by, work.tokens * by, imbalance)
+        batch = MicroBatch(
+            work.tokens * by,
+            work.positions * by,
+            work.context_tokens * by,
+            work.tokens * by,
+            imbalance,
+        )
         num_rows = work.texts / model.num_ranks
         return model.price_works(PREFILL, schedule, [batch] * num, num_rows=num_rows).seconds
 
@@ -108,9 +119,17 @@ def table(rows: Sequence[tuple[str, Sequence[Run]]]) -> Table:
     found = Table(title="A prefill unit that is always busy", title_justify="left")
     found.add_column("", no_wrap=True)
     for column in (
-        "computed, tokens/s", "least", "most", "of the first", "even, tokens/s", "share of even", "s a step",
-        "max/mean of tokens", "of attention", "of experts",
-    ):  # fmt: skip
+        "computed, tokens/s",
+        "least",
+        "most",
+        "of the first",
+        "even, tokens/s",
+        "share of even",
+        "s a step",
+        "max/mean of tokens",
+        "of attention",
+        "of experts",
+    ):
         found.add_column(column, justify="right")
 
     def mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
@@ -121,22 +140,31 @@ def table(rows: Sequence[tuple[str, Sequence[Run]]]) -> Table:
         rates = [run.computed_per_s for run in runs]
         rate = float(np.mean(rates))
         found.add_row(
-            what, f"{rate:,.0f}", f"{min(rates):,.0f}", f"{max(rates):,.0f}", f"{rate / first:.1%}",
-            f"{mean(runs, lambda run: run.even_per_s):,.0f}", f"{mean(runs, lambda run: run.share):.1%}",
+            what,
+            f"{rate:,.0f}",
+            f"{min(rates):,.0f}",
+            f"{max(rates):,.0f}",
+            f"{rate / first:.1%}",
+            f"{mean(runs, lambda run: run.even_per_s):,.0f}",
+            f"{mean(runs, lambda run: run.share):.1%}",
             f"{mean(runs, lambda run: run.reading.step_s):.2f}",
             f"{mean(runs, lambda run: run.reading.tokens_imbalance):.2f}",
             f"{mean(runs, lambda run: run.reading.positions_imbalance):.2f}",
             f"{mean(runs, lambda run: run.reading.expert_imbalance):.2f}",
-        )  # fmt: skip
+        )
     return found
 
 
 def main(arguments: Sequence[str] = ()) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(
-        prog="bench prefill_unit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench prefill_unit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="8 s of one seed, a smaller sample of the day")
+    parser.add_argument(
+        "--quick", action="store_true", help="8 s of one seed, a smaller sample of the day"
+    )
     parser.add_argument("--seeds", type=int, default=0, help="so many, from 1 on (3, quick 1)")
     options = parser.parse_args(arguments)
     seeds = range(1, 1 + (options.seeds or (1 if options.quick else SEEDS)))
@@ -147,12 +175,18 @@ def main(arguments: Sequence[str] = ()) -> None:
     load = day_load(study, cache, QUICK_LOAD_SCALE if options.quick else 0).figures()
     console = Console(width=max(NUM_COLUMNS, Console().width), highlight=False)
     console.print(
-        f"{study.prefill.ranks} ranks of {study.hardware}; prompts of {load.tokens_in:,.0f} tokens, "
-        f"{load.hit_share:.1%} of them found; {study.window.prefill_seconds:g} s simulated of each, seeds {[*seeds]}"
+        f"{study.prefill.ranks} ranks of {study.hardware}; prompts of {load.tokens_in:,.0f} tokens,"
+        f" {load.hit_share:.1%} of them found; {study.window.prefill_seconds:g} s simulated of"
+        f" each, seeds {[*seeds]}"
     )
-    console.print(table([
-        (what, [measured(replace(one, seed=seed), load, cache) for seed in seeds]) for what, one in settings(study)
-    ]))  # fmt: skip
+    console.print(
+        table(
+            [
+                (what, [measured(replace(one, seed=seed), load, cache) for seed in seeds])
+                for what, one in settings(study)
+            ]
+        )
+    )
 
 
 if __name__ == "__main__":

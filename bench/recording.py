@@ -1,11 +1,13 @@
-"""What HADAL_RECORD costs a server: microseconds and bytes of each call of a role that is written down.
+"""What HADAL_RECORD costs a server: microseconds and bytes of each call of a role that is written
+down.
 
     python -m bench.recording [--quick] [--requests 300] [--folder FOLDER]
 
-`hadal serve` is recorded under chat requests, 32 at a time. Then what its roles heard and said is written once more by
-the same recorder, call by call, without the roles, and timed: each call's time is the median of some rounds. Once with
-one call right after the other, once with a millisecond's sleep before each, when the processor's caches are about as
-cold as a server's that waits for its next message. `--folder`: a recording that is there already, instead of a server.
+`hadal serve` is recorded under chat requests, 32 at a time. Then what its roles heard and said is
+written once more by the same recorder, call by call, without the roles, and timed: each call's time
+is the median of some rounds. Once with one call right after the other, once with a millisecond's
+sleep before each, when the processor's caches are about as cold as a server's that waits for its
+next message. `--folder`: a recording that is there already, instead of a server.
 """
 
 from __future__ import annotations
@@ -63,7 +65,11 @@ class Cost:
     @property
     def core_share(self) -> float:
         """Of a core, while it lasted, with a pause before each."""
-        return 1e-6 * statistics.fmean(self.apart_us) * len(self.calls_us) / self.span_s if self.span_s else 0.0
+        return (
+            1e-6 * statistics.fmean(self.apart_us) * len(self.calls_us) / self.span_s
+            if self.span_s
+            else 0.0
+        )
 
 
 class Echo:
@@ -80,26 +86,36 @@ class Echo:
 
 
 def cost_of(recording: Recording, folder: Path, rounds: int = ROUNDS) -> Cost:
-    """Record its calls again, each round in a folder of its own. Raises ValueError if there are none."""
+    """Record its calls again, each round in a folder of its own. Raises ValueError if there are
+    none.
+    """
     calls = recording.calls
     if not calls:
         raise ValueError(f"{recording.process} has no calls.")
 
     def median_us(way: str, count: int, apart_s: float) -> tuple[float, ...]:
-        rounds_us = [again(recording, folder / f"{way}-{number}", count, apart_s) for number in range(rounds)]
+        rounds_us = [
+            again(recording, folder / f"{way}-{number}", count, apart_s) for number in range(rounds)
+        ]
         return tuple(map(statistics.median, zip(*rounds_us, strict=True)))
 
     in_a_row_us = median_us(f"{recording.process}-row", len(calls), 0.0)
     apart_us = median_us(f"{recording.process}-apart", APART_CALLS, APART_S)
-    num_bytes = sum(path.stat().st_size for path in (folder / f"{recording.process}-row-0").iterdir())
-    return Cost(recording.process, calls[-1].now_s - calls[0].now_s, in_a_row_us, apart_us, num_bytes)
+    num_bytes = sum(
+        path.stat().st_size for path in (folder / f"{recording.process}-row-0").iterdir()
+    )
+    return Cost(
+        recording.process, calls[-1].now_s - calls[0].now_s, in_a_row_us, apart_us, num_bytes
+    )
 
 
 def again(recording: Recording, folder: Path, count: int, apart_s: float) -> list[float]:
     """Record the first `count` calls into a folder: what each takes longer for it, us."""
     calls, opening = recording.calls[:count], recording.opening
     with recording_into(folder):
-        noted = recorded(Echo(calls), recording.process, opening.made, opening.run_id, opening.deployment)
+        noted = recorded(
+            Echo(calls), recording.process, opening.made, opening.run_id, opening.deployment
+        )
     bare_us = times_us(Echo(calls), calls, apart_s)
     return [new - bare for new, bare in zip(times_us(noted, calls, apart_s), bare_us, strict=True)]
 
@@ -145,28 +161,39 @@ def serve(folder: Path, num_requests: int) -> None:
 
 def table(costs: Sequence[Cost]) -> Table:
     """By process."""
-    found = Table(title="What it costs to record a call, us: mean (median, p99)", title_justify="left")
+    found = Table(
+        title="What it costs to record a call, us: mean (median, p99)", title_justify="left"
+    )
     found.add_column("process")
     for column in ("calls", "in a row", "1 ms apart", "bytes a call", "of a core"):
         found.add_column(column, justify="right")
     for cost in costs:
         found.add_row(
-            cost.process, f"{len(cost.calls_us):,}", shown(cost.calls_us), shown(cost.apart_us),
-            f"{cost.call_bytes:,.0f}", f"{cost.core_share:.2%}",
-        )  # fmt: skip
+            cost.process,
+            f"{len(cost.calls_us):,}",
+            shown(cost.calls_us),
+            shown(cost.apart_us),
+            f"{cost.call_bytes:,.0f}",
+            f"{cost.core_share:.2%}",
+        )
     return found
 
 
 def shown(calls_us: Sequence[float]) -> str:
     """In short."""
     values = list(calls_us)
-    return f"{statistics.fmean(values):.1f} ({statistics.median(values):.1f}, {percentile(values, 0.99):.1f})"
+    return (
+        f"{statistics.fmean(values):.1f} ({statistics.median(values):.1f},"
+        f" {percentile(values, 0.99):.1f})"
+    )
 
 
 def main(arguments: Sequence[str] = ()) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(
-        prog="bench recording", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench recording",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="64 requests")
     parser.add_argument("--requests", type=int, default=REQUESTS)
@@ -176,7 +203,11 @@ def main(arguments: Sequence[str] = ()) -> None:
         folder = options.folder or Path(name) / "served"
         if options.folder is None:
             serve(folder, 64 if options.quick else options.requests)
-        costs = [cost_of(recording, Path(name)) for recording in read_recordings(folder) if recording.calls]
+        costs = [
+            cost_of(recording, Path(name))
+            for recording in read_recordings(folder)
+            if recording.calls
+        ]
     Console(width=max(NUM_COLUMNS, Console().width), highlight=False).print(table(costs))
 
 

@@ -1,4 +1,6 @@
-"""What a speed run holds: points, their figures per engine, and the machine they were taken on. No measuring here."""
+"""What a speed run holds: points, their figures per engine, and the machine they were taken on. No
+measuring here.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,13 @@ class Point:
         return self.size / decode_cost(config, self.size, CONTEXT + self.steps // 2).seconds(limits)
 
 
-POINTS = (*(Point("prefill", n) for n in (128, 512, 2048)), *(Point("decode", n) for n in DECODE_STEPS))
-QUICK_POINTS = tuple(point for point in POINTS if point not in (Point("prefill", 2048), Point("decode", 64)))
+POINTS = (
+    *(Point("prefill", n) for n in (128, 512, 2048)),
+    *(Point("decode", n) for n in DECODE_STEPS),
+)
+QUICK_POINTS = tuple(
+    point for point in POINTS if point not in (Point("prefill", 2048), Point("decode", 64))
+)
 
 
 @dataclass

@@ -1,10 +1,11 @@
-"""What it costs that processes prove themselves: pulls of KV over TCP and exchanges of the mesh, and what tags cost.
+"""What it costs that processes prove themselves: pulls of KV over TCP and exchanges of the mesh,
+and what tags cost.
 
     python -m bench.secret_cost [--quick] [--before FOLDER]
 
-Two processes on this host for each figure. `--before` names a checkout of an earlier commit, such as 6ec73ee, whose
-processes knew no secret: its rounds and ours are taken in turn, and the ratio is the median of the rounds' own.
-*Tagged* is ours as between hosts, where every record carries a tag.
+Two processes on this host for each figure. `--before` names a checkout of an earlier commit, such
+as 6ec73ee, whose processes knew no secret: its rounds and ours are taken in turn, and the ratio is
+the median of the rounds' own. *Tagged* is ours as between hosts, where every record carries a tag.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ TIMEOUT_S = 120.0
 BEFORE, NOW, TAGGED = "before", "now", "tagged"
 
 
-# ---- one of the two processes: `hadal` is whichever PYTHONPATH names, so nothing of it is imported above ----
+# ---- one of the two processes: `hadal` is whichever PYTHONPATH names, so nothing of it is imported
+# above ----
 def between_hosts() -> None:
     """Let this process take every peer for one on another host."""
     from hadal.comm import mesh_poller
@@ -45,7 +47,9 @@ def wire_of(unit: str, num_blocks: int) -> tuple[Any, Any]:
     from hadal.runtime.kv_pool import KvPool, pool_name
     from hadal.runtime.kv_wire import KvWire
 
-    pool = KvPool.create(pool_name(f"cost{os.getppid()}", unit, str(os.getpid())), (num_blocks, LAYERS, 64, 80))
+    pool = KvPool.create(
+        pool_name(f"cost{os.getppid()}", unit, str(os.getpid())), (num_blocks, LAYERS, 64, 80)
+    )
     try:
         from hadal.runtime.grants import Grants
     except ImportError:  # Before there was a secret.
@@ -89,7 +93,9 @@ def pull(num_rounds: int) -> None:
             error = wire.pull(lease, into)
             assert error is None, error
 
-        found[f"pull of {count} x {pool.block_bytes >> 10} KiB"] = timed(once, num_rounds // count + 20)
+        found[f"pull of {count} x {pool.block_bytes >> 10} KiB"] = timed(
+            once, num_rounds // count + 20
+        )
     print(json.dumps(found), flush=True)
     wire.close()
     pool.close()
@@ -138,9 +144,12 @@ def timed(once: Callable[[], Any], num_rounds: int) -> float:
 def start(source: Path, *arguments: str, is_tagged: bool) -> subprocess.Popen[str]:
     tagged = ["--tagged"] if is_tagged else []
     return subprocess.Popen(
-        [sys.executable, __file__, *arguments, *tagged], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, __file__, *arguments, *tagged],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(source / "src"), "OMP_WAIT_POLICY": "PASSIVE"},
-    )  # fmt: skip
+    )
 
 
 def say(process: subprocess.Popen[str], line: str) -> None:
@@ -165,7 +174,8 @@ def one_round(source: Path, num_rounds: int, *, is_tagged: bool) -> dict[str, fl
         say(puller, json.dumps(hear(owner)))
         found: dict[str, float] = hear(puller)
         ranks += [
-            start(source, "--as", f"rank{rank}", "--rounds", str(num_rounds), is_tagged=is_tagged) for rank in (0, 1)
+            start(source, "--as", f"rank{rank}", "--rounds", str(num_rounds), is_tagged=is_tagged)
+            for rank in (0, 1)
         ]
         ports = json.dumps([hear(rank) for rank in ranks])
         for rank in ranks:
@@ -179,10 +189,16 @@ def one_round(source: Path, num_rounds: int, *, is_tagged: bool) -> dict[str, fl
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one short round")
-    parser.add_argument("--before", type=Path, help="a checkout of an earlier commit to compare with")
-    parser.add_argument("--as", dest="role", choices=("own", "pull", "rank0", "rank1"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--before", type=Path, help="a checkout of an earlier commit to compare with"
+    )
+    parser.add_argument(
+        "--as", dest="role", choices=("own", "pull", "rank0", "rank1"), help=argparse.SUPPRESS
+    )
     parser.add_argument("--rounds", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--tagged", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
@@ -208,7 +224,9 @@ def main(arguments: list[str] | None = None) -> None:
             source, is_tagged = variants[name]
             took[name] = one_round(source, 50 if asked.quick else 400, is_tagged=is_tagged)
         rounds.append(took)
-    table = Table(title="what proofs, grants and tags cost, µs: median of rounds (fastest to slowest)")
+    table = Table(
+        title="what proofs, grants and tags cost, µs: median of rounds (fastest to slowest)"
+    )
     table.add_column("")
     for name in (*variants, *([f"{NOW} / {BEFORE}"] if asked.before else [])):
         table.add_column(name, justify="right")
@@ -216,10 +234,14 @@ def main(arguments: list[str] | None = None) -> None:
         cells = []
         for name in variants:
             values = [took[name][what] for took in rounds]
-            cells.append(f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})")
+            cells.append(
+                f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
+            )
         if asked.before:
             ratios = [took[NOW][what] / took[BEFORE][what] for took in rounds]
-            cells.append(f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})")
+            cells.append(
+                f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
         table.add_row(what, *cells)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 

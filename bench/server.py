@@ -1,4 +1,6 @@
-"""`hadal serve` for a benchmark: started as a user starts it, watched from outside, stopped at the end."""
+"""`hadal serve` for a benchmark: started as a user starts it, watched from outside, stopped at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Running:
         return url.hostname or "127.0.0.1", url.port or 80
 
     def get(self, path: str) -> bytes:
-        """GET a path; raises OSError if nobody listens and RuntimeError if the answer is not 200."""
+        """GET a path; raises OSError if nobody listens and RuntimeError if the answer is not
+        200.
+        """
         status, body = request(self.address, "GET", path)
         if status != 200:
             raise RuntimeError(f"GET {path} was answered with {status}: {body[:200]!r}")
@@ -56,12 +60,18 @@ class Running:
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by its full name, labels included."""
         lines = self.get("/metrics").decode().splitlines()
-        return {key: float(value) for key, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+        return {
+            key: float(value)
+            for key, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        }
 
     def pids(self) -> dict[str, int]:
         """Process ids by name: supervisor, gateway, prefill-0, decode-0 ..."""
         status = self.status
-        return {"supervisor": status.supervisor_pid, **{name: p.pid for name, p in status.processes.items()}}
+        return {
+            "supervisor": status.supervisor_pid,
+            **{name: p.pid for name, p in status.processes.items()},
+        }
 
 
 def request(
@@ -71,7 +81,9 @@ def request(
     connection = http.client.HTTPConnection(*address, timeout=120)
     try:
         content = None if body is None else json.dumps(body)
-        connection.request(method, path, content, {} if body is None else {"Content-Type": "application/json"})
+        connection.request(
+            method, path, content, {} if body is None else {"Content-Type": "application/json"}
+        )
         reply = connection.getresponse()
         return reply.status, reply.read()
     finally:
@@ -80,10 +92,13 @@ def request(
 
 @contextlib.contextmanager
 def launched(
-    deployment: str = "", environment: Mapping[str, str] | None = None, module: str = "hadal.cli",
+    deployment: str = "",
+    environment: Mapping[str, str] | None = None,
+    module: str = "hadal.cli",
     checkout: Path = ROOT,
-) -> Iterator[Running]:  # fmt: skip
-    """Start `hadal serve` on a free port with this deployment (TOML); does not wait until it is ready.
+) -> Iterator[Running]:
+    """Start `hadal serve` on a free port with this deployment (TOML); does not wait until it is
+    ready.
 
     `module` takes its place: what has the same command line. `checkout`: whose code it is.
     """
@@ -103,7 +118,9 @@ def launched(
             own = checkout / ".venv" / "bin" / "python"
             python = sys.executable if checkout == ROOT or not own.exists() else str(own)
             command = [python, "-m", module, *arguments]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env
+            )
         running = Running(process, folder / "r", log, started_s)
         try:
             yield running
@@ -117,7 +134,9 @@ def launched(
 
 
 def wait_ready(running: Running, timeout_s: float = 120.0) -> None:
-    """Return when /health says that requests can be answered. Raises RuntimeError with the log's end if that fails."""
+    """Return when /health says that requests can be answered. Raises RuntimeError with the log's
+    end if that fails.
+    """
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         if running.process.poll() is not None:
@@ -126,4 +145,6 @@ def wait_ready(running: Running, timeout_s: float = 120.0) -> None:
             running.get("/health")
             return
         time.sleep(0.02)
-    raise RuntimeError(f"the server is not ready:\n{running.log.read_text(errors='replace')[-2000:]}")
+    raise RuntimeError(
+        f"the server is not ready:\n{running.log.read_text(errors='replace')[-2000:]}"
+    )

@@ -1,10 +1,12 @@
-"""What a simulated hour at full size costs: the day's busiest, every request one, under the roles that serve.
+"""What a simulated hour at full size costs: the day's busiest, every request one, under the roles
+that serve.
 
     python -m bench.simulated_hour [--quick] [--seconds N]
 
-29 prefill units of 32 ranks and 9 decode units of 144, as many requests at the start as are there at 20 tokens/s for a
-user, and the seconds that `hadal simulate` looks at of every hour. In a process of its own, whose memory is told; the
-day's cache is made before and does not count. `--quick`: a third of the units and of the load.
+29 prefill units of 32 ranks and 9 decode units of 144, as many requests at the start as are there
+at 20 tokens/s for a user, and the seconds that `hadal simulate` looks at of every hour. In a
+process of its own, whose memory is told; the day's cache is made before and does not count.
+`--quick`: a third of the units and of the load.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Cost:
     """Of the process, at most."""
 
 
-def measured(study: Study, placed: Mapping[str, float], setting: HourSetting, cache: CacheDay | None) -> Cost:
+def measured(
+    study: Study, placed: Mapping[str, float], setting: HourSetting, cache: CacheDay | None
+) -> Cost:
     """Simulate it here."""
     begun_s = time.process_time()
     window = run_hour(study, placed, setting, cache)
@@ -60,7 +64,9 @@ def apart(study: Study, setting: HourSetting, cache: CacheDay | None) -> Cost:
 def peak_bytes() -> int:
     """Of this process so far. Not getrusage's figure, which a parent leaves to its children."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+    return 1024 * next(
+        int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")
+    )
 
 
 def table(study: Study, cost: Cost) -> Table:
@@ -68,7 +74,10 @@ def table(study: Study, cost: Cost) -> Table:
     window, cpu_s = cost.window, cost.cpu_s
     settle_s, seconds = study.window.settle_s, study.window.seconds
     units = window.setting.units
-    title = f"{units.prefill} + {units.decode} units, {settle_s:g} + {seconds:g} s simulated in {cpu_s:.1f} s of a core"
+    title = (
+        f"{units.prefill} + {units.decode} units, {settle_s:g} + {seconds:g} s simulated in"
+        f" {cpu_s:.1f} s of a core"
+    )
     found = Table("", "", title=title, title_justify="left")
     for name, value in (
         ("seconds of a core for one simulated", f"{cpu_s / (settle_s + seconds):.2f}"),
@@ -86,10 +95,14 @@ def table(study: Study, cost: Cost) -> Table:
 def main(arguments: Sequence[str] = ()) -> None:
     """Run, and print one table."""
     parser = argparse.ArgumentParser(
-        prog="bench simulated_hour", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench simulated_hour",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="10 + 3 units and a third of the load")
-    parser.add_argument("--seconds", type=float, default=0.0, help="measured, after those in which all settle")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="measured, after those in which all settle"
+    )
     options = parser.parse_args(arguments)
     study, units = Study(), UNITS
     if options.seconds:
@@ -97,7 +110,10 @@ def main(arguments: Sequence[str] = ()) -> None:
     cache = cache_of(study, quick=options.quick)
     if options.quick:
         sessions = study.workload.sessions_per_day / THIRD
-        study, units = replace(study, workload=replace(study.workload, sessions_per_day=sessions)), THIRD_UNITS
+        study, units = (
+            replace(study, workload=replace(study.workload, sessions_per_day=sessions)),
+            THIRD_UNITS,
+        )
     setting = HourSetting(HOUR, units, TOKEN_S, study.window.first_token_s)
     Console(highlight=False).print(table(study, apart(study, setting, cache)))
 

@@ -1,9 +1,11 @@
-"""What it takes to bring experts from another rank's process over loopback, and to stage a layer of the shipped model.
+"""What it takes to bring experts from another rank's process over loopback, and to stage a layer of
+the shipped model.
 
     python -m bench.staging [--quick]
 
-One process serves, this one fetches. "In the background" is as ranks do it: both threads of a lower priority and with a
-share of a core (runtime/background). The bound is a copy within memory, by one thread.
+One process serves, this one fetches. "In the background" is as ranks do it: both threads of a lower
+priority and with a share of a core (runtime/background). The bound is a copy within memory, by one
+thread.
 """
 
 from __future__ import annotations
@@ -45,11 +47,15 @@ def expert(size_mb: int) -> tuple[Tensor, Tensor]:
 
 
 def serve(share: float) -> None:
-    """Until this process is killed: synthetic experts as layers 1 and 44, the shipped model's as layer 0."""
+    """Until this process is killed: synthetic experts as layers 1 and 44, the shipped model's as
+    layer 0.
+    """
     torch.set_num_threads(1)
     store = ExpertStore(SHIPPED, load_weights(SHIPPED))
     synthetic = {size_mb: expert(size_mb) for size_mb in SIZES}
-    server = ExpertServer(HOST, KEY, lambda layer, one: synthetic.get(layer) or store.expert(layer, one), share)
+    server = ExpertServer(
+        HOST, KEY, lambda layer, one: synthetic.get(layer) or store.expert(layer, one), share
+    )
     print(server.port, flush=True)
     time.sleep(3600)
 
@@ -64,7 +70,9 @@ def bytes_per_s(act: Callable[[], object], num_bytes: int, seconds: float) -> fl
     return statistics.median(found)
 
 
-def fetch_rates(console: Console, port: int, what: str, rest: Callable[[], None], seconds: float) -> None:
+def fetch_rates(
+    console: Console, port: int, what: str, rest: Callable[[], None], seconds: float
+) -> None:
     for size_mb in SIZES:
         rate, bound = fetch_rate(size_mb, port, rest, seconds)
         num_bytes = sum(part.nbytes for part in expert(size_mb))
@@ -74,7 +82,9 @@ def fetch_rates(console: Console, port: int, what: str, rest: Callable[[], None]
         )
 
 
-def fetch_rate(size_mb: int, port: int, rest: Callable[[], None], seconds: float) -> tuple[float, float]:
+def fetch_rate(
+    size_mb: int, port: int, rest: Callable[[], None], seconds: float
+) -> tuple[float, float]:
     """Bytes per second of a fetch, and of a copy within memory."""
     client, (gate_up, down), into = ExpertClient(KEY), expert(size_mb), expert(size_mb)
     num_bytes = gate_up.nbytes + down.nbytes
@@ -92,12 +102,16 @@ def fetch_rate(size_mb: int, port: int, rest: Callable[[], None], seconds: float
 
 
 def stage_layer(console: Console, port: int, num_new: int) -> None:
-    """A rank's slots of one layer, the last `num_new` of them with experts that it does not hold."""
+    """A rank's slots of one layer, the last `num_new` of them with experts that it does not
+    hold.
+    """
     placement = spread(3, 256, NUM_RANKS, NUM_REDUNDANT)
     slots_LS = placement.slot_to_expert_LRS[:, 0]
     store = ExpertStore(SHIPPED, load_weights(SHIPPED, slots_LS=slots_LS), slots_LS)
     slots = slots_LS[0].tolist()
-    others = [one for one in np.unique(placement.slot_to_expert_LRS[0, 1:]).tolist() if one not in slots]
+    others = [
+        one for one in np.unique(placement.slot_to_expert_LRS[0, 1:]).tolist() if one not in slots
+    ]
     if num_new:
         slots[-num_new:] = others[:num_new]
     sources = tuple(Source(one, HOST, port) for one in others[:num_new])
@@ -122,7 +136,9 @@ def stage_layer(console: Console, port: int, num_new: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.staging", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.staging", description=__doc__.split("\n", 1)[0]
+    )
     parser.add_argument("--quick", action="store_true", help="a second a figure")
     parser.add_argument("--serve", type=float, metavar="SHARE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -134,8 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print("[bold]staging[/bold]: experts from another rank, over loopback")
     pace = Pace()
     ways: dict[str, tuple[float, Callable[[], None]]] = {
-        "at full speed": (1.0, lambda: None), "in the background": (SHARE, lambda: time.sleep(pace.owed_s())),
-    }  # fmt: skip
+        "at full speed": (1.0, lambda: None),
+        "in the background": (SHARE, lambda: time.sleep(pace.owed_s())),
+    }
     for what, (share, rest) in ways.items():
         command = [sys.executable, "-m", "bench.staging", "--serve", str(share)]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

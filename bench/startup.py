@@ -19,7 +19,11 @@ from rich.console import Console
 from bench.checkpoints import SHIPPED
 from bench.server import launched, request
 
-BODY = {"model": SHIPPED.name, "messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}
+BODY = {
+    "model": SHIPPED.name,
+    "messages": [{"role": "user", "content": "What is 12 + 30?"}],
+    "temperature": 0,
+}
 TIMEOUT_S = 180.0
 AIM_S = 15.0
 
@@ -39,8 +43,12 @@ def seconds_to_first_answer(environment: Mapping[str, str] | None = None) -> flo
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.startup", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="one start, and none with an empty cache")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.startup", description=__doc__.split("\n", 1)[0]
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one start, and none with an empty cache"
+    )
     options = parser.parse_args(arguments)
     console = Console()
     console.print("[bold]start-up[/bold]: from the command to the first answer")
@@ -48,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     times = [seconds_to_first_answer() for _ in range(1 if options.quick else 5)]
     mark = "[green]✓[/green]" if statistics.median(times) <= AIM_S else "[red]✗[/red]"
     shown = ", ".join(f"{seconds:.1f}" for seconds in times)
-    console.print(f"  warm: {statistics.median(times):.1f} s {mark} [dim](aim {AIM_S:.0f} s; {shown})[/dim]")
+    console.print(
+        f"  warm: {statistics.median(times):.1f} s {mark} [dim](aim {AIM_S:.0f} s; {shown})[/dim]"
+    )
     if not options.quick:
         with tempfile.TemporaryDirectory(prefix="hadal-b-") as cache:
             first = seconds_to_first_answer({"HADAL_CACHE_DIR": cache})

@@ -1,9 +1,11 @@
-"""Where a decode step's time goes when the real server decodes 32 streams, and what the server adds to the bare engine.
+"""Where a decode step's time goes when the real server decodes 32 streams, and what the server adds
+to the bare engine.
 
     python -m bench.step_breakdown [--quick] [--model mid]
 
-The server runs as `hadal serve` runs it; its processes are looked at from outside (CPU time per thread, /metrics). The
-bare engine is the same Runner at the same batch in a process alone. What the server adds to a step is the difference.
+The server runs as `hadal serve` runs it; its processes are looked at from outside (CPU time per
+thread, /metrics). The bare engine is the same Runner at the same batch in a process alone. What the
+server adds to a step is the difference.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Counters at one moment. CPU seconds by process, and of the decode unit's threads by what they are for."""
+    """Counters at one moment. CPU seconds by process, and of the decode unit's threads by what they
+    are for.
+    """
 
     time_s: float
     num_tokens: float
@@ -82,37 +86,55 @@ def snapshot(running: Running) -> Snapshot:
     for name, pid in running.pids().items():
         threads = cpu_seconds(pid)
         if name == "decode-0":
-            # The main thread receives, plans and sends; zmq's own threads move the bytes; the rest compute.
-            io = {tid for tid, (thread, _) in threads.items() if tid == pid or thread.startswith("ZMQ")}
+            # The main thread receives, plans and sends; zmq's own threads move the bytes; the rest
+            # compute.
+            io = {
+                tid
+                for tid, (thread, _) in threads.items()
+                if tid == pid or thread.startswith("ZMQ")
+            }
             cpu_s["decode-0 leader and wire"] = sum(threads[tid][1] for tid in io)
-            cpu_s["decode-0 compute"] = sum(used for tid, (_, used) in threads.items() if tid not in io)
+            cpu_s["decode-0 compute"] = sum(
+                used for tid, (_, used) in threads.items() if tid not in io
+            )
         else:
             cpu_s[name] = sum(used for _, used in threads.values())
     return Snapshot(time_s, num_tokens, cpu_s)
 
 
 class Streams:
-    """Clients that look at their sockets ten times a second: they share the cores with what is measured."""
+    """Clients that look at their sockets ten times a second: they share the cores with what is
+    measured.
+    """
 
     def __init__(self, running: Running, model: Path, num_tokens: int) -> None:
         vocab_size = read_model_config(model).vocab_size
         body = {
-            "model": model.name, "max_tokens": num_tokens, "temperature": 0.6, "top_p": 0.95, "ignore_eos": True,
+            "model": model.name,
+            "max_tokens": num_tokens,
+            "temperature": 0.6,
+            "top_p": 0.95,
+            "ignore_eos": True,
             "stream": True,
-        }  # fmt: skip
+        }
         self._running = running
         self._ended = b""
         self._sockets = []
         for index, prompt in enumerate(prompts(BATCH, CONTEXT, vocab_size, seed=3)):
             content = json.dumps({**body, "prompt": prompt, "seed": index}).encode()
-            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            head = (
+                "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+                " application/json\r\n"
+            )
             client = socket.create_connection(running.address, timeout=TIMEOUT_S)
             client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
             client.setblocking(False)
             self._sockets.append(client)
 
     def wait_until(self, metric: str, value: float) -> None:
-        """Read what comes until a metric has reached a value. Scraped once a second: it costs the gateway time."""
+        """Read what comes until a metric has reached a value. Scraped once a second: it costs the
+        gateway time.
+        """
         deadline_s = time.monotonic() + TIMEOUT_S
         while self._running.metrics().get(metric, 0.0) < value:
             if time.monotonic() > deadline_s:
@@ -121,7 +143,9 @@ class Streams:
                 time.sleep(0.1)
                 self._read()
             if self._ended:
-                raise RuntimeError(f"a stream ended before the measurement did: {self._ended[-300:]!r}")
+                raise RuntimeError(
+                    f"a stream ended before the measurement did: {self._ended[-300:]!r}"
+                )
 
     def close(self) -> None:
         """Leave; the server cancels what still runs."""
@@ -137,7 +161,9 @@ class Streams:
 
 
 def run_streams(running: Running, model: Path, steps: int) -> tuple[Snapshot, Snapshot, float]:
-    """Decode BATCH streams; return counters after all had joined and `steps` later, and the cores others kept busy."""
+    """Decode BATCH streams; return counters after all had joined and `steps` later, and the cores
+    others kept busy.
+    """
     # Nobody may end before the second snapshot, nor those that joined first.
     streams = Streams(running, model, 2 * steps + 800)
     try:
@@ -153,12 +179,25 @@ def run_streams(running: Running, model: Path, steps: int) -> tuple[Snapshot, Sn
 
 
 def bare_engine(model: Path, threads: int, steps: int) -> tuple[dict[str, float], float]:
-    """Milliseconds per step without a server, from a process of its own; and the cores others kept busy meanwhile."""
-    command = [sys.executable, "-m", "bench.step_parts", str(model), str(threads), str(BATCH), str(CONTEXT), str(steps)]
+    """Milliseconds per step without a server, from a process of its own; and the cores others kept
+    busy meanwhile.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "bench.step_parts",
+        str(model),
+        str(threads),
+        str(BATCH),
+        str(CONTEXT),
+        str(steps),
+    ]
     env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # As the server starts its units.
     watch = CpuWatch()
     watch.start(())
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False
+    )
     others_cores = watch.stop()
     if done.returncode != 0:
         raise RuntimeError(f"bench.step_parts failed:\n{done.stderr[-2000:]}")
@@ -167,9 +206,13 @@ def bare_engine(model: Path, threads: int, steps: int) -> tuple[dict[str, float]
 
 
 def measure(model: Path, threads: int, steps: int) -> Breakdown:
-    """The bare engine before and after the server, so that a drift of the machine is seen by both."""
+    """The bare engine before and after the server, so that a drift of the machine is seen by
+    both.
+    """
     before, others_before = bare_engine(model, threads, steps)
-    deployment = f'model = "{model}"\n[prefill]\nthreads = {threads}\n[decode]\nthreads = {threads}\n'
+    deployment = (
+        f'model = "{model}"\n[prefill]\nthreads = {threads}\n[decode]\nthreads = {threads}\n'
+    )
     with launched(deployment) as running:
         wait_ready(running)
         first, last, others = run_streams(running, model, steps)
@@ -182,14 +225,20 @@ def measure(model: Path, threads: int, steps: int) -> Breakdown:
         step_ms=1e3 * (last.time_s - first.time_s) / num_steps,
         runner_ms=metrics['hadal_step_ms{unit="decode-0"}'],
         idle_ms=metrics['hadal_overhead_ms{unit="decode-0"}'],
-        cpu_ms={name: 1e3 * (last.cpu_s[name] - first.cpu_s[name]) / num_steps for name in first.cpu_s},
+        cpu_ms={
+            name: 1e3 * (last.cpu_s[name] - first.cpu_s[name]) / num_steps for name in first.cpu_s
+        },
         others_cores=max(others, others_before, others_after),
     )
 
 
 def table(result: Breakdown) -> Table:
     """The breakdown for people."""
-    out = Table(title=f"{result.model}: one decode step at batch {BATCH}, ms", title_justify="left", show_header=False)
+    out = Table(
+        title=f"{result.model}: one decode step at batch {BATCH}, ms",
+        title_justify="left",
+        show_header=False,
+    )
     out.add_column()
     out.add_column(justify="right")
     out.add_column(style="dim")
@@ -214,26 +263,38 @@ def table(result: Breakdown) -> Table:
     if result.added_ms < -AIM_MS:
         mark = "[yellow]?[/yellow]"  # The machine was another one in between.
     note = f"aim {AIM_MS:g}; others kept up to {result.others_cores:.1f} cores busy"
-    out.add_row("[bold]added by the server[/bold]", f"[bold]{result.added_ms:.3f}[/bold] {mark}", note)
+    out.add_row(
+        "[bold]added by the server[/bold]", f"[bold]{result.added_ms:.3f}[/bold] {mark}", note
+    )
     return out
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.step_breakdown", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.step_breakdown", description=__doc__.split("\n", 1)[0]
+    )
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    parser.add_argument("--model", action="append", choices=("mid", "hadal-tiny"), help="default: both")
+    parser.add_argument(
+        "--model", action="append", choices=("mid", "hadal-tiny"), help="default: both"
+    )
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args(arguments)
     console = Console()
     for name in options.model or ["hadal-tiny", "mid"]:
         console.print(f"[bold]step breakdown, {name}[/bold]")
         folder = mid_model() if name == "mid" else SHIPPED
-        steps = (300 if options.quick else 1000) if name == "hadal-tiny" else (60 if options.quick else 150)
+        steps = (
+            (300 if options.quick else 1000)
+            if name == "hadal-tiny"
+            else (60 if options.quick else 150)
+        )
         result = measure(folder, options.threads, steps)
         console.print(table(result))
         path = PEERS.parent / "bench" / "results" / time.strftime(f"step-{name}-%Y%m%d-%H%M%S.json")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**vars(result), "added_ms": result.added_ms}, indent=1), encoding="utf-8")
+        path.write_text(
+            json.dumps({**vars(result), "added_ms": result.added_ms}, indent=1), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What a decode step consists of, part by part, without a server around it. Prints one JSON object of milliseconds.
+"""What a decode step consists of, part by part, without a server around it. Prints one JSON object
+of milliseconds.
 
     python -m bench.step_parts MODEL_FOLDER THREADS BATCH CONTEXT STEPS
 
-compute and sampling are the Runner's two halves; planning is the decode leader's answer to a finished step; wire is a
-step's tokens from the unit's socket to the front's, encoding and decoding included.
+compute and sampling are the Runner's two halves; planning is the decode leader's answer to a
+finished step; wire is a step's tokens from the unit's socket to the front's, encoding and decoding
+included.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Stopwatch:
             self.seconds += time.perf_counter() - start
 
 
-def runner_parts(folder: str, threads: int, batch: int, context: int, steps: int) -> dict[str, float]:
+def runner_parts(
+    folder: str, threads: int, batch: int, context: int, steps: int
+) -> dict[str, float]:
     """The Runner's step: the model's decode, the sampler's draw, and what is around them."""
     subject = HadalSubject(folder, threads, SAMPLING)
     subject.decode(batch, context, steps // 4)
@@ -62,11 +66,18 @@ def runner_parts(folder: str, threads: int, batch: int, context: int, steps: int
 
 
 def planning(batch: int, context: int, steps: int) -> float:
-    """Milliseconds a decode leader takes per finished step with `batch` requests, blocks growing as they do."""
+    """Milliseconds a decode leader takes per finished step with `batch` requests, blocks growing as
+    they do.
+    """
     leader = DecodeLeader(
-        "decode-0", "epoch", 2 + batch * (2 + (context + steps) // BLOCK_TOKENS), num_slots=batch,
-        num_waiting_max=batch, max_context=context + 2 * steps, heartbeat_s=0.5,
-    )  # fmt: skip
+        "decode-0",
+        "epoch",
+        2 + batch * (2 + (context + steps) // BLOCK_TOKENS),
+        num_slots=batch,
+        num_waiting_max=batch,
+        max_context=context + 2 * steps,
+        heartbeat_s=0.5,
+    )
     plans: list[DecodePlan] = []
     blocks = tuple(range(1, 2 + (context - 1) // BLOCK_TOKENS))
     for index in range(batch):
@@ -96,9 +107,12 @@ def planning(batch: int, context: int, steps: int) -> float:
 
 def _plans(effects: Sequence[Effect]) -> list[DecodePlan]:
     return [
-        plan for effect in effects if isinstance(effect, Execute) for plan in effect.plans
+        plan
+        for effect in effects
+        if isinstance(effect, Execute)
+        for plan in effect.plans
         if isinstance(plan, DecodePlan)
-    ]  # fmt: skip
+    ]
 
 
 def wire(batch: int, rounds: int) -> float:
@@ -124,7 +138,9 @@ def wire(batch: int, rounds: int) -> float:
 def main() -> None:
     folder, threads, batch, context, steps = sys.argv[1], *map(int, sys.argv[2:6])
     parts = runner_parts(folder, threads, batch, context, steps)
-    print(json.dumps({**parts, "planning": planning(batch, context, 400), "wire": wire(batch, 400)}))
+    print(
+        json.dumps({**parts, "planning": planning(batch, context, 400), "wire": wire(batch, 400)})
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python -m bench.step_price [--configs 10000]
 
-Needs no GPU and no data. The limits are those a planner needs: 1 ms a price, 30 s for the sweep, on one core.
+Needs no GPU and no data. The limits are those a planner needs: 1 ms a price, 30 s for the sweep, on
+one core.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ REPETITIONS = 300
 
 
 def one_price_s(model: StepModel) -> float:
-    """Median of a step on the way of a simulator: two given micro-batches, one schedule, never the same twice."""
+    """Median of a step on the way of a simulator: two given micro-batches, one schedule, never the
+    same twice.
+    """
     taken = []
     for index in range(REPETITIONS):
         start = time.perf_counter()
-        price = model.decode(88 + index / 7, 4989 + index, 1, schedule="decode_five", expert_imbalance=1.1)
+        price = model.decode(
+            88 + index / 7, 4989 + index, 1, schedule="decode_five", expert_imbalance=1.1
+        )
         taken.append(time.perf_counter() - start)
         assert price.schedule is DECODE_FIVE
         assert price.seconds > 0.0
@@ -70,7 +75,9 @@ def sweep_s(num: int) -> tuple[int, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print both beside their limits."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--configs", type=int, default=10_000)
     parser.add_argument("--quick", action="store_true", help="1,000 configurations")
     options = parser.parse_args(arguments)
@@ -78,12 +85,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = StepModel(144, HARDWARE["h800"])
     model.decode(88, 4989, 1)
     limit_ms = LIMIT_ONE_S * 1e3
-    console.print(f"one {DECODE} step, one schedule: {one_price_s(model) * 1e3:.3f} ms (limit {limit_ms:.0f} ms)")
-    console.print(f"the cheapest of all schedules: {auto_price_s(model) * 1e3:.3f} ms (limit {limit_ms:.0f} ms)")
+    console.print(
+        f"one {DECODE} step, one schedule: {one_price_s(model) * 1e3:.3f} ms (limit"
+        f" {limit_ms:.0f} ms)"
+    )
+    console.print(
+        f"the cheapest of all schedules: {auto_price_s(model) * 1e3:.3f} ms (limit"
+        f" {limit_ms:.0f} ms)"
+    )
     num = 1000 if options.quick else options.configs
     count, seconds = sweep_s(num)
     limit = LIMIT_SWEEP_S * count / 10_000
-    console.print(f"{count:,} configurations, schedules by price: {seconds:.1f} s (limit {limit:.0f} s)")
+    console.print(
+        f"{count:,} configurations, schedules by price: {seconds:.1f} s (limit {limit:.0f} s)"
+    )
 
 
 if __name__ == "__main__":

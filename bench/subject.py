@@ -1,7 +1,9 @@
-"""One engine under measurement, in a process of its own, told over a pipe what to time. Standard library only.
+"""One engine under measurement, in a process of its own, told over a pipe what to time. Standard
+library only.
 
-Its environment may hold another torch or none of ours, so both ends speak JSON lines. Processes stay alive between
-measurements: that is what lets the repetitions of several engines be interleaved.
+Its environment may hold another torch or none of ours, so both ends speak JSON lines. Processes
+stay alive between measurements: that is what lets the repetitions of several engines be
+interleaved.
 """
 
 from __future__ import annotations
@@ -27,18 +29,24 @@ class Subject(Protocol):
         ...
 
     def decode(self, batch: int, context: int, steps: int) -> float:
-        """Time of `steps` steps after the prefill of `batch` different prompts of `context` tokens, one token each."""
+        """Time of `steps` steps after the prefill of `batch` different prompts of `context` tokens,
+        one token each.
+        """
         ...
 
 
 def prompts(batch: int, num_tokens: int, vocab_size: int, seed: int) -> list[list[int]]:
     """Return different random prompts, the same for every engine."""
     generator = random.Random(seed)
-    return [[generator.randrange(16, vocab_size - 16) for _ in range(num_tokens)] for _ in range(batch)]
+    return [
+        [generator.randrange(16, vocab_size - 16) for _ in range(num_tokens)] for _ in range(batch)
+    ]
 
 
 def answer(make: Any) -> None:
-    """Serve `make()`'s Subject over stdin and stdout until stdin closes. What libraries print goes to stderr."""
+    """Serve `make()`'s Subject over stdin and stdout until stdin closes. What libraries print goes
+    to stderr.
+    """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -69,15 +77,23 @@ class SubjectUnsupported(RuntimeError):
 class SubjectProcess:
     """The asking end. Starting waits until the model is loaded."""
 
-    def __init__(self, name: str, command: list[str], log: Path, env: dict[str, str], start_timeout_s: float) -> None:
+    def __init__(
+        self, name: str, command: list[str], log: Path, env: dict[str, str], start_timeout_s: float
+    ) -> None:
         self.name = name
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **env}, text=True, encoding="utf-8",
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-            )  # fmt: skip
+                command,
+                cwd=ROOT,
+                env={**os.environ, **env},
+                text=True,
+                encoding="utf-8",
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self.note = str(self._reply(start_timeout_s).get("note", ""))
@@ -122,7 +138,9 @@ class SubjectProcess:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
             self._process.kill()
-            raise SubjectFailed(f"{self.name} said nothing for {timeout_s:.0f} s; see {self._log}") from None
+            raise SubjectFailed(
+                f"{self.name} said nothing for {timeout_s:.0f} s; see {self._log}"
+            ) from None
         if not line:
             raise SubjectFailed(f"{self.name} ended; see {self._log}")
         reply: dict[str, Any] = json.loads(line)

@@ -1,9 +1,11 @@
-"""What FP8 out and BF16 back save: bytes on the wire, counted beside the formula, and time where the link is the limit.
+"""What FP8 out and BF16 back save: bytes on the wire, counted beside the formula, and time where
+the link is the limit.
 
     python -m bench.wire_bytes [--quick] [--tokens 256]
 
-Bytes need nothing. Time needs root and `tc`: two ranks in network namespaces, FP32 communication about 4 times
-computation, both wires run in turn, repetitions kept by the rule of bench/overlap_gate.
+Bytes need nothing. Time needs root and `tc`: two ranks in network namespaces, FP32 communication
+about 4 times computation, both wires run in turn, repetitions kept by the rule of
+bench/overlap_gate.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def count(ranks: Ranks, case: ModelCase) -> tuple[int, int]:
 
 def show_bytes(console: Console, case: ModelCase) -> None:
     """Every mode and wire, on loopback."""
-    table = Table(title=f"EP2, {case.hidden_size} channels, top {case.top_k} of {case.num_experts}, one step")
+    table = Table(
+        title=f"EP2, {case.hidden_size} channels, top {case.top_k} of {case.num_experts}, one step"
+    )
     for name in ("mode", "wire", "kB counted", "kB by formula", "difference", "of fp32"):
         table.add_column(name, justify="right")
     with Ranks(2) as ranks:
@@ -51,9 +55,13 @@ def show_bytes(console: Console, case: ModelCase) -> None:
                 difference = counted / formula - 1.0
                 mark = "" if abs(difference) <= FORMULA_TOLERANCE else " (!)"
                 table.add_row(
-                    mode, wire, f"{counted / 1e3:.1f}", f"{formula / 1e3:.1f}", f"{difference:+.2%}{mark}",
+                    mode,
+                    wire,
+                    f"{counted / 1e3:.1f}",
+                    f"{formula / 1e3:.1f}",
+                    f"{difference:+.2%}{mark}",
                     f"{counted / fp32_bytes:.1%}",
-                )  # fmt: skip
+                )
     console.print(table)
 
 
@@ -72,21 +80,34 @@ def show_time(console: Console, case: ModelCase, num_pairs: int, limit_s: float)
         net.limit(rate / PAYLOAD_SHARE)
         for wire in ("fp32", "fp8"):
             answers = ranks.run({"work": wire, **TWO.question()})
-            payload, on_link = (sum(a[key] for a in answers) for key in ("sent_bytes", "kernel_bytes"))
-            console.print(f"{wire}: {payload / 1e6:.2f} MB sent a step, {on_link / 1e6:.2f} MB left by the links")
+            payload, on_link = (
+                sum(a[key] for a in answers) for key in ("sent_bytes", "kernel_bytes")
+            )
+            console.print(
+                f"{wire}: {payload / 1e6:.2f} MB sent a step, {on_link / 1e6:.2f} MB left by the"
+                " links"
+            )
         end_s = time.monotonic() + limit_s
         keys = [(wire, variant) for variant in RUNS for wire in ("fp32", "fp8")]
         while time.monotonic() < end_s and len(series.ratios(*_names(PREFILL))) < num_pairs:
             if not is_quiet(os.cpu_count() or 1):
                 time.sleep(QUIET_PAUSE_S)
                 continue
-            series.rounds.append({f"{wire} {variant.name}": _timed(ranks, wire, variant) for wire, variant in keys})
-    console.print(f"link {rate / 1e6:.0f} MB/s, FP32 communication {LINK_OVER_COMPUTE:g}x of computation:")
+            series.rounds.append(
+                {f"{wire} {variant.name}": _timed(ranks, wire, variant) for wire, variant in keys}
+            )
+    console.print(
+        f"link {rate / 1e6:.0f} MB/s, FP32 communication {LINK_OVER_COMPUTE:g}x of computation:"
+    )
     for variant in RUNS:
         ratios = series.ratios(*_names(variant))
-        verdict = spread(ratios) + "x" if len(ratios) >= num_pairs else f"not measured ({spread(ratios)})"
-        console.print(f"  {variant.name}: FP8 out and BF16 back over FP32 {verdict}, {len(ratios)} clean pairs of "
-                      f"{len(series.rounds)}")  # fmt: skip
+        verdict = (
+            spread(ratios) + "x" if len(ratios) >= num_pairs else f"not measured ({spread(ratios)})"
+        )
+        console.print(
+            f"  {variant.name}: FP8 out and BF16 back over FP32 {verdict}, {len(ratios)} clean"
+            f" pairs of {len(series.rounds)}"
+        )
 
 
 def _names(variant: Variant) -> tuple[str, str]:
@@ -103,15 +124,23 @@ def _timed(ranks: Ranks, wire: str, variant: Variant) -> Timed:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.wire_bytes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.wire_bytes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="three clean pairs, half a minute at most")
-    parser.add_argument("--tokens", type=int, default=256, help="of a micro-batch of a rank, a multiple of 128")
+    parser.add_argument(
+        "--quick", action="store_true", help="three clean pairs, half a minute at most"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=256, help="of a micro-batch of a rank, a multiple of 128"
+    )
     parser.add_argument("--minutes", type=float, default=3.0, help="at most")
     options = parser.parse_args(arguments)
     console, case = Console(), ModelCase(num_tokens=options.tokens)
     show_bytes(console, case)
-    show_time(console, case, 3 if options.quick else 10, 30.0 if options.quick else 60.0 * options.minutes)
+    show_time(
+        console, case, 3 if options.quick else 10, 30.0 if options.quick else 60.0 * options.minutes
+    )
 
 
 if __name__ == "__main__":

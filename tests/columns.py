@@ -27,16 +27,19 @@ def key_of(ticket: int) -> Key:
 
 def tokens_message(
     unit: str, rows: Iterable[Row], draws: Mapping[int, Draw] = MappingProxyType({})
-) -> Tokens:  # fmt: skip
+) -> Tokens:
     rows = list(rows)
-    tickets, indices, values = (np.array([row[at] for row in rows], np.int64).tobytes() for at in range(3))
+    tickets, indices, values = (
+        np.array([row[at] for row in rows], np.int64).tobytes() for at in range(3)
+    )
     finishes = tuple((at, row[3]) for at, row in enumerate(rows) if row[3] is not None)
     return Tokens(unit, tickets, indices, values, finishes, dict(draws))
 
 
 def rows_of(message: Tokens) -> list[Row]:
     tickets, indices, values = (
-        np.frombuffer(column, np.int64).tolist() for column in (message.tickets, message.indices, message.values)
+        np.frombuffer(column, np.int64).tolist()
+        for column in (message.tickets, message.indices, message.values)
     )
     finishes = dict(message.finishes)
     rows = zip(tickets, indices, values, strict=True)

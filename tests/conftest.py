@@ -1,4 +1,6 @@
-"""For every test: none writes into the home folder of whoever runs it, and torch draws the same numbers every time."""
+"""For every test: none writes into the home folder of whoever runs it, and torch draws the same
+numbers every time.
+"""
 
 import os
 import sys
@@ -8,7 +10,9 @@ import pytest
 from hadal.runtime.ledger_place import LEDGER_VARIABLE
 from tests.fresh import RUN, VARIABLE
 
-os.environ[LEDGER_VARIABLE] = "off"  # Also for the processes that tests start; those that want a ledger say where.
+os.environ[LEDGER_VARIABLE] = (
+    "off"  # Also for the processes that tests start; those that want a ledger say where.
+)
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,8 @@
 
     HADAL_FRESH=NUMBER make test        draws what the run with this number drew
 
-pytest prints the number at its head. A draw depends on it, on the place in the file and on the test, not on which other
-tests run, so a test alone draws what it drew among all.
+pytest prints the number at its head. A draw depends on it, on the place in the file and on the
+test, not on which other tests run, so a test alone draws what it drew among all.
 """
 
 from __future__ import annotations

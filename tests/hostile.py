@@ -1,4 +1,6 @@
-"""Files as somebody would write them who means harm, or whose disk is failing: mutations of sound ones, from a seed."""
+"""Files as somebody would write them who means harm, or whose disk is failing: mutations of sound
+ones, from a seed.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +12,94 @@ from typing import Any
 
 HUGE = "9" * 5_000
 _WORDS = {
-    "@huge": HUGE, "@-huge": f"-{HUGE}", "@float": "1e400", "@-float": "-1e400", "@nan": "NaN", "@tiny": "1e-320",
-    "@deep": "[" * 3_000 + "]" * 3_000, "@deeper": '{"a":' * 50_000 + "1" + "}" * 50_000, "@half": '"\\ud800"',
-    "@bits": str(2**63), "@zero": "-0.0",
-}  # fmt: skip
+    "@huge": HUGE,
+    "@-huge": f"-{HUGE}",
+    "@float": "1e400",
+    "@-float": "-1e400",
+    "@nan": "NaN",
+    "@tiny": "1e-320",
+    "@deep": "[" * 3_000 + "]" * 3_000,
+    "@deeper": '{"a":' * 50_000 + "1" + "}" * 50_000,
+    "@half": '"\\ud800"',
+    "@bits": str(2**63),
+    "@zero": "-0.0",
+}
 """What json.dumps would not write, by the string that stands for it until then."""
 _VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 7, 10**6, 10**9, 2**31, 2**53, -(10**18), 0.5, -0.5, 1e-9,
-    1e18, 1e300, "", "1", "auto",
-    "a\nb", "a\0b", "x" * 3_000, "é" * 100, "../../etc/passwd", "/", [], {}, [[]], [None], [1, "a"], {"": None},
-    {"type": "Sequence", "decoders": "ByteLevel"}, [0] * 3_000, *_WORDS,
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    7,
+    10**6,
+    10**9,
+    2**31,
+    2**53,
+    -(10**18),
+    0.5,
+    -0.5,
+    1e-9,
+    1e18,
+    1e300,
+    "",
+    "1",
+    "auto",
+    "a\nb",
+    "a\0b",
+    "x" * 3_000,
+    "é" * 100,
+    "../../etc/passwd",
+    "/",
+    [],
+    {},
+    [[]],
+    [None],
+    [1, "a"],
+    {"": None},
+    {"type": "Sequence", "decoders": "ByteLevel"},
+    [0] * 3_000,
+    *_WORDS,
+)
 _TOML_VALUES = (
-    "nan", "inf", "-inf", "1e400", "-1", "0", "1_000_000_000", HUGE, f"-{HUGE}", "0x" + "f" * 400,
-    "9223372036854775808", "true", '""',
-    '"x"', '"a\\nb"', "'" + "y" * 5_000 + "'", "[]", "[[1]]", "{}", "{a = 1}", "[" * 3_000 + "]" * 3_000,
-    "{a = " * 200 + "1" + "}" * 200, "1979-05-27", "1e-320", "-0.0", "0.0", "1e300", "[nan]", '["a", 1]', "1e18",
-)  # fmt: skip
+    "nan",
+    "inf",
+    "-inf",
+    "1e400",
+    "-1",
+    "0",
+    "1_000_000_000",
+    HUGE,
+    f"-{HUGE}",
+    "0x" + "f" * 400,
+    "9223372036854775808",
+    "true",
+    '""',
+    '"x"',
+    '"a\\nb"',
+    "'" + "y" * 5_000 + "'",
+    "[]",
+    "[[1]]",
+    "{}",
+    "{a = 1}",
+    "[" * 3_000 + "]" * 3_000,
+    "{a = " * 200 + "1" + "}" * 200,
+    "1979-05-27",
+    "1e-320",
+    "-0.0",
+    "0.0",
+    "1e300",
+    "[nan]",
+    '["a", 1]',
+    "1e18",
+)
 
 
 def mutated(value: Any, rng: Random) -> bytes:
-    """A JSON text of a value in which one to three things are other than they were, or which is damaged as a text."""
+    """A JSON text of a value in which one to three things are other than they were, or which is
+    damaged as a text.
+    """
     changed = copy.deepcopy(value)
     for _ in range(rng.randint(1, 3)):
         holder, key = rng.choice(list(_places(changed)))
@@ -39,7 +108,9 @@ def mutated(value: Any, rng: Random) -> bytes:
             if not any(True for _ in _places(changed)):
                 break
         elif rng.random() < 0.1 and isinstance(holder, dict):
-            holder[rng.choice(["", "x" * 5_000, "a\nb", str(key) + "s"])] = copy.deepcopy(rng.choice(_VALUES))
+            holder[rng.choice(["", "x" * 5_000, "a\nb", str(key) + "s"])] = copy.deepcopy(
+                rng.choice(_VALUES)
+            )
         else:
             holder[key] = copy.deepcopy(rng.choice(_VALUES))
     text = json.dumps(changed)
@@ -49,7 +120,9 @@ def mutated(value: Any, rng: Random) -> bytes:
 
 
 def mutated_toml(text: str, rng: Random) -> bytes:
-    """A TOML text with one to three of its values replaced, or lines that do not belong there, or damaged."""
+    """A TOML text with one to three of its values replaced, or lines that do not belong there, or
+    damaged.
+    """
     lines = text.splitlines()
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(lines))
@@ -57,7 +130,12 @@ def mutated_toml(text: str, rng: Random) -> bytes:
         if equals and not key.lstrip().startswith("#"):
             lines[at] = f"{key}= {rng.choice(_TOML_VALUES)}"
         elif rng.random() < 0.2:
-            lines.insert(at, rng.choice(["a." * 50_000 + "b = 1", "[x]", "x = 1", "[prefill.units]", "[[decode]]"]))
+            lines.insert(
+                at,
+                rng.choice(
+                    ["a." * 50_000 + "b = 1", "[x]", "x = 1", "[prefill.units]", "[[decode]]"]
+                ),
+            )
     return damaged("\n".join(lines).encode(), rng)
 
 
@@ -76,7 +154,13 @@ def damaged(data: bytes, rng: Random) -> bytes:
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every (holder, key) in it; of long ones some."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for number, (key, one) in enumerate(items):
         if number > 200:
             break

@@ -38,5 +38,7 @@ def test_commands_are_there(page: Path) -> None:
 
 def test_the_first_page_says_every_command() -> None:
     text = PAGES[0].read_text(encoding="utf-8")
-    left_out = [name for name in get_command(app).commands if not re.search(rf"`(hadal )?{name}\b", text)]
+    left_out = [
+        name for name in get_command(app).commands if not re.search(rf"`(hadal )?{name}\b", text)
+    ]
     assert left_out == []

@@ -1,7 +1,8 @@
-"""The simulator decides with the code that serves: an import walk from both sides, and nothing decided twice.
+"""The simulator decides with the code that serves: an import walk from both sides, and nothing
+decided twice.
 
-Who is reached from a server's processes and from the simulator is read out of the sources. The tables below hold what
-differs, each with its reason; an entry that is no longer true fails as well.
+Who is reached from a server's processes and from the simulator is read out of the sources. The
+tables below hold what differs, each with its reason; an entry that is no longer true fails as well.
 """
 
 from __future__ import annotations
@@ -23,52 +24,110 @@ from hadal.core.config import Deployment, FleetConfig
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 SERVER = (
-    "hadal.gateway.process", "hadal.runtime.launch", "hadal.runtime.leader", "hadal.runtime.worker",
+    "hadal.gateway.process",
+    "hadal.runtime.launch",
+    "hadal.runtime.leader",
+    "hadal.runtime.worker",
     "hadal.runtime.rank",
-)  # fmt: skip
+)
 """What `hadal serve` starts, and what starts it."""
 SIMULATOR = (
-    "hadal.sim.world", "hadal.sim.fluid", "hadal.sim.cache_day", "hadal.sim.replay", "hadal.commands.simulate",
-)  # fmt: skip
+    "hadal.sim.world",
+    "hadal.sim.fluid",
+    "hadal.sim.cache_day",
+    "hadal.sim.replay",
+    "hadal.commands.simulate",
+)
 """What simulates. A module that is not there yet is left out."""
 CONNECT = ("hadal.gateway", "hadal.runtime")
-"""The simulator's walk stops there: what it would reach through the server's own modules says nothing."""
+"""The simulator's walk stops there: what it would reach through the server's own modules says
+nothing.
+"""
 
 RANKS = "a simulated unit's ranks are one Runner (sim/runners): none forms, beats or dies by itself"
-PLACING = "replicas move when ranks report what they received; a simulated step takes the expected imbalance"
+PLACING = (
+    "replicas move when ranks report what they received; a simulated step takes the expected"
+    " imbalance"
+)
 ONLY_LIVE = {
     "roles": {
-        "rank_blame": RANKS, "rank_book": RANKS, "rank_results": RANKS, "rank_states": RANKS, "ranks": RANKS,
-        "notes": RANKS, "experts": PLACING, "expert_gain": PLACING, "expert_install": PLACING, "expert_window": PLACING,
+        "rank_blame": RANKS,
+        "rank_book": RANKS,
+        "rank_results": RANKS,
+        "rank_states": RANKS,
+        "ranks": RANKS,
+        "notes": RANKS,
+        "experts": PLACING,
+        "expert_gain": PLACING,
+        "expert_install": PLACING,
+        "expert_window": PLACING,
         "fleet_rules": "reads a deployment's [fleet] table; the fluid day is given its rules",
     },
     "policy": {},
-}  # fmt: skip
-"""Room -> its modules that the server reaches and the simulator does not -> why. `hadal replay` runs those, too: it has
-the server's modules make the roles."""
-CACHE_DAY = "a day through the disk cache's own ledger (kv/disk_slots), which is given its policy as the server's is"
+}
+"""Room -> its modules that the server reaches and the simulator does not -> why. `hadal replay`
+runs those, too: it has the server's modules make the roles.
+"""
+CACHE_DAY = (
+    "a day through the disk cache's own ledger (kv/disk_slots), which is given its policy as the"
+    " server's is"
+)
 VALUE = "a value of this type is what a role is given"
-SIZES = "sizes units before there are any: what comes of it is given to the fleet's role, or written into a deployment"
+SIZES = (
+    "sizes units before there are any: what comes of it is given to the fleet's role, or written"
+    " into a deployment"
+)
 SPREAD = "what the balancer that serves leaves of drawn loads: no simulated rank moves replicas"
 DIRECT = {
-    ("cache_day", "eviction.Arc"): CACHE_DAY, ("cache_day", "eviction.Lru"): CACHE_DAY,
-    ("disk_replay", "eviction.Arc"): CACHE_DAY, ("disk_replay", "eviction.Lru"): CACHE_DAY,
-    ("study", "eviction.Arc"): CACHE_DAY, ("study", "eviction.Lru"): CACHE_DAY,
-    ("day", "demand.DayShape"): VALUE, ("day_load", "demand.DayShape"): VALUE, ("plan_day", "demand.DayShape"): VALUE,
-    ("plan_traffic", "demand.DayShape"): VALUE, ("study", "scaling.RoleRules"): VALUE,
-    ("study", "scaling.ScalingRules"): VALUE, ("plan_day", "scaling.RoleRules"): VALUE,
-    ("plan_day", "scaling.ScalingRules"): VALUE, ("plan_verify", "scaling.RoleRules"): VALUE,
-    ("day_fluid", "scaling.Units"): VALUE, ("hour", "scaling.Units"): VALUE, ("plan", "slo.Slo"): VALUE,
-    ("plan_units", "slo.Slo"): VALUE, ("unit_curves", "capacity.DecodePoint"): SIZES,
-    ("unit_curves", "capacity.decode_capacity"): SIZES, ("plan", "capacity.units_needed"): SIZES,
+    ("cache_day", "eviction.Arc"): CACHE_DAY,
+    ("cache_day", "eviction.Lru"): CACHE_DAY,
+    ("disk_replay", "eviction.Arc"): CACHE_DAY,
+    ("disk_replay", "eviction.Lru"): CACHE_DAY,
+    ("study", "eviction.Arc"): CACHE_DAY,
+    ("study", "eviction.Lru"): CACHE_DAY,
+    ("day", "demand.DayShape"): VALUE,
+    ("day_load", "demand.DayShape"): VALUE,
+    ("plan_day", "demand.DayShape"): VALUE,
+    ("plan_traffic", "demand.DayShape"): VALUE,
+    ("study", "scaling.RoleRules"): VALUE,
+    ("study", "scaling.ScalingRules"): VALUE,
+    ("plan_day", "scaling.RoleRules"): VALUE,
+    ("plan_day", "scaling.ScalingRules"): VALUE,
+    ("plan_verify", "scaling.RoleRules"): VALUE,
+    ("day_fluid", "scaling.Units"): VALUE,
+    ("hour", "scaling.Units"): VALUE,
+    ("plan", "slo.Slo"): VALUE,
+    ("plan_units", "slo.Slo"): VALUE,
+    ("unit_curves", "capacity.DecodePoint"): SIZES,
+    ("unit_curves", "capacity.decode_capacity"): SIZES,
+    ("plan", "capacity.units_needed"): SIZES,
     ("plan_units", "capacity.prefill_use"): SIZES,
-    ("plan_traffic", "demand.learned_shape"): "the shape of a trace, which is what the planner is asked about",
-    ("expert_loads", "expert_balance.balance"): SPREAD, ("expert_loads", "expert_balance.rank_loads"): SPREAD,
-    ("expert_loads", "expert_balance.Cluster"): SPREAD, ("expert_loads", "expert_balance.ExpertPlan"): SPREAD,
-}  # fmt: skip
-"""(module of sim/, class or function of policy/) used past the roles -> why. Constants and types may be."""
+    (
+        "plan_traffic",
+        "demand.learned_shape",
+    ): "the shape of a trace, which is what the planner is asked about",
+    ("expert_loads", "expert_balance.balance"): SPREAD,
+    ("expert_loads", "expert_balance.rank_loads"): SPREAD,
+    ("expert_loads", "expert_balance.Cluster"): SPREAD,
+    ("expert_loads", "expert_balance.ExpertPlan"): SPREAD,
+}
+"""(module of sim/, class or function of policy/) used past the roles -> why. Constants and types
+may be.
+"""
 
-DECIDES = ("choose", "plan", "balance", "admit", "route", "evict", "preempt", "place", "assign", "scale", "forecast")
+DECIDES = (
+    "choose",
+    "plan",
+    "balance",
+    "admit",
+    "route",
+    "evict",
+    "preempt",
+    "place",
+    "assign",
+    "scale",
+    "forecast",
+)
 """First words of what a decision is called."""
 NOT_DECIDED: dict[str, str] = {}
 """Such a name in sim/ -> why it decides nothing that serves."""
@@ -85,7 +144,7 @@ class Tree:
             parts = path.relative_to(source).with_suffix("").parts
             self.module_to_path[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
 
-    @functools.cache  # noqa: B019 - a tree is made once.
+    @functools.cache  # noqa: B019
     def parsed(self, module: str) -> ast.Module:
         return ast.parse(self.module_to_path[module].read_text(encoding="utf-8"))
 
@@ -130,7 +189,10 @@ class Tree:
 def _running(tree: ast.AST) -> Iterator[ast.AST]:
     """All nodes but those that only a type checker sees."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in {
+            "TYPE_CHECKING",
+            "typing.TYPE_CHECKING",
+        }:
             continue
         yield node
         yield from _running(node)
@@ -144,12 +206,17 @@ def short(modules: set[str], room: str) -> set[str]:
 
 def unlike(tree: Tree, room: str) -> tuple[set[str], set[str]]:
     """Modules of a room that only the server reaches, and that only the simulator reaches."""
-    live, simulated = short(tree.reached(SERVER), room), short(tree.reached(SIMULATOR, CONNECT), room)
+    live, simulated = (
+        short(tree.reached(SERVER), room),
+        short(tree.reached(SIMULATOR, CONNECT), room),
+    )
     return live - simulated, simulated - live
 
 
 def direct(tree: Tree) -> set[tuple[str, str]]:
-    """(module of sim/, class or function of policy/) that it imports; a whole module of policy/ counts as one."""
+    """(module of sim/, class or function of policy/) that it imports; a whole module of policy/
+    counts as one.
+    """
     found = set()
     for module in tree.room("sim"):
         for node in _running(tree.parsed(module)):
@@ -163,20 +230,28 @@ def direct(tree: Tree) -> set[tuple[str, str]]:
                 parent, _, last = name.rpartition(".")
                 is_code = name in tree.module_to_path or (
                     parent in tree.module_to_path and last in tree.defined(parent)
-                )  # fmt: skip
+                )
                 if name.startswith("hadal.policy.") and is_code:
-                    found.add((module.removeprefix("hadal.sim."), name.removeprefix("hadal.policy.")))
+                    found.add(
+                        (module.removeprefix("hadal.sim."), name.removeprefix("hadal.policy."))
+                    )
     return found
 
 
 def decided_again(tree: Tree) -> set[str]:
-    """What sim/ defines that has the name of something in roles/ or policy/, or is called as a decision would be."""
+    """What sim/ defines that has the name of something in roles/ or policy/, or is called as a
+    decision would be.
+    """
     deciding = [*tree.room("roles"), *tree.room("policy")]
-    taken = {name for module in deciding for name in tree.defined(module) if not name.startswith("_")}
+    taken = {
+        name for module in deciding for name in tree.defined(module) if not name.startswith("_")
+    }
     files = {module.rpartition(".")[2] for module in deciding}
     found = short(set(tree.room("sim")), "sim") & files
     for module in tree.room("sim"):
-        decisions = {name for name in tree.functions(module) if name.lstrip("_").split("_")[0] in DECIDES}
+        decisions = {
+            name for name in tree.functions(module) if name.lstrip("_").split("_")[0] in DECIDES
+        }
         again = (tree.defined(module) & taken) | decisions
         found |= {f"{module.removeprefix('hadal.sim.')}.{name}" for name in again}
     return found
@@ -190,7 +265,9 @@ def tree() -> Tree:
 @pytest.mark.parametrize("room", ["roles", "policy"])
 def test_server_and_simulator_reach_the_same(tree: Tree, room: str) -> None:
     only_live, only_simulated = unlike(tree, room)
-    assert only_live == ONLY_LIVE[room].keys(), "used live and not simulated, or the other way round: mend or explain"
+    assert only_live == ONLY_LIVE[room].keys(), (
+        "used live and not simulated, or the other way round: mend or explain"
+    )
     assert only_simulated == set(), "decides in a simulation alone"
 
 
@@ -211,29 +288,49 @@ def test_they_are_the_very_classes() -> None:
 
 
 def test_the_simulator_asks_policies_through_the_roles(tree: Tree) -> None:
-    assert direct(tree) == DIRECT.keys(), "a policy asked past its role, or no longer: let the role ask, or explain"
+    assert direct(tree) == DIRECT.keys(), (
+        "a policy asked past its role, or no longer: let the role ask, or explain"
+    )
 
 
 def test_nothing_is_decided_twice(tree: Tree) -> None:
-    assert decided_again(tree) == NOT_DECIDED.keys(), "named as a decision is: take the one that serves, or explain"
+    assert decided_again(tree) == NOT_DECIDED.keys(), (
+        "named as a decision is: take the one that serves, or explain"
+    )
 
 
 def test_a_copy_would_be_noticed(tmp_path: Path) -> None:
-    """A simulator with a front, a policy and a decision of its own, beside a server that uses the real ones."""
+    """A simulator with a front, a policy and a decision of its own, beside a server that uses the
+    real ones.
+    """
     front = [
-        "from hadal.policy import admission", "from hadal.policy.rank_choice import choose_rank", "class Front: ...",
-    ]  # fmt: skip
+        "from hadal.policy import admission",
+        "from hadal.policy.rank_choice import choose_rank",
+        "class Front: ...",
+    ]
     world = [
-        "from typing import TYPE_CHECKING", "from hadal.sim.front import Front", "from hadal.policy.guess import guess",
-        "from hadal.policy.admission import LIMIT", "if TYPE_CHECKING:",
+        "from typing import TYPE_CHECKING",
+        "from hadal.sim.front import Front",
+        "from hadal.policy.guess import guess",
+        "from hadal.policy.admission import LIMIT",
+        "if TYPE_CHECKING:",
         "    from hadal.policy.rank_choice import choose_rank",
-    ]  # fmt: skip
-    own_front = ["class Front:", "    def _plan_step(self): ...", "def choose_rank(ranks): ...", "def run(): ..."]
+    ]
+    own_front = [
+        "class Front:",
+        "    def _plan_step(self): ...",
+        "def choose_rank(ranks): ...",
+        "def run(): ...",
+    ]
     sources = {
-        "gateway/process": ["from hadal.roles.front import Front"], "roles/front": front, "sim/front": own_front,
-        "policy/admission": ["LIMIT = 3", "def admit(view): ..."], "sim/world": world,
-        "policy/rank_choice": ["def choose_rank(ranks): ..."], "policy/guess": ["def guess(): ..."],
-    }  # fmt: skip
+        "gateway/process": ["from hadal.roles.front import Front"],
+        "roles/front": front,
+        "sim/front": own_front,
+        "policy/admission": ["LIMIT = 3", "def admit(view): ..."],
+        "sim/world": world,
+        "policy/rank_choice": ["def choose_rank(ranks): ..."],
+        "policy/guess": ["def guess(): ..."],
+    }
     for name, lines in sources.items():
         path = tmp_path / "hadal" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,8 @@
-"""The rules the tree keeps: who may import whom, what deciding code may not touch, and how long a function may be.
+"""The rules the tree keeps: who may import whom, what deciding code may not touch, and how long a
+function may be.
 
-The tables here are the ones ARCHITECTURE.md describes. A rule is changed here on purpose or not at all.
+The tables here are the ones ARCHITECTURE.md describes. A rule is changed here on purpose or not at
+all.
 """
 
 import ast
@@ -30,14 +32,47 @@ MAY_IMPORT: dict[str, set[str]] = {
     "roles": {"core", "policy", "overlap", "perf", "kv", "stats"},
     "sim": {"core", "kv", "overlap", "perf", "policy", "roles", "stats"},
     "model": {"core", "overlap", "kernels", "reference", "comm"},
-    "runtime": {"core", "kv", "policy", "kernels", "model", "roles", "comm", "overlap", "stats", "progress"},
+    "runtime": {
+        "core",
+        "kv",
+        "policy",
+        "kernels",
+        "model",
+        "roles",
+        "comm",
+        "overlap",
+        "stats",
+        "progress",
+    },
     "gateway": {"core", "policy", "overlap", "roles", "runtime", "stats"},
     "commands": {
-        "core", "policy", "perf", "overlap", "stats", "roles", "sim", "kernels", "runtime", "gateway", "progress",
+        "core",
+        "policy",
+        "perf",
+        "overlap",
+        "stats",
+        "roles",
+        "sim",
+        "kernels",
+        "runtime",
+        "gateway",
+        "progress",
     },
-    "cli": {"core", "policy", "gateway", "runtime", "evals", "sim", "stats", "commands", "progress"},
+    "cli": {
+        "core",
+        "policy",
+        "gateway",
+        "runtime",
+        "evals",
+        "sim",
+        "stats",
+        "commands",
+        "progress",
+    },
 }
-"""Room -> rooms it may import, besides itself. `cli` and `progress` are modules that are rooms by themselves."""
+"""Room -> rooms it may import, besides itself. `cli` and `progress` are modules that are rooms by
+themselves.
+"""
 
 DECIDE = {"core", "policy", "overlap", "perf", "kv", "roles", "stats", "sim"}
 NOT_IN_DECIDE = {"torch", "asyncio", "time", "random", "socket", "os", "threading", "subprocess"}
@@ -47,15 +82,27 @@ LAZY: dict[str, set[str]] = {
     "cli": {"hadal", "httpx"},
     "commands": {"hadal", "rich"},
 }
-"""Room -> top-level modules that may be imported inside a function. Everywhere else imports stand at the top."""
+"""Room -> top-level modules that may be imported inside a function. Everywhere else imports stand
+at the top.
+"""
 
 CODE = ("src", "tests", "train", "bench")
-MAX_FUNCTION_LINES = 70
+MAX_FUNCTION_LINES = {"src": 70, "train": 70, "bench": 90, "tests": 90}
+"""Folder -> lines of a function's body, its docstring included; a signature is a table. A test may
+tell a longer story.
+"""
 MAX_UNDOCUMENTED_LINES = 8
 """A public function or class longer than this says in a docstring what it is for."""
 
 # In two pieces, so that this file does not offend against itself.
-NOT_IN_TEXT = ["/wo" + "rk/", "/op" + "t/", "/tmp" + "/v", "py" + "pi.org", "hon" + "hosted.org", "torch" + ".org/whl"]
+NOT_IN_TEXT = [
+    "/wo" + "rk/",
+    "/op" + "t/",
+    "/tmp" + "/v",
+    "py" + "pi.org",
+    "hon" + "hosted.org",
+    "torch" + ".org/whl",
+]
 MAX_TEXT_BYTES = 1_000_000
 
 
@@ -64,7 +111,9 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def room_of(path: Path) -> str:
-    """`src/hadal/core/x.py` is in room core, `src/hadal/cli.py` is room cli; the package's own __init__ is in none."""
+    """`src/hadal/core/x.py` is in room core, `src/hadal/cli.py` is room cli; the package's own
+    __init__ is in none.
+    """
     parts = path.relative_to(SRC).parts
     return parts[0] if len(parts) > 1 else Path(parts[0]).stem
 
@@ -92,7 +141,13 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+
+
+def num_body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (function.end_lineno or 0) - function.body[0].lineno + 1
 
 
 def num_lines(node: ast.stmt) -> int:
@@ -117,17 +172,26 @@ def test_imports_point_one_way() -> None:
             parts = module.split(".")
             if parts[0] in {"bench", "tests", "train"}:
                 offenders.append(f"{name(path)}:{line}: the package imports {module}")
-            if parts[0] == "hadal" and len(parts) > 1 and parts[1] not in allowed and not parts[1].startswith("__"):
+            if (
+                parts[0] == "hadal"
+                and len(parts) > 1
+                and parts[1] not in allowed
+                and not parts[1].startswith("__")
+            ):
                 offenders.append(f"{name(path)}:{line}: {room} imports {module}")
     fail_on(offenders)
 
 
 def test_deciding_code_touches_no_clock_no_io_and_no_torch() -> None:
-    fail_on([
-        f"{name(path)}:{line}: imports {module}"
-        for path in python_files("src/hadal") if room_of(path) in DECIDE
-        for line, module in imports(parse(path)) if module.split(".")[0] in NOT_IN_DECIDE
-    ])  # fmt: skip
+    fail_on(
+        [
+            f"{name(path)}:{line}: imports {module}"
+            for path in python_files("src/hadal")
+            if room_of(path) in DECIDE
+            for line, module in imports(parse(path))
+            if module.split(".")[0] in NOT_IN_DECIDE
+        ]
+    )
 
 
 def test_imports_stand_at_the_top() -> None:
@@ -142,11 +206,15 @@ def test_imports_stand_at_the_top() -> None:
 
 
 def test_functions_are_short() -> None:
-    fail_on([
-        f"{name(path)}:{function.lineno}: {function.name} has {num_lines(function)} lines"
-        for path in python_files(*CODE)
-        for function in functions(parse(path)) if num_lines(function) > MAX_FUNCTION_LINES
-    ])  # fmt: skip
+    fail_on(
+        [
+            f"{name(path)}:{function.lineno}: {function.name} has {num_body_lines(function)} lines"
+            for folder, limit in MAX_FUNCTION_LINES.items()
+            for path in python_files(folder)
+            for function in functions(parse(path))
+            if num_body_lines(function) > limit
+        ]
+    )
 
 
 def test_every_module_says_what_it_is() -> None:
@@ -155,13 +223,17 @@ def test_every_module_says_what_it_is() -> None:
 
 
 def test_public_things_say_what_they_are() -> None:
-    """Classes and functions too long to be read at a glance. Enums are apart: their members speak."""
+    """Classes and functions too long to be read at a glance. Enums are apart: their members
+    speak.
+    """
     offenders = []
     for path in python_files("src/hadal"):
         for node in parse(path).body:
             if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
-            is_enum = isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases)
+            is_enum = isinstance(node, ast.ClassDef) and any(
+                "Enum" in ast.unparse(base) for base in node.bases
+            )
             is_short = num_lines(node) <= MAX_UNDOCUMENTED_LINES
             if not (node.name.startswith("_") or is_enum or is_short or ast.get_docstring(node)):
                 offenders.append(f"{name(path)}:{node.lineno}: {node.name} has no docstring")
@@ -174,8 +246,13 @@ def test_errors_are_not_swallowed() -> None:
         for node in ast.walk(parse(path)):
             if not isinstance(node, ast.ExceptHandler):
                 continue
-            catches_all = node.type is None or ast.unparse(node.type) in {"Exception", "BaseException"}
-            if catches_all and all(isinstance(statement, ast.Pass | ast.Continue) for statement in node.body):
+            catches_all = node.type is None or ast.unparse(node.type) in {
+                "Exception",
+                "BaseException",
+            }
+            if catches_all and all(
+                isinstance(statement, ast.Pass | ast.Continue) for statement in node.body
+            ):
                 offenders.append(f"{name(path)}:{node.lineno}: catches everything and says nothing")
     fail_on(offenders)
 
@@ -183,7 +260,11 @@ def test_errors_are_not_swallowed() -> None:
 def tracked_files() -> list[Path]:
     """What a commit would hold. Outside a git checkout there is nothing to look at."""
     found = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, timeout=60, check=False
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=60,
+        check=False,
     )
     if found.returncode != 0:
         pytest.skip("not a git checkout")
@@ -198,7 +279,9 @@ def test_no_path_of_a_machine_and_no_registry() -> None:
         if b"\0" in content:
             continue  # Not text.
         for number, line in enumerate(content.decode("utf-8", errors="replace").splitlines(), 1):
-            offenders += [f"{name(path)}:{number}: {pattern}" for pattern in NOT_IN_TEXT if pattern in line]
+            offenders += [
+                f"{name(path)}:{number}: {pattern}" for pattern in NOT_IN_TEXT if pattern in line
+            ]
     fail_on(offenders)
 
 
@@ -209,22 +292,36 @@ def test_unit_tests_mirror_the_source() -> None:
 
 
 def test_deciding_and_connecting_code_loads_no_torch() -> None:
-    """Not even through something it imports: a simulation runs without torch, and a gateway starts without waiting."""
+    """Not even through something it imports: a simulation runs without torch, and a gateway starts
+    without waiting.
+    """
     modules = [
         ".".join(path.relative_to(SRC.parent).with_suffix("").parts)
-        for path in python_files("src/hadal") if room_of(path) in DECIDE and path.name != "__init__.py"
-    ]  # fmt: skip
-    modules += ["hadal.cli", "hadal.gateway.process", "hadal.runtime.launch", "hadal.runtime.resolve"]
+        for path in python_files("src/hadal")
+        if room_of(path) in DECIDE and path.name != "__init__.py"
+    ]
+    modules += [
+        "hadal.cli",
+        "hadal.gateway.process",
+        "hadal.runtime.launch",
+        "hadal.runtime.resolve",
+    ]
     code = f"import sys\nfor name in {modules}: __import__(name)\nassert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT / "src", capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
     """pytest's own list of folders to leave out has `dist` in it, which is one of ours."""
     skipped = set(pytestconfig.getini("norecursedirs"))
-    folders = {path.name for path in (ROOT / "tests").rglob("*") if path.is_dir() and path.name[0].isalpha()}
+    folders = {
+        path.name
+        for path in (ROOT / "tests").rglob("*")
+        if path.is_dir() and path.name[0].isalpha()
+    }
     assert "dist" in folders
     assert skipped.isdisjoint(folders)
 
@@ -232,8 +329,12 @@ def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None
 def test_ruff_looks_at_every_folder() -> None:
     """Its own list of folders to leave out has `dist` in it as well."""
     found = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "--show-files", "tests"], cwd=ROOT, capture_output=True, text=True,
-        timeout=60, check=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "ruff", "check", "--show-files", "tests"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     seen = set(found.stdout.split())
     fail_on([name(path) for path in python_files("tests") if str(path) not in seen])

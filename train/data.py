@@ -1,6 +1,7 @@
 """Examples as tokens: the chat template rendered, split into prompt and reply, laid end to end.
 
-The prompt and the reply are encoded apart, exactly as a server encodes a prompt and a model answers it.
+The prompt and the reply are encoded apart, exactly as a server encodes a prompt and a model answers
+it.
 """
 
 import random
@@ -19,16 +20,24 @@ _TEMPLATE = jinja2.Template(CHAT_TEMPLATE)
 PAD_ID = 2
 # Harder tasks get more examples, and so do those whose replies are short.
 WEIGHTS = {
-    "arithmetic": 5, "sort": 7, "reverse": 4, "letters": 3, "dates": 3.5, "reading": 8, "talk": 2, "followup": 5,
+    "arithmetic": 5,
+    "sort": 7,
+    "reverse": 4,
+    "letters": 3,
+    "dates": 3.5,
+    "reading": 8,
+    "talk": 2,
+    "followup": 5,
 }
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences laid end to end. `targets` is the next token where it is part of a reply, else -100.
+    """Sequences laid end to end. `targets` is the next token where it is part of a reply, else
+    -100.
 
-    `next_tokens` feeds the MTP layer and `mtp_targets` is the token after the next. `sequence` numbers the
-    sequence of each token; `examples` are those sequences.
+    `next_tokens` feeds the MTP layer and `mtp_targets` is the token after the next. `sequence`
+    numbers the sequence of each token; `examples` are those sequences.
     """
 
     tokens: Tensor
@@ -43,7 +52,9 @@ class Batch:
 
 def render_prompt(example: Example) -> str:
     """Return the prompt up to and with `<think>` and the line break after it."""
-    return _TEMPLATE.render(messages=example.messages, bos_token=BOS, eos_token=EOS, add_generation_prompt=True)
+    return _TEMPLATE.render(
+        messages=example.messages, bos_token=BOS, eos_token=EOS, add_generation_prompt=True
+    )
 
 
 def render_reply(example: Example) -> str:
@@ -57,12 +68,17 @@ def encode(tokenizer: Tokenizer, example: Example) -> tuple[list[int], list[int]
     return prompt, tokenizer.encode(render_reply(example), add_special_tokens=False).ids
 
 
-def pack(encoded: list[tuple[list[int], list[int]]], examples: list[Example], num_tokens: int = 0) -> Batch:
+def pack(
+    encoded: list[tuple[list[int], list[int]]], examples: list[Example], num_tokens: int = 0
+) -> Batch:
     """Lay encoded examples end to end; a last sequence of padding fills up to `num_tokens`."""
     short = num_tokens - sum(len(prompt) + len(reply) for prompt, reply in encoded)
     if short > 0:
         encoded = [*encoded, ([PAD_ID] * short, [])]
-    rows = {name: [] for name in ("tokens", "positions", "targets", "next_tokens", "mtp_targets", "sequence")}
+    rows = {
+        name: []
+        for name in ("tokens", "positions", "targets", "next_tokens", "mtp_targets", "sequence")
+    }
     bounds = [0]
     for index, (prompt, reply) in enumerate(encoded):
         ids, size = prompt + reply, len(prompt) + len(reply)
@@ -74,11 +90,18 @@ def pack(encoded: list[tuple[list[int], list[int]]], examples: list[Example], nu
         rows["mtp_targets"] += [*marked[2:], -100, -100]
         rows["sequence"] += [index] * size
         bounds.append(bounds[-1] + size)
-    return Batch(bounds=torch.tensor(bounds), examples=tuple(examples), **{k: torch.tensor(v) for k, v in rows.items()})
+    return Batch(
+        bounds=torch.tensor(bounds),
+        examples=tuple(examples),
+        **{k: torch.tensor(v) for k, v in rows.items()},
+    )
 
 
-def batches(tokenizer: Tokenizer, seed: int, num_tokens: int, want_held_out: bool = False) -> Iterator[Batch]:
-    """Yield batches of exactly `num_tokens` tokens for ever, all tasks mixed, from one side of the split.
+def batches(
+    tokenizer: Tokenizer, seed: int, num_tokens: int, want_held_out: bool = False
+) -> Iterator[Batch]:
+    """Yield batches of exactly `num_tokens` tokens for ever, all tasks mixed, from one side of the
+    split.
 
     One size for all, because the products in bf16 are compiled anew for every shape.
     """

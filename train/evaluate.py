@@ -1,7 +1,8 @@
-"""Measure a published folder: greedy answers to held-out questions, MTP acceptance, and the load of experts.
+"""Measure a published folder: greedy answers to held-out questions, MTP acceptance, and the load of
+experts.
 
-`python -m train.evaluate --model models/hadal-tiny --count 100` asks that many questions of every task.
-The weights are the published ones, dequantised; the arithmetic is FP32.
+`python -m train.evaluate --model models/hadal-tiny --count 100` asks that many questions of every
+task. The weights are the published ones, dequantised; the arithmetic is FP32.
 """
 
 import argparse
@@ -30,11 +31,16 @@ class _Cache:
         c = model.c
         self.lengths = torch.tensor([len(p) for p in prompts])
         shape = (len(prompts), int(self.lengths.max()) + num_new, c.num_attention_heads)
-        self.k = [torch.zeros(*shape, c.qk_nope_head_dim + c.qk_rope_head_dim) for _ in range(c.num_hidden_layers)]
+        self.k = [
+            torch.zeros(*shape, c.qk_nope_head_dim + c.qk_rope_head_dim)
+            for _ in range(c.num_hidden_layers)
+        ]
         self.v = [torch.zeros(*shape, c.v_head_dim) for _ in range(c.num_hidden_layers)]
 
 
-def _attend(layer: Layer, x: Tensor, table: Tensor, cache: _Cache, index: int, rows: Tensor, at: Tensor) -> Tensor:
+def _attend(
+    layer: Layer, x: Tensor, table: Tensor, cache: _Cache, index: int, rows: Tensor, at: Tensor
+) -> Tensor:
     """Attention of one new token per sequence; its key and value go into the cache."""
     attention = layer.self_attn
     q = attention.queries(x, table)
@@ -43,7 +49,9 @@ def _attend(layer: Layer, x: Tensor, table: Tensor, cache: _Cache, index: int, r
     size = int(at.max()) + 1
     scores = torch.einsum("bhd,blhd->bhl", q, cache.k[index][rows, :size]) * attention.scale
     scores = scores.masked_fill(torch.arange(size) > at[:, None, None], float("-inf")).softmax(-1)
-    return attention.o_proj(torch.einsum("bhl,blhd->bhd", scores, cache.v[index][rows, :size]).flatten(1))
+    return attention.o_proj(
+        torch.einsum("bhl,blhd->bhd", scores, cache.v[index][rows, :size]).flatten(1)
+    )
 
 
 def _prefill(model: Model, cache: _Cache, prompts: list[list[int]]) -> Tensor:
@@ -63,7 +71,9 @@ def _prefill(model: Model, cache: _Cache, prompts: list[list[int]]) -> Tensor:
 
 @torch.no_grad()
 def generate(model: Model, prompts: list[list[int]], num_new: int = 320) -> list[list[int]]:
-    """Return the greedy replies, each ending with the end token unless it grew to `num_new` tokens."""
+    """Return the greedy replies, each ending with the end token unless it grew to `num_new`
+    tokens.
+    """
     cache = _Cache(model, prompts, num_new)
     replies = [[token] for token in _prefill(model, cache, prompts).tolist()]
     rows = torch.arange(len(prompts))
@@ -88,8 +98,10 @@ def generate(model: Model, prompts: list[list[int]], num_new: int = 320) -> list
 def acceptance_and_load(
     model: Model, prompts: list[list[int]], replies: list[list[int]]
 ) -> tuple[float, list[float], list[float]]:
-    """Return how often the MTP layer names the model's own greedy next-but-one token over the generated text,
-    and per mixture layer the largest expert load over the mean and the share of experts with no token."""
+    """Return how often the MTP layer names the model's own greedy next-but-one token over the
+    generated text, and per mixture layer the largest expert load over the mean and the share of
+    experts with no token.
+    """
     batch = pack(list(zip(prompts, replies, strict=True)), [])
     for module in model.modules():
         if isinstance(module, MoE):
@@ -100,7 +112,11 @@ def acceptance_and_load(
     own = model.lm_head(h[rows + 1]).argmax(-1)
     agree = (model.lm_head(h2[rows]).argmax(-1) == own).float().mean().item()
     counts = [module.counts for module in model.modules() if isinstance(module, MoE)]
-    return agree, [(c.max() / c.mean()).item() for c in counts], [(c == 0).float().mean().item() for c in counts]
+    return (
+        agree,
+        [(c.max() / c.mean()).item() for c in counts],
+        [(c == 0).float().mean().item() for c in counts],
+    )
 
 
 def ask(
@@ -137,7 +153,10 @@ def main() -> None:
         right[task] = args.count - len(wrong)
         print(f"{task:12s} {right[task] / args.count:7.1%}", flush=True)
         for example, text in wrong[: args.show]:
-            print(f"   {render_prompt(example)[-300:]!r}\n   should {example.reasoning!r} {example.answer!r}")
+            print(
+                f"   {render_prompt(example)[-300:]!r}\n   should {example.reasoning!r}"
+                f" {example.answer!r}"
+            )
             print(f"   said   {text!r}")
         all_prompts += prompts
         all_replies += replies
@@ -145,14 +164,24 @@ def main() -> None:
     by_task = {}
     for index, task in enumerate(TASKS):
         part = slice(index * args.count, (index + 1) * args.count)
-        by_task[task] = [round(s, 1) for s in acceptance_and_load(model, all_prompts[part], all_replies[part])[1]]
-    print(json.dumps({
-        "overall": round(sum(right.values()) / (args.count * len(TASKS)), 4), "questions": args.count * len(TASKS),
-        **{task: right[task] / args.count for task in TASKS}, "mtp_acceptance": round(agree, 4),
-        "load_max_over_mean": [round(s, 2) for s in skew], "of_one_task": by_task,
-        "idle_experts": [round(s, 3) for s in idle],
-        "tokens_generated": sum(map(len, all_replies)), "seconds": round(time.perf_counter() - begin, 1),
-    }))
+        by_task[task] = [
+            round(s, 1) for s in acceptance_and_load(model, all_prompts[part], all_replies[part])[1]
+        ]
+    print(
+        json.dumps(
+            {
+                "overall": round(sum(right.values()) / (args.count * len(TASKS)), 4),
+                "questions": args.count * len(TASKS),
+                **{task: right[task] / args.count for task in TASKS},
+                "mtp_acceptance": round(agree, 4),
+                "load_max_over_mean": [round(s, 2) for s in skew],
+                "of_one_task": by_task,
+                "idle_experts": [round(s, 3) for s in idle],
+                "tokens_generated": sum(map(len, all_replies)),
+                "seconds": round(time.perf_counter() - begin, 1),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

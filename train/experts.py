@@ -1,7 +1,9 @@
-"""The fast pieces of training on a CPU, each beside a plain twin: routing, grouped experts, packed attention.
+"""The fast pieces of training on a CPU, each beside a plain twin: routing, grouped experts, packed
+attention.
 
-With a compiler the C++ in kernels.cpp is used, through autograd functions; without one, plain torch.
-Letters in shapes: T tokens, E experts, D model width, F expert width, K experts per token, H heads.
+With a compiler the C++ in kernels.cpp is used, through autograd functions; without one, plain
+torch. Letters in shapes: T tokens, E experts, D model width, F expert width, K experts per token, H
+heads.
 """
 
 import functools
@@ -22,14 +24,20 @@ def kernels():
         from torch.utils.cpp_extension import load
 
         flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp"]
-        return load("hadal_train_kernels", [str(Path(__file__).with_name("kernels.cpp"))], extra_cflags=flags)
+        return load(
+            "hadal_train_kernels",
+            [str(Path(__file__).with_name("kernels.cpp"))],
+            extra_cflags=flags,
+        )
     except (OSError, RuntimeError, ImportError) as error:
         print(f"no compiled kernels, training the plain way: {error}")
         return None
 
 
 def route(biased_TE: Tensor, num_groups: int, groups_kept: int, k: int) -> Tensor:
-    """Return the experts [T, K] each token goes to, from scores with the bias added (paper 2.1.2, V3 `Gate`)."""
+    """Return the experts [T, K] each token goes to, from scores with the bias added (paper 2.1.2,
+    V3 `Gate`).
+    """
     fast = kernels()
     if fast is not None:
         return fast.route(biased_TE.detach().contiguous(), num_groups, groups_kept, k)
@@ -50,11 +58,15 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        dx, dgate_up, ddown, dweights = kernels().experts_backward(dout.contiguous(), *ctx.saved_tensors)
+        dx, dgate_up, ddown, dweights = kernels().experts_backward(
+            dout.contiguous(), *ctx.saved_tensors
+        )
         return dx, dgate_up, ddown, dweights, None
 
 
-def grouped_experts(x_TD: Tensor, gate_up: Tensor, down: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
+def grouped_experts(
+    x_TD: Tensor, gate_up: Tensor, down: Tensor, weights_TK: Tensor, chosen_TK: Tensor
+) -> Tensor:
     """Return sum over K of weight * SwiGLU_expert(x). gate_up is [E, 2F, D], down [E, D, F]."""
     if kernels() is not None:
         return _Experts.apply(x_TD, gate_up, down, weights_TK, chosen_TK)
@@ -79,18 +91,26 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         q, k, v, out, lse, bounds = ctx.saved_tensors
-        dq, dk, dv = kernels().attention_backward(dout.contiguous(), q, k, v, out, lse, bounds, ctx.scale)
+        dq, dk, dv = kernels().attention_backward(
+            dout.contiguous(), q, k, v, out, lse, bounds, ctx.scale
+        )
         return dq, dk, dv, None, None
 
 
-def packed_attention(q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, bounds: Tensor, scale: float) -> Tensor:
-    """Return causal attention inside each sequence; `bounds` holds where each one begins, and the end."""
+def packed_attention(
+    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, bounds: Tensor, scale: float
+) -> Tensor:
+    """Return causal attention inside each sequence; `bounds` holds where each one begins, and the
+    end.
+    """
     if kernels() is not None:
         return _Attention.apply(q_THK, k_THK, v_THV, bounds, scale)
     outs = []
     for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         q, k, v = (x[begin:end].transpose(0, 1)[None] for x in (q_THK, k_THK, v_THV))
-        outs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0].transpose(0, 1))
+        outs.append(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0].transpose(0, 1)
+        )
     return torch.cat(outs)
 
 

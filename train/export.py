@@ -1,7 +1,8 @@
-"""The published folder: DeepSeek-V3's tensor names and config, projections and experts in FP8 with block scales.
+"""The published folder: DeepSeek-V3's tensor names and config, projections and experts in FP8 with
+block scales.
 
-`python -m train.export --run <folder> --out models/hadal-tiny` writes it from a checkpoint, whole files at a time;
-`load` reads such a folder back into the training model, dequantised.
+`python -m train.export --run <folder> --out models/hadal-tiny` writes it from a checkpoint, whole
+files at a time; `load` reads such a folder back into the training model, dequantised.
 """
 
 import argparse
@@ -23,15 +24,24 @@ BLOCK = 128
 FP8_MAX = 448.0
 NUM_SHARDS = 3
 GENERATION = {
-    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "do_sample": True, "temperature": 0.3, "top_p": 0.95,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "do_sample": True,
+    "temperature": 0.3,
+    "top_p": 0.95,
 }
 
 
 def quantise(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (E4M3 weight, FP32 scale per 128x128 block) with w = weight * scale (V3 report 3.3)."""
+    """Return (E4M3 weight, FP32 scale per 128x128 block) with w = weight * scale (V3 report
+    3.3).
+    """
     rows, cols = w.shape
     padded = F.pad(w.float(), (0, -cols % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [row blocks, 128, column blocks, 128]
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(
+        0, (-1, BLOCK)
+    )  # [row blocks, 128, column blocks, 128]
     scale = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-4) / FP8_MAX
     scaled = (blocks / scale[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
     return scaled.flatten(2).flatten(0, 1)[:rows, :cols].contiguous().to(torch.float8_e4m3fn), scale
@@ -50,7 +60,10 @@ def _split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
     for expert, w in enumerate(tensor):
         if name.endswith("gate_up_proj"):
             gate, up = w.chunk(2)
-            out[f"{prefix}.{expert}.gate_proj.weight"], out[f"{prefix}.{expert}.up_proj.weight"] = gate, up
+            out[f"{prefix}.{expert}.gate_proj.weight"], out[f"{prefix}.{expert}.up_proj.weight"] = (
+                gate,
+                up,
+            )
         else:
             out[f"{prefix}.{expert}.down_proj.weight"] = w
     return out
@@ -79,20 +92,42 @@ def tensors(model: Model) -> dict[str, Tensor]:
 def model_config(c: Config) -> dict:
     """Return config.json."""
     return {
-        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **c.as_dict(),
-        "num_key_value_heads": c.num_attention_heads, "moe_layer_freq": 1, "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc", "norm_topk_prob": True, "hidden_act": "silu", "attention_bias": False,
-        "attention_dropout": 0.0, "rope_scaling": None, "tie_word_embeddings": False, "initializer_range": 0.02,
-        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "ep_size": 1, "pretraining_tp": 1, "use_cache": True,
-        "aux_loss_alpha": 0.001, "seq_aux": True, "torch_dtype": "bfloat16",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        **c.as_dict(),
+        "num_key_value_heads": c.num_attention_heads,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "ep_size": 1,
+        "pretraining_tp": 1,
+        "use_cache": True,
+        "aux_loss_alpha": 0.001,
+        "seq_aux": True,
+        "torch_dtype": "bfloat16",
         "quantization_config": {
-            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
         },
     }
 
 
 def _write_shards(folder: Path, named: dict[str, Tensor]) -> None:
-    """Write the tensors in order into shards of about equal bytes, with the index DeepSeek's folders have."""
+    """Write the tensors in order into shards of about equal bytes, with the index DeepSeek's
+    folders have.
+    """
     total = sum(t.numel() * t.element_size() for t in named.values())
     shards: list[dict[str, Tensor]] = [{} for _ in range(NUM_SHARDS)]
     written = 0
@@ -109,7 +144,9 @@ def _write_shards(folder: Path, named: dict[str, Tensor]) -> None:
 
 
 def export(model: Model, tokenizer: Tokenizer, out: Path) -> None:
-    """Write the folder. Files are made aside and then renamed, so a reader never sees half of one."""
+    """Write the folder. Files are made aside and then renamed, so a reader never sees half of
+    one.
+    """
     aside = out.with_name(f".{out.name}.new")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -120,7 +157,9 @@ def export(model: Model, tokenizer: Tokenizer, out: Path) -> None:
         "tokenizer_config.json": tokenizer_config(),
     }
     for name, value in files.items():
-        (aside / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (aside / name).write_text(
+            json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     tokenizer.save(str(aside / "tokenizer.json"))
     out.mkdir(parents=True, exist_ok=True)
     for file in sorted(aside.iterdir()):
@@ -130,7 +169,9 @@ def export(model: Model, tokenizer: Tokenizer, out: Path) -> None:
 
 
 def load(folder: Path) -> tuple[Model, Tokenizer]:
-    """Return the training model with a published folder's weights, dequantised to FP32, and its tokenizer."""
+    """Return the training model with a published folder's weights, dequantised to FP32, and its
+    tokenizer.
+    """
     values = json.loads((folder / "config.json").read_text())
     model = Model(Config(**{name: values[name] for name in Config().as_dict()}))
     stored: dict[str, Tensor] = {}
@@ -138,17 +179,26 @@ def load(folder: Path) -> tuple[Model, Tokenizer]:
         stored.update(load_file(path))
 
     def read(name: str) -> Tensor:
-        scale = stored.get(name.replace(".weight", ".weight_scale_inv")) if name.endswith(".weight") else None
+        scale = (
+            stored.get(name.replace(".weight", ".weight_scale_inv"))
+            if name.endswith(".weight")
+            else None
+        )
         return stored[name].float() if scale is None else dequantise(stored[name], scale)
 
     state = {}
     for name, tensor in model.state_dict().items():
         prefix = name.rsplit(".", 1)[0]
         if name.endswith("gate_up_proj"):
-            pairs = [[read(f"{prefix}.{e}.{p}_proj.weight") for p in ("gate", "up")] for e in range(len(tensor))]
+            pairs = [
+                [read(f"{prefix}.{e}.{p}_proj.weight") for p in ("gate", "up")]
+                for e in range(len(tensor))
+            ]
             state[name] = torch.stack([torch.cat(pair) for pair in pairs])
         elif name.endswith("experts.down_proj"):
-            state[name] = torch.stack([read(f"{prefix}.{e}.down_proj.weight") for e in range(len(tensor))])
+            state[name] = torch.stack(
+                [read(f"{prefix}.{e}.down_proj.weight") for e in range(len(tensor))]
+            )
         else:
             state[name] = read(name)
     model.load_state_dict(state)

@@ -1,7 +1,9 @@
-"""DeepSeek-V3 as it is trained: differentiable, over sequences laid end to end, with transformers' parameter names.
+"""DeepSeek-V3 as it is trained: differentiable, over sequences laid end to end, with transformers'
+parameter names.
 
-Every tensor is [T, ...], T being the tokens of all sequences of a step; `bounds` says where each begins.
-Knows nothing of data, optimisers or files. The equations are those of the V3 report, 2.1 and 2.2.
+Every tensor is [T, ...], T being the tokens of all sequences of a step; `bounds` says where each
+begins. Knows nothing of data, optimisers or files. The equations are those of the V3 report, 2.1
+and 2.2.
 """
 
 from dataclasses import asdict, dataclass
@@ -88,14 +90,20 @@ class Attention(nn.Module):
 
     def queries(self, x: Tensor, table: Tensor) -> Tensor:
         c = self.c
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (c.num_attention_heads, -1))
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(
+            -1, (c.num_attention_heads, -1)
+        )
         q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         return torch.cat([q_nope, rotate(q_rope, table)], dim=-1)
 
     def latents(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is cached of a token: the normed latent [T, rank] and the rotated key [T, 1, rope]."""
+        """Return what is cached of a token: the normed latent [T, rank] and the rotated key [T, 1,
+        rope].
+        """
         c = self.c
-        latent, k_rope = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split(
+            [c.kv_lora_rank, c.qk_rope_head_dim], dim=-1
+        )
         return self.kv_a_layernorm(latent), rotate(k_rope[:, None], table)
 
     def expand(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +121,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = _linear(dim, width), _linear(dim, width), _linear(width, dim)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            _linear(dim, width),
+            _linear(dim, width),
+            _linear(width, dim),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -130,12 +142,16 @@ class Experts(nn.Module):
 class Gate(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(c.n_routed_experts, c.hidden_size) * c.hidden_size**-0.5)
+        self.weight = nn.Parameter(
+            torch.randn(c.n_routed_experts, c.hidden_size) * c.hidden_size**-0.5
+        )
         self.register_buffer("e_score_correction_bias", torch.zeros(c.n_routed_experts))
 
 
 class MoE(nn.Module):
-    """Routed experts chosen by biased sigmoid scores, and one shared expert. Counts the tokens of each expert."""
+    """Routed experts chosen by biased sigmoid scores, and one shared expert. Counts the tokens of
+    each expert.
+    """
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -147,11 +163,18 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         c = self.c
         scores = F.linear(x, self.gate.weight).sigmoid()
-        chosen = route(scores + self.gate.e_score_correction_bias, c.n_group, c.topk_group, c.num_experts_per_tok)
+        chosen = route(
+            scores + self.gate.e_score_correction_bias,
+            c.n_group,
+            c.topk_group,
+            c.num_experts_per_tok,
+        )
         self.counts += torch.bincount(chosen.flatten(), minlength=c.n_routed_experts)
         weights = scores.gather(1, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * c.routed_scaling_factor
-        routed = grouped_experts(x, self.experts.gate_up_proj, self.experts.down_proj, weights, chosen)
+        routed = grouped_experts(
+            x, self.experts.gate_up_proj, self.experts.down_proj, weights, chosen
+        )
         return routed + self.shared_experts(x)
 
 
@@ -159,7 +182,9 @@ class Layer(nn.Module):
     def __init__(self, c: Config, index: int) -> None:
         super().__init__()
         self.self_attn = Attention(c)
-        self.mlp = MLP(c.hidden_size, c.intermediate_size) if index < c.first_k_dense_replace else MoE(c)
+        self.mlp = (
+            MLP(c.hidden_size, c.intermediate_size) if index < c.first_k_dense_replace else MoE(c)
+        )
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
@@ -169,14 +194,18 @@ class Layer(nn.Module):
 
 
 class MTPLayer(Layer):
-    """The multi-token-prediction layer: from the main model's state of token t and token t+1 to token t+2.
+    """The multi-token-prediction layer: from the main model's state of token t and token t+1 to
+    token t+2.
 
     The state is the one after the main model's last norm, as inference engines hand it over.
     """
 
     def __init__(self, c: Config) -> None:
         super().__init__(c, c.num_hidden_layers)
-        self.enorm, self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps), RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.enorm, self.hnorm = (
+            RMSNorm(c.hidden_size, c.rms_norm_eps),
+            RMSNorm(c.hidden_size, c.rms_norm_eps),
+        )
         self.eh_proj = _linear(2 * c.hidden_size, c.hidden_size)
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
 
@@ -188,7 +217,9 @@ class Body(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList([Layer(c, i) for i in range(c.num_hidden_layers)] + [MTPLayer(c)])
+        self.layers = nn.ModuleList(
+            [Layer(c, i) for i in range(c.num_hidden_layers)] + [MTPLayer(c)]
+        )
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
 
@@ -204,7 +235,11 @@ class Model(nn.Module):
         nn.init.normal_(self.lm_head.weight, std=0.02)
         for name, p in self.named_parameters():
             if (p.ndim == 2 and name.endswith("proj.weight")) or "proj_with_mqa" in name:
-                nn.init.normal_(p, std=p.shape[1] ** -0.5 * (0.5 if "o_proj" in name or "down_proj" in name else 1.0))
+                nn.init.normal_(
+                    p,
+                    std=p.shape[1] ** -0.5
+                    * (0.5 if "o_proj" in name or "down_proj" in name else 1.0),
+                )
 
     @property
     def mtp(self) -> MTPLayer:
@@ -218,8 +253,12 @@ class Model(nn.Module):
             h = layer(h, table, bounds)
         return self.model.norm(h)
 
-    def mtp_hidden(self, h: Tensor, next_tokens: Tensor, positions: Tensor, bounds: Tensor) -> Tensor:
-        """Return the MTP layer's states [T, D], ready for the head, of tokens whose next tokens are given."""
+    def mtp_hidden(
+        self, h: Tensor, next_tokens: Tensor, positions: Tensor, bounds: Tensor
+    ) -> Tensor:
+        """Return the MTP layer's states [T, D], ready for the head, of tokens whose next tokens are
+        given.
+        """
         table = rope_table(self.c, positions)
         x = self.mtp.combine(self.model.embed_tokens(next_tokens), h)
         return self.mtp.shared_head["norm"](self.mtp(x, table, bounds))

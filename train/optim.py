@@ -1,7 +1,9 @@
-"""Muon for the hidden matrices, AdamW for the rest, both scaled by one schedule over wall-clock time.
+"""Muon for the hidden matrices, AdamW for the rest, both scaled by one schedule over wall-clock
+time.
 
-Muon: Jordan et al. 2024 (momentum, orthogonalised by five Newton-Schulz steps); the factor 0.2 sqrt(larger side), which
-gives its updates AdamW's size, is Moonlight's (arXiv 2502.16982). Experts are orthogonalised as a batch of matrices.
+Muon: Jordan et al. 2024 (momentum, orthogonalised by five Newton-Schulz steps); the factor 0.2
+sqrt(larger side), which gives its updates AdamW's size, is Moonlight's (arXiv 2502.16982). Experts
+are orthogonalised as a batch of matrices.
 """
 
 import torch
@@ -11,7 +13,9 @@ from train.experts import kernels
 
 
 def schedule(progress: float) -> float:
-    """Return the learning-rate factor at `progress` in 0..1: warm up, hold, fall as 1 - sqrt (arXiv 2405.18392)."""
+    """Return the learning-rate factor at `progress` in 0..1: warm up, hold, fall as 1 - sqrt (arXiv
+    2405.18392).
+    """
     if progress < 0.015:
         return max(progress, 0.0005) / 0.015
     return 1.0 - (min(1.0, max(0.0, progress - 0.35) / 0.65)) ** 0.5
@@ -19,7 +23,9 @@ def schedule(progress: float) -> float:
 
 @torch.no_grad()
 def orthogonalise(g: Tensor) -> Tensor:
-    """Return the nearest semi-orthogonal matrices to g [..., rows, cols], roughly: singular values near 1."""
+    """Return the nearest semi-orthogonal matrices to g [..., rows, cols], roughly: singular values
+    near 1.
+    """
     wide = g.shape[-2] <= g.shape[-1]
     x = (g if wide else g.mT).to(torch.bfloat16)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -30,7 +36,9 @@ def orthogonalise(g: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised: one step turns and moves a matrix by the same amount in every direction."""
+    """Momentum, orthogonalised: one step turns and moves a matrix by the same amount in every
+    direction.
+    """
 
     def __init__(self, params: list[nn.Parameter], lr: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": 0.1})
@@ -53,15 +61,21 @@ class Muon(torch.optim.Optimizer):
                     continue
                 buffer.lerp_(p.grad, 1 - group["momentum"])
                 update = p.grad.lerp(buffer, group["momentum"])
-                if p.ndim == 3 and p.shape[1] < p.shape[2]:  # gate and up are two matrices of one expert
+                if (
+                    p.ndim == 3 and p.shape[1] < p.shape[2]
+                ):  # gate and up are two matrices of one expert
                     update = update.unflatten(1, (2, -1))
                 scale = 0.2 * max(update.shape[-2:]) ** 0.5
                 update = orthogonalise(update).reshape(p.shape)
-                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(
+                    update, alpha=-group["lr"] * scale
+                )
 
 
 def make_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for projections and experts, AdamW for embedding, head, gate and norms; base rates noted."""
+    """Return Muon for projections and experts, AdamW for embedding, head, gate and norms; base
+    rates noted.
+    """
     hidden, gates, rest = [], [], []
     for name, p in model.named_parameters():
         if "proj" in name:

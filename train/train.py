@@ -1,4 +1,5 @@
-"""Train hadal-tiny from nothing, for a given number of minutes, and export it into the run's folder at the end.
+"""Train hadal-tiny from nothing, for a given number of minutes, and export it into the run's folder
+at the end.
 
 `python -m train --minutes 90 --run <folder>`. Resumes from the folder's checkpoint if there is one.
 """
@@ -22,7 +23,8 @@ from train.optim import make_optimizers, schedule
 from train.tokenizer import load_or_build
 
 MTP_WEIGHT = 0.2
-MTP_FROM = 0.72  # Share of the run after which the MTP layer is trained again: it learns fast on a good model.
+# Share of the run after which the MTP layer is trained again: it learns fast on a good model.
+MTP_FROM = 0.72
 
 
 def losses(model: Model, batch: Batch, with_mtp: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,7 +49,9 @@ def _mtp_loss(model: Model, batch: Batch, h: Tensor) -> Tensor:
 
 
 def _rows(targets: Tensor) -> Tensor:
-    """Return the rows with a target, and a few without so that their number is one of few (see `batches`)."""
+    """Return the rows with a target, and a few without so that their number is one of few (see
+    `batches`).
+    """
     wanted = (targets >= 0).nonzero()[:, 0]
     spare = (targets < 0).nonzero()[:, 0]
     return torch.cat([wanted, spare[: -len(wanted) % 512]])
@@ -55,7 +59,9 @@ def _rows(targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check(model: Model, held_out: list[Batch]) -> tuple[float, dict[str, float]]:
-    """Return the loss and, per task, how many replies are right at every token when the true tokens are fed."""
+    """Return the loss and, per task, how many replies are right at every token when the true tokens
+    are fed.
+    """
     right, total, sums = defaultdict(int), defaultdict(int), 0.0
     for batch in held_out:
         loss, _, hits = losses(model, batch, with_mtp=False)
@@ -68,7 +74,9 @@ def check(model: Model, held_out: list[Batch]) -> tuple[float, dict[str, float]]
 
 
 def balance(model: Model, gamma: float) -> list[float]:
-    """Move every expert's bias a step toward equal load (V3 report 2.1.2); return max/mean load per layer."""
+    """Move every expert's bias a step toward equal load (V3 report 2.1.2); return max/mean load per
+    layer.
+    """
     skew = []
     for module in model.modules():
         if isinstance(module, MoE):
@@ -99,7 +107,11 @@ class Run:
             self.model.load_state_dict(state["model"])
             for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(kept)
-            self.step, self.num_tokens, self.elapsed = state["step"], state["num_tokens"], state["elapsed"]
+            self.step, self.num_tokens, self.elapsed = (
+                state["step"],
+                state["num_tokens"],
+                state["elapsed"],
+            )
 
     def stop(self, *_: object) -> None:
         """Save after the step under way and leave; the same command resumes."""
@@ -107,8 +119,11 @@ class Run:
 
     def save(self) -> None:
         state = {
-            "model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers],
-            "step": self.step, "num_tokens": self.num_tokens, "elapsed": self.elapsed,
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "elapsed": self.elapsed,
         }
         torch.save(state, self.folder / "checkpoint.tmp")
         os.replace(self.folder / "checkpoint.tmp", self.folder / "checkpoint.pt")
@@ -122,18 +137,22 @@ class Run:
     def update(self, batch: Batch) -> tuple[float, float, list[float]]:
         """Take one optimiser step; return both losses and the expert load skew per layer."""
         progress = self.elapsed / self.seconds
-        # bf16 products are faster and good enough, until the end is fitted to the arithmetic of serving.
+        # bf16 products are faster and good enough, until the end is fitted to the arithmetic of
+        # serving.
         torch.backends.mkldnn.matmul.fp32_precision = "bf16" if progress < 0.97 else "ieee"
         with_mtp = progress < 0.03 or (progress >= MTP_FROM and self.step % 2 == 0)
         loss, mtp_loss, _ = losses(self.model, batch, with_mtp)
         (loss + MTP_WEIGHT * mtp_loss).backward()
-        torch.nn.utils.clip_grad_norm_([p for g in self.optimizers[1].param_groups for p in g["params"]], 1.0)
+        torch.nn.utils.clip_grad_norm_(
+            [p for g in self.optimizers[1].param_groups for p in g["params"]], 1.0
+        )
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * schedule(progress)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        # Balanced firmly at first so that every expert learns, hardly at all late: real routing stays skewed.
+        # Balanced firmly at first so that every expert learns, hardly at all late: real routing
+        # stays skewed.
         gamma = max(5e-4, 2e-3 * min(1.0, (1 - progress / 0.6) / 0.6)) if progress < 0.85 else 0.0
         skew = balance(self.model, gamma)
         self.step += 1
@@ -154,8 +173,11 @@ class Run:
             if self.elapsed - last_log > 20:
                 speed = (self.num_tokens - tokens_before) / (self.elapsed - last_log)
                 self.log(
-                    loss=round(loss, 4), mtp=round(mtp_loss, 4), tok_s=round(speed),
-                    mtok=round(self.num_tokens / 1e6, 2), skew=[round(s, 1) for s in skew],
+                    loss=round(loss, 4),
+                    mtp=round(mtp_loss, 4),
+                    tok_s=round(speed),
+                    mtok=round(self.num_tokens / 1e6, 2),
+                    skew=[round(s, 1) for s in skew],
                 )
                 last_log, tokens_before = self.elapsed, self.num_tokens
             if self.elapsed - last_check > check_every_s or self.elapsed >= self.seconds:
@@ -165,7 +187,11 @@ class Run:
                 self.log(held_out_loss=round(loss, 4), **{k: round(v, 3) for k, v in tasks.items()})
                 self.elapsed += time.perf_counter() - begin
                 last_check = self.elapsed
-            if self.elapsed - last_save > save_every_s or self.elapsed >= self.seconds or self.stopping:
+            if (
+                self.elapsed - last_save > save_every_s
+                or self.elapsed >= self.seconds
+                or self.stopping
+            ):
                 self.save()
                 last_save = self.elapsed
 

@@ -1,1 +1,3 @@
-"""The other engines on the same model and machine, each driven in its own process and environment."""
+"""The other engines on the same model and machine, each driven in its own process and
+environment.
+"""

@@ -1,9 +1,11 @@
-"""Turn a Hugging Face folder into a GGUF file with llama.cpp's own converter, told to take our tokenizers.
+"""Turn a Hugging Face folder into a GGUF file with llama.cpp's own converter, told to take our
+tokenizers.
 
     LLAMA_ENV/bin/python bench/peers/convert_gguf.py LLAMA_CPP_SOURCE MODEL_FOLDER OUT.gguf
 
-The converter knows tokenizers by a hash of their output and refuses the rest. Which pre-tokenizer is written matters to
-text, not to speed nor to token ids, so every byte-level BPE is declared to be GPT-2's.
+The converter knows tokenizers by a hash of their output and refuses the rest. Which pre-tokenizer
+is written matters to text, not to speed nor to token ids, so every byte-level BPE is declared to be
+GPT-2's.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ def main() -> None:
     source, folder, out = Path(sys.argv[1]).resolve(), sys.argv[2], sys.argv[3]
     sys.path[:0] = [str(source), str(source / "gguf-py")]
     sys.argv = ["convert_hf_to_gguf.py", folder, "--outtype", "f32", "--outfile", out]
-    base = __import__("conversion.base", fromlist=["TextModel"])  # Part of the source named above, in no environment.
+    base = __import__(
+        "conversion.base", fromlist=["TextModel"]
+    )  # Part of the source named above, in no environment.
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     runpy.run_path(str(source / "convert_hf_to_gguf.py"), run_name="__main__")
 

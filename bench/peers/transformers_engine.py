@@ -1,10 +1,12 @@
-"""transformers' DeepseekV3ForCausalLM as a Subject: greedy decoding with its own cache, the loop `generate` runs.
+"""transformers' DeepseekV3ForCausalLM as a Subject: greedy decoding with its own cache, the loop
+`generate` runs.
 
     python -m bench.peers.transformers_engine MODEL_FOLDER THREADS [compiled]
 
-Of its choices grouped-GEMM experts and SDPA attention are the fastest on a CPU, at every batch but 1. There
-torch.compile over a static cache with gathered experts is faster (they do not compile grouped, and gathering costs more
-with every further row): that is `compiled`, a peer of its own, for that one point.
+Of its choices grouped-GEMM experts and SDPA attention are the fastest on a CPU, at every batch but
+1. There torch.compile over a static cache with gathered experts is faster (they do not compile
+grouped, and gathering costs more with every further row): that is `compiled`, a peer of its own,
+for that one point.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class TransformersSubject:
 
     def __init__(self, folder: str, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True
+        )
         self._model.eval()
         self._model.set_experts_implementation("grouped_mm")
         self._vocab_size = int(self._model.config.vocab_size)
@@ -74,8 +78,12 @@ class CompiledSubject(TransformersSubject):
     def decode(self, batch: int, context: int, steps: int) -> float:
         if batch > 1:
             raise NotImplementedError("batch 1 only")
-        cache = StaticCache(config=self._model.config, max_cache_len=context + 128)  # The same size each time.
-        out = self._model(self._prompts(1, context), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = StaticCache(
+            config=self._model.config, max_cache_len=context + 128
+        )  # The same size each time.
+        out = self._model(
+            self._prompts(1, context), past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
         token = out.logits[:, -1:].argmax(-1)
         start = 0.0
         for index in range(-self.WARM_UP, steps):
@@ -83,9 +91,12 @@ class CompiledSubject(TransformersSubject):
                 start = time.perf_counter()
             position = torch.tensor([context + self.WARM_UP + index])
             out = self._step(
-                input_ids=token, past_key_values=cache, use_cache=True, position_ids=position[None],
+                input_ids=token,
+                past_key_values=cache,
+                use_cache=True,
+                position_ids=position[None],
                 cache_position=position,
-            )  # fmt: skip
+            )
             token = out.logits[:, -1:].argmax(-1)
             token.tolist()
         return time.perf_counter() - start

@@ -1,4 +1,5 @@
-"""vLLM's CPU build as a Subject: its own engine loop, stepped from here so that prefill and decode are timed apart.
+"""vLLM's CPU build as a Subject: its own engine loop, stepped from here so that prefill and decode
+are timed apart.
 
     VLLM_ENV/bin/python -m bench.peers.vllm_engine MODEL_FOLDER THREADS
 
@@ -18,7 +19,8 @@ MAX_BATCH = 64
 ENVIRONMENT = {
     "VLLM_MLA_DISABLE": "1",  # Its MLA kernels take the released head size only.
     "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # The engine in this process: no queue between it and the clock.
+    # The engine in this process: no queue between it and the clock.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -26,7 +28,9 @@ ENVIRONMENT = {
 
 
 class VllmSubject:
-    """Greedy, no prefix cache, token ids in and out. `compiled` adds torch.compile (a minute at the start)."""
+    """Greedy, no prefix cache, token ids in and out. `compiled` adds torch.compile (a minute at the
+    start).
+    """
 
     def __init__(self, folder: str, threads: int, *, compiled: bool) -> None:
         os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(threads))
@@ -34,9 +38,16 @@ class VllmSubject:
 
         self._params: Any = SamplingParams
         self._llm: Any = LLM(
-            folder, dtype="float32", enforce_eager=not compiled, skip_tokenizer_init=True, max_model_len=4096,
-            max_num_seqs=MAX_BATCH, enable_prefix_caching=False, max_num_batched_tokens=8192, disable_log_stats=True,
-        )  # fmt: skip
+            folder,
+            dtype="float32",
+            enforce_eager=not compiled,
+            skip_tokenizer_init=True,
+            max_model_len=4096,
+            max_num_seqs=MAX_BATCH,
+            enable_prefix_caching=False,
+            max_num_batched_tokens=8192,
+            disable_log_stats=True,
+        )
         self._vocab_size = int(self._llm.llm_engine.model_config.get_vocab_size())
         self._seed = 0
         self.note = "compiled" if compiled else "eager"
@@ -50,7 +61,9 @@ class VllmSubject:
     def decode(self, batch: int, context: int, steps: int) -> float:
         self._add(batch, context, max_tokens=steps + 1)
         produced = dict.fromkeys(range(batch), 0)
-        while min(produced.values()) < 1:  # Prefill, however many steps it takes; nothing decodes before the last.
+        while (
+            min(produced.values()) < 1
+        ):  # Prefill, however many steps it takes; nothing decodes before the last.
             for out in self._llm.llm_engine.step():
                 produced[int(out.request_id.split("-")[1])] = len(out.outputs[0].token_ids)
         done = sum(produced.values()) - batch
@@ -61,9 +74,13 @@ class VllmSubject:
 
     def _add(self, batch: int, num_tokens: int, max_tokens: int) -> None:
         self._seed += 1
-        params = self._params(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        params = self._params(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
         for index, prompt in enumerate(prompts(batch, num_tokens, self._vocab_size, self._seed)):
-            self._llm.llm_engine.add_request(f"{self._seed}-{index}", {"prompt_token_ids": prompt}, params)
+            self._llm.llm_engine.add_request(
+                f"{self._seed}-{index}", {"prompt_token_ids": prompt}, params
+            )
 
     def _run(self) -> None:
         while self._llm.llm_engine.has_unfinished_requests():
@@ -71,4 +88,8 @@ class VllmSubject:
 
 
 if __name__ == "__main__":
-    answer(lambda: VllmSubject(sys.argv[1], int(sys.argv[2]), compiled=len(sys.argv) > 3 and sys.argv[3] == "compiled"))
+    answer(
+        lambda: VllmSubject(
+            sys.argv[1], int(sys.argv[2]), compiled=len(sys.argv) > 3 and sys.argv[3] == "compiled"
+        )
+    )

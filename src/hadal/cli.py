@@ -39,12 +39,19 @@ COMPLETE_VARIABLE = "_HADAL_COMPLETE"
 
 _Tables = dict[str, dict[str, Any]]
 
-completion_init()  # Typer's own options for it would stand in every help; `hadal completion` prints the same.
+# Typer's own options for it would stand in every help; `hadal completion` prints the same.
+completion_init()
 app = typer.Typer(
-    help="DeepSeek-V3/R1's inference system, whole, in Python. Start with `hadal serve`, then `hadal chat`.",
-    no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+    help=(
+        "DeepSeek-V3/R1's inference system, whole, in Python. Start with `hadal serve`, then `hadal"
+        " chat`."
+    ),
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-)  # fmt: skip
+)
 
 
 class Shell(StrEnum):
@@ -65,7 +72,9 @@ def _url(given: str) -> str:
     """An address that a client can be made for; else one line and out."""
     try:
         parts = urlsplit(given)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        is_good = (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        )
     except ValueError:  # A port of six digits, a bracket that is open.
         is_good = False
     if not is_good or not given.isprintable() or len(given) > MAX_URL_CHARS:
@@ -77,7 +86,10 @@ def _url(given: str) -> str:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and leave."
+        ),
     ] = False,
 ) -> None:
     """Shared options."""
@@ -86,59 +98,109 @@ def main(
 @app.command(
     epilog=examples(
         ("hadal serve", "the model that ships with Hadal, on port 8000"),
-        ("hadal serve --model ~/models/my-v3 --port 9000", "any DeepSeek-V3 checkpoint in a Hugging Face folder"),
-        ("hadal serve --config configs/laptop.toml", "everything that can be set, with what it means"),
-        ("hadal serve --config FILE --dry-run", "what would run where, in how much memory; starts nothing"),
+        (
+            "hadal serve --model ~/models/my-v3 --port 9000",
+            "any DeepSeek-V3 checkpoint in a Hugging Face folder",
+        ),
+        (
+            "hadal serve --config configs/laptop.toml",
+            "everything that can be set, with what it means",
+        ),
+        (
+            "hadal serve --config FILE --dry-run",
+            "what would run where, in how much memory; starts nothing",
+        ),
         ("hadal serve --cache-folder ~/kv --cache-mb 20000", "keep KV on disk, over restarts"),
         ("hadal serve --gateways 2", "two processes take requests, on one port"),
-        ("hadal serve --host 0.0.0.0 --api-keys-file keys.txt", "for others, who must send one of the keys"),
+        (
+            "hadal serve --host 0.0.0.0 --api-keys-file keys.txt",
+            "for others, who must send one of the keys",
+        ),
         after="Ctrl-C lets running streams finish; a second one ends them.",
     )
 )
 def serve(
-    model: Annotated[str | None, typer.Option(help="Hugging Face folder of the model. Or HADAL_MODEL.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="Deployment file (TOML), or one that ships: laptop_ep. Options override it.")
+    model: Annotated[
+        str | None, typer.Option(help="Hugging Face folder of the model. Or HADAL_MODEL.")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address; 0.0.0.0 for all of them. [dim]127.0.0.1[/dim]")] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. [dim]8000[/dim]")] = None,
-    model_name: Annotated[str | None, typer.Option(help="Name in the API. [dim]the folder's[/dim]")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Deployment file (TOML), or one that ships: laptop_ep. Options override it."
+        ),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address; 0.0.0.0 for all of them. [dim]127.0.0.1[/dim]")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port; 0 takes a free one. [dim]8000[/dim]")
+    ] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="Name in the API. [dim]the folder's[/dim]")
+    ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="A key that is let in, for a trial: all users of this machine see it in `ps`."),
+        typer.Option(
+            help="A key that is let in, for a trial: all users of this machine see it in `ps`."
+        ),
     ] = None,
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with the keys that are let in, one a line, yours alone (chmod 600). Behind a key its rights: "
-            "'priority' (to go ahead of others), 'operator' (/audit, /trace)."
+            help=(
+                "File with the keys that are let in, one a line, yours alone (chmod 600). Behind a"
+                " key its rights: "
+                "'priority' (to go ahead of others), 'operator' (/audit, /trace)."
+            )
         ),
     ] = None,
     secret_file: Annotated[
         Path | None,
-        typer.Option(help="File with what processes prove themselves by (chmod 600). [dim]drawn at start[/dim]"),
+        typer.Option(
+            help=(
+                "File with what processes prove themselves by (chmod 600). [dim]drawn at"
+                " start[/dim]"
+            )
+        ),
     ] = None,
     gateways: Annotated[
-        int | None, typer.Option(help="Processes that take requests, on one port. [dim]1[/dim]", min=1, max=64)
+        int | None,
+        typer.Option(help="Processes that take requests, on one port. [dim]1[/dim]", min=1, max=64),
     ] = None,
     cache_folder: Annotated[
         str | None, typer.Option(help="Folder for KV on disk; '' for none. [dim]none[/dim]")
     ] = None,
-    cache_mb: Annotated[int | None, typer.Option(help="Most that is kept there. [dim]4096[/dim]", min=1)] = None,
+    cache_mb: Annotated[
+        int | None, typer.Option(help="Most that is kept there. [dim]4096[/dim]", min=1)
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    log_format: Annotated[str, typer.Option(help="text, or json: an object a line, for programs.")] = "text",
-    log_dir: Annotated[Path | None, typer.Option(help="Folder for a log file per process, instead of stderr.")] = None,
+    log_format: Annotated[
+        str, typer.Option(help="text, or json: an object a line, for programs.")
+    ] = "text",
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Folder for a log file per process, instead of stderr.")
+    ] = None,
     run_folder: Annotated[
-        Path | None, typer.Option(help="Folder for sockets and status.json. [dim]a temporary one[/dim]")
+        Path | None,
+        typer.Option(help="Folder for sockets and status.json. [dim]a temporary one[/dim]"),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No banner, warnings only.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print topology, memory and expert map; start nothing. No weights needed.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print topology, memory and expert map; start nothing. No weights needed.",
+        ),
     ] = False,
 ) -> None:
-    """Serve a model over the OpenAI API: a gateway, prefill units and decode units, each of one process or of many."""
+    """Serve a model over the OpenAI API: a gateway, prefill units and decode units, each of one
+    process or of many.
+    """
     overrides = {"model": model, "host": host, "port": port, "model_name": model_name}
-    tables: _Tables = {"cache": {"folder": cache_folder, "disk_mb": cache_mb}, "gateway": {"processes": gateways}}
+    tables: _Tables = {
+        "cache": {"folder": cache_folder, "disk_mb": cache_mb},
+        "gateway": {"processes": gateways},
+    }
     if dry_run:
         sys.exit(_dry_run(config, overrides, tables))
     from hadal.runtime.banner import Banner, log_status
@@ -173,18 +235,35 @@ def serve(
     )
 )
 def chat(
-    url: Annotated[str, typer.Option(help="Where the server is, with or without /v1.", callback=_url)] = URL,
-    model: Annotated[str, typer.Option(help="Name of the model. [dim]the first the server lists[/dim]")] = "",
+    url: Annotated[
+        str, typer.Option(help="Where the server is, with or without /v1.", callback=_url)
+    ] = URL,
+    model: Annotated[
+        str, typer.Option(help="Name of the model. [dim]the first the server lists[/dim]")
+    ] = "",
     api_key: Annotated[str, typer.Option(help="Key for the server.", envvar="HADAL_API_KEY")] = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [dim]the model's own[/dim]")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, thinking included.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy. [dim]the model's own[/dim]")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Longest answer, thinking included.")
+    ] = None,
 ) -> None:
-    """Chat in the terminal with a running server: thinking behind a bar, tokens per second after each answer."""
+    """Chat in the terminal with a running server: thinking behind a bar, tokens per second after
+    each answer.
+    """
     from hadal.gateway.terminal_chat import chat as talk
 
     sys.exit(
-        talk(url, model=model, api_key=api_key, system=system, temperature=temperature, max_tokens=max_tokens)
+        talk(
+            url,
+            model=model,
+            api_key=api_key,
+            system=system,
+            temperature=temperature,
+            max_tokens=max_tokens,
+        )
     )
 
 
@@ -199,28 +278,49 @@ def chat(
 def evaluate(
     url: Annotated[str, typer.Option(help="Where the server is.", callback=_url)] = URL,
     num_per_task: Annotated[int, typer.Option(help="Prompts per task.", min=1)] = 30,
-    task: Annotated[list[str] | None, typer.Option(help="Only this task; may be given again.")] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="Only this task; may be given again.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Which held-out prompts are drawn.")] = 0,
-    model: Annotated[str, typer.Option(help="Name of the model. [dim]the first the server lists[/dim]")] = "",
+    model: Annotated[
+        str, typer.Option(help="Name of the model. [dim]the first the server lists[/dim]")
+    ] = "",
     api_key: Annotated[str, typer.Option(help="Key for the server.", envvar="HADAL_API_KEY")] = "",
     concurrency: Annotated[int, typer.Option(help="Prompts asked at once.", min=1)] = 16,
     show_wrong: Annotated[int, typer.Option(help="Wrong answers to show.", min=0)] = 3,
-    at_least: Annotated[float, typer.Option(help="Leave with 1 if fewer are exact.", min=0, max=1)] = 0.0,
+    at_least: Annotated[
+        float, typer.Option(help="Leave with 1 if fewer are exact.", min=0, max=1)
+    ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSON.")] = False,
 ) -> None:
-    """Ask a running server held-out prompts of the tasks hadal-tiny was taught; print how many answers are exact."""
+    """Ask a running server held-out prompts of the tasks hadal-tiny was taught; print how many
+    answers are exact.
+    """
     from httpx import HTTPError
 
     from hadal.evals.run import run
 
     try:
         exact = run(
-            url.rstrip("/").removesuffix("/v1"), num_per_task=num_per_task, seed=seed, tasks=tuple(task or ()),
-            model=model, api_key=api_key, concurrency=concurrency, as_json=as_json, show_wrong=show_wrong,
-        )  # fmt: skip
+            url.rstrip("/").removesuffix("/v1"),
+            num_per_task=num_per_task,
+            seed=seed,
+            tasks=tuple(task or ()),
+            model=model,
+            api_key=api_key,
+            concurrency=concurrency,
+            as_json=as_json,
+            show_wrong=show_wrong,
+        )
     except (ValueError, HTTPError) as error:
-        hint = "Is there a server? Start one with `hadal serve`." if isinstance(error, HTTPError) else ""
-        typer.echo(f"hadal eval: {url}: {error}. {hint}" if hint else f"hadal eval: {error}", err=True)
+        hint = (
+            "Is there a server? Start one with `hadal serve`."
+            if isinstance(error, HTTPError)
+            else ""
+        )
+        typer.echo(
+            f"hadal eval: {url}: {error}. {hint}" if hint else f"hadal eval: {error}", err=True
+        )
         sys.exit(EXIT_CONFIG)
     sys.exit(0 if exact >= at_least else 1)
 
@@ -230,30 +330,58 @@ def evaluate(
         ("hadal report", "the last 24 hours, hour by hour"),
         ("hadal report --last 7d --by tenant", "who asked for how much in a week"),
         ("hadal report --prices 0.07/0.27/1.10", "the same requests at other prices"),
-        ("hadal report --ledger postgresql://USER@HOST/NAME --json", "another ledger, for programs"),
+        (
+            "hadal report --ledger postgresql://USER@HOST/NAME --json",
+            "another ledger, for programs",
+        ),
     )
 )
 def report(
     last: Annotated[str, typer.Option(help="How far back: 90m, 24h, 7d, 2w.")] = "24h",
     by: Annotated[str, typer.Option(help="hour, model or tenant.")] = "hour",
-    ledger: Annotated[str, typer.Option(help="Path or URL. [dim]HADAL_LEDGER, else the user's[/dim]")] = "auto",
+    ledger: Annotated[
+        str, typer.Option(help="Path or URL. [dim]HADAL_LEDGER, else the user's[/dim]")
+    ] = "auto",
     prices: Annotated[
-        str, typer.Option(help="Other prices than were charged: a list's name, or dollars per million, HIT/MISS/OUT.")
+        str,
+        typer.Option(
+            help=(
+                "Other prices than were charged: a list's name, or dollars per million,"
+                " HIT/MISS/OUT."
+            )
+        ),
     ] = "",
-    utc: Annotated[bool, typer.Option("--utc", help="Hours of UTC instead of this machine's.")] = False,
+    utc: Annotated[
+        bool, typer.Option("--utc", help="Hours of UTC instead of this machine's.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """What was served and what it earned: nodes, tokens, cache hits, throughput, cost, income, out of the ledger."""
+    """What was served and what it earned: nodes, tokens, cache hits, throughput, cost, income, out
+    of the ledger.
+    """
     from hadal.commands.report import run
 
-    sys.exit(run(last=last, by=by, as_json=as_json, ledger=ledger, prices=prices, is_utc=utc, echo=typer.echo))
+    sys.exit(
+        run(
+            last=last,
+            by=by,
+            as_json=as_json,
+            ledger=ledger,
+            prices=prices,
+            is_utc=utc,
+            echo=typer.echo,
+        )
+    )
 
 
 @app.command(
     epilog=examples(
         ("hadal trace", "the next 3 steps of decode-0, into trace.json"),
         ("hadal trace --unit prefill-0 --steps 1", "one step of a prefill unit"),
-        after="Open the file at ui.perfetto.dev. The unit must be at work: send it requests meanwhile.",
+        after=(
+            "Open the file at ui.perfetto.dev. The unit must be at work: send it requests"
+            " meanwhile."
+        ),
     )
 )
 def trace(
@@ -262,12 +390,21 @@ def trace(
     steps: Annotated[int, typer.Option(help="How many steps.", min=1, max=100)] = 3,
     output: Annotated[
         Path | None,
-        typer.Option(help="File for Perfetto or chrome://tracing. [dim]trace.json, or a free name like it[/dim]"),
+        typer.Option(
+            help=(
+                "File for Perfetto or chrome://tracing. [dim]trace.json, or a free name like"
+                " it[/dim]"
+            )
+        ),
     ] = None,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for the steps.", min=0, max=300)] = 30.0,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait for the steps.", min=0, max=300)
+    ] = 30.0,
     api_key: Annotated[str, typer.Option(help="Key for the server.", envvar="HADAL_API_KEY")] = "",
 ) -> None:
-    """Trace live steps of a running server's unit: what was computed, what travelled, how much of that was hidden."""
+    """Trace live steps of a running server's unit: what was computed, what travelled, how much of
+    that was hidden.
+    """
     from hadal.gateway.trace import TraceError, describe, fetch, write
     from hadal.progress import Bar
 
@@ -285,46 +422,81 @@ def trace(
 
 @app.command(
     epilog=examples(
-        ("echo '{\"tokens_per_expert\": [[90, 20, 10, 40]]}' > loads.json\n"
-         "hadal balance --loads loads.json --ranks 2 --slots 3",
-         "one layer of 4 experts on 2 ranks of 3 slots: the busy experts get the 2 spare slots"),
-        ("hadal balance --loads v3.json.gz --ranks 32 --nodes 4 --slots 9 --mode hybrid",
-         "DeepSeek-V3's prefill unit: groups stay on a node as far as 98 % balance allows"),
-        ("hadal balance --loads v3.json.gz --ranks 144 --slots 2 --json > placement.json\n"
-         "hadal balance --loads new.json --ranks 144 --slots 2 \\\n    --current placement.json --max-moves 500",
-         "other loads since: the best placement that moves at most 500 replicas"),
-        after="Loads are tokens, a row per layer, a number per expert. A list of such matrices is a window of steps, "
-              "each of which lasts as long as its busiest rank.",
+        (
+            (
+                "echo '{\"tokens_per_expert\": [[90, 20, 10, 40]]}' > loads.json\n"
+                "hadal balance --loads loads.json --ranks 2 --slots 3"
+            ),
+            "one layer of 4 experts on 2 ranks of 3 slots: the busy experts get the 2 spare slots",
+        ),
+        (
+            "hadal balance --loads v3.json.gz --ranks 32 --nodes 4 --slots 9 --mode hybrid",
+            "DeepSeek-V3's prefill unit: groups stay on a node as far as 98 % balance allows",
+        ),
+        (
+            (
+                "hadal balance --loads v3.json.gz --ranks 144 --slots 2 --json >"
+                " placement.json\nhadal balance --loads new.json --ranks 144 --slots 2 \\\n   "
+                " --current placement.json --max-moves 500"
+            ),
+            "other loads since: the best placement that moves at most 500 replicas",
+        ),
+        after=(
+            "Loads are tokens, a row per layer, a number per expert. A list of such matrices is a"
+            " window of steps, each of which lasts as long as its busiest rank."
+        ),
     )
-)  # fmt: skip
+)
 def balance(
     loads: Annotated[
-        Path, typer.Option(help="JSON or .gz: tokens, layers by experts, or an object with tokens_per_expert.")
+        Path,
+        typer.Option(
+            help="JSON or .gz: tokens, layers by experts, or an object with tokens_per_expert."
+        ),
     ],
     ranks: Annotated[int, typer.Option(help="Ranks of the unit.", min=1, max=4096)],
     slots: Annotated[
         int,
         typer.Option(
-            help="Slots of each rank; as many as experts or more: of all ranks together.", min=1, max=65_536
+            help="Slots of each rank; as many as experts or more: of all ranks together.",
+            min=1,
+            max=65_536,
         ),
     ],
     nodes: Annotated[int, typer.Option(help="Nodes that the ranks are on.", min=1, max=4096)] = 1,
-    mode: Annotated[str, typer.Option(help="global, hierarchical (groups on one node), hybrid or fast.")] = "global",
+    mode: Annotated[
+        str, typer.Option(help="global, hierarchical (groups on one node), hybrid or fast.")
+    ] = "global",
     groups: Annotated[
-        int, typer.Option(help="The gate's groups of experts, for modes with nodes (8 in DeepSeek-V3).", min=1)
+        int,
+        typer.Option(
+            help="The gate's groups of experts, for modes with nodes (8 in DeepSeek-V3).", min=1
+        ),
     ] = 8,
     target: Annotated[
-        float, typer.Option(help="Balancedness that hybrid and --max-moves ask of every layer.", min=0.01, max=1)
+        float,
+        typer.Option(
+            help="Balancedness that hybrid and --max-moves ask of every layer.", min=0.01, max=1
+        ),
     ] = 0.98,
-    current: Annotated[Path | None, typer.Option(help="Today's placement, as --json prints it.")] = None,
+    current: Annotated[
+        Path | None, typer.Option(help="Today's placement, as --json prints it.")
+    ] = None,
     max_moves: Annotated[
         int | None,
-        typer.Option(help="Stay near today's placement: at most so many replicas move, and those it lacks.", min=0),
+        typer.Option(
+            help="Stay near today's placement: at most so many replicas move, and those it lacks.",
+            min=0,
+        ),
     ] = None,
-    weighted: Annotated[bool, typer.Option("--weighted", help="Split experts unevenly over their replicas.")] = False,
+    weighted: Annotated[
+        bool, typer.Option("--weighted", help="Split experts unevenly over their replicas.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Place experts on ranks for measured loads; print the plan, or how balanced it is beside today's."""
+    """Place experts on ranks for measured loads; print the plan, or how balanced it is beside
+    today's.
+    """
     from hadal.policy import expert_report as report
     from hadal.policy.expert_balance import balance as plan_experts
     from hadal.progress import Bar
@@ -341,9 +513,15 @@ def balance(
         with Bar("hadal balance") as bar:
             bar.update("placing experts")
             plan = plan_experts(
-                window, cluster, mode=mode, num_groups=groups, target=target, current=before, max_moves=max_moves,
+                window,
+                cluster,
+                mode=mode,
+                num_groups=groups,
+                target=target,
+                current=before,
+                max_moves=max_moves,
                 weighted=weighted,
-            )  # fmt: skip
+            )
         elapsed_ms = 1e3 * (time.perf_counter() - start)
     except ValueError as error:
         typer.echo(f"hadal balance: {error}", err=True)
@@ -357,14 +535,19 @@ def balance(
 
 @app.command(
     epilog=examples(
-        ("hadal completion bash >> ~/.bashrc", "Tab completes commands and options in shells that start from now on"),
+        (
+            "hadal completion bash >> ~/.bashrc",
+            "Tab completes commands and options in shells that start from now on",
+        ),
         ("hadal completion zsh >> ~/.zshrc", "the same in zsh; its lines belong after compinit"),
         ("hadal completion fish > ~/.config/fish/completions/hadal.fish", "and in fish"),
     )
 )
 def completion(shell: Annotated[Shell, typer.Argument(help="Which shell.")]) -> None:
     """Print what makes a shell complete hadal's commands and options."""
-    typer.echo(get_completion_script(prog_name="hadal", complete_var=COMPLETE_VARIABLE, shell=shell.value))
+    typer.echo(
+        get_completion_script(prog_name="hadal", complete_var=COMPLETE_VARIABLE, shell=shell.value)
+    )
 
 
 app.command(epilog=STEP_EPILOG)(step)
@@ -374,7 +557,9 @@ app.command(name="plan", epilog=PLAN_EPILOG)(plan_deployment)
 
 
 def _read_json(path: Path) -> Any:
-    """A file's JSON value, gzipped or not. Raises ConfigError that says what is wrong with the file."""
+    """A file's JSON value, gzipped or not. Raises ConfigError that says what is wrong with the
+    file.
+    """
     return parse_json(read_text(path, "JSON", MAX_TABLE_BYTES), str(path))
 
 
@@ -395,7 +580,9 @@ def _dry_run(config: Path | None, overrides: dict[str, Any], tables: _Tables) ->
 def _deployment(
     config: Path | None, overrides: dict[str, Any], tables: _Tables | None = None
 ) -> Deployment:
-    """`overrides` of the file's fields, `tables` of those in its tables; None leaves a field as it is."""
+    """`overrides` of the file's fields, `tables` of those in its tables; None leaves a field as it
+    is.
+    """
     from hadal.runtime.resolve import deployment_file
 
     if config is None:
@@ -417,7 +604,9 @@ def _api_keys(given: list[str], path: Path | None = None) -> tuple[str, ...]:
     from hadal.runtime.private import read_private
 
     if any(not key.strip() for key in given):
-        raise ConfigError("--api-key is empty; give a key, or leave the option out to serve without keys.")
+        raise ConfigError(
+            "--api-key is empty; give a key, or leave the option out to serve without keys."
+        )
     keys = [*given, *filter(str.strip, os.environ.get("HADAL_API_KEYS", "").split(","))]
     for key in keys:
         _check_key(key, "--api-key or HADAL_API_KEYS")
@@ -427,9 +616,10 @@ def _api_keys(given: list[str], path: Path | None = None) -> tuple[str, ...]:
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path}: the API keys are not UTF-8 text.") from error
         in_file = {
-            number: line.strip() for number, line in enumerate(lines, 1)
+            number: line.strip()
+            for number, line in enumerate(lines, 1)
             if line.strip() and not line.lstrip().startswith("#")
-        }  # fmt: skip
+        }
         if not in_file:
             raise ConfigError(f"{path}: there is no key in it. Write one a line.")
         for number, line in in_file.items():

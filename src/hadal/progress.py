@@ -1,6 +1,8 @@
-"""How far a piece of work is, for those who wait for it: a bar at the foot of a terminal, elsewhere a line every 10 s.
+"""How far a piece of work is, for those who wait for it: a bar at the foot of a terminal, elsewhere
+a line every 10 s.
 
-It is shown on stderr, so that what a command prints stays what programs read. Knows nothing of the work.
+It is shown on stderr, so that what a command prints stays what programs read. Knows nothing of the
+work.
 """
 
 from __future__ import annotations
@@ -9,7 +11,14 @@ import threading
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.text import Text
 
 PERIOD_S = 10.0
@@ -20,9 +29,16 @@ class Bar:
     """One piece of work. Use as a context manager; `update` from any thread."""
 
     def __init__(
-        self, name: str, total: float | None = None, *, console: Console | None = None, period_s: float = PERIOD_S
+        self,
+        name: str,
+        total: float | None = None,
+        *,
+        console: Console | None = None,
+        period_s: float = PERIOD_S,
     ) -> None:
-        """`total`: what `done` will be at the end; None: nobody knows. `console`: other than stderr."""
+        """`total`: what `done` will be at the end; None: nobody knows. `console`: other than
+        stderr.
+        """
         self.console = console or Console(stderr=True)
         self._name = name
         self._total = total
@@ -33,9 +49,15 @@ class Bar:
         self._end = threading.Event()
         self._teller: threading.Thread | None = None
         self._bar = Progress(
-            SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(),
-            TimeElapsedColumn(), console=self.console, transient=True, disable=not self.console.is_terminal,
-        )  # fmt: skip
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
         self._task = self._bar.add_task(name, total=total)
 
     def __enter__(self) -> Bar:
@@ -70,4 +92,7 @@ class Bar:
         parts = [self._what] if self._what else []
         if self._total:
             parts.append(f"{min(1.0, self._done / self._total):.0%}")
-        return f"{self._name}: {', '.join([*parts, f'{time.monotonic() - self._start_s:.0f} s so far'])}"
+        return (
+            f"{self._name}:"
+            f" {', '.join([*parts, f'{time.monotonic() - self._start_s:.0f} s so far'])}"
+        )

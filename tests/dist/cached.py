@@ -1,4 +1,6 @@
-"""What tests of the KV cache ask of a running server: its counts, and whether it is done writing."""
+"""What tests of the KV cache ask of a running server: its counts, and whether it is done
+writing.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,12 @@ QUIET_S = 1.0
 SETTLE_S = 30.0
 
 
-def cache_fields(folder: Path | None = None, *, memory: bool = True, disk_mb: int = 256) -> dict[str, Any]:
-    """[cache] of a deployment that reads what is on disk: on an idle machine hadal-tiny computes it sooner."""
+def cache_fields(
+    folder: Path | None = None, *, memory: bool = True, disk_mb: int = 256
+) -> dict[str, Any]:
+    """[cache] of a deployment that reads what is on disk: on an idle machine hadal-tiny computes it
+    sooner.
+    """
     disk = {} if folder is None else {"folder": str(folder), "disk_mb": disk_mb, "recompute": OFF}
     return disk if memory else {"memory": OFF, **disk}
 
@@ -48,7 +54,9 @@ def cache_fields(folder: Path | None = None, *, memory: bool = True, disk_mb: in
 def model_of(server: Server, key: str) -> str:
     """Name of the model, for those who have a key."""
     headers = {"Authorization": f"Bearer {key}"}
-    return str(httpx.get(f"{server.url}/v1/models", timeout=10, headers=headers).json()["data"][0]["id"])
+    return str(
+        httpx.get(f"{server.url}/v1/models", timeout=10, headers=headers).json()["data"][0]["id"]
+    )
 
 
 def counts(server: Server, key: str = "") -> dict[str, int]:

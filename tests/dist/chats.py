@@ -1,8 +1,10 @@
-"""Chats of several turns with the shipped model: every prompt holds the ones before it, as those of clients do.
+"""Chats of several turns with the shipped model: every prompt holds the ones before it, as those of
+clients do.
 
-A chat's prompt k is prompt k-1, its greedy answer and a new question, in token ids, so that what has to be found in the
-cache again is known exactly. Half of the chats keep the whole answer in their history, the others what follows its
-reasoning, as DeepSeek-R1's template does. Chats share system prompts, and first prompts end at the borders of blocks.
+A chat's prompt k is prompt k-1, its greedy answer and a new question, in token ids, so that what
+has to be found in the cache again is known exactly. Half of the chats keep the whole answer in
+their history, the others what follows its reasoning, as DeepSeek-R1's template does. Chats share
+system prompts, and first prompts end at the borders of blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +30,18 @@ MAX_TOKENS = 80
 NUM_TURNS = 4
 SYSTEM_TOKENS = (150, 64, 20)
 """Of the system prompts that chats share."""
-FIRST = ((64, 2), (0, 0), (63, 2), (192, 0), (65, 2), (128, 1), (448, 1), (0, 0), (127, 1), (129, 1))
+FIRST = (
+    (64, 2),
+    (0, 0),
+    (63, 2),
+    (192, 0),
+    (65, 2),
+    (128, 1),
+    (448, 1),
+    (0, 0),
+    (127, 1),
+    (129, 1),
+)
 """Tokens of a first prompt (0: as many as it has) and its system prompt, by turns."""
 QUESTION_TOKENS = 32
 """Most of a question in a prompt of given length."""
@@ -49,7 +62,9 @@ class Answer:
 
 
 class ChatMaker:
-    """Draws chats; `weights` answer them. A seed and a number of chats make the same chats always."""
+    """Draws chats; `weights` answer them. A seed and a number of chats make the same chats
+    always.
+    """
 
     def __init__(self, seed: int, weights: ModelWeights | None = None) -> None:
         folder = model_folder("")
@@ -78,23 +93,35 @@ class ChatMaker:
         asked = (*self._question(QUESTION_TOKENS), *self._assistant)
         return (*self._bos, *self.text_ids(num_tokens - len(asked) - len(self._bos)), *asked)
 
-    def chats(self, num_chats: int, num_turns: int = NUM_TURNS, max_tokens: int = MAX_TOKENS) -> list[Chat]:
+    def chats(
+        self, num_chats: int, num_turns: int = NUM_TURNS, max_tokens: int = MAX_TOKENS
+    ) -> list[Chat]:
         """Chats and what the plain single-request loop answers to them."""
         return [self._chat(number, num_turns, max_tokens) for number in range(num_chats)]
 
     def answer(self, prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS) -> Case:
         """The plain loop's answer."""
-        return Case(prompt, tuple(generate(self._weights, prompt, max_tokens, self._weights.config.eos_token_ids)))
+        return Case(
+            prompt,
+            tuple(generate(self._weights, prompt, max_tokens, self._weights.config.eos_token_ids)),
+        )
 
     def _chat(self, number: int, num_turns: int, max_tokens: int) -> Chat:
         num_tokens, system = FIRST[number % len(FIRST)]
         start = (*self._bos, *self._systems[system])
-        asked = (*self._question(QUESTION_TOKENS if num_tokens else MAX_QUESTION_TOKENS), *self._assistant)
+        asked = (
+            *self._question(QUESTION_TOKENS if num_tokens else MAX_QUESTION_TOKENS),
+            *self._assistant,
+        )
         prompt = (*start, *self.text_ids(num_tokens - len(start) - len(asked)), *asked)
         turns: Chat = []
         for _ in range(num_turns):
             turns.append(self.answer(prompt, max_tokens))
-            prompt = (*self._history(turns[-1], keeps_all=number % 2 == 0), *self._question(), *self._assistant)
+            prompt = (
+                *self._history(turns[-1], keeps_all=number % 2 == 0),
+                *self._question(),
+                *self._assistant,
+            )
         return turns
 
     def _history(self, turn: Case, keeps_all: bool) -> tuple[int, ...]:
@@ -122,10 +149,14 @@ class Named:
 
     def add(self, tokens: tuple[int, ...]) -> None:
         """All of them have KV."""
-        self._prefixes |= {tokens[:end] for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)}
+        self._prefixes |= {
+            tokens[:end] for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
+        }
 
     def hit(self, prompt: tuple[int, ...]) -> int:
-        """Tokens of a prompt that can be found: whole blocks from the first on, and never the last position."""
+        """Tokens of a prompt that can be found: whole blocks from the first on, and never the last
+        position.
+        """
         end = 0
         while end + BLOCK_TOKENS < len(prompt) and prompt[: end + BLOCK_TOKENS] in self._prefixes:
             end += BLOCK_TOKENS
@@ -137,18 +168,25 @@ def with_kv(case: Case) -> tuple[int, ...]:
     return (*case.prompt, *case.output[:-1])
 
 
-async def ask(client: httpx.AsyncClient, model: str, case: Case, max_tokens: int = MAX_TOKENS) -> Answer:
+async def ask(
+    client: httpx.AsyncClient, model: str, case: Case, max_tokens: int = MAX_TOKENS
+) -> Answer:
     """One turn, greedy. Raises httpx.HTTPError where the server is gone."""
     body = {
-        "model": model, "prompt": list(case.prompt), "temperature": 0, "max_tokens": max_tokens,
+        "model": model,
+        "prompt": list(case.prompt),
+        "temperature": 0,
+        "max_tokens": max_tokens,
         "return_token_ids": True,
-    }  # fmt: skip
+    }
     reply = await client.post("/v1/completions", json=body)
     assert reply.status_code == 200, reply.text
     fields = reply.json()
     usage = fields["usage"]
     answer = Answer(
-        tuple(fields["choices"][0]["token_ids"]), usage["prompt_cache_hit_tokens"], usage["prompt_cache_miss_tokens"]
+        tuple(fields["choices"][0]["token_ids"]),
+        usage["prompt_cache_hit_tokens"],
+        usage["prompt_cache_miss_tokens"],
     )
     assert usage["prompt_tokens"] == len(case.prompt)
     assert usage["prompt_tokens_details"]["cached_tokens"] == answer.hit
@@ -163,7 +201,12 @@ def client_for(url: str, concurrency: int, key: str = "") -> httpx.AsyncClient:
 
 
 def talk(
-    url: str, model: str, chats: Sequence[Chat], *, concurrency: int = 12, key: str = "",
+    url: str,
+    model: str,
+    chats: Sequence[Chat],
+    *,
+    concurrency: int = 12,
+    key: str = "",
     while_running: Callable[[], Awaitable[None]] | None = None,
 ) -> list[list[Answer]]:
     """Hold all chats, each turn after the one before it, `concurrency` of them at once."""
@@ -176,7 +219,9 @@ def talk(
                 async with gate:
                     return [await ask(client, model, case) for case in chat]
 
-            disturbance = asyncio.ensure_future(while_running()) if while_running is not None else None
+            disturbance = (
+                asyncio.ensure_future(while_running()) if while_running is not None else None
+            )
             answers = await asyncio.gather(*(hold(chat) for chat in chats))
             if disturbance is not None:
                 await disturbance
@@ -186,7 +231,9 @@ def talk(
 
 
 def wrong(chats: Sequence[Chat], answers: Sequence[Sequence[Answer]]) -> list[str]:
-    """What is not as it must be, told so that it can be repeated: tokens, and what the usage says of the prompt."""
+    """What is not as it must be, told so that it can be repeated: tokens, and what the usage says
+    of the prompt.
+    """
     found = []
     for number, (chat, replies) in enumerate(zip(chats, answers, strict=True)):
         for turn, (case, answer) in enumerate(zip(chat, replies, strict=True)):
@@ -194,15 +241,20 @@ def wrong(chats: Sequence[Chat], answers: Sequence[Sequence[Answer]]) -> list[st
             if answer.tokens != case.output:
                 pairs = enumerate(zip(case.output, answer.tokens, strict=False))
                 first = next((i for i, (a, b) in pairs if a != b), "length")
-                found.append(f"{where}: {answer.hit} cached, first difference at output {first} of {len(case.output)}")
+                found.append(
+                    f"{where}: {answer.hit} cached, first difference at output {first} of"
+                    f" {len(case.output)}"
+                )
             if answer.hit + answer.miss != len(case.prompt):
                 found.append(f"{where}: {answer.hit} hit + {answer.miss} missed")
             if answer.hit % BLOCK_TOKENS or not 0 <= answer.hit < len(case.prompt):
-                found.append(f"{where}: a hit of {answer.hit} is no number of full blocks before the last position")
+                found.append(
+                    f"{where}: a hit of {answer.hit} is no number of full blocks before the last"
+                    " position"
+                )
     return found
 
 
 def num_hit(answers: Sequence[Sequence[Answer]]) -> int:
     """Prompt tokens of all answers that came from the cache."""
     return sum(answer.hit for replies in answers for answer in replies)
-

@@ -15,17 +15,24 @@ __all__ = ["Server", "StartServer", "wait_until"]
 
 @pytest.fixture
 def start_server() -> Iterator[StartServer]:
-    """`start_server("--api-key", "k", environment={}, decode={"kv_blocks": 9}, lease_s=5.0)`: a server that is ready.
+    """`start_server("--api-key", "k", environment={}, decode={"kv_blocks": 9}, lease_s=5.0)`: a
+    server that is ready.
 
-    Positional: options of `hadal serve`. Keywords: fields of the deployment. `wait=False`: do not wait for it.
+    Positional: options of `hadal serve`. Keywords: fields of the deployment. `wait=False`: do not
+    wait for it.
     """
     servers: list[Server] = []
     folders: list[Path] = []
 
     def start(
-        *arguments: str, wait: bool = True, environment: dict[str, str] | None = None, **overrides: Any
+        *arguments: str,
+        wait: bool = True,
+        environment: dict[str, str] | None = None,
+        **overrides: Any,
     ) -> Server:
-        folders.append(Path(tempfile.mkdtemp(prefix="hadal-t-")))  # Sockets need a short path; tmp_path is a long one.
+        folders.append(
+            Path(tempfile.mkdtemp(prefix="hadal-t-"))
+        )  # Sockets need a short path; tmp_path is a long one.
         server = launch(folders[-1], arguments, environment or {}, **overrides)
         servers.append(server)
         if wait:

@@ -1,9 +1,11 @@
-"""A process that writes blocks to a disk cache until it is killed, and says what it was told is durable. No torch.
+"""A process that writes blocks to a disk cache until it is killed, and says what it was told is
+durable. No torch.
 
     python -m tests.dist.disk_child FOLDER SEED SHARE_BYTES [LIMIT]
 
-Lines on stdout: `S n` before n blocks are submitted, `A name...` for acknowledged ones, `F n` for n that were not
-written, `D name...` for names that made room. With LIMIT it ends in order after so many blocks.
+Lines on stdout: `S n` before n blocks are submitted, `A name...` for acknowledged ones, `F n` for n
+that were not written, `D name...` for names that made room. With LIMIT it ends in order after so
+many blocks.
 """
 
 import os
@@ -40,7 +42,9 @@ def say(what: str, *words: object) -> None:
 def told(stored: BlocksStored, names: list[bytes]) -> int:
     """Say what came of a store; return how many blocks were written."""
     assert len(names) == len(stored.places)
-    kept = [name.hex() for name, place in zip(names, stored.places, strict=True) if place is not None]
+    kept = [
+        name.hex() for name, place in zip(names, stored.places, strict=True) if place is not None
+    ]
     if kept:
         say("A", *kept)
     if len(kept) < len(names):
@@ -63,7 +67,10 @@ def main() -> None:
     while time.monotonic() < until_s and not (limit and written >= limit):
         size = rng.randint(1, 8)
         if len(waiting) < rng.randint(1, IN_FLIGHT) and len(free) >= size:
-            names = [blake2b(f"{seed} {count + i}".encode(), digest_size=16).digest() for i in range(size)]
+            names = [
+                blake2b(f"{seed} {count + i}".encode(), digest_size=16).digest()
+                for i in range(size)
+            ]
             blocks = [free.pop() for _ in range(size)]
             for name, block in zip(names, blocks, strict=True):
                 pool[block] = np.frombuffer(content(name), dtype=np.uint8)

@@ -1,4 +1,6 @@
-"""What the rank processes of test_ep_model run: real runners over a mesh, driven in lockstep by a script all know."""
+"""What the rank processes of test_ep_model run: real runners over a mesh, driven in lockstep by a
+script all know.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,18 @@ from hadal.comm.mesh import MeshGroup
 from hadal.core.messages import BLOCK_TOKENS
 from hadal.core.model_config import read_model_config
 from hadal.core.placement import Placement, spread
-from hadal.core.plans import Chunk, DecodePlan, Formed, FormPlan, Join, Member, OpTime, PrefillPlan, Sampling, StepDone
+from hadal.core.plans import (
+    Chunk,
+    DecodePlan,
+    Formed,
+    FormPlan,
+    Join,
+    Member,
+    OpTime,
+    PrefillPlan,
+    Sampling,
+    StepDone,
+)
 from hadal.model.cache import KvCache
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.execute import Recorder
@@ -73,12 +86,17 @@ class Served:
 class Listened(DeepseekV3):
     """A model whose prefill logits are kept."""
 
-    def __init__(self, weights: ModelWeights, cache: KvCache, comm: ExpertComm | None, kept: list[Tensor]) -> None:
+    def __init__(
+        self, weights: ModelWeights, cache: KvCache, comm: ExpertComm | None, kept: list[Tensor]
+    ) -> None:
         super().__init__(weights, cache, comm)
         self._kept = kept
 
     def prefill_split(
-        self, chunks: Sequence[Sequence[Chunk]], wanted: Sequence[Sequence[int]], schedule: Schedule = SEQUENTIAL,
+        self,
+        chunks: Sequence[Sequence[Chunk]],
+        wanted: Sequence[Sequence[int]],
+        schedule: Schedule = SEQUENTIAL,
         recorder: Recorder | None = None,
     ) -> list[Tensor]:
         self._kept[:] = super().prefill_split(chunks, wanted, schedule, recorder)
@@ -88,7 +106,9 @@ class Listened(DeepseekV3):
 class Rank:
     """One rank: a runner, and just enough of a leader to drive it."""
 
-    def __init__(self, folder: Path, group: Group | None, script: Script, num_ranks: int, way: Way) -> None:
+    def __init__(
+        self, folder: Path, group: Group | None, script: Script, num_ranks: int, way: Way
+    ) -> None:
         config = read_model_config(folder)
         self.rank = 0 if group is None else group.rank
         self.script, self.way, self.num_ranks = script, way, num_ranks
@@ -104,7 +124,11 @@ class Rank:
             self.runner = ModelRunner(self.model, max_slots)
             return
         comm = ExpertComm(
-            group, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire=way.wire, mode=way.mode,
+            group,
+            hidden_size=config.hidden_size,
+            top_k=config.num_experts_per_tok,
+            wire=way.wire,
+            mode=way.mode,
             max_tokens=MAX_TOKENS,
         )
         if group is None:
@@ -114,11 +138,15 @@ class Rank:
             return
         nothing = np.empty((num_layers, 0), np.int16)
         self.model = Listened(load_weights(folder, slots_LS=nothing), cache, comm, self._logits)
-        membership = Membership(self.rank, group, comm, ExpertStore(folder, self.model.weights, nothing))
+        membership = Membership(
+            self.rank, group, comm, ExpertStore(folder, self.model.weights, nothing)
+        )
         self.runner = ModelRunner(self.model, max_slots, membership)
 
     def form(self, generation: int, members: tuple[Member, ...], placement: Placement) -> Formed:
-        plan = FormPlan(generation, self.num_ranks, members, placement.to_bytes(), placement.num_slots)
+        plan = FormPlan(
+            generation, self.num_ranks, members, placement.to_bytes(), placement.num_slots
+        )
         formed = self.runner.execute(plan)
         assert isinstance(formed, Formed)
         return formed
@@ -135,7 +163,9 @@ class Rank:
         first_logits: dict[int, Tensor] = {}
         for step in range(-(-max(map(len, script.prompts)) // CHUNK_TOKENS)):
             chunks, second = self._chunks(step, mine, blocks)
-            plan = PrefillPlan(step, tuple(chunks), way.schedule, tuple(second), way.num_micro_batches)
+            plan = PrefillPlan(
+                step, tuple(chunks), way.schedule, tuple(second), way.num_micro_batches
+            )
             ending = [int(c.request_id) for c in (*chunks, *second) if c.sampling is not None]
             self._logits.clear()
             done = self._run(plan)
@@ -168,15 +198,24 @@ class Rank:
         script, way = self.script, self.way
         slot_of = {n: slot for slot, n in enumerate(mine)}
         number_of = dict(enumerate(mine))
-        joins = [Join(slot_of[n], blocks[n], len(script.prompts[n]), outputs[n][0], 1, GREEDY) for n in mine]
+        joins = [
+            Join(slot_of[n], blocks[n], len(script.prompts[n]), outputs[n][0], 1, GREEDY)
+            for n in mine
+        ]
         running: list[int] = []
         times: tuple[OpTime, ...] = ()
         for step in range(1, max(script.num_tokens)):
             living = [n for n in mine if script.num_tokens[n] > step]
             leaves = tuple(slot_of[n] for n in running if n not in living)
-            joined = tuple(join for join in joins if number_of[join.slot] in living) if step == 1 else ()
-            second = tuple(slot_of[n] for n in living if n % 2) if way.num_micro_batches == 2 else ()
-            done = self._run(DecodePlan(step, leaves, joined, (), way.schedule, second, way.num_micro_batches))
+            joined = (
+                tuple(join for join in joins if number_of[join.slot] in living) if step == 1 else ()
+            )
+            second = (
+                tuple(slot_of[n] for n in living if n % 2) if way.num_micro_batches == 2 else ()
+            )
+            done = self._run(
+                DecodePlan(step, leaves, joined, (), way.schedule, second, way.num_micro_batches)
+            )
             for slot, token in zip(done.keys, done.tokens, strict=True):
                 outputs[number_of[slot]].append(token)
             running = living
@@ -195,14 +234,20 @@ def everybody(group: Group, epoch: str, port: int) -> tuple[Member, ...]:
     """The members of a formed group, whose ports they tell one another."""
     peers = [peer for peer in group.members if peer != group.rank]
     told = torch.tensor([port], dtype=torch.int32).view(torch.uint8)
-    ports = {peer: int(data.clone().view(torch.int32)[0]) for peer, data in
-             group.exchange(dict.fromkeys(peers, told)).wait().items()}  # fmt: skip
+    ports = {
+        peer: int(data.clone().view(torch.int32)[0])
+        for peer, data in group.exchange(dict.fromkeys(peers, told)).wait().items()
+    }
     ports[group.rank] = port
     return tuple(Member(rank, f"e{rank}", "127.0.0.1", ports[rank]) for rank in group.members)
 
 
-def serve_ways(group: MeshGroup, folder: str, script: Script, ways: tuple[Way, ...]) -> list[Served]:
-    """On every rank of a formed group: serve the script once in every way, each in a generation of its own."""
+def serve_ways(
+    group: MeshGroup, folder: str, script: Script, ways: tuple[Way, ...]
+) -> list[Served]:
+    """On every rank of a formed group: serve the script once in every way, each in a generation of
+    its own.
+    """
     members = everybody(group, group.epoch, group.port)
     results = []
     for generation, way in enumerate(ways, 2):

@@ -1,10 +1,12 @@
-"""A process that writes a ledger until it is killed, and says which facts it was told are kept. No torch.
+"""A process that writes a ledger until it is killed, and says which facts it was told are kept. No
+torch.
 
     python -m tests.dist.ledger_child URL SEED NAME [LIMIT [OUTAGES]]
 
-Lines on stdout: `A id...` for facts that are durable. Facts are a function of their id, and many are said twice; those
-named "both-..." are said by every process alike. With LIMIT it ends in order after so many facts. With OUTAGES (0 to 1)
-the database is down for that share of its writes, so that facts wait in the spool.
+Lines on stdout: `A id...` for facts that are durable. Facts are a function of their id, and many
+are said twice; those named "both-..." are said by every process alike. With LIMIT it ends in order
+after so many facts. With OUTAGES (0 to 1) the database is down for that share of its writes, so
+that facts wait in the spool.
 """
 
 import os
@@ -34,14 +36,29 @@ def fact_of(request_id: str) -> RequestFact:
     completed_us = START_S * 10**6 + rng.randrange(86_400 * 10**6)
     completed_s = completed_us / 1e6
     return RequestFact(
-        request_id, f"t{rng.randrange(3)}", f"m{rng.randrange(2)}", hit, miss, out, sum_kv_tokens(hit + miss, out),
-        rng.choice(("stop", "length", "cancelled", "504")), completed_s - 9, completed_s, completed_s - 8,
-        completed_s - rng.random(), "prefill-0", "decode-0", rng.randrange(2), R1.charge(completed_us, hit, miss, out),
-    )  # fmt: skip
+        request_id,
+        f"t{rng.randrange(3)}",
+        f"m{rng.randrange(2)}",
+        hit,
+        miss,
+        out,
+        sum_kv_tokens(hit + miss, out),
+        rng.choice(("stop", "length", "cancelled", "504")),
+        completed_s - 9,
+        completed_s,
+        completed_s - 8,
+        completed_s - rng.random(),
+        "prefill-0",
+        "decode-0",
+        rng.randrange(2),
+        R1.charge(completed_us, hit, miss, out),
+    )
 
 
 class FlakyStore(Store):
-    """Down for a share of its writes, before or after they happened: the writer cannot tell which."""
+    """Down for a share of its writes, before or after they happened: the writer cannot tell
+    which.
+    """
 
     def __init__(self, url: str, rng: random.Random, outages: float) -> None:
         super().__init__(url)
@@ -68,10 +85,15 @@ def main() -> None:
     url, seed, name = ledger_url(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     limit = int(sys.argv[4]) if len(sys.argv) > 4 else 0
     rng = random.Random(seed)
-    # The store draws in the writer's thread: from its own numbers, so that what is said is a function of the seed.
+    # The store draws in the writer's thread: from its own numbers, so that what is said is a
+    # function of the seed.
     store = FlakyStore(url, random.Random(~seed), float(sys.argv[5]) if len(sys.argv) > 5 else 0.0)
     writer = LedgerWriter(
-        store, Spool(*spool_place(url)), on_kept=say, linger_s=rng.choice((0.0, 0.002)), retry_s=(0.001, 0.02)
+        store,
+        Spool(*spool_place(url)),
+        on_kept=say,
+        linger_s=rng.choice((0.0, 0.002)),
+        retry_s=(0.001, 0.02),
     )
     writer.start()
     deadline_s, number = time.monotonic() + LIFE_S, 0

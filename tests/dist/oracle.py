@@ -1,4 +1,6 @@
-"""Prompts, and the greedy tokens the plain single-request loop gives for them: what every way of serving must equal."""
+"""Prompts, and the greedy tokens the plain single-request loop gives for them: what every way of
+serving must equal.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Case:
 
 
 def make_cases(num_cases: int, seed: int) -> list[Case]:
-    """Held-out chat prompts of every task, each third one made long by the conversations before it."""
+    """Held-out chat prompts of every task, each third one made long by the conversations before
+    it.
+    """
     folder = model_folder("")
     vocabulary = read_vocabulary(folder)
     chat = read_chat_format(folder, vocabulary)
@@ -46,7 +50,9 @@ def make_cases(num_cases: int, seed: int) -> list[Case]:
     for number, example in enumerate(examples[:num_cases]):
         turns = [Turn(m["role"], m["content"]) for m in example.messages]
         if number % 3 == 0:
-            turns = _long_past(rng, examples, rng.randint(2, 24)) + [t for t in turns if t.role != "system"]
+            turns = _long_past(rng, examples, rng.randint(2, 24)) + [
+                t for t in turns if t.role != "system"
+            ]
         prompt = chat.prompt(turns, max_tokens=weights.config.max_position_embeddings).ids
         output = generate(weights, prompt, MAX_TOKENS, weights.config.eos_token_ids)
         cases.append(Case(prompt, tuple(output)))
@@ -61,10 +67,16 @@ def _long_past(rng: random.Random, examples: list[Example], num_turns: int) -> l
 
 
 async def complete_all(
-    url: str, model: str, cases: list[Case], *, concurrency: int = 32,
+    url: str,
+    model: str,
+    cases: list[Case],
+    *,
+    concurrency: int = 32,
     while_running: Callable[[], Awaitable[None]] | None = None,
 ) -> list[tuple[int, ...]]:
-    """Greedy tokens of every case through HTTP, `concurrency` in flight; `while_running` runs beside them."""
+    """Greedy tokens of every case through HTTP, `concurrency` in flight; `while_running` runs
+    beside them.
+    """
     gate = asyncio.Semaphore(concurrency)
     limits = httpx.Limits(max_connections=concurrency + 4)
 
@@ -72,9 +84,12 @@ async def complete_all(
 
         async def one(case: Case) -> tuple[int, ...]:
             body = {
-                "model": model, "prompt": list(case.prompt), "temperature": 0, "max_tokens": MAX_TOKENS,
+                "model": model,
+                "prompt": list(case.prompt),
+                "temperature": 0,
+                "max_tokens": MAX_TOKENS,
                 "return_token_ids": True,
-            }  # fmt: skip
+            }
             async with gate:
                 reply = await client.post("/v1/completions", json=body)
             assert reply.status_code == 200, reply.text
@@ -90,8 +105,9 @@ async def complete_all(
 def differences(cases: list[Case], outputs: list[tuple[int, ...]]) -> list[str]:
     """What differs, told so that it can be repeated."""
     return [
-        f"case {number}: prompt of {len(case.prompt)} tokens, first difference at output "
-        f"{next((i for i, (a, b) in enumerate(zip(case.output, output, strict=False)) if a != b), 'length')} "
-        f"of {len(case.output)} / {len(output)}"
-        for number, (case, output) in enumerate(zip(cases, outputs, strict=True)) if case.output != output
-    ]  # fmt: skip
+        f"case {number}: prompt of {len(case.prompt)} tokens, first difference at output"
+        f" {next((i for i, (a, b) in enumerate(zip(case.output, output, strict=False)) if a != b), 'length')}"
+        f" of {len(case.output)} / {len(output)}"
+        for number, (case, output) in enumerate(zip(cases, outputs, strict=True))
+        if case.output != output
+    ]

@@ -1,4 +1,6 @@
-"""A PostgreSQL of the tests' own, on a socket in a temporary folder; skips, saying so, where none is installed."""
+"""A PostgreSQL of the tests' own, on a socket in a temporary folder; skips, saying so, where none
+is installed.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +37,30 @@ class Postgres:
         """Start, and wait until it takes connections."""
         options = f"{_OPTIONS} -k {self._folder}"
         log = str(self._folder / "log")
-        self._call("pg_ctl", "start", "-D", str(self._folder / "data"), "-w", "-o", options, "-l", log)
+        self._call(
+            "pg_ctl", "start", "-D", str(self._folder / "data"), "-w", "-o", options, "-l", log
+        )
 
     def _call(self, command: str, *arguments: str) -> None:
         subprocess.run(
-            [str(self._bin / command), *arguments], check=True, timeout=TIMEOUT_S, user=self._user,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=self._folder,
-        )  # fmt: skip
+            [str(self._bin / command), *arguments],
+            check=True,
+            timeout=TIMEOUT_S,
+            user=self._user,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=self._folder,
+        )
 
 
 def _bin_folder() -> Path | None:
     found = shutil.which("initdb")
-    folders = [Path(found).parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    folders = (
+        [Path(found).parent]
+        if found
+        else sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    )
     return next((folder for folder in folders if (folder / "initdb").exists()), None)
 
 
@@ -67,7 +81,18 @@ def postgres() -> Iterator[Postgres]:
             shutil.chown(folder, user)
         url = f"postgresql://hadal@/postgres?host={folder}"
         server = Postgres(url, folder_of_programs, folder, user)
-        server._call("initdb", "-D", str(folder / "data"), "-U", "hadal", "-A", "trust", "--no-sync", "-E", "UTF8")
+        server._call(
+            "initdb",
+            "-D",
+            str(folder / "data"),
+            "-U",
+            "hadal",
+            "-A",
+            "trust",
+            "--no-sync",
+            "-E",
+            "UTF8",
+        )
         server.start()
         try:
             yield server

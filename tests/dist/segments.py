@@ -1,4 +1,6 @@
-"""A disk cache's folder seen from outside, by the format of runtime/segment: what lies there, and ways to break it."""
+"""A disk cache's folder seen from outside, by the format of runtime/segment: what lies there, and
+ways to break it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Record:
 
 
 def records_on_disk(folder: Path) -> list[Record]:
-    """Every block that the tables in a folder name and that nobody found damaged, each looked at."""
+    """Every block that the tables in a folder name and that nobody found damaged, each looked
+    at.
+    """
     found = []
     for number in segment_numbers(folder):
         segment = Segment.open(folder, number)
@@ -93,7 +97,11 @@ def flip_records(folder: Path, rng: random.Random) -> int:
     """One bit in every record; returns how many."""
     records = records_on_disk(folder)
     for record in records:
-        _flip(segment_path(folder, record.segment), PAGE + 64 * record.slot + rng.randrange(64), 1 << rng.randrange(8))
+        _flip(
+            segment_path(folder, record.segment),
+            PAGE + 64 * record.slot + rng.randrange(64),
+            1 << rng.randrange(8),
+        )
     return len(records)
 
 
@@ -102,7 +110,9 @@ def cut_off(folder: Path, rng: random.Random) -> int:
     records = records_on_disk(folder)
     for number in segment_numbers(folder):
         used = [record for record in records if record.segment == number]
-        path, at = _block(folder, rng.choice(used)) if used else (segment_path(folder, number), 5 * PAGE)
+        path, at = (
+            _block(folder, rng.choice(used)) if used else (segment_path(folder, number), 5 * PAGE)
+        )
         with path.open("r+b") as file:
             file.truncate(at + 100)
     return len(segment_numbers(folder))
@@ -119,7 +129,9 @@ def tables_of(folder: Path) -> dict[int, bytes]:
 
 
 def put_back(folder: Path, tables: dict[int, bytes]) -> int:
-    """Tables of long ago over blocks of today; returns how many of their records speak of blocks that are gone."""
+    """Tables of long ago over blocks of today; returns how many of their records speak of blocks
+    that are gone.
+    """
     before = records_on_disk(folder)
     for number in segment_numbers(folder):
         if number in tables:

@@ -1,4 +1,6 @@
-"""`hadal serve` as its users start it: a tree of processes, looked at from outside, and gone without a trace."""
+"""`hadal serve` as its users start it: a tree of processes, looked at from outside, and gone
+without a trace.
+"""
 
 import os
 import re
@@ -30,7 +32,9 @@ SMALL: dict[str, Any] = {
 """What every server of the tests has unless a test says otherwise."""
 
 
-FORMED = re.compile(r"^\S+ (\S+) .*generation (\d+) formed in (\d+\.\d+) s with ranks (\d+(?:, \d+)*)", re.M)
+FORMED = re.compile(
+    r"^\S+ (\S+) .*generation (\d+) formed in (\d+\.\d+) s with ranks (\d+(?:, \d+)*)", re.M
+)
 """unit, generation, seconds, ranks, in a server's log"""
 _NOTICED = re.compile(r"^(\S+) (\S+)\.(\d+) .*noticed that rank (\d+) is gone", re.M)
 
@@ -50,7 +54,7 @@ def noticed_in(log: str) -> list[Noticed]:
     return [
         Noticed(datetime.fromisoformat(time).timestamp(), unit, int(rank), int(gone))
         for time, unit, rank, gone in _NOTICED.findall(log)
-    ]  # fmt: skip
+    ]
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
@@ -123,7 +127,11 @@ class Server:
 
     def segments(self) -> list[str]:
         """Names of its KV pools in shared memory."""
-        return [name for name in os.listdir(SHM_FOLDER) if name.startswith(f"{PREFIX}{self.status().run_id}.")]
+        return [
+            name
+            for name in os.listdir(SHM_FOLDER)
+            if name.startswith(f"{PREFIX}{self.status().run_id}.")
+        ]
 
     def log(self) -> str:
         """What it and its processes have printed."""
@@ -136,7 +144,9 @@ class Server:
         return self.process.wait(timeout_s)
 
     def _healthy(self) -> bool:
-        assert self.process.poll() is None, f"hadal serve ended with {self.process.returncode}:\n{self.log()}"
+        assert self.process.poll() is None, (
+            f"hadal serve ended with {self.process.returncode}:\n{self.log()}"
+        )
         status = read_status(self.folder)
         if status is None:
             return False
@@ -148,11 +158,14 @@ class Server:
 
 def to_toml(fields: dict[str, Any]) -> str:
     """Top-level values first, then one table per nested dict."""
-    plain = [f"{name} = {_value(value)}" for name, value in fields.items() if not isinstance(value, dict)]
+    plain = [
+        f"{name} = {_value(value)}" for name, value in fields.items() if not isinstance(value, dict)
+    ]
     tables = [
         "\n".join([f"[{name}]", *(f"{key} = {_value(value)}" for key, value in table.items())])
-        for name, table in fields.items() if isinstance(table, dict)
-    ]  # fmt: skip
+        for name, table in fields.items()
+        if isinstance(table, dict)
+    ]
     return "\n".join([*plain, *tables]) + "\n"
 
 
@@ -160,27 +173,46 @@ def _value(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def launch(folder: Path, arguments: tuple[str, ...], environment: dict[str, str], **overrides: Any) -> Server:
-    """Start `hadal serve` in `folder` with fields of the deployment overridden; does not wait for it."""
+def launch(
+    folder: Path, arguments: tuple[str, ...], environment: dict[str, str], **overrides: Any
+) -> Server:
+    """Start `hadal serve` in `folder` with fields of the deployment overridden; does not wait for
+    it.
+    """
     fields: dict[str, Any] = {"port": 0, "model": str(model_folder("")), **overrides}
     for kind in ("prefill", "decode"):
         fields[kind] = {**SMALL[kind], **overrides.get(kind, {})}
     config = folder / "deployment.toml"
     config.write_text(to_toml(fields))
     run_folder, log_path = folder / "run", folder / "server.log"
-    command = ["-m", "hadal.cli", "serve", "--config", str(config), "--run-folder", str(run_folder), *arguments]
+    command = [
+        "-m",
+        "hadal.cli",
+        "serve",
+        "--config",
+        str(config),
+        "--run-folder",
+        str(run_folder),
+        *arguments,
+    ]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            [sys.executable, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
             env={**os.environ, "PYTHONPATH": str(SOURCE), **environment},
-        )  # fmt: skip
+        )
     return Server(process, run_folder, log_path)
 
 
 def finish(server: Server) -> None:
     """Stop the server if it runs, and see that no process and no segment outlive it."""
     status = read_status(server.folder)
-    pids = server.seen_pids | ({p.pid for p in status.processes.values() if p.pid} if status else set())
+    pids = server.seen_pids | (
+        {p.pid for p in status.processes.values() if p.pid} if status else set()
+    )
     if server.process.poll() is None:
         try:
             server.stop()
@@ -188,9 +220,13 @@ def finish(server: Server) -> None:
             server.process.kill()
             server.process.wait(STOP_TIMEOUT_S)
             pytest.fail(f"hadal serve did not end:\n{server.log()}")
-    wait_until(lambda: not any(is_alive(pid) for pid in pids), 5.0, "all processes of the server are gone")
+    wait_until(
+        lambda: not any(is_alive(pid) for pid in pids), 5.0, "all processes of the server are gone"
+    )
     if status is not None:
-        left = [name for name in os.listdir(SHM_FOLDER) if name.startswith(f"{PREFIX}{status.run_id}.")]
+        left = [
+            name for name in os.listdir(SHM_FOLDER) if name.startswith(f"{PREFIX}{status.run_id}.")
+        ]
         assert left == [], "segments are left in shared memory"
 
 

@@ -1,7 +1,9 @@
-"""The KV cache changes when a token comes, never which: greedy answers are the plain loop's wherever KV came from.
+"""The KV cache changes when a token comes, never which: greedy answers are the plain loop's
+wherever KV came from.
 
-Off, in memory, on disk, both, after restarts, under eviction, by every hand-over, for one rank and for two. And it is
-really used: what a reply's usage says was cached is what the blocks say, and what the metrics add up to.
+Off, in memory, on disk, both, after restarts, under eviction, by every hand-over, for one rank and
+for two. And it is really used: what a reply's usage says was cached is what the blocks say, and
+what the metrics add up to.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ def ranks(number: int) -> dict[str, Any]:
 
 
 TWO_RANKS = {"prefill": ranks(2), "decode": ranks(2), "chunk_tokens": 64}
-STORM = {"prefill": {"kv_blocks": 1 + 14, "kv_memory_mb": 0}, "decode": {"kv_blocks": 1 + 14, "kv_memory_mb": 0}}
+STORM = {
+    "prefill": {"kv_blocks": 1 + 14, "kv_memory_mb": 0},
+    "decode": {"kv_blocks": 1 + 14, "kv_memory_mb": 0},
+}
 EVERYDAY = {
     "off": Setup(memory=False, disk=False),
     "memory": Setup(disk=False),
@@ -72,17 +77,21 @@ MORE = {
     "memory_two_ranks": Setup(disk=False, fields=TWO_RANKS),
     "disk_two_ranks": Setup(memory=False, fields=TWO_RANKS),
     "nixl_two_ranks": Setup(fields={"handover": "nixl", **TWO_RANKS}),
-    "two_units": Setup(fields={"prefill": {"units": 2}, "decode": {"units": 2}, "chunk_tokens": 64}),
+    "two_units": Setup(
+        fields={"prefill": {"units": 2}, "decode": {"units": 2}, "chunk_tokens": 64}
+    ),
     "storm_in_memory": Setup(disk=False, is_storm=True, fields=STORM),
     "storm_on_disk": Setup(memory=False, disk_mb=1, is_storm=True, fields=STORM),
     "storm_two_ranks": Setup(
-        disk_mb=1, is_storm=True,
+        disk_mb=1,
+        is_storm=True,
         fields={
             "prefill": {**ranks(2), "kv_blocks": 1 + 14, "kv_memory_mb": 0},
-            "decode": {**ranks(2), "kv_blocks": 1 + 14, "kv_memory_mb": 0}, "chunk_tokens": 64,
+            "decode": {**ranks(2), "kv_blocks": 1 + 14, "kv_memory_mb": 0},
+            "chunk_tokens": 64,
         },
     ),
-}  # fmt: skip
+}
 SETUPS = {**EVERYDAY, **MORE} if FULL else EVERYDAY
 
 
@@ -104,16 +113,22 @@ def possible(chats: list[Chat]) -> int:
 
 
 def check_books(server: Server, rounds: list[list[list[Answer]]]) -> None:
-    """Usage and metrics say the same. Only where no attempt was made twice: units count attempts."""
+    """Usage and metrics say the same. Only where no attempt was made twice: units count
+    attempts.
+    """
     seen = settle(server)
-    answers = [answer for round_answers in rounds for replies in round_answers for answer in replies]
+    answers = [
+        answer for round_answers in rounds for replies in round_answers for answer in replies
+    ]
     assert seen[MEMORY_HIT_TOKENS] + seen[DISK_HIT_TOKENS] == sum(answer.hit for answer in answers)
     assert seen[MISS_TOKENS] == sum(answer.miss for answer in answers)
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SETUPS)
-def test_answers_are_the_plain_loops(start_server: StartServer, chats: list[Chat], folder: Path, name: str) -> None:
+def test_answers_are_the_plain_loops(
+    start_server: StartServer, chats: list[Chat], folder: Path, name: str
+) -> None:
     setup = SETUPS[name]
     if setup.fields.get("handover") == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
         pytest.skip("NIXL is not installed")
@@ -125,7 +140,10 @@ def test_answers_are_the_plain_loops(start_server: StartServer, chats: list[Chat
     again = talk(server.url, server.model, chats)
     assert wrong(chats, again) == []
     shares = [num_hit(answers) / possible(chats) for answers in (first, again)]
-    print(f"{name}: {shares[0]:.3f} of what all blocks would give in the first round, {shares[1]:.3f} in the second")
+    print(
+        f"{name}: {shares[0]:.3f} of what all blocks would give in the first round, {shares[1]:.3f}"
+        " in the second"
+    )
     if not (setup.memory or setup.disk):
         assert num_hit(first) == num_hit(again) == 0
         assert {total for total, count in counts(server).items() if count} == {MISS_TOKENS}
@@ -133,7 +151,9 @@ def test_answers_are_the_plain_loops(start_server: StartServer, chats: list[Chat
     assert num_hit(first) > 0
     assert num_hit(again) > 0
     if setup.is_storm:
-        assert counts(server)[EVICTED_BLOCKS] > 0 or not setup.memory, "there was room for all; this test shows nothing"
+        assert counts(server)[EVICTED_BLOCKS] > 0 or not setup.memory, (
+            "there was room for all; this test shows nothing"
+        )
     else:
         check_books(server, [first, again])
         # One pool has all that was ever said; with several a chat may go where less of it is.
@@ -147,7 +167,11 @@ def test_answers_are_the_plain_loops(start_server: StartServer, chats: list[Chat
 
 
 def check_restart(
-    start_server: StartServer, server: Server, chats: list[Chat], cache: dict[str, Any], setup: Setup
+    start_server: StartServer,
+    server: Server,
+    chats: list[Chat],
+    cache: dict[str, Any],
+    setup: Setup,
 ) -> None:
     """A new server finds on disk what the old one left there."""
     settle(server)

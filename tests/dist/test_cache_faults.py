@@ -1,7 +1,9 @@
-"""A disk cache that is broken, foreign, full or gone: noticed, counted, computed again, and no answer shows it.
+"""A disk cache that is broken, foreign, full or gone: noticed, counted, computed again, and no
+answer shows it.
 
-Each time a server that may keep nothing in memory answers chats whose KV was written by another server, or tries to
-write its own. Answers are the plain loop's, the server stays healthy and does not fill its log.
+Each time a server that may keep nothing in memory answers chats whose KV was written by another
+server, or tries to write its own. Answers are the plain loop's, the server stays healthy and does
+not fill its log.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def check_serves(server: Server, chats: list[Chat]) -> dict[str, int]:
     seen = settle(server)
     audit(server)
     assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
-    assert all(process.num_starts == 1 for process in server.status().processes.values()), server.log()
+    assert all(process.num_starts == 1 for process in server.status().processes.values()), (
+        server.log()
+    )
     return seen
 
 
@@ -96,7 +100,9 @@ def test_damage(start_server: StartServer, chats: list[Chat], folder: Path, faul
 
 
 @pytest.mark.timeout(600)
-def test_a_damaged_table_is_a_miss(start_server: StartServer, chats: list[Chat], folder: Path) -> None:
+def test_a_damaged_table_is_a_miss(
+    start_server: StartServer, chats: list[Chat], folder: Path
+) -> None:
     """A record that fails its own check names nothing: there is no block that could be damaged."""
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
@@ -111,7 +117,9 @@ def test_a_damaged_table_is_a_miss(start_server: StartServer, chats: list[Chat],
 
 @pytest.mark.timeout(600)
 def test_a_stale_table(start_server: StartServer, chats: list[Chat], folder: Path) -> None:
-    """A table of long ago speaks of blocks that were overwritten since: each is found out when it is read."""
+    """A table of long ago speaks of blocks that were overwritten since: each is found out when it
+    is read.
+    """
     tight = cache_fields(folder, memory=False, disk_mb=1)
     half = len(chats) // 2
     written(start_server, chats[:half], tight)
@@ -125,7 +133,9 @@ def test_a_stale_table(start_server: StartServer, chats: list[Chat], folder: Pat
 
 
 @pytest.mark.timeout(600)
-def test_damage_under_a_running_server(start_server: StartServer, chats: list[Chat], folder: Path) -> None:
+def test_damage_under_a_running_server(
+    start_server: StartServer, chats: list[Chat], folder: Path
+) -> None:
     """What it wrote itself and knows of is not believed either."""
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
@@ -139,14 +149,18 @@ def test_damage_under_a_running_server(start_server: StartServer, chats: list[Ch
 
 @pytest.mark.timeout(600)
 def test_another_models_folder(start_server: StartServer, chats: list[Chat], folder: Path) -> None:
-    """KV of a model is never another's: nothing is hit that was not written by it. Both find their own afterwards."""
+    """KV of a model is never another's: nothing is hit that was not written by it. Both find their
+    own afterwards.
+    """
     written(start_server, chats, cache_fields(folder, memory=False))
     other = folder / "model"
     shutil.copytree(model_folder(""), other)
     config = other / "config.json"
     text = config.read_text(encoding="utf-8")
     assert '"rope_theta": 10000.0' in text
-    config.write_text(text.replace('"rope_theta": 10000.0', '"rope_theta": 9000.0'), encoding="utf-8")
+    config.write_text(
+        text.replace('"rope_theta": 10000.0', '"rope_theta": 9000.0'), encoding="utf-8"
+    )
     own = ChatMaker(41, load_weights(other)).chats(NUM_CHATS)
     assert [chat[0].prompt for chat in own] == [chat[0].prompt for chat in chats]
     fields = {"model": str(other), "cache": cache_fields(folder, memory=False)}
@@ -156,7 +170,9 @@ def test_another_models_folder(start_server: StartServer, chats: list[Chat], fol
         answers = talk(server.url, server.model, [chat])
         assert wrong([chat], answers) == []
         for case, answer in zip(chat, answers[0], strict=True):
-            assert answer.hit <= named.hit(case.prompt), "found what only the other model had computed"
+            assert answer.hit <= named.hit(case.prompt), (
+                "found what only the other model had computed"
+            )
             named.add(with_kv(case))
     assert settle(server)[DAMAGED_BLOCKS] == 0
     audit(server)
@@ -172,9 +188,11 @@ def test_another_models_folder(start_server: StartServer, chats: list[Chat], fol
 def small_disk(folder: Path) -> Iterator[Path]:
     """A file system that is full after a few blocks."""
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "hadal-test", str(folder)], capture_output=True, timeout=30,
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "hadal-test", str(folder)],
+        capture_output=True,
+        timeout=30,
         check=False,
-    )  # fmt: skip
+    )
     if done.returncode:
         pytest.skip(f"no small file system can be mounted here: {done.stderr.decode().strip()}")
     yield folder
@@ -184,7 +202,9 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("is_filled", [False, True], ids=["small", "filled"])
-def test_a_full_disk(start_server: StartServer, chats: list[Chat], small_disk: Path, is_filled: bool) -> None:
+def test_a_full_disk(
+    start_server: StartServer, chats: list[Chat], small_disk: Path, is_filled: bool
+) -> None:
     if is_filled:  # Nothing fits at all.
         with (small_disk / "ballast").open("wb") as file:
             file.write(bytes(1000 * 1024))
@@ -196,7 +216,9 @@ def test_a_full_disk(start_server: StartServer, chats: list[Chat], small_disk: P
 
 
 @pytest.mark.timeout(600)
-def test_the_folder_is_deleted_while_it_serves(start_server: StartServer, chats: list[Chat], folder: Path) -> None:
+def test_the_folder_is_deleted_while_it_serves(
+    start_server: StartServer, chats: list[Chat], folder: Path
+) -> None:
     server = start_server(cache=cache_fields(folder, memory=False))
     assert wrong(chats, talk(server.url, server.model, chats)) == []
     settle(server)
@@ -212,4 +234,7 @@ def test_a_folder_that_cannot_be_written(start_server: StartServer, folder: Path
     (folder / "file").write_text("no folder\n")
     server = start_server(cache=cache_fields(folder / "file" / "cache", memory=False), wait=False)
     assert server.process.wait(START_TIMEOUT_S) == EXIT_CONFIG
-    assert "cannot be used (Not a directory). Name a folder that you may write to in --cache-folder" in server.log()
+    assert (
+        "cannot be used (Not a directory). Name a folder that you may write to in --cache-folder"
+        in server.log()
+    )

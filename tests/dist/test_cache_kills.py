@@ -1,8 +1,10 @@
-"""`kill -9` at any moment of a server that writes its KV to disk: every restart serves, and never from a broken block.
+"""`kill -9` at any moment of a server that writes its KV to disk: every restart serves, and never
+from a broken block.
 
-Rounds on one folder: a server starts on what the last one left, answers chats of that one's tenant (out of its blocks)
-and of a new tenant (whose blocks it has to write), and is killed: all of it, its supervisor only, or first one unit,
-which comes back while the load goes on. Moments are drawn from a seed, which is printed. `HADAL_FULL=1`: 200 rounds.
+Rounds on one folder: a server starts on what the last one left, answers chats of that one's tenant
+(out of its blocks) and of a new tenant (whose blocks it has to write), and is killed: all of it,
+its supervisor only, or first one unit, which comes back while the load goes on. Moments are drawn
+from a seed, which is printed. `HADAL_FULL=1`: 200 rounds.
 """
 
 from __future__ import annotations
@@ -98,7 +100,9 @@ class Load:
             rng.shuffle(order)
             holding = asyncio.gather(*map(hold, order))
             num_writes = rng.choice((None, rng.randint(1, 12)))
-            await self._watch(LOAD_S if num_writes else rng.uniform(0.0, LOAD_S), holding, num_writes)
+            await self._watch(
+                LOAD_S if num_writes else rng.uniform(0.0, LOAD_S), holding, num_writes
+            )
             await asyncio.sleep(rng.uniform(0.0, 0.01))
             if victim not in WAYS:
                 await asyncio.to_thread(self.server.kill, victim)
@@ -108,9 +112,12 @@ class Load:
             kill_all(self.server, victim)
             await holding
 
-    async def _watch(self, for_s: float, holding: asyncio.Future[list[None]], num_writes: int | None = None) -> None:
-        """Note what the server says is durable, until the time has come or so many looks saw something written. What
-        `holding` raises is raised."""
+    async def _watch(
+        self, for_s: float, holding: asyncio.Future[list[None]], num_writes: int | None = None
+    ) -> None:
+        """Note what the server says is durable, until the time has come or so many looks saw
+        something written. What `holding` raises is raised.
+        """
         end_s = time.monotonic() + for_s
         while time.monotonic() < end_s:
             seen = await asyncio.to_thread(counts, self.server, self.key)
@@ -118,7 +125,10 @@ class Load:
             self.acknowledged = max(self.acknowledged, seen[STORED_BLOCKS])
             num_seen = len(self.seen)
             self.seen |= await asyncio.to_thread(names_on_disk, self.cache)
-            if num_writes is not None and (num_writes := num_writes - (len(self.seen) > num_seen)) <= 0:
+            if (
+                num_writes is not None
+                and (num_writes := num_writes - (len(self.seen) > num_seen)) <= 0
+            ):
                 return
             if holding.done():
                 holding.result()
@@ -137,15 +147,24 @@ def kill_all(server: Server, way: str) -> None:
 
 
 def one_round(
-    start_server: StartServer, chats: list[Chat], cache: Path, disk_mb: int, rng: random.Random, number: int, book: Book
+    start_server: StartServer,
+    chats: list[Chat],
+    cache: Path,
+    disk_mb: int,
+    rng: random.Random,
+    number: int,
+    book: Book,
 ) -> None:
     """Start, look back, write, be killed, look."""
     keys = [key_of(number), key_of(number - 1)]
     units = {"ranks": rng.choice(RANKS), "kv_memory_mb": 32}
     server = start_server(
-        environment={"HADAL_API_KEYS": ",".join(keys)}, cache=cache_fields(cache, disk_mb=disk_mb), chunk_tokens=128,
-        prefill=units, decode=units,
-    )  # fmt: skip
+        environment={"HADAL_API_KEYS": ",".join(keys)},
+        cache=cache_fields(cache, disk_mb=disk_mb),
+        chunk_tokens=128,
+        prefill=units,
+        decode=units,
+    )
     again = chats[:NUM_ASKED_AGAIN]
     answers = talk(server.url, model_of(server, keys[1]), again, key=keys[1])
     assert wrong(again, answers) == []
@@ -157,21 +176,34 @@ def one_round(
     asyncio.run(load.run(chats, rng, victim))
     told = f"round {number}, {victim} killed"
     asked = sorted(load.answers)
-    assert wrong([chats[i][: len(load.answers[i])] for i in asked], [load.answers[i] for i in asked]) == [], told
+    assert (
+        wrong([chats[i][: len(load.answers[i])] for i in asked], [load.answers[i] for i in asked])
+        == []
+    ), told
     if victim not in WAYS:
-        assert all(len(load.answers[i]) == len(chat) for i, chat in enumerate(chats)), f"{told}: not all was answered"
+        assert all(len(load.answers[i]) == len(chat) for i, chat in enumerate(chats)), (
+            f"{told}: not all was answered"
+        )
     look(cache, disk_mb, load, book, told)
 
 
 def look(cache: Path, disk_mb: int, load: Load, book: Book, told: str) -> None:
-    """What lies in the folder after the kill: all of it whole, and under a roomy budget all that was ever there."""
+    """What lies in the folder after the kill: all of it whole, and under a roomy budget all that
+    was ever there.
+    """
     records = set(records_on_disk(cache))
-    assert [r for r in records if not r.is_whole] == [], f"{told}: blocks that can be found and are broken"
+    assert [r for r in records if not r.is_whole] == [], (
+        f"{told}: blocks that can be found and are broken"
+    )
     if disk_mb == ROOMY_MB:
-        lost = ({record.name for record in book.records} | load.seen) - {record.name for record in records}
+        lost = ({record.name for record in book.records} | load.seen) - {
+            record.name for record in records
+        }
         assert lost == set(), f"{told}: {len(lost)} blocks that could be found before are gone"
         num_new = len(records - book.records)
-        assert num_new >= load.acknowledged, f"{told}: {load.acknowledged} blocks were durable, {num_new} are there"
+        assert num_new >= load.acknowledged, (
+            f"{told}: {load.acknowledged} blocks were durable, {num_new} are there"
+        )
         book.num_killed_writing += num_new > load.acknowledged
     book.records = records
     book.num_acknowledged += load.acknowledged
@@ -179,7 +211,9 @@ def look(cache: Path, disk_mb: int, load: Load, book: Book, told: str) -> None:
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("disk_mb", [ROOMY_MB, TIGHT_MB], ids=["roomy", "tight"])
-def test_every_restart_serves(start_server: StartServer, chats: list[Chat], folder: Path, disk_mb: int) -> None:
+def test_every_restart_serves(
+    start_server: StartServer, chats: list[Chat], folder: Path, disk_mb: int
+) -> None:
     seed = 37 if FULL else fresh().randrange(2**31)
     print(f"seed {seed}")
     rng, book = random.Random(seed), Book()
@@ -187,14 +221,18 @@ def test_every_restart_serves(start_server: StartServer, chats: list[Chat], fold
     for number in range(1, num_rounds + 1):
         one_round(start_server, chats, folder, disk_mb, rng, number, book)
         if number % 20 == 0:
-            print(f"{number} of {num_rounds} rounds, {book.num_acknowledged} blocks durable", flush=True)
+            print(
+                f"{number} of {num_rounds} rounds, {book.num_acknowledged} blocks durable",
+                flush=True,
+            )
     # One that ends in peace, and has everything in order.
     server = start_server(cache=cache_fields(folder, disk_mb=disk_mb))
     assert wrong(chats, talk(server.url, server.model, chats)) == []
     audit(server)
     print(
-        f"{num_rounds} kills: {book.num_acknowledged} blocks were durable, {len(book.records)} were found at the end; "
-        f"more than had been said in {book.num_killed_writing} rounds; restarts hit {book.num_disk_hit_tokens} tokens"
+        f"{num_rounds} kills: {book.num_acknowledged} blocks were durable, {len(book.records)} were"
+        f" found at the end; more than had been said in {book.num_killed_writing} rounds; restarts"
+        f" hit {book.num_disk_hit_tokens} tokens"
     )
     assert book.num_acknowledged > 0
     assert book.num_disk_hit_tokens > 0

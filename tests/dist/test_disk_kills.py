@@ -1,5 +1,6 @@
-"""Writers of a disk cache are killed at random moments: what they were told is durable is found again, byte for byte,
-and nobody who reads meanwhile is ever given a wrong block. `HADAL_FULL=1`: 200 rounds.
+"""Writers of a disk cache are killed at random moments: what they were told is durable is found
+again, byte for byte, and nobody who reads meanwhile is ever given a wrong block. `HADAL_FULL=1`:
+200 rounds.
 """
 
 import os
@@ -37,7 +38,15 @@ class Child:
     """One writer. Its lines are read as they come, so that it never waits for us."""
 
     def __init__(self, folder: Path, seed: int, share_bytes: int, limit: int = 0) -> None:
-        command = [sys.executable, "-m", "tests.dist.disk_child", str(folder), str(seed), str(share_bytes), str(limit)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.dist.disk_child",
+            str(folder),
+            str(seed),
+            str(share_bytes),
+            str(limit),
+        ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=ROOT)
         self.lines: list[str] = []
@@ -61,7 +70,12 @@ class Child:
         self.process.stdout.close()
 
     def names(self, what: str) -> set[bytes]:
-        return {bytes.fromhex(word) for line in self.lines if line[0] == what for word in line.split()[1:]}
+        return {
+            bytes.fromhex(word)
+            for line in self.lines
+            if line[0] == what
+            for word in line.split()[1:]
+        }
 
     def num_in_flight(self) -> int:
         counts: Counter[str] = Counter()
@@ -95,13 +109,17 @@ class Reader:
         """Load blocks; return how many of them, from the first on, came."""
         self._next_id += 1
         places = tuple(self.places[name] for name in names)
-        self.loader.submit(LoadBlocks(self._next_id, b"".join(names), places, tuple(range(len(names)))))
+        self.loader.submit(
+            LoadBlocks(self._next_id, b"".join(names), places, tuple(range(len(names))))
+        )
         until_s = time.monotonic() + TIMEOUT_S
         while not (done := self.loader.take()):
             assert time.monotonic() < until_s
             time.sleep(0.0005)
         for index in range(done[0].num_loaded):
-            assert self.pool[index].tobytes() == content(names[index]), "a load returned wrong bytes"
+            assert self.pool[index].tobytes() == content(names[index]), (
+                "a load returned wrong bytes"
+            )
         self.num_read += done[0].num_loaded
         self.num_damaged += done[0].num_damaged
         return done[0].num_loaded
@@ -137,11 +155,17 @@ def found(folder: Path) -> set[bytes]:
 
 
 def play_round(
-    folder: Path, rng: random.Random, alive: set[bytes], share_bytes: int, names_of: int | None = None
+    folder: Path,
+    rng: random.Random,
+    alive: set[bytes],
+    share_bytes: int,
+    names_of: int | None = None,
 ) -> int:
-    """One or two writers, killed one after the other; checks and updates what is `alive`. Returns blocks written.
+    """One or two writers, killed one after the other; checks and updates what is `alive`. Returns
+    blocks written.
 
-    `names_of`: all write the blocks of this seed, over and over; None: each its own."""
+    `names_of`: all write the blocks of this seed, over and over; None: each its own.
+    """
     seeds = [names_of or rng.getrandbits(60) for _ in range(rng.choice((1, 1, 2)))]
     children = [Child(folder, seed, share_bytes) for seed in seeds]
     reader = Reader(folder)
@@ -165,9 +189,14 @@ def play_round(
     alive -= dropped
     whole = found(folder)
     missing = alive - whole
-    # Blocks that were being written when the kill came may have put others out without having said so.
-    num_excused = sum(child.num_in_flight() for child in children) if share_bytes == TINY_BYTES else 0
-    assert len(missing) <= num_excused, f"{len(missing)} durable blocks are gone, {num_excused} were being replaced"
+    # Blocks that were being written when the kill came may have put others out without having said
+    # so.
+    num_excused = (
+        sum(child.num_in_flight() for child in children) if share_bytes == TINY_BYTES else 0
+    )
+    assert len(missing) <= num_excused, (
+        f"{len(missing)} durable blocks are gone, {num_excused} were being replaced"
+    )
     alive -= missing
     return len(written)
 

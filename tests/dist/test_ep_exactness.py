@@ -1,8 +1,9 @@
-"""Expert parallelism changes when a token comes, never which: widths, placements, schedules, modes and wire formats.
+"""Expert parallelism changes when a token comes, never which: widths, placements, schedules, modes
+and wire formats.
 
-With FP32 on the wire every deployment gives the tokens of the plain single-request loop. With FP8 out and BF16 back the
-activations are rounded, so tokens may be others than the loop's, but they are the same for every width: what is rounded
-does not depend on where an expert lives.
+With FP32 on the wire every deployment gives the tokens of the plain single-request loop. With FP8
+out and BF16 back the activations are rounded, so tokens may be others than the loop's, but they are
+the same for every width: what is rounded does not depend on where an expert lives.
 """
 
 from __future__ import annotations
@@ -21,11 +22,18 @@ NUM_CASES = 200 if FULL else 40
 
 
 def units(ranks: int, redundant: int = 0, overlap: str = "auto", mode: str = "") -> dict[str, Any]:
-    """Fields of [prefill] or [decode]. Steps of two tokens are split already, so that the tests' small ones are."""
+    """Fields of [prefill] or [decode]. Steps of two tokens are split already, so that the tests'
+    small ones are.
+    """
     return {
-        "ranks": ranks, "redundant_experts": redundant, "overlap": overlap, "mode": mode, "min_split_tokens": 2,
-        "kv_memory_mb": 32, "max_requests": max(8, 32 // ranks),
-    }  # fmt: skip
+        "ranks": ranks,
+        "redundant_experts": redundant,
+        "overlap": overlap,
+        "mode": mode,
+        "min_split_tokens": 2,
+        "kv_memory_mb": 32,
+        "max_requests": max(8, 32 // ranks),
+    }
 
 
 EVERYDAY = {
@@ -37,7 +45,10 @@ MORE = {
     "ep4_ep8": (units(4), units(8)),
     "ep8_ep1": (units(8), units(1)),
     "five_dual": (units(2, 0, "decode_five"), units(2, 32, "prefill_dual")),
-    "modes_swapped": (units(4, 32, "prefill_dual", "low_latency"), units(2, 128, "decode_five", "normal")),
+    "modes_swapped": (
+        units(4, 32, "prefill_dual", "low_latency"),
+        units(2, 128, "decode_five", "normal"),
+    ),
     "one_rank_split": (units(1, 0, "prefill_dual"), units(1, 0, "decode_five")),
     "much_redundancy": (units(4, 256, "sequential"), units(4, 512, "sequential")),
 }
@@ -57,30 +68,47 @@ async def trace(server: Server, unit: str) -> set[tuple[str, int]]:
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
         reply = await client.get("/trace", params={"unit": unit, "steps": 10, "wait_s": 60})
     assert reply.status_code == 200, reply.text
-    return {(schedule, num_micro_batches) for _, schedule, num_micro_batches, *_ in reply.json()["steps"]}
+    return {
+        (schedule, num_micro_batches)
+        for _, schedule, num_micro_batches, *_ in reply.json()["steps"]
+    }
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", DEPLOYMENTS)
-def test_fp32_wire_gives_the_plain_loops_tokens(start_server: StartServer, cases: list[Case], name: str) -> None:
+def test_fp32_wire_gives_the_plain_loops_tokens(
+    start_server: StartServer, cases: list[Case], name: str
+) -> None:
     prefill, decode = DEPLOYMENTS[name]
     server = start_server(prefill=prefill, decode=decode, chunk_tokens=128)
     seen: dict[str, set[tuple[str, int]]] = {}
 
     async def watch() -> None:
         units = ("prefill-0", "decode-0")
-        seen.update(zip(units, await asyncio.gather(*(trace(server, unit) for unit in units)), strict=True))
+        seen.update(
+            zip(units, await asyncio.gather(*(trace(server, unit) for unit in units)), strict=True)
+        )
 
     outputs = asyncio.run(complete_all(server.url, server.model, cases, while_running=watch))
     assert differences(cases, outputs) == []
     for unit, fields in (("prefill-0", prefill), ("decode-0", decode)):
         if fields["overlap"] in ("prefill_dual", "decode_five"):
-            assert (fields["overlap"], 2) in seen[unit], f"{unit} never ran the schedule this test is about"
+            assert (fields["overlap"], 2) in seen[unit], (
+                f"{unit} never ran the schedule this test is about"
+            )
 
 
 def logprobs_of(server: Server, case: Case) -> list[float]:
-    """Of a prompt's greedy tokens, alone on the server, so that its steps are the same at every width."""
-    body = {"model": server.model, "prompt": list(case.prompt), "temperature": 0, "max_tokens": 24, "logprobs": 1}
+    """Of a prompt's greedy tokens, alone on the server, so that its steps are the same at every
+    width.
+    """
+    body = {
+        "model": server.model,
+        "prompt": list(case.prompt),
+        "temperature": 0,
+        "max_tokens": 24,
+        "logprobs": 1,
+    }
     reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert reply.status_code == 200, reply.text
     found: list[float] = reply.json()["choices"][0]["logprobs"]["token_logprobs"]
@@ -97,14 +125,18 @@ def test_fp8_wire_gives_the_same_tokens_at_every_width(
 ) -> None:
     widths, logprobs = [], []
     for prefill_ranks, decode_ranks in FP8_WIDTHS:
-        server = start_server(prefill=units(prefill_ranks), decode=units(decode_ranks), wire=wire, chunk_tokens=128)
+        server = start_server(
+            prefill=units(prefill_ranks), decode=units(decode_ranks), wire=wire, chunk_tokens=128
+        )
         widths.append(asyncio.run(complete_all(server.url, server.model, cases)))
         logprobs.append(logprobs_of(server, cases[0]))
         server.stop()
     # Tokens hardly tell that anything was rounded; their probabilities do.
     assert all(of_width == logprobs[0] for of_width in logprobs[1:])
     exact = start_server(prefill=units(1), decode=units(1))
-    assert logprobs_of(exact, cases[0]) != logprobs[0], "nothing was rounded on the way to the experts"
+    assert logprobs_of(exact, cases[0]) != logprobs[0], (
+        "nothing was rounded on the way to the experts"
+    )
     narrow = [Case(case.prompt, output) for case, output in zip(cases, widths[0], strict=True)]
     for outputs in widths[1:]:
         assert differences(narrow, outputs) == []

@@ -1,4 +1,6 @@
-"""Runners of several rank processes over TCP: their tokens are the plain loop's, whatever the width and the way."""
+"""Runners of several rank processes over TCP: their tokens are the plain loop's, whatever the width
+and the way.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ from tests.unit.comm.groups import run_processes
 NUM_TOKENS = 24
 WIDTHS = (2, 4, 8) if FULL else (2, 4)
 FP8_BOUND = 2**-4
-"""E4M3 has three bits behind the point, so a dispatched value is off by 1/16 of itself at most; the returned BF16 adds
-1/512. Experts are near linear in so small a change, and the residual stream carries more than they add, so the mean
-change of a logit is to stay below that part of the logits' spread."""
+"""E4M3 has three bits behind the point, so a dispatched value is off by 1/16 of itself at most; the
+returned BF16 adds 1/512. Experts are near linear in so small a change, and the residual stream
+carries more than they add, so the mean change of a logit is to stay below that part of the logits'
+spread.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,9 @@ def cases() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def script(cases: list[Case]) -> Script:
-    return Script(tuple(c.prompt for c in cases), tuple(min(NUM_TOKENS, len(c.output)) for c in cases))
+    return Script(
+        tuple(c.prompt for c in cases), tuple(min(NUM_TOKENS, len(c.output)) for c in cases)
+    )
 
 
 def merge(ranks: list[Served]) -> tuple[list[tuple[int, ...]], torch.Tensor]:
@@ -44,19 +50,28 @@ def merge(ranks: list[Served]) -> tuple[list[tuple[int, ...]], torch.Tensor]:
     return [outputs[n] for n in sorted(outputs)], torch.stack([logits[n] for n in sorted(logits)])
 
 
-def serve(num_ranks: int, folder: Path, script: Script, ways: tuple[Way, ...]) -> list[list[Served]]:
+def serve(
+    num_ranks: int, folder: Path, script: Script, ways: tuple[Way, ...]
+) -> list[list[Served]]:
     """[way][rank]"""
     if num_ranks == 1:
         torch.set_num_threads(1)
         return [[Rank(folder, None, script, 1, way).serve()] for way in ways]
-    return [list(ranks) for ranks in zip(*run_processes(num_ranks, serve_ways, str(folder), script, ways), strict=True)]
+    return [
+        list(ranks)
+        for ranks in zip(
+            *run_processes(num_ranks, serve_ways, str(folder), script, ways), strict=True
+        )
+    ]
 
 
 def ways_of(num_ranks: int) -> tuple[Way, ...]:
     redundant = (0, 8 * num_ranks)
     every = [
         Way(count, mode, schedule)
-        for count, mode, schedule in itertools.product(redundant, ("normal", "low_latency"), SCHEDULES)
+        for count, mode, schedule in itertools.product(
+            redundant, ("normal", "low_latency"), SCHEDULES
+        )
     ]
     if FULL:
         return (*every, Way(num_micro_batches=1))
@@ -66,7 +81,9 @@ def ways_of(num_ranks: int) -> tuple[Way, ...]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_ranks", WIDTHS)
-def test_tokens_are_the_plain_loops(folder: Path, cases: list[Case], script: Script, num_ranks: int) -> None:
+def test_tokens_are_the_plain_loops(
+    folder: Path, cases: list[Case], script: Script, num_ranks: int
+) -> None:
     ways = ways_of(num_ranks)
     expected = [case.output[:NUM_TOKENS] for case in cases]
     first: torch.Tensor | None = None
@@ -76,11 +93,15 @@ def test_tokens_are_the_plain_loops(folder: Path, cases: list[Case], script: Scr
         first = logits if first is None else first
         assert torch.equal(first, logits), f"{way}: other bits than {ways[0]}"
         per_rank = 3 * (256 + way.num_redundant) // num_ranks
-        assert [served.num_loaded for served in ranks] == [per_rank] * num_ranks, "a rank reads its replicas alone"
+        assert [served.num_loaded for served in ranks] == [per_rank] * num_ranks, (
+            "a rank reads its replicas alone"
+        )
 
 
 @pytest.mark.timeout(900)
-def test_fp8_wire_gives_the_same_bits_at_every_width(folder: Path, cases: list[Case], script: Script) -> None:
+def test_fp8_wire_gives_the_same_bits_at_every_width(
+    folder: Path, cases: list[Case], script: Script
+) -> None:
     way = Way(wire="fp8", schedule="decode_five")
     expected, logits = merge(serve(1, folder, script, (way,))[0])
     for num_ranks in WIDTHS:
@@ -91,5 +112,8 @@ def test_fp8_wire_gives_the_same_bits_at_every_width(folder: Path, cases: list[C
             assert torch.equal(seen, logits)
     _, exact = merge(serve(1, folder, script, (Way(),))[0])
     difference = (logits - exact).abs()
-    print(f"fp8 wire: logits off by {difference.mean() / exact.std():.4f} of their spread, {difference.max():.3f} most")
+    print(
+        f"fp8 wire: logits off by {difference.mean() / exact.std():.4f} of their spread,"
+        f" {difference.max():.3f} most"
+    )
     assert 0 < float(difference.mean()) < FP8_BOUND * float(exact.std())

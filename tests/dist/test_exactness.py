@@ -28,7 +28,9 @@ def cases() -> list[Case]:
 def metric(server: Server, name: str) -> float:
     """The sum of a metric over its labels."""
     lines = httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()
-    values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
+    values = [
+        float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name
+    ]
     assert values, f"there is no metric {name}"
     return sum(values)
 
@@ -49,15 +51,18 @@ def test_preemption(start_server: StartServer, cases: list[Case]) -> None:
 
     sizes = [(len(case.prompt), len(case.prompt) + len(case.output)) for case in cases]
     growing = [
-        case for case, (start, end) in zip(cases, sizes, strict=True)
+        case
+        for case, (start, end) in zip(cases, sizes, strict=True)
         if num_blocks(start + 4) < num_blocks(end) and end <= 3 * BLOCK_TOKENS
-    ]  # fmt: skip
+    ]
     assert growing
     growing *= -(-48 // len(growing))
     server = start_server(decode={"kv_blocks": 1 + 6, "kv_memory_mb": 0})
     outputs = asyncio.run(complete_all(server.url, server.model, growing))
     assert differences(growing, outputs) == []
-    assert metric(server, "hadal_preemptions_total") > 0, "the pool was large enough; this test shows nothing"
+    assert metric(server, "hadal_preemptions_total") > 0, (
+        "the pool was large enough; this test shows nothing"
+    )
 
 
 @pytest.mark.timeout(900)
@@ -73,8 +78,9 @@ def test_killed_midway(start_server: StartServer, cases: list[Case], victim: str
 
     outputs = asyncio.run(complete_all(server.url, server.model, cases, while_running=kill))
     assert differences(cases, outputs) == []
-    assert metric(server, "hadal_retries_total") > 0, "nothing was in flight at the unit; this test shows nothing"
-
+    assert metric(server, "hadal_retries_total") > 0, (
+        "nothing was in flight at the unit; this test shows nothing"
+    )
 
 
 def test_the_test_can_fail(cases: list[Case]) -> None:

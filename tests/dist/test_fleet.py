@@ -1,4 +1,6 @@
-"""`hadal serve` with a fleet: units come when they are needed and go when they are not, and no stream notices."""
+"""`hadal serve` with a fleet: units come when they are needed and go when they are not, and no
+stream notices.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,24 @@ from tests.dist.serving import Server, StartServer, wait_until
 PROMPT = list(range(10, 130))
 NUM_SLOTS = 4
 FLEET: dict[str, Any] = {
-    "mode": "auto", "decode_max": 2, "decode_use": 0.7, "start_s": 1.0, "period_s": 0.3, "hold_s": 1.0,
-}  # fmt: skip
+    "mode": "auto",
+    "decode_max": 2,
+    "decode_use": 0.7,
+    "start_s": 1.0,
+    "period_s": 0.3,
+    "hold_s": 1.0,
+}
 
 
 def body(server: Server, num_tokens: int) -> dict[str, Any]:
     return {
-        "model": server.model, "prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
+        "model": server.model,
+        "prompt": PROMPT,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
         "stream": False,
-    }  # fmt: skip
+    }
 
 
 def complete(server: Server, num_tokens: int) -> str:
@@ -42,8 +53,9 @@ class Crowd:
         self.answers: list[str] = []
         self._enough = threading.Event()
         self._threads = [
-            threading.Thread(target=self._ask, args=(server, num_tokens)) for _ in range(num_clients)
-        ]  # fmt: skip
+            threading.Thread(target=self._ask, args=(server, num_tokens))
+            for _ in range(num_clients)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -67,27 +79,42 @@ def test_a_unit_comes_with_the_crowd_and_goes_after_it(start_server: StartServer
     undisturbed = complete(server, 200)
     assert (phase(server), server.pids()["decode-1"]) == ("resting", 0)
     assert phase(server, "decode-0") == "ready"
-    answers = Crowd(server, 3 * NUM_SLOTS, 200).until(lambda: phase(server) == "ready", "a second unit works")
+    answers = Crowd(server, 3 * NUM_SLOTS, 200).until(
+        lambda: phase(server) == "ready", "a second unit works"
+    )
     assert set(answers) == {undisturbed}
-    # One long answer on each of both: that is work for one of them. The other's goes on, there or elsewhere.
-    answers = Crowd(server, 2, 1500).until(lambda: phase(server, resting(server)) == "resting", "one of them rests")
+    # One long answer on each of both: that is work for one of them. The other's goes on, there or
+    # elsewhere.
+    answers = Crowd(server, 2, 1500).until(
+        lambda: phase(server, resting(server)) == "resting", "one of them rests"
+    )
     assert len(set(answers)) == 1
     assert next(iter(answers)).startswith(undisturbed)
-    wait_until(lambda: httpx.get(f"{server.url}/health", timeout=5).json()["units_up"]["decode"] == 1, 5.0, "one is up")
+    wait_until(
+        lambda: httpx.get(f"{server.url}/health", timeout=5).json()["units_up"]["decode"] == 1,
+        5.0,
+        "one is up",
+    )
     assert complete(server, 200) == undisturbed
     assert server.stop() == 0
 
 
 def resting(server: Server) -> str:
     """Either may be the one that goes."""
-    return next((name for name in ("decode-0", "decode-1") if phase(server, name) == "resting"), "decode-1")
+    return next(
+        (name for name in ("decode-0", "decode-1") if phase(server, name) == "resting"), "decode-1"
+    )
 
 
 def test_a_drain_that_takes_too_long_moves_the_streams(start_server: StartServer) -> None:
-    server = start_server(decode={"max_requests": NUM_SLOTS}, fleet={**FLEET, "drain_timeout_s": 0.3})
+    server = start_server(
+        decode={"max_requests": NUM_SLOTS}, fleet={**FLEET, "drain_timeout_s": 0.3}
+    )
     undisturbed = complete(server, 3000)
     Crowd(server, 3 * NUM_SLOTS, 200).until(lambda: phase(server) == "ready", "a second unit works")
-    answers = Crowd(server, 2, 3000).until(lambda: phase(server, resting(server)) == "resting", "one of them rests")
+    answers = Crowd(server, 2, 3000).until(
+        lambda: phase(server, resting(server)) == "resting", "one of them rests"
+    )
     assert set(answers) == {undisturbed}
     assert retries(server) > 0.0
     assert server.stop() == 0

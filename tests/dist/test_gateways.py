@@ -1,4 +1,6 @@
-"""`hadal serve --gateways 2`: two processes on one port. Each may die, hang or be asked to end while answers stream."""
+"""`hadal serve --gateways 2`: two processes on one port. Each may die, hang or be asked to end
+while answers stream.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ FRONT, OTHER = "gateway", "gateway-1"
 
 
 class Asking:
-    """A stream that one of the gateways serves, read in a thread. The other one is stopped while it connects, for less
-    time than is noticed."""
+    """A stream that one of the gateways serves, read in a thread. The other one is stopped while it
+    connects, for less time than is noticed.
+    """
 
     def __init__(self, server: Server, gateway: str) -> None:
         self.text = ""
@@ -59,15 +62,24 @@ def blocks_used(server: Server) -> int:
 
 @pytest.mark.timeout(600)
 def test_the_end_of_one_gateway_costs_its_own_streams_alone(start_server: StartServer) -> None:
-    """The front goes with the first, and the other's streams go on under the next one, where they stopped."""
+    """The front goes with the first, and the other's streams go on under the next one, where they
+    stopped.
+    """
     server = start_server("--gateways", "2")
     undisturbed = complete(server, NUM_TOKENS)
     for victim, number in (
-        (FRONT, signal.SIGKILL), (OTHER, signal.SIGKILL), (FRONT, signal.SIGSTOP), (OTHER, signal.SIGSTOP),
-    ):  # fmt: skip
+        (FRONT, signal.SIGKILL),
+        (OTHER, signal.SIGKILL),
+        (FRONT, signal.SIGSTOP),
+        (OTHER, signal.SIGSTOP),
+    ):
         asking = {gateway: Asking(server, gateway) for gateway in (FRONT, OTHER)}
         old_pid = server.kill(victim, number)
-        wait_until(lambda name=victim, gone=old_pid: server.pids()[name] != gone, 3.0, "its end was noticed")
+        wait_until(
+            lambda name=victim, gone=old_pid: server.pids()[name] != gone,
+            3.0,
+            "its end was noticed",
+        )
         # Nobody is refused meanwhile.
         begun = complete(server, 8)
         assert begun
@@ -94,7 +106,9 @@ def test_a_drain_waits_for_the_streams_of_both(start_server: StartServer) -> Non
     assert "did not end within" not in server.log()
 
 
-def test_a_drain_while_the_front_is_being_replaced_waits_for_the_other_s_streams(start_server: StartServer) -> None:
+def test_a_drain_while_the_front_is_being_replaced_waits_for_the_other_s_streams(
+    start_server: StartServer,
+) -> None:
     server = start_server("--gateways", "2")
     undisturbed = complete(server, NUM_TOKENS)
     asking = Asking(server, OTHER)

@@ -1,5 +1,5 @@
-"""Served with KV going from prefill to decode over TCP and NIXL: the tokens are those of shared memory and of the plain
-loop; whoever is killed in the middle, no request is lost and nothing leaks.
+"""Served with KV going from prefill to decode over TCP and NIXL: the tokens are those of shared
+memory and of the plain loop; whoever is killed in the middle, no request is lost and nothing leaks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from tests.dist.oracle import FULL, Case, complete_all, differences, make_cases
 from tests.dist.serving import Server, StartServer, wait_until
 
 NUM_CASES = 200 if FULL else 24
-TRANSPORTS = ["shm", "tcp", pytest.param("nixl", marks=pytest.mark.skipif(not package(), reason="no NIXL here"))]
+TRANSPORTS = [
+    "shm",
+    "tcp",
+    pytest.param("nixl", marks=pytest.mark.skipif(not package(), reason="no NIXL here")),
+]
 AS_BETWEEN_HOSTS = {"UCX_TLS": "tcp,self"}
 """On one host UCX would take shared memory, and a dead process would never be noticed by it."""
 KILLS = ["decode-0", "prefill-0"] * (10 if FULL else 1)
@@ -34,18 +38,24 @@ def transports(server: Server) -> set[str]:
 
 def counted(server: Server, name: str) -> float:
     lines = httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name
+    )
 
 
 def is_clean(server: Server) -> bool:
     """No block of any unit is held once nobody asks for anything."""
     reply: dict[str, Any] = httpx.get(f"{server.url}/audit", timeout=30).json()
-    return reply["problems"] == [] and all(not unit["num_blocks_used"] for unit in reply["units"].values())
+    return reply["problems"] == [] and all(
+        not unit["num_blocks_used"] for unit in reply["units"].values()
+    )
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("handover", TRANSPORTS)
-def test_tokens_are_those_of_the_plain_loop(start_server: StartServer, cases: list[Case], handover: str) -> None:
+def test_tokens_are_those_of_the_plain_loop(
+    start_server: StartServer, cases: list[Case], handover: str
+) -> None:
     server = start_server("--log-level", "info", environment=AS_BETWEEN_HOSTS, handover=handover)
     outputs = asyncio.run(complete_all(server.url, server.model, cases))
     assert differences(cases, outputs) == []
@@ -56,7 +66,9 @@ def test_tokens_are_those_of_the_plain_loop(start_server: StartServer, cases: li
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("handover", TRANSPORTS[1:])
-def test_killed_midway_nothing_is_lost(start_server: StartServer, cases: list[Case], handover: str) -> None:
+def test_killed_midway_nothing_is_lost(
+    start_server: StartServer, cases: list[Case], handover: str
+) -> None:
     server = start_server("--log-level", "info", environment=AS_BETWEEN_HOSTS, handover=handover)
     for victim in KILLS:
         before = counted(server, "hadal_output_tokens_total")
@@ -72,13 +84,19 @@ def test_killed_midway_nothing_is_lost(start_server: StartServer, cases: list[Ca
         server.wait_restarted(victim, old_pid)
         wait_until(lambda: is_clean(server), 40.0, "nothing is held")
     assert transports(server) == {handover}
-    assert counted(server, "hadal_retries_total") > 0, "nothing was in flight at the unit; this test shows nothing"
+    assert counted(server, "hadal_retries_total") > 0, (
+        "nothing was in flight at the unit; this test shows nothing"
+    )
 
 
 @pytest.mark.timeout(300)
 def test_ranks_pull_over_tcp(start_server: StartServer, cases: list[Case]) -> None:
     server = start_server(
-        "--log-level", "info", handover="tcp", prefill={"ranks": 2, "threads": 1}, decode={"ranks": 2, "threads": 1}
+        "--log-level",
+        "info",
+        handover="tcp",
+        prefill={"ranks": 2, "threads": 1},
+        decode={"ranks": 2, "threads": 1},
     )
     outputs = asyncio.run(complete_all(server.url, server.model, cases[:12]))
     assert differences(cases[:12], outputs) == []

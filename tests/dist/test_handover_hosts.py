@@ -1,7 +1,8 @@
-"""KV pulled between two hosts: network namespaces with a /dev/shm of their own each, and 400 Mbit/s between them.
+"""KV pulled between two hosts: network namespaces with a /dev/shm of their own each, and 400 Mbit/s
+between them.
 
-Needs root, ip and tc (Debian: iproute2). Real hosts differ in their clocks and drivers, not in anything the hand-over
-looks at.
+Needs root, ip and tc (Debian: iproute2). Real hosts differ in their clocks and drivers, not in
+anything the hand-over looks at.
 """
 
 from __future__ import annotations
@@ -40,14 +41,21 @@ def can_make_hosts() -> bool:
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         return False
     name = f"hadal-probe-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, timeout=20, check=False).returncode == 0
+    made = (
+        subprocess.run(
+            ["ip", "netns", "add", name], capture_output=True, timeout=20, check=False
+        ).returncode
+        == 0
+    )
     if made:
         run("ip", "netns", "delete", name)
     return made
 
 
 pytestmark = [
-    pytest.mark.skipif(not can_make_hosts(), reason="network namespaces need root, ip and tc (iproute2)"),
+    pytest.mark.skipif(
+        not can_make_hosts(), reason="network namespaces need root, ip and tc (iproute2)"
+    ),
     pytest.mark.timeout(180),
 ]
 
@@ -57,11 +65,19 @@ class Hosts:
     names: tuple[str, str]
 
     def peer(self, host: int, what: str, handover: str, where: str) -> Peer:
-        """A process there. The mounts of `ip netns exec` are its own, so the tmpfs is nobody else's."""
+        """A process there. The mounts of `ip netns exec` are its own, so the tmpfs is nobody
+        else's.
+        """
         prefix = (
-            "ip", "netns", "exec", self.names[host], "/bin/sh", "-c",
-            'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh",
-        )  # fmt: skip
+            "ip",
+            "netns",
+            "exec",
+            self.names[host],
+            "/bin/sh",
+            "-c",
+            'mount -t tmpfs tmpfs /dev/shm && exec "$@"',
+            "sh",
+        )
         return Peer(what, RUN, handover, where, NUM_BLOCKS, prefix=prefix, environment=NETWORK)
 
     def unplug(self) -> None:
@@ -74,7 +90,21 @@ def hosts() -> Iterator[Hosts]:
     try:
         for name in names:
             run("ip", "netns", "add", name)
-        run("ip", "link", "add", "e0", "netns", names[0], "type", "veth", "peer", "name", "e0", "netns", names[1])
+        run(
+            "ip",
+            "link",
+            "add",
+            "e0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "e0",
+            "netns",
+            names[1],
+        )
         for name, address in zip(names, ADDRESSES, strict=True):
             run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "e0")
             run("ip", "-n", name, "link", "set", "e0", "up")
@@ -84,7 +114,9 @@ def hosts() -> Iterator[Hosts]:
         yield Hosts(names)
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20, check=False)
+            subprocess.run(
+                ["ip", "netns", "delete", name], capture_output=True, timeout=20, check=False
+            )
         remove_segments(RUN)
 
 
@@ -106,7 +138,9 @@ def first_error(puller: Peer) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("handover", OVER_NETWORK)
-def test_the_bytes_arrive_at_the_links_speed(hosts: Hosts, handover: str, record_property: Any) -> None:
+def test_the_bytes_arrive_at_the_links_speed(
+    hosts: Hosts, handover: str, record_property: Any
+) -> None:
     with (
         hosts.peer(0, "owner", handover, ADDRESSES[0]) as owner,
         hosts.peer(1, "puller", handover, owner.address) as puller,
@@ -134,9 +168,13 @@ def test_auto_is_nixl_between_hosts_and_shared_memory_within_one(hosts: Hosts) -
             assert outcome(puller.address)[1:] == (None, True, "shm")
 
 
-@pytest.mark.parametrize("how", ["owner is killed", "puller is killed", "owner is frozen", "link is cut"])
+@pytest.mark.parametrize(
+    "how", ["owner is killed", "puller is killed", "owner is frozen", "link is cut"]
+)
 @pytest.mark.parametrize("handover", OVER_NETWORK)
-def test_whoever_goes_the_other_notices_and_keeps_nothing(hosts: Hosts, handover: str, how: str) -> None:
+def test_whoever_goes_the_other_notices_and_keeps_nothing(
+    hosts: Hosts, handover: str, how: str
+) -> None:
     with (
         hosts.peer(0, "owner", handover, ADDRESSES[0]) as owner,
         hosts.peer(1, "puller", handover, owner.address) as puller,

@@ -1,5 +1,6 @@
-"""Processes that write one ledger are killed at random moments: what they were told is kept is there, each fact once,
-and the sums are exact. In SQLite and in PostgreSQL, whose server is stopped as well. `HADAL_FULL=1`: 100 rounds.
+"""Processes that write one ledger are killed at random moments: what they were told is kept is
+there, each fact once, and the sums are exact. In SQLite and in PostgreSQL, whose server is stopped
+as well. `HADAL_FULL=1`: 100 rounds.
 """
 
 from __future__ import annotations
@@ -32,8 +33,19 @@ ALWAYS = (0, 2**60)
 class Child:
     """One writer. Its lines are read as they come, so that it never waits for us."""
 
-    def __init__(self, url: str, seed: int, name: str, limit: int = 0, outages: float = 0.0) -> None:
-        command = [sys.executable, "-m", "tests.dist.ledger_child", url, str(seed), name, str(limit), str(outages)]
+    def __init__(
+        self, url: str, seed: int, name: str, limit: int = 0, outages: float = 0.0
+    ) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.dist.ledger_child",
+            url,
+            str(seed),
+            name,
+            str(limit),
+            str(outages),
+        ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
         environment["XDG_STATE_HOME"] = os.environ["XDG_STATE_HOME"]
         self.process = subprocess.Popen(
@@ -87,10 +99,14 @@ def clear(url: str) -> None:
 
 
 def check(url: str, kept: set[str]) -> int:
-    """All that was kept is there; all that is there is true, once; sums are exact. Returns how many facts there are."""
+    """All that was kept is there; all that is there is true, once; sums are exact. Returns how many
+    facts there are.
+    """
     store = Store(ledger_url(url))
     with store._begin(is_reading=True) as connection:
-        there = [one for (one,) in connection.exec_driver_sql("SELECT request_id FROM hadal_requests")]
+        there = [
+            one for (one,) in connection.exec_driver_sql("SELECT request_id FROM hadal_requests")
+        ]
         if url.endswith(".sqlite"):
             assert connection.exec_driver_sql("PRAGMA integrity_check").scalar() == "ok"
     assert kept <= set(there), f"{len(kept - set(there))} facts that were kept are gone"
@@ -152,7 +168,9 @@ def test_a_server_that_crashes_under_its_writers(server: Postgres, tmp_path: Pat
     server.stop()
     before = [len(child.kept) for child in children]
     deadline_s = time.monotonic() + TIMEOUT_S
-    while any(len(child.kept) < number + 100 for child, number in zip(children, before, strict=True)):
+    while any(
+        len(child.kept) < number + 100 for child, number in zip(children, before, strict=True)
+    ):
         assert time.monotonic() < deadline_s, "nothing was kept while the server was down"
         time.sleep(0.01)
     assert list((tmp_path / "state").rglob("*.spool"))
@@ -166,7 +184,9 @@ def test_a_server_that_crashes_under_its_writers(server: Postgres, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["file", "server"])
-def test_two_processes_that_say_the_same(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_two_processes_that_say_the_same(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Both end in order: the ledger holds every fact of either, and those that both said once."""
     url = str(tmp_path / "l.sqlite") if kind == "file" else request.getfixturevalue("server").url
     if kind == "server":

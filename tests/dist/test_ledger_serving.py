@@ -1,4 +1,6 @@
-"""What a running server writes down: `hadal report` says what its clients saw, to the token, whatever ended them."""
+"""What a running server writes down: `hadal report` says what its clients saw, to the token,
+whatever ended them.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ def report(path: Path, *arguments: str) -> dict[str, Any]:
     """`hadal report --json` of this ledger."""
     done = subprocess.run(
         [sys.executable, "-m", "hadal.cli", "report", "--ledger", str(path), "--json", *arguments],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     fields = json.loads(done.stdout)
     assert isinstance(fields, dict)
     return fields
@@ -44,7 +50,11 @@ def rows(path: Path, sql: str) -> list[tuple[Any, ...]]:
 
 def wait_for_rows(path: Path, number: int) -> None:
     """Facts are written a moment after their replies."""
-    wait_until(lambda: rows(path, "SELECT count(*) FROM hadal_requests")[0][0] >= number, 20, f"{number} facts")
+    wait_until(
+        lambda: rows(path, "SELECT count(*) FROM hadal_requests")[0][0] >= number,
+        20,
+        f"{number} facts",
+    )
 
 
 async def ask(client: httpx.AsyncClient, model: str, stream: bool, **fields: Any) -> dict[str, Any]:
@@ -57,18 +67,29 @@ async def ask(client: httpx.AsyncClient, model: str, stream: bool, **fields: Any
     if not stream:
         usage = reply.json()["usage"]
     else:
-        chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+        chunks = [
+            json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")
+        ]
         usage = next(chunk["usage"] for chunk in chunks if chunk.get("usage"))
     assert isinstance(usage, dict)
     return usage
 
 
 def leave_in_the_middle(server: Server, model: str, after: int) -> tuple[str, int]:
-    """Stop sending after some events and read what still comes: the reply's id, and tokens that came in all."""
+    """Stop sending after some events and read what still comes: the reply's id, and tokens that
+    came in all.
+    """
     host, port = server.url.removeprefix("http://").split(":")
-    body = json.dumps({
-        "model": model, "prompt": "once upon a time", "stream": True, "max_tokens": 3000, "logprobs": 0, **WHOLE
-    }).encode()  # fmt: skip
+    body = json.dumps(
+        {
+            "model": model,
+            "prompt": "once upon a time",
+            "stream": True,
+            "max_tokens": 3000,
+            "logprobs": 0,
+            **WHOLE,
+        }
+    ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
     data = b""
     with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
@@ -84,7 +105,9 @@ def leave_in_the_middle(server: Server, model: str, after: int) -> tuple[str, in
 
 
 def test_the_report_is_what_clients_saw(start_server: StartServer, folder: Path) -> None:
-    """Streams, whole replies, choices, hits, clients that leave, a decode unit that is killed under its streams."""
+    """Streams, whole replies, choices, hits, clients that leave, a decode unit that is killed under
+    its streams.
+    """
     path = folder / "l.sqlite"
     server = start_server(ledger={"url": str(path), "prices": "1/2/3", "gpu_hour_usd": 0.5})
     model = server.model
@@ -92,20 +115,31 @@ def test_the_report_is_what_clients_saw(start_server: StartServer, folder: Path)
     async def busy() -> list[dict[str, Any]]:
         async with httpx.AsyncClient(base_url=server.url) as client:
             asked = [
-                ask(client, model, index % 2 == 0, prompt=f"{index % 3} " * 100, max_tokens=5 + index, n=1 + index % 2)
+                ask(
+                    client,
+                    model,
+                    index % 2 == 0,
+                    prompt=f"{index % 3} " * 100,
+                    max_tokens=5 + index,
+                    n=1 + index % 2,
+                )
                 for index in range(12)
             ]
             usages = list(await asyncio.gather(*asked))
             usages += [await ask(client, model, True, prompt="0 " * 100, max_tokens=3)]
             long = [
-                asyncio.create_task(ask(client, model, True, prompt=f"tell {index}", max_tokens=1500))
+                asyncio.create_task(
+                    ask(client, model, True, prompt=f"tell {index}", max_tokens=1500)
+                )
                 for index in range(4)
             ]
             await asyncio.sleep(0.3)
             old_pid = server.kill("decode-0")
             usages += await asyncio.gather(*long)
             await asyncio.to_thread(server.wait_restarted, "decode-0", old_pid)
-            assert (await client.post("/v1/completions", json={"model": model, "prompt": 3.5})).status_code == 400
+            assert (
+                await client.post("/v1/completions", json={"model": model, "prompt": 3.5})
+            ).status_code == 400
             return usages
 
     usages = asyncio.run(busy())
@@ -117,7 +151,8 @@ def test_the_report_is_what_clients_saw(start_server: StartServer, folder: Path)
     id_to_billed = dict(rows(path, f"SELECT request_id, tokens_out {of_cancelled}"))
     assert set(id_to_billed) == {f"{request_id}-0" for request_id, _ in left}
     for request_id, num_seen in left:
-        # What was handed to the connection in the instant in which it was closed is billed and was not seen.
+        # What was handed to the connection in the instant in which it was closed is billed and was
+        # not seen.
         assert num_seen <= id_to_billed[f"{request_id}-0"] <= num_seen + 4
     cancelled = rows(path, f"SELECT sum(tokens_hit), sum(tokens_miss) {of_cancelled}")[0]
     expected = {
@@ -126,7 +161,8 @@ def test_the_report_is_what_clients_saw(start_server: StartServer, folder: Path)
         "requests_cancelled": 3,
         "tokens_hit": sum(usage["prompt_cache_hit_tokens"] for usage in usages) + cancelled[0],
         "tokens_miss": sum(usage["prompt_cache_miss_tokens"] for usage in usages) + cancelled[1],
-        "tokens_out": sum(usage["completion_tokens"] for usage in usages) + sum(id_to_billed.values()),
+        "tokens_out": sum(usage["completion_tokens"] for usage in usages)
+        + sum(id_to_billed.values()),
     }
     fields = report(path)
     assert {name: fields[name] for name in expected} == expected
@@ -138,34 +174,49 @@ def test_the_report_is_what_clients_saw(start_server: StartServer, folder: Path)
 
     assert server.stop() == 0
     units = rows(path, "SELECT unit, count(*) FROM hadal_nodes GROUP BY unit ORDER BY unit")
-    assert units == [("decode-0", 2), ("prefill-0", 1)], "the killed unit's second life is an interval of its own"
-    assert rows(path, "SELECT DISTINCT num_ranks, ranks_per_node, gpu FROM hadal_nodes") == [(1, 8, "cpu")]
+    assert units == [("decode-0", 2), ("prefill-0", 1)], (
+        "the killed unit's second life is an interval of its own"
+    )
+    assert rows(path, "SELECT DISTINCT num_ranks, ranks_per_node, gpu FROM hadal_nodes") == [
+        (1, 8, "cpu")
+    ]
     fields = report(path)
     assert fields["requests"] == num_rows
     assert fields["nodes_peak"] == 0.25
     node_hours = fields["prefill_node_hours"] + fields["decode_node_hours"]
     assert fields["cost_usd"] == pytest.approx(node_hours * 8 * 0.5, abs=1e-6)
-    assert fields["prefill_tokens_per_s_node"] == pytest.approx((hit + miss) / (3600 * fields["prefill_node_hours"]))
+    assert fields["prefill_tokens_per_s_node"] == pytest.approx(
+        (hit + miss) / (3600 * fields["prefill_node_hours"])
+    )
     assert not list(folder.glob("*.spool"))
 
 
 def sample(server: Server, name: str) -> float:
     text = httpx.get(f"{server.url}/metrics", timeout=10).text
     return sum(
-        one.value for family in text_string_to_metric_families(text) for one in family.samples if one.name == name
+        one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+        if one.name == name
     )
 
 
-def test_a_database_that_hangs_and_a_gateway_that_dies(start_server: StartServer, folder: Path) -> None:
-    """Somebody holds the ledger's lock: clients do not notice, facts wait on disk, and the gateway's death loses none
-    that were there."""
+def test_a_database_that_hangs_and_a_gateway_that_dies(
+    start_server: StartServer, folder: Path
+) -> None:
+    """Somebody holds the ledger's lock: clients do not notice, facts wait on disk, and the
+    gateway's death loses none that were there.
+    """
     path = folder / "l.sqlite"
     server = start_server(ledger={"url": str(path)})
     model = server.model
 
     async def few(number: int) -> int:
         async with httpx.AsyncClient(base_url=server.url) as client:
-            usages = [await ask(client, model, True, prompt=f"tell {index}", max_tokens=8) for index in range(number)]
+            usages = [
+                await ask(client, model, True, prompt=f"tell {index}", max_tokens=8)
+                for index in range(number)
+            ]
         return sum(usage["completion_tokens"] for usage in usages)
 
     num_tokens = asyncio.run(few(3))
@@ -176,7 +227,9 @@ def test_a_database_that_hangs_and_a_gateway_that_dies(start_server: StartServer
         started_s = time.monotonic()
         num_tokens += asyncio.run(few(5))
         assert time.monotonic() - started_s < 4.0, "nobody waits for the ledger"
-        wait_until(lambda: sample(server, "hadal_ledger_waiting") == 0, 30, "the facts are in the spool")
+        wait_until(
+            lambda: sample(server, "hadal_ledger_waiting") == 0, 30, "the facts are in the spool"
+        )
         assert sample(server, "hadal_ledger_down") == 1
         assert list(folder.glob("*.spool"))
         old_pid = server.kill("gateway")
@@ -193,7 +246,9 @@ def test_a_database_that_hangs_and_a_gateway_that_dies(start_server: StartServer
 
 
 def test_without_a_ledger_nothing_is_written(start_server: StartServer, folder: Path) -> None:
-    server = start_server(ledger={"url": "off"}, environment={"XDG_STATE_HOME": str(folder), "HADAL_LEDGER": ""})
+    server = start_server(
+        ledger={"url": "off"}, environment={"XDG_STATE_HOME": str(folder), "HADAL_LEDGER": ""}
+    )
 
     async def one() -> None:
         async with httpx.AsyncClient(base_url=server.url) as client:
@@ -204,7 +259,9 @@ def test_without_a_ledger_nothing_is_written(start_server: StartServer, folder: 
     assert list(folder.iterdir()) == []
 
 
-def test_a_file_of_something_else_ends_the_start_with_a_reason(start_server: StartServer, folder: Path) -> None:
+def test_a_file_of_something_else_ends_the_start_with_a_reason(
+    start_server: StartServer, folder: Path
+) -> None:
     path = folder / "notes.txt"
     path.write_text("these are notes " * 100)
     server = start_server(wait=False, ledger={"url": str(path)})

@@ -1,9 +1,11 @@
-"""The balancers of a live EP4 decode unit: it serves without a stop while experts and requests move; no token shows it.
+"""The balancers of a live EP4 decode unit: it serves without a stop while experts and requests
+move; no token shows it.
 
-The load is of one task at a time, which asks for some experts far more than for others, and then of another task. Every
-answer is compared with that of a server whose units are one rank each, where nothing can move; test_exactness holds it
-to the plain single-request loop, and so does this for some of the prompts. Times are printed, never asserted.
-`HADAL_FULL=1`: more regimes, twenty kills, longer requests.
+The load is of one task at a time, which asks for some experts far more than for others, and then of
+another task. Every answer is compared with that of a server whose units are one rank each, where
+nothing can move; test_exactness holds it to the plain single-request loop, and so does this for
+some of the prompts. Times are printed, never asserted. `HADAL_FULL=1`: more regimes, twenty kills,
+longer requests.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ import pytest
 import torch
 
 from bench.live_installs import FLIPPED, STAGING, Watched, ratio, read_flips, told
-from bench.live_load import Ask, ClosedLoop, balance_of, http_client, lognormal_lengths, read_metrics, task_prompts
+from bench.live_load import (
+    Ask,
+    ClosedLoop,
+    balance_of,
+    http_client,
+    lognormal_lengths,
+    read_metrics,
+    task_prompts,
+)
 from bench.live_steps import STEPS_AT_ONCE, Step, periods, watch_steps
 from hadal.model.weights import load_weights
 from hadal.reference.generate import generate
@@ -35,7 +45,9 @@ from tests.fresh import fresh
 UNIT = "decode-0"
 REGIMES = ("letters", "arithmetic", "talk", "reverse") if FULL else ("letters", "arithmetic")
 NUM_BALANCED = 3 if FULL else 1
-"""Regimes that pay to be balanced. What pays is a matter of this machine's times, and of how the one before lies."""
+"""Regimes that pay to be balanced. What pays is a matter of this machine's times, and of how the
+one before lies.
+"""
 NUM_KILLS = 20 if FULL else 1
 NUM_PROMPTS = 48 if FULL else 12
 MAX_TOKENS = 160 if FULL else 64
@@ -78,14 +90,18 @@ def answers(server: Server) -> Answers:
 def regimes(answers: Answers) -> dict[str, Expected]:
     """Single questions of each task, answered to their end."""
     found = {
-        task: answers([Ask(prompt, MAX_TOKENS) for prompt in task_prompts(task, [16] * NUM_PROMPTS, seed=11)])
+        task: answers(
+            [Ask(prompt, MAX_TOKENS) for prompt in task_prompts(task, [16] * NUM_PROMPTS, seed=11)]
+        )
         for task in REGIMES
     }
     torch.set_num_threads(1)
     weights = load_weights(model_folder(""))
     for expected in found.values():
         for ask in list(expected)[:NUM_CHECKED]:
-            assert expected[ask] == tuple(generate(weights, ask.prompt, MAX_TOKENS, weights.config.eos_token_ids))
+            assert expected[ask] == tuple(
+                generate(weights, ask.prompt, MAX_TOKENS, weights.config.eos_token_ids)
+            )
     return found
 
 
@@ -93,7 +109,13 @@ def start(start_server: StartServer, **decode: Any) -> Server:
     """As configs/laptop_ep.toml."""
     return start_server(
         prefill={"ranks": 2, "kv_memory_mb": 64, "max_requests": 32},
-        decode={"ranks": 4, "kv_memory_mb": 64, "max_requests": 32, "redundant_experts": 32, **decode},
+        decode={
+            "ranks": 4,
+            "kv_memory_mb": 64,
+            "max_requests": 32,
+            "redundant_experts": 32,
+            **decode,
+        },
     )
 
 
@@ -108,7 +130,9 @@ class Serving:
 
     def _compare(self, ask: Ask, tokens: tuple[int, ...]) -> None:
         if tokens != self.expected[ask]:
-            self.wrong.append(f"prompt of {len(ask.prompt)} tokens: {tokens} instead of {self.expected[ask]}")
+            self.wrong.append(
+                f"prompt of {len(ask.prompt)} tokens: {tokens} instead of {self.expected[ask]}"
+            )
 
     def switch(self, expected: Expected) -> None:
         self.expected |= expected
@@ -128,29 +152,43 @@ class Serving:
         deadline_s = time.monotonic() + WAIT_S
         while not (value := condition()):
             self.loop.check()
-            assert time.monotonic() < deadline_s, f"after {WAIT_S:.0f} s still not: {what}\n{self.said()}"
+            assert time.monotonic() < deadline_s, (
+                f"after {WAIT_S:.0f} s still not: {what}\n{self.said()}"
+            )
             await asyncio.sleep(0.01)
         return value
 
     async def until_log(self, pattern: str, tasks: Iterator[Expected], what: str) -> None:
         """Serve one task after the other until the leader says something new."""
-        before, deadline_s = len(re.findall(pattern, self.server.log(), re.M)), time.monotonic() + WAIT_S
+        before, deadline_s = (
+            len(re.findall(pattern, self.server.log(), re.M)),
+            time.monotonic() + WAIT_S,
+        )
         while len(re.findall(pattern, self.server.log(), re.M)) == before:
-            assert time.monotonic() < deadline_s, f"after {WAIT_S:.0f} s still not: {what}\n{self.said()}"
+            assert time.monotonic() < deadline_s, (
+                f"after {WAIT_S:.0f} s still not: {what}\n{self.said()}"
+            )
             self.switch(next(tasks))
             change_s = time.monotonic() + REGIME_S
-            while len(re.findall(pattern, self.server.log(), re.M)) == before and time.monotonic() < change_s:
+            while (
+                len(re.findall(pattern, self.server.log(), re.M)) == before
+                and time.monotonic() < change_s
+            ):
                 self.loop.check()
                 await asyncio.sleep(0.01)
 
     def said(self) -> str:
         """The last that the leader said."""
-        return "\n".join([line for line in self.server.log().splitlines() if line.split()[1:2] == [UNIT]][-12:])
+        return "\n".join(
+            [line for line in self.server.log().splitlines() if line.split()[1:2] == [UNIT]][-12:]
+        )
 
     async def until_balanced(self, task: str, patience_s: float) -> bool:
-        """Serve until layers have flipped, the gauge is above its lowest, and no layer flipped for a while.
+        """Serve until layers have flipped, the gauge is above its lowest, and no layer flipped for
+        a while.
 
-        False: no layer has flipped in time, nothing pays. Fails where one has and it came to nothing.
+        False: no layer has flipped in time, nothing pays. Fails where one has and it came to
+        nothing.
         """
         num_flips, start_s = await self.gauge("hadal_layers_flipped_total"), time.monotonic()
         flips, changed_s, seen = num_flips, start_s, []
@@ -164,16 +202,24 @@ class Serving:
             lowest, last = min(seen, default=0.0), statistics.median(seen[-5:] or [0.0])
             if flips > num_flips and last > lowest + MIN_RISE and now_s > changed_s + QUIET_S:
                 took_s = changed_s - start_s
-                print(f"{task}: balance {lowest:.3f} > {last:.3f}, {flips - num_flips:.0f} flips in {took_s:.1f} s")
+                print(
+                    f"{task}: balance {lowest:.3f} > {last:.3f}, {flips - num_flips:.0f} flips in"
+                    f" {took_s:.1f} s"
+                )
                 return True
             if flips == num_flips and now_s > start_s + patience_s:
                 print(f"{task}: balance {lowest:.3f} > {last:.3f} without a flip")
                 return False
-        pytest.fail(f"{task}: balance {seen[:5]} > {seen[-5:]} in {WAIT_S:.0f} s, {flips - num_flips:.0f} flips")
+        pytest.fail(
+            f"{task}: balance {seen[:5]} > {seen[-5:]} in {WAIT_S:.0f} s, {flips - num_flips:.0f}"
+            " flips"
+        )
 
 
 @pytest.mark.timeout(1200)
-def test_balance_rises_while_it_serves(start_server: StartServer, regimes: dict[str, Expected]) -> None:
+def test_balance_rises_while_it_serves(
+    start_server: StartServer, regimes: dict[str, Expected]
+) -> None:
     server = start(start_server)
     pids = server.pids()
     steps: list[Step] = []
@@ -188,7 +234,9 @@ def test_balance_rises_while_it_serves(start_server: StartServer, regimes: dict[
                 num_balanced = 0
                 for task in REGIMES:
                     serving.switch(regimes[task])
-                    num_balanced += await serving.until_balanced(task, REGIME_S if num_balanced else PATIENCE_S)
+                    num_balanced += await serving.until_balanced(
+                        task, REGIME_S if num_balanced else PATIENCE_S
+                    )
                 is_over = True
                 await watching
                 await serving.loop.finish()
@@ -209,21 +257,29 @@ def tell_steps(server: Server, steps: list[Step]) -> None:
     """Print how long steps took from one to the next, during installations and else."""
     watched = Watched(read_flips(server.log(), UNIT), periods(steps), [])
     during, outside = watched.during(), watched.outside()
-    print(f"installing: {told(during)}; else: {told(outside)}; p99 over p99: {ratio(during, outside)}")
+    print(
+        f"installing: {told(during)}; else: {told(outside)}; p99 over p99: {ratio(during, outside)}"
+    )
 
 
 def newest_generation(server: Server) -> int:
-    return max((int(number) for unit, number, *_ in FORMED.findall(server.log()) if unit == UNIT), default=0)
+    return max(
+        (int(number) for unit, number, *_ in FORMED.findall(server.log()) if unit == UNIT),
+        default=0,
+    )
 
 
 @pytest.mark.timeout(3600)
-def test_a_rank_dies_while_experts_move(start_server: StartServer, regimes: dict[str, Expected]) -> None:
+def test_a_rank_dies_while_experts_move(
+    start_server: StartServer, regimes: dict[str, Expected]
+) -> None:
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     rng = random.Random(seed)
     num_hit = 0
     for _ in range(NUM_KILLS):
-        # Each on a new server: from the first placement on there is always something that pays to be moved.
+        # Each on a new server: from the first placement on there is always something that pays to
+        # be moved.
         server = start(start_server)
         num_hit += asyncio.run(one_kill(server, rng, cycle(regimes.values())))
         assert len(server.segments()) == 2 + 4
@@ -241,7 +297,9 @@ async def one_kill(server: Server, rng: random.Random, tasks: Iterator[Expected]
             generation = newest_generation(server)
             server.kill(f"{UNIT}.{rng.randrange(4)}")
             # One without it, one with its successor.
-            await serving.until(lambda: newest_generation(server) >= generation + 2, "the unit forms anew, twice")
+            await serving.until(
+                lambda: newest_generation(server) >= generation + 2, "the unit forms anew, twice"
+            )
             await serving.until(lambda: is_whole(server), "every rank is back")
             await serving.until_log(FLIPPED.format(unit=UNIT), tasks, "balancing goes on")
             await serving.loop.finish()
@@ -251,9 +309,11 @@ async def one_kill(server: Server, rng: random.Random, tasks: Iterator[Expected]
 
 
 def stalls(steps: Sequence[Step]) -> list[int]:
-    """How long each dip in the number of computed requests was, in steps, of a unit that nobody joins any more.
+    """How long each dip in the number of computed requests was, in steps, of a unit that nobody
+    joins any more.
 
-    What a later step computes was running before as well: where fewer are computed than later, somebody stood still.
+    What a later step computes was running before as well: where fewer are computed than later,
+    somebody stood still.
     """
     later, dips, length = 0, [], 0
     for step in reversed(steps):
@@ -276,9 +336,13 @@ def test_stalls_are_dips() -> None:
 
 @pytest.mark.timeout(900)
 def test_requests_move_and_go_on(start_server: StartServer, answers: Answers) -> None:
-    """Half of the clients leave once all are served, so that the others lie unevenly; nobody joins after that."""
+    """Half of the clients leave once all are served, so that the others lie unevenly; nobody joins
+    after that.
+    """
     # Of about one length: no move helps a rank that a single long one fills.
-    prompts = task_prompts("arithmetic", lognormal_lengths(NUM_MOVING, 200.0, 0.3, seed=13), seed=14)
+    prompts = task_prompts(
+        "arithmetic", lognormal_lengths(NUM_MOVING, 200.0, 0.3, seed=13), seed=14
+    )
     asks = [Ask(prompt, LONG_TOKENS, ignore_eos=True) for prompt in prompts]
     expected = answers(asks)
     # Else a step might wait for a flip, too.
@@ -302,7 +366,9 @@ def test_requests_move_and_go_on(start_server: StartServer, answers: Answers) ->
             # One more, alone, whose steps let the last traces end.
             await serving.loop.ask(Ask(asks[0].prompt, 3 * STEPS_AT_ONCE, ignore_eos=True))
             await watching
-            assert [ask for ask, tokens in zip(stay, found, strict=True) if tokens != expected[ask]] == []
+            assert [
+                ask for ask, tokens in zip(stay, found, strict=True) if tokens != expected[ask]
+            ] == []
             num_moved = await serving.gauge("hadal_requests_moved_total")
             dips = stalls([step for step in steps if step.start_s > left_s])
             print(f"{num_moved:.0f} requests moved; steps that somebody stood still: {dips}")
@@ -312,6 +378,8 @@ def test_requests_move_and_go_on(start_server: StartServer, answers: Answers) ->
             assert (await http.get("/audit")).status_code == 200
             return dips
 
-    # Those who stay may lie evenly, and who moved while others still joined stands among rows that come and go: then
-    # once more, and others leave.
-    assert any(asyncio.run(scene(seed)) for seed in range(NUM_SCENES)), "nobody stood still where it could be seen"
+    # Those who stay may lie evenly, and who moved while others still joined stands among rows that
+    # come and go: then once more, and others leave.
+    assert any(asyncio.run(scene(seed)) for seed in range(NUM_SCENES)), (
+        "nobody stood still where it could be seen"
+    )

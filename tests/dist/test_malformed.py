@@ -1,4 +1,6 @@
-"""Malformed bodies against a running server: never a 500, never a hang, and it still answers afterwards."""
+"""Malformed bodies against a running server: never a 500, never a hang, and it still answers
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def throw(client: httpx.Client, path: str, body: bytes) -> None:
 
 
 any_data = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
 
@@ -59,7 +63,9 @@ def test_completion(client: httpx.Client, model: str, data: st.DataObject) -> No
 def exchange(server: Server, data: bytes, *, then_s: float = 0.0, rest: bytes = b"") -> bytes:
     """Send raw bytes, read until the server closes or falls silent."""
     url = urllib.parse.urlsplit(server.url)
-    with socket.create_connection((url.hostname or "", url.port or 0), timeout=DEADLINE_S) as connection:
+    with socket.create_connection(
+        (url.hostname or "", url.port or 0), timeout=DEADLINE_S
+    ) as connection:
         connection.sendall(data)
         if rest:
             time.sleep(then_s)
@@ -94,14 +100,18 @@ def test_raw_bytes(server: Server, data: bytes, status: int) -> None:
 
 def test_endless_body_without_length(server: Server) -> None:
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-    assert exchange(server, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 70).startswith(b"HTTP/1.1 413")
+    assert exchange(server, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 70).startswith(
+        b"HTTP/1.1 413"
+    )
 
 
 def test_body_that_is_cut_off(server: Server, client: httpx.Client) -> None:
     """The client leaves in the middle of its body: nobody to answer, and nothing is left of it."""
     url = urllib.parse.urlsplit(server.url)
     for _ in range(20):
-        with socket.create_connection((url.hostname or "", url.port or 0), timeout=DEADLINE_S) as connection:
+        with socket.create_connection(
+            (url.hostname or "", url.port or 0), timeout=DEADLINE_S
+        ) as connection:
             connection.sendall(HEAD + b"Content-Length: 1000\r\n\r\n{")
     assert client.get("/health").status_code == 200
 

@@ -17,7 +17,11 @@ MAX_ROUNDS = 6
 
 def num_moved(server: Server) -> float:
     text = httpx.get(f"{server.url}/metrics", timeout=10).text
-    (line,) = (line for line in text.splitlines() if line.startswith('hadal_requests_moved_total{unit="decode-0"}'))
+    (line,) = (
+        line
+        for line in text.splitlines()
+        if line.startswith('hadal_requests_moved_total{unit="decode-0"}')
+    )
     return float(line.rpartition(" ")[2])
 
 
@@ -32,8 +36,9 @@ def test_tokens_are_the_plain_loops_while_requests_move(start_server: StartServe
     cases = make_cases(NUM_CASES // 2, seed=23) + make_cases(NUM_CASES // 2, seed=seed)
     server = start_server(
         prefill={"kv_memory_mb": 32, "max_requests": 8},
-        decode={"ranks": 4, "kv_memory_mb": 32, "max_requests": 8, "min_split_tokens": 2}, chunk_tokens=512,
-    )  # fmt: skip
+        decode={"ranks": 4, "kv_memory_mb": 32, "max_requests": 8, "min_split_tokens": 2},
+        chunk_tokens=512,
+    )
     for _ in range(MAX_ROUNDS):
         outputs = asyncio.run(complete_all(server.url, server.model, cases, concurrency=20))
         assert differences(cases, outputs) == []

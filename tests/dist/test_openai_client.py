@@ -33,7 +33,15 @@ def model(server: Server) -> str:
 
 
 def client_of(server: Server, **options: object) -> OpenAI:
-    return OpenAI(**{"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options})
+    return OpenAI(
+        **{
+            "base_url": f"{server.url}/v1",
+            "api_key": "none",
+            "max_retries": 0,
+            "timeout": 60,
+            **options,
+        }
+    )
 
 
 def metric(server: Server, name: str) -> float:
@@ -47,10 +55,14 @@ def metric(server: Server, name: str) -> float:
 def is_empty(server: Server) -> bool:
     """No generation in the front, no block in use in any unit."""
     states = [
-        f'hadal_generations_now{{state="{state}"}}' for state in ("queued", "prefilling", "transferring", "decoding")
+        f'hadal_generations_now{{state="{state}"}}'
+        for state in ("queued", "prefilling", "transferring", "decoding")
     ]
     text = httpx.get(f"{server.url}/metrics", timeout=10).text
-    return all(f"{state} 0.0" in text for state in states) and metric(server, "hadal_kv_blocks_used") == 0
+    return (
+        all(f"{state} 0.0" in text for state in states)
+        and metric(server, "hadal_kv_blocks_used") == 0
+    )
 
 
 def test_models(client: OpenAI, model: str) -> None:
@@ -62,7 +74,9 @@ def test_models(client: OpenAI, model: str) -> None:
 
 
 def test_chat(client: OpenAI, model: str) -> None:
-    reply = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=20, extra_body=LONG)
+    reply = client.chat.completions.create(
+        model=model, messages=MESSAGES, max_tokens=20, extra_body=LONG
+    )
     choice = reply.choices[0]
     assert choice.message.role == "assistant"
     assert choice.finish_reason == "length"
@@ -75,10 +89,18 @@ def test_chat(client: OpenAI, model: str) -> None:
 
 
 def test_chat_stream_is_the_whole_reply(client: OpenAI, model: str) -> None:
-    asked = {"model": model, "messages": MESSAGES, "max_tokens": 40, "temperature": 0, "extra_body": LONG}
+    asked = {
+        "model": model,
+        "messages": MESSAGES,
+        "max_tokens": 40,
+        "temperature": 0,
+        "extra_body": LONG,
+    }
     whole = client.chat.completions.create(**asked)
     reasoning, content, finish, usage = "", "", None, None
-    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    for chunk in client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    ):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             reasoning += getattr(choice.delta, "reasoning_content", None) or ""
@@ -100,7 +122,13 @@ def test_base_url_without_v1(server: Server, model: str) -> None:
 def test_seed_and_choices(client: OpenAI, model: str) -> None:
     def texts(seed: int | None, n: int) -> list[str]:
         reply = client.completions.create(
-            model=model, prompt="once", max_tokens=24, temperature=1.5, seed=seed, n=n, extra_body=LONG
+            model=model,
+            prompt="once",
+            max_tokens=24,
+            temperature=1.5,
+            seed=seed,
+            n=n,
+            extra_body=LONG,
         )
         assert [choice.index for choice in reply.choices] == list(range(n))
         return [choice.text for choice in reply.choices]
@@ -114,7 +142,9 @@ def test_seed_and_choices(client: OpenAI, model: str) -> None:
 
 def test_choices_in_a_stream(client: OpenAI, model: str) -> None:
     finishes: dict[int, str] = {}
-    for chunk in client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=10, n=3, stream=True):
+    for chunk in client.chat.completions.create(
+        model=model, messages=MESSAGES, max_tokens=10, n=3, stream=True
+    ):
         for choice in chunk.choices:
             if choice.finish_reason:
                 finishes[choice.index] = choice.finish_reason
@@ -122,21 +152,35 @@ def test_choices_in_a_stream(client: OpenAI, model: str) -> None:
 
 
 def test_stop(client: OpenAI, model: str) -> None:
-    asked = {"model": model, "prompt": "once", "max_tokens": 60, "temperature": 0, "extra_body": LONG}
+    asked = {
+        "model": model,
+        "prompt": "once",
+        "max_tokens": 60,
+        "temperature": 0,
+        "extra_body": LONG,
+    }
     whole = client.completions.create(**asked).choices[0].text
     stop = whole[len(whole) // 2 :][:3]
     reply = client.completions.create(**asked, stop=[stop])
     assert reply.choices[0].text == whole[: whole.index(stop)]
     assert reply.choices[0].finish_reason == "stop"
     streamed = "".join(
-        chunk.choices[0].text for chunk in client.completions.create(**asked, stop=stop, stream=True) if chunk.choices
+        chunk.choices[0].text
+        for chunk in client.completions.create(**asked, stop=stop, stream=True)
+        if chunk.choices
     )
     assert streamed == reply.choices[0].text
 
 
 def test_chat_logprobs(client: OpenAI, model: str) -> None:
     reply = client.chat.completions.create(
-        model=model, messages=MESSAGES, max_tokens=12, temperature=0, logprobs=True, top_logprobs=4, extra_body=LONG
+        model=model,
+        messages=MESSAGES,
+        max_tokens=12,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=4,
+        extra_body=LONG,
     )
     logprobs = reply.choices[0].logprobs
     assert logprobs is not None
@@ -157,9 +201,16 @@ def test_completion_logprobs_and_echo(client: OpenAI, model: str) -> None:
     )
     logprobs = reply.choices[0].logprobs
     assert logprobs is not None
-    assert len(logprobs.tokens or ()) == len(logprobs.token_logprobs or ()) == len(logprobs.text_offset or ()) == 6
+    assert (
+        len(logprobs.tokens or ())
+        == len(logprobs.token_logprobs or ())
+        == len(logprobs.text_offset or ())
+        == 6
+    )
     assert all(len(top) >= 2 for top in logprobs.top_logprobs or ())
-    echoed = client.completions.create(model=model, prompt=["once", "twice"], max_tokens=3, temperature=0, echo=True)
+    echoed = client.completions.create(
+        model=model, prompt=["once", "twice"], max_tokens=3, temperature=0, echo=True
+    )
     assert [choice.text[:4] for choice in echoed.choices] == ["once", "twic"]
 
 
@@ -174,11 +225,13 @@ def test_completion_logprobs_and_echo(client: OpenAI, model: str) -> None:
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"messages": [{"role": "user", "content": "word " * 30_000}]}, "messages"),
     ],
-)  # fmt: skip
+)
 def test_bad_requests(client: OpenAI, model: str, fields: dict[str, object], param: str) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(**{"model": model, "messages": MESSAGES, "stream": stream, **fields})
+            client.chat.completions.create(
+                **{"model": model, "messages": MESSAGES, "stream": stream, **fields}
+            )
         assert caught.value.param == param
         assert param in str(caught.value)
 
@@ -193,7 +246,9 @@ def test_not_found(client: OpenAI) -> None:
 
 def test_too_large(server: Server, client: OpenAI, model: str) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
-        client.chat.completions.create(model=model, messages=[{"role": "user", "content": "a" * 5_000_000}])
+        client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "a" * 5_000_000}]
+        )
     assert caught.value.status_code == 413
 
 
@@ -209,17 +264,25 @@ def test_many_at_once(server: Server, model: str) -> None:
     """The asynchronous client: streams and whole replies side by side, each as if it were alone."""
 
     async def run() -> list[str]:
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        async with AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+        ) as client:
 
             async def ask(number: int) -> str:
                 asked = {
-                    "model": model, "prompt": f"once {number % 4}", "max_tokens": 20 + number % 4, "temperature": 0,
+                    "model": model,
+                    "prompt": f"once {number % 4}",
+                    "max_tokens": 20 + number % 4,
+                    "temperature": 0,
                     "extra_body": LONG,
-                }  # fmt: skip
+                }
                 if number % 2:
                     return (await client.completions.create(**asked)).choices[0].text
                 return "".join(
-                    [chunk.choices[0].text async for chunk in await client.completions.create(**asked, stream=True)]
+                    [
+                        chunk.choices[0].text
+                        async for chunk in await client.completions.create(**asked, stream=True)
+                    ]
                 )
 
             return list(await asyncio.gather(*(ask(number) for number in range(24))))
@@ -228,21 +291,34 @@ def test_many_at_once(server: Server, model: str) -> None:
     with client_of(server) as client:
         for number in range(4):
             alone = client.completions.create(
-                model=model, prompt=f"once {number}", max_tokens=20 + number, temperature=0, extra_body=LONG
+                model=model,
+                prompt=f"once {number}",
+                max_tokens=20 + number,
+                temperature=0,
+                extra_body=LONG,
             )
             assert {texts[i] for i in range(number, 24, 4)} == {alone.choices[0].text}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_that_leaves_frees_its_blocks(server: Server, model: str, stream: bool) -> None:
-    """Of three choices that would go on to the end of the context, nothing is left within a second."""
+    """Of three choices that would go on to the end of the context, nothing is left within a
+    second.
+    """
     wait_until(lambda: is_empty(server), 5, "the server is idle")
 
     async def leave() -> None:
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        async with AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        ) as client:
             asking = asyncio.create_task(
                 client.chat.completions.create(
-                    model=model, messages=MESSAGES, max_tokens=4000, n=3, stream=stream, extra_body=LONG
+                    model=model,
+                    messages=MESSAGES,
+                    max_tokens=4000,
+                    n=3,
+                    stream=stream,
+                    extra_body=LONG,
                 )
             )
             while not await asyncio.to_thread(metric, server, "hadal_kv_blocks_used"):
@@ -276,7 +352,9 @@ def test_keys(start_server: StartServer) -> None:
 
 
 def test_overload_keep_alive_and_drain(start_server: StartServer) -> None:
-    """One request runs, one waits with keep-alives, the third is refused; SIGTERM lets the first two finish."""
+    """One request runs, one waits with keep-alives, the third is refused; SIGTERM lets the first
+    two finish.
+    """
     server = start_server(limits={"max_running": 1, "max_queued": 1}, keep_alive_s=0.1)
     model, url = server.model, f"{server.url}/v1/chat/completions"
     body = {"model": model, "messages": MESSAGES, "stream": True, "max_tokens": 3000, **LONG}
@@ -288,7 +366,11 @@ def test_overload_keep_alive_and_drain(start_server: StartServer) -> None:
 
     first = threading.Thread(target=read, args=(body,))
     first.start()
-    wait_until(lambda: metric(server, "hadal_generations_total") >= 0 and not is_empty(server), 10, "the first runs")
+    wait_until(
+        lambda: metric(server, "hadal_generations_total") >= 0 and not is_empty(server),
+        10,
+        "the first runs",
+    )
     second = threading.Thread(target=read, args=({**body, "max_tokens": 3},))
     second.start()
     queued = 'hadal_generations_now{state="queued"} 1.0'
@@ -311,6 +393,8 @@ def test_overload_keep_alive_and_drain(start_server: StartServer) -> None:
     waited = min(texts, key=len)
     assert waited.startswith(": keep-alive\n\n")
     for text in texts:
-        events = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+        events = [
+            line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")
+        ]
         assert events[-1] == "[DONE]"
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"

@@ -1,7 +1,9 @@
-"""Communication hides: schedules on virtual devices, ranks in processes, real bytes, a paced link. No root.
+"""Communication hides: schedules on virtual devices, ranks in processes, real bytes, a paced link.
+No root.
 
-An op is a timed sleep, so a busy machine hardly matters. A speed-up is the median of five pairs, what stands beside a
-price is the fastest of five; an attempt that misses a bar is repeated, three attempts in all, and each is printed.
+An op is a timed sleep, so a busy machine hardly matters. A speed-up is the median of five pairs,
+what stands beside a price is the fastest of five; an attempt that misses a bar is repeated, three
+attempts in all, and each is printed.
 """
 
 from __future__ import annotations
@@ -31,18 +33,23 @@ def ranks() -> Iterator[Ranks]:
 def reach(
     ranks: Ranks, case: DeviceCase, chosen: Variant, problems: Callable[[VirtualResult], list[str]]
 ) -> None:
-    attempts = measure_until(ranks, case, lambda result: problems(result) + over_price(result, chosen))
+    attempts = measure_until(
+        ranks, case, lambda result: problems(result) + over_price(result, chosen)
+    )
     for result, missed in attempts:
         print(result, *missed, sep="\n    ")
-    assert not attempts[-1][1], "\n".join(f"{result}: {'; '.join(missed)}" for result, missed in attempts)
+    assert not attempts[-1][1], "\n".join(
+        f"{result}: {'; '.join(missed)}" for result, missed in attempts
+    )
 
 
 def over_price(result: VirtualResult, chosen: Variant) -> list[str]:
     """The price model knows what will happen: with a full batch, and with what it would choose."""
     return [
         f"{variant.name}: {result.error(variant):.3f} of its price, more than {MAX_OVER_PRICE}"
-        for variant in (FULL, chosen) if result.error(variant) > MAX_OVER_PRICE
-    ]  # fmt: skip
+        for variant in (FULL, chosen)
+        if result.error(variant) > MAX_OVER_PRICE
+    ]
 
 
 def below(result: VirtualResult, variant: Variant, bar: float) -> list[str]:
@@ -57,26 +64,39 @@ def test_prefill_dual_hides_a_balanced_link(ranks: Ranks) -> None:
 def test_decode_five_hides_where_attention_is_long(ranks: Ranks) -> None:
     def problems(result: VirtualResult) -> list[str]:
         behind = result.speed_up(DECODE) <= result.speed_up(PREFILL)
-        return below(result, DECODE, 1.5) + (["prefill_dual is not behind decode_five"] if behind else [])
+        return below(result, DECODE, 1.5) + (
+            ["prefill_dual is not behind decode_five"] if behind else []
+        )
 
     reach(ranks, DECODE_LIKE, DECODE, problems)
 
 
 def test_schedules_change_no_bit_of_a_real_model(ranks: Ranks) -> None:
-    """The same micro-batches under every schedule, real ops, tokens and experts' rows over the mesh."""
+    """The same micro-batches under every schedule, real ops, tokens and experts' rows over the
+    mesh.
+    """
     for mode in MODES:
         ranks.ask({"do": "model", "case": asdict(replace(SMALL, mode=mode))})
-        digests = [[a["digest"] for a in ranks.run(variant.question())] for variant in (TWO, PREFILL, DECODE)]
+        digests = [
+            [a["digest"] for a in ranks.run(variant.question())]
+            for variant in (TWO, PREFILL, DECODE)
+        ]
         assert digests[1:] == digests[:1] * 2
 
 
 def test_bytes_on_the_wire_are_the_formulas(ranks: Ranks) -> None:
-    """What the mesh sent, beside what the chosen experts cost by the formula; FP8 and BF16 to 40 % of FP32."""
+    """What the mesh sent, beside what the chosen experts cost by the formula; FP8 and BF16 to 40 %
+    of FP32.
+    """
     for mode in MODES:
         sent: dict[str, int] = {}
         for wire in WIRES:
             ranks.ask({"do": "model", "case": asdict(replace(SMALL, mode=mode, wire=wire))})
             answers = ranks.run(TWO.question())
             sent[wire] = sum(answer["sent_bytes"] for answer in answers)
-            assert sent[wire] == pytest.approx(sum(answer["formula_bytes"] for answer in answers), rel=0.02)
-            assert sent[wire] <= (1.0 if wire == "fp32" else 0.4) * sent["fp32"], f"{mode} {wire}: {sent}"
+            assert sent[wire] == pytest.approx(
+                sum(answer["formula_bytes"] for answer in answers), rel=0.02
+            )
+            assert sent[wire] <= (1.0 if wire == "fp32" else 0.4) * sent["fp32"], (
+                f"{mode} {wire}: {sent}"
+            )

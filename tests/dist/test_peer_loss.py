@@ -1,4 +1,6 @@
-"""Ranks killed and stopped in the middle of exchanges: every survivor is told in time, forms anew and goes on."""
+"""Ranks killed and stopped in the middle of exchanges: every survivor is told in time, forms anew
+and goes on.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def serve(rank: int, epoch: str, pipe: Connection) -> None:
 
 
 def run_until_lost(group: MeshGroup) -> tuple[float, tuple[int, ...], int]:
-    """Exchange large payloads, two in flight. Return when it failed, whom it named, and how many were done."""
+    """Exchange large payloads, two in flight. Return when it failed, whom it named, and how many
+    were done.
+    """
     peers = [rank for rank in group.members if rank != group.rank]
     data = torch.zeros(PAYLOAD_BYTES, dtype=torch.uint8)
     recvs = [{peer: torch.empty_like(data) for peer in peers} for _ in range(2)]
@@ -76,7 +80,8 @@ class Ranks:
     """The processes of a unit, as its leader would keep them."""
 
     def __init__(self) -> None:
-        # Forked off a process that has loaded torch and runs nothing: a replacement is there at once.
+        # Forked off a process that has loaded torch and runs nothing: a replacement is there at
+        # once.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "tests.dist.test_peer_loss"])
         self._processes: dict[int, Any] = {}
@@ -139,7 +144,9 @@ def ranks() -> Iterator[Ranks]:
 
 
 def lose_one(ranks: Ranks, seed: int, how: str) -> tuple[list[float], float]:
-    """One round. Return how long each survivor took to notice, and how long the survivors took to form anew."""
+    """One round. Return how long each survivor took to notice, and how long the survivors took to
+    form anew.
+    """
     chance = random.Random(seed)
     everybody = list(range(NUM_RANKS))
     ranks.form(everybody)
@@ -149,7 +156,9 @@ def lose_one(ranks: Ranks, seed: int, how: str) -> tuple[list[float], float]:
     ranks.tell(everybody, ("run",))
     assert [ranks.answer(rank) for rank in everybody] == ["running"] * NUM_RANKS
     time.sleep(chance.uniform(0.0, 0.15))
-    if how == "mid-payload":  # It stops reading first, so that what is sent to it and by it is surely half way.
+    if (
+        how == "mid-payload"
+    ):  # It stops reading first, so that what is sent to it and by it is surely half way.
         ranks.signal(victim, signal.SIGSTOP)
         time.sleep(chance.uniform(0.02, 0.2))
     lost_s = ranks.signal(victim, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
@@ -169,7 +178,10 @@ def lose_one(ranks: Ranks, seed: int, how: str) -> tuple[list[float], float]:
 def report(kind: str, noticed: list[float], formed: list[float]) -> None:
     for what, times_s in (("noticed after", noticed), ("formed anew in", formed)):
         median_ms, worst_ms = statistics.median(times_s) * 1e3, max(times_s) * 1e3
-        print(f"{kind}, {len(formed)} rounds: {what} {median_ms:.1f} ms (median), {worst_ms:.1f} ms (worst)")
+        print(
+            f"{kind}, {len(formed)} rounds: {what} {median_ms:.1f} ms (median), {worst_ms:.1f} ms"
+            " (worst)"
+        )
 
 
 @pytest.mark.timeout(900)

@@ -1,5 +1,6 @@
-"""A live prefill unit of two ranks under a skewed load: cut by cost its ranks take more nearly equal time, and the
-tokens are the same as by token budgets."""
+"""A live prefill unit of two ranks under a skewed load: cut by cost its ranks take more nearly
+equal time, and the tokens are the same as by token budgets.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +25,36 @@ NUM_STEPS = 60
 def prompts(seed: int) -> list[list[int]]:
     """Long ones among many short ones, in an order of chance."""
     rng = random.Random(seed)
-    lengths = [rng.randint(2000, 3900) for _ in range(NUM_LONG)] + [rng.randint(10, 250) for _ in range(NUM_SHORT)]
+    lengths = [rng.randint(2000, 3900) for _ in range(NUM_LONG)] + [
+        rng.randint(10, 250) for _ in range(NUM_SHORT)
+    ]
     rng.shuffle(lengths)
     return [[rng.randrange(2, VOCAB) for _ in range(length)] for length in lengths]
 
 
-async def run_load(server: Server, asked: list[list[int]]) -> tuple[list[list[int]], list[dict[str, float]], float]:
-    """Return the tokens of every prompt, the balance of the steps meanwhile, and the seconds it took."""
+async def run_load(
+    server: Server, asked: list[list[int]]
+) -> tuple[list[list[int]], list[dict[str, float]], float]:
+    """Return the tokens of every prompt, the balance of the steps meanwhile, and the seconds it
+    took.
+    """
     model = server.model
     async with httpx.AsyncClient(
         base_url=server.url, timeout=180, limits=httpx.Limits(max_connections=len(asked) + 5)
     ) as client:
 
         async def ask(prompt: list[int]) -> list[int]:
-            reply = await client.post("/v1/completions", json={
-                "model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True,
-                "return_token_ids": True,
-            })  # fmt: skip
+            reply = await client.post(
+                "/v1/completions",
+                json={
+                    "model": model,
+                    "prompt": prompt,
+                    "max_tokens": 2,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                },
+            )
             assert reply.status_code == 200, reply.text
             return list(reply.json()["choices"][0]["token_ids"])
 
@@ -48,10 +62,12 @@ async def run_load(server: Server, asked: list[list[int]]) -> tuple[list[list[in
         began_s = time.monotonic()
         traced = asyncio.create_task(
             client.get("/trace", params={"unit": "prefill-0", "steps": NUM_STEPS, "wait_s": 120})
-        )  # fmt: skip
+        )
         tokens = await asyncio.gather(*(ask(prompt) for prompt in asked))
         took_s = time.monotonic() - began_s
-        await asyncio.gather(*(ask(prompt) for prompt in asked[:40]))  # Whatever the trace still misses.
+        await asyncio.gather(
+            *(ask(prompt) for prompt in asked[:40])
+        )  # Whatever the trace still misses.
         reply = await traced
         assert reply.status_code == 200, reply.text
     return tokens, [step[5] for step in reply.json()["steps"]], took_s

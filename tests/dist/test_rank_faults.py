@@ -1,8 +1,9 @@
-"""A rank dies or freezes in the middle of serving: everybody else notices in time, and no request shows it.
+"""A rank dies or freezes in the middle of serving: everybody else notices in time, and no request
+shows it.
 
-Rounds on one server: 16 streams run, a random rank of a random unit gets SIGKILL or SIGSTOP, all answers must be those
-of the plain loop, every survivor must have noticed within the promised time, and the unit must be whole again before
-the next round. `HADAL_FULL=1`: 50 kills and 20 stops.
+Rounds on one server: 16 streams run, a random rank of a random unit gets SIGKILL or SIGSTOP, all
+answers must be those of the plain loop, every survivor must have noticed within the promised time,
+and the unit must be whole again before the next round. `HADAL_FULL=1`: 50 kills and 20 stops.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def is_whole(server: Server) -> bool:
     return sizes == {"prefill-0": PREFILL_RANKS, "decode-0": DECODE_RANKS}
 
 
-def break_one(server: Server, cases: list[Case], rng: random.Random, number: int, findings: Findings) -> None:
+def break_one(
+    server: Server, cases: list[Case], rng: random.Random, number: int, findings: Findings
+) -> None:
     """One round."""
     wait_until(lambda: is_whole(server), WHOLE_AGAIN_S, "every rank is back")
     victim = rng.choice(sorted(ranks(server)))
@@ -79,20 +82,29 @@ def break_one(server: Server, cases: list[Case], rng: random.Random, number: int
     def noticed() -> dict[str, float]:
         return {
             f"{unit}.{one.rank}": one.at_s - struck_s
-            for one in reversed(noticed_in(server.log()[log_before:])) if (one.unit, one.gone) == (unit, int(index))
-        }  # fmt: skip
+            for one in reversed(noticed_in(server.log()[log_before:]))
+            if (one.unit, one.gone) == (unit, int(index))
+        }
 
-    wait_until(lambda: survivors <= noticed().keys(), limit_s + 1.0, f"{survivors} noticed that {victim} is gone")
+    wait_until(
+        lambda: survivors <= noticed().keys(),
+        limit_s + 1.0,
+        f"{survivors} noticed that {victim} is gone",
+    )
     late = {name: after_s for name, after_s in noticed().items() if after_s > limit_s}
     assert not late, f"{victim} was gone at 0 s and noticed at {late}"
     findings.noticed_s += noticed().values()
     formed = FORMED.findall(server.log()[log_before:])
-    findings.formed_s += [float(took_s) for of, _, took_s, members in formed if of == unit and index not in members]
+    findings.formed_s += [
+        float(took_s) for of, _, took_s, members in formed if of == unit and index not in members
+    ]
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("number", "num_rounds"), [(signal.SIGKILL, NUM_KILLS), (signal.SIGSTOP, NUM_STOPS)], ids=["SIGKILL", "SIGSTOP"]
+    ("number", "num_rounds"),
+    [(signal.SIGKILL, NUM_KILLS), (signal.SIGSTOP, NUM_STOPS)],
+    ids=["SIGKILL", "SIGSTOP"],
 )
 def test_no_request_shows_that_a_rank_is_gone(
     start_server: StartServer, cases: list[Case], number: int, num_rounds: int
@@ -102,21 +114,35 @@ def test_no_request_shows_that_a_rank_is_gone(
     rng = random.Random(seed)
     server = start_server(
         prefill={"ranks": PREFILL_RANKS, "kv_memory_mb": 32},
-        decode={"ranks": DECODE_RANKS, "kv_memory_mb": 32, "max_requests": 8, "redundant_experts": 64},
+        decode={
+            "ranks": DECODE_RANKS,
+            "kv_memory_mb": 32,
+            "max_requests": 8,
+            "redundant_experts": 64,
+        },
     )
     findings = Findings()
     for _ in range(num_rounds):
         break_one(server, list(cases), rng, number, findings)
-    # A survivor may have noticed before the front heard that the unit is not whole: the pools tell, too.
+    # A survivor may have noticed before the front heard that the unit is not whole: the pools tell,
+    # too.
     num_ranks = PREFILL_RANKS + DECODE_RANKS
-    wait_until(lambda: is_whole(server) and len(server.segments()) == num_ranks, WHOLE_AGAIN_S, "every rank is back")
+    wait_until(
+        lambda: is_whole(server) and len(server.segments()) == num_ranks,
+        WHOLE_AGAIN_S,
+        "every rank is back",
+    )
     audit = httpx.get(f"{server.url}/audit", timeout=30)
     assert audit.status_code == 200, audit.text
     print(
-        f"{num_rounds} rounds of {signal.Signals(number).name}: noticed after {told(findings.noticed_s)}, "
-        f"formed without it in {told(findings.formed_s)}"
+        f"{num_rounds} rounds of {signal.Signals(number).name}: noticed after"
+        f" {told(findings.noticed_s)}, formed without it in {told(findings.formed_s)}"
     )
 
 
 def told(seconds: list[float]) -> str:
-    return f"median {statistics.median(seconds):.3f} s, worst {max(seconds):.3f} s" if seconds else "nothing measured"
+    return (
+        f"median {statistics.median(seconds):.3f} s, worst {max(seconds):.3f} s"
+        if seconds
+        else "nothing measured"
+    )

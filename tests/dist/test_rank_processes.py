@@ -1,4 +1,6 @@
-"""Units of many ranks as processes: they start, answer, keep their books, lose a rank and take it back, and go."""
+"""Units of many ranks as processes: they start, answer, keep their books, lose a rank and take it
+back, and go.
+"""
 
 import os
 import re
@@ -17,7 +19,13 @@ from tests.dist.serving import FORMED, START_TIMEOUT_S, Server, is_alive, notice
 
 RANKED = {
     "prefill": {"ranks": 2, "threads": 1, "kv_memory_mb": 32},
-    "decode": {"ranks": 4, "threads": 1, "kv_memory_mb": 32, "max_requests": 8, "redundant_experts": 32},
+    "decode": {
+        "ranks": 4,
+        "threads": 1,
+        "kv_memory_mb": 32,
+        "max_requests": 8,
+        "redundant_experts": 32,
+    },
 }
 RANKS = [f"prefill-0.{rank}" for rank in range(2)] + [f"decode-0.{rank}" for rank in range(4)]
 
@@ -28,7 +36,13 @@ def ranked(start_server: StartServer) -> Server:
 
 
 def complete(server: Server, num_tokens: int, prompt: str = "What is 12 + 30?") -> str:
-    body = {"model": server.model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    body = {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
     assert reply.status_code == 200, reply.text
     return str(reply.json()["choices"][0]["text"])
@@ -61,13 +75,17 @@ def test_units_of_many_ranks_start_answer_and_go_without_a_trace(ranked: Server)
     assert "Traceback" not in ranked.log()
 
 
-@pytest.mark.parametrize(("victim", "number"), [("decode-0.2", signal.SIGKILL), ("prefill-0.0", signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("victim", "number"), [("decode-0.2", signal.SIGKILL), ("prefill-0.0", signal.SIGSTOP)]
+)
 def test_a_rank_that_is_gone_is_replaced_and_takes_its_share_back(
     ranked: Server, victim: str, number: int
 ) -> None:
     undisturbed = complete(ranked, 300)
     unit, _, rank = victim.rpartition(".")
-    others = {int(name.rpartition(".")[2]) for name in RANKS if name.startswith(f"{unit}.")} - {int(rank)}
+    others = {int(name.rpartition(".")[2]) for name in RANKS if name.startswith(f"{unit}.")} - {
+        int(rank)
+    }
     answers: list[str] = []
     asking = threading.Thread(target=lambda: answers.append(complete(ranked, 300)))
     asking.start()
@@ -89,24 +107,38 @@ def test_a_rank_that_is_gone_is_replaced_and_takes_its_share_back(
     assert noticed.keys() == others
     assert all(at_s >= struck_s - 0.01 for at_s in noticed.values())
     assert complete(ranked, 300) == undisturbed
-    wait_until(lambda: metric(ranked, "hadal_unit_ranks").get(unit) == len(everybody), 10.0, "all ranks are counted")
+    wait_until(
+        lambda: metric(ranked, "hadal_unit_ranks").get(unit) == len(everybody),
+        10.0,
+        "all ranks are counted",
+    )
     assert len(ranked.segments()) == len(RANKS)
     assert httpx.get(f"{ranked.url}/audit", timeout=30).status_code == 200
 
 
 def test_a_rank_that_cannot_start_again_does_not_end_those_that_serve(ranked: Server) -> None:
     def kill_another(last_pid: int) -> int:
-        wait_until(lambda: ranked.pids()["decode-0.2"] not in (0, last_pid), 10.0, "decode-0.2 is started")
+        wait_until(
+            lambda: ranked.pids()["decode-0.2"] not in (0, last_pid), 10.0, "decode-0.2 is started"
+        )
         return ranked.kill("decode-0.2")
 
     undisturbed, last_pid = complete(ranked, 60), 0
     for _ in range(1 + FAILED_STARTS_MAX):
         last_pid = kill_another(last_pid)
-    wait_until(lambda: "the others go on without it; it is started again" in ranked.log(), 10.0, "it is put off")
+    wait_until(
+        lambda: "the others go on without it; it is started again" in ranked.log(),
+        10.0,
+        "it is put off",
+    )
     assert complete(ranked, 60) == undisturbed
-    wait_until(lambda: metric(ranked, "hadal_unit_ranks").get("decode-0") == 3.0, 10.0, "it is missed")
+    wait_until(
+        lambda: metric(ranked, "hadal_unit_ranks").get("decode-0") == 3.0, 10.0, "it is missed"
+    )
     ranked.wait_restarted("decode-0.2", last_pid, PUT_OFF_S + START_TIMEOUT_S)
-    wait_until(lambda: metric(ranked, "hadal_unit_ranks").get("decode-0") == 4.0, 10.0, "it is back")
+    wait_until(
+        lambda: metric(ranked, "hadal_unit_ranks").get("decode-0") == 4.0, 10.0, "it is back"
+    )
 
 
 def test_health_tells_of_dead_ranks_within_two_seconds(ranked: Server) -> None:

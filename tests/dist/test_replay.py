@@ -1,4 +1,5 @@
-"""A live server under load, recorded, and decided again by the simulator: the same decisions in the same order.
+"""A live server under load, recorded, and decided again by the simulator: the same decisions in the
+same order.
 
 `HADAL_FULL=1`: more requests.
 """
@@ -30,16 +31,22 @@ from tests.fresh import fresh
 NUM_REQUESTS = 1000 if FULL else 120
 CONCURRENCY = 32
 FROM_OUTSIDE = {"Submit", "Cancel", "Drain"}
-"""What clients and a signal do. All else has to come of what the roles themselves say and ask for."""
+"""What clients and a signal do. All else has to come of what the roles themselves say and ask
+for.
+"""
 RANKS = {"ranks": 2, "kv_memory_mb": 32}
 
 
 def run_load(server: Server, monkeypatch: pytest.MonkeyPatch, num_requests: int) -> None:
-    """The engine's load test: chats of several lengths, some streamed, every tenth client leaves early."""
+    """The engine's load test: chats of several lengths, some streamed, every tenth client leaves
+    early.
+    """
     monkeypatch.setattr("tests.dist.test_load.CONCURRENCY", CONCURRENCY)
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
-    ends = asyncio.run(load(server, held_out_examples(8, seed=5), num_requests, random.Random(seed)))
+    ends = asyncio.run(
+        load(server, held_out_examples(8, seed=5), num_requests, random.Random(seed))
+    )
     assert set(ends) == {"done", "left"}, set(ends)
 
 
@@ -51,7 +58,10 @@ def check(recordings: list[Recording]) -> ReplayReport:
     report = replay(recordings, make_role)
     assert report.difference is None, str(report.difference)
     assert report.num_calls == report.num_recorded
-    print(f"{report.num_decisions:,} decisions in {report.num_calls:,} calls of {report.num_processes} roles")
+    print(
+        f"{report.num_decisions:,} decisions in {report.num_calls:,} calls of"
+        f" {report.num_processes} roles"
+    )
     return report
 
 
@@ -76,17 +86,26 @@ def test_the_same_decisions_in_the_same_order(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("victim", "units", "num_processes"), [
-    ("decode-0", {}, 4),
-    ("decode-0.1", {"prefill": RANKS, "decode": RANKS}, 8),
-    ("decode-0", {"prefill": RANKS, "decode": RANKS}, 8),
-], ids=["unit", "rank", "leader"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("victim", "units", "num_processes"),
+    [
+        ("decode-0", {}, 4),
+        ("decode-0.1", {"prefill": RANKS, "decode": RANKS}, 8),
+        ("decode-0", {"prefill": RANKS, "decode": RANKS}, 8),
+    ],
+    ids=["unit", "rank", "leader"],
+)
 def test_also_where_processes_died(
-    start_server: StartServer, folder: Path, monkeypatch: pytest.MonkeyPatch, victim: str, units: dict[str, Any],
+    start_server: StartServer,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    victim: str,
+    units: dict[str, Any],
     num_processes: int,
-) -> None:  # fmt: skip
-    """Killed under load; the successor is another role under the same name, and takes ranks over where it led some. KV
-    goes to disk as well, and comes back."""
+) -> None:
+    """Killed under load; the successor is another role under the same name, and takes ranks over
+    where it led some. KV goes to disk as well, and comes back.
+    """
     cache = {"folder": str(folder / "kv"), "disk_mb": 64}
     server = start_server(environment={RECORD: str(folder / "rec")}, cache=cache, **units)
     old_pid = server.pids()[victim]
@@ -100,10 +119,14 @@ def test_also_where_processes_died(
     report = check(read_recordings(folder / "rec"))
     assert report.num_processes >= num_processes
     is_leader = victim == "decode-0" and units
-    assert report.outside["LeaderDown" if is_leader else "UnitDown"] >= 1  # The supervisor saw it die.
+    assert (
+        report.outside["LeaderDown" if is_leader else "UnitDown"] >= 1
+    )  # The supervisor saw it die.
     # Of a rank's own compute thread, its process alone knows how far it is.
     from_supervisor = {"UnitDown", "LeaderDown", "Sighting", "DiskNews"}
-    assert set(report.outside) <= FROM_OUTSIDE | from_supervisor | ({"Progress"} if units else set())
+    assert set(report.outside) <= FROM_OUTSIDE | from_supervisor | (
+        {"Progress"} if units else set()
+    )
     if is_leader:
         assert report.decisions["Resume"] >= 1
     assert report.decisions["StoreBlocks"] > 0

@@ -1,9 +1,11 @@
-"""Any process of a server dies or freezes while answers stream: the texts are those of an undisturbed server.
+"""Any process of a server dies or freezes while answers stream: the texts are those of an
+undisturbed server.
 
-Each round strikes one process, the gateway, a leader, a rank or the supervisor, with SIGKILL or SIGSTOP, when some of
-the answers are in the middle, and prints when that was and how many. Who asks is a plain client: where its connection
-breaks, which only the end of the gateway or of the whole server may cause, it asks again. Nobody restarts a supervisor
-but the test; a stopped one goes on after a while. `HADAL_FULL=1`: 30 rounds, and 10 on a starved machine.
+Each round strikes one process, the gateway, a leader, a rank or the supervisor, with SIGKILL or
+SIGSTOP, when some of the answers are in the middle, and prints when that was and how many. Who asks
+is a plain client: where its connection breaks, which only the end of the gateway or of the whole
+server may cause, it asks again. Nobody restarts a supervisor but the test; a stopped one goes on
+after a while. `HADAL_FULL=1`: 30 rounds, and 10 on a starved machine.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class Answer:
 
 @dataclass
 class Rounds:
-    """A server, or one after another; the texts it gives undisturbed; and what the rounds showed."""
+    """A server, or one after another; the texts it gives undisturbed; and what the rounds
+    showed.
+    """
 
     start: Callable[[], Server]
     rng: random.Random
@@ -90,16 +94,25 @@ class Rounds:
         may_break = kind == GATEWAY or strike == (SIGKILL, SUPERVISOR)
         assert may_break or not num_breaks, f"{what} ({victim}) broke {num_breaks} connections"
         self.took_s[what].append(took_s)
-        print(f"    whole again after {took_s:.1f} s; connections that broke or were refused: {num_breaks}", flush=True)
-        others = {name for name in before if not _is_near(name, victim)} if kind != SUPERVISOR else set()
-        assert {name: self.server.pids()[name] for name in others} == {name: before[name] for name in others}
+        print(
+            f"    whole again after {took_s:.1f} s; connections that broke or were refused:"
+            f" {num_breaks}",
+            flush=True,
+        )
+        others = (
+            {name for name in before if not _is_near(name, victim)} if kind != SUPERVISOR else set()
+        )
+        assert {name: self.server.pids()[name] for name in others} == {
+            name: before[name] for name in others
+        }
         assert "the server ends" not in self.server.log()
 
     def told(self) -> str:
         """How long it took, by what was done."""
         every = [seconds for took_s in self.took_s.values() for seconds in took_s]
         return "\n".join(
-            f"{what}: {len(took_s)} rounds, median {statistics.median(took_s):.1f} s, worst {max(took_s):.1f} s"
+            f"{what}: {len(took_s)} rounds, median {statistics.median(took_s):.1f} s, worst"
+            f" {max(took_s):.1f} s"
             for what, took_s in [*sorted(self.took_s.items()), ("all", every)]
         )
 
@@ -108,12 +121,15 @@ class Rounds:
         if kind == RANK:
             return self.rng.choice(sorted(name for name in names if "." in name))
         if kind == LEADER:
-            return self.rng.choice(sorted(name for name in names if "-" in name and "." not in name))
+            return self.rng.choice(
+                sorted(name for name in names if "-" in name and "." not in name)
+            )
         return kind
 
     async def _strike_midway(self, strike: Strike, victim: str, answers: list[Answer]) -> float:
-        """Ask, strike when a part of an answer is there, and get every answer. Returns how long it took from the strike
-        until the server was whole."""
+        """Ask, strike when a part of an answer is there, and get every answer. Returns how long it
+        took from the strike until the server was whole.
+        """
         number, kind = strike
         before = self.server.pids()
         asking = asyncio.ensure_future(self._ask_all(answers))
@@ -123,7 +139,10 @@ class Rounds:
         num_streaming = sum(answer.is_streaming for answer in answers)
         struck_s = time.monotonic()
         now = time.strftime("%H:%M:%S")
-        print(f"  {now} {number.name} of {victim}: {num_streaming} of {len(answers)} answers stream", flush=True)
+        print(
+            f"  {now} {number.name} of {victim}: {num_streaming} of {len(answers)} answers stream",
+            flush=True,
+        )
         assert num_streaming, "there is nothing to lose"
         if kind == SUPERVISOR:
             self.server.process.send_signal(number)
@@ -140,22 +159,35 @@ class Rounds:
         return took_s
 
     def _wait_whole(self, victim: str, before: dict[str, int], struck_s: float) -> float:
-        wait_until(lambda: self._is_whole(victim, before), self.whole_again_s, f"whole again without {victim}")
+        wait_until(
+            lambda: self._is_whole(victim, before),
+            self.whole_again_s,
+            f"whole again without {victim}",
+        )
         return time.monotonic() - struck_s
 
     async def _ask_all(self, answers: list[Answer]) -> list[Answer]:
         deadline_s = time.monotonic() + self.whole_again_s
         limits = httpx.Limits(max_connections=2 * NUM_ANSWERS)
         async with httpx.AsyncClient(timeout=self.whole_again_s, limits=limits) as client:
-            await asyncio.gather(*(
-                self._ask(client, index, answer, deadline_s) for index, answer in enumerate(answers)
-            ))  # fmt: skip
+            await asyncio.gather(
+                *(
+                    self._ask(client, index, answer, deadline_s)
+                    for index, answer in enumerate(answers)
+                )
+            )
         return answers
 
-    async def _ask(self, client: httpx.AsyncClient, index: int, answer: Answer, deadline_s: float) -> None:
-        """Ask until an answer has come to its end. What came before a break is forgotten, and was right so far."""
+    async def _ask(
+        self, client: httpx.AsyncClient, index: int, answer: Answer, deadline_s: float
+    ) -> None:
+        """Ask until an answer has come to its end. What came before a break is forgotten, and was
+        right so far.
+        """
         while not answer.is_done:
-            assert time.monotonic() < deadline_s, f"answer {index} does not come; it has {len(answer.text)} characters"
+            assert time.monotonic() < deadline_s, (
+                f"answer {index} does not come; it has {len(answer.text)} characters"
+            )
             try:
                 await self._stream(client, index, answer)
             except httpx.TransportError:
@@ -166,9 +198,14 @@ class Rounds:
 
     async def _stream(self, client: httpx.AsyncClient, index: int, answer: Answer) -> None:
         body = {
-            "model": self.model, "prompt": [20 + 7 * index + i for i in range(100 + 40 * index)], "temperature": 0,
-            "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True, "stop_repetition": False,
-        }  # fmt: skip
+            "model": self.model,
+            "prompt": [20 + 7 * index + i for i in range(100 + 40 * index)],
+            "temperature": 0,
+            "max_tokens": NUM_TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+            "stop_repetition": False,
+        }
         async with client.stream("POST", f"{self.server.url}/v1/completions", json=body) as reply:
             if reply.status_code != 200:
                 raise AssertionError(f"{reply.status_code}: {(await reply.aread()).decode()}")
@@ -191,7 +228,10 @@ class Rounds:
             health = httpx.get(f"{self.server.url}/health", timeout=10)
         except httpx.TransportError:
             return False
-        return health.status_code == 200 and health.json()["ranks_up"] == {"prefill-0": RANKS, "decode-0": RANKS}
+        return health.status_code == 200 and health.json()["ranks_up"] == {
+            "prefill-0": RANKS,
+            "decode-0": RANKS,
+        }
 
 
 def _is_near(name: str, victim: str) -> bool:
@@ -202,7 +242,9 @@ def _is_near(name: str, victim: str) -> bool:
 @contextmanager
 def starved() -> Iterator[None]:
     """A machine on which NUM_SPINNING other processes want every CPU all the time."""
-    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(NUM_SPINNING)]
+    spinning = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(NUM_SPINNING)
+    ]
     try:
         yield
     finally:
@@ -214,7 +256,11 @@ def starved() -> Iterator[None]:
 
 def rounds_of(start_server: StartServer, rng: random.Random, whole_again_s: float) -> Rounds:
     unit = {"ranks": RANKS, "kv_memory_mb": 32}
-    return Rounds(lambda: start_server(prefill=unit, decode=unit | {"redundant_experts": 64}), rng, whole_again_s)
+    return Rounds(
+        lambda: start_server(prefill=unit, decode=unit | {"redundant_experts": 64}),
+        rng,
+        whole_again_s,
+    )
 
 
 def drawn(num_rounds: int, rng: random.Random) -> list[Strike]:

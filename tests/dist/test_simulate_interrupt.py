@@ -1,7 +1,8 @@
-"""Ctrl-C of `hadal simulate`, as a terminal sends it: to every process at once, at any moment of theirs.
+"""Ctrl-C of `hadal simulate`, as a terminal sends it: to every process at once, at any moment of
+theirs.
 
-Whatever they are at, all of them end soon, with the code of a command that was interrupted, and nothing is said.
-`HADAL_FULL=1`: forty moments.
+Whatever they are at, all of them end soon, with the code of a command that was interrupted, and
+nothing is said. `HADAL_FULL=1`: forty moments.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ NUM_JOBS = 2
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 DELAYS_S = (0.0, 0.05, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5)
-"""After the first process of the simulation is there: when it is born, imports, is given its part, is at work."""
+"""After the first process of the simulation is there: when it is born, imports, is given its part,
+is at work.
+"""
 MOMENTS_S = tuple(0.1 * index for index in range(40)) if FULL else DELAYS_S
 
 
@@ -70,7 +73,9 @@ class Running:
     def check_end(self) -> None:
         """It ends in time, as a command that was interrupted does, alone and in silence."""
         code = self.process.wait(STOP_TIMEOUT_S)
-        wait_until(lambda: not self.members(), STOP_TIMEOUT_S, "every process of the command has ended")
+        wait_until(
+            lambda: not self.members(), STOP_TIMEOUT_S, "every process of the command has ended"
+        )
         said = self.said.read_text(errors="replace")
         assert code == EXIT_INTERRUPTED, said
         for word in ("Traceback", "KeyboardInterrupt", "Error", "leaked", "Exception"):
@@ -79,27 +84,44 @@ class Running:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
-    """A day without a cache, of which no process is there yet. Each takes longer (minutes) than may pass after
-    Ctrl-C."""
+    """A day without a cache, of which no process is there yet. Each takes longer (minutes) than may
+    pass after Ctrl-C.
+    """
     config = tmp_path / "day.toml"
     window = replace(small().window, seconds=3000.0, prefill_seconds=3000.0)
     study = small(
-        workload=replace(WORKLOAD, sessions_per_day=1e5), window=window, cache=replace(small().cache, disk_pb=0.0)
+        workload=replace(WORKLOAD, sessions_per_day=1e5),
+        window=window,
+        cache=replace(small().cache, disk_pb=0.0),
     )
     config.write_text(study_toml(study), encoding="utf-8")
     command = [
-        sys.executable, "-m", "hadal.cli", "simulate", "--config", str(config), "--out", str(tmp_path / "day"),
-        "--no-what-ifs", "--jobs", str(NUM_JOBS),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "hadal.cli",
+        "simulate",
+        "--config",
+        str(config),
+        "--out",
+        str(tmp_path / "day"),
+        "--no-what-ifs",
+        "--jobs",
+        str(NUM_JOBS),
+    ]
     path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
     said = tmp_path / "said"
     with said.open("wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT, start_new_session=True,
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=ROOT,
+            start_new_session=True,
             env={**os.environ, "PYTHONPATH": path},
             # Whoever runs the tests in the background ignores it, and so would this.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )  # fmt: skip
+        )
     made = Running(process, said)
     try:
         yield made

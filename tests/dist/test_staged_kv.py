@@ -1,7 +1,8 @@
-"""Units whose cache lies beside their pool, as on a GPU, but on the CPU: nobody sees a stale byte of a pool.
+"""Units whose cache lies beside their pool, as on a GPU, but on the CPU: nobody sees a stale byte
+of a pool.
 
-Every process of the server gets a KvCache that is staged; a pool's memory is zero until something is published or
-pulled.
+Every process of the server gets a KvCache that is staged; a pool's memory is zero until something
+is published or pulled.
 """
 
 from __future__ import annotations
@@ -34,13 +35,19 @@ def cases() -> list[Case]:
 def test_the_plain_loops_tokens(
     start_server: StartServer, cases: list[Case], tmp_path: Path, num_ranks: int
 ) -> None:
-    """Few blocks, so that requests are preempted and blocks used again; with ranks, one is killed, and those on the
-    other join again with what only its cache has."""
+    """Few blocks, so that requests are preempted and blocks used again; with ranks, one is killed,
+    and those on the other join again with what only its cache has.
+    """
     (tmp_path / "sitecustomize.py").write_text(STAGED)
     server = start_server(
         environment={"PYTHONPATH": f"{tmp_path}:{SOURCE}"},
         prefill={"ranks": num_ranks, "kv_memory_mb": 32},
-        decode={"ranks": num_ranks, "kv_blocks": 40, "max_requests": 16, "redundant_experts": 64 * (num_ranks - 1)},
+        decode={
+            "ranks": num_ranks,
+            "kv_blocks": 40,
+            "max_requests": 16,
+            "redundant_experts": 64 * (num_ranks - 1),
+        },
     )
 
     async def strike() -> None:
@@ -48,5 +55,7 @@ def test_the_plain_loops_tokens(
         if num_ranks > 1:
             server.kill("decode-0.1", signal.SIGKILL)
 
-    outputs = asyncio.run(complete_all(server.url, server.model, cases, concurrency=16, while_running=strike))
+    outputs = asyncio.run(
+        complete_all(server.url, server.model, cases, concurrency=16, while_running=strike)
+    )
     assert differences(cases, outputs) == []

@@ -1,4 +1,6 @@
-"""Two rank processes of a unit, led by the test: experts travel between them while they live, freeze and die."""
+"""Two rank processes of a unit, led by the test: experts travel between them while they live,
+freeze and die.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,26 @@ from numpy.typing import NDArray
 
 from hadal.core.config import Deployment, UnitsConfig
 from hadal.core.placement import Placement
-from hadal.core.plans import Chunk, FormPlan, LayerFlip, Member, PrefillPlan, Sampling, Source, Staged, StagePlan
-from hadal.core.rank_messages import RankDone, RankForm, RankFormed, RankStage, RankStaged, RankStep, RankUp
+from hadal.core.plans import (
+    Chunk,
+    FormPlan,
+    LayerFlip,
+    Member,
+    PrefillPlan,
+    Sampling,
+    Source,
+    Staged,
+    StagePlan,
+)
+from hadal.core.rank_messages import (
+    RankDone,
+    RankForm,
+    RankFormed,
+    RankStage,
+    RankStaged,
+    RankStep,
+    RankUp,
+)
 from hadal.core.wire import AnyMessage
 from hadal.runtime.core import first_placement
 from hadal.runtime.kv_pool import remove_segments
@@ -40,19 +60,36 @@ class Unit:
 
     def __init__(self, folder: Path) -> None:
         units = UnitsConfig(ranks=2, kv_blocks=4, max_requests=2, threads=1, mode="low_latency")
-        resolved = plan(Deployment(device="cpu", chunk_tokens=64, prefill=units, decode=UnitsConfig(kv_blocks=4)))
+        resolved = plan(
+            Deployment(
+                device="cpu", chunk_tokens=64, prefill=units, decode=UnitsConfig(kv_blocks=4)
+            )
+        )
         self.run_id = f"teststaging{os.getpid()}"
         write_run(folder, Run(self.run_id, resolved.deployment))
         self.placement: Placement = first_placement(resolved.deployment, resolved.config, "prefill")
         self.wire = ZmqWire(UNIT, folder)
         self._unread: list[AnyMessage] = []
         self.processes = [
-            subprocess.Popen([
-                sys.executable, "-m", "hadal.runtime.entry", str(os.getpid()), "hadal.runtime.rank", "--unit", UNIT,
-                "--role", "prefill", "--rank", str(rank), "--folder", str(folder),
-            ])
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "hadal.runtime.entry",
+                    str(os.getpid()),
+                    "hadal.runtime.rank",
+                    "--unit",
+                    UNIT,
+                    "--role",
+                    "prefill",
+                    "--rank",
+                    str(rank),
+                    "--folder",
+                    str(folder),
+                ]
+            )
             for rank in range(2)
-        ]  # fmt: skip
+        ]
 
     def form(self) -> None:
         found: dict[int, RankUp] = {}
@@ -77,7 +114,9 @@ class Unit:
                 if isinstance(message, kind):
                     del self._unread[index]
                     return message
-            self._unread = [m for m in self._unread if isinstance(m, RankDone | RankFormed | RankStaged)]
+            self._unread = [
+                m for m in self._unread if isinstance(m, RankDone | RankFormed | RankStaged)
+            ]
             self._unread += self.wire.receive(0.5)
         pytest.fail(f"no {kind.__name__} came")
 
@@ -89,7 +128,9 @@ class Unit:
 
     def begin_stage(self, rank: int, layer: int) -> None:
         slots_S, other = self.swapped(layer)[rank].tolist(), self.ups[1 - rank]
-        sources = tuple(Source(expert, other.host, other.expert_port) for expert in slots_S[:NUM_SWAPPED])
+        sources = tuple(
+            Source(expert, other.host, other.expert_port) for expert in slots_S[:NUM_SWAPPED]
+        )
         self.send(rank, RankStage(StagePlan(1, 7 + layer, layer, tuple(slots_S), sources)))
 
     def staged(self) -> Staged:
@@ -129,7 +170,9 @@ def unit() -> Iterator[Unit]:
             made.close()
 
 
-def test_experts_travel_between_ranks_and_come_from_the_checkpoint_when_they_cannot(unit: Unit) -> None:
+def test_experts_travel_between_ranks_and_come_from_the_checkpoint_when_they_cannot(
+    unit: Unit,
+) -> None:
     assert all(up.expert_port for up in unit.ups)
     undisturbed = unit.first_token(0)
     for rank in range(2):
@@ -137,7 +180,10 @@ def test_experts_travel_between_ranks_and_come_from_the_checkpoint_when_they_can
     assert unit.first_token(1) == undisturbed, "while they stage"
     for staged in (unit.staged(), unit.staged()):
         assert (staged.error, staged.num_received, staged.num_read) == (None, NUM_SWAPPED, 0)
-        print(f"{NUM_SWAPPED} of {unit.placement.num_slots} experts staged in {1000 * staged.elapsed_s:.1f} ms")
+        print(
+            f"{NUM_SWAPPED} of {unit.placement.num_slots} experts staged in"
+            f" {1000 * staged.elapsed_s:.1f} ms"
+        )
     flip = LayerFlip(1, 8, unit.swapped(1).tobytes())
     assert unit.first_token(2, (flip,)) == undisturbed, "they lie elsewhere now"
     assert unit.first_token(3) == undisturbed

@@ -1,7 +1,8 @@
-"""A host with far more to do than it can: nobody is given up for it, and no answer is lost. And who really is frozen?
+"""A host with far more to do than it can: nobody is given up for it, and no answer is lost. And who
+really is frozen?
 
-Server and spinning processes share one processor, so that whatever else runs here is left alone. `HADAL_FULL=1`: for
-two minutes.
+Server and spinning processes share one processor, so that whatever else runs here is left alone.
+`HADAL_FULL=1`: for two minutes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def on_one_processor() -> Iterator[None]:
 @contextmanager
 def spinning(number: int) -> Iterator[None]:
     with on_one_processor():
-        processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+        processes = [
+            subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)
+        ]
     try:
         yield
     finally:
@@ -80,7 +83,9 @@ def test_a_starved_server_gives_nobody_up_and_loses_nothing(start_server: StartS
 
 
 @pytest.mark.parametrize("unit", ["decode-0", "prefill-0"])
-def test_a_frozen_leader_is_noticed_within_three_seconds(start_server: StartServer, unit: str) -> None:
+def test_a_frozen_leader_is_noticed_within_three_seconds(
+    start_server: StartServer, unit: str
+) -> None:
     server = start_server(**RANKED)
     undisturbed = complete(server, 200)
     answers: list[str] = []

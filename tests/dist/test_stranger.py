@@ -1,8 +1,9 @@
 """A stranger on the same host, with an account of its own, against a server that answers meanwhile.
 
-It knows all that is public: every port (/proc/net/tcp), every name in shared memory, run, ranks, epochs, generation,
-and the protocols. It does not know the secret. It may read nothing, is refused wherever it speaks, and disturbs nobody.
-Without root it cannot be another user, and runs as a process of our own without the secret.
+It knows all that is public: every port (/proc/net/tcp), every name in shared memory, run, ranks,
+epochs, generation, and the protocols. It does not know the secret. It may read nothing, is refused
+wherever it speaks, and disturbs nobody. Without root it cannot be another user, and runs as a
+process of our own without the secret.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.fresh import fresh
 NUM_ATTACKS = 10_000 if os.environ.get("HADAL_FULL") else 500
 TIMEOUT_S = 240.0
 
-STRANGER = r'''
+STRANGER = r"""
 import encodings.idna, glob, hashlib, hmac, json, os, random, socket, struct, sys
 asked = json.loads(sys.argv[1])
 if os.geteuid() == 0:  # Only now: the interpreter may lie where nobody else may go.
@@ -111,17 +112,20 @@ for number in range(asked["attacks"]):
     found["attacks"] += 1
     found["kinds"][kind] = found["kinds"].get(kind, 0) + 1
 print(json.dumps(found))
-'''
+"""
 
 
 def ask(server: Server, number: int) -> str:
     reply = httpx.post(
-        f"{server.url}/v1/chat/completions", timeout=120,
+        f"{server.url}/v1/chat/completions",
+        timeout=120,
         json={
-            "model": server.model, "temperature": 0, "max_tokens": 60,
+            "model": server.model,
+            "temperature": 0,
+            "max_tokens": 60,
             "messages": [{"role": "user", "content": f"What is {number} + 30?"}],
         },
-    )  # fmt: skip
+    )
     assert reply.status_code == 200, reply.text
     message = reply.json()["choices"][0]["message"]
     return f"{message.get('reasoning_content')}|{message['content']}"
@@ -130,14 +134,22 @@ def ask(server: Server, number: int) -> str:
 def num_refused(server: Server) -> float:
     """Connections that all processes of the server refused."""
     lines = httpx.get(f"{server.url}/metrics", timeout=10).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("hadal_refused_connections_total{"))
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith("hadal_refused_connections_total{")
+    )
 
 
 def as_stranger(server: Server, **asked: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-I", "-c", STRANGER, json.dumps(asked)], cwd="/", env={},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-I", "-c", STRANGER, json.dumps(asked)],
+        cwd="/",
+        env={},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.timeout(600)
@@ -145,17 +157,24 @@ def test_a_stranger_reads_nothing_and_disturbs_nobody(start_server: StartServer)
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     server = start_server(
-        transport="tcp", handover="tcp",
-        decode={"ranks": 2, "threads": 1, "kv_memory_mb": 64}, prefill={"threads": 1, "kv_memory_mb": 64},
-    )  # fmt: skip
+        transport="tcp",
+        handover="tcp",
+        decode={"ranks": 2, "threads": 1, "kv_memory_mb": 64},
+        prefill={"threads": 1, "kv_memory_mb": 64},
+    )
     wanted = [ask(server, number) for number in range(10, 14)]
     pids, num_formed = server.pids(), server.log().count(" formed in ")
     names = [name.removeprefix("hadal-") for name in server.segments()]
     ports = [port for name, pid in pids.items() if name != "gateway" for port in listening({pid})]
     stranger = as_stranger(
-        server, seed=seed, attacks=NUM_ATTACKS, folder=str(server.folder), ports=ports,
-        run_id=server.status().run_id, epochs=[name.rpartition(".")[2] for name in names],
-    )  # fmt: skip
+        server,
+        seed=seed,
+        attacks=NUM_ATTACKS,
+        folder=str(server.folder),
+        ports=ports,
+        run_id=server.status().run_id,
+        epochs=[name.rpartition(".")[2] for name in names],
+    )
     try:
         num_answered = 0
         while stranger.poll() is None:
@@ -167,17 +186,23 @@ def test_a_stranger_reads_nothing_and_disturbs_nobody(start_server: StartServer)
     assert stranger.returncode == 0, err
     found = json.loads(out)
     num_ports = len(found["ports"])
-    print(f"{found['attacks']} attacks on {num_ports} ports, {num_answered} answers meanwhile: {found['kinds']}")
+    print(
+        f"{found['attacks']} attacks on {num_ports} ports, {num_answered} answers meanwhile:"
+        f" {found['kinds']}"
+    )
     assert found["attacks"] == NUM_ATTACKS
     assert num_ports >= 4, "two of the mesh, and of KV or experts"
-    # A challenge and a proof, or what a listener says to whoever connects: nothing that was asked for.
+    # A challenge and a proof, or what a listener says to whoever connects: nothing that was asked
+    # for.
     assert found["most_bytes"] <= 72
     if os.geteuid() == 0:
         assert found["opened"] == []
     assert server.pids() == pids
     assert server.log().count(" formed in ") == num_formed, "no unit had to form anew"
     assert "refused" in server.log()
-    wait_until(lambda: num_refused(server) >= found["attacks"] // 2, TIMEOUT_S, "the refusals are counted")
+    wait_until(
+        lambda: num_refused(server) >= found["attacks"] // 2, TIMEOUT_S, "the refusals are counted"
+    )
     print(f"{num_refused(server):.0f} refusals in /metrics")
     assert [ask(server, number) for number in range(10, 14)] == wanted
 
@@ -195,7 +220,9 @@ def test_the_secret_is_nowhere_but_in_the_run_file(start_server: StartServer) ->
             content = Path(f"/proc/{pid}/{part}").read_bytes()
             assert text.encode() not in content
             assert secret not in content
-            assert name == "gateway" or b"a-key-of-ours" not in content, f"{name} has no use for the keys"
+            assert name == "gateway" or b"a-key-of-ours" not in content, (
+                f"{name} has no use for the keys"
+            )
     others = [path for path in server.folder.rglob("*") if path.is_file() and path not in run_files]
     for content in [server.log().encode(), *(path.read_bytes() for path in others)]:
         assert text.encode() not in content
@@ -211,7 +238,9 @@ def listening(pids: set[int]) -> list[int]:
             if target.startswith("socket:["):
                 inodes.add(target[8:-1])
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return [int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes]
+    return [
+        int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes
+    ]
 
 
 def test_where_shared_memory_serves_all_nothing_listens(start_server: StartServer) -> None:

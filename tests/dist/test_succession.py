@@ -1,7 +1,7 @@
 """`kill -9` of a leader whose ranks live: the next one takes them over while answers stream.
 
-The ranks are the same processes before and after, requests in decode keep their KV, and the texts are what they would
-have been. `HADAL_FULL=1`: 30 rounds.
+The ranks are the same processes before and after, requests in decode keep their KV, and the texts
+are what they would have been. `HADAL_FULL=1`: 30 rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Streams:
         self.num_pieces = [0] * number
         self.came_s: list[float] = []
         self._server, self._model = server, server.model
-        self._threads = [threading.Thread(target=self._read, args=(index,)) for index in range(number)]
+        self._threads = [
+            threading.Thread(target=self._read, args=(index,)) for index in range(number)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -54,7 +56,10 @@ class Streams:
 
     def still_for_s(self, since_s: float) -> float:
         """How long nothing came after this moment."""
-        return min((came_s for came_s in self.came_s if came_s > since_s + 0.1), default=since_s) - since_s
+        return (
+            min((came_s for came_s in self.came_s if came_s > since_s + 0.1), default=since_s)
+            - since_s
+        )
 
 
 def ranks_of(server: Server, unit: str) -> dict[str, int]:
@@ -71,7 +76,9 @@ def test_a_leaders_ranks_are_taken_over_with_their_kv_while_answers_stream(
     ranks, back_s, num_lost = ranks_of(server, "decode-0"), [], 0.0
     for _ in range(NUM_ROUNDS if number == signal.SIGKILL else 1):
         streams = Streams(server, 3)
-        wait_until(lambda streams=streams: min(streams.num_pieces) > 2, 30.0, "all answers are in decode")
+        wait_until(
+            lambda streams=streams: min(streams.num_pieces) > 2, 30.0, "all answers are in decode"
+        )
         time.sleep(random.uniform(0.0, 0.2))
         retries = _retries(server)
         killed_s = time.monotonic()
@@ -80,7 +87,9 @@ def test_a_leaders_ranks_are_taken_over_with_their_kv_while_answers_stream(
         back_s.append(streams.still_for_s(killed_s))
         server.wait_restarted("decode-0", old_pid)
         num_lost += _retries(server) - retries
-    print(f"{number.name}: still for {statistics.median(back_s):.2f} s, at worst {max(back_s):.2f} s")
+    print(
+        f"{number.name}: still for {statistics.median(back_s):.2f} s, at worst {max(back_s):.2f} s"
+    )
     assert num_lost <= len(back_s) // 4, "KV was lost that did not travel from rank to rank"
     assert ranks_of(server, "decode-0") == ranks
     assert httpx.get(f"{server.url}/audit", timeout=30).status_code == 200
@@ -99,12 +108,16 @@ def test_prefill_ranks_are_kept_as_well(start_server: StartServer) -> None:
     assert httpx.get(f"{server.url}/audit", timeout=30).status_code == 200
 
 
-def test_ranks_that_no_leader_can_take_over_are_ended_and_started_again(start_server: StartServer) -> None:
+def test_ranks_that_no_leader_can_take_over_are_ended_and_started_again(
+    start_server: StartServer,
+) -> None:
     server = start_server(**RANKED)
     undisturbed, ranks = complete(server, 60), ranks_of(server, "decode-0")
     pid = 0
     for _ in range(3):
-        wait_until(lambda pid=pid: server.pids()["decode-0"] not in (0, pid), 10.0, "a leader is started")
+        wait_until(
+            lambda pid=pid: server.pids()["decode-0"] not in (0, pid), 10.0, "a leader is started"
+        )
         pid = server.kill("decode-0")
     for name, old_pid in ranks.items():
         server.wait_restarted(name, old_pid, 2 * START_TIMEOUT_S)

@@ -1,4 +1,6 @@
-"""What `hadal serve` does when its processes die, hang, or are asked to end: no request lost, nothing left behind."""
+"""What `hadal serve` does when its processes die, hang, or are asked to end: no request lost,
+nothing left behind.
+"""
 
 import json
 import os
@@ -24,21 +26,33 @@ PROMPT = list(range(10, 130))
 
 
 def body(num_tokens: int, **fields: Any) -> dict[str, Any]:
-    return {"prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, **fields}
+    return {
+        "prompt": PROMPT,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        **fields,
+    }
 
 
 def complete(server: Server, num_tokens: int) -> str:
     """A greedy completion in one piece."""
-    reply = httpx.post(f"{server.url}/v1/completions", json=body(num_tokens, model=server.model), timeout=60)
+    reply = httpx.post(
+        f"{server.url}/v1/completions", json=body(num_tokens, model=server.model), timeout=60
+    )
     assert reply.status_code == 200, reply.text
     assert reply.json()["usage"]["completion_tokens"] == num_tokens
     return str(reply.json()["choices"][0]["text"])
 
 
-def stream(server: Server, num_tokens: int, model: str, client: httpx.Client | None = None) -> Iterator[str]:
+def stream(
+    server: Server, num_tokens: int, model: str, client: httpx.Client | None = None
+) -> Iterator[str]:
     """The same, piece by piece."""
     fields = body(num_tokens, model=model, stream=True)
-    with (client or httpx).stream("POST", f"{server.url}/v1/completions", json=fields, timeout=60) as reply:
+    with (client or httpx).stream(
+        "POST", f"{server.url}/v1/completions", json=fields, timeout=60
+    ) as reply:
         assert reply.status_code == 200
         for line in reply.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
@@ -56,7 +70,9 @@ def act_midway(server: Server, num_tokens: int, act: Callable[[], object]) -> No
 
 
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
-def test_a_stream_goes_on_where_it_stopped_when_a_unit_is_killed(server: Server, victim: str) -> None:
+def test_a_stream_goes_on_where_it_stopped_when_a_unit_is_killed(
+    server: Server, victim: str
+) -> None:
     undisturbed = complete(server, 600)
     pieces: list[str] = []
     old_pid = 0
@@ -64,7 +80,9 @@ def test_a_stream_goes_on_where_it_stopped_when_a_unit_is_killed(server: Server,
         pieces.append(piece)
         if len(pieces) == 20:
             old_pid = server.kill(victim)
-            wait_until(lambda gone=old_pid: server.pids()[victim] != gone, 2.0, "its end was noticed")
+            wait_until(
+                lambda gone=old_pid: server.pids()[victim] != gone, 2.0, "its end was noticed"
+            )
     assert "".join(pieces) == undisturbed
     server.wait_restarted(victim, old_pid)
     assert len(server.segments()) == 2
@@ -75,7 +93,9 @@ def test_requests_survive_the_prefill_unit_they_wait_for(server: Server) -> None
     undisturbed = complete(server, 8)
     old_pid = server.kill("prefill-0", signal.SIGSTOP)
     answers: list[str] = []
-    threads = [threading.Thread(target=lambda: answers.append(complete(server, 8))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: answers.append(complete(server, 8))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     time.sleep(0.5)  # They are in its queue; if not all are, the test is only easier.
@@ -151,8 +171,8 @@ def test_no_process_outlives_a_killed_supervisor(start_server: StartServer) -> N
     server.process.kill()
     server.process.wait(5)
     wait_until(lambda: not any(is_alive(pid) for pid in pids), 2.0, "every child is gone")
-    # The memory it could not give back goes at the next start.
-    # A killed process counts as gone when its first thread is; the others may hold its lock a moment longer.
+    # The memory it could not give back goes at the next start. A killed process counts as gone when
+    # its first thread is; the others may hold its lock a moment longer.
     swept: set[str] = set()
 
     def all_swept() -> bool:
@@ -199,7 +219,9 @@ def test_a_second_signal_ends_at_once(start_server: StartServer) -> None:
     assert not any(is_alive(pid) for pid in pids)
 
 
-def test_a_damaged_checkpoint_ends_it_with_the_files_name(start_server: StartServer, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_ends_it_with_the_files_name(
+    start_server: StartServer, tmp_path: Path
+) -> None:
     model = model_folder("")
     for path in model.iterdir():
         (tmp_path / path.name).symlink_to(path)
@@ -220,9 +242,13 @@ def test_two_servers_do_not_mix(server: Server, start_server: StartServer) -> No
     assert httpx.get(f"{first.url}/v1/models").status_code == 200
     assert httpx.get(f"{second.url}/v1/models").status_code == 401
     taken = subprocess.run(
-        [*_command(first), "--port", str(httpx.URL(first.url).port)], capture_output=True, text=True, timeout=30,
-        check=False, env={**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "") + os.pathsep + _source()},
-    )  # fmt: skip
+        [*_command(first), "--port", str(httpx.URL(first.url).port)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "") + os.pathsep + _source()},
+    )
     assert taken.returncode == 2
     assert "is in use" in taken.stderr
     assert len(taken.stderr.splitlines()) == 1
@@ -240,13 +266,19 @@ def _source() -> str:
 
 def _blocks_used(server: Server) -> list[float]:
     text = httpx.get(f"{server.url}/metrics", timeout=10).text
-    return [float(line.split()[-1]) for line in text.splitlines() if line.startswith("hadal_kv_blocks_used{")]
+    return [
+        float(line.split()[-1])
+        for line in text.splitlines()
+        if line.startswith("hadal_kv_blocks_used{")
+    ]
 
 
 def test_every_line_of_a_json_log_is_an_object(start_server: StartServer) -> None:
     server = start_server("--log-format", "json")
     asked = body(8, model=server.model)
-    reply = httpx.post(f"{server.url}/v1/completions", json=asked, headers={"X-Request-Id": "mine-1"}, timeout=60)
+    reply = httpx.post(
+        f"{server.url}/v1/completions", json=asked, headers={"X-Request-Id": "mine-1"}, timeout=60
+    )
     assert reply.status_code == 200
     old_pid = server.kill("decode-0")
     server.wait_restarted("decode-0", old_pid)
@@ -257,13 +289,21 @@ def test_every_line_of_a_json_log_is_an_object(start_server: StartServer) -> Non
     (access,) = (line for line in lines if line.get("request_id") == "mine-1")
     assert (access["status"], access["reply_id"]) == (200, reply.json()["id"])
     (ended,) = (line for line in lines if line["message"] == "decode-0 ended: killed by SIGKILL")
-    assert (ended["process"], ended["unit"], ended["level"]) == ("supervisor", "decode-0", "warning")
+    assert (ended["process"], ended["unit"], ended["level"]) == (
+        "supervisor",
+        "decode-0",
+        "warning",
+    )
 
 
 def test_a_start_that_compiles_kernels_says_so(start_server: StartServer, tmp_path: Path) -> None:
-    """A compiler that takes long, and then fails: what waits for it is told every 10 s, and what it means."""
+    """A compiler that takes long, and then fails: what waits for it is told every 10 s, and what it
+    means.
+    """
     compiler = tmp_path / "slow-c++"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\nsleep 13; echo no luck; exit 1\n')
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\nsleep 13; echo no luck; exit 1\n'
+    )
     compiler.chmod(0o755)
     environment = {"CXX": str(compiler), "HADAL_CACHE_DIR": str(tmp_path / "cache")}
     server = start_server(environment=environment, wait=False)

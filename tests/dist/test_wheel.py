@@ -1,4 +1,6 @@
-"""A wheel has all that `hadal serve` needs: the model, the deployments and the kernels' sources, outside a checkout."""
+"""A wheel has all that `hadal serve` needs: the model, the deployments and the kernels' sources,
+outside a checkout.
+"""
 
 import os
 import shutil
@@ -19,7 +21,9 @@ WITHOUT = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what a wheel of this checkout installs. Built from a copy: setuptools writes beside its sources."""
+    """A folder with what a wheel of this checkout installs. Built from a copy: setuptools writes
+    beside its sources.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     for part in PARTS:
         source, copy = ROOT / part, folder / "checkout" / part
@@ -40,18 +44,29 @@ def _pip(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_it_finds_its_model_its_deployments_and_its_kernels(installed: Path, tmp_path: Path) -> None:
-    code = (
-        "import hadal\nfrom pathlib import Path\nfrom hadal.core.config import read_deployment\n"
-        "from hadal.kernels.build import MAIN_SOURCE, SOURCES\nfrom hadal.runtime.resolve import *\n"
-        "print(hadal.__file__)\nprint(resolve(Deployment()).deployment.model)\n"
-        "print(plan(read_deployment(deployment_file(Path('v3_ep32_ep144')))).deployment.model)\n"
-        "print(SOURCES / MAIN_SOURCE)\n"
-    )
+def test_it_finds_its_model_its_deployments_and_its_kernels(
+    installed: Path, tmp_path: Path
+) -> None:
+    code = """
+import hadal
+from pathlib import Path
+from hadal.core.config import read_deployment
+from hadal.kernels.build import MAIN_SOURCE, SOURCES
+from hadal.runtime.resolve import *
+print(hadal.__file__)
+print(resolve(Deployment()).deployment.model)
+print(plan(read_deployment(deployment_file(Path("v3_ep32_ep144")))).deployment.model)
+print(SOURCES / MAIN_SOURCE)
+"""
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(installed)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     found = done.stdout.splitlines()
     assert len(found) == 4

@@ -32,7 +32,9 @@ def run_ranks(folder: Path, device: str, wire: str, prompts: list[list[int]]) ->
     try:
         for rank in range(NUM_RANKS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_main, args=(rank, folder, device, wire, prompts, theirs), daemon=True)
+            process = context.Process(
+                target=_main, args=(rank, folder, device, wire, prompts, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -48,10 +50,14 @@ def run_ranks(folder: Path, device: str, wire: str, prompts: list[list[int]]) ->
             if process.is_alive():
                 process.kill()
     # Prompt n is rank n % 2's.
-    return {name: torch.stack([half[name] for half in halves], 2).flatten(1, 2) for name in halves[0]}
+    return {
+        name: torch.stack([half[name] for half in halves], 2).flatten(1, 2) for name in halves[0]
+    }
 
 
-def _main(rank: int, folder: Path, device: str, wire: str, prompts: list[list[int]], pipe: Connection) -> None:
+def _main(
+    rank: int, folder: Path, device: str, wire: str, prompts: list[list[int]], pipe: Connection
+) -> None:
     torch.set_num_threads(1)
     members = [Member(peer, f"e{peer}", "127.0.0.1", 0) for peer in range(NUM_RANKS)]
     group = TorchGroup(rank, backend="gloo", folder=folder, deadline_s=DEADLINE_S, device=device)
@@ -77,9 +83,14 @@ def _model(group: TorchGroup, device: str, wire: str, mode: str) -> DeepseekV3:
         model_folder(""), slots_LS=placement.slot_to_expert_LRS[:, group.rank], device=device
     )
     comm = ExpertComm(
-        group, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire=wire, mode=mode, max_tokens=256,
+        group,
+        hidden_size=config.hidden_size,
+        top_k=config.num_experts_per_tok,
+        wire=wire,
+        mode=mode,
+        max_tokens=256,
         device=device,
-    )  # fmt: skip
+    )
     comm.install(placement)
     cache = KvCache(config, 16, device=device)
     cache.cache_PLSD.fill_(float("nan"))
@@ -87,13 +98,18 @@ def _model(group: TorchGroup, device: str, wire: str, mode: str) -> DeepseekV3:
 
 
 def _work(model: DeepseekV3, prompts: list[list[int]], schedule: Schedule) -> Tensor:
-    """Two prompts, each cut between the micro-batches, then steps in two: logits [steps, 2, V] on the CPU."""
+    """Two prompts, each cut between the micro-batches, then steps in two: logits [steps, 2, V] on
+    the CPU.
+    """
     assert len(prompts) == 2
     device = model.cache.cache_PLSD.device
     blocks = [(1, 2, 3), (4, 5, 6)]
-    first = [Chunk(str(i), tuple(p[: len(p) // 3]), 0, blocks[i], None, 0) for i, p in enumerate(prompts)]
+    first = [
+        Chunk(str(i), tuple(p[: len(p) // 3]), 0, blocks[i], None, 0) for i, p in enumerate(prompts)
+    ]
     second = [
-        Chunk(str(i), tuple(p[len(p) // 3 :]), len(p) // 3, blocks[i], None, 0) for i, p in enumerate(prompts)
+        Chunk(str(i), tuple(p[len(p) // 3 :]), len(p) // 3, blocks[i], None, 0)
+        for i, p in enumerate(prompts)
     ]
     logits = [torch.cat(model.prefill_split([first, second], [[], [0, 1]], schedule))]
     table = torch.tensor(blocks, dtype=torch.int32, device=device)

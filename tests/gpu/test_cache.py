@@ -11,12 +11,16 @@ from hadal.runtime.resolve import model_folder
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device (torch.cuda.is_available() is false)"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device (torch.cuda.is_available() is false)"
+    ),
 ]
 
 
 def test_blocks_go_to_the_pool_and_come_back() -> None:
-    """Published bytes are there when `publish` returns; fetched ones before whatever the device does next."""
+    """Published bytes are there when `publish` returns; fetched ones before whatever the device
+    does next.
+    """
     config = read_model_config(model_folder(""))
     memory = bytearray(block_bytes(config) * 40)
     pool = torch.frombuffer(memory, dtype=torch.float32).view(40, -1)

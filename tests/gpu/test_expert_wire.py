@@ -1,4 +1,6 @@
-"""Experts between ranks whose weights lie on a GPU: over the host, beside what the device computes."""
+"""Experts between ranks whose weights lie on a GPU: over the host, beside what the device
+computes.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,21 @@ from hadal.runtime.expert_wire import ExpertClient, ExpertServer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device (torch.cuda.is_available() is false)"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device (torch.cuda.is_available() is false)"
+    ),
 ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_what_was_queued_before_is_sent_and_what_arrived_is_there_for_whatever_comes_next(dtype: torch.dtype) -> None:
+def test_what_was_queued_before_is_sent_and_what_arrived_is_there_for_whatever_comes_next(
+    dtype: torch.dtype,
+) -> None:
     key, busy = key_of(b"a run", "experts"), torch.randn(4096, 4096, device="cuda")
-    held = torch.zeros(1024, 2048, device="cuda").to(dtype), torch.zeros(2048, 512, device="cuda").to(dtype)
+    held = (
+        torch.zeros(1024, 2048, device="cuda").to(dtype),
+        torch.zeros(2048, 512, device="cuda").to(dtype),
+    )
     server = ExpertServer("127.0.0.1", key, lambda layer, expert: held)
     client = ExpertClient(key)
     try:
@@ -28,7 +37,9 @@ def test_what_was_queued_before_is_sent_and_what_arrived_is_there_for_whatever_c
             for _ in range(10):
                 busy = busy @ busy / 64.0
             for part in held:
-                part.copy_(torch.full(part.shape, value, device="cuda"))  # Queued behind the products.
+                part.copy_(
+                    torch.full(part.shape, value, device="cuda")
+                )  # Queued behind the products.
             assert client.fetch(key_layer, Source(7, "127.0.0.1", server.port), *got)
             assert all(bool((part.float() == value).all()) for part in got)
     finally:

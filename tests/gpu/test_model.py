@@ -24,12 +24,16 @@ from tests.gpu.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device (torch.cuda.is_available() is false)"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device (torch.cuda.is_available() is false)"
+    ),
 ]
 
 DEVICE = "cuda"
 TOLERANCE = 2e-3
-"""FP32 on both sides, TF32 off: sums in another order through four layers. Logits are spread over several units."""
+"""FP32 on both sides, TF32 off: sums in another order through four layers. Logits are spread over
+several units.
+"""
 NUM_STEPS = 3
 LENGTHS = (5, 70, 131, 200)
 
@@ -48,17 +52,28 @@ def make_model(device: str, wire: str | None) -> DeepseekV3:
     comm = None
     if wire is not None:
         comm = ExpertComm(
-            None, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire=wire, mode="normal",
-            max_tokens=1024, device=device,
-        )  # fmt: skip
-        comm.install(spread(config.num_hidden_layers - config.first_k_dense_replace, config.n_routed_experts, 1))
+            None,
+            hidden_size=config.hidden_size,
+            top_k=config.num_experts_per_tok,
+            wire=wire,
+            mode="normal",
+            max_tokens=1024,
+            device=device,
+        )
+        comm.install(
+            spread(
+                config.num_hidden_layers - config.first_k_dense_replace, config.n_routed_experts, 1
+            )
+        )
     cache = KvCache(config, 40, device=device)
     cache.cache_PLSD.fill_(float("nan"))
     return DeepseekV3(weights, cache, comm)
 
 
 def work(model: DeepseekV3, schedule: Schedule, num_micro_batches: int, tokens: Tensor) -> Tensor:
-    """Prefill four prompts, cut between the micro-batches, then decode given tokens; all logits, on the CPU."""
+    """Prefill four prompts, cut between the micro-batches, then decode given tokens; all logits, on
+    the CPU.
+    """
     device = model.cache.cache_PLSD.device
     width = -(-(max(LENGTHS) + NUM_STEPS) // BLOCK_TOKENS)
     blocks = [tuple(range(1 + i * width, 1 + (i + 1) * width)) for i in range(len(LENGTHS))]
@@ -71,20 +86,32 @@ def work(model: DeepseekV3, schedule: Schedule, num_micro_batches: int, tokens: 
                 if end == length:
                     wanted[part].append(len(parts[part]))
                 prompt = tuple(tokens[i, start:end].tolist())
-                parts[part].append(Chunk(str(i), prompt, start, blocks[i][: -(-end // BLOCK_TOKENS)], None, 0))
-    logits = [torch.cat(model.prefill_split(parts[:num_micro_batches], wanted[:num_micro_batches], schedule))]
+                parts[part].append(
+                    Chunk(str(i), prompt, start, blocks[i][: -(-end // BLOCK_TOKENS)], None, 0)
+                )
+    logits = [
+        torch.cat(
+            model.prefill_split(parts[:num_micro_batches], wanted[:num_micro_batches], schedule)
+        )
+    ]
     table = torch.tensor(blocks, dtype=torch.int32, device=device)
     for step in range(NUM_STEPS):
         fed = tokens[:, step].to(device)
         positions = torch.tensor(LENGTHS, device=device) + step
         cuts = (slice(0, 2), slice(2, 4)) if num_micro_batches == 2 else (slice(0, 4),)
-        logits.append(torch.cat(model.decode_split([(fed[c], positions[c], table[c]) for c in cuts], schedule)))
+        logits.append(
+            torch.cat(
+                model.decode_split([(fed[c], positions[c], table[c]) for c in cuts], schedule)
+            )
+        )
     return torch.stack([part.cpu() for part in logits])
 
 
 @pytest.fixture(scope="module")
 def tokens() -> Tensor:
-    return torch.randint(3, 1500, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        3, 1500, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(1)
+    )
 
 
 @pytest.mark.parametrize("wire", [None, "fp32"])
@@ -114,5 +141,7 @@ def test_two_ranks_share_the_device(tmp_path: Path, tokens: Tensor, wire: str) -
     if wire == "fp32":
         weights = load_weights(model_folder(""))
         for i, prompt in enumerate(prompts):
-            theirs, _ = forward(weights, torch.tensor(prompt + prompt[:NUM_STEPS]), no_latents(weights))
+            theirs, _ = forward(
+                weights, torch.tensor(prompt + prompt[:NUM_STEPS]), no_latents(weights)
+            )
             assert float((expected[:, i] - theirs[len(prompt) - 1 :]).abs().max()) <= TOLERANCE

@@ -1,4 +1,6 @@
-"""`hadal serve` on one GPU, in FP32: the plain loop's greedy tokens, by units of one rank and of two that share it."""
+"""`hadal serve` on one GPU, in FP32: the plain loop's greedy tokens, by units of one rank and of
+two that share it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.dist.serving import StartServer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device (torch.cuda.is_available() is false)"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device (torch.cuda.is_available() is false)"
+    ),
 ]
 
 START_S = 180.0
@@ -29,10 +33,17 @@ def cases() -> list[Case]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_plain_loops_tokens(start_server: StartServer, cases: list[Case], num_ranks: int) -> None:
+def test_the_plain_loops_tokens(
+    start_server: StartServer, cases: list[Case], num_ranks: int
+) -> None:
     units = {"ranks": num_ranks, "kv_memory_mb": 64}
     server = start_server(
-        wait=False, device="cuda", transport="gloo", prefill=units, decode={**units, "max_requests": 16}, **PATIENT
+        wait=False,
+        device="cuda",
+        transport="gloo",
+        prefill=units,
+        decode={**units, "max_requests": 16},
+        **PATIENT,
     )
     server.wait_ready(START_S)
     outputs = asyncio.run(complete_all(server.url, server.model, cases, concurrency=16))
@@ -46,7 +57,12 @@ def test_a_killed_rank_costs_no_request(start_server: StartServer, cases: list[C
     """Survivors keep the KV on the device; a request joins again without looking at the pool."""
     units = {"ranks": 2, "kv_memory_mb": 64}
     server = start_server(
-        wait=False, device="cuda", transport="gloo", prefill=units, decode={**units, "max_requests": 16}, **PATIENT
+        wait=False,
+        device="cuda",
+        transport="gloo",
+        prefill=units,
+        decode={**units, "max_requests": 16},
+        **PATIENT,
     )
     server.wait_ready(START_S)
 
@@ -54,5 +70,7 @@ def test_a_killed_rank_costs_no_request(start_server: StartServer, cases: list[C
         await asyncio.sleep(1.0)
         server.kill("decode-0.1", signal.SIGKILL)
 
-    outputs = asyncio.run(complete_all(server.url, server.model, cases, concurrency=16, while_running=strike))
+    outputs = asyncio.run(
+        complete_all(server.url, server.model, cases, concurrency=16, while_running=strike)
+    )
     assert differences(cases, outputs) == []

@@ -1,4 +1,6 @@
-"""Worlds for caches: chats of several turns under shared system prompts, of two tenants, with too little room."""
+"""Worlds for caches: chats of several turns under shared system prompts, of two tenants, with too
+little room.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from tests.sim.engine import VOCAB, expected_output
 from tests.sim.scenario import RANK_TIMEOUT_S, random_sampling
 from tests.sim.world import Faults, World
 
-MEMORY, DISK, BOTH, OFF = CacheConfig(), CacheConfig("off", "folder"), CacheConfig("auto", "folder"), CacheConfig("off")
+MEMORY, DISK, BOTH, OFF = (
+    CacheConfig(),
+    CacheConfig("off", "folder"),
+    CacheConfig("auto", "folder"),
+    CacheConfig("off"),
+)
 
 
 def words(random: Random, num: int) -> tuple[int, ...]:
@@ -21,54 +28,85 @@ def words(random: Random, num: int) -> tuple[int, ...]:
 
 
 def chats_world(
-    seed: int, cache: CacheConfig | None = None, *, ranks: int | None = None, disk_faults: DiskFaults | None = None,
+    seed: int,
+    cache: CacheConfig | None = None,
+    *,
+    ranks: int | None = None,
+    disk_faults: DiskFaults | None = None,
     is_calm: bool = False,
-) -> World:  # fmt: skip
+) -> World:
     """Everything drawn from the seed but what is given."""
     random = Random(f"chats {seed}")
     drawn_ranks = random.choice([1, 1, 2, 3])
     ranks = drawn_ranks if ranks is None else ranks
     config = Deployment(
-        chunk_tokens=random.choice([16, 64, 200]), lease_s=random.choice([2.0, 30.0]), heartbeat_s=0.1,
-        unit_timeout_s=2 * RANK_TIMEOUT_S, rank_timeout_s=RANK_TIMEOUT_S,
+        chunk_tokens=random.choice([16, 64, 200]),
+        lease_s=random.choice([2.0, 30.0]),
+        heartbeat_s=0.1,
+        unit_timeout_s=2 * RANK_TIMEOUT_S,
+        rank_timeout_s=RANK_TIMEOUT_S,
         prefill=UnitsConfig(
-            units=random.choice([1, 1, 2]), ranks=ranks, max_requests=random.randint(1, 6),
-            overlap=random.choice(["auto", "prefill_dual"]), min_split_tokens=random.choice([2, 32]),
+            units=random.choice([1, 1, 2]),
+            ranks=ranks,
+            max_requests=random.randint(1, 6),
+            overlap=random.choice(["auto", "prefill_dual"]),
+            min_split_tokens=random.choice([2, 32]),
             request_balance=random.choice(["auto", "auto", "off", "turns"]),
         ),
         decode=UnitsConfig(
-            units=random.choice([1, 2]), ranks=random.choice([1, 1, 2]), max_requests=random.randint(2, 6)
+            units=random.choice([1, 2]),
+            ranks=random.choice([1, 1, 2]),
+            max_requests=random.randint(2, 6),
         ),
         limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
         cache=cache or random.choice([MEMORY, DISK, BOTH, BOTH]),
         early_pull=random.choice(["auto", "off"]),
-    )  # fmt: skip
-    faults = random.choice([
-        Faults(until_s=0.0),
-        Faults(until_s=0.0),
-        Faults(duplicate_rate=0.05, engine_rate=0.01, until_s=0.0),
-        Faults(crash_every_s=1.0, until_s=6.0),
-        Faults(crash_every_s=0.7, stuck_share=0.3, engine_rate=0.005, until_s=6.0),
-        Faults(crash_every_s=1.5, stuck_share=0.2, duplicate_rate=0.05, front_restarts=2, until_s=6.0),
-    ])  # fmt: skip
-    drawn_faults = random.choice([
-        DiskFaults(),
-        DiskFaults(slow_rate=0.2, slow_s=12.0),
-        DiskFaults(load_rate=0.1, damage_rate=0.1, drop_rate=0.3, store_rate=0.1, slow_rate=0.05),
-        DiskFaults(load_rate=0.5, store_rate=0.5),
-    ])
+    )
+    faults = random.choice(
+        [
+            Faults(until_s=0.0),
+            Faults(until_s=0.0),
+            Faults(duplicate_rate=0.05, engine_rate=0.01, until_s=0.0),
+            Faults(crash_every_s=1.0, until_s=6.0),
+            Faults(crash_every_s=0.7, stuck_share=0.3, engine_rate=0.005, until_s=6.0),
+            Faults(
+                crash_every_s=1.5,
+                stuck_share=0.2,
+                duplicate_rate=0.05,
+                front_restarts=2,
+                until_s=6.0,
+            ),
+        ]
+    )
+    drawn_faults = random.choice(
+        [
+            DiskFaults(),
+            DiskFaults(slow_rate=0.2, slow_s=12.0),
+            DiskFaults(
+                load_rate=0.1, damage_rate=0.1, drop_rate=0.3, store_rate=0.1, slow_rate=0.05
+            ),
+            DiskFaults(load_rate=0.5, store_rate=0.5),
+        ]
+    )
     num_blocks = random.choice([9, 12, 20, 60])
     world = World(
-        seed, config, max_context=(num_blocks - 1) * BLOCK_TOKENS, pool_blocks=(num_blocks, random.choice([12, 40])),
-        faults=Faults(until_s=0.0) if is_calm else faults, wire_s=random.choice([0.0005, 0.002]),
-        disk_blocks=random.choice([6, 40, 1000]), disk_faults=drawn_faults if disk_faults is None else disk_faults,
-    )  # fmt: skip
+        seed,
+        config,
+        max_context=(num_blocks - 1) * BLOCK_TOKENS,
+        pool_blocks=(num_blocks, random.choice([12, 40])),
+        faults=Faults(until_s=0.0) if is_calm else faults,
+        wire_s=random.choice([0.0005, 0.002]),
+        disk_blocks=random.choice([6, 40, 1000]),
+        disk_faults=drawn_faults if disk_faults is None else disk_faults,
+    )
     add_chats(world, random)
     return world
 
 
 def add_chats(world: World, random: Random) -> None:
-    """Each turn's prompt is all that was said before and something new. Answers are known: nobody waits for them."""
+    """Each turn's prompt is all that was said before and something new. Answers are known: nobody
+    waits for them.
+    """
     room = (min(world.pool_blocks.values()) - 1) * BLOCK_TOKENS
     longest = min(world.max_context, room + 1)
     systems = [words(random, random.choice([20, 64, 130, 200])) for _ in range(2)]
@@ -82,36 +120,59 @@ def add_chats(world: World, random: Random) -> None:
             if len(text) + 2 > longest:
                 break
             generation = Generation(
-                f"c{chat}t{turn}", text, (), random.choice([1, 5, 30, 90]), (), 0, random_sampling(random), 0,
-                salt=salt, num_public=num_public,
-            )  # fmt: skip
+                f"c{chat}t{turn}",
+                text,
+                (),
+                random.choice([1, 5, 30, 90]),
+                (),
+                0,
+                random_sampling(random),
+                0,
+                salt=salt,
+                num_public=num_public,
+            )
             world.submit_at(at_s, generation, longest - len(text))
-            if len(text) >= BLOCK_TOKENS and random.random() < 0.2:  # Once more, as far as it fills blocks.
+            if (
+                len(text) >= BLOCK_TOKENS and random.random() < 0.2
+            ):  # Once more, as far as it fills blocks.
                 num_tokens = len(text) // BLOCK_TOKENS * BLOCK_TOKENS
                 again = msgspec.structs.replace(
                     generation, request_id=f"{generation.request_id}b", prompt=text[:num_tokens]
                 )
                 world.submit_at(at_s + random.choice([0.01, 1.0]), again, longest - num_tokens)
             if random.random() < 0.1:
-                world.clock.at(at_s + random.expovariate(2.0), lambda name=generation.request_id: world.cancel(name))
+                world.clock.at(
+                    at_s + random.expovariate(2.0),
+                    lambda name=generation.request_id: world.cancel(name),
+                )
             text += tuple(expected_output(generation))
             at_s += random.choice([0.05, 0.5, 2.0])
 
 
 def failing_world(seed: int) -> World:
-    """A step of many fails on one rank while the others are in the middle of it, and prompts wait for its blocks to
-    read into."""
+    """A step of many fails on one rank while the others are in the middle of it, and prompts wait
+    for its blocks to read into.
+    """
     random = Random(f"failing {seed}")
     config = Deployment(
-        chunk_tokens=16, heartbeat_s=0.1, unit_timeout_s=2 * RANK_TIMEOUT_S, rank_timeout_s=RANK_TIMEOUT_S,
+        chunk_tokens=16,
+        heartbeat_s=0.1,
+        unit_timeout_s=2 * RANK_TIMEOUT_S,
+        rank_timeout_s=RANK_TIMEOUT_S,
         prefill=UnitsConfig(ranks=3, max_requests=2, request_balance="off"),
         decode=UnitsConfig(ranks=2, max_requests=4),
-        limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0), cache=DISK, early_pull="off",
-    )  # fmt: skip
+        limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
+        cache=DISK,
+        early_pull="off",
+    )
     world = World(
-        seed, config, max_context=11 * BLOCK_TOKENS, pool_blocks=(9, 40), faults=Faults(engine_rate=0.05, until_s=0.0),
+        seed,
+        config,
+        max_context=11 * BLOCK_TOKENS,
+        pool_blocks=(9, 40),
+        faults=Faults(engine_rate=0.05, until_s=0.0),
         disk_blocks=1000,
-    )  # fmt: skip
+    )
     for chat in range(16):
         if chat % 8 == 0:
             system = words(random, 200)
@@ -120,7 +181,7 @@ def failing_world(seed: int) -> World:
             text += words(random, 40)
             generation = Generation(
                 f"c{chat}t{turn}", text, (), 2, (), 0, random_sampling(random), 0, salt=b"alice"
-            )  # fmt: skip
+            )
             world.submit_at(at_s, generation, world.max_context - len(text))
             text += tuple(expected_output(generation))
             at_s += 0.7

@@ -32,11 +32,20 @@ class Client:
             assert token.token == self.expected[token.index], f"{name} is wrong"
             is_last = token.index + 1 == len(self.expected)
             assert (token.finish is not None) == is_last, f"{name}: finish is {token.finish}"
-            stops = token.token in self.generation.stop_ids and token.index >= self.generation.min_tokens
-            assert not is_last or token.finish == ("stop" if stops else "length"), f"{name}: finish is {token.finish}"
+            stops = (
+                token.token in self.generation.stop_ids
+                and token.index >= self.generation.min_tokens
+            )
+            assert not is_last or token.finish == ("stop" if stops else "length"), (
+                f"{name}: finish is {token.finish}"
+            )
             wants_logprob = self.generation.sampling.num_logprobs >= 0
-            assert (token.logprob is not None) == wants_logprob, f"{name}: logprob is {token.logprob}"
+            assert (token.logprob is not None) == wants_logprob, (
+                f"{name}: logprob is {token.logprob}"
+            )
             self.received.append(token.token)
         if effect.final:
             self.final = effect
-            assert effect.error is not None or len(self.received) == len(self.expected), f"{effect.request_id} is cut"
+            assert effect.error is not None or len(self.received) == len(self.expected), (
+                f"{effect.request_id} is cut"
+            )

@@ -1,8 +1,9 @@
 """A folder that all processes of a world share, and what can go wrong with it.
 
-A block on it is its name and its cells; a load compares both with what it was asked for, as the live one does with
-checksums, so what is damaged, stale or gone is a miss. Reads and writes of a process are done one behind the other and
-touch its pool when they end: what was freed or written too early shows. Whoever watches hears of changes a little late.
+A block on it is its name and its cells; a load compares both with what it was asked for, as the
+live one does with checksums, so what is damaged, stale or gone is a miss. Reads and writes of a
+process are done one behind the other and touch its pool when they end: what was freed or written
+too early shows. Whoever watches hears of changes a little late.
 """
 
 from __future__ import annotations
@@ -50,10 +51,16 @@ class SimDisk:
     """`num_slots`: blocks that it holds; the oldest make room."""
 
     def __init__(
-        self, clock: SimClock, random: Random, num_slots: int, faults: DiskFaults,
+        self,
+        clock: SimClock,
+        random: Random,
+        num_slots: int,
+        faults: DiskFaults,
         verify: Callable[[bytes, Cells], None],
-    ) -> None:  # fmt: skip
-        """`verify` is called with every block that is written: whether these are the cells of that name."""
+    ) -> None:
+        """`verify` is called with every block that is written: whether these are the cells of that
+        name.
+        """
         self.faults = faults
         self.name_to_place: dict[bytes, Place] = {}
         """In the order of writing."""
@@ -79,15 +86,21 @@ class SimDisk:
 
     def read(self, effect: LoadBlocks, pool: Pool) -> BlocksLoaded:
         """What comes of a load, now."""
-        assert len(effect.names) == 16 * len(effect.places) == 16 * len(effect.into), "as many of each"
+        assert len(effect.names) == 16 * len(effect.places) == 16 * len(effect.into), (
+            "as many of each"
+        )
         if self.name_to_place and self._random.random() < self.faults.drop_rate:
             self._drop(self._random.choice(list(self.name_to_place)))
-        for at, (name, place, block) in enumerate(zip(split(effect.names), effect.places, effect.into, strict=True)):
+        for at, (name, place, block) in enumerate(
+            zip(split(effect.names), effect.places, effect.into, strict=True)
+        ):
             chance = self._random.random()
             if chance < self.faults.load_rate:
                 return BlocksLoaded(effect.load_id, at, 0, "input/output error")
             if chance < self.faults.load_rate + self.faults.damage_rate:
-                pool.cells[block] = np.arange(BLOCK_TOKENS, dtype=np.uint64)  # Seen too late to leave the block alone.
+                pool.cells[block] = np.arange(
+                    BLOCK_TOKENS, dtype=np.uint64
+                )  # Seen too late to leave the block alone.
                 return BlocksLoaded(effect.load_id, at, 1, "checksum")
             if self.name_to_place.get(name) != place:
                 return BlocksLoaded(effect.load_id, at, 0, "gone")
@@ -127,7 +140,9 @@ class SimDisk:
         for watcher in self._watchers:
             if not watcher.is_due:
                 watcher.is_due = True
-                self._clock.after(self._random.uniform(0.0, 0.3), lambda one=watcher: self._say(one))
+                self._clock.after(
+                    self._random.uniform(0.0, 0.3), lambda one=watcher: self._say(one)
+                )
 
     def _say(self, watcher: _Watcher) -> None:
         watcher.is_due = False

@@ -1,8 +1,10 @@
-"""An engine without a model: KV cells that hold what was written, and tokens that depend on every one of them.
+"""An engine without a model: KV cells that hold what was written, and tokens that depend on every
+one of them.
 
-A cell is a hash of its token and position; the next token is a hash of all cells read through the block list, the
-output index, the seed and, where asked for, the penalties' history. So a block freed too early, a stale copy, a wrong
-position or a lost history shows as a wrong token. What a request must produce is computed here without blocks or steps.
+A cell is a hash of its token and position; the next token is a hash of all cells read through the
+block list, the output index, the seed and, where asked for, the penalties' history. So a block
+freed too early, a stale copy, a wrong position or a lost history shows as a wrong token. What a
+request must produce is computed here without blocks or steps.
 """
 
 from __future__ import annotations
@@ -42,9 +44,14 @@ def cells_of(tokens: Sequence[int], start: int) -> Cells:
 
 
 def draw_token(
-    cells: Cells, index: int, sampling: Sampling, prompt: Sequence[int], output: Sequence[int],
-    stop_ids: Sequence[int], min_tokens: int,
-) -> int:  # fmt: skip
+    cells: Cells,
+    index: int,
+    sampling: Sampling,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    stop_ids: Sequence[int],
+    min_tokens: int,
+) -> int:
     """The token after `cells` (positions 0 .. n-1) at output index `index`."""
     state = int((cells * _WEIGHTS[: len(cells)]).sum(dtype=np.uint64))
     seen: tuple[object, ...] = ()
@@ -63,7 +70,13 @@ def expected_output(generation: Generation) -> list[int]:
     while len(output) < generation.max_tokens:
         index = len(output)
         token = draw_token(
-            cells, index, generation.sampling, prompt, output, generation.stop_ids, generation.min_tokens
+            cells,
+            index,
+            generation.sampling,
+            prompt,
+            output,
+            generation.stop_ids,
+            generation.min_tokens,
         )
         output.append(token)
         if token in generation.stop_ids and index >= generation.min_tokens:
@@ -85,7 +98,9 @@ class Pool:
 
     def read(self, block_ids: Sequence[int], num_tokens: int) -> Cells:
         flat: Cells = self.cells[list(block_ids)].reshape(-1)
-        assert num_tokens <= len(flat), f"{num_tokens} positions are read from {len(block_ids)} blocks"
+        assert num_tokens <= len(flat), (
+            f"{num_tokens} positions are read from {len(block_ids)} blocks"
+        )
         return flat[:num_tokens]
 
     def write(self, block_ids: Sequence[int], start: int, cells: Cells) -> None:
@@ -114,11 +129,14 @@ class PrefillEngine:
     def _verify(self, plan: PrefillPlan) -> None:
         """No more than a step may have, and every position once."""
         chunks = plan.chunks + plan.second
-        assert sum(len(chunk.tokens) for chunk in chunks) <= self._chunk_tokens, "a step has more tokens than allowed"
+        assert sum(len(chunk.tokens) for chunk in chunks) <= self._chunk_tokens, (
+            "a step has more tokens than allowed"
+        )
         written = [
             (chunk.block_ids[position // BLOCK_TOKENS], position % BLOCK_TOKENS)
-            for chunk in chunks for position in range(chunk.start, chunk.start + len(chunk.tokens))
-        ]  # fmt: skip
+            for chunk in chunks
+            for position in range(chunk.start, chunk.start + len(chunk.tokens))
+        ]
         assert len(set(written)) == len(written), "two chunks of a step write the same place"
         assert all(block != SCRATCH_BLOCK for block, _ in written), "the scratch block is nobody's"
         assert all(chunk.tokens for chunk in chunks), "a chunk without tokens"
@@ -134,9 +152,17 @@ class PrefillEngine:
                 continue
             cells = self._pool.read(chunk.block_ids, chunk.start + len(chunk.tokens))
             keys.append(key)
-            tokens.append(draw_token(
-                cells, chunk.output_index, chunk.sampling, chunk.prompt, chunk.output, chunk.stop_ids, chunk.min_tokens
-            ))  # fmt: skip
+            tokens.append(
+                draw_token(
+                    cells,
+                    chunk.output_index,
+                    chunk.sampling,
+                    chunk.prompt,
+                    chunk.output,
+                    chunk.stop_ids,
+                    chunk.min_tokens,
+                )
+            )
             if chunk.sampling.num_logprobs >= 0:
                 draws[key] = Draw(-float(tokens[-1]), ())
         return StepDone(plan.step_id, tuple(keys), tuple(tokens), draws, elapsed_s)
@@ -169,17 +195,25 @@ class DecodeEngine:
     def execute(self, plan: DecodePlan, elapsed_s: float, error: str | None) -> StepDone:
         strangers = [slot for slot in plan.leaves if self._rows.pop(slot, None) is None]
         if strangers:
-            # After a failed step the leader empties every slot, once; otherwise it knows who is in the table.
+            # After a failed step the leader empties every slot, once; otherwise it knows who is in
+            # the table.
             assert self._num_failures > 0, f"slots {strangers} leave and are not there"
             self._num_failures -= 1
         self._num_failures += error is not None
         for join in plan.joins:
             assert join.slot not in self._rows, f"slot {join.slot} is joined twice"
             self._rows[join.slot] = _Row(
-                join, list(join.block_ids), join.num_tokens, join.last_token, list(join.output), join.output_index
+                join,
+                list(join.block_ids),
+                join.num_tokens,
+                join.last_token,
+                list(join.output),
+                join.output_index,
             )
         for slot, position, block in plan.grown:
-            assert position == len(self._rows[slot].block_ids), f"slot {slot} grows at the wrong place"
+            assert position == len(self._rows[slot].block_ids), (
+                f"slot {slot} grows at the wrong place"
+            )
             self._rows[slot].block_ids.append(block)
         if error is not None:
             return StepDone(plan.step_id, (), (), {}, elapsed_s, error)
@@ -187,14 +221,17 @@ class DecodeEngine:
         slots = sorted(self._rows)
         tokens = tuple(self._advance(self._rows[slot]) for slot in slots)
         draws = {
-            slot: Draw(-float(token), ()) for slot, token in zip(slots, tokens, strict=True)
+            slot: Draw(-float(token), ())
+            for slot, token in zip(slots, tokens, strict=True)
             if self._rows[slot].join.sampling.num_logprobs >= 0
-        }  # fmt: skip
+        }
         return StepDone(plan.step_id, tuple(slots), tokens, draws, elapsed_s)
 
     def _verify(self) -> None:
         """Every request has a slot of the rank, and its blocks for itself."""
-        assert all(0 <= slot < self._num_slots for slot in self._rows), f"slots {sorted(self._rows)}"
+        assert all(0 <= slot < self._num_slots for slot in self._rows), (
+            f"slots {sorted(self._rows)}"
+        )
         held = [block for row in self._rows.values() for block in row.block_ids]
         assert len(set(held)) == len(held), "two requests of a rank have a block in common"
         assert SCRATCH_BLOCK not in held, "the scratch block is nobody's"
@@ -204,7 +241,9 @@ class DecodeEngine:
         self._pool.write(row.block_ids, row.length, cells_of([row.last_token], row.length))
         row.length += 1
         cells = self._pool.read(row.block_ids, row.length)
-        token = draw_token(cells, row.index, join.sampling, join.prompt, row.output, join.stop_ids, join.min_tokens)
+        token = draw_token(
+            cells, row.index, join.sampling, join.prompt, row.output, join.stop_ids, join.min_tokens
+        )
         row.last_token = token
         row.index += 1
         row.output.append(token)

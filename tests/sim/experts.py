@@ -1,8 +1,10 @@
-"""Simulated experts: who holds which, what is staged beside them, and the tokens that each slot receives.
+"""Simulated experts: who holds which, what is staged beside them, and the tokens that each slot
+receives.
 
-Tokens of a step are drawn once for all ranks of the unit, by loads that a scenario may change, and dealt to replicas in
-turn as the live exchange deals them. A flip that was not staged, tables that differ between ranks that meet in a step,
-and a source that does not hold what it is asked for are assertions.
+Tokens of a step are drawn once for all ranks of the unit, by loads that a scenario may change, and
+dealt to replicas in turn as the live exchange deals them. A flip that was not staged, tables that
+differ between ranks that meet in a step, and a source that does not hold what it is asked for are
+assertions.
 """
 
 from __future__ import annotations
@@ -22,9 +24,18 @@ NUM_LAYERS = 2
 PORT = 7000
 """Where a rank gives away experts, plus its number."""
 TERMS = ExpertTerms(
-    count_every_steps=4, num_intervals=16, half_life=4.0, num_intervals_min=6, tokens_per_expert_min=8.0,
-    stage_timeout_s=2.0, backoff_s=0.5, plan_every_steps=1, rest_intervals=16, moves_share=0.25, replica_s=0.001,
-)  # fmt: skip
+    count_every_steps=4,
+    num_intervals=16,
+    half_life=4.0,
+    num_intervals_min=6,
+    tokens_per_expert_min=8.0,
+    stage_timeout_s=2.0,
+    backoff_s=0.5,
+    plan_every_steps=1,
+    rest_intervals=16,
+    moves_share=0.25,
+    replica_s=0.001,
+)
 """For runs of some hundred steps of few tokens."""
 GROWING_S = 0.001
 
@@ -63,7 +74,9 @@ class Traffic:
         self.num_drawn += 1
         dealt = dealt.reshape(placement.slot_to_expert_LRS.shape)
         received = dealt.sum(axis=2)
-        self.balance.append(float((received.sum(axis=1) / num_members / received.max(axis=1)).mean()))
+        self.balance.append(
+            float((received.sum(axis=1) / num_members / received.max(axis=1)).mean())
+        )
         return dealt
 
 
@@ -88,8 +101,12 @@ class SimExperts:
         self.staged.clear()
         self.counts_LS = np.zeros((NUM_LAYERS, plan.num_slots), np.int64)
 
-    def stage(self, plan: StagePlan, holders: Callable[[int], SimExperts | None]) -> tuple[int, int]:
-        """Have the layer's future experts; return how many replicas came from ranks and how many were read."""
+    def stage(
+        self, plan: StagePlan, holders: Callable[[int], SimExperts | None]
+    ) -> tuple[int, int]:
+        """Have the layer's future experts; return how many replicas came from ranks and how many
+        were read.
+        """
         assert self.placement is not None
         own = self.placement.slot_to_expert_LRS[plan.layer, self.rank].tolist()
         assert tuple(own) != plan.slots, "a rank whose slots stay is sent nothing"
@@ -99,7 +116,9 @@ class SimExperts:
         for source in plan.sources:
             assert source.port, "every rank gives away what it holds"
             giver = holders(source.port - PORT)
-            if giver is not None and giver.placement is not None:  # Else it died: read from the checkpoint.
+            if (
+                giver is not None and giver.placement is not None
+            ):  # Else it died: read from the checkpoint.
                 assert source.expert in giver.placement.slot_to_expert_LRS[plan.layer, giver.rank]
                 num_received += 1
         self.staged[plan.layer] = (plan.stage_id, plan.slots)
@@ -111,8 +130,12 @@ class SimExperts:
         slots_RS, weights_RS = flip_arrays(flip, self.placement.num_slots)
         if not np.array_equal(before[flip.layer, self.rank], slots_RS[self.rank]):
             staged = self.staged.pop(flip.layer, None)
-            self.num_moved += len(set(slots_RS[self.rank].tolist()) - set(before[flip.layer, self.rank].tolist()))
-            assert staged == (flip.stage_id, tuple(slots_RS[self.rank].tolist())), f"{flip} and {staged} is staged"
+            self.num_moved += len(
+                set(slots_RS[self.rank].tolist()) - set(before[flip.layer, self.rank].tolist())
+            )
+            assert staged == (flip.stage_id, tuple(slots_RS[self.rank].tolist())), (
+                f"{flip} and {staged} is staged"
+            )
         self.placement = self.placement.with_layer(flip.layer, slots_RS, weights_RS)
         assert not self.placement.check(), self.placement.check()
         self.counts_LS[flip.layer] = 0

@@ -1,10 +1,12 @@
-"""A deployment in simulated time whose units come and go: the real fleet role beside the real front and leaders.
+"""A deployment in simulated time whose units come and go: the real fleet role beside the real front
+and leaders.
 
     clients -> front <-> units          front: Demand -> fleet -> DrainUnit, KeepUnit: front
-                                        fleet: StartUnit, StopUnit -> units; UnitUp, UnitDown -> fleet
+                                        fleet: StartUnit, StopUnit -> units; UnitUp, UnitDown ->
+                                        fleet
 
-Words between front and fleet are late, lost and doubled, units fail to start, die while they drain. After every event
-the fleet's book is checked, and nothing may be sent to a unit that drains.
+Words between front and fleet are late, lost and doubled, units fail to start, die while they drain.
+After every event the fleet's book is checked, and nothing may be sent to a unit that drains.
 """
 
 from __future__ import annotations
@@ -17,7 +19,17 @@ from hadal.core.balance import AUTO
 from hadal.core.config import Deployment, FleetConfig, LimitsConfig, UnitsConfig, units_of
 from hadal.core.fleet import Demand, DrainUnit
 from hadal.core.messages import Ahead, Decode, Prefill, UnitDown, UnitUp
-from hadal.core.seams import Event, FleetEffect, OfferNodes, Send, StartUnit, StopUnit, Tick, WakeAt, WithdrawNodes
+from hadal.core.seams import (
+    Event,
+    FleetEffect,
+    OfferNodes,
+    Send,
+    StartUnit,
+    StopUnit,
+    Tick,
+    WakeAt,
+    WithdrawNodes,
+)
 from hadal.core.wire import AnyMessage
 from hadal.roles.fleet_rules import make_fleet
 from hadal.roles.fleet_units import UnitState
@@ -37,12 +49,21 @@ class FleetFaults:
 
 
 class FleetWorld(World):
-    """Units run when the fleet says so. Where the deployment has none (`fleet.mode`), they run as in any world."""
+    """Units run when the fleet says so. Where the deployment has none (`fleet.mode`), they run as
+    in any world.
+    """
 
     def __init__(
-        self, seed: int, config: Deployment, fleet_faults: FleetFaults, faults: Faults, *, max_context: int = 2000,
-        pool_blocks: tuple[int, int] = (20, 20), **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        seed: int,
+        config: Deployment,
+        fleet_faults: FleetFaults,
+        faults: Faults,
+        *,
+        max_context: int = 2000,
+        pool_blocks: tuple[int, int] = (20, 20),
+        **options: Any,
+    ) -> None:
         self.fleet = make_fleet(config, 0.0)
         self.fleet_faults = fleet_faults
         self.num_offered = 0
@@ -52,7 +73,9 @@ class FleetWorld(World):
         self._asked: set[str] = set()
         """Units whose process is to be there."""
         self._wake_number = 0
-        super().__init__(seed, config, max_context=max_context, pool_blocks=pool_blocks, faults=faults, **options)
+        super().__init__(
+            seed, config, max_context=max_context, pool_blocks=pool_blocks, faults=faults, **options
+        )
         if self.has_fleet:
             self.clock.after(0.05, lambda: self._apply(self.fleet.start(self.clock.now())))
 
@@ -73,7 +96,10 @@ class FleetWorld(World):
             super().start_unit(name)
             num_ranks = units_of(self.config, name.partition("-")[0]).ranks
             for number in range(num_ranks if num_ranks > 1 else 0):
-                self.clock.after(self.random.uniform(0, 0.1), lambda rank=f"{name}.{number}": self.start_unit(rank))
+                self.clock.after(
+                    self.random.uniform(0, 0.1),
+                    lambda rank=f"{name}.{number}": self.start_unit(rank),
+                )
 
     def kill_unit(self, name: str) -> None:
         if not self.has_fleet or "." in name:
@@ -102,7 +128,9 @@ class FleetWorld(World):
                 self._perhaps(lambda: self.tell_fleet(message))
                 return
             if name == "front" and isinstance(message, Prefill | Decode | Ahead):
-                assert self.front.units.by_name[to].drain_by_s is None, f"{type(message).__name__} to draining {to}"
+                assert self.front.units.by_name[to].drain_by_s is None, (
+                    f"{type(message).__name__} to draining {to}"
+                )
             send(to, message)
 
         return with_fleet
@@ -110,7 +138,10 @@ class FleetWorld(World):
     def _perhaps(self, action) -> None:  # type: ignore[no-untyped-def]
         """Late, and maybe lost or done twice."""
         for _ in range(2 if self.random.random() < self.faults.duplicate_rate else 1):
-            if self.random.random() >= self.fleet_faults.lost_share or self.clock.now() > self.faults.until_s:
+            if (
+                self.random.random() >= self.fleet_faults.lost_share
+                or self.clock.now() > self.faults.until_s
+            ):
                 self.clock.after(self.random.uniform(0, 0.01), action)
 
     # ---- the fleet ----
@@ -153,7 +184,10 @@ class FleetWorld(World):
         assert unit not in self._asked, f"{unit} runs already"
         self._asked.add(unit)
         takes_s = self.random.uniform(0.0, 2 * self.config.fleet.start_s)
-        if self.random.random() < self.fleet_faults.start_fail_share and self.clock.now() < self.faults.until_s:
+        if (
+            self.random.random() < self.fleet_faults.start_fail_share
+            and self.clock.now() < self.faults.until_s
+        ):
             self.clock.after(takes_s, lambda: self._failed(unit))
         else:
             self.clock.after(takes_s, lambda: self.start_unit(unit))
@@ -170,13 +204,18 @@ class FleetWorld(World):
             self._end(unit, "stopped")
         elif unit in self._asked:
             self._asked.discard(unit)
-            self.clock.after(self.random.uniform(0, 0.2), lambda: self.tell_fleet(UnitDown(unit, "never ran")))
+            self.clock.after(
+                self.random.uniform(0, 0.2), lambda: self.tell_fleet(UnitDown(unit, "never ran"))
+            )
 
     def _drains(self, message: AnyMessage) -> None:
         if not isinstance(message, DrainUnit):
             return
         self.num_drains += 1
-        if self.random.random() < self.fleet_faults.drain_death_share and self.clock.now() < self.faults.until_s:
+        if (
+            self.random.random() < self.fleet_faults.drain_death_share
+            and self.clock.now() < self.faults.until_s
+        ):
             self.clock.after(self.random.uniform(0, 0.3), lambda: self.kill_unit(message.unit))
 
     def is_at_rest(self) -> bool:
@@ -187,29 +226,53 @@ class FleetWorld(World):
 
 
 def fleet_world(seed: int) -> FleetWorld:
-    """Waves of requests, so that the fleet grows and shrinks more than once; from calm to much going wrong."""
+    """Waves of requests, so that the fleet grows and shrinks more than once; from calm to much
+    going wrong.
+    """
     random = Random(f"fleet {seed}")
     bundle = random.choice([(0, 0), (0, 0), (1, 1), (2, 1)])
     config = Deployment(
-        chunk_tokens=64, heartbeat_s=0.05, unit_timeout_s=3.0, rank_timeout_s=1.0, lease_s=random.choice([2.0, 30.0]),
-        prefill=UnitsConfig(max_requests=4), decode=UnitsConfig(max_requests=random.choice([2, 6])),
+        chunk_tokens=64,
+        heartbeat_s=0.05,
+        unit_timeout_s=3.0,
+        rank_timeout_s=1.0,
+        lease_s=random.choice([2.0, 30.0]),
+        prefill=UnitsConfig(max_requests=4),
+        decode=UnitsConfig(max_requests=random.choice([2, 6])),
         limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
         fleet=FleetConfig(
-            AUTO, prefill_max=random.randint(1, 4), decode_max=random.randint(2, 4), bundle_prefill=bundle[0],
-            bundle_decode=bundle[1], prefill_tokens_per_s=random.choice([0.0, 100.0, 1000.0]),
-            decode_tokens_per_s=random.choice([0.0, 60.0, 200.0]), start_s=random.choice([0.1, 0.5]), period_s=0.1,
-            hold_s=random.choice([0.0, 0.5]), drain_timeout_s=random.choice([0.05, 0.5, 30.0]),
+            AUTO,
+            prefill_max=random.randint(1, 4),
+            decode_max=random.randint(2, 4),
+            bundle_prefill=bundle[0],
+            bundle_decode=bundle[1],
+            prefill_tokens_per_s=random.choice([0.0, 100.0, 1000.0]),
+            decode_tokens_per_s=random.choice([0.0, 60.0, 200.0]),
+            start_s=random.choice([0.1, 0.5]),
+            period_s=0.1,
+            hold_s=random.choice([0.0, 0.5]),
+            drain_timeout_s=random.choice([0.05, 0.5, 30.0]),
         ),
-    )  # fmt: skip
-    faults, fleet_faults = random.choice([
-        (Faults(until_s=0.0), FleetFaults()),
-        (Faults(until_s=0.0), FleetFaults()),
-        (Faults(duplicate_rate=0.2, until_s=9.0), FleetFaults(lost_share=0.5)),
-        (Faults(until_s=9.0), FleetFaults(start_fail_share=0.4)),
-        (Faults(crash_every_s=1.0, until_s=9.0), FleetFaults(0.2, 0.2, 0.5)),
-        (Faults(crash_every_s=1.0, stuck_share=0.3, duplicate_rate=0.1, front_restarts=2, until_s=9.0),
-         FleetFaults(0.1, 0.3, 0.3)),
-    ])  # fmt: skip
+    )
+    faults, fleet_faults = random.choice(
+        [
+            (Faults(until_s=0.0), FleetFaults()),
+            (Faults(until_s=0.0), FleetFaults()),
+            (Faults(duplicate_rate=0.2, until_s=9.0), FleetFaults(lost_share=0.5)),
+            (Faults(until_s=9.0), FleetFaults(start_fail_share=0.4)),
+            (Faults(crash_every_s=1.0, until_s=9.0), FleetFaults(0.2, 0.2, 0.5)),
+            (
+                Faults(
+                    crash_every_s=1.0,
+                    stuck_share=0.3,
+                    duplicate_rate=0.1,
+                    front_restarts=2,
+                    until_s=9.0,
+                ),
+                FleetFaults(0.1, 0.3, 0.3),
+            ),
+        ]
+    )
     world = FleetWorld(seed, config, fleet_faults, faults)
     for wave in range(3):
         for number in range(random.randint(0, 12)):
@@ -217,5 +280,8 @@ def fleet_world(seed: int) -> FleetWorld:
             at_s = 0.2 + 4.0 * wave + random.uniform(0.0, 1.0)
             world.submit_at(at_s, generation, longest_output(world, len(generation.prompt)))
             if random.random() < 0.1:
-                world.clock.at(at_s + random.uniform(0.0, 1.0), lambda name=generation.request_id: world.cancel(name))
+                world.clock.at(
+                    at_s + random.uniform(0.0, 1.0),
+                    lambda name=generation.request_id: world.cancel(name),
+                )
     return world

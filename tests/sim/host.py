@@ -1,4 +1,6 @@
-"""A simulated process: one role, its Runner and its timer. Applies the role's effects as the live host does."""
+"""A simulated process: one role, its Runner and its timer. Applies the role's effects as the live
+host does.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,28 @@ class Role(Protocol):
 
 
 class Host:
-    """One life of a process. `pools` are all pools of the world by name; its own is under `pool_name`."""
+    """One life of a process. `pools` are all pools of the world by name; its own is under
+    `pool_name`.
+    """
 
     def __init__(
-        self, name: str, role: Role, check: Callable[[], list[str]], clock: SimClock, random: Random,
-        send: Callable[[str, AnyMessage], None], *, deliver: Callable[[Deliver], None] | None = None,
-        pools: dict[str, Pool] | None = None, pool_name: str = "", engine: PrefillEngine | DecodeEngine | None = None,
-        step_s: float = 0.01, pull_s: float = 0.02, fault_rate: float = 0.0, disk: SimDisk | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        role: Role,
+        check: Callable[[], list[str]],
+        clock: SimClock,
+        random: Random,
+        send: Callable[[str, AnyMessage], None],
+        *,
+        deliver: Callable[[Deliver], None] | None = None,
+        pools: dict[str, Pool] | None = None,
+        pool_name: str = "",
+        engine: PrefillEngine | DecodeEngine | None = None,
+        step_s: float = 0.01,
+        pull_s: float = 0.02,
+        fault_rate: float = 0.0,
+        disk: SimDisk | None = None,
+    ) -> None:
         self.name = name
         self.role = role
         self.is_alive = True
@@ -95,7 +111,9 @@ class Host:
                         self._run_step()
                     assert len(self._plans) <= 2, "more than two plans are in flight"
                 case Pull():
-                    self._clock.after(self._random.uniform(0, self._pull_s), lambda e=effect: self._pulled(e))
+                    self._clock.after(
+                        self._random.uniform(0, self._pull_s), lambda e=effect: self._pulled(e)
+                    )
                 case LoadBlocks() | StoreBlocks():
                     self._to_disk(effect)
                 case UsedBlocks(places):
@@ -122,7 +140,9 @@ class Host:
         if not self.is_alive:
             return
         pool = self._pools[self.pool_name]
-        self.handle(disk.read(effect, pool) if isinstance(effect, LoadBlocks) else disk.write(effect, pool))
+        self.handle(
+            disk.read(effect, pool) if isinstance(effect, LoadBlocks) else disk.write(effect, pool)
+        )
 
     def _wake(self, number: int) -> None:
         if number == self._wake_number:

@@ -1,4 +1,6 @@
-"""What every name of a block stands for in a world: the cells it must hold, and whose text it is of."""
+"""What every name of a block stands for in a world: the cells it must hold, and whose text it is
+of.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Names:
             if name not in self._cells:
                 self._cells[name] = cells_of(tokens[first:end], first)
                 self._salts[name] = PUBLIC if end <= generation.num_public else generation.salt
-            assert self._salts[name] == (PUBLIC if end <= generation.num_public else generation.salt), "two tenants'"
+            assert self._salts[name] == (
+                PUBLIC if end <= generation.num_public else generation.salt
+            ), "two tenants'"
         return chain
 
     def verify(self, name: bytes, cells: Cells) -> None:

@@ -1,8 +1,9 @@
 """Ranks without a network: compute threads that meet in every step, and processes that host them.
 
-A step, and a formation, ends on a rank some time after all members of its generation have come to it. A member that
-dies fails it on all others, one that stands still keeps them waiting until their deadline, a FormPlan breaks it off.
-What a failed step has written and what not is drawn, as is who finished a step that others did not.
+A step, and a formation, ends on a rank some time after all members of its generation have come to
+it. A member that dies fails it on all others, one that stands still keeps them waiting until their
+deadline, a FormPlan breaks it off. What a failed step has written and what not is drawn, as is who
+finished a step that others did not.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ ABORT_S = 0.05
 Ident = tuple[int, str]
 """A rank's process: (rank, epoch)."""
 Key = tuple[frozenset[Ident], int, int | None]
-"""Where compute threads meet: members, generation (another leader may count from 1 again), step or a formation."""
+"""Where compute threads meet: members, generation (another leader may count from 1 again), step or
+a formation.
+"""
 
 
 class Fabric:
@@ -68,7 +71,9 @@ class Fabric:
     def _exchange(self, computes: list[SimCompute]) -> None:
         """All ranks send each other a step's tokens."""
         experts = [compute.experts for compute in computes]
-        assert len({each.digest() for each in experts}) == 1, "ranks that meet in a step have different tables"
+        assert len({each.digest() for each in experts}) == 1, (
+            "ranks that meet in a step have different tables"
+        )
         placement = experts[0].placement
         assert placement is not None
         dealt = self.traffic.deal(placement, len(experts))
@@ -77,7 +82,9 @@ class Fabric:
 
     def holder(self, rank: int) -> SimExperts | None:
         """The experts of whoever has this number and lives."""
-        return next((compute.experts for ident, compute in self.living.items() if ident[0] == rank), None)
+        return next(
+            (compute.experts for ident, compute in self.living.items() if ident[0] == rank), None
+        )
 
     def absent(self, compute: SimCompute, key: Key) -> tuple[int, ...]:
         """Members that have not come."""
@@ -111,12 +118,21 @@ class Fabric:
 
 
 class SimCompute:
-    """A rank's compute thread and its Runner: one plan at a time; a FormPlan voids what was there before it."""
+    """A rank's compute thread and its Runner: one plan at a time; a FormPlan voids what was there
+    before it.
+    """
 
     def __init__(
-        self, fabric: Fabric, rank: int, epoch: str, engine: PrefillEngine | DecodeEngine,
-        finish: Callable[[StepDone | Formed], None], tell: Callable[[], None], step_s: float, fault_rate: float,
-    ) -> None:  # fmt: skip
+        self,
+        fabric: Fabric,
+        rank: int,
+        epoch: str,
+        engine: PrefillEngine | DecodeEngine,
+        finish: Callable[[StepDone | Formed], None],
+        tell: Callable[[], None],
+        step_s: float,
+        fault_rate: float,
+    ) -> None:
         self.rank = rank
         self.members: dict[int, str] = {}
         self.formed_generation = 0
@@ -180,7 +196,9 @@ class SimCompute:
                 self.experts.flip(flip)
         self.num_ops += 1
         if not self.is_hung:
-            self._clock.after(self._step_s * self._random.uniform(0.3, 1.0), lambda: self._own_part_done(plan))
+            self._clock.after(
+                self._step_s * self._random.uniform(0.3, 1.0), lambda: self._own_part_done(plan)
+            )
 
     def _begin(self, plan: FormPlan) -> None:
         self.experts.form(plan)
@@ -188,7 +206,9 @@ class SimCompute:
         assert placement is not None
         self.members = {member.rank: member.epoch for member in plan.members}
         for rank in set(range(plan.num_ranks)) - self.members.keys():
-            assert (placement.slot_to_expert_LRS[:, rank] < 0).all(), f"rank {rank} is gone and holds experts"
+            assert (placement.slot_to_expert_LRS[:, rank] < 0).all(), (
+                f"rank {rank} is gone and holds experts"
+            )
         self.formed_generation = plan.generation
         self.lost, self._is_broken = (), False
         if isinstance(self._engine, DecodeEngine):
@@ -233,13 +253,25 @@ class SimCompute:
         self._clock.after(took_s, lambda: self._staged(plan, took_s, answer))
 
     def _staged(self, plan: StagePlan, took_s: float, answer: Callable[[Staged], None]) -> None:
-        if self.is_stopped or plan.generation != self.formed_generation or plan.generation != self._generation:
-            return  # The rank's role drops what belongs to an older generation; so does the background thread.
+        if (
+            self.is_stopped
+            or plan.generation != self.formed_generation
+            or plan.generation != self._generation
+        ):
+            # The rank's role drops what belongs to an older generation; so does the background
+            # thread.
+            return
         if self._random.random() < self._fabric.stage_fault_rate:
-            answer(Staged(plan.generation, plan.stage_id, plan.layer, "CheckpointError: no such tensor"))
+            answer(
+                Staged(
+                    plan.generation, plan.stage_id, plan.layer, "CheckpointError: no such tensor"
+                )
+            )
             return
         num_received, num_read = self.experts.stage(plan, self._fabric.holder)
-        answer(Staged(plan.generation, plan.stage_id, plan.layer, None, num_received, num_read, took_s))
+        answer(
+            Staged(plan.generation, plan.stage_id, plan.layer, None, num_received, num_read, took_s)
+        )
 
     def _time_out(self, plan: StepPlan | FormPlan) -> None:
         if self._running is plan and not self._is_completing and not self.is_stopped:
@@ -264,7 +296,11 @@ class SimCompute:
         if isinstance(plan, FormPlan):
             self._end(Formed(plan.generation, error, self.lost))
             return
-        if self._random.random() < 0.3 and self.formed_generation == self._generation and "over" not in error:
+        if (
+            self._random.random() < 0.3
+            and self.formed_generation == self._generation
+            and "over" not in error
+        ):
             self._engine.execute(plan, self._step_s, None)  # type: ignore[arg-type]
         self._end(StepDone(plan.step_id, (), (), {}, self._step_s, error))
 
@@ -278,20 +314,47 @@ class RankHost(Host):
     """One life of a rank's process."""
 
     def __init__(
-        self, name: str, role: RankRole, clock: SimClock, random: Random, send: Callable[[str, AnyMessage], None],
-        fabric: Fabric, engine: PrefillEngine | DecodeEngine, *, epoch: str, pools: dict[str, Pool], pool_name: str,
-        step_s: float, pull_s: float, fault_rate: float, disk: SimDisk | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        role: RankRole,
+        clock: SimClock,
+        random: Random,
+        send: Callable[[str, AnyMessage], None],
+        fabric: Fabric,
+        engine: PrefillEngine | DecodeEngine,
+        *,
+        epoch: str,
+        pools: dict[str, Pool],
+        pool_name: str,
+        step_s: float,
+        pull_s: float,
+        fault_rate: float,
+        disk: SimDisk | None = None,
+    ) -> None:
         super().__init__(
-            name, role, role.audit, clock, random, send, pools=pools, pool_name=pool_name, pull_s=pull_s,
-            fault_rate=fault_rate, disk=disk,
-        )  # fmt: skip
+            name,
+            role,
+            role.audit,
+            clock,
+            random,
+            send,
+            pools=pools,
+            pool_name=pool_name,
+            pull_s=pull_s,
+            fault_rate=fault_rate,
+            disk=disk,
+        )
         self.fabric = fabric
         self.ident = (int(name.rpartition(".")[2]), epoch)
         self.compute = SimCompute(
-            fabric, *self.ident, engine, lambda result: self._computed(result), lambda: self._progress(), step_s,
+            fabric,
+            *self.ident,
+            engine,
+            lambda result: self._computed(result),
+            lambda: self._progress(),
+            step_s,
             fault_rate,
-        )  # fmt: skip
+        )
 
     def handle(self, event: Event | Any) -> None:
         if isinstance(event, Tick):

@@ -1,4 +1,6 @@
-"""An overloaded host: for a while every process runs in short slices only, far apart, whatever it has to do."""
+"""An overloaded host: for a while every process runs in short slices only, far apart, whatever it
+has to do.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from zlib import crc32
 
 @dataclass(frozen=True)
 class Starving:
-    """`apart_s`: from one slice of a process to its next, half as much at least; which it is depends on its name."""
+    """`apart_s`: from one slice of a process to its next, half as much at least; which it is
+    depends on its name.
+    """
 
     from_s: float = math.inf
     to_s: float = math.inf
@@ -25,4 +29,6 @@ class Starving:
             return now_s
         period_s = self.apart_s * (0.5 + crc32(name.encode()) / 2**33)
         # A little less, or a slice would begin again and again by the rounding of its own time.
-        return min(self.to_s, self.from_s + math.ceil((now_s - self.from_s) / period_s - 1e-6) * period_s)
+        return min(
+            self.to_s, self.from_s + math.ceil((now_s - self.from_s) / period_s - 1e-6) * period_s
+        )

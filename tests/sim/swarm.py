@@ -1,10 +1,12 @@
-"""Seeds by the thousand against the whole control plane: small worlds, everything drawn, checked after every event.
+"""Seeds by the thousand against the whole control plane: small worlds, everything drawn, checked
+after every event.
 
     python -m tests.sim.swarm --seeds 10000 --jobs 2      many, with a progress bar and a table of what they reached
     python -m tests.sim.swarm --seed 4711                 one again, and what it was
     python -m tests.sim.swarm --seed 4711 --shrink        and which features and faults it takes to fail
 
-A seed and a commit are a run: the digest of all that clients got is printed, and is the same in every process.
+A seed and a commit are a run: the digest of all that clients got is printed, and is the same in
+every process.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from tests.sim.swarm_world import SwarmWorld
 LIMIT_S = 200.0
 """Simulated: what all that goes wrong, and all requests behind it, take."""
 FLEET_LIMIT_S = 900.0
-"""The same with a fleet: a unit that was forgotten while it started is noticed after ten minutes."""
+"""The same with a fleet: a unit that was forgotten while it started is noticed after ten
+minutes.
+"""
 WALL_S = 300
 """Real: a role that goes round in a circle within one event shows its stack after so long."""
 SUMMED = ("moves", "preemptions", "faults")
@@ -61,14 +65,20 @@ class Found:
 
 
 def run(scene: Scene) -> tuple[SwarmWorld, Counter[str]]:
-    """Run a scene to its end and check what is left. Raises AssertionError, or whatever a role raised; it says when."""
+    """Run a scene to its end and check what is left. Raises AssertionError, or whatever a role
+    raised; it says when.
+    """
     with guarded() as asked:
         world = SwarmWorld(scene)
         try:
             world.run_to_the_end(FLEET_LIMIT_S if world.has_fleet else LIMIT_S)
             if world.has_fleet:
-                # A unit that the fleet starts late may still be sent what its last life was asked for.
-                world.clock.run(world.clock.now() + FLEET_LIMIT_S, lambda: world.is_at_rest() and world.is_over())
+                # A unit that the fleet starts late may still be sent what its last life was asked
+                # for.
+                world.clock.run(
+                    world.clock.now() + FLEET_LIMIT_S,
+                    lambda: world.is_at_rest() and world.is_over(),
+                )
                 assert world.is_at_rest(), f"the fleet does not rest: {world.fleet.counts()}"
             world.verify_end()
         except Exception as error:
@@ -110,7 +120,9 @@ def run_all(seeds: Iterable[int]) -> Found:
 
 
 def shrink(seed: int) -> frozenset[str]:
-    """Features and faults that can be left out of a failing seed, one after another, so that it still fails."""
+    """Features and faults that can be left out of a failing seed, one after another, so that it
+    still fails.
+    """
     out: frozenset[str] = frozenset()
     for name in (*FAULTS, *FEATURES):
         if name in draw(seed).on and _fails(draw(seed, out | {name})):
@@ -134,13 +146,22 @@ def _batches(first: int, num: int) -> Iterator[range]:
 def run_many(first: int, num: int, jobs: int, console: Console) -> Found:
     """All seeds from `first` on, in `jobs` processes; a failing one is told at once."""
     found = Found()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as progress, ProcessPoolExecutor(jobs) as processes:
         task = progress.add_task("seeds", total=num)
-        for future in as_completed([processes.submit(run_all, batch) for batch in _batches(first, num)]):
+        for future in as_completed(
+            [processes.submit(run_all, batch) for batch in _batches(first, num)]
+        ):
             part = future.result()
             found.add(part)
-            progress.update(task, advance=part.num_seeds, description=f"seeds, {len(found.errors)} failed")
+            progress.update(
+                task, advance=part.num_seeds, description=f"seeds, {len(found.errors)} failed"
+            )
             if not console.is_terminal and found.num_seeds % _TOLD == 0:
                 console.print(f"{found.num_seeds} of {num} seeds, {len(found.errors)} failed")
             for seed, error in part.errors.items():
@@ -159,7 +180,9 @@ def table_of(found: Found) -> Table:
     title = f"{found.num_seeds} seeds, {len(found.errors)} failed"
     table = Table("what", "seeds", "in all", title=title, caption=summed)
     for name in sorted(found.runs):
-        table.add_row(name, str(found.runs[name]), str(found.seen[name]) if name in found.seen else "")
+        table.add_row(
+            name, str(found.runs[name]), str(found.seen[name]) if name in found.seen else ""
+        )
     for name in sorted({f"on: {one}" for one in (*FEATURES, *FAULTS)} - found.runs.keys()):
         table.add_row(name, "0", "")
     return table
@@ -196,17 +219,23 @@ def _traced(arrive):  # type: ignore[no-untyped-def]
 
 def main(arguments: list[str]) -> int:
     """The command. Returns 1 if any seed failed."""
-    parser = argparse.ArgumentParser("python -m tests.sim.swarm", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m tests.sim.swarm", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--seeds", type=int, default=10_000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seed", type=int, help="this one alone")
-    parser.add_argument("--shrink", action="store_true", help="leave out of it what it does not take to fail")
+    parser.add_argument(
+        "--shrink", action="store_true", help="leave out of it what it does not take to fail"
+    )
     parser.add_argument("--trace", action="store_true", help="print every message of it")
     options = parser.parse_args(arguments)
     console = Console()
     if options.seed is not None:
-        return int(not tell_one(options.seed, console, is_shrunk=options.shrink, is_traced=options.trace))
+        return int(
+            not tell_one(options.seed, console, is_shrunk=options.shrink, is_traced=options.trace)
+        )
     found = run_many(options.first, options.seeds, options.jobs, console)
     console.print(table_of(found))
     for seed in sorted(found.errors):

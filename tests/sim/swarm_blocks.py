@@ -1,11 +1,13 @@
-"""Who has which KV block of a unit, told from what its leader says to the outside: plans, pulls, reads, writes, Freed.
+"""Who has which KV block of a unit, told from what its leader says to the outside: plans, pulls,
+reads, writes, Freed.
 
     effect     a block passes to a request with the first Pull, plan or read that writes it
     Freed      and is nobody's again
     between    nobody else's; and never Freed while a plan, a copy, a read or a write that is under way uses it
 
-Knows none of the leader's ledgers, so an error in one of them, or in what checks them, does not hide here. Of slots it
-sees those of whom blocks were written: a rank never has more of them than it has slots.
+Knows none of the leader's ledgers, so an error in one of them, or in what checks them, does not
+hide here. Of slots it sees those of whom blocks were written: a rank never has more of them than it
+has slots.
 """
 
 from __future__ import annotations
@@ -15,8 +17,26 @@ from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from hadal.core.messages import BLOCK_TOKENS, Cancel, FrontUp, Key, Release, Returned
-from hadal.core.plans import BlocksLoaded, BlocksStored, Chunk, DecodePlan, KvPulled, PrefillPlan, StepDone
-from hadal.core.seams import Effect, Event, Execute, Freed, LoadBlocks, Pull, RankReset, Send, StoreBlocks
+from hadal.core.plans import (
+    BlocksLoaded,
+    BlocksStored,
+    Chunk,
+    DecodePlan,
+    KvPulled,
+    PrefillPlan,
+    StepDone,
+)
+from hadal.core.seams import (
+    Effect,
+    Event,
+    Execute,
+    Freed,
+    LoadBlocks,
+    Pull,
+    RankReset,
+    Send,
+    StoreBlocks,
+)
 from hadal.roles.decode import DecodeLeader
 from hadal.roles.prefill import PrefillLeader
 
@@ -42,7 +62,9 @@ class _UnderWay:
 
 @dataclass(slots=True)
 class BlockWatch:
-    """Of one life of a leader. `keeps_some`: blocks may stay when their request is gone, for a cache."""
+    """Of one life of a leader. `keeps_some`: blocks may stay when their request is gone, for a
+    cache.
+    """
 
     unit: str
     num_slots: int
@@ -55,13 +77,17 @@ class BlockWatch:
     _rows: dict[int, dict[int, _Row]] = field(default_factory=dict)
     """By rank and slot: a decode unit's tables after the last plan."""
     _prompts: dict[int, dict[str, int]] = field(default_factory=dict)
-    """By rank, prompts that a prefill unit has begun: the plan with the last of each, -1 before that is made."""
+    """By rank, prompts that a prefill unit has begun: the plan with the last of each, -1 before
+    that is made.
+    """
     _steps: deque[tuple[int, _UnderWay]] = field(default_factory=deque)
     _others: dict[Hashable, _UnderWay] = field(default_factory=dict)
     """Copies, reads and writes."""
 
     def follow(self, leader: PrefillLeader | DecodeLeader) -> None:
-        """Let whatever it hears and says from now on go by this watch, before its own ledgers are looked at."""
+        """Let whatever it hears and says from now on go by this watch, before its own ledgers are
+        looked at.
+        """
         handle = leader.handle
 
         def watched(now_s: float, *events: Event) -> list[Effect]:
@@ -87,14 +113,20 @@ class BlockWatch:
         match event:
             case StepDone(step_id):
                 number, _ = self._steps.popleft()
-                assert number == step_id, f"{self.unit}: step {step_id} is done before step {number}"
+                assert number == step_id, (
+                    f"{self.unit}: step {step_id} is done before step {number}"
+                )
                 for rank, prompts in self._prompts.items():
-                    self._prompts[rank] = {name: last for name, last in prompts.items() if last != step_id}
+                    self._prompts[rank] = {
+                        name: last for name, last in prompts.items() if last != step_id
+                    }
             case KvPulled(request_id, attempt):
                 self._others.pop((KvPulled, (request_id, attempt)), None)
             case BlocksLoaded(load_id):
                 over = self._others.pop((BlocksLoaded, load_id), None)
-                for place in over.places if over is not None else ():  # What was not read is computed, by whomever.
+                for place in (
+                    over.places if over is not None else ()
+                ):  # What was not read is computed, by whomever.
                     self._release(place)
             case BlocksStored(store_id):
                 self._others.pop((BlocksStored, store_id), None)
@@ -106,7 +138,9 @@ class BlockWatch:
                 self._reset({*event.lost, *event.fresh})
 
     def _reset(self, ranks: set[int]) -> None:
-        """Plans are void, tables are empty, and these ranks' blocks are gone with all that was done in them."""
+        """Plans are void, tables are empty, and these ranks' blocks are gone with all that was done
+        in them.
+        """
         self._steps.clear()
         self._rows.clear()
         for rank in ranks:
@@ -114,15 +148,19 @@ class BlockWatch:
         for place in [place for place in self._holders if place[0] in ranks]:
             self._release(place)
         self._others = {
-            name: one for name, one in self._others.items() if not any(rank in ranks for rank, _ in one.places)
-        }  # fmt: skip
+            name: one
+            for name, one in self._others.items()
+            if not any(rank in ranks for rank, _ in one.places)
+        }
 
     def _see(self, effect: Effect) -> None:
         match effect:
             case Freed(block_ids, rank):
                 self._freed({(rank, block) for block in block_ids})
             case Execute(plans):
-                places = [place for rank, plan in enumerate(plans) for place in self._planned(rank, plan)]
+                places = [
+                    place for rank, plan in enumerate(plans) for place in self._planned(rank, plan)
+                ]
                 step_id = plans[0].step_id
                 self._steps.append((step_id, _UnderWay(frozenset(places), f"step {step_id}")))
             case Pull(request_id, attempt, _, into, rank):
@@ -152,7 +190,9 @@ class BlockWatch:
                 self._holders[rank, block] = key
                 self._held[rank, key] += 1
             else:
-                assert holder == key, f"{self.unit}: rank {rank} gives {holder}'s block {block} to {key}"
+                assert holder == key, (
+                    f"{self.unit}: rank {rank} gives {holder}'s block {block} to {key}"
+                )
 
     def _release(self, place: Place) -> None:
         key = self._holders.pop(place, None)
@@ -163,7 +203,9 @@ class BlockWatch:
         self.seen["blocks freed"] += len(places)
         for one in (*(step for _, step in self._steps), *self._others.values()):
             early = places & one.places
-            assert not early, f"{self.unit}: (rank, block) {sorted(early)} are free while {one.what} needs them"
+            assert not early, (
+                f"{self.unit}: (rank, block) {sorted(early)} are free while {one.what} needs them"
+            )
         for place in places:
             self._release(place)
 
@@ -173,11 +215,15 @@ class BlockWatch:
         self._begin((KvPulled, key), rank, into, f"the copy for {key}")
         self._claim(rank, into, key)
         if not self.keeps_some:
-            self._count_slots(rank, [of for (at, of), num in self._held.items() if at == rank and num])
+            self._count_slots(
+                rank, [of for (at, of), num in self._held.items() if at == rank and num]
+            )
 
     def _count_slots(self, rank: int, keys: Collection[Hashable]) -> None:
         self.seen["ranks with every slot taken"] += len(keys) == self.num_slots
-        assert len(keys) <= self.num_slots, f"{self.unit}: rank {rank} has {self.num_slots} slots, for {keys}"
+        assert len(keys) <= self.num_slots, (
+            f"{self.unit}: rank {rank} has {self.num_slots} slots, for {keys}"
+        )
 
     def _planned(self, rank: int, plan: PrefillPlan | DecodePlan) -> Iterable[Place]:
         """Blocks that a plan needs: those that it writes, and those that it reads."""
@@ -189,10 +235,14 @@ class BlockWatch:
 
     def _chunks(self, rank: int, step_id: int, chunks: tuple[Chunk, ...]) -> Iterable[int]:
         prompts = self._prompts.setdefault(rank, {})
-        prompts.update({chunk.request_id: -1 if chunk.sampling is None else step_id for chunk in chunks})
+        prompts.update(
+            {chunk.request_id: -1 if chunk.sampling is None else step_id for chunk in chunks}
+        )
         self._count_slots(rank, prompts)
         for chunk in chunks:
-            first = chunk.start // BLOCK_TOKENS  # Those before it may be others', too: a prefix that many share.
+            first = (
+                chunk.start // BLOCK_TOKENS
+            )  # Those before it may be others', too: a prefix that many share.
             self._claim(rank, chunk.block_ids[first:], chunk.request_id)
         return [block for chunk in chunks for block in chunk.block_ids]
 
@@ -202,7 +252,9 @@ class BlockWatch:
             rows.pop(slot, None)
         for join in plan.joins:
             key = self._holders.get((rank, join.block_ids[0]))
-            assert key is not None, f"{self.unit}: who joins rank {rank} has a block that was not filled"
+            assert key is not None, (
+                f"{self.unit}: who joins rank {rank} has a block that was not filled"
+            )
             self._claim(rank, join.block_ids, key)
             rows[join.slot] = _Row(key, list(join.block_ids))
             self._only_here(rank, key)
@@ -215,10 +267,14 @@ class BlockWatch:
         return [block for row in rows.values() for block in row.block_ids]
 
     def _only_here(self, rank: int, key: Hashable) -> None:
-        """Who goes on at a rank has nothing elsewhere, but for a copy that nobody waits for any more."""
+        """Who goes on at a rank has nothing elsewhere, but for a copy that nobody waits for any
+        more.
+        """
         if self.keeps_some:
             return
         copy = self._others.get((KvPulled, key))
         for at in {at for at, of in self._held if of == key and self._held[at, of] and at != rank}:
             is_copied = copy is not None and all(one == at for one, _ in copy.places)
-            assert is_copied, f"{self.unit}: {key} goes on at rank {rank}, and still has blocks of rank {at}"
+            assert is_copied, (
+                f"{self.unit}: {key} goes on at rank {rank}, and still has blocks of rank {at}"
+            )

@@ -1,8 +1,9 @@
-"""One HTTP request of a swarm world, as the gateway has it: choices of a prompt, stop strings, a client that may leave,
-and the bill.
+"""One HTTP request of a swarm world, as the gateway has it: choices of a prompt, stop strings, a
+client that may leave, and the bill.
 
-The gateway's own code reads the front's deliveries (gateway/sse.Reply, gateway/stream.Assembler) and writes the facts
-(gateway/books). What must be billed is worked out here by itself, from the tokens that the request has to get.
+The gateway's own code reads the front's deliveries (gateway/sse.Reply, gateway/stream.Assembler)
+and writes the facts (gateway/books). What must be billed is worked out here by itself, from the
+tokens that the request has to get.
 """
 
 from __future__ import annotations
@@ -33,8 +34,17 @@ LETTERS = "".join(chr(ord("A") + number) for number in range(VOCAB))
 """A token is a letter."""
 VOCABULARY = Vocabulary(
     {
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        "model": {"type": "BPE", "vocab": {letter: number for number, letter in enumerate(LETTERS)}, "merges": []},
+        "decoder": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
+        "model": {
+            "type": "BPE",
+            "vocab": {letter: number for number, letter in enumerate(LETTERS)},
+            "merges": [],
+        },
     },
     "letters",
 )
@@ -54,7 +64,9 @@ class Sink:
             self.requests[fact.request_id] = fact
             return
         before = self.nodes.get((fact.unit, fact.epoch))
-        if before is not None:  # A front that was started anew begins later; the ledger takes the widest interval.
+        if (
+            before is not None
+        ):  # A front that was started anew begins later; the ledger takes the widest interval.
             assert before.to_s <= fact.to_s, "node-hours run backwards"
             fact = msgspec.structs.replace(fact, from_s=min(before.from_s, fact.from_s))
         self.nodes[fact.unit, fact.epoch] = fact
@@ -68,7 +80,9 @@ class Sink:
 
 
 def cut_at_stop(tokens: list[int], stops: tuple[str, ...], first: int) -> tuple[int, bool]:
-    """How many of these tokens are taken until one of `stops` stands in the text behind the first `first`."""
+    """How many of these tokens are taken until one of `stops` stands in the text behind the first
+    `first`.
+    """
     text = "".join(LETTERS[token] for token in tokens)
     for num in range(first + 1, len(tokens) + 1):
         if any(stop in text[first:num] for stop in stops):
@@ -77,17 +91,29 @@ def cut_at_stop(tokens: list[int], stops: tuple[str, ...], first: int) -> tuple[
 
 
 class Call:
-    """The gateway's part of one request. `tell_front` is done at once; `books` are those of the gateway's life."""
+    """The gateway's part of one request. `tell_front` is done at once; `books` are those of the
+    gateway's life.
+    """
 
     def __init__(
-        self, generations: list[Generation], clients: list[Client], stops: tuple[str, ...], *, tenant: Tenant,
-        now: Callable[[], float], tell_front: Callable[[Cancel], None], books: Books, timeout_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        generations: list[Generation],
+        clients: list[Client],
+        stops: tuple[str, ...],
+        *,
+        tenant: Tenant,
+        now: Callable[[], float],
+        tell_front: Callable[[Cancel], None],
+        books: Books,
+        timeout_s: float,
+    ) -> None:
         self.generations = generations
         self.clients = clients
         self.stops = stops
         self.end = ""
-        """How it ended: "200", "cancelled" or an error's status; "lost" with the gateway's process; empty: not yet."""
+        """How it ended: "200", "cancelled" or an error's status; "lost" with the gateway's process;
+        empty: not yet.
+        """
         self.error = ""
         self.mailbox = Mailbox(cast("Any", None))  # Nobody waits in it, so it needs no event loop.
         self.mailbox.open_ids = {one.request_id: index for index, one in enumerate(generations)}
@@ -95,21 +121,42 @@ class Call:
         self._books = books
         self._tenant = tenant
         ask = Ask(
-            model=MODEL, stream=True, include_usage=True, n=len(generations), max_tokens=generations[0].max_tokens,
-            max_name="max_tokens", min_tokens=generations[0].min_tokens, temperature=None, top_p=None,
-            sampling=Sampling(), seed=None, stops=stops, stop_token_ids=(), ignore_eos=False, return_token_ids=False,
+            model=MODEL,
+            stream=True,
+            include_usage=True,
+            n=len(generations),
+            max_tokens=generations[0].max_tokens,
+            max_name="max_tokens",
+            min_tokens=generations[0].min_tokens,
+            temperature=None,
+            top_p=None,
+            sampling=Sampling(),
+            seed=None,
+            stops=stops,
+            stop_token_ids=(),
+            ignore_eos=False,
+            return_token_ids=False,
             stop_repetition=False,
-        )  # fmt: skip
+        )
         choices = tuple(
-            Choice(one, Assembler(VOCABULARY, sections=False, stops=stops, min_tokens=one.min_tokens))
+            Choice(
+                one, Assembler(VOCABULARY, sections=False, stops=stops, min_tokens=one.min_tokens)
+            )
             for one in generations
         )
         self.times = Times(now())
         self.work = Work(ask, choices, len(generations[0].prompt))
         self.reply = Reply(
-            self.work, self.mailbox, cast("Any", self), cast("Any", None), self.times, now, timeout_s=timeout_s,
-            keep_alive_s=1.0, send_timeout_s=1.0,
-        )  # fmt: skip
+            self.work,
+            self.mailbox,
+            cast("Any", self),
+            cast("Any", None),
+            self.times,
+            now,
+            timeout_s=timeout_s,
+            keep_alive_s=1.0,
+            send_timeout_s=1.0,
+        )
 
     def cancel(self, mailbox: Mailbox, request_id: str) -> None:
         """As gateway/host has it: what comes of it is dropped, but for where it was worked on."""
@@ -117,15 +164,22 @@ class Call:
             self._tell_front(Cancel(request_id, -1))
 
     def read(self) -> None:
-        """Take what has come out of the mailbox, as the request's task does when it gets its turn."""
+        """Take what has come out of the mailbox, as the request's task does when it gets its
+        turn.
+        """
         items, self.mailbox._items = self.mailbox._items, []
         if self.end:
             return
         try:
             for index, deliver in items:
                 self.reply._assemble(index, deliver)
-                name, finish = self.generations[index].request_id, self.work.choices[index].assembler.finish
-                assert finish is None or name not in self.mailbox.open_ids, f"{name} ended, and still runs"
+                name, finish = (
+                    self.generations[index].request_id,
+                    self.work.choices[index].assembler.finish,
+                )
+                assert finish is None or name not in self.mailbox.open_ids, (
+                    f"{name} ended, and still runs"
+                )
         except ApiError as error:
             self.error = str(error)
             self._close(str(error.status))
@@ -146,7 +200,14 @@ class Call:
         self.end = end
         for request_id in list(self.mailbox.open_ids):
             self.cancel(self.mailbox, request_id)
-        self._books.close(self.work, self.reply.meters, self.mailbox.closings, self.times.start_s, self._tenant, end)
+        self._books.close(
+            self.work,
+            self.reply.meters,
+            self.mailbox.closings,
+            self.times.start_s,
+            self._tenant,
+            end,
+        )
 
     def check(self, sink: Sink) -> None:
         """What was billed is what came, and what came is what had to come. Of a call that ended."""
@@ -158,27 +219,40 @@ class Call:
         assert all(facts), f"{names}: not billed"
         usage = self.reply.usage
         billed = [fact for fact in facts if fact is not None]
-        assert sum(fact.tokens_out for fact in billed) == usage.num_output_tokens, f"{names}: billed and shown differ"
+        assert sum(fact.tokens_out for fact in billed) == usage.num_output_tokens, (
+            f"{names}: billed and shown differ"
+        )
         num_answered = sum(fact.tokens_out > 0 for fact in billed)
         num_prompt = len(self.generations[0].prompt) if num_answered else 0
-        assert sum(fact.tokens_in for fact in billed) == num_prompt, f"{names}: the prompt is not billed once"
+        assert sum(fact.tokens_in for fact in billed) == num_prompt, (
+            f"{names}: the prompt is not billed once"
+        )
         for fact, client in zip(billed, self.clients, strict=True):
             self._check_one(fact, client)
 
     def _check_one(self, fact: RequestFact, client: Client) -> None:
         name, generation = fact.request_id, client.generation
-        taken, stopped = cut_at_stop(client.received, self.stops, generation.min_tokens if self.stops else 0)
-        assert fact.tokens_out <= taken, f"{name}: {fact.tokens_out} tokens billed, {taken} streamed"
+        taken, stopped = cut_at_stop(
+            client.received, self.stops, generation.min_tokens if self.stops else 0
+        )
+        assert fact.tokens_out <= taken, (
+            f"{name}: {fact.tokens_out} tokens billed, {taken} streamed"
+        )
         is_whole = client.final is not None and client.final.error is None
         if self.end == "200":
             assert stopped or is_whole, f"{name} ended well and is not whole"
-            assert fact.tokens_out == taken, f"{name}: {fact.tokens_out} tokens billed, {taken} streamed"
+            assert fact.tokens_out == taken, (
+                f"{name}: {fact.tokens_out} tokens billed, {taken} streamed"
+            )
             assert fact.end in ("stop", "length"), f"{name}: {fact.end}"
             assert not stopped or fact.end == "stop", f"{name}: {fact.end}"
         else:
-            # One choice may have ended before its request did; a letter that nobody read is not billed.
+            # One choice may have ended before its request did; a letter that nobody read is not
+            # billed.
             assert fact.end in (self.end, "stop", "length"), f"{name}: {fact.end}, not {self.end}"
-        due = self._books._prices.charge(micros(fact.completed_s), fact.tokens_hit, fact.tokens_miss, fact.tokens_out)
+        due = self._books._prices.charge(
+            micros(fact.completed_s), fact.tokens_hit, fact.tokens_miss, fact.tokens_out
+        )
         assert fact.income_pico_usd == due, f"{name}: charged {fact.income_pico_usd}, not {due}"
 
 

@@ -1,7 +1,8 @@
-"""What every decision of a policy has to keep, whatever it was asked: capacities, order, conservation.
+"""What every decision of a policy has to keep, whatever it was asked: capacities, order,
+conservation.
 
-`guarded()` puts a check behind the policies where the roles call them, as long as it is open. The roles themselves are
-those that serve.
+`guarded()` puts a check behind the policies where the roles call them, as long as it is open. The
+roles themselves are those that serve.
 """
 
 from __future__ import annotations
@@ -30,13 +31,23 @@ from hadal.policy.expert_balance import Cluster, ExpertPlan
 from hadal.policy.prefill_balance import PrefillQueueView, StepCut
 from hadal.policy.prefill_budget import StepLimits
 from hadal.policy.scaling import Decision, ScalingRules, ScalingView
-from hadal.policy.views import DecodeRanksView, DecodeUnitView, HolderView, PrefillUnitView, PromptView
+from hadal.policy.views import (
+    DecodeRanksView,
+    DecodeUnitView,
+    HolderView,
+    PrefillUnitView,
+    PromptView,
+)
 
 NEAR = 1e-6
 
 
-def check_place(ranks: list[int], view: DecodeRanksView, arrivals: Sequence[Arrival], **_: Any) -> None:
-    """Nobody sits where there is no room, and nobody is overtaken: a placement is of the first arrivals."""
+def check_place(
+    ranks: list[int], view: DecodeRanksView, arrivals: Sequence[Arrival], **_: Any
+) -> None:
+    """Nobody sits where there is no room, and nobody is overtaken: a placement is of the first
+    arrivals.
+    """
     assert len(ranks) <= len(arrivals)
     rows = {rank: row for row, rank in enumerate(view.ranks.tolist())}
     used, requests = view.num_blocks_used.copy(), view.num_requests.copy()
@@ -48,14 +59,19 @@ def check_place(ranks: list[int], view: DecodeRanksView, arrivals: Sequence[Arri
     assert (requests[touched] <= view.num_requests_max[touched]).all(), f"{requests} requests"
 
 
-def check_moves(moves: list[Move], view: DecodeRanksView, running: RunningView, terms: MoveTerms, **_: Any) -> None:
-    """A request moves once, to another rank with room for it; what a giver loses is not given away yet, while one that
-    took may give."""
+def check_moves(
+    moves: list[Move], view: DecodeRanksView, running: RunningView, terms: MoveTerms, **_: Any
+) -> None:
+    """A request moves once, to another rank with room for it; what a giver loses is not given away
+    yet, while one that took may give.
+    """
     assert len(moves) <= terms.num_moves_max
     rows = {rank: row for row, rank in enumerate(view.ranks.tolist())}
     used, requests = view.num_blocks_used.copy(), view.num_requests.copy()
     givers: set[int] = set()
-    assert len({(move.from_rank, move.slot) for move in moves}) == len(moves), "a request moves twice"
+    assert len({(move.from_rank, move.slot) for move in moves}) == len(moves), (
+        "a request moves twice"
+    )
     for move in moves:
         givers.add(move.from_rank)
         assert move.to_rank not in givers, f"rank {move.to_rank} takes after it gave"
@@ -73,71 +89,107 @@ def check_victims(slots: list[int], holders: Sequence[HolderView], num_blocks_mi
     assert slots == by_arrival[: len(slots)], "the latest arrived go first"
     assert len(slots) < max(len(holders), 1), "nobody is left"
     blocks = {holder.slot: holder.num_blocks for holder in holders}
-    assert sum(blocks[slot] for slot in slots[:-1]) < max(num_blocks_missing, 1), "more go than are needed"
+    assert sum(blocks[slot] for slot in slots[:-1]) < max(num_blocks_missing, 1), (
+        "more go than are needed"
+    )
 
 
 def check_cut(
-    cut: StepCut, ranks: Sequence[PrefillQueueView], waiting: Sequence[PromptView], rates: Any, limits: StepLimits,
+    cut: StepCut,
+    ranks: Sequence[PrefillQueueView],
+    waiting: Sequence[PromptView],
+    rates: Any,
+    limits: StepLimits,
     cached: Sequence[Any] = (),
-) -> None:  # fmt: skip
-    """A step's prompts start in their order and once, where there is room; no part is longer than its prompt."""
+) -> None:
+    """A step's prompts start in their order and once, where there is room; no part is longer than
+    its prompt.
+    """
     starts = sorted(index for of_rank in cut.ranks for index in of_rank.starts)
     assert starts == list(range(len(starts))), f"prompts {starts} of {len(waiting)} start"
     views = {view.rank: view for view in ranks}
     assert {of_rank.rank for of_rank in cut.ranks} == views.keys(), "a rank has no part, or two"
     for of_rank in cut.ranks:
         view = views[of_rank.rank]
-        there = [cached[index].get(view.rank, waiting[index]) if cached else waiting[index] for index in of_rank.starts]
+        there = [
+            cached[index].get(view.rank, waiting[index]) if cached else waiting[index]
+            for index in of_rank.starts
+        ]
         prompts = [*view.prompts, *there]
         assert len(of_rank.sizes) == len(prompts)
         for size, prompt in zip(of_rank.sizes, prompts, strict=True):
             assert 0 <= size <= prompt.num_tokens, f"{size} tokens of {prompt}"
             assert not (size and prompt.num_loading), "what is being read from disk is computed"
         assert sum(of_rank.sizes) <= limits.num_tokens_max, f"{of_rank} is more than {limits}"
-        assert len(of_rank.starts) <= max(0, view.num_starts_free), f"{of_rank} starts more than {view.num_starts_free}"
-        assert sum(prompt.num_blocks_needed for prompt in there) <= view.num_blocks_free, "blocks that are not free"
+        assert len(of_rank.starts) <= max(0, view.num_starts_free), (
+            f"{of_rank} starts more than {view.num_starts_free}"
+        )
+        assert sum(prompt.num_blocks_needed for prompt in there) <= view.num_blocks_free, (
+            "blocks that are not free"
+        )
         ready = [prompt for prompt in prompts if not prompt.num_loading and prompt.num_tokens]
         assert bool(ready) == bool(sum(of_rank.sizes)), "a rank with something to do does nothing"
 
 
 def check_packed(
-    sizes: list[int], prompts: Sequence[PromptView], chunk_tokens: int, num_blocks_free: int, num_starts_max: int
+    sizes: list[int],
+    prompts: Sequence[PromptView],
+    chunk_tokens: int,
+    num_blocks_free: int,
+    num_starts_max: int,
 ) -> None:
     """A rank's budget is kept."""
     assert sum(sizes) <= chunk_tokens
-    assert all(0 < size <= prompt.num_tokens for size, prompt in zip(sizes, prompts, strict=False)), sizes
+    assert all(
+        0 < size <= prompt.num_tokens for size, prompt in zip(sizes, prompts, strict=False)
+    ), sizes
     begun = [prompt for _, prompt in zip(sizes, prompts, strict=False) if prompt.num_blocks_needed]
     assert sum(prompt.num_blocks_needed for prompt in begun) <= num_blocks_free
     assert len(begun) <= max(0, num_starts_max)
 
 
-def check_prefill_unit(unit: str | None, units: Sequence[PrefillUnitView], num_blocks: int, num_tokens: int) -> None:
+def check_prefill_unit(
+    unit: str | None, units: Sequence[PrefillUnitView], num_blocks: int, num_tokens: int
+) -> None:
     """It fits where it goes, and waits only if it fits nowhere."""
     fitting = {view.unit for view in units if view.num_requests < view.num_requests_max}
     fitting &= {view.unit for view in units if num_blocks <= view.num_blocks}
     assert unit in fitting if fitting else unit is None, f"{unit} of {fitting}"
 
 
-def check_decode_unit(unit: str | None, units: Sequence[DecodeUnitView], num_blocks: int, num_blocks_max: int) -> None:
+def check_decode_unit(
+    unit: str | None, units: Sequence[DecodeUnitView], num_blocks: int, num_blocks_max: int
+) -> None:
     """It can be there to its last token."""
     fitting = {view.unit for view in units if num_blocks_max <= view.num_blocks_request}
     assert unit in fitting if fitting else unit is None, f"{unit} of {fitting}"
 
 
 def check_experts(
-    plan: ExpertPlan, loads: Any, cluster: Cluster, *, max_moves: int | None = None, current: Placement | None = None,
+    plan: ExpertPlan,
+    loads: Any,
+    cluster: Cluster,
+    *,
+    max_moves: int | None = None,
+    current: Placement | None = None,
     **_: Any,
-) -> None:  # fmt: skip
-    """Every expert is somewhere, once on a rank, on living ranks only, and no more replicas move than may."""
+) -> None:
+    """Every expert is somewhere, once on a rank, on living ranks only, and no more replicas move
+    than may.
+    """
     problems = plan.placement.check()
     assert not problems, problems
     slots = plan.placement.slot_to_expert_LRS
     for rank, num_slots in enumerate(cluster.slots):
-        assert ((slots[:, rank] != EMPTY).sum(axis=1) <= num_slots).all(), f"rank {rank} holds more than {num_slots}"
+        assert ((slots[:, rank] != EMPTY).sum(axis=1) <= num_slots).all(), (
+            f"rank {rank} holds more than {num_slots}"
+        )
     assert (plan.balancedness_L > 0).all(), plan.balancedness_L
     assert (plan.balancedness_L <= 1 + NEAR).all(), "a mean is above its maximum"
     if max_moves is not None and current is not None and not any(current.missing()):
-        assert plan.moved_replicas <= max_moves, f"{plan.moved_replicas} of {max_moves} replicas move"
+        assert plan.moved_replicas <= max_moves, (
+            f"{plan.moved_replicas} of {max_moves} replicas move"
+        )
     if plan.split_LRS is not None:
         check_split(plan.split_LRS, slots.astype(np.int64), loads)
 
@@ -149,7 +201,9 @@ def check_split(split_LRS: Any, table_LRS: Any, loads: Any, **_: Any) -> None:
         held = table != EMPTY
         sums = np.bincount(table[held], split[held])
         there = np.unique(table[held])
-        assert np.allclose(sums[there], 1.0, atol=1e-4), f"the parts of an expert add up to {sums[there]}"
+        assert np.allclose(sums[there], 1.0, atol=1e-4), (
+            f"the parts of an expert add up to {sums[there]}"
+        )
 
 
 def check_decision(decision: Decision, view: ScalingView, rules: ScalingRules) -> None:
@@ -162,11 +216,15 @@ def check_decision(decision: Decision, view: ScalingView, rules: ScalingRules) -
 
 def check_refusal(refusal: Refusal | None, view: Any) -> None:
     """A refusal says when to come back."""
-    assert refusal is None or (refusal.status in (429, 503) and refusal.reason and refusal.retry_after_s > 0), refusal
+    assert refusal is None or (
+        refusal.status in (429, 503) and refusal.reason and refusal.retry_after_s > 0
+    ), refusal
     assert refusal is not None or not view.is_draining, "let in while the server shuts down"
 
 
-def check_prefix(prefix: Prefix, num_memory: int, num_shared: int, num_disk: int, *_: Any, **__: Any) -> None:
+def check_prefix(
+    prefix: Prefix, num_memory: int, num_shared: int, num_disk: int, *_: Any, **__: Any
+) -> None:
     """All that the disk has of it or nothing."""
     assert (prefix.num_memory, prefix.num_shared) == (num_memory, num_shared)
     assert prefix.num_loading + prefix.num_recomputed in (0, num_disk)

@@ -1,7 +1,9 @@
-"""What one seed of the swarm means. Every feature and every fault is switched on or off by itself, so that any two of
-them meet in some seeds and are alone in others; what is on is then drawn from small sizes and rough rates.
+"""What one seed of the swarm means. Every feature and every fault is switched on or off by itself,
+so that any two of them meet in some seeds and are alone in others; what is on is then drawn from
+small sizes and rough rates.
 
-The idea is swarm testing (Groce et al., ISSTA 2012): a test with everything on at once hides what one thing alone does.
+The idea is swarm testing (Groce et al., ISSTA 2012): a test with everything on at once hides what
+one thing alone does.
 """
 
 from __future__ import annotations
@@ -10,7 +12,14 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from hadal.core.balance import AUTO, NO_MOVES, OFF
-from hadal.core.config import CacheConfig, Deployment, FleetConfig, LedgerConfig, LimitsConfig, UnitsConfig
+from hadal.core.config import (
+    CacheConfig,
+    Deployment,
+    FleetConfig,
+    LedgerConfig,
+    LimitsConfig,
+    UnitsConfig,
+)
 from hadal.core.messages import BLOCK_TOKENS
 from tests.sim.disk import DiskFaults
 from tests.sim.fleet import FleetFaults
@@ -18,22 +27,74 @@ from tests.sim.scenario import RANK_TIMEOUT_S
 from tests.sim.world import Faults
 
 PRESSURES = ("uneven", "tight", "hasty")
-"""Requests that have to move from rank to rank, or outgrow their rank; and clients that leave while they are prefilled.
-Drawn by themselves, behind the others: without them a seed is what it was before they were thought of."""
+"""Requests that have to move from rank to rank, or outgrow their rank; and clients that leave while
+they are prefilled. Drawn by themselves, behind the others: without them a seed is what it was
+before they were thought of.
+"""
 FEATURES = (
-    "many units", "prefill ranks", "decode ranks", "redundant experts", "no expert balance", "no prefill balance",
-    "no decode balance", "sequential", "memory cache", "disk cache", "no recompute", "late pull", "chats", "few blocks",
-    "few slots", "small chunks", "short leases", "small queues", "few running", "priorities", "stop strings", "choices",
-    "too long", "impatient", "fleet", "bundles", "rush", "crowd", *PRESSURES,
-)  # fmt: skip
-_AWAY_ALWAYS = {"few running", "no decode balance", "few blocks", "small chunks", "chats", "crowd", "rush"}
+    "many units",
+    "prefill ranks",
+    "decode ranks",
+    "redundant experts",
+    "no expert balance",
+    "no prefill balance",
+    "no decode balance",
+    "sequential",
+    "memory cache",
+    "disk cache",
+    "no recompute",
+    "late pull",
+    "chats",
+    "few blocks",
+    "few slots",
+    "small chunks",
+    "short leases",
+    "small queues",
+    "few running",
+    "priorities",
+    "stop strings",
+    "choices",
+    "too long",
+    "impatient",
+    "fleet",
+    "bundles",
+    "rush",
+    "crowd",
+    *PRESSURES,
+)
+_AWAY_ALWAYS = {
+    "few running",
+    "no decode balance",
+    "few blocks",
+    "small chunks",
+    "chats",
+    "crowd",
+    "rush",
+}
 _AWAY_OFTEN = ("impatient", "small queues", "stop strings", "shutdown", "short leases")
 """What keeps moves and preemptions away."""
 FAULTS = (
-    "cancels", "unit deaths", "rank deaths", "freezes", "slow ranks", "node deaths", "front restarts", "failed steps",
-    "failed staging", "duplicates", "late messages", "lost messages", "disk errors", "slow disk", "lost disk",
-    "failed starts", "lost fleet words", "deaths in drains", "few retries", "shutdown",
-)  # fmt: skip
+    "cancels",
+    "unit deaths",
+    "rank deaths",
+    "freezes",
+    "slow ranks",
+    "node deaths",
+    "front restarts",
+    "failed steps",
+    "failed staging",
+    "duplicates",
+    "late messages",
+    "lost messages",
+    "disk errors",
+    "slow disk",
+    "lost disk",
+    "failed starts",
+    "lost fleet words",
+    "deaths in drains",
+    "few retries",
+    "shutdown",
+)
 
 
 @dataclass(frozen=True)
@@ -72,10 +133,16 @@ class Scene:
 
 
 def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
-    """The scene of a seed; `without` names features and faults to leave out of it, to see which one matters."""
+    """The scene of a seed; `without` names features and faults to leave out of it, to see which one
+    matters.
+    """
     random = Random(f"swarm {seed}")
     share = random.choice([0.1, 0.3, 0.5])
-    on = {name for name in FEATURES if name not in PRESSURES and random.random() < random.choice([share, 0.5])}
+    on = {
+        name
+        for name in FEATURES
+        if name not in PRESSURES and random.random() < random.choice([share, 0.5])
+    }
     on |= {name for name in FAULTS if random.random() < random.choice([0.0, share, share])}
     pressure = Random(f"swarm pressure {seed}")
     pressures = {name for name in PRESSURES if pressure.random() < 0.3} - without
@@ -91,34 +158,53 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Scene:
         return drawn if name in on else 0.0
 
     faults = Faults(
-        succession_share=0.0,  # The watcher of blocks does not know what a successor takes over: test_succession does.
-        duplicate_rate=rate("duplicates", 0.02, 0.1, 0.5), engine_rate=rate("failed steps", 0.003, 0.02),
+        # The watcher of blocks does not know what a successor takes over: test_succession does.
+        succession_share=0.0,
+        duplicate_rate=rate("duplicates", 0.02, 0.1, 0.5),
+        engine_rate=rate("failed steps", 0.003, 0.02),
         stage_rate=rate("failed staging", 0.2, 0.7),
-        front_restarts=int(rate("front restarts", 1, 2, 3)), until_s=until_s,
-    )  # fmt: skip
+        front_restarts=int(rate("front restarts", 1, 2, 3)),
+        until_s=until_s,
+    )
     fleet_faults = FleetFaults(
-        rate("failed starts", 0.2, 0.5), rate("lost fleet words", 0.2, 0.5), rate("deaths in drains", 0.3, 0.7)
+        rate("failed starts", 0.2, 0.5),
+        rate("lost fleet words", 0.2, 0.5),
+        rate("deaths in drains", 0.3, 0.7),
     )
     disk_faults = DiskFaults(
-        load_rate=rate("disk errors", 0.0, 0.1, 0.5), damage_rate=rate("disk errors", 0.0, 0.1),
-        store_rate=rate("disk errors", 0.0, 0.1, 0.5), drop_rate=rate("disk errors", 0.0, 0.3),
-        slow_rate=rate("slow disk", 0.05, 0.3), slow_s=random.choice([0.5, 8.0, 12.0]),
-    )  # fmt: skip
+        load_rate=rate("disk errors", 0.0, 0.1, 0.5),
+        damage_rate=rate("disk errors", 0.0, 0.1),
+        store_rate=rate("disk errors", 0.0, 0.1, 0.5),
+        drop_rate=rate("disk errors", 0.0, 0.3),
+        slow_rate=rate("slow disk", 0.05, 0.3),
+        slow_s=random.choice([0.5, 8.0, 12.0]),
+    )
     kinds = ("unit deaths", "rank deaths", "freezes", "slow ranks", "node deaths")
     lost_from_s = random.uniform(0.2, 4.0)
     troubles = Troubles(
         {name: random.choice([0.5, 1.0, 2.0]) for name in kinds if name in on},
-        lost_rate=rate("lost messages", 0.002, 0.02), late_rate=rate("late messages", 0.002, 0.02),
+        lost_rate=rate("lost messages", 0.002, 0.02),
+        late_rate=rate("late messages", 0.002, 0.02),
         late_s=random.choice([0.1, 1.0, 4.0]),
-        lost_disk_s=(lost_from_s, lost_from_s + random.choice([0.5, 100.0])) if "lost disk" in on else None,
+        lost_disk_s=(lost_from_s, lost_from_s + random.choice([0.5, 100.0]))
+        if "lost disk" in on
+        else None,
         shutdown_s=random.uniform(1.0, 6.0) if "shutdown" in on else None,
-    )  # fmt: skip
+    )
     scene = Scene(
-        seed, frozenset(on), _deployment(random, on), faults, fleet_faults, disk_faults, troubles,
+        seed,
+        frozenset(on),
+        _deployment(random, on),
+        faults,
+        fleet_faults,
+        disk_faults,
+        troubles,
         max_context=random.choice([200, 400, 700, 1600]),
-        pool_blocks=_pool_blocks(random, on), disk_blocks=random.choice([6, 40, 1000]),
-        wire_s=random.choice([0.0005, 0.002, 0.02]), pull_s=random.choice([0.005, 0.02, 0.2]),
-    )  # fmt: skip
+        pool_blocks=_pool_blocks(random, on),
+        disk_blocks=random.choice([6, 40, 1000]),
+        wire_s=random.choice([0.0005, 0.002, 0.02]),
+        pull_s=random.choice([0.005, 0.02, 0.2]),
+    )
     return _pressed(scene, pressure)
 
 
@@ -138,10 +224,12 @@ def _pressed(scene: Scene, random: Random) -> Scene:
         decode = replace(decode, max_requests=random.randint(5, 8))
     prefill = replace(config.prefill, max_requests=random.randint(4, 8))
     return replace(
-        scene, on=on | {"decode ranks"} if decode.ranks > 1 else on, max_context=1600,
+        scene,
+        on=on | {"decode ranks"} if decode.ranks > 1 else on,
+        max_context=1600,
         config=replace(config, decode=decode, prefill=prefill),
         pool_blocks=(random.randint(*blocks[0]), random.randint(*blocks[1])),
-    )  # fmt: skip
+    )
 
 
 def _pool_blocks(random: Random, on: set[str]) -> tuple[int, int]:
@@ -152,16 +240,25 @@ def _pool_blocks(random: Random, on: set[str]) -> tuple[int, int]:
 def _deployment(random: Random, on: set[str]) -> Deployment:
     memory = AUTO if "memory cache" in on else OFF
     return Deployment(
-        chunk_tokens=random.choice([7, 16, 40]) if "small chunks" in on else random.choice([64, 200, 512]),
+        chunk_tokens=random.choice([7, 16, 40])
+        if "small chunks" in on
+        else random.choice([64, 200, 512]),
         lease_s=random.choice([0.3, 1.0]) if "short leases" in on else random.choice([2.0, 30.0]),
-        heartbeat_s=0.1, unit_timeout_s=2 * RANK_TIMEOUT_S, rank_timeout_s=RANK_TIMEOUT_S,
+        heartbeat_s=0.1,
+        unit_timeout_s=2 * RANK_TIMEOUT_S,
+        rank_timeout_s=RANK_TIMEOUT_S,
         early_pull=OFF if "late pull" in on else AUTO,
-        prefill=_units(random, on, "prefill"), decode=_units(random, on, "decode"), limits=_limits(random, on),
+        prefill=_units(random, on, "prefill"),
+        decode=_units(random, on, "decode"),
+        limits=_limits(random, on),
         cache=CacheConfig(
-            memory, "folder" if "disk cache" in on else "", recompute=OFF if "no recompute" in on else AUTO
+            memory,
+            "folder" if "disk cache" in on else "",
+            recompute=OFF if "no recompute" in on else AUTO,
         ),
-        ledger=LedgerConfig(prices=random.choice(["deepseek-reasoner", "0.1/0.2/0.3"])), fleet=_fleet(random, on),
-    )  # fmt: skip
+        ledger=LedgerConfig(prices=random.choice(["deepseek-reasoner", "0.1/0.2/0.3"])),
+        fleet=_fleet(random, on),
+    )
 
 
 def _units(random: Random, on: set[str], role: str) -> UnitsConfig:
@@ -170,14 +267,19 @@ def _units(random: Random, on: set[str], role: str) -> UnitsConfig:
     ranks = ranks if f"{role} ranks" in on else 1
     balance = random.choice([OFF, NO_MOVES]) if role == "decode" else OFF
     return UnitsConfig(
-        units=num_units, ranks=ranks, ranks_per_node=random.choice([1, 8]),
+        units=num_units,
+        ranks=ranks,
+        ranks_per_node=random.choice([1, 8]),
         redundant_experts=12 if "redundant experts" in on and ranks > 1 else 0,
-        overlap="sequential" if "sequential" in on else random.choice(["auto", "prefill_dual", "decode_five"]),
-        min_split_tokens=random.choice([2, 32]), expert_balance=OFF if "no expert balance" in on else AUTO,
+        overlap="sequential"
+        if "sequential" in on
+        else random.choice(["auto", "prefill_dual", "decode_five"]),
+        min_split_tokens=random.choice([2, 32]),
+        expert_balance=OFF if "no expert balance" in on else AUTO,
         request_balance=balance if f"no {role} balance" in on else AUTO,
         max_requests=random.randint(1, 3) if "few slots" in on else random.randint(4, 8),
         max_waiting=random.choice([0, 1, 4]) if "small queues" in on else 64,
-    )  # fmt: skip
+    )
 
 
 def _limits(random: Random, on: set[str]) -> LimitsConfig:
@@ -189,7 +291,7 @@ def _limits(random: Random, on: set[str]) -> LimitsConfig:
         max_queued=random.choice([0, 1, 3]) if "small queues" in on else 512,
         max_retries=random.choice([0, 1, 3]) if "few retries" in on else 10_000,
         request_timeout_s=timeout_s,
-    )  # fmt: skip
+    )
 
 
 def _fleet(random: Random, on: set[str]) -> FleetConfig:
@@ -197,15 +299,24 @@ def _fleet(random: Random, on: set[str]) -> FleetConfig:
     if "fleet" not in on:
         return FleetConfig()
     return FleetConfig(
-        AUTO, prefill_max=random.randint(1, 3), decode_max=random.randint(1, 3), bundle_prefill=bundle[0],
-        bundle_decode=bundle[1], prefill_tokens_per_s=random.choice([0.0, 100.0, 1000.0]),
-        decode_tokens_per_s=random.choice([0.0, 60.0, 200.0]), start_s=random.choice([0.1, 0.5]), period_s=0.1,
-        hold_s=random.choice([0.0, 0.5]), drain_timeout_s=random.choice([0.05, 0.5, 30.0]),
-    )  # fmt: skip
+        AUTO,
+        prefill_max=random.randint(1, 3),
+        decode_max=random.randint(1, 3),
+        bundle_prefill=bundle[0],
+        bundle_decode=bundle[1],
+        prefill_tokens_per_s=random.choice([0.0, 100.0, 1000.0]),
+        decode_tokens_per_s=random.choice([0.0, 60.0, 200.0]),
+        start_s=random.choice([0.1, 0.5]),
+        period_s=0.1,
+        hold_s=random.choice([0.0, 0.5]),
+        drain_timeout_s=random.choice([0.05, 0.5, 30.0]),
+    )
 
 
 def may_end_with(scene: Scene) -> frozenset[str]:
-    """Statuses with which a request that fits may end in this scene, beside 200 and the client's own leaving."""
+    """Statuses with which a request that fits may end in this scene, beside 200 and the client's
+    own leaving.
+    """
     statuses = set()
     if "small queues" in scene.on:
         statuses.add("429")

@@ -1,5 +1,6 @@
-"""A small deployment with everything at once: the fleet that starts and drains units of many ranks, caches, balancers,
-the gateway's bills, and whatever may happen to all of them. A scene (swarm_scene) says what of it is on.
+"""A small deployment with everything at once: the fleet that starts and drains units of many ranks,
+caches, balancers, the gateway's bills, and whatever may happen to all of them. A scene
+(swarm_scene) says what of it is on.
 """
 
 from __future__ import annotations
@@ -42,8 +43,14 @@ NUM_EVENTS_MAX = 2_000_000
 """Of one world: a hundred times what the longest takes. More is going round in a circle."""
 NEAR = 1e-6
 FAULTS_SEEN = (
-    "all deaths", "freezes", "slow ranks", "front restarts", "late messages", "lost messages", "lost disks",
-)  # fmt: skip
+    "all deaths",
+    "freezes",
+    "slow ranks",
+    "front restarts",
+    "late messages",
+    "lost messages",
+    "lost disks",
+)
 _GONE = DiskFaults(load_rate=1.0, store_rate=1.0)
 
 
@@ -73,10 +80,17 @@ class SwarmWorld(FleetWorld):
         self._pulled_s: dict[Key, float] = {}
         """When the front heard that an attempt's KV is at its decode unit."""
         super().__init__(
-            scene.seed, scene.config, scene.fleet_faults, scene.faults, max_context=scene.max_context,
-            pool_blocks=scene.pool_blocks, wire_s=scene.wire_s, pull_s=scene.pull_s, disk_blocks=scene.disk_blocks,
+            scene.seed,
+            scene.config,
+            scene.fleet_faults,
+            scene.faults,
+            max_context=scene.max_context,
+            pool_blocks=scene.pool_blocks,
+            wire_s=scene.wire_s,
+            pull_s=scene.pull_s,
+            disk_blocks=scene.disk_blocks,
             disk_faults=scene.disk_faults,
-        )  # fmt: skip
+        )
         self._plan_troubles()
         add_requests(self, scene, Random(f"swarm requests {scene.seed}"))
 
@@ -96,19 +110,30 @@ class SwarmWorld(FleetWorld):
             return
         random, on = Random(f"{self.scene.seed} {generation.request_id}"), self.scene.on
         if "priorities" in on:
-            generation = msgspec.structs.replace(generation, priority=random.choice([-1, 0, 0, 1, 5]))
+            generation = msgspec.structs.replace(
+                generation, priority=random.choice([-1, 0, 0, 1, 5])
+            )
         num_choices = random.choice([1, 2, 3]) if "choices" in on else 1
         generations = [
             msgspec.structs.replace(
-                generation, request_id=f"{generation.request_id}{'' if index == 0 else f'/{index}'}",
-                sampling=msgspec.structs.replace(generation.sampling, seed=generation.sampling.seed + index),
-            ) for index in range(num_choices)
-        ]  # fmt: skip
+                generation,
+                request_id=f"{generation.request_id}{'' if index == 0 else f'/{index}'}",
+                sampling=msgspec.structs.replace(
+                    generation.sampling, seed=generation.sampling.seed + index
+                ),
+            )
+            for index in range(num_choices)
+        ]
         call = Call(
-            generations, [Client(one, longest) for one in generations], self._stops(generation, random),
-            tenant=Tenant(salt_of(generation.salt)), now=self.clock.now, tell_front=self._tell_front, books=self.books,
+            generations,
+            [Client(one, longest) for one in generations],
+            self._stops(generation, random),
+            tenant=Tenant(salt_of(generation.salt)),
+            now=self.clock.now,
+            tell_front=self._tell_front,
+            books=self.books,
             timeout_s=self.config.limits.request_timeout_s,
-        )  # fmt: skip
+        )
         for one, client in zip(generations, call.clients, strict=True):
             if self.config.cache.is_on:
                 self.names.add(msgspec.structs.replace(one, output=tuple(expected_output(one))))
@@ -159,7 +184,9 @@ class SwarmWorld(FleetWorld):
             allowed.add("400")
         assert effect.error.strip(), f"{name} ended with {status} and no reason"
         assert status in allowed, f"{name} ended with {status}: {effect.error}"
-        assert status not in ("429", "503") or effect.retry_after_s, f"{name}: {status} without a time to come back"
+        assert status not in ("429", "503") or effect.retry_after_s, (
+            f"{name}: {status} without a time to come back"
+        )
 
     # ---- processes ----
     def start_front(self) -> None:
@@ -169,15 +196,21 @@ class SwarmWorld(FleetWorld):
         super().start_front()
         front = self.front
         self.books = Books(
-            self.config, MODEL, self.sink, lambda: front.units.by_name, self.clock.now,
+            self.config,
+            MODEL,
+            self.sink,
+            lambda: front.units.by_name,
+            self.clock.now,
             lambda: UNIX_S + self.clock.now(),
-        )  # fmt: skip
+        )
 
     def _core(self, name: str, role: str, *args: Any) -> PrefillLeader | DecodeLeader:
         core = super()._core(name, role, *args)
         self._cores.append(core)
         units = self.config.prefill if role == "prefill" else self.config.decode
-        keeps_some = self.disk is not None or (role == "prefill" and self.config.cache.memory != OFF)
+        keeps_some = self.disk is not None or (
+            role == "prefill" and self.config.cache.memory != OFF
+        )
         self.watches[core] = BlockWatch(name, units.max_requests, keeps_some, self.seen)
         self.watches[core].follow(core)
         return core
@@ -191,9 +224,12 @@ class SwarmWorld(FleetWorld):
     def _plan_troubles(self) -> None:
         troubles = self.scene.troubles
         acts: dict[str, Callable[[], None]] = {
-            "unit deaths": self._kill_a_unit, "rank deaths": self._kill_a_rank, "freezes": self._freeze,
-            "slow ranks": self._slow, "node deaths": self._kill_nodes,
-        }  # fmt: skip
+            "unit deaths": self._kill_a_unit,
+            "rank deaths": self._kill_a_rank,
+            "freezes": self._freeze,
+            "slow ranks": self._slow,
+            "node deaths": self._kill_nodes,
+        }
         for name, every_s in troubles.every_s.items():
             self._again(name, acts[name], every_s)
         self.clock.at(self.faults.until_s, self._calm)
@@ -216,7 +252,11 @@ class SwarmWorld(FleetWorld):
             (host.compute if isinstance(host, RankHost) else host)._fault_rate = 0.0
 
     def _living(self, *, ranks: bool) -> list[str]:
-        return [n for n, host in self.hosts.items() if host.is_alive and n != "front" and ("." in n) == ranks]
+        return [
+            n
+            for n, host in self.hosts.items()
+            if host.is_alive and n != "front" and ("." in n) == ranks
+        ]
 
     def _kill_a_unit(self) -> None:
         for name in self.random.sample(units := self._living(ranks=False), min(1, len(units))):
@@ -236,7 +276,11 @@ class SwarmWorld(FleetWorld):
             self.kill_unit(name)
 
     def _freeze(self) -> None:
-        hosts = [host for name, host in self.hosts.items() if host.is_alive and name != "front" and not host.is_stuck]
+        hosts = [
+            host
+            for name, host in self.hosts.items()
+            if host.is_alive and name != "front" and not host.is_stuck
+        ]
         if hosts:
             self.seen["freezes"] += 1
             self._upset(self.random.choice(hosts))
@@ -272,10 +316,16 @@ class SwarmWorld(FleetWorld):
         send, life, troubles = super()._sender(name), self._num_lives, self.scene.troubles
 
         def late(to: str, message: AnyMessage) -> None:
-            if troubles.late_rate and self._is_between(name, to) and self.random.random() < troubles.late_rate:
+            if (
+                troubles.late_rate
+                and self._is_between(name, to)
+                and self.random.random() < troubles.late_rate
+            ):
                 self.seen["late messages"] += 1
                 until_s = self.clock.now() + self.random.uniform(0, troubles.late_s)
-                self._last_arrival_s[life, to] = max(until_s, self._last_arrival_s.get((life, to), 0.0))
+                self._last_arrival_s[life, to] = max(
+                    until_s, self._last_arrival_s.get((life, to), 0.0)
+                )
             send(to, message)
 
         return late
@@ -287,7 +337,11 @@ class SwarmWorld(FleetWorld):
     def _arrive(self, to: str, message: AnyMessage, life: int) -> None:
         lost_rate = self.scene.troubles.lost_rate
         # Between a leader and its ranks is one connection, which ends when a message of it is lost.
-        is_losable = bool(lost_rate) and self._is_between("", to) and not type(message).__name__.startswith("Rank")
+        is_losable = (
+            bool(lost_rate)
+            and self._is_between("", to)
+            and not type(message).__name__.startswith("Rank")
+        )
         if is_losable and self.random.random() < lost_rate:
             self.seen["lost messages"] += 1
             return
@@ -301,14 +355,19 @@ class SwarmWorld(FleetWorld):
 
     def _verify_lease(self, key: Key) -> None:
         """A lease that runs out is of KV that nobody has pulled: else it is given back at once."""
-        is_on_time = not (self.scene.on & {"lost messages", "late messages", "front restarts", "freezes"})
+        is_on_time = not (
+            self.scene.on & {"lost messages", "late messages", "front restarts", "freezes"}
+        )
         held_s = self.clock.now() - self._pulled_s.get(key, self.clock.now())
-        assert not is_on_time or held_s < 4 * self._wire_s + NEAR, f"{key} was pulled {held_s} s ago, and not released"
+        assert not is_on_time or held_s < 4 * self._wire_s + NEAR, (
+            f"{key} was pulled {held_s} s ago, and not released"
+        )
 
     def _watch(self, life: int, message: AnyMessage) -> None:
         if self.scene.faults.duplicate_rate and isinstance(message, Tokens):
             for ticket, index, *_ in rows_of(message):
-                # A Decode once more when its attempt has ended: it is seated again, and nobody waits for it.
+                # A Decode once more when its attempt has ended: it is seated again, and nobody
+                # waits for it.
                 if not 0 <= self._next_index.get((life, ticket), 0) <= index:
                     del self._next_index[life, ticket]
                     self.seen["attempts seated twice"] += 1
@@ -316,7 +375,9 @@ class SwarmWorld(FleetWorld):
         if isinstance(message, Load):
             assert 0 <= message.num_blocks_used <= message.num_blocks, f"{message}"
             assert message.num_requests >= 0, f"{message}"
-            assert all(0 < value <= 1 + NEAR for value in message.balance.values()), f"mean above maximum: {message}"
+            assert all(0 < value <= 1 + NEAR for value in message.balance.values()), (
+                f"mean above maximum: {message}"
+            )
 
     # ---- the end ----
     def is_over(self) -> bool:
@@ -331,7 +392,9 @@ class SwarmWorld(FleetWorld):
             call.check(self.sink)
         for number, front in enumerate(self.fronts, 1):
             totals = front.totals
-            assert totals.tokens_out == self.num_streamed[number], f"{totals}, {self.num_streamed[number]} streamed"
+            assert totals.tokens_out == self.num_streamed[number], (
+                f"{totals}, {self.num_streamed[number]} streamed"
+            )
             ended = totals.finished + totals.cancelled + totals.failed + totals.refused
             assert ended + len(front.requests.by_id) == totals.submitted, f"{totals}"
         assert not self.front.check()
@@ -365,13 +428,19 @@ class SwarmWorld(FleetWorld):
         calls = {id(call): call for call in self.calls.values() if call.end != "lost"}.values()
         usages = [call.reply.usage for call in calls]
         sums = [counts for _, counts in tally]
-        assert sum(one.tokens_out for one in sums) == sum(usage.num_output_tokens for usage in usages)
+        assert sum(one.tokens_out for one in sums) == sum(
+            usage.num_output_tokens for usage in usages
+        )
         assert sum(one.num_requests for one in sums) == sum(len(call.generations) for call in calls)
-        assert sum(one.income_pico_usd for one in sums) == sum(f.income_pico_usd for f in self.sink.requests.values())
+        assert sum(one.income_pico_usd for one in sums) == sum(
+            f.income_pico_usd for f in self.sink.requests.values()
+        )
 
     def count(self) -> Counter[str]:
         """What the run saw, for the table of the swarm."""
-        seen = self.seen + Counter({f"returned {kind_of(why)}": num for why, num in self.num_returned.items()})
+        seen = self.seen + Counter(
+            {f"returned {kind_of(why)}": num for why, num in self.num_returned.items()}
+        )
         seen["all deaths"] += self.num_deaths
         seen["drains"] += self.num_drains
         seen["forced drains"] += self.num_forced
@@ -384,7 +453,13 @@ class SwarmWorld(FleetWorld):
                 seen["moves"] += core.slots.moving.num_moved
                 seen["moves called off"] += core.slots.moving.num_called_off
             else:
-                seen.update({name.replace("_", " "): num for name, num in core.cache.totals().items() if num})
+                seen.update(
+                    {
+                        name.replace("_", " "): num
+                        for name, num in core.cache.totals().items()
+                        if num
+                    }
+                )
         seen["preemptions"] = self.num_returned[PREEMPTED]
         seen["faults"] = sum(seen[what] for what in FAULTS_SEEN)
         for leader in self._leaders:

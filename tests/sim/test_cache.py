@@ -1,6 +1,7 @@
-"""Seeds against the cache: chats whose turns find what was computed before, in memory and on disk, and never find what
-is not theirs. Every token is checked, every block that is named or stored is compared with its name's text, and at the
-end nothing is held. HADAL_SEEDS=N runs N fresh seeds beside the fixed ones, HADAL_FULL=1 ten thousand.
+"""Seeds against the cache: chats whose turns find what was computed before, in memory and on disk,
+and never find what is not theirs. Every token is checked, every block that is named or stored is
+compared with its name's text, and at the end nothing is held. HADAL_SEEDS=N runs N fresh seeds
+beside the fixed ones, HADAL_FULL=1 ten thousand.
 """
 
 from __future__ import annotations
@@ -51,15 +52,27 @@ def test_each_kind_of_cache_is_hit_and_all_of_them_say_the_same(ranks: int) -> N
     """The tokens are checked in each; here, that there was something to find."""
 
     def run(config: CacheConfig) -> Counter[str]:
-        make = partial(chats_world, cache=config, ranks=ranks, disk_faults=DiskFaults(), is_calm=True)
+        make = partial(
+            chats_world, cache=config, ranks=ranks, disk_faults=DiskFaults(), is_calm=True
+        )
         make.__name__ = "calm chats_world"  # type: ignore[attr-defined]
         return counts_of([run_seed(seed, make) for seed in range(8)])
 
     memory, disk, both, off = (run(config) for config in (MEMORY, DISK, BOTH, OFF))
     assert not any(count for name, count in off.items() if name != cache.MISS_TOKENS)
-    assert min(memory[cache.MEMORY_HIT_TOKENS], disk[cache.DISK_HIT_TOKENS], both[cache.MEMORY_HIT_TOKENS]) > 1000
+    assert (
+        min(
+            memory[cache.MEMORY_HIT_TOKENS],
+            disk[cache.DISK_HIT_TOKENS],
+            both[cache.MEMORY_HIT_TOKENS],
+        )
+        > 1000
+    )
     assert (memory[cache.DISK_HIT_TOKENS], disk[cache.MEMORY_HIT_TOKENS]) == (0, 0)
-    assert min(both[cache.DISK_HIT_TOKENS], memory[cache.MISS_TOKENS], memory[cache.EVICTED_BLOCKS]) > 0
+    assert (
+        min(both[cache.DISK_HIT_TOKENS], memory[cache.MISS_TOKENS], memory[cache.EVICTED_BLOCKS])
+        > 0
+    )
     assert disk[cache.STORED_BLOCKS] > 0
 
 
@@ -68,11 +81,20 @@ def test_a_bad_disk_is_counted_and_breaks_nothing() -> None:
     make = partial(chats_world, cache=DISK, disk_faults=faults, is_calm=True)
     make.__name__ = "bad disk"  # type: ignore[attr-defined]
     counts = counts_of([run_seed(seed, make) for seed in range(12)])
-    assert min(counts[cache.DAMAGED_BLOCKS], counts[cache.SKIPPED_BLOCKS], counts[cache.DISK_HIT_TOKENS]) > 0
+    assert (
+        min(
+            counts[cache.DAMAGED_BLOCKS],
+            counts[cache.SKIPPED_BLOCKS],
+            counts[cache.DISK_HIT_TOKENS],
+        )
+        > 0
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1, fresh().randrange(2**40)])
-def test_nothing_is_read_into_blocks_of_a_step_that_failed_before_all_ranks_broke_it_off(seed: int) -> None:
+def test_nothing_is_read_into_blocks_of_a_step_that_failed_before_all_ranks_broke_it_off(
+    seed: int,
+) -> None:
     run_seed(seed, failing_world)
 
 

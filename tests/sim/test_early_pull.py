@@ -1,8 +1,9 @@
-"""KV goes over while its prompt is still being prefilled: seeds against every way in which that can go wrong.
+"""KV goes over while its prompt is still being prefilled: seeds against every way in which that can
+go wrong.
 
-Long prompts in small chunks, with few blocks and slots at the other end, so that seats taken early are in the way of
-others; units die, messages come twice, copies fail and clients go. Every token is checked, and nothing may stay held.
-HADAL_SEEDS=N runs N fresh seeds beside the fixed ones.
+Long prompts in small chunks, with few blocks and slots at the other end, so that seats taken early
+are in the way of others; units die, messages come twice, copies fail and clients go. Every token is
+checked, and nothing may stay held. HADAL_SEEDS=N runs N fresh seeds beside the fixed ones.
 """
 
 from __future__ import annotations
@@ -72,38 +73,70 @@ def early_world(seed: int, *, num_ranks: int = 1, early_pull: str = "auto") -> E
     random = Random(f"early {seed}")
 
     def units(num_slots: int, num_ranks: int = 1) -> UnitsConfig:
-        return UnitsConfig(units=random.choice([1, 1, 2]), ranks=num_ranks, max_requests=num_slots, max_waiting=64)
+        return UnitsConfig(
+            units=random.choice([1, 1, 2]), ranks=num_ranks, max_requests=num_slots, max_waiting=64
+        )
 
     config = Deployment(
-        chunk_tokens=random.choice([64, 100, 200]), lease_s=random.choice([0.3, 2.0, 30.0]), heartbeat_s=0.1,
-        unit_timeout_s=1.0 + (1 + (num_ranks > 1)) * RANK_TIMEOUT_S, rank_timeout_s=RANK_TIMEOUT_S,
+        chunk_tokens=random.choice([64, 100, 200]),
+        lease_s=random.choice([0.3, 2.0, 30.0]),
+        heartbeat_s=0.1,
+        unit_timeout_s=1.0 + (1 + (num_ranks > 1)) * RANK_TIMEOUT_S,
+        rank_timeout_s=RANK_TIMEOUT_S,
         prefill=units(random.randint(2, 8), random.choice([1, min(2, num_ranks)])),
-        decode=units(random.randint(2, 6), num_ranks), early_pull=early_pull,
+        decode=units(random.randint(2, 6), num_ranks),
+        early_pull=early_pull,
         limits=LimitsConfig(max_retries=10_000, request_timeout_s=4000.0),
-    )  # fmt: skip
-    faults = random.choice([
-        Faults(until_s=0.0),
-        Faults(duplicate_rate=0.1, until_s=0.0),
-        Faults(engine_rate=0.05, until_s=0.0),
-        Faults(crash_every_s=0.7, until_s=6.0),
-        Faults(crash_every_s=0.5, stuck_share=0.3, duplicate_rate=0.05, engine_rate=0.02, until_s=6.0),
-        Faults(crash_every_s=1.5, stuck_share=0.2, duplicate_rate=0.05, front_restarts=2, until_s=6.0),
-    ])  # fmt: skip
+    )
+    faults = random.choice(
+        [
+            Faults(until_s=0.0),
+            Faults(duplicate_rate=0.1, until_s=0.0),
+            Faults(engine_rate=0.05, until_s=0.0),
+            Faults(crash_every_s=0.7, until_s=6.0),
+            Faults(
+                crash_every_s=0.5,
+                stuck_share=0.3,
+                duplicate_rate=0.05,
+                engine_rate=0.02,
+                until_s=6.0,
+            ),
+            Faults(
+                crash_every_s=1.5,
+                stuck_share=0.2,
+                duplicate_rate=0.05,
+                front_restarts=2,
+                until_s=6.0,
+            ),
+        ]
+    )
     world = EarlyWorld(
-        seed, config, max_context=2000, pool_blocks=(random.choice([20, 60]), random.randint(14, 40)), faults=faults,
-        wire_s=random.choice([0.0005, 0.002, 0.02]), pull_s=random.choice([0.005, 0.02, 0.2]),
-    )  # fmt: skip
+        seed,
+        config,
+        max_context=2000,
+        pool_blocks=(random.choice([20, 60]), random.randint(14, 40)),
+        faults=faults,
+        wire_s=random.choice([0.0005, 0.002, 0.02]),
+        pull_s=random.choice([0.005, 0.02, 0.2]),
+    )
     for number in range(random.randint(5, 20)):
         num_prompt = random.choice([random.randint(1, 60), random.randint(100, 800), 640])
         generation = Generation(
-            f"r{number}", tuple(random.randrange(VOCAB) for _ in range(num_prompt)), (),
+            f"r{number}",
+            tuple(random.randrange(VOCAB) for _ in range(num_prompt)),
+            (),
             random.choice([1, 5, random.randint(1, 150), 150]),
-            tuple(random.sample(range(VOCAB), random.choice([0, 1]))), 0, random_sampling(random), 0,
-        )  # fmt: skip
+            tuple(random.sample(range(VOCAB), random.choice([0, 1]))),
+            0,
+            random_sampling(random),
+            0,
+        )
         at_s = random.uniform(0.1, 3.0)
         world.submit_at(at_s, generation, longest_output(world, num_prompt))
         if random.random() < 0.2:
-            world.clock.at(at_s + random.expovariate(3.0), lambda name=f"r{number}": world.cancel(name))
+            world.clock.at(
+                at_s + random.expovariate(3.0), lambda name=f"r{number}": world.cancel(name)
+            )
     return world
 
 

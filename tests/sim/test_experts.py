@@ -1,7 +1,9 @@
-"""Live balancing of experts in simulated units: skewed loads become even, whatever happens in the middle of it.
+"""Live balancing of experts in simulated units: skewed loads become even, whatever happens in the
+middle of it.
 
-The world itself asserts that ranks which meet in a step hold the same tables, that nobody flips what was not staged and
-that no giver lacks what it is asked for (tests/sim/experts); `check` of the leader runs after every event.
+The world itself asserts that ranks which meet in a step hold the same tables, that nobody flips
+what was not staged and that no giver lacks what it is asked for (tests/sim/experts); `check` of the
+leader runs after every event.
 """
 
 from __future__ import annotations
@@ -27,23 +29,36 @@ FIXED_SEEDS = [*range(6), 701906519838]  # The last rests in a local optimum.
 FRESH_SEEDS = [fresh().randrange(2**40) for _ in range(int(os.environ.get("HADAL_SEEDS", "2")))]
 UNIT = "decode-0"
 STEPS_TO_FOLLOW = 400
-"""After a change of regime: the window's 64 steps must be of the new one by half, then layers flip one by one."""
+"""After a change of regime: the window's 64 steps must be of the new one by half, then layers flip
+one by one.
+"""
 
 
 class Balanced:
     """A decode unit of four ranks with 2 layers of 12 experts, which steps without requests."""
 
     def __init__(
-        self, seed: int, *, redundant: int = 4, expert_balance: str = "auto", stage_rate: float = 0.0
-    ) -> None:  # fmt: skip
-        units = UnitsConfig(ranks=4, redundant_experts=redundant, max_requests=4, expert_balance=expert_balance)
+        self,
+        seed: int,
+        *,
+        redundant: int = 4,
+        expert_balance: str = "auto",
+        stage_rate: float = 0.0,
+    ) -> None:
+        units = UnitsConfig(
+            ranks=4, redundant_experts=redundant, max_requests=4, expert_balance=expert_balance
+        )
         config = Deployment(
-            heartbeat_s=0.1, rank_timeout_s=RANK_TIMEOUT_S, unit_timeout_s=1e6,
+            heartbeat_s=0.1,
+            rank_timeout_s=RANK_TIMEOUT_S,
+            unit_timeout_s=1e6,
             decode=units,
-        )  # fmt: skip
+        )
         faults = Faults(stage_rate=stage_rate, until_s=0.0)
         self.random = Random(f"experts {seed}")
-        self.world = SteppingWorld(seed, config, max_context=100, pool_blocks=(4, 4), faults=faults, wire_s=0.002)
+        self.world = SteppingWorld(
+            seed, config, max_context=100, pool_blocks=(4, 4), faults=faults, wire_s=0.002
+        )
         self.world.clock.run(30.0, lambda: UNIT in self.world.hosts and is_whole(self.leader))
         assert is_whole(self.leader)
 
@@ -62,7 +77,11 @@ class Balanced:
         return len(self.traffic.balance)
 
     def ranks(self) -> list[RankHost]:
-        return [host for host in self.world.hosts.values() if isinstance(host, RankHost) and host.name.startswith(UNIT)]
+        return [
+            host
+            for host in self.world.hosts.values()
+            if isinstance(host, RankHost) and host.name.startswith(UNIT)
+        ]
 
     def run_steps(self, number: int) -> None:
         until = self.num_steps + number
@@ -83,13 +102,16 @@ class Balanced:
     def within_reach(self) -> float:
         """The balance that this test may ask for.
 
-        Single moves end in a local optimum, which with 16 slots is now and then far from the best placement: 30 seeds
-        rest at .97 to 1 of even loads, seed 701906519838 at .90. Steps of 360 tokens lose another 8 points to chance.
-        So .85 is asked where the search promises at least .95, and less in proportion elsewhere.
+        Single moves end in a local optimum, which with 16 slots is now and then far from the best
+        placement: 30 seeds rest at .97 to 1 of even loads, seed 701906519838 at .90. Steps of 360
+        tokens lose another 8 points to chance. So .85 is asked where the search promises at least
+        .95, and less in proportion elsewhere.
         """
         cluster = Cluster.even(4, 1, 4)
         placement = self.leader.experts.placement
-        plan = balance(self.traffic.loads_LE, cluster, current=placement, max_moves=16, weighted=True)
+        plan = balance(
+            self.traffic.loads_LE, cluster, current=placement, max_moves=16, weighted=True
+        )
         return min(0.85, 0.9 * float(plan.balancedness_L.mean()))
 
 
@@ -101,12 +123,18 @@ def test_balance_rises_and_rests(seed: int) -> None:
     unit.run_steps(500)
     experts = unit.leader.experts
     after, reported = unit.recent(), experts.window.balance()["experts"]
-    print(f"seed {seed}: {before:.3f} -> {after:.3f}, {experts.num_layers_flipped} flips, "
-          f"{experts.num_replicas_moved} moved")  # fmt: skip
+    print(
+        f"seed {seed}: {before:.3f} -> {after:.3f}, {experts.num_layers_flipped} flips, "
+        f"{experts.num_replicas_moved} moved"
+    )
     assert after >= unit.within_reach(), (seed, before, after)
     assert abs(reported - after) < 0.1, (seed, reported, after)
-    assert experts.num_replicas_moved == sum(rank.compute.experts.num_moved for rank in unit.ranks())
-    assert experts.num_layers_flipped == max(rank.compute.experts.num_flips for rank in unit.ranks()), seed
+    assert experts.num_replicas_moved == sum(
+        rank.compute.experts.num_moved for rank in unit.ranks()
+    )
+    assert experts.num_layers_flipped == max(
+        rank.compute.experts.num_flips for rank in unit.ranks()
+    ), seed
     flips = experts.num_layers_flipped
     unit.run_steps(500)
     assert experts.num_layers_flipped - flips <= NUM_LAYERS, f"seed {seed}: back and forth by noise"
@@ -145,7 +173,9 @@ def test_a_new_regime_is_followed(seed: int) -> None:
 @pytest.mark.parametrize("how", ["kill", "stop", "hang"])
 @pytest.mark.parametrize("state", list(InstallState))
 @pytest.mark.parametrize("seed", [0, *FRESH_SEEDS[:1]])
-def test_a_rank_lost_in_the_middle_leaves_the_old_placement(seed: int, state: InstallState, how: str) -> None:
+def test_a_rank_lost_in_the_middle_leaves_the_old_placement(
+    seed: int, state: InstallState, how: str
+) -> None:
     unit = Balanced(seed)
     unit.run_until(state)
     experts = unit.leader.experts
@@ -158,9 +188,12 @@ def test_a_rank_lost_in_the_middle_leaves_the_old_placement(seed: int, state: In
     else:
         victim.compute.is_hung = True
     generation = unit.leader.book.generation
-    unit.world.clock.run(unit.world.clock.now() + 60.0, lambda: unit.leader.book.generation > generation)
+    unit.world.clock.run(
+        unit.world.clock.now() + 60.0, lambda: unit.leader.book.generation > generation
+    )
     assert unit.leader.book.generation > generation, (seed, state, how)
-    # It may have been done by all before the loss was known; then it counts, else nothing is left of it.
+    # It may have been done by all before the loss was known; then it counts, else nothing is left
+    # of it.
     num_done = experts.num_layers_flipped - flips
     assert num_done + experts.num_abandoned >= 1, (seed, state, how)
     absent = set(range(4)) - unit.leader.book.members.keys()

@@ -1,7 +1,8 @@
-"""Seeds against the fleet: units that come, go, fail to start and die while they drain; words that are lost.
+"""Seeds against the fleet: units that come, go, fail to start and die while they drain; words that
+are lost.
 
-Whatever happened: every stream ends with every token in its place, nothing new ever goes to a unit that drains, and
-when nobody asks for anything the floor is up and all other nodes are free.
+Whatever happened: every stream ends with every token in its place, nothing new ever goes to a unit
+that drains, and when nobody asks for anything the floor is up and all other nodes are free.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def run(seed: int) -> FleetWorld:
         assert world.is_at_rest(), f"{world.fleet.counts()}, {world.num_offered} nodes offered"
         assert world.front.check() == []
     except Exception as error:
-        error.add_note(f"fleet_world({seed}) at {world.clock.now():.3f} s, {world.faults}, {world.fleet_faults}")
+        error.add_note(
+            f"fleet_world({seed}) at {world.clock.now():.3f} s, {world.faults},"
+            f" {world.fleet_faults}"
+        )
         raise
     return world
 

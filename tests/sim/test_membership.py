@@ -1,7 +1,8 @@
-"""Seeds against the membership alone: ranks die, stand still, hang and lose each other while their leader steps.
+"""Seeds against the membership alone: ranks die, stand still, hang and lose each other while their
+leader steps.
 
-Whatever happened, in the end every unit is whole and steps; every step is heard of once and in order, or is made void
-by a reset; those who are alive are told of a death within the promised time.
+Whatever happened, in the end every unit is whole and steps; every step is heard of once and in
+order, or is made void by a reset; those who are alive are told of a death within the promised time.
 """
 
 from __future__ import annotations
@@ -45,11 +46,16 @@ class Stepper:
         self._next = 0
 
     def start(self, now_s: float) -> list[Effect]:
-        return [Send("front", UnitUp(self._unit, self._role, self._epoch, 8, 8)), WakeAt(now_s + 0.1)]
+        return [
+            Send("front", UnitUp(self._unit, self._role, self._epoch, 8, 8)),
+            WakeAt(now_s + 0.1),
+        ]
 
     def handle(self, now_s: float, event: Event) -> list[Effect]:
         if isinstance(event, StepDone):
-            assert event.step_id == self._in_flight.pop(0), f"step {event.step_id} is not the one that runs"
+            assert event.step_id == self._in_flight.pop(0), (
+                f"step {event.step_id} is not the one that runs"
+            )
             self.num_done += event.error is None
         elif isinstance(event, RankReset):
             assert set(event.lost) <= self.living
@@ -60,7 +66,11 @@ class Stepper:
         effects: list[Effect] = []
         while self.living and len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
             self._in_flight.append(self._next)
-            plan = PrefillPlan(self._next, ()) if self._role == "prefill" else DecodePlan(self._next, (), (), ())
+            plan = (
+                PrefillPlan(self._next, ())
+                if self._role == "prefill"
+                else DecodePlan(self._next, (), (), ())
+            )
             effects.append(Execute((plan,) * self._num_ranks))
             self._next += 1
         return effects
@@ -93,20 +103,29 @@ def make_world(seed: int, faults: Faults | None = None) -> SteppingWorld:
     random = Random(f"membership {seed}")
     sizes = [(random.choice([2, 3, 4, 6]), random.choice([0, NUM_EXPERTS])) for _ in range(2)]
     prefill, decode = (
-        UnitsConfig(ranks=ranks, redundant_experts=redundant, max_requests=4) for ranks, redundant in sizes
+        UnitsConfig(ranks=ranks, redundant_experts=redundant, max_requests=4)
+        for ranks, redundant in sizes
     )
     config = Deployment(
-        heartbeat_s=0.1, rank_timeout_s=RANK_TIMEOUT_S, unit_timeout_s=1e6, prefill=prefill, decode=decode
+        heartbeat_s=0.1,
+        rank_timeout_s=RANK_TIMEOUT_S,
+        unit_timeout_s=1e6,
+        prefill=prefill,
+        decode=decode,
     )
-    faults = faults or random.choice([
-        Faults(until_s=0.0),
-        Faults(crash_every_s=3.0, stage_rate=0.2, until_s=20.0),
-        Faults(crash_every_s=1.0, stuck_share=0.5, until_s=20.0),
-        Faults(crash_every_s=0.3, stuck_share=0.3, until_s=10.0),
-        Faults(crash_every_s=2.0, stuck_share=0.3, engine_rate=0.01, until_s=10.0),
-    ])  # fmt: skip
+    faults = faults or random.choice(
+        [
+            Faults(until_s=0.0),
+            Faults(crash_every_s=3.0, stage_rate=0.2, until_s=20.0),
+            Faults(crash_every_s=1.0, stuck_share=0.5, until_s=20.0),
+            Faults(crash_every_s=0.3, stuck_share=0.3, until_s=10.0),
+            Faults(crash_every_s=2.0, stuck_share=0.3, engine_rate=0.01, until_s=10.0),
+        ]
+    )
     wire_s = random.choice([0.0005, 0.002, 0.05])
-    return SteppingWorld(seed, config, max_context=100, pool_blocks=(4, 4), faults=faults, wire_s=wire_s)
+    return SteppingWorld(
+        seed, config, max_context=100, pool_blocks=(4, 4), faults=faults, wire_s=wire_s
+    )
 
 
 def run_seed(seed: int) -> SteppingWorld:
@@ -114,13 +133,20 @@ def run_seed(seed: int) -> SteppingWorld:
     try:
         world.run(world.faults.until_s + 1.0)
         world.clock.run(200.0, world.are_whole)
-        assert world.are_whole(), [(leader.book.phase, leader.book.members) for leader in world.leaders()]
+        assert world.are_whole(), [
+            (leader.book.phase, leader.book.members) for leader in world.leaders()
+        ]
         done = [leader.core.num_done for leader in world.leaders()]  # type: ignore[attr-defined]
         world.run(world.clock.now() + (0.0 if world.faults.engine_rate else 3.0))
         later = [leader.core.num_done for leader in world.leaders()]  # type: ignore[attr-defined]
-        assert world.faults.engine_rate or min(b - a for a, b in zip(done, later, strict=True)) > 10, (done, later)
+        assert (
+            world.faults.engine_rate or min(b - a for a, b in zip(done, later, strict=True)) > 10
+        ), (done, later)
     except Exception as error:
-        error.add_note(f"membership of seed {seed} at {world.clock.now():.3f} s, {world.faults}, {world.config}")
+        error.add_note(
+            f"membership of seed {seed} at {world.clock.now():.3f} s, {world.faults},"
+            f" {world.config}"
+        )
         raise
     return world
 
@@ -136,11 +162,15 @@ def test_fresh_seed(seed: int) -> None:
 
 
 def latency_s(seed: int, how: str) -> tuple[float, float]:
-    """From a fault in the middle of steps to (RankForm at every survivor, steps going on without the rank)."""
+    """From a fault in the middle of steps to (RankForm at every survivor, steps going on without
+    the rank).
+    """
     world = make_world(seed, Faults(until_s=0.0))
     world.clock.run(30.0, world.are_whole)
     world.run(world.clock.now() + world.random.uniform(0.5, 1.5))
-    victim = world.random.choice([host for host in world.hosts.values() if isinstance(host, RankHost)])
+    victim = world.random.choice(
+        [host for host in world.hosts.values() if isinstance(host, RankHost)]
+    )
     unit = victim.name.partition(".")[0]
     survivors = {n for n in world.hosts if n.startswith(f"{unit}.")} - {victim.name}
     leader = world.hosts[unit].role
@@ -150,7 +180,9 @@ def latency_s(seed: int, how: str) -> tuple[float, float]:
         host, handle = world.hosts[name], world.hosts[name].handle
 
         def heard(event: Event, name: str = name, handle=handle) -> None:  # type: ignore[no-untyped-def]
-            if isinstance(event, RankForm) and victim.ident not in [(m.rank, m.epoch) for m in event.plan.members]:
+            if isinstance(event, RankForm) and victim.ident not in [
+                (m.rank, m.epoch) for m in event.plan.members
+            ]:
                 told.setdefault(name, world.clock.now())
             handle(event)
 
@@ -174,7 +206,9 @@ def latency_s(seed: int, how: str) -> tuple[float, float]:
     return max(told.values()) - struck_s, world.clock.now() - struck_s
 
 
-@pytest.mark.parametrize(("how", "limit_s"), [("kill", NOTICED_S + 0.1), ("stop", 2.0), ("hang", 2.0)])
+@pytest.mark.parametrize(
+    ("how", "limit_s"), [("kill", NOTICED_S + 0.1), ("stop", 2.0), ("hang", 2.0)]
+)
 def test_survivors_are_told_in_time(how: str, limit_s: float) -> None:
     latencies = [latency_s(seed, how) for seed in range(12)]
     for name, found in zip(("told", "going on"), zip(*latencies, strict=True), strict=True):

@@ -1,5 +1,6 @@
-"""Seeds against moves between the ranks of a decode unit: they happen, in the middle of everything that goes wrong, and
-no client notices; nobody stands still for long; and the unit is evener than without them.
+"""Seeds against moves between the ranks of a decode unit: they happen, in the middle of everything
+that goes wrong, and no client notices; nobody stands still for long; and the unit is evener than
+without them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ class Watch:
 
     def watch(self, life: int, message: AnyMessage) -> None:
         self._watch(life, message)
-        if isinstance(message, Load) and message.unit.startswith("decode") and message.num_requests >= 8:
+        if (
+            isinstance(message, Load)
+            and message.unit.startswith("decode")
+            and message.num_requests >= 8
+        ):
             for name, values in self.balances.items():
                 values += [message.balance[name]] if name in message.balance else []
 
@@ -75,9 +80,19 @@ def test_nobody_notices_a_move(seed: int) -> None:
 
 
 def test_moves_make_the_unit_evener() -> None:
-    num = 10  # Worlds differ by .04 to either side with one message more or less; moves are worth that in the mean.
-    kinds = {kind: [run_watched(seed, kind, is_calm=True) for seed in range(num)] for kind in ("auto", "no_moves")}
-    kv = {kind: fmean(value for watch in watches for value in watch.balances[KV]) for kind, watches in kinds.items()}
+    # Worlds differ by .04 to either side with one message more or less; moves are worth that in the
+    # mean.
+    num = 10
+    kinds = {
+        kind: [run_watched(seed, kind, is_calm=True) for seed in range(num)]
+        for kind in ("auto", "no_moves")
+    }
+    kv = {
+        kind: fmean(value for watch in watches for value in watch.balances[KV])
+        for kind, watches in kinds.items()
+    }
     assert kv["auto"] > kv["no_moves"] + 0.02, kv
     assert [sum(watch.num_moved for watch in kinds[kind]) > 0 for kind in kinds] == [True, False]
-    assert sum(watch.num_moved for watch in kinds["auto"]) < 0.5 * num * 30  # Few: nobody is sent back and forth.
+    assert (
+        sum(watch.num_moved for watch in kinds["auto"]) < 0.5 * num * 30
+    )  # Few: nobody is sent back and forth.

@@ -25,15 +25,22 @@ SLACK_S = 2.0
 def overloaded_world(random: Random, seed: int, priority: int) -> World:
     """More of `priority` come than can be served, and one of priority 0 among the first."""
     config = Deployment(
-        chunk_tokens=64, heartbeat_s=0.1, unit_timeout_s=5.0, prefill=UnitsConfig(ranks=2, max_requests=4),
+        chunk_tokens=64,
+        heartbeat_s=0.1,
+        unit_timeout_s=5.0,
+        prefill=UnitsConfig(ranks=2, max_requests=4),
         decode=UnitsConfig(max_requests=4),
         limits=LimitsConfig(max_queued=10_000, max_retries=10_000, request_timeout_s=4000.0),
-    )  # fmt: skip
-    world = World(seed, config, max_context=10_000, pool_blocks=(40, 40), faults=Faults(until_s=0.0))
+    )
+    world = World(
+        seed, config, max_context=10_000, pool_blocks=(40, 40), faults=Faults(until_s=0.0)
+    )
     at_s, number = STREAM_S[0], 0
     while at_s < STREAM_S[1]:
         prompt = tuple(random.randrange(50) for _ in range(random.randint(5, 120)))
-        made = Generation(f"high-{number}", prompt, (), random.randint(5, 25), (), 0, Sampling(), 0, priority)
+        made = Generation(
+            f"high-{number}", prompt, (), random.randint(5, 25), (), 0, Sampling(), 0, priority
+        )
         world.submit_at(at_s, made, made.max_tokens)
         at_s, number = at_s + random.uniform(0.5, 1.5) * GAP_S, number + 1
     low = Generation("low", tuple(range(40)), (), 5, (), 0, Sampling(), 0)
@@ -43,7 +50,9 @@ def overloaded_world(random: Random, seed: int, priority: int) -> World:
 
 def end_of_low(world: World) -> tuple[float, list[float]]:
     """When the one of priority 0 ended, and when those arrived that ended before it."""
-    world.clock.run(3000.0, lambda: "low" in world.clients and world.clients["low"].final is not None)
+    world.clock.run(
+        3000.0, lambda: "low" in world.clients and world.clients["low"].final is not None
+    )
     records = world.front.requests.by_id
     waiting = {name: record.generation.arrived_s for name, record in records.items()}
     at_s = world.clock.now()
@@ -58,10 +67,15 @@ def test_a_stream_of_higher_priority_passes_and_does_not_starve(seed: int) -> No
     for priority in (0, 1):
         world = overloaded_world(Random(seed), seed, priority)
         ends_s[priority], waiting_s = end_of_low(world)
-        # Its turn came with those that arrived so much later than it: of the older ones hardly any is left.
+        # Its turn came with those that arrived so much later than it: of the older ones hardly any
+        # is left.
         turn_s = LOW_AT_S + priority * AGE_S
         assert sum(arrived_s < turn_s - SLACK_S for arrived_s in waiting_s) == 0
         world.run_to_the_end(3000.0)
-        assert all(msgspec.structs.asdict(c.final)["error"] is None for c in world.clients.values() if c.final)
+        assert all(
+            msgspec.structs.asdict(c.final)["error"] is None
+            for c in world.clients.values()
+            if c.final
+        )
     assert ends_s[0] + SLACK_S < ends_s[1]
     assert ends_s[1] < world.clock.now() - SLACK_S, "it was the last of all"

@@ -1,4 +1,6 @@
-"""A host where nobody gets a processor: everybody is late, judges and judged, and nobody is given up for it."""
+"""A host where nobody gets a processor: everybody is late, judges and judged, and nobody is given
+up for it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Leaders that die at any moment while their ranks live: another takes them over, and requests go on with their KV.
+"""Leaders that die at any moment while their ranks live: another takes them over, and requests go
+on with their KV.
 
-Clients check every token, and each step reads what is really in the pool: KV that is not what it should be shows.
+Clients check every token, and each step reads what is really in the pool: KV that is not what it
+should be shows.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Watched:
         self.world = world
         self.num_resumed = 0
         self.num_found = 0
-        """Names that leaders said all they had of, when a front first heard of it: taken over, but for the first."""
+        """Names that leaders said all they had of, when a front first heard of it: taken over, but
+        for the first.
+        """
 
     def run(self) -> None:
         self.world.run(0.2)
@@ -57,7 +61,9 @@ class Watched:
 
         self.world._verify_named = verifying
         self.world.run_to_the_end(LIMIT_S)
-        errors = {client.final.error for client in self.world.clients.values() if client.final is not None}
+        errors = {
+            client.final.error for client in self.world.clients.values() if client.final is not None
+        }
         assert errors <= {None, "cancelled: the client went away"}
 
 
@@ -73,7 +79,9 @@ def test_what_decodes_goes_on_with_the_kv_that_its_ranks_hold() -> None:
 
 
 def test_what_is_named_in_prefill_is_found_by_the_next_leader() -> None:
-    """And is what its name says: each name is compared with the block when it is told, each token when it comes."""
+    """And is what its name says: each name is compared with the block when it is told, each token
+    when it comes.
+    """
     num_found = 0
     for seed in [*SEEDS, *FRESH_SEEDS]:
         watched = Watched(chats_world(seed, MEMORY, ranks=2, is_calm=True), seed, 3, ["prefill-0"])
@@ -90,5 +98,7 @@ def test_chats_whose_leaders_die_among_all_else_that_goes_wrong(seed: int) -> No
 @pytest.mark.parametrize("seed", [*SEEDS, *FRESH_SEEDS])
 def test_leaders_die_among_all_else_that_goes_wrong(seed: int) -> None:
     world = ranked_world(seed)
-    leaders = [name for name in ("decode-0", "prefill-0") if getattr(world.config, name[:-2]).ranks > 1]
+    leaders = [
+        name for name in ("decode-0", "prefill-0") if getattr(world.config, name[:-2]).ranks > 1
+    ]
     Watched(world, seed, 8, leaders).run()

@@ -1,5 +1,6 @@
-"""A slice of the swarm with every run of the tests: fixed seeds, fresh ones, those that once found something, and that
-the swarm can fail at all. `make swarm` runs ten thousand, as HADAL_FULL=1 does here.
+"""A slice of the swarm with every run of the tests: fixed seeds, fresh ones, those that once found
+something, and that the swarm can fail at all. `make swarm` runs ten thousand, as HADAL_FULL=1 does
+here.
 """
 
 from __future__ import annotations
@@ -56,11 +57,22 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
     """Whatever order Python gives to sets of strings."""
     seeds = [0, 3]
     here = [f"{run_seed(seed).digest:08x}" for seed in seeds]
-    code = f"from tests.sim.swarm import run_seed\nfor seed in {seeds}: print(f'{{run_seed(seed).digest:08x}}')"
+    code = (
+        f"from tests.sim.swarm import run_seed\nfor seed in {seeds}:"
+        " print(f'{run_seed(seed).digest:08x}')"
+    )
     for hash_seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = os.environ | {
+            "PYTHONHASHSEED": hash_seed,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         there = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
         )
         assert there.stdout.split() == here
 
@@ -144,7 +156,9 @@ def test_the_world_sees_by_itself_what_ledgers_may_miss(
 def test_shrinking_leaves_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken so that only a fleet's drains show it."""
     monkeypatch.setattr(UnitBook, "decode_views", _blind_to_drains(UnitBook.decode_views))
-    seed = next(seed for seed in range(40) if "fleet" in draw(seed).on and seed in run_all([seed]).errors)
+    seed = next(
+        seed for seed in range(40) if "fleet" in draw(seed).on and seed in run_all([seed]).errors
+    )
     out = shrink(seed)
     left = draw(seed).on - out
     assert "fleet" in left
@@ -172,8 +186,22 @@ def test_the_slice_reaches_what_it_is_for() -> None:
     found = run_all([*range(20), 25])  # 25: requests outgrow their ranks.
     assert not found.errors
     reached = (
-        "all deaths", "retries", "drains", "freezes", "experts: layers flipped", "ended 429", "ended 499", "ended 503",
-        "clients that left", "memory hit tokens", "stored blocks", "front restarts", "message Ahead", "message Stop",
-        "moves", "preemptions", "ranks with every slot taken",
-    )  # fmt: skip
+        "all deaths",
+        "retries",
+        "drains",
+        "freezes",
+        "experts: layers flipped",
+        "ended 429",
+        "ended 499",
+        "ended 503",
+        "clients that left",
+        "memory hit tokens",
+        "stored blocks",
+        "front restarts",
+        "message Ahead",
+        "message Stop",
+        "moves",
+        "preemptions",
+        "ranks with every slot taken",
+    )
     assert [what for what in reached if not found.seen[what]] == []

@@ -26,10 +26,16 @@ def generation(name: str, tenant: str, num_prompt: int, num_output: int) -> Gene
 def times_s(seed: int, *, is_flooded: bool, prefill_ranks: int = 1) -> list[float]:
     """Of the other tenant's requests, one after the other."""
     config = Deployment(
-        chunk_tokens=64, heartbeat_s=0.1, unit_timeout_s=5.0, prefill=UnitsConfig(ranks=prefill_ranks, max_requests=8),
-        decode=UnitsConfig(max_requests=16), limits=LimitsConfig(max_queued=NUM_FLOOD, request_timeout_s=4000.0),
-    )  # fmt: skip
-    world = World(seed, config, max_context=10_000, pool_blocks=(80, 80), faults=Faults(until_s=0.0))
+        chunk_tokens=64,
+        heartbeat_s=0.1,
+        unit_timeout_s=5.0,
+        prefill=UnitsConfig(ranks=prefill_ranks, max_requests=8),
+        decode=UnitsConfig(max_requests=16),
+        limits=LimitsConfig(max_queued=NUM_FLOOD, request_timeout_s=4000.0),
+    )
+    world = World(
+        seed, config, max_context=10_000, pool_blocks=(80, 80), faults=Faults(until_s=0.0)
+    )
     begun_s: dict[str, float] = {}
 
     def ask() -> None:
@@ -51,7 +57,9 @@ def times_s(seed: int, *, is_flooded: bool, prefill_ranks: int = 1) -> list[floa
         ask()
         world.clock.run(3000.0, lambda: ended(world, begun_s))
         taken_s.append(world.clock.now() - list(begun_s.values())[-1])
-    assert not is_flooded or world.front.requests.num_queued_of("flood") > NUM_FLOOD // 2, "it floods no more"
+    assert not is_flooded or world.front.requests.num_queued_of("flood") > NUM_FLOOD // 2, (
+        "it floods no more"
+    )
     return taken_s
 
 
@@ -59,11 +67,15 @@ def ended(world: World, begun_s: dict[str, float]) -> bool:
     """Whether all that the other tenant asked for is answered."""
     finals = [world.clients[name].final for name in begun_s if name in world.clients]
     assert all(final is None or final.error is None for final in finals)
-    return bool(finals) and len(finals) == len(begun_s) and all(final is not None for final in finals)
+    return (
+        bool(finals) and len(finals) == len(begun_s) and all(final is not None for final in finals)
+    )
 
 
 @pytest.mark.parametrize(("seed", "prefill_ranks"), [(0, 1), (fresh().randrange(2**40), 2)])
-def test_1536_generations_cost_another_tenant_at_most_twice_its_time(seed: int, prefill_ranks: int) -> None:
+def test_1536_generations_cost_another_tenant_at_most_twice_its_time(
+    seed: int, prefill_ranks: int
+) -> None:
     print("seed", seed)
     alone_s = statistics.mean(times_s(seed, is_flooded=False, prefill_ranks=prefill_ranks))
     flooded_s = times_s(seed, is_flooded=True, prefill_ranks=prefill_ranks)

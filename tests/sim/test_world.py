@@ -1,6 +1,8 @@
-"""Seeds against the roles: every stream ends once with exactly its tokens, nothing leaks, nothing hangs.
+"""Seeds against the roles: every stream ends once with exactly its tokens, nothing leaks, nothing
+hangs.
 
-HADAL_SEEDS=N runs N fresh seeds beside the fixed ones. A failure names its seed; `run_seed(seed)` repeats it.
+HADAL_SEEDS=N runs N fresh seeds beside the fixed ones. A failure names its seed; `run_seed(seed)`
+repeats it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ def run_seed(seed: int, make_world: Callable[[int], World] = random_world) -> Wo
             error = client.final.error if client.final is not None else None
             assert error is None or client.final.error_status == 499, f"{name} failed: {error}"
     except Exception as error:
-        error.add_note(f"{make_world.__name__}({seed}) at {world.clock.now():.3f} s, {world.faults}, {world.config}")
+        error.add_note(
+            f"{make_world.__name__}({seed}) at {world.clock.now():.3f} s, {world.faults},"
+            f" {world.config}"
+        )
         raise
     return world
 

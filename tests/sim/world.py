@@ -1,10 +1,11 @@
-"""A whole deployment in simulated time: the real roles, processes that die, and wires that delay, repeat and lose.
+"""A whole deployment in simulated time: the real roles, processes that die, and wires that delay,
+repeat and lose.
 
     clients -> front <-> prefill-0.. decode-0..     (every arrow a wire: in order, with a delay)
                  ^------ supervisor: notices deaths, restarts
 
-Everything random comes from one generator, so a seed and a commit are a run. After every event the ledgers of the role
-that took it are checked; clients check every token.
+Everything random comes from one generator, so a seed and a commit are a run. After every event the
+ledgers of the role that took it are checked; clients check every token.
 """
 
 from __future__ import annotations
@@ -81,17 +82,30 @@ class World:
     """One run. `pool_blocks`: of each prefill and each decode unit, scratch included."""
 
     def __init__(
-        self, seed: int, config: Deployment, *, max_context: int, pool_blocks: tuple[int, int], faults: Faults,
-        step_s: float = 0.01, pull_s: float = 0.02, wire_s: float = 0.002, disk_blocks: int = 0,
+        self,
+        seed: int,
+        config: Deployment,
+        *,
+        max_context: int,
+        pool_blocks: tuple[int, int],
+        faults: Faults,
+        step_s: float = 0.01,
+        pull_s: float = 0.02,
+        wire_s: float = 0.002,
+        disk_blocks: int = 0,
         disk_faults: DiskFaults | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`disk_blocks`: of the folder that `config.cache` names."""
         self.random = Random(seed)
         self.clock = SimClock()
         self.names = Names()
-        self.disk = SimDisk(
-            self.clock, self.random, disk_blocks, disk_faults or DiskFaults(), self.names.verify
-        ) if config.cache.folder else None  # fmt: skip
+        self.disk = (
+            SimDisk(
+                self.clock, self.random, disk_blocks, disk_faults or DiskFaults(), self.names.verify
+            )
+            if config.cache.folder
+            else None
+        )
         self.config = config
         self.faults = faults
         self.max_context = max_context
@@ -120,7 +134,9 @@ class World:
         """The connections between the ranks of a unit that has more than one process."""
         for name in process_names(config):
             if "." in name:
-                fabric = self.fabrics.setdefault(name.partition(".")[0], Fabric(self.clock, self.random))
+                fabric = self.fabrics.setdefault(
+                    name.partition(".")[0], Fabric(self.clock, self.random)
+                )
                 fabric.stage_fault_rate = faults.stage_rate
             self.clock.after(self.random.uniform(0, 0.1), lambda n=name: self.start_unit(n))
         self.clock.after(self.random.uniform(0, 0.1), self.start_front)
@@ -138,14 +154,30 @@ class World:
         """Start the front, or a new one in the old one's place: the streams it held are gone."""
         self._kill("front")
         for name in [name for name, host in self.hosts.items() if host.is_stuck]:
-            self.kill_unit(name)  # A new front never heard of it: a unit that does not come up is the supervisor's.
+            self.kill_unit(
+                name
+            )  # A new front never heard of it: a unit that does not come up is the supervisor's.
         for client in self.clients.values():
             client.is_lost = client.is_lost or client.final is None
-        front = Front(self.config, epoch=self._new_epoch(), max_context=self.max_context, fingerprint=FINGERPRINT)
+        front = Front(
+            self.config,
+            epoch=self._new_epoch(),
+            max_context=self.max_context,
+            fingerprint=FINGERPRINT,
+        )
         self.fronts.append(front)
-        self._start("front", Host(
-            "front", front, front.check, self.clock, self.random, self._sender("front"), deliver=self._deliver,
-        ))  # fmt: skip
+        self._start(
+            "front",
+            Host(
+                "front",
+                front,
+                front.check,
+                self.clock,
+                self.random,
+                self._sender("front"),
+                deliver=self._deliver,
+            ),
+        )
 
     def start_unit(self, name: str) -> None:
         """Start a unit of one process, the leader of a unit of many, or one of its ranks."""
@@ -159,60 +191,124 @@ class World:
         core = self._core(name, role, epoch, pool_name, units.ranks)
         if units.ranks > 1:
             leader = self._ranked(name, core, units)
-            self._start(name, Host(
-                name, leader, lambda: [*leader.check(), *core.audit()], self.clock, self.random, self._sender(name),
-                disk=self.disk,
-            ))  # fmt: skip
+            self._start(
+                name,
+                Host(
+                    name,
+                    leader,
+                    lambda: [*leader.check(), *core.audit()],
+                    self.clock,
+                    self.random,
+                    self._sender(name),
+                    disk=self.disk,
+                ),
+            )
             return
         pool = self.pools[pool_name] = Pool(self.pool_blocks[role])
         engine = engine_for(role, pool, self.config)
-        self._start(name, Host(
-            name, core, core.audit, self.clock, self.random, self._sender(name), pools=self.pools,
-            pool_name=pool_name, engine=engine, step_s=self._step_s, pull_s=self._pull_s,
-            fault_rate=self.faults.engine_rate, disk=self.disk,
-        ))  # fmt: skip
+        self._start(
+            name,
+            Host(
+                name,
+                core,
+                core.audit,
+                self.clock,
+                self.random,
+                self._sender(name),
+                pools=self.pools,
+                pool_name=pool_name,
+                engine=engine,
+                step_s=self._step_s,
+                pull_s=self._pull_s,
+                fault_rate=self.faults.engine_rate,
+                disk=self.disk,
+            ),
+        )
 
-    def _core(self, name: str, role: str, epoch: str, pool_name: str, num_ranks: int) -> PrefillLeader | DecodeLeader:
+    def _core(
+        self, name: str, role: str, epoch: str, pool_name: str, num_ranks: int
+    ) -> PrefillLeader | DecodeLeader:
         config, num_blocks = self.config, self.pool_blocks[role]
         if role == "prefill":
             return PrefillLeader(
-                name, epoch, pool_name, num_blocks, chunk_tokens=config.chunk_tokens,
-                num_requests_max=config.prefill.max_requests, num_waiting_max=config.prefill.max_waiting,
-                lease_s=config.lease_s, heartbeat_s=config.heartbeat_s, num_ranks=num_ranks,
-                overlap=config.prefill.overlap, min_split_tokens=config.prefill.min_split_tokens,
-                request_balance=config.prefill.request_balance, early_pull=config.early_pull,
-                keeps_blocks=config.cache.memory != OFF, has_disk=self.disk is not None,
-                recompute=config.cache.recompute, tells_names=num_ranks > 1,
-            )  # fmt: skip
+                name,
+                epoch,
+                pool_name,
+                num_blocks,
+                chunk_tokens=config.chunk_tokens,
+                num_requests_max=config.prefill.max_requests,
+                num_waiting_max=config.prefill.max_waiting,
+                lease_s=config.lease_s,
+                heartbeat_s=config.heartbeat_s,
+                num_ranks=num_ranks,
+                overlap=config.prefill.overlap,
+                min_split_tokens=config.prefill.min_split_tokens,
+                request_balance=config.prefill.request_balance,
+                early_pull=config.early_pull,
+                keeps_blocks=config.cache.memory != OFF,
+                has_disk=self.disk is not None,
+                recompute=config.cache.recompute,
+                tells_names=num_ranks > 1,
+            )
         return DecodeLeader(
-            name, epoch, num_blocks, num_slots=config.decode.max_requests, num_waiting_max=config.decode.max_waiting,
-            max_context=self.max_context, heartbeat_s=config.heartbeat_s, num_ranks=num_ranks,
-            overlap=config.decode.overlap, min_split_tokens=config.decode.min_split_tokens,
-            request_balance=config.decode.request_balance, lease_s=config.lease_s,
+            name,
+            epoch,
+            num_blocks,
+            num_slots=config.decode.max_requests,
+            num_waiting_max=config.decode.max_waiting,
+            max_context=self.max_context,
+            heartbeat_s=config.heartbeat_s,
+            num_ranks=num_ranks,
+            overlap=config.decode.overlap,
+            min_split_tokens=config.decode.min_split_tokens,
+            request_balance=config.decode.request_balance,
+            lease_s=config.lease_s,
             fingerprint=FINGERPRINT if self.disk is not None else "",
-        )  # fmt: skip
+        )
 
-    def _ranked(self, name: str, core: PrefillLeader | DecodeLeader, units: UnitsConfig) -> RankedLeader:
+    def _ranked(
+        self, name: str, core: PrefillLeader | DecodeLeader, units: UnitsConfig
+    ) -> RankedLeader:
         placement = spread(NUM_LAYERS, NUM_EXPERTS, units.ranks, units.redundant_experts)
-        book = RankBook(name, units.ranks, placement, rank_timeout_s=self.config.rank_timeout_s, grace_s=2.0)
+        book = RankBook(
+            name, units.ranks, placement, rank_timeout_s=self.config.rank_timeout_s, grace_s=2.0
+        )
         experts = ExpertBalancer(
             placement, (0,) * units.ranks, terms=TERMS, is_planning=units.expert_balance == AUTO
-        )  # fmt: skip
+        )
         return RankedLeader(
-            name, core, book, num_slots=units.max_requests, experts=experts, growing_s=lambda: GROWING_S
-        )  # fmt: skip
+            name,
+            core,
+            book,
+            num_slots=units.max_requests,
+            experts=experts,
+            growing_s=lambda: GROWING_S,
+        )
 
     def _rank_host(self, name: str, role: str, epoch: str) -> RankHost:
         unit, _, rank = name.partition(".")
         pool_name = f"{name}.{epoch}"
         pool = self.pools[pool_name] = Pool(self.pool_blocks[role])
         engine = engine_for(role, pool, self.config)
-        rank_role = RankRole(unit, int(rank), epoch, "host", 1, pool_name, expert_port=PORT + int(rank))
+        rank_role = RankRole(
+            unit, int(rank), epoch, "host", 1, pool_name, expert_port=PORT + int(rank)
+        )
         return RankHost(
-            name, rank_role, self.clock, self.random, self._sender(name), self.fabrics[unit], engine, epoch=epoch,
-            pools=self.pools, pool_name=pool_name, step_s=self._step_s, pull_s=self._pull_s,
-            fault_rate=self.faults.engine_rate, disk=self.disk,
-        )  # fmt: skip
+            name,
+            rank_role,
+            self.clock,
+            self.random,
+            self._sender(name),
+            self.fabrics[unit],
+            engine,
+            epoch=epoch,
+            pools=self.pools,
+            pool_name=pool_name,
+            step_s=self._step_s,
+            pull_s=self._pull_s,
+            fault_rate=self.faults.engine_rate,
+            disk=self.disk,
+        )
 
     def _start(self, name: str, host: Host) -> None:
         assert name not in self.hosts or not self.hosts[name].is_alive, f"{name} runs twice"
@@ -241,7 +337,9 @@ class World:
                 self.pools.pop(host.pool_name)
 
     def kill_unit(self, name: str) -> None:
-        """The supervisor notices a little later, says so, and starts it again; a leader's ranks wait, or go too."""
+        """The supervisor notices a little later, says so, and starts it again; a leader's ranks
+        wait, or go too.
+        """
         if name not in self.hosts or not self.hosts[name].is_alive:
             return
         self._kill(name)
@@ -276,11 +374,15 @@ class World:
         self.clock.after(self.random.expovariate(1 / self.faults.crash_every_s), self._strike)
 
     def _upset(self, host: Host) -> None:
-        """Let it live and do nothing: whoever listens for its heartbeat will tell the supervisor."""
+        """Let it live and do nothing: whoever listens for its heartbeat will tell the
+        supervisor.
+        """
         if not isinstance(host, RankHost):
             unit = self.front.units.by_name.get(host.name) if self.fronts else None
             if unit is None or unit.orphan_by_s is not None:
-                self.kill_unit(host.name)  # The front does not miss it, or not this successor: the supervisor does.
+                self.kill_unit(
+                    host.name
+                )  # The front does not miss it, or not this successor: the supervisor does.
                 return
             host.is_stuck = True
             return
@@ -300,7 +402,9 @@ class World:
         def send(to: str, message: AnyMessage) -> None:
             if to == "supervisor":
                 if isinstance(message, Suspect):
-                    self.clock.after(self.random.uniform(0, self._wire_s), lambda: self._see(message.process))
+                    self.clock.after(
+                        self.random.uniform(0, self._wire_s), lambda: self._see(message.process)
+                    )
                 if not isinstance(message, UnitDown):
                     return
                 self.clock.after(0.0, lambda: self.kill_unit(message.unit))
@@ -312,7 +416,9 @@ class World:
             if isinstance(message, Cached):
                 self._verify_named(name, message)
             is_within_unit = "." in name or "." in to
-            copies = 2 if not is_within_unit and self.random.random() < self.faults.duplicate_rate else 1
+            copies = (
+                2 if not is_within_unit and self.random.random() < self.faults.duplicate_rate else 1
+            )
             for _ in range(copies):
                 wire = (life, to)
                 arrival_s = self.clock.now() + self.random.uniform(0, self._wire_s)
@@ -323,9 +429,16 @@ class World:
         return send
 
     def _see(self, name: str) -> None:
-        """The supervisor tells a judge how one of its processes fares: of a rank its leader, of a unit the front."""
-        host, judge = self.hosts.get(name), self.hosts.get(name.partition(".")[0] if "." in name else "front")
-        if host is not None and host.is_alive and judge is not None:  # A fleet stops units for good.
+        """The supervisor tells a judge how one of its processes fares: of a rank its leader, of a
+        unit the front.
+        """
+        host, judge = (
+            self.hosts.get(name),
+            self.hosts.get(name.partition(".")[0] if "." in name else "front"),
+        )
+        if (
+            host is not None and host.is_alive and judge is not None
+        ):  # A fleet stops units for good.
             judge.handle(Sighting(name, self.starving.waited_s(self.clock.now()), host.is_stuck))
 
     def _watch(self, life: int, message: AnyMessage) -> None:
@@ -367,7 +480,9 @@ class World:
         if "front" not in self.hosts:
             return
         if self.config.cache.is_on:  # What it will say gets names, too.
-            self.names.add(msgspec.structs.replace(generation, output=tuple(expected_output(generation))))
+            self.names.add(
+                msgspec.structs.replace(generation, output=tuple(expected_output(generation)))
+            )
         self.clients[generation.request_id] = Client(generation, longest)
         self.hosts["front"].handle(Submit(generation))
 
@@ -386,9 +501,15 @@ class World:
         self.clock.run(until_s)
 
     def run_to_the_end(self, limit_s: float) -> None:
-        """Run until every stream has ended and everything was given back; fail if that takes longer than `limit_s`."""
+        """Run until every stream has ended and everything was given back; fail if that takes longer
+        than `limit_s`.
+        """
         self.clock.run(limit_s, self.is_over)
-        open_streams = [name for name, client in self.clients.items() if client.final is None and not client.is_lost]
+        open_streams = [
+            name
+            for name, client in self.clients.items()
+            if client.final is None and not client.is_lost
+        ]
         assert not open_streams, f"never ended: {open_streams}"
         assert self.front.idle, f"the front still holds {list(self.front.requests.by_id)}"
         for name, host in self.hosts.items():
@@ -401,7 +522,10 @@ class World:
         """Nothing is held anywhere and nothing goes wrong any more."""
         if self.clock.now() < self.quiet_from_s or not self.front.idle:
             return False
-        if any(isinstance(host.role, RankedLeader) and not is_whole(host.role) for host in self.hosts.values()):
+        if any(
+            isinstance(host.role, RankedLeader) and not is_whole(host.role)
+            for host in self.hosts.values()
+        ):
             return False
         cores = [core for host in self.hosts.values() if (core := core_of(host)) is not None]
         return not any(core.num_requests or core.blocks.num_used for core in cores)

@@ -1,4 +1,6 @@
-"""The bench of attacks: each attack goes on, and its table says what happened. tests/dist runs it with a server."""
+"""The bench of attacks: each attack goes on, and its table says what happened. tests/dist runs it
+with a server.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,16 @@ def test_every_attack_asks_a_server_that_turns_it_away_again(name: str) -> None:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heads.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        )
         writer.close()
 
     async def run(attack: Attack) -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        attacking = asyncio.create_task(attacks.attack_for_ever(server.sockets[0].getsockname(), attack))
+        attacking = asyncio.create_task(
+            attacks.attack_for_ever(server.sockets[0].getsockname(), attack)
+        )
         async with asyncio.timeout(20):
             while len(heads) < 3:
                 await asyncio.sleep(0.01)
@@ -45,5 +51,13 @@ def test_every_attack_asks_a_server_that_turns_it_away_again(name: str) -> None:
 def test_a_row_says_who_was_refused_with_what(capsys: pytest.CaptureFixture[str]) -> None:
     attacks.show([(ATTACKS["dribble"], Seen((0.1, 0.1), ()), Seen((0.25,), (429, 0)))])
     shown = capsys.readouterr().out
-    for what in ("790 bodies that never end", "100 ms", "1 of 3", "250 ms", "2.5", "30,000 ms", "no answer, 429"):
+    for what in (
+        "790 bodies that never end",
+        "100 ms",
+        "1 of 3",
+        "250 ms",
+        "2.5",
+        "30,000 ms",
+        "no answer, 429",
+    ):
         assert what in shown

@@ -1,4 +1,6 @@
-"""The prefill simulation's books: every token once, known steps priced as written, ours ahead of a token budget."""
+"""The prefill simulation's books: every token once, known steps priced as written, ours ahead of a
+token budget.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,15 @@ def test_one_prompt_on_one_rank_costs_what_the_formula_says() -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [by_tokens(round_robin()), by_tokens(least_tokens), by_tokens(None), by_cost(least_cost, 0.2), ours],
+    [
+        by_tokens(round_robin()),
+        by_tokens(least_tokens),
+        by_tokens(None),
+        by_cost(least_cost, 0.2),
+        ours,
+    ],
     ids=["round robin", "least tokens", "central", "least cost", "ours"],
-)  # fmt: skip
+)
 def test_every_token_is_computed_once_and_every_prompt_ends(rule: Rule) -> None:
     out = simulate(LOAD, rule, LIMITS, num_ranks=8, is_saturated=False)
     assert out.num_tokens == sum(arrival.num_tokens for arrival in LOAD.arrivals)

@@ -1,4 +1,6 @@
-"""The bench of expert placements: EPLB found by folder and judged by what it returns; traffic counted as written."""
+"""The bench of expert placements: EPLB found by folder and judged by what it returns; traffic
+counted as written.
+"""
 
 import re
 import sys
@@ -53,7 +55,9 @@ def test_the_bench_runs_a_given_eplb_beside_ours(
 ) -> None:
     if find(EXPERT_LOADS) is None:
         pytest.skip(why_missing(EXPERT_LOADS))
-    monkeypatch.setattr(balance_experts, "CASES", (("prefill 32", "global", 32, 9, ("prefill_in512",)),))
+    monkeypatch.setattr(
+        balance_experts, "CASES", (("prefill 32", "global", 32, 9, ("prefill_in512",)),)
+    )
     for name in ("replans", "windows", "traffic"):
         monkeypatch.setattr(balance_experts, name, lambda *_, **__: None)
     balance_experts.main(["--quick", "--eplb", str(eplb_folder)])
@@ -65,7 +69,8 @@ def test_the_bench_runs_a_given_eplb_beside_ours(
 
 
 def test_a_token_crosses_once_to_a_node() -> None:
-    # Node 0 holds experts 0 and 1, node 1 experts 2 and 3, and so on: 8 experts, 4 nodes of a rank each.
+    # Node 0 holds experts 0 and 1, node 1 experts 2 and 3, and so on: 8 experts, 4 nodes of a rank
+    # each.
     cluster = Cluster.even(4, 4, 2)
     placement = Placement(8, np.arange(8, dtype=np.int16).reshape(1, 4, 2))
     everywhere = Tokens(np.arange(8)[None], np.array([0]))

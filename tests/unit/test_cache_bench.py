@@ -1,4 +1,5 @@
-"""The cache replay: its books on traces one can count by hand, the bound above ours, ours above LRU at tight budgets.
+"""The cache replay: its books on traces one can count by hand, the bound above ours, ours above LRU
+at tight budgets.
 
 The measured traces are replayed where they are: a slice of each, or all of them with HADAL_FULL=1.
 """
@@ -26,27 +27,39 @@ CHATS = chats(0, num_chats=900)
 
 def of(*prompts: tuple[tuple[int, ...], int]) -> Trace:
     """Prompts of these parts and lengths."""
-    return Trace("by hand", tuple(Prompt(float(at), length, 100, ids) for at, (ids, length) in enumerate(prompts)))
+    return Trace(
+        "by hand",
+        tuple(Prompt(float(at), length, 100, ids) for at, (ids, length) in enumerate(prompts)),
+    )
 
 
 def test_a_part_has_a_name_for_each_full_block() -> None:
     prompt = Prompt(0.0, 512 + 3 * 64 + 1, 0, (7, 9))
-    assert prompt.numbers == [*range(7 * NAMES_ID, 8 * NAMES_ID), *range(9 * NAMES_ID, 9 * NAMES_ID + 3)]
+    assert prompt.numbers == [
+        *range(7 * NAMES_ID, 8 * NAMES_ID),
+        *range(9 * NAMES_ID, 9 * NAMES_ID + 3),
+    ]
     assert num_names(prompt.chain) == prompt.num_full == 11
     assert prompt.chain[-NAME_BYTES:] == prompt.numbers[-1].to_bytes(NAME_BYTES, "big")
 
 
 def test_hits_by_hand() -> None:
     trace = of(((1, 2), 1024), ((1, 2), 1024), ((1, 3, 4), 1300), ((9, 2), 1024))
-    # The last position is computed, so the second prompt has to compute its last block; the fourth has another root.
+    # The last position is computed, so the second prompt has to compute its last block; the fourth
+    # has another root.
     assert infinite(trace) == [0, 15 * BLOCK_TOKENS, 512, 0]
-    assert memory(trace, 1000).num_hit_tokens == disk(trace, 1000).num_hit_tokens == sum(infinite(trace))
+    assert (
+        memory(trace, 1000).num_hit_tokens
+        == disk(trace, 1000).num_hit_tokens
+        == sum(infinite(trace))
+    )
     assert best(trace, 1000) == sum(infinite(trace)) / trace.num_tokens
 
 
 def test_what_may_go_on_from_an_answer() -> None:
     trace = of(((1, 2), 700), ((1, 3, 4), 1200), ((1, 3), 790))
-    # The second holds the first's full part and is longer than it and its answer of 100; the third is too short.
+    # The second holds the first's full part and is longer than it and its answer of 100; the third
+    # is too short.
     assert list(continued_tokens(trace.prompts)) == [0, 768, 0]
 
 
@@ -87,7 +100,9 @@ def test_policies_differ_in_what_survives_prompts_that_come_once() -> None:
 
 
 def test_the_measured_traces() -> None:
-    """Within a point of a cache that forgets nothing if there is room, ahead of LRU at 10 % and 3 % if there is not."""
+    """Within a point of a cache that forgets nothing if there is room, ahead of LRU at 10 % and 3 %
+    if there is not.
+    """
     traces = find()
     if not traces:
         pytest.skip(why_missing(MOONCAKE))

@@ -31,7 +31,9 @@ def test_every_command_explains_itself(command: str) -> None:
     assert f"{command} [OPTIONS]" in result.output
 
 
-@pytest.mark.parametrize("command", sorted(command.name or "" for command in get_command(app).commands.values()))
+@pytest.mark.parametrize(
+    "command", sorted(command.name or "" for command in get_command(app).commands.values())
+)
 def test_examples_stay_whole_on_a_terminal_of_80_columns(command: str) -> None:
     epilog = get_command(app).commands[command].epilog
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80", "NO_COLOR": "1"})
@@ -46,11 +48,22 @@ def test_a_shell_learns_to_complete(tmp_path: Path) -> None:
     script = CliRunner().invoke(app, ["completion", "bash"]).output
     (tmp_path / "hadal").write_text(f"#!{sys.executable}\nfrom hadal.cli import app\n\napp()\n")
     (tmp_path / "hadal").chmod(0o755)
-    typed = 'COMP_WORDS=(hadal serve --cache-f); COMP_CWORD=2; _hadal_completion hadal; echo "${COMPREPLY[@]}"'
+    typed = (
+        "COMP_WORDS=(hadal serve --cache-f); COMP_CWORD=2; _hadal_completion hadal; echo"
+        ' "${COMPREPLY[@]}"'
+    )
     done = subprocess.run(
-        ["bash", "-c", f"{script}\n{typed}"], capture_output=True, text=True, timeout=60, check=True,
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
+        ["bash", "-c", f"{script}\n{typed}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={
+            **os.environ,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT / "src"),
+        },
+    )
     assert done.stdout.split() == ["--cache-folder"]
     assert "compdef" in CliRunner().invoke(app, ["completion", "zsh"]).output
     assert "complete --command hadal" in CliRunner().invoke(app, ["completion", "fish"]).output
@@ -64,7 +77,12 @@ def test_help_loads_neither_torch_nor_the_server() -> None:
         "assert not {'torch', 'zmq', 'uvicorn', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT / "src", capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        cwd=ROOT / "src",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -91,15 +109,28 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], words: str)
 
 
 def test_a_mistake_is_a_line_of_a_json_log() -> None:
-    command = [sys.executable, "-m", "hadal.cli", "serve", "--log-format", "json", "--port", "99999"]
-    done = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True, timeout=60, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "hadal.cli",
+        "serve",
+        "--log-format",
+        "json",
+        "--port",
+        "99999",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT / "src", capture_output=True, text=True, timeout=60, check=False
+    )
     line = json.loads(done.stderr)
     assert (done.returncode, line["process"], line["level"]) == (2, "supervisor", "critical")
     assert "port is 99999" in line["message"]
 
 
 def test_a_dry_run_prints_the_plan_and_starts_nothing() -> None:
-    result = CliRunner().invoke(app, ["serve", "--config", str(ROOT / "configs" / "laptop_ep.toml"), "--dry-run"])
+    result = CliRunner().invoke(
+        app, ["serve", "--config", str(ROOT / "configs" / "laptop_ep.toml"), "--dry-run"]
+    )
     assert result.exit_code == 0
     assert "decode-0" in result.stdout
     assert "this host can run it" in result.stdout
@@ -128,20 +159,32 @@ def test_options_go_before_the_file(tmp_path: Path) -> None:
     file = tmp_path / "d.toml"
     file.write_text('port = 9000\nhost = "0.0.0.0"\n[decode]\nmax_requests = 3\n')
     deployment = _deployment(file, {"port": 9001, "host": None})
-    assert (deployment.port, deployment.host, deployment.decode.max_requests) == (9001, "0.0.0.0", 3)
+    assert (deployment.port, deployment.host, deployment.decode.max_requests) == (
+        9001,
+        "0.0.0.0",
+        3,
+    )
     assert _deployment(None, {"port": 9001, "host": None}) == Deployment(port=9001)
 
 
 def test_the_cache_s_options_go_before_its_table(tmp_path: Path) -> None:
     file = tmp_path / "d.toml"
     file.write_text('[cache]\nmemory = "off"\nfolder = "there"\ndisk_mb = 5\n')
-    assert _deployment(file, {}, {"cache": {"folder": None, "disk_mb": 6}}).cache == CacheConfig("off", "there", 6)
-    assert _deployment(file, {}, {"cache": {"folder": "", "disk_mb": None}}).cache == CacheConfig("off", "", 5)
-    assert _deployment(None, {}, {"cache": {"folder": "here", "disk_mb": None}}).cache == CacheConfig(folder="here")
+    assert _deployment(file, {}, {"cache": {"folder": None, "disk_mb": 6}}).cache == CacheConfig(
+        "off", "there", 6
+    )
+    assert _deployment(file, {}, {"cache": {"folder": "", "disk_mb": None}}).cache == CacheConfig(
+        "off", "", 5
+    )
+    assert _deployment(
+        None, {}, {"cache": {"folder": "here", "disk_mb": None}}
+    ).cache == CacheConfig(folder="here")
 
 
 def test_the_number_of_gateways_is_an_option() -> None:
-    assert _deployment(None, {}, {"gateway": {"processes": 2}}).gateway == GatewayConfig(processes=2)
+    assert _deployment(None, {}, {"gateway": {"processes": 2}}).gateway == GatewayConfig(
+        processes=2
+    )
     assert _deployment(None, {}, {"gateway": {"processes": None}}) == Deployment()
     result = CliRunner().invoke(app, ["serve", "--gateways", "0"])
     assert result.exit_code == 2
@@ -159,7 +202,9 @@ def test_the_laptops_file_shows_the_defaults() -> None:
     assert read_deployment(ROOT / "configs" / "laptop.toml") == Deployment()
 
 
-def test_keys_come_from_a_file_that_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_come_from_a_file_that_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("HADAL_API_KEYS", raising=False)
     path = tmp_path / "keys"
     path.write_text("# for tests\none\n\n  two priority  \n")
@@ -168,7 +213,11 @@ def test_keys_come_from_a_file_that_is_private(tmp_path: Path, monkeypatch: pyte
         _api_keys([], path)
     path.chmod(0o600)
     assert _api_keys(["zero"], path) == ("zero", "one", "two priority")
-    for text, reason in (("# none\n", "no key"), ("a,b\n", "comma"), ("a\n#\nb c\n", "line 3: what stands behind")):
+    for text, reason in (
+        ("# none\n", "no key"),
+        ("a,b\n", "comma"),
+        ("a\n#\nb c\n", "line 3: what stands behind"),
+    ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=reason):
             _api_keys([], path)

@@ -1,4 +1,6 @@
-"""The benches of the simulated day's parts, on a small study: what they print is what was measured."""
+"""The benches of the simulated day's parts, on a small study: what they print is what was
+measured.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +55,15 @@ def test_even_steps_are_priced_as_they_were_as_far_as_they_were_measured() -> No
     begin_s, seconds = study.window.settle_s, study.window.prefill_seconds
     steps = [
         ("u", begin_s - 3.0, 2.0, work._replace(tokens=7)),  # Over by then.
-        ("u", begin_s - 1.0, 4.0, work), ("u", begin_s + 5.0, 1.0, NO_WORK), ("u", begin_s + seconds - 1.0, 4.0, work),
-    ]  # fmt: skip
+        ("u", begin_s - 1.0, 4.0, work),
+        ("u", begin_s + 5.0, 1.0, NO_WORK),
+        ("u", begin_s + seconds - 1.0, 4.0, work),
+    ]
     world = SimpleNamespace(log=WorldLog({PREFILL: steps, DECODE: []}))
     priced = study.step_model(PREFILL, 1.0).prefill(texts / 32 * new, new + found, found)
-    assert prefill_unit.even_per_s(study, cast("FleetWorld", world)) == pytest.approx(32 * priced.tokens_per_s_gpu)
+    assert prefill_unit.even_per_s(study, cast("FleetWorld", world)) == pytest.approx(
+        32 * priced.tokens_per_s_gpu
+    )
     twice = StepWork(2 * work.tokens, 2 * pairs, 2 * texts, 0, 0, 1.0, 2, 2 * work.context_tokens)
     steps[1] = ("u", begin_s - 1.0, 4.0, twice)
     double_s = study.step_model(PREFILL, 1.0).prefill(texts / 16 * new, new + found, found).seconds
@@ -68,7 +74,9 @@ def test_even_steps_are_priced_as_they_were_as_far_as_they_were_measured() -> No
 def test_a_measured_prefill_unit_is_less_than_even_and_shown() -> None:
     study, figures = small(), load().figures()
     run = prefill_unit.measured(study, figures, cached_day())
-    assert run.computed_per_s == pytest.approx(prefill_point(study, placed(study), figures, cached_day()))
+    assert run.computed_per_s == pytest.approx(
+        prefill_point(study, placed(study), figures, cached_day())
+    )
     assert 0.5 < run.share < 1.0
     half = replace(run, even_per_s=2 * run.even_per_s)
     text = text_of(prefill_unit.table([("balanced", [run]), ("again", [run, half])]))

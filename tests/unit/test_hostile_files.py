@@ -1,7 +1,9 @@
-"""Whatever a file holds that somebody else wrote, reading it ends in seconds: with its values, or with one line.
+"""Whatever a file holds that somebody else wrote, reading it ends in seconds: with its values, or
+with one line.
 
-Mutations are drawn from fixed seeds and from fresh ones. Before there was one bounded reader for all files, 5,000-digit
-integers, 1e400, half surrogates, deep nesting and units = 10^9 ended in tracebacks, or never.
+Mutations are drawn from fixed seeds and from fresh ones. Before there was one bounded reader for
+all files, 5,000-digit integers, 1e400, half surrogates, deep nesting and units = 10^9 ended in
+tracebacks, or never.
 """
 
 from __future__ import annotations
@@ -40,7 +42,12 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_S = 20.0
 """For one file on a machine that others use as well; each takes milliseconds."""
 MOONCAKE = [
-    {"timestamp": 27_000 * number, "input_length": 600 + number, "output_length": 9, "hash_ids": [0, number + 1]}
+    {
+        "timestamp": 27_000 * number,
+        "input_length": 600 + number,
+        "output_length": 9,
+        "hash_ids": [0, number + 1],
+    }
     for number in range(8)
 ]
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
@@ -54,7 +61,9 @@ def rng(request: pytest.FixtureRequest) -> Random:
 
 
 def check(read: Callable[[], object], data: bytes) -> bool:
-    """Whether it was read. All else than a ConfigError, or another ValueError of one line, fails."""
+    """Whether it was read. All else than a ConfigError, or another ValueError of one line,
+    fails.
+    """
     began_s = time.monotonic()
     said = None
     try:
@@ -62,7 +71,9 @@ def check(read: Callable[[], object], data: bytes) -> bool:
     except ValueError as error:
         said = str(error)
     except Exception as error:
-        raise AssertionError(f"{type(error).__name__}: {str(error)[:300]} for {data[:2_000]!r}") from error
+        raise AssertionError(
+            f"{type(error).__name__}: {str(error)[:300]} for {data[:2_000]!r}"
+        ) from error
     assert time.monotonic() - began_s < MOST_S, data[:2_000]
     assert said is None or (said.isprintable() and 5 < len(said) <= 1_000), (said, data[:2_000])
     return said is None
@@ -73,7 +84,10 @@ def leave_with_one_line(arguments: list[str], data: bytes) -> int:
     began_s = time.monotonic()
     result = CliRunner().invoke(app, arguments)
     assert time.monotonic() - began_s < MOST_S, data[:2_000]
-    assert result.exception is None or isinstance(result.exception, SystemExit), (result.exception, data[:2_000])
+    assert result.exception is None or isinstance(result.exception, SystemExit), (
+        result.exception,
+        data[:2_000],
+    )
     assert result.exit_code in (0, 2), (result.output, data[:2_000])
     if result.exit_code:
         assert len(result.stderr.splitlines()) == 1, (result.stderr, data[:2_000])
@@ -84,7 +98,11 @@ def leave_with_one_line(arguments: list[str], data: bytes) -> int:
 def test_config_json(rng: Random, tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
     fields = json.loads((folder / "config.json").read_text())
-    fields["rope_scaling"] = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64}
+    fields["rope_scaling"] = {
+        "type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 64,
+    }
     fields["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     codes = set()
     for _ in range(60):
@@ -95,7 +113,9 @@ def test_config_json(rng: Random, tmp_path: Path) -> None:
     assert codes == {0, 2}
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+)
 def test_tokenizers(name: str, rng: Random, tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
     path = folder / name
@@ -136,7 +156,10 @@ def test_indices_and_tensors(rng: Random, tmp_path: Path) -> None:
 def test_a_tensors_name_of_five_thousand_digits(tmp_path: Path) -> None:
     name = f"model.layers.{HUGE}.input_layernorm.weight"
     save_file({name: torch.ones(2)}, tmp_path / "model.safetensors")
-    with Checkpoint(tmp_path, None) as checkpoint, pytest.raises(CheckpointError, match=r"model\.safetensors: holds"):
+    with (
+        Checkpoint(tmp_path, None) as checkpoint,
+        pytest.raises(CheckpointError, match=r"model\.safetensors: holds"),
+    ):
         checkpoint.check_layers(1)
 
 
@@ -148,7 +171,9 @@ def test_deployments(rng: Random, tmp_path: Path) -> None:
         data = mutated_toml(texts[number % 2], rng)
         path.write_bytes(data)
         codes.add(
-            leave_with_one_line(["serve", "--dry-run", "--config", str(path), "--model", str(folder)], data)
+            leave_with_one_line(
+                ["serve", "--dry-run", "--config", str(path), "--model", str(folder)], data
+            )
         )
     assert codes == {0, 2}
 
@@ -170,7 +195,19 @@ def test_traffics(rng: Random, tmp_path: Path) -> None:
         elif kind == "csv":
             data = bytearray(AZURE.encode())
             at = rng.randrange(len(data))
-            wrong = ["", ",", "\n", '"', HUGE, "NaT", "1e400", "-1", "\0", "9999-12-31 00:00:00", "x" * 200_000]
+            wrong = [
+                "",
+                ",",
+                "\n",
+                '"',
+                HUGE,
+                "NaT",
+                "1e400",
+                "-1",
+                "\0",
+                "9999-12-31 00:00:00",
+                "x" * 200_000,
+            ]
             data[at : at + rng.randint(0, 30)] = rng.choice(wrong).encode()
             data = bytes(data)
         else:
@@ -206,7 +243,7 @@ def test_loads_and_placements(rng: Random, tmp_path: Path) -> None:
         ('{"a": 9223372036854775808}', "f: a is a number beyond 64 bits"),
         ("[1", "f: cannot be read as JSON"),
     ],
-)  # fmt: skip
+)
 def test_the_place_in_a_json_file_is_named(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_json(text, "f")
@@ -223,7 +260,7 @@ def test_the_place_in_a_json_file_is_named(text: str, said: str) -> None:
         ("a = 0x" + "f" * 100_000, "f: a is a number beyond 64 bits"),
         ('"\\' * 400_000, "f: not a TOML file"),
     ],
-)  # fmt: skip
+)
 def test_the_place_in_a_toml_file_is_named(text: str, said: str) -> None:
     began_s = time.monotonic()
     with pytest.raises(ConfigError, match=said):
@@ -237,7 +274,9 @@ def test_text_that_only_looks_long_is_read() -> None:
 
 
 def test_a_file_is_a_file_and_has_an_end(tmp_path: Path) -> None:
-    """Before, a pipe as a configuration was waited for, and a gigabyte of zeros in a few bytes was unpacked."""
+    """Before, a pipe as a configuration was waited for, and a gigabyte of zeros in a few bytes was
+    unpacked.
+    """
     os.mkfifo(tmp_path / "pipe.toml")
     with pytest.raises(ConfigError, match=r"pipe\.toml: not a file"):
         read_deployment(tmp_path / "pipe.toml")
@@ -250,7 +289,13 @@ def test_a_file_is_a_file_and_has_an_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["lease_s = nan", "unit_timeout_s = inf", "[prefill]\nunits = 1_000_000_000", "[decode]\nranks = 100_000"]
+    "line",
+    [
+        "lease_s = nan",
+        "unit_timeout_s = inf",
+        "[prefill]\nunits = 1_000_000_000",
+        "[decode]\nranks = 100_000",
+    ],
 )
 def test_no_deployment_has_such_a_number(line: str, tmp_path: Path) -> None:
     path = tmp_path / "deployment.toml"
@@ -274,13 +319,19 @@ def test_a_copied_model_that_is_sound_is_still_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["chat", "--url", "http://\x01"], ["chat", "--url", "http://["], ["eval", "--url", "http://127.0.0.1:99999"],
-        ["trace", "--url", "file:///etc/passwd"], ["replay", "x" * 5_000], ["report", "--ledger", "x" * 5_000],
-        ["serve", "--dry-run", "--model", "x" * 5_000], ["serve", "--dry-run", "--model", "~nobody-here/m"],
-        ["serve", "--dry-run", "--config", "/dev/zero"], ["plan", "--traffic", "/dev/zero"],
+        ["chat", "--url", "http://\x01"],
+        ["chat", "--url", "http://["],
+        ["eval", "--url", "http://127.0.0.1:99999"],
+        ["trace", "--url", "file:///etc/passwd"],
+        ["replay", "x" * 5_000],
+        ["report", "--ledger", "x" * 5_000],
+        ["serve", "--dry-run", "--model", "x" * 5_000],
+        ["serve", "--dry-run", "--model", "~nobody-here/m"],
+        ["serve", "--dry-run", "--config", "/dev/zero"],
+        ["plan", "--traffic", "/dev/zero"],
     ],
     ids=lambda arguments: " ".join(arguments)[:40],
-)  # fmt: skip
+)
 def test_arguments_that_nobody_means(arguments: list[str]) -> None:
     """Each of these was a traceback, or did not end."""
     assert leave_with_one_line(arguments, b"") == 2
@@ -292,7 +343,9 @@ def test_numbers_that_nobody_means(option: str, number: str, tmp_path: Path) -> 
     """A billion ranks were planned for, without end."""
     path = tmp_path / "loads.json"
     path.write_text('{"tokens_per_expert": [[90, 20, 10, 40]]}')
-    result = CliRunner().invoke(app, ["balance", "--loads", str(path), "--ranks", "2", "--slots", "3", option, number])
+    result = CliRunner().invoke(
+        app, ["balance", "--loads", str(path), "--ranks", "2", "--slots", "3", option, number]
+    )
     assert result.exit_code == 2
     assert option in result.stderr
     assert "less than or equal to" in result.stderr

@@ -1,4 +1,6 @@
-"""What bench/balance_live reckons with: steps' periods, what a log says of installations, and ops that take a time."""
+"""What bench/balance_live reckons with: steps' periods, what a log says of installations, and ops
+that take a time.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,25 @@ LOG = """\
 def test_flips_are_read_of_one_unit() -> None:
     assert read_flips(LOG, "decode-0") == [Flip(2, 90, 93, 7), Flip(1, 96, 97, 0)]
     assert read_flips(LOG, "decode") == []
-    assert re.findall(STAGING.format(unit="decode-0"), LOG, re.M) == [("2", "90", "7")]  # A new split moves nothing.
+    assert re.findall(STAGING.format(unit="decode-0"), LOG, re.M) == [
+        ("2", "90", "7")
+    ]  # A new split moves nothing.
 
 
 def test_periods_are_of_steps_that_follow_one_another() -> None:
     starts = ((3, 4.0), (1, 1.0), (2, 2.0), (7, 9.0), (8, 9.5))
     steps = [Step(step_id, start_s, start_s + 0.5, 8, {}) for step_id, start_s in starts]
-    assert periods(steps) == [Period(1, 1.0, 1.0, 8), Period(2, 2.0, 2.0, 8), Period(7, 9.0, 0.5, 8)]
+    assert periods(steps) == [
+        Period(1, 1.0, 1.0, 8),
+        Period(2, 2.0, 2.0, 8),
+        Period(7, 9.0, 0.5, 8),
+    ]
 
 
 def test_steps_of_installations_are_told_from_the_others() -> None:
-    watched = Watched(read_flips(LOG, "decode-0"), [Period(i, 0.0, float(i), 1) for i in range(88, 100)], [])
+    watched = Watched(
+        read_flips(LOG, "decode-0"), [Period(i, 0.0, float(i), 1) for i in range(88, 100)], []
+    )
     assert watched.during() == [91, 92, 93, 97]
     assert watched.outside() == [88, 89, 90, 94, 95, 96, 98, 99]
     assert ratio([1.0, 3.0], [2.0]) == 1.5
@@ -47,9 +57,11 @@ def test_steps_of_installations_are_told_from_the_others() -> None:
 
 def test_gauges_of_a_unit() -> None:
     metrics = {
-        'hadal_balance{objective="kv",unit="decode-0"}': 0.5, 'hadal_balance{objective="kv",unit="decode-1"}': 0.7,
-        'hadal_balance{unit="decode-0",objective="experts"}': 0.9, 'hadal_steps_total{unit="decode-0"}': 4.0,
-    }  # fmt: skip
+        'hadal_balance{objective="kv",unit="decode-0"}': 0.5,
+        'hadal_balance{objective="kv",unit="decode-1"}': 0.7,
+        'hadal_balance{unit="decode-0",objective="experts"}': 0.9,
+        'hadal_steps_total{unit="decode-0"}': 4.0,
+    }
     assert balance_of(metrics, "decode-0") == {"kv": 0.5, "experts": 0.9}
 
 
@@ -67,7 +79,9 @@ def state_of(**fields: Any) -> MicroBatch:
 
 
 def test_an_op_lasts_as_long_as_its_rows_ask_for() -> None:
-    rows = Received(torch.zeros(3, 4), torch.zeros(6, dtype=torch.int64), torch.zeros(6, dtype=torch.int64))
+    rows = Received(
+        torch.zeros(3, 4), torch.zeros(6, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)
+    )
     calls = []
 
     def op(state: MicroBatch, layer: Any, layer_index: int) -> None:
@@ -91,5 +105,9 @@ def test_a_rank_without_tokens_attends_to_nothing() -> None:
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_lengths_repeat(number: int) -> None:
-    assert lognormal_lengths(8, 100.0, 1.5, seed=number) == lognormal_lengths(8, 100.0, 1.5, seed=number)
-    assert all(16 <= length <= LONGEST for length in lognormal_lengths(500, 300.0, 2.0, seed=number))
+    assert lognormal_lengths(8, 100.0, 1.5, seed=number) == lognormal_lengths(
+        8, 100.0, 1.5, seed=number
+    )
+    assert all(
+        16 <= length <= LONGEST for length in lognormal_lengths(500, 300.0, 2.0, seed=number)
+    )

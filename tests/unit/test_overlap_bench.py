@@ -1,4 +1,6 @@
-"""The overlap benchmark's own arithmetic: who used the machine, which repetitions count, what was sent."""
+"""The overlap benchmark's own arithmetic: who used the machine, which repetitions count, what was
+sent.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ import torch
 
 from bench.overlap_device import BALANCED, DECODE_LIKE
 from bench.overlap_echo import _Echo
-from bench.overlap_gate import CLOCK_TICKS, FOREIGN_MAX, Series, Timed, foreign_share, parse_usage, spread
+from bench.overlap_gate import (
+    CLOCK_TICKS,
+    FOREIGN_MAX,
+    Series,
+    Timed,
+    foreign_share,
+    parse_usage,
+    spread,
+)
 from bench.overlap_variants import CANDIDATES, DECODE, FULL, PREFILL, SCHEDULED, cheapest
 from hadal.overlap.plan import parse
 
@@ -20,16 +30,20 @@ def test_others_are_what_is_busy_and_not_ours() -> None:
     before, after = parse_usage(stat(100), 10.0), parse_usage(stat(100 + 2 * CLOCK_TICKS), 12.0)
     assert after.busy_s - before.busy_s == pytest.approx(2.0)
     assert foreign_share(before, after, own_s=1.6, num_cores=2) == pytest.approx(0.1)
-    assert foreign_share(before, after, own_s=2.5, num_cores=2) == 0.0  # Ticks are coarse: never below nothing.
+    assert (
+        foreign_share(before, after, own_s=2.5, num_cores=2) == 0.0
+    )  # Ticks are coarse: never below nothing.
 
 
 def test_a_pair_counts_when_both_are_clean() -> None:
     clean, dirty = FOREIGN_MAX, FOREIGN_MAX + 0.01
-    series = Series([
-        {"a": Timed(3.0, clean), "b": Timed(2.0, clean)},
-        {"a": Timed(9.0, dirty), "b": Timed(2.0, clean)},
-        {"a": Timed(4.0, clean), "b": Timed(9.0, dirty)},
-    ])  # fmt: skip
+    series = Series(
+        [
+            {"a": Timed(3.0, clean), "b": Timed(2.0, clean)},
+            {"a": Timed(9.0, dirty), "b": Timed(2.0, clean)},
+            {"a": Timed(4.0, clean), "b": Timed(9.0, dirty)},
+        ]
+    )
     assert series.ratios("a", "b") == [1.5]
     assert series.seconds("a") == [3.0, 4.0]
     assert series.median_s("b") == 2.0

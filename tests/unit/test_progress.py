@@ -30,7 +30,9 @@ def test_a_file_gets_a_line_now_and_then() -> None:
             time.sleep(0.01)
     num_lines = printed(console).count("\n")
     assert num_lines >= 2
-    assert re.fullmatch(r"hadal test: the first half, 50%, \d+ s so far", printed(console).splitlines()[-1])
+    assert re.fullmatch(
+        r"hadal test: the first half, 50%, \d+ s so far", printed(console).splitlines()[-1]
+    )
     time.sleep(0.05)
     assert printed(console).count("\n") == num_lines
 

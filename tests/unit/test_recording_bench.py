@@ -1,4 +1,6 @@
-"""The bench of recording: what it writes again is what was recorded, and the rest of it is arithmetic."""
+"""The bench of recording: what it writes again is what was recorded, and the rest of it is
+arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from hadal.runtime.recorder import RECORD, read_recordings
 from tests.unit.sim.recorded import record
 
 
-def test_what_is_timed_is_the_recorders_own_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_timed_is_the_recorders_own_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(RECORD, raising=False)
     recordings = record(1, 5)
     assert {recording.process for recording in recordings} >= {"front", "decode-0"}
@@ -39,7 +43,9 @@ def test_a_process_is_measured(tmp_path: Path) -> None:
         cost_of(dataclasses.replace(front, calls=()), tmp_path)
 
 
-def test_what_a_call_takes_anyway_is_not_the_recorders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_call_takes_anyway_is_not_the_recorders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (front,) = (recording for recording in record(1, 5) if recording.process == "front")
     monkeypatch.setattr(
         "bench.recording.times_us",

@@ -4,10 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from bench.shared_data import AZURE, EXPERT_LOADS, MOONCAKE, NAME_TO_SOURCE, VARIABLE, find, shared_data, why_missing
+from bench.shared_data import (
+    AZURE,
+    EXPERT_LOADS,
+    MOONCAKE,
+    NAME_TO_SOURCE,
+    VARIABLE,
+    find,
+    shared_data,
+    why_missing,
+)
 
 
-def test_what_is_missing_is_named_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named_with_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     (tmp_path / EXPERT_LOADS).mkdir()
     assert find(EXPERT_LOADS) == tmp_path / EXPERT_LOADS
@@ -19,7 +30,9 @@ def test_what_is_missing_is_named_with_its_source(tmp_path: Path, monkeypatch: p
     assert EXPERT_LOADS not in said
 
 
-def test_a_name_of_no_folder_is_a_mistake_not_an_absence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_no_folder_is_a_mistake_not_an_absence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "typo"))
     with pytest.raises(SystemExit, match="typo, which is no folder"):
         shared_data()

@@ -1,1 +1,3 @@
-"""Expert parallelism's messages: dispatch tokens to the ranks of their experts, combine what comes back."""
+"""Expert parallelism's messages: dispatch tokens to the ranks of their experts, combine what comes
+back.
+"""

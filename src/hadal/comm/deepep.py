@@ -1,16 +1,19 @@
-"""The same dispatch and combine over DeepEP's kernels, where GPUs have them: NVLink and RDMA, no sockets.
+"""The same dispatch and combine over DeepEP's kernels, where GPUs have them: NVLink and RDMA, no
+sockets.
 
-Written against `deep_ep.Buffer` (DeepEP V1, deep_ep/buffer.py; V2 keeps it as buffers/legacy.py). NOT RUN so far: no
-machine with DeepEP was at hand. `why_not` says why it cannot be used here; what is computed before a call into DeepEP
-runs on any device and is tested.
+Written against `deep_ep.Buffer` (DeepEP V1, deep_ep/buffer.py; V2 keeps it as buffers/legacy.py).
+NOT RUN so far: no machine with DeepEP was at hand. `why_not` says why it cannot be used here; what
+is computed before a call into DeepEP runs on any device and is tested.
 
-How exact it is. DeepEP's normal combine adds a rank's rows of a token before they travel, in BF16 rows, so its result
-depends on the number of ranks. Here, therefore, normal mode sends every (token, expert) pair as a token of its own with
-top 1 ("exact": a row per pair comes back and is added at the source by ascending expert id, the same bits at any width,
-at the price of low-latency mode's bytes). Low-latency combine adds at the source in the order of top-k; ids are sorted
-before, so its order is fixed, too, but it returns BF16. DeepEP has no FP32 rows: wire "fp32" is refused.
+How exact it is. DeepEP's normal combine adds a rank's rows of a token before they travel, in BF16
+rows, so its result depends on the number of ranks. Here, therefore, normal mode sends every (token,
+expert) pair as a token of its own with top 1 ("exact": a row per pair comes back and is added at
+the source by ascending expert id, the same bits at any width, at the price of low-latency mode's
+bytes). Low-latency combine adds at the source in the order of top-k; ids are sorted before, so its
+order is fixed, too, but it returns BF16. DeepEP has no FP32 rows: wire "fp32" is refused.
 
-Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, S local slots, C capacity of a slot, G groups.
+Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, S local slots, C capacity
+of a slot, G groups.
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ def why_not(wire: str = "fp8", hidden_size: int = 7168) -> str | None:
     if wire == "fp32":
         return "DeepEP sends FP8 or BF16 rows; wire fp32 needs another transport."
     if hidden_size % SCALE_GROUP:
-        return f"DeepEP needs a hidden size that is a multiple of {SCALE_GROUP}; this one is {hidden_size}."
+        return (
+            f"DeepEP needs a hidden size that is a multiple of {SCALE_GROUP}; this one is"
+            f" {hidden_size}."
+        )
     if not torch.cuda.is_available():
         return "DeepEP needs CUDA; torch finds no GPU."
     if torch.cuda.get_device_capability() < _MIN_CAPABILITY:
@@ -54,9 +60,11 @@ def why_not(wire: str = "fp8", hidden_size: int = 7168) -> str | None:
 
 
 def slot_ids(ids_TK: Tensor, replicas: Replicas, shift: int, members: Sequence[int]) -> Tensor:
-    """The replica each pair takes as DeepEP's expert id, int64 [T, K]: position among `members` * S + local slot.
+    """The replica each pair takes as DeepEP's expert id, int64 [T, K]: position among `members` * S
+    + local slot.
 
-    Raises ValueError if an id is out of range, has no replica, or its replica is on a rank that is no member.
+    Raises ValueError if an id is out of range, has no replica, or its replica is on a rank that is
+    no member.
     """
     slot_TK = choose_replicas(ids_TK, replicas, shift)
     position_R = torch.full((replicas.num_ranks,), -1, dtype=torch.int64)
@@ -75,7 +83,9 @@ def by_expert(ids_TK: Tensor) -> Tensor:
 def fp8_rows(x_TD: Tensor, wire: str) -> tuple[Tensor, Tensor]:
     """Return (codes E4M3 [T, D], scales FP32 [T, G]) as `Buffer.dispatch` takes them."""
     hidden = x_TD.shape[1]
-    rows_TB = torch.empty((len(x_TD), row_bytes(hidden, wire)), dtype=torch.uint8, device=x_TD.device)
+    rows_TB = torch.empty(
+        (len(x_TD), row_bytes(hidden, wire)), dtype=torch.uint8, device=x_TD.device
+    )
     encode(x_TD, None, rows_TB, wire)
     codes_TD = rows_TB[:, :hidden].contiguous().view(torch.float8_e4m3fn)
     return codes_TD, rows_TB[:, hidden:].contiguous().view(torch.float32)
@@ -83,7 +93,9 @@ def fp8_rows(x_TD: Tensor, wire: str) -> tuple[Tensor, Tensor]:
 
 def fp32_rows(codes_ND: Tensor, scale_NG: Tensor) -> Tensor:
     """What `fp8_rows` encoded, FP32."""
-    rows_NB = torch.cat((codes_ND.view(torch.uint8), scale_NG.contiguous().view(torch.uint8)), dim=1)
+    rows_NB = torch.cat(
+        (codes_ND.view(torch.uint8), scale_NG.contiguous().view(torch.uint8)), dim=1
+    )
     out_ND = torch.empty(codes_ND.shape, device=codes_ND.device)
     decode(rows_NB, out_ND, "fp8")
     return out_ND
@@ -99,8 +111,8 @@ def filled(counts_S: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 class DeepEpComm:
     """ExpertComm's interface over DeepEP. `members`: the ranks of the process group, in its order.
 
-    Raises RuntimeError if `why_not` has a reason. After a rank is lost, a new process group and a new DeepEpComm are
-    needed: DeepEP's buffers are registered with all peers.
+    Raises RuntimeError if `why_not` has a reason. After a rank is lost, a new process group and a
+    new DeepEpComm are needed: DeepEP's buffers are registered with all peers.
     """
 
     def __init__(
@@ -127,24 +139,40 @@ class DeepEpComm:
         self.counts = SlotCounts(0, num_slots, "cuda")
         buffer = deep_ep.Buffer
         if mode == "low_latency":
-            size = buffer.get_low_latency_rdma_size_hint(max_tokens, hidden_size, len(self.members), self.num_experts)
-            self.buffer = buffer(process_group, 0, size, low_latency_mode=True, num_qps_per_rank=num_slots)
+            size = buffer.get_low_latency_rdma_size_hint(
+                max_tokens, hidden_size, len(self.members), self.num_experts
+            )
+            self.buffer = buffer(
+                process_group, 0, size, low_latency_mode=True, num_qps_per_rank=num_slots
+            )
             return
-        configs = (buffer.get_dispatch_config(len(self.members)), buffer.get_combine_config(len(self.members)))
+        configs = (
+            buffer.get_dispatch_config(len(self.members)),
+            buffer.get_combine_config(len(self.members)),
+        )
         row_bytes = 2 * hidden_size
-        nvl = max(config.get_nvl_buffer_size_hint(row_bytes, len(self.members)) for config in configs)
-        rdma = max(config.get_rdma_buffer_size_hint(row_bytes, len(self.members)) for config in configs)
+        nvl = max(
+            config.get_nvl_buffer_size_hint(row_bytes, len(self.members)) for config in configs
+        )
+        rdma = max(
+            config.get_rdma_buffer_size_hint(row_bytes, len(self.members)) for config in configs
+        )
         self.buffer = buffer(process_group, nvl, rdma)
 
     def install(self, placement: Placement) -> None:
         """See ExpertComm.install."""
-        self.replicas = [replicas_of(placement, layer, "cuda") for layer in range(placement.num_layers)]
+        self.replicas = [
+            replicas_of(placement, layer, "cuda") for layer in range(placement.num_layers)
+        ]
         self.counts = SlotCounts(placement.num_layers, placement.num_slots, "cuda")
 
     def install_layer(self, layer: int, placement: Placement) -> None:
         """See ExpertComm.install_layer."""
         if placement.num_slots * len(self.members) != self.num_experts:
-            raise ValueError(f"a placement of {placement.num_slots} slots; the buffers have {self.num_experts} in all.")
+            raise ValueError(
+                f"a placement of {placement.num_slots} slots; the buffers have {self.num_experts}"
+                " in all."
+            )
         self.replicas[layer] = replicas_of(placement, layer, "cuda")
         self.counts.clear(layer)
 
@@ -196,31 +224,48 @@ class _NormalHandle(DeepEpHandle):
         comm, buffer = self._comm, self._comm.buffer
         pairs_P1 = self._slots_TK.reshape(-1, 1)
         per_rank, per_node, per_expert, is_in_rank, event = buffer.get_dispatch_layout(
-            pairs_P1, comm.num_experts, previous_event=buffer.capture(), async_finish=True,
+            pairs_P1,
+            comm.num_experts,
+            previous_event=buffer.capture(),
+            async_finish=True,
             allocate_on_comm_stream=True,
-        )  # fmt: skip
+        )
         codes, scales = fp8_rows(x_TD, comm.wire)
         top_k = self._slots_TK.shape[1]
         received, slots_N1, _, _, self._handle, self._event = buffer.dispatch(
-            (codes.view(torch.uint8).repeat_interleave(top_k, 0).view(codes.dtype), scales.repeat_interleave(top_k, 0)),
-            topk_idx=pairs_P1, topk_weights=torch.ones(pairs_P1.shape, device=pairs_P1.device),
-            num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node, is_token_in_rank=is_in_rank,
-            num_tokens_per_expert=per_expert, previous_event=event, async_finish=True, allocate_on_comm_stream=True,
-        )  # fmt: skip
+            (
+                codes.view(torch.uint8).repeat_interleave(top_k, 0).view(codes.dtype),
+                scales.repeat_interleave(top_k, 0),
+            ),
+            topk_idx=pairs_P1,
+            topk_weights=torch.ones(pairs_P1.shape, device=pairs_P1.device),
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+            previous_event=event,
+            async_finish=True,
+            allocate_on_comm_stream=True,
+        )
         self._received, self._slots_N1 = received, slots_N1
 
     def finish_dispatch(self) -> Received:
         self._event.current_stream_wait()
         slot_M = self._slots_N1.flatten()
         self._comm.counts.add(self._layer, slot_M)
-        return Received(fp32_rows(*self._received), torch.arange(len(slot_M), device=slot_M.device), slot_M)
+        return Received(
+            fp32_rows(*self._received), torch.arange(len(slot_M), device=slot_M.device), slot_M
+        )
 
     def start_combine(self, y_MD: Tensor) -> None:
         buffer = self._comm.buffer
         self._back, _, self._event = buffer.combine(
-            y_MD.to(torch.bfloat16), self._handle, previous_event=buffer.capture(), async_finish=True,
+            y_MD.to(torch.bfloat16),
+            self._handle,
+            previous_event=buffer.capture(),
+            async_finish=True,
             allocate_on_comm_stream=True,
-        )  # fmt: skip
+        )
 
     def finish_combine(self, weights_TK: Tensor) -> Tensor:
         self._event.current_stream_wait()
@@ -239,10 +284,17 @@ class _LowLatencyHandle(DeepEpHandle):
 
     def _start(self, x_TD: Tensor) -> None:
         comm = self._comm
-        self._received, self._counts_S, self._handle, _, self._hook = comm.buffer.low_latency_dispatch(
-            x_TD.to(torch.bfloat16), self._slots_TK, comm.max_tokens, comm.num_experts,
-            use_fp8=True, round_scale=comm.wire == "fp8_pow2", return_recv_hook=True,
-        )  # fmt: skip
+        self._received, self._counts_S, self._handle, _, self._hook = (
+            comm.buffer.low_latency_dispatch(
+                x_TD.to(torch.bfloat16),
+                self._slots_TK,
+                comm.max_tokens,
+                comm.num_experts,
+                use_fp8=True,
+                round_scale=comm.wire == "fp8_pow2",
+                return_recv_hook=True,
+            )
+        )
 
     def finish_dispatch(self) -> Received:
         self._hook()
@@ -259,7 +311,8 @@ class _LowLatencyHandle(DeepEpHandle):
         # Rows that were not filled are not sent.
         y_SCD = torch.empty(self._received[0].shape, dtype=torch.bfloat16, device=y_MD.device)
         y_SCD[self._slot_M, self._position_M] = y_MD.to(torch.bfloat16)
-        # Only the receiving kernel, which the hook launches, reads the weights: finish_combine fills them before.
+        # Only the receiving kernel, which the hook launches, reads the weights: finish_combine
+        # fills them before.
         self._weights_TK = torch.zeros(self._slots_TK.shape, device=y_MD.device)
         self._routed: Tensor
         self._routed, _, self._hook = comm.buffer.low_latency_combine(

@@ -1,17 +1,18 @@
-"""Dispatch tokens to the ranks of their experts and combine what comes back, started and finished apart.
+"""Dispatch tokens to the ranks of their experts and combine what comes back, started and finished
+apart.
 
     handle = comm.dispatch(x_TD, ids_TK, layer)      tokens leave
     received = handle.finish_dispatch()              x_ND and (row, local slot) of M pairs, from all ranks, own included
     handle.start_combine(y_MD)                       the experts' outputs leave, a row per pair
     routed_TD = handle.finish_combine(weights_TK)    weighted and added here, FP32, by ascending expert id
 
-Results are the same bits whatever the number of ranks, the placement, the mode and the order of arrival, if the
-experts' outputs are: every row, the rank's own included, goes through the same codec, and the only sum is the source's.
-What a rank's slots receive is counted where it is unpacked (comm/slot_counts). Knows no schedule and no clock; the
-group knows links and deadlines.
+Results are the same bits whatever the number of ranks, the placement, the mode and the order of
+arrival, if the experts' outputs are: every row, the rank's own included, goes through the same
+codec, and the only sum is the source's. What a rank's slots receive is counted where it is unpacked
+(comm/slot_counts). Knows no schedule and no clock; the group knows links and deadlines.
 
-Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, P pairs sent, R ranks of the deployment,
-L MoE layers, S slots of a rank.
+Shapes: T tokens, D hidden, K chosen, N received rows, M received pairs, P pairs sent, R ranks of
+the deployment, L MoE layers, S slots of a rank.
 """
 
 from __future__ import annotations
@@ -41,13 +42,17 @@ MAX_LIVE = 2
 
 def replicas_of(placement: Placement, layer: int, device: str) -> Replicas:
     """The table from which dispatch takes a token's replica in this layer."""
-    slots_EM, counts_E = (torch.from_numpy(a).to(device, torch.int32) for a in placement.replicas(layer))
+    slots_EM, counts_E = (
+        torch.from_numpy(a).to(device, torch.int32) for a in placement.replicas(layer)
+    )
     return Replicas(slots_EM.contiguous(), counts_E, placement.num_ranks, placement.num_slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a rank's experts compute. Valid until the handle is finished: the next one gets the same memory."""
+    """What a rank's experts compute. Valid until the handle is finished: the next one gets the same
+    memory.
+    """
 
     x_ND: Tensor
     """FP32: the own rows first, then every peer's, ascending."""
@@ -60,7 +65,8 @@ class Received:
 class ExpertComm:
     """A rank's side of expert parallelism. `group` None: one rank that holds every expert.
 
-    Raises ValueError if wire, mode or top_k are not possible. Not thread-safe: one compute thread calls it.
+    Raises ValueError if wire, mode or top_k are not possible. Not thread-safe: one compute thread
+    calls it.
     """
 
     def __init__(
@@ -77,7 +83,9 @@ class ExpertComm:
         if mode not in MODES:
             raise ValueError(f"{mode!r} is no mode. Known: {', '.join(MODES)}.")
         if not 1 <= top_k <= MAX_TOP_K or max_tokens < 1:
-            raise ValueError(f"top_k {top_k} must be 1 to {MAX_TOP_K}, max_tokens {max_tokens} positive.")
+            raise ValueError(
+                f"top_k {top_k} must be 1 to {MAX_TOP_K}, max_tokens {max_tokens} positive."
+            )
         self.layout = WireLayout(wire, hidden_size)
         self.mode = mode
         self.rank = 0
@@ -95,7 +103,8 @@ class ExpertComm:
         self._free: list[int] = []
 
     def install(self, placement: Placement) -> None:
-        """Take over a placement and the group's members: after each `group.form`. Handles of before are void.
+        """Take over a placement and the group's members: after each `group.form`. Handles of before
+        are void.
 
         Raises ValueError if an expert has no living replica.
         """
@@ -104,26 +113,33 @@ class ExpertComm:
         self.peers = tuple(member for member in members if member != self.rank)
         self._check(placement)
         self._num_slots = placement.num_slots
-        self._replicas = [replicas_of(placement, layer, self._device) for layer in range(placement.num_layers)]
+        self._replicas = [
+            replicas_of(placement, layer, self._device) for layer in range(placement.num_layers)
+        ]
         self._counts = SlotCounts(placement.num_layers, placement.num_slots, self._device)
         self._free = list(range(MAX_LIVE))
         self._low_latency = None
         if self.mode == "low_latency" and self.peers:
             # Of all slots, filled or not: a layer's flip may fill more of them.
             self._low_latency = LowLatencyMode(
-                self._codec, self._device,
-                max_tokens=self._max_tokens, top_k=self._top_k, peers=self.peers, num_held=placement.num_slots,
-            )  # fmt: skip
+                self._codec,
+                self._device,
+                max_tokens=self._max_tokens,
+                top_k=self._top_k,
+                peers=self.peers,
+                num_held=placement.num_slots,
+            )
 
     def install_layer(self, layer: int, placement: Placement) -> None:
-        """Take over one MoE layer of a placement of as many slots, between two steps; its counts begin anew.
+        """Take over one MoE layer of a placement of as many slots, between two steps; its counts
+        begin anew.
 
         Raises ValueError as `install`; everything is as it was then.
         """
         if not 0 <= layer < len(self._replicas) or placement.num_slots != self._num_slots:
             raise ValueError(
-                f"layer {layer} of a placement with {placement.num_slots} slots; there are {len(self._replicas)} "
-                f"layers and {self._num_slots} slots."
+                f"layer {layer} of a placement with {placement.num_slots} slots; there are"
+                f" {len(self._replicas)} layers and {self._num_slots} slots."
             )
         self._check(placement.of_layer(layer))
         self._replicas[layer] = replicas_of(placement, layer, self._device)
@@ -132,20 +148,25 @@ class ExpertComm:
     def _check(self, placement: Placement) -> None:
         dead = set(range(placement.num_ranks)) - {self.rank, *self.peers}
         if any((placement.slot_to_expert_LRS[:, rank] != EMPTY).any() for rank in dead):
-            raise ValueError(f"the placement gives experts to ranks {sorted(dead)}, which are not members.")
+            raise ValueError(
+                f"the placement gives experts to ranks {sorted(dead)}, which are not members."
+            )
         problems = placement.check()
         if problems:
             raise ValueError(f"the placement cannot be used: {'; '.join(problems[:3])}.")
 
     def take_counts(self) -> Tensor:
-        """Pairs received by every own slot in every MoE layer since this was last asked, int64 [L, S] on the CPU."""
+        """Pairs received by every own slot in every MoE layer since this was last asked, int64 [L,
+        S] on the CPU.
+        """
         return self._counts.take()
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, layer: int) -> Handle:
         """Send every token to the ranks of its experts; `layer` counts MoE layers. T may be 0.
 
-        x_TD and ids_TK must not change before finish_dispatch and finish_combine: the own rows are read there.
-        Raises ValueError if an id is out of range, shapes do not fit, or T exceeds max_tokens in low-latency mode.
+        x_TD and ids_TK must not change before finish_dispatch and finish_combine: the own rows are
+        read there. Raises ValueError if an id is out of range, shapes do not fit, or T exceeds
+        max_tokens in low-latency mode.
         """
         num_tokens = x_TD.shape[0]
         if tuple(x_TD.shape) != (num_tokens, self.layout.hidden_size) or tuple(ids_TK.shape) != (
@@ -167,14 +188,18 @@ class ExpertComm:
         return handle
 
     def abandon(self) -> None:
-        """A step failed in the middle: its handles will not be finished. With peers the generation is over, too."""
+        """A step failed in the middle: its handles will not be finished. With peers the generation
+        is over, too.
+        """
         self._free = list(range(MAX_LIVE))
 
 
 class Handle:
     """One dispatch and its combine, in four calls in this order; made by ExpertComm.dispatch."""
 
-    def __init__(self, comm: ExpertComm, index: int, x_TD: Tensor, ids_TK: Tensor, way: Route, layer: int) -> None:
+    def __init__(
+        self, comm: ExpertComm, index: int, x_TD: Tensor, ids_TK: Tensor, way: Route, layer: int
+    ) -> None:
         self._comm = comm
         self._index = index
         self._x_TD = x_TD.contiguous()
@@ -200,12 +225,16 @@ class Handle:
         what = (self._x_TD, self._route, comm._num_slots, self._layer, comm.peers)
         if comm._low_latency is not None:
             self._buffers = comm._low_latency.sets[self._index]
-            self._exchange = comm._group.exchange(comm._low_latency.pack(self._buffers, *what), self._buffers.recv)
+            self._exchange = comm._group.exchange(
+                comm._low_latency.pack(self._buffers, *what), self._buffers.recv
+            )
         else:
             self._exchange = comm._group.exchange(comm._normal.pack(self._index, *what))
 
     def finish_dispatch(self) -> Received:
-        """Wait for the peers' tokens. Raises PeerLost, or MessageError if a peer is in another step."""
+        """Wait for the peers' tokens. Raises PeerLost, or MessageError if a peer is in another
+        step.
+        """
         comm = self._comm
         messages: Mapping[int, Tensor] = {}
         if self._exchange is not None:
@@ -236,9 +265,16 @@ class Handle:
         row_M = torch.empty(num_pairs, dtype=torch.int64, device=comm._device)
         slot_M = torch.empty_like(row_M)
         if not unpack(
-            arrived, self._x_TD, own, comm._counts.rows_S[self._layer], comm.layout.wire, mode is comm._low_latency,
-            row_M, slot_M, x_ND,
-        ):  # fmt: skip
+            arrived,
+            self._x_TD,
+            own,
+            comm._counts.rows_S[self._layer],
+            comm.layout.wire,
+            mode is comm._low_latency,
+            row_M,
+            slot_M,
+            x_ND,
+        ):
             self._own_rows(token_N, x_ND[:own_rows])
             row_M[:own_pairs], slot_M[:own_pairs] = row_P, slot_P
             row, pair = own_rows, own_pairs
@@ -251,21 +287,29 @@ class Handle:
         return Received(x_ND, row_M, slot_M)
 
     def _own_part(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(token of every row, row of every pair, slot of every pair) of the rank's own tokens for its own experts."""
+        """(token of every row, row of every pair, slot of every pair) of the rank's own tokens for
+        its own experts.
+        """
         way, rank = self._route, self._comm.rank
         row, pair = sum(way.num_rows_R[:rank]), sum(way.num_pairs_R[:rank])
         pairs = slice(pair, pair + way.num_pairs_R[rank])
         return way.token_N[row : row + way.num_rows_R[rank]], way.row_P[pairs], way.slot_P[pairs]
 
     def _own_rows(self, token_N: Tensor, out_ND: Tensor) -> None:
-        """The rank's own rows as they would have arrived: through the codec, so that the width changes nothing."""
+        """The rank's own rows as they would have arrived: through the codec, so that the width
+        changes nothing.
+        """
         comm = self._comm
-        message = torch.empty(len(token_N) * comm.layout.row_bytes, dtype=torch.uint8, device=comm._device)
+        message = torch.empty(
+            len(token_N) * comm.layout.row_bytes, dtype=torch.uint8, device=comm._device
+        )
         comm._codec.encode(self._x_TD, token_N, message, 0, comm.layout.row_bytes)
         comm._codec.decode(message, 0, comm.layout.row_bytes, out_ND)
 
     def start_combine(self, y_MD: Tensor) -> None:
-        """Send the experts' un-weighted outputs back, in the order of Received's pairs. y_MD must not change after."""
+        """Send the experts' un-weighted outputs back, in the order of Received's pairs. y_MD must
+        not change after.
+        """
         comm, way, back_bytes = self._comm, self._route, self._comm.layout.back_bytes
         num_received = sum(self._num_from.values())
         if y_MD.shape[0] != num_received:
@@ -318,8 +362,12 @@ class Handle:
                 num_bytes = arrived[peer].numel()
                 expected_bytes = comm.layout.combine_bytes(self._route.num_pairs_R[peer])
                 if num_bytes != expected_bytes:
-                    raise MessageError(f"rank {peer} returned {num_bytes} bytes where {expected_bytes} belong.")
-        routed_TD = comm._codec.combine(self._back, self._route.at_TK, self._ids_TK, weights_TK.float().contiguous())
+                    raise MessageError(
+                        f"rank {peer} returned {num_bytes} bytes where {expected_bytes} belong."
+                    )
+        routed_TD = comm._codec.combine(
+            self._back, self._route.at_TK, self._ids_TK, weights_TK.float().contiguous()
+        )
         self._back = self._exchange = self._outputs = None
         comm._free.append(self._index)
         return routed_TD

@@ -6,8 +6,8 @@
     DATA       one rank's part of one exchange
     ABORT      this generation failed for me: who is lost, and why
 
-Where packets leave the host a tag follows every frame after the CHALLENGE (core/handshake). Knows no sockets and keeps
-no state. What a peer sent is checked here and refused with FrameError.
+Where packets leave the host a tag follows every frame after the CHALLENGE (core/handshake). Knows
+no sockets and keeps no state. What a peer sent is checked here and refused with FrameError.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def pack_hello(generation: int, claim: bytes, proof: bytes) -> bytes:
 
 
 def unpack_hello(generation: int, body: bytes) -> tuple[Hello, bytes, bytes]:
-    """(who speaks to whom, the claim, its proof), which is still to be checked. Raises FrameError."""
+    """(who speaks to whom, the claim, its proof), which is still to be checked. Raises
+    FrameError.
+    """
     proof, claim = body[:PROOF_BYTES], body[PROOF_BYTES:]
     try:
         numbers, epoch, to_epoch = claim.decode().split("\n")

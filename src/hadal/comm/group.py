@@ -1,8 +1,9 @@
-"""The ranks of a unit as one exchange: everybody sends bytes to everybody, started and finished apart.
+"""The ranks of a unit as one exchange: everybody sends bytes to everybody, started and finished
+apart.
 
-Knows no tokens and no experts. A backend implements `Group`; which one is a deployment's choice (`tcp`: comm/mesh,
-`gloo`, `nccl`: comm/torch_group). Every wait has a deadline, and a lost peer fails every exchange of its generation,
-the one in progress included.
+Knows no tokens and no experts. A backend implements `Group`; which one is a deployment's choice
+(`tcp`: comm/mesh, `gloo`, `nccl`: comm/torch_group). Every wait has a deadline, and a lost peer
+fails every exchange of its generation, the one in progress included.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from hadal.core.plans import Member
 
 
 class PeerLost(HadalError):
-    """Peers are gone, silent beyond the deadline, or the generation was aborted: this generation is over."""
+    """Peers are gone, silent beyond the deadline, or the generation was aborted: this generation is
+    over.
+    """
 
     def __init__(self, ranks: Sequence[int], reason: str) -> None:
         super().__init__(f"rank {', '.join(map(str, ranks)) or '?'}: {reason}")
@@ -28,7 +31,9 @@ class PeerLost(HadalError):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """When an exchange was on the link, in seconds of time.perf_counter: posted, and the last byte received."""
+    """When an exchange was on the link, in seconds of time.perf_counter: posted, and the last byte
+    received.
+    """
 
     start_s: float
     end_s: float
@@ -38,7 +43,8 @@ class Exchange(Protocol):
     """One exchange under way."""
 
     def wait(self) -> dict[int, Tensor]:
-        """Return what each peer sent, uint8 [n], by rank. Raises PeerLost; never waits beyond the deadline.
+        """Return what each peer sent, uint8 [n], by rank. Raises PeerLost; never waits beyond the
+        deadline.
 
         With `recvs` given these are the filled prefixes of those buffers.
         """
@@ -51,23 +57,30 @@ class Exchange(Protocol):
 
 
 class Group(Protocol):
-    """A rank's view of its unit. `exchange` is called by one thread, in the same order on every rank."""
+    """A rank's view of its unit. `exchange` is called by one thread, in the same order on every
+    rank.
+    """
 
     rank: int
     members: tuple[int, ...]
     """Living ranks of this generation, this one included, ascending."""
 
     def form(self, generation: int, members: Sequence[Member]) -> None:
-        """Start a generation with these members: drop everything older, connect. Raises PeerLost naming who is not
-        reached within the deadline."""
+        """Start a generation with these members: drop everything older, connect. Raises PeerLost
+        naming who is not reached within the deadline.
+        """
         ...
 
-    def exchange(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None) -> Exchange:
-        """Send `sends[peer]` (uint8, contiguous; a key for every other member, empty tensors allowed).
+    def exchange(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None
+    ) -> Exchange:
+        """Send `sends[peer]` (uint8, contiguous; a key for every other member, empty tensors
+        allowed).
 
-        `recvs` None: sizes are learnt from the peers (normal mode, counts first). Else fixed buffers, one per other
-        member, into which at most that much is received (low-latency mode: nothing is allocated).
-        The tensors in `sends` must not change before the exchange is waited for.
+        `recvs` None: sizes are learnt from the peers (normal mode, counts first). Else fixed
+        buffers, one per other member, into which at most that much is received (low-latency mode:
+        nothing is allocated). The tensors in `sends` must not change before the exchange is waited
+        for.
         """
         ...
 
@@ -76,7 +89,9 @@ class Group(Protocol):
         ...
 
     def lost(self) -> tuple[int, ...]:
-        """Members of this generation whose connection broke, noticed without an exchange. From any thread."""
+        """Members of this generation whose connection broke, noticed without an exchange. From any
+        thread.
+        """
         ...
 
     def close(self) -> None: ...

@@ -1,11 +1,13 @@
-"""How many bytes dispatch and combine take: of a row, a message, a step, a buffer. Pure arithmetic, no tensors.
+"""How many bytes dispatch and combine take: of a row, a message, a step, a buffer. Pure arithmetic,
+no tensors.
 
     normal        head 16 | row of every pair int32 | slot of every pair int32 | rows: one per token and rank
     low latency   head 16 | messages: (token int32, slot int32, 8 spare bytes) and a row: one per token and expert
     combine       rows: one per token and expert, in the order they were dispatched, both modes
 
-`deepep_*` are DeepEP's own sizes: its message is ours; its buffers hold every message at a place of its own.
-Sources: DeepEP csrc/config.hpp and internode_ll.cu; DeepSeek-V3 (arXiv 2412.19437) 3.3.3 for the scales.
+`deepep_*` are DeepEP's own sizes: its message is ours; its buffers hold every message at a place of
+its own. Sources: DeepEP csrc/config.hpp and internode_ll.cu; DeepSeek-V3 (arXiv 2412.19437) 3.3.3
+for the scales.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class WireLayout:
         return row_bytes(self.hidden_size, self.back_format)
 
     def dispatch_bytes(self, mode: str, num_rows: int, num_pairs: int) -> int:
-        """Of the message to one peer: `num_rows` distinct tokens in `num_pairs` (token, expert) pairs."""
+        """Of the message to one peer: `num_rows` distinct tokens in `num_pairs` (token, expert)
+        pairs.
+        """
         if mode == "low_latency":
             return HEAD_BYTES + num_pairs * self.message_bytes
         return HEAD_BYTES + num_pairs * PAIR_BYTES + num_rows * self.row_bytes
@@ -68,28 +72,40 @@ class WireLayout:
         """Of the message back from one peer."""
         return num_pairs * self.back_bytes
 
-    def expected_bytes(self, mode: str, num_rows: Sequence[int], num_pairs: Sequence[int]) -> tuple[int, int]:
-        """(dispatch, combine) bytes of one layer on the wire between a rank and its peers, the rank's tokens only.
+    def expected_bytes(
+        self, mode: str, num_rows: Sequence[int], num_pairs: Sequence[int]
+    ) -> tuple[int, int]:
+        """(dispatch, combine) bytes of one layer on the wire between a rank and its peers, the
+        rank's tokens only.
 
-        `num_rows[i]` and `num_pairs[i]` count what of this rank's tokens goes to its i-th peer, itself left out.
+        `num_rows[i]` and `num_pairs[i]` count what of this rank's tokens goes to its i-th peer,
+        itself left out.
         """
-        dispatch = sum(self.dispatch_bytes(mode, n, p) for n, p in zip(num_rows, num_pairs, strict=True))
+        dispatch = sum(
+            self.dispatch_bytes(mode, n, p) for n, p in zip(num_rows, num_pairs, strict=True)
+        )
         return dispatch, sum(map(self.combine_bytes, num_pairs))
 
 
 def mean_rows(num_tokens: int, top_k: int, num_ranks: int) -> float:
-    """Distinct tokens a rank sends to one other, choices spread evenly: the expectation, for prices and plans."""
+    """Distinct tokens a rank sends to one other, choices spread evenly: the expectation, for prices
+    and plans.
+    """
     return num_tokens * (1.0 - (1.0 - 1.0 / num_ranks) ** top_k)
 
 
 def most_pairs(max_tokens: int, top_k: int, num_held: int) -> int:
-    """Most pairs a rank may send to one that holds `num_held` experts: a token takes one replica of an expert."""
+    """Most pairs a rank may send to one that holds `num_held` experts: a token takes one replica of
+    an expert.
+    """
     return max_tokens * min(top_k, num_held)
 
 
 @dataclass(frozen=True)
 class LowLatencyBuffers:
-    """What one rank keeps for low-latency mode, allocated once, in bytes; two sets, one per live micro-batch."""
+    """What one rank keeps for low-latency mode, allocated once, in bytes; two sets, one per live
+    micro-batch.
+    """
 
     send: int
     recv: int

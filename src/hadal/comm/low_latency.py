@@ -1,8 +1,9 @@
-"""Low-latency mode: a message per (token, expert) pair into fixed buffers, no counts ahead, nothing allocated per step.
+"""Low-latency mode: a message per (token, expert) pair into fixed buffers, no counts ahead, nothing
+allocated per step.
 
-Knows how a message is laid out (comm/layout), not how it travels. For decode: few tokens, latency counts. Two sets of
-buffers, for the two micro-batches that may be live; a set is free again when its handle is finished.
-Shapes: T tokens, D hidden, P pairs of a message, I int32 of a message.
+Knows how a message is laid out (comm/layout), not how it travels. For decode: few tokens, latency
+counts. Two sets of buffers, for the two micro-batches that may be live; a set is free again when
+its handle is finished. Shapes: T tokens, D hidden, P pairs of a message, I int32 of a message.
 """
 
 from __future__ import annotations
@@ -34,7 +35,14 @@ class LowLatencyMode:
     """Builds and reads messages in its own buffers, made once per generation."""
 
     def __init__(
-        self, codec: Codec, device: str, *, max_tokens: int, top_k: int, peers: Iterable[int], num_held: int
+        self,
+        codec: Codec,
+        device: str,
+        *,
+        max_tokens: int,
+        top_k: int,
+        peers: Iterable[int],
+        num_held: int,
     ) -> None:
         self._codec = codec
         peers = tuple(peers)
@@ -58,13 +66,21 @@ class LowLatencyMode:
         self.sets = (one_set(), one_set())
 
     def pack(
-        self, buffers: Buffers, x_TD: Tensor, route: Route, num_slots: int, layer: int, peers: Sequence[int]
+        self,
+        buffers: Buffers,
+        x_TD: Tensor,
+        route: Route,
+        num_slots: int,
+        layer: int,
+        peers: Sequence[int],
     ) -> dict[int, Tensor]:
         """Return a message for every peer, slices of the set's send buffer."""
         layout = self._codec.layout
         messages, offset_R, at = {}, [-1] * len(route.num_pairs_R), 0
         for peer in peers:
-            size = layout.dispatch_bytes("low_latency", route.num_pairs_R[peer], route.num_pairs_R[peer])
+            size = layout.dispatch_bytes(
+                "low_latency", route.num_pairs_R[peer], route.num_pairs_R[peer]
+            )
             messages[peer] = buffers.send[at : at + size]
             offset_R[peer] = at
             at += size
@@ -87,9 +103,13 @@ class LowLatencyMode:
         self._codec.encode(x_TD, token_P, message, HEAD_BYTES + MESSAGE_HEAD_BYTES, stride)
 
     def read(self, message: Tensor, layer: int, peer: int) -> tuple[int, int]:
-        """Return (rows, pairs) of a message that is as long as they need; every pair has a row. Raises MessageError."""
+        """Return (rows, pairs) of a message that is as long as they need; every pair has a row.
+        Raises MessageError.
+        """
         num_rows, num_pairs = read_head(message, layer, LOW_LATENCY, peer)
-        check_size(message, self._codec.layout.dispatch_bytes("low_latency", num_rows, num_pairs), peer)
+        check_size(
+            message, self._codec.layout.dispatch_bytes("low_latency", num_rows, num_pairs), peer
+        )
         return num_rows, num_pairs
 
     def lists(self, message: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
@@ -101,6 +121,8 @@ class LowLatencyMode:
         self._codec.decode(message, start, self._codec.layout.message_bytes, out_ND)
 
     def _heads(self, message: Tensor, num_pairs: int) -> Tensor:
-        """The messages as int32, one a row. Buffers and sizes are multiples of 4, so this is a view."""
+        """The messages as int32, one a row. Buffers and sizes are multiples of 4, so this is a
+        view.
+        """
         messages = message[HEAD_BYTES : HEAD_BYTES + num_pairs * self._codec.layout.message_bytes]
         return messages.view(torch.int32).view(num_pairs, self._codec.layout.message_bytes // 4)

@@ -1,12 +1,14 @@
-"""The ranks of a unit as one exchange over TCP: a connection between any two, framed, full duplex, no rendezvous.
+"""The ranks of a unit as one exchange over TCP: a connection between any two, framed, full duplex,
+no rendezvous.
 
-Small messages leave from the calling thread. What has arrived is taken in by whoever waits for it; while nobody waits
-(the rank computes), one thread does it, and sends what did not fit at once. So bytes travel under computation, and a
-small exchange costs one wake-up.
+Small messages leave from the calling thread. What has arrived is taken in by whoever waits for it;
+while nobody waits (the rank computes), one thread does it, and sends what did not fit at once. So
+bytes travel under computation, and a small exchange costs one wake-up.
 
-A generation fails as a whole and at once: by the end of any member's connection, by a deadline, by a member that says
-so, or by `abort`. Once PeerLost is raised, no buffer given to it is read or written any more. Connections outlive a
-generation; frames of an older one are dropped. Knows no tokens and no experts.
+A generation fails as a whole and at once: by the end of any member's connection, by a deadline, by
+a member that says so, or by `abort`. Once PeerLost is raised, no buffer given to it is read or
+written any more. Connections outlive a generation; frames of an older one are dropped. Knows no
+tokens and no experts.
 """
 
 from __future__ import annotations
@@ -35,14 +37,22 @@ MAX_PENDING = 256
 class MeshGroup:
     """A rank's end of the mesh. Listens from birth; `port` is where peers connect.
 
-    `form`, `exchange` and `wait` are called by one thread; `abort`, `lost` and `close` by any. `on_lost(rank)` is
-    called once per rank and generation, by the mesh's thread or the one that waits: it is short and does not call back.
+    `form`, `exchange` and `wait` are called by one thread; `abort`, `lost` and `close` by any.
+    `on_lost(rank)` is called once per rank and generation, by the mesh's thread or the one that
+    waits: it is short and does not call back.
     """
 
     def __init__(
-        self, rank: int, epoch: str, *, key: bytes, host: str = "127.0.0.1", deadline_s: float,
-        on_lost: Callable[[int], None] | None = None, congestion: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        rank: int,
+        epoch: str,
+        *,
+        key: bytes,
+        host: str = "127.0.0.1",
+        deadline_s: float,
+        on_lost: Callable[[int], None] | None = None,
+        congestion: str | None = None,
+    ) -> None:
         """`key`: the deployment's for PURPOSE; who does not hold it is refused (core/handshake)."""
         self.rank = rank
         self.epoch = epoch
@@ -63,7 +73,9 @@ class MeshGroup:
         self._inbox = Inbox()
         self._failure: tuple[tuple[int, ...], str] | None = ((), "no generation was formed")
         self._abort = b""
-        """What tells the peers of this generation that it failed; empty while it has not, or if they know."""
+        """What tells the peers of this generation that it failed; empty while it has not, or if
+        they know.
+        """
         self._lost: set[int] = set()
         self._is_closing = False
         self._poller = Poller(f"mesh-{rank}", host, self, self._accepted, congestion, key)
@@ -72,10 +84,14 @@ class MeshGroup:
 
     # ---- what a rank calls ----
     def form(self, generation: int, members: Sequence[Member]) -> None:
-        """Start a generation. Raises PeerLost naming who is not reached within the deadline, and ValueError."""
+        """Start a generation. Raises PeerLost naming who is not reached within the deadline, and
+        ValueError.
+        """
         others = {member.rank: member for member in members if member.rank != self.rank}
         if self.rank not in {member.rank for member in members}:
-            raise ValueError(f"rank {self.rank} is not among the members of generation {generation}.")
+            raise ValueError(
+                f"rank {self.rank} is not among the members of generation {generation}."
+            )
         if generation <= self.generation:
             raise ValueError(f"generation {generation} is not newer than {self.generation}.")
         with self._poller.turn:
@@ -92,7 +108,9 @@ class MeshGroup:
                 self._poller.pump(min(left_s, POLL_S))
             self._raise_failure()
 
-    def exchange(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None) -> MeshExchange:
+    def exchange(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None
+    ) -> MeshExchange:
         """See Group. Raises PeerLost if the generation has failed already."""
         self._raise_failure()
         peers = self._peers
@@ -145,7 +163,9 @@ class MeshGroup:
         if not exchange.is_done:
             deadline_s = time.monotonic() + self.deadline_s
             with self._poller.turn:
-                while not exchange.is_done and self._failure is None and self._inbox.holds(exchange):
+                while (
+                    not exchange.is_done and self._failure is None and self._inbox.holds(exchange)
+                ):
                     left_s = deadline_s - time.monotonic()
                     if left_s <= 0:
                         self._time_out(exchange)
@@ -160,7 +180,9 @@ class MeshGroup:
     def _time_out(self, exchange: MeshExchange) -> None:
         with self._lock:
             # Those who did not deliver; if all did, those who do not take what is sent to them.
-            silent = exchange.missing or {rank for rank, link in self._links.items() if link.is_sending}
+            silent = exchange.missing or {
+                rank for rank, link in self._links.items() if link.is_sending
+            }
         self._fail(tuple(sorted(silent)), f"nothing within {self.deadline_s} s")
 
     # ---- what links tell: mesh_link.Owner ----
@@ -176,7 +198,8 @@ class MeshGroup:
                     raise FrameError(f"data of generation {frame.generation} before its HELLO")
                 if frame.generation < self.generation or self._failure is not None:
                     return None
-                # Decided under the lock: whoever posts the exchange afterwards sees it, and lets the link go on.
+                # Decided under the lock: whoever posts the exchange afterwards sees it, and lets
+                # the link go on.
                 link.is_paused = self._inbox.is_full_for(frame)
                 if link.is_paused:
                     raise PauseLink
@@ -230,7 +253,11 @@ class MeshGroup:
             self._poller.doom(link)
             if link in self._pending:
                 self._pending.remove(link)
-            is_member = self._links.get(link.rank) is link and link.rank in self._peers and not self._is_closing
+            is_member = (
+                self._links.get(link.rank) is link
+                and link.rank in self._peers
+                and not self._is_closing
+            )
             is_news = is_member and link.rank not in self._lost
             if is_news:
                 self._lost.add(link.rank)
@@ -255,12 +282,15 @@ class MeshGroup:
             self._lost.clear()
             self._inbox = Inbox()
             stale = [
-                link for rank, link in self._links.items()
+                link
+                for rank, link in self._links.items()
                 if rank not in others or link.epoch != others[rank].epoch or link.is_broken
-            ]  # fmt: skip
+            ]
             for link in stale:
                 del self._links[link.rank]
-            late = [link for link in self._pending if link.rank >= 0 and link.generation < generation]
+            late = [
+                link for link in self._pending if link.rank >= 0 and link.generation < generation
+            ]
             self._pending = [link for link in self._pending if link not in late]
             for link in stale + late:
                 if not link.is_broken:
@@ -272,7 +302,9 @@ class MeshGroup:
     def _greet(self, rank: int, member: Member) -> None:
         """Say HELLO on the connection there is, or make one; peers of a lower rank make theirs."""
         with self._lock:
-            waiting = [link for link in self._pending if (link.rank, link.epoch) == (rank, member.epoch)]
+            waiting = [
+                link for link in self._pending if (link.rank, link.epoch) == (rank, member.epoch)
+            ]
             link = self._links.get(rank)
         if waiting:
             self._adopt(waiting[-1])
@@ -290,12 +322,15 @@ class MeshGroup:
         if link is not None:
             self._heed_abort(link)
             if link.generation > self.generation:
-                self._fail((), f"rank {rank} is in generation {link.generation} already", tell=False)
+                self._fail(
+                    (), f"rank {rank} is in generation {link.generation} already", tell=False
+                )
 
     def _accepted(self, link: Link) -> None:
         with self._lock:
             self._pending.append(link)
-            # Those who have shown who they are stay, so that strangers who only connect push nobody out.
+            # Those who have shown who they are stay, so that strangers who only connect push nobody
+            # out.
             unproven = (other for other in self._pending if not other.is_proven)
             oldest = next(unproven, self._pending[0]) if len(self._pending) > MAX_PENDING else None
         if oldest is not None:
@@ -316,22 +351,35 @@ class MeshGroup:
             link.send(abort)
 
     def _hello(self, link: Link, generation: int, hello: Hello) -> None:
-        """A peer is in `generation`. Raises FrameError if it is not who it should be, or takes us for another."""
+        """A peer is in `generation`. Raises FrameError if it is not who it should be, or takes us
+        for another.
+        """
         if (hello.to_rank, hello.to_epoch) != (self.rank, self.epoch):
-            raise FrameError(f"rank {hello.rank} looks for rank {hello.to_rank} ({hello.to_epoch}) here")
+            raise FrameError(
+                f"rank {hello.rank} looks for rank {hello.to_rank} ({hello.to_epoch}) here"
+            )
         is_new = link.rank < 0
         if not is_new and (hello.rank, hello.epoch) != (link.rank, link.epoch):
-            raise FrameError(f"rank {link.rank} ({link.epoch}) calls itself {hello.rank} ({hello.epoch})")
+            raise FrameError(
+                f"rank {link.rank} ({link.epoch}) calls itself {hello.rank} ({hello.epoch})"
+            )
         if is_new and generation < self.generation:
             raise FrameError(f"rank {hello.rank} is still in generation {generation}")
         with self._lock:
             link.rank, link.epoch = hello.rank, hello.epoch
             link.generation = max(link.generation, generation)
-            is_expected = generation == self.generation and self._epochs.get(hello.rank) == hello.epoch
+            is_expected = (
+                generation == self.generation and self._epochs.get(hello.rank) == hello.epoch
+            )
             ours = self.generation
             is_ahead = generation > ours and self._links.get(hello.rank) is link
         if is_ahead:  # It has given up ours.
-            self._fail((), f"rank {hello.rank} is in generation {generation} already", tell=False, generation=ours)
+            self._fail(
+                (),
+                f"rank {hello.rank} is in generation {generation} already",
+                tell=False,
+                generation=ours,
+            )
         elif is_new and is_expected:
             self._adopt(link)
         self._poller.wake()
@@ -359,9 +407,15 @@ class MeshGroup:
             self._fail(ranks, reason, tell=False, generation=generation)
 
     def _fail(
-        self, ranks: tuple[int, ...], reason: str, *, tell: bool = True, generation: int | None = None
+        self,
+        ranks: tuple[int, ...],
+        reason: str,
+        *,
+        tell: bool = True,
+        generation: int | None = None,
     ) -> None:
-        """End the generation, if it has not ended. The thread that waits raises PeerLost; the peers are told.
+        """End the generation, if it has not ended. The thread that waits raises PeerLost; the peers
+        are told.
 
         `generation`: the one that the caller saw fail; another may have begun since, and goes on.
         """
@@ -371,11 +425,14 @@ class MeshGroup:
             generation = self.generation
             self._failure = (ranks, reason)
             self._abort = frames.pack_abort(generation, ranks, reason) if tell else b""
-            # To the others it goes behind their HELLO: who hears anything before it takes us for a stranger.
+            # To the others it goes behind their HELLO: who hears anything before it takes us for a
+            # stranger.
             links = [
-                link for rank in self._peers
-                if (link := self._links.get(rank)) is not None and link.said_generation == generation
-            ]  # fmt: skip
+                link
+                for rank in self._peers
+                if (link := self._links.get(rank)) is not None
+                and link.said_generation == generation
+            ]
             abort = self._abort
         if abort:
             for link in links:

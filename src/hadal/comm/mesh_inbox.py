@@ -1,7 +1,8 @@
-"""Where the payloads of a generation's exchanges go: into the buffers of an exchange that is posted, or into memory of
-ours until it is.
+"""Where the payloads of a generation's exchanges go: into the buffers of an exchange that is
+posted, or into memory of ours until it is.
 
-Knows no sockets. All methods but MeshExchange.wait are called under the group's lock, so none of them waits.
+Knows no sockets. All methods but MeshExchange.wait are called under the group's lock, so none of
+them waits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from hadal.comm.group import Interval
 MAX_IN_FLIGHT = 8
 """Exchanges posted and not waited for."""
 MAX_EARLY_BYTES = 64 << 20
-"""Held for exchanges that are not posted here yet, all peers together; beyond it frames wait in the socket."""
+"""Held for exchanges that are not posted here yet, all peers together; beyond it frames wait in the
+socket.
+"""
 
 
 class TooLargeError(Exception):
@@ -32,7 +35,10 @@ class MeshExchange:
     """One exchange under way. Its fields belong to the group's lock."""
 
     def __init__(
-        self, peers: tuple[int, ...], recvs: Mapping[int, Tensor] | None, wait_for: Callable[[MeshExchange], None]
+        self,
+        peers: tuple[int, ...],
+        recvs: Mapping[int, Tensor] | None,
+        wait_for: Callable[[MeshExchange], None],
     ) -> None:
         self.sequence = -1
         self.recvs = recvs
@@ -70,7 +76,9 @@ class Inbox:
         self._early_bytes = 0
 
     def post(self, exchange: MeshExchange) -> None:
-        """Give it the next number and what came early. Raises TooLargeError; ValueError if too many are in flight."""
+        """Give it the next number and what came early. Raises TooLargeError; ValueError if too many
+        are in flight.
+        """
         if len(self._exchanges) >= MAX_IN_FLIGHT:
             raise ValueError(f"more than {MAX_IN_FLIGHT} exchanges are in flight.")
         exchange.sequence = self.next_sequence
@@ -92,7 +100,11 @@ class Inbox:
     def is_full_for(self, frame: Frame) -> bool:
         """Whether it came early, and too much else has as well."""
         is_early = frame.sequence not in self._exchanges
-        return is_early and self._early_bytes > 0 and self._early_bytes + frame.num_bytes > MAX_EARLY_BYTES
+        return (
+            is_early
+            and self._early_bytes > 0
+            and self._early_bytes + frame.num_bytes > MAX_EARLY_BYTES
+        )
 
     def place(self, rank: int, frame: Frame) -> memoryview:
         """Where a payload goes. Raises TooLargeError, and FrameError if it cannot be."""
@@ -111,7 +123,9 @@ class Inbox:
     def _place_early(self, rank: int, frame: Frame) -> memoryview:
         # A peer waits for us before it can be further ahead than what it may have in flight.
         if not self.next_sequence <= frame.sequence <= self.next_sequence + MAX_IN_FLIGHT:
-            raise FrameError(f"data of exchange {frame.sequence}, while {self.next_sequence} is next")
+            raise FrameError(
+                f"data of exchange {frame.sequence}, while {self.next_sequence} is next"
+            )
         if (frame.sequence, rank) in self._early:
             raise FrameError(f"a second payload for exchange {frame.sequence}")
         self._early_bytes += frame.num_bytes
@@ -136,7 +150,8 @@ class Inbox:
         self._early_bytes -= early.numel()
         if exchange.recvs is not None:
             buffer = _prefix(exchange.recvs[rank], rank, early.numel())
-            # Not by torch: a buffer made in inference mode may be written in that mode alone, and modes are a thread's.
+            # Not by torch: a buffer made in inference mode may be written in that mode alone, and
+            # modes are a thread's.
             bytes_of(buffer)[:] = bytes_of(early)
             early = buffer
         exchange.received[rank] = early

@@ -1,9 +1,11 @@
 """One connection of the TCP mesh: frames in, frames out, never waiting.
 
-Any thread may call; a lock per direction keeps each stream in order. What a frame means, where its payload goes and
-what a broken connection means are the owner's affair (comm/mesh). Knows no generations and no threads.
+Any thread may call; a lock per direction keeps each stream in order. What a frame means, where its
+payload goes and what a broken connection means are the owner's affair (comm/mesh). Knows no
+generations and no threads.
 
-Polled edge-triggered, so `receive` reads until the socket is empty and `flush` writes until it is full.
+Polled edge-triggered, so `receive` reads until the socket is empty and `flush` writes until it is
+full.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from hadal.comm.frames import DATA, HEADER_BYTES, Frame, FrameError, unpack_head
 from hadal.core.handshake import TAG_BYTES, Handshake, Seal
 
 STAGING_BYTES = 64 * 1024
-"""Read at once: small frames come several to a system call and are copied out, large ones go where they belong."""
+"""Read at once: small frames come several to a system call and are copied out, large ones go where
+they belong.
+"""
 
 
 class PauseLink(Exception):
-    """Raised by an owner that cannot take the next frame yet, after it has set `is_paused` under a lock of its own: the
-    frame stays where it is until `receive` is called again."""
+    """Raised by an owner that cannot take the next frame yet, after it has set `is_paused` under a
+    lock of its own: the frame stays where it is until `receive` is called again.
+    """
 
 
 class Owner(Protocol):
@@ -53,27 +58,40 @@ class _Outgoing:
     views: list[memoryview]
     is_data: bool
     is_tagged: bool
-    """Or needs no tag. The tag is made when the frame is begun, as one that is never sent must not count."""
+    """Or needs no tag. The tag is made when the frame is begun, as one that is never sent must not
+    count.
+    """
     is_started: bool
     token: Any
 
 
 class Link:
-    """A non-blocking socket with the frame under way in each direction, and this side of the handshake on it."""
+    """A non-blocking socket with the frame under way in each direction, and this side of the
+    handshake on it.
+    """
 
     def __init__(
-        self, sock: socket.socket, owner: Owner, handshake: Handshake, rank: int = -1, epoch: str = ""
+        self,
+        sock: socket.socket,
+        owner: Owner,
+        handshake: Handshake,
+        rank: int = -1,
+        epoch: str = "",
     ) -> None:
         self.sock = sock
         self.handshake = handshake
         self.is_proven = False
-        """The other side has shown that it is of this deployment; until then nothing but its hello is heard."""
+        """The other side has shown that it is of this deployment; until then nothing but its hello
+        is heard.
+        """
         self.fd = sock.fileno()
         self.rank = rank
         """-1 until an accepted connection has said who it is."""
         self.epoch = epoch
         self.is_hello_due = False
-        """The owner has said HELLO before the other side's CHALLENGE was here, without which it proves nothing."""
+        """The owner has said HELLO before the other side's CHALLENGE was here, without which it
+        proves nothing.
+        """
         self.generation = -1
         """The latest one the peer said HELLO for."""
         self.said_generation = -1
@@ -113,7 +131,9 @@ class Link:
 
     # ---- in ----
     def receive(self, is_hung_up: bool = False) -> None:
-        """Take in all that has arrived. `is_hung_up`: the poll said that the end of the stream is there."""
+        """Take in all that has arrived. `is_hung_up`: the poll said that the end of the stream is
+        there.
+        """
         reason = ""
         with self._rx_lock:
             try:
@@ -209,7 +229,9 @@ class Link:
         return num_bytes
 
     def _read_payload(self, left: int) -> bool:
-        """As _fill_staging, straight to where the payload belongs. What nobody wants goes through the staging area."""
+        """As _fill_staging, straight to where the payload belongs. What nobody wants goes through
+        the staging area.
+        """
         at = self._done_bytes
         into = self._staging[:left] if self._view is None else self._view[at : at + left]
         num_bytes = self.sock.recv_into(into)
@@ -226,7 +248,8 @@ class Link:
         return bool(self._queue)
 
     def send(self, head: bytes, payload: memoryview | None = None, token: Any = None) -> bool:
-        """Send a frame, or what fits of it; the rest leaves by `flush`. Returns whether it has left.
+        """Send a frame, or what fits of it; the rest leaves by `flush`. Returns whether it has
+        left.
 
         If not, the owner hears of it with `token`, and the payload must stay as it is until then.
         """
@@ -274,8 +297,8 @@ class Link:
         """Go on with what is queued: the poll said that there is room."""
         reason = ""
         tokens = []
-        # The queue is looked at under the lock: a `send` that finds the socket full this moment is still to queue, and
-        # the poll will not tell of this room again.
+        # The queue is looked at under the lock: a `send` that finds the socket full this moment is
+        # still to queue, and the poll will not tell of this room again.
         with self._tx_lock:
             try:
                 while self._queue and not self.is_closed and self._push(self._queue[0]):
@@ -292,8 +315,10 @@ class Link:
 
     # ---- ends ----
     def retire(self) -> None:
-        """Let go of all memory of others: from now on no payload under way is written to where it was going, and what
-        is left of a frame that was begun is sent from a copy. Data not begun is dropped."""
+        """Let go of all memory of others: from now on no payload under way is written to where it
+        was going, and what is left of a frame that was begun is sent from a copy. Data not begun is
+        dropped.
+        """
         with self._rx_lock:
             if self._frame is not None and self._frame.kind == DATA:
                 self._view = None

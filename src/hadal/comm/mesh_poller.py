@@ -1,7 +1,7 @@
 """The sockets of the TCP mesh: a listener, its links, and whose turn it is to poll them.
 
-While a thread waits (`with turn`), it polls for itself, so that what arrives costs one wake-up; at all other times the
-poller's own thread does. Knows no frames and no members.
+While a thread waits (`with turn`), it polls for itself, so that what arrives costs one wake-up; at
+all other times the poller's own thread does. Knows no frames and no members.
 """
 
 from __future__ import annotations
@@ -54,12 +54,18 @@ class Turn:
 class Poller:
     """Listens from birth. `on_accept(link)` is called for every connection that comes in.
 
-    `congestion`: TCP congestion control; None: reno on a loopback address, where the pacing of others costs throughput,
-    and the host's own elsewhere.
+    `congestion`: TCP congestion control; None: reno on a loopback address, where the pacing of
+    others costs throughput, and the host's own elsewhere.
     """
 
     def __init__(
-        self, name: str, host: str, owner: Owner, on_accept: Callable[[Link], None], congestion: str | None, key: bytes
+        self,
+        name: str,
+        host: str,
+        owner: Owner,
+        on_accept: Callable[[Link], None],
+        congestion: str | None,
+        key: bytes,
     ) -> None:
         self.turn = Turn()
         self._host = host
@@ -85,12 +91,15 @@ class Poller:
         self._thread.start()
 
     def connect(self, host: str, port: int, rank: int, epoch: str) -> tuple[Link, str]:
-        """Begin to connect; the link may be sent on at once. Returns it, and why it cannot be (or "")."""
+        """Begin to connect; the link may be sent on at once. Returns it, and why it cannot be (or
+        "").
+        """
         sock = socket.socket(_family(host), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._prepare(sock)
         link = Link(sock, self._owner, self._handshake(host, port, is_connector=True), rank, epoch)
         try:
-            # From the address it listens on: links are told apart by it, and a host may have several.
+            # From the address it listens on: links are told apart by it, and a host may have
+            # several.
             sock.bind((self._host, 0))
             error = sock.connect_ex((host, port))
         except OSError as raised:
@@ -103,9 +112,13 @@ class Poller:
         return link, ""
 
     def doom(self, link: Link) -> None:
-        """End a connection; its socket is closed later, because whoever calls may hold a link's lock."""
+        """End a connection; its socket is closed later, because whoever calls may hold a link's
+        lock.
+        """
         link.is_broken = True
-        with contextlib.suppress(OSError):  # It may never have been connected, or is closed already.
+        with contextlib.suppress(
+            OSError
+        ):  # It may never have been connected, or is closed already.
             link.sock.shutdown(socket.SHUT_RDWR)
         self._doomed.append(link)
 
@@ -172,20 +185,26 @@ class Poller:
         self._links[link.fd] = link
         self._on_accept(link)
         if not link.is_broken:
-            # In this order: whoever connects may be gone already, so sending may break the link, and then another
-            # thread may close it at once.
+            # In this order: whoever connects may be gone already, so sending may break the link,
+            # and then another thread may close it at once.
             self._poll.register(link.fd, _EVENTS)
             link.send(pack_challenge(link.handshake.nonce))
 
     def _handshake(self, host: str, port: int, *, is_connector: bool) -> Handshake:
         nonce = secrets.token_bytes(NONCE_BYTES)
-        return Handshake(self._key, nonce, is_connector=is_connector, port=port, is_sealed=not is_near(host))
+        return Handshake(
+            self._key, nonce, is_connector=is_connector, port=port, is_sealed=not is_near(host)
+        )
 
     def _prepare(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._congestion is not None:
-            with contextlib.suppress(OSError):  # This kernel does not allow it: then the host's own.
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._congestion.encode())
+            with contextlib.suppress(
+                OSError
+            ):  # This kernel does not allow it: then the host's own.
+                sock.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._congestion.encode()
+                )
 
 
 def _family(host: str) -> socket.AddressFamily:

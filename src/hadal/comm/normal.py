@@ -1,7 +1,8 @@
-"""Normal mode: a token that several experts of a rank want travels to it once. Sizes are learnt from the peers.
+"""Normal mode: a token that several experts of a rank want travels to it once. Sizes are learnt
+from the peers.
 
-Knows how a message is laid out (comm/layout), not how it travels. For prefill: many tokens, bandwidth counts.
-Shapes: T tokens, D hidden, P pairs of a message.
+Knows how a message is laid out (comm/layout), not how it travels. For prefill: many tokens,
+bandwidth counts. Shapes: T tokens, D hidden, P pairs of a message.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from hadal.reference.route import Route
 
 
 class NormalMode:
-    """Builds and reads messages, in buffers that only grow: fresh memory of this size is paid for page by page."""
+    """Builds and reads messages, in buffers that only grow: fresh memory of this size is paid for
+    page by page.
+    """
 
     def __init__(self, codec: Codec, device: str) -> None:
         self._codec = codec
@@ -27,7 +30,9 @@ class NormalMode:
         self._buffers: dict[tuple[int, str], Tensor] = {}
 
     def buffer(self, index: int, use: str, num_bytes: int) -> Tensor:
-        """Uninitialised uint8 [num_bytes] of the index-th live handle, the same memory until it is finished."""
+        """Uninitialised uint8 [num_bytes] of the index-th live handle, the same memory until it is
+        finished.
+        """
         held = self._buffers.get((index, use))
         if held is None or len(held) < num_bytes:
             # A quarter more, so that slowly growing batches do not allocate every time.
@@ -36,13 +41,22 @@ class NormalMode:
         return held[:num_bytes]
 
     def pack(
-        self, index: int, x_TD: Tensor, route: Route, num_slots: int, layer: int, peers: Sequence[int]
+        self,
+        index: int,
+        x_TD: Tensor,
+        route: Route,
+        num_slots: int,
+        layer: int,
+        peers: Sequence[int],
     ) -> dict[int, Tensor]:
         """Return a message for every peer, slices of the handle's send buffer."""
         layout = self._codec.layout
         # Every size is a multiple of 4: heads and lists can be seen as int32 where they lie.
         ends = list(
-            accumulate(layout.dispatch_bytes("normal", route.num_rows_R[p], route.num_pairs_R[p]) for p in peers)
+            accumulate(
+                layout.dispatch_bytes("normal", route.num_rows_R[p], route.num_pairs_R[p])
+                for p in peers
+            )
         )
         buffer = self.buffer(index, "send", ends[-1])
         starts = [0, *ends[:-1]]
@@ -50,7 +64,9 @@ class NormalMode:
         offset_R = [-1] * len(route.num_pairs_R)
         for peer, start in zip(peers, starts, strict=True):
             offset_R[peer] = start
-        if not message_kernel.pack(x_TD, route, num_slots, layout.wire, False, layer, NORMAL, offset_R, buffer):
+        if not message_kernel.pack(
+            x_TD, route, num_slots, layout.wire, False, layer, NORMAL, offset_R, buffer
+        ):
             for peer, message in messages.items():
                 self._fill(message, x_TD, route, layer, peer)
         return messages

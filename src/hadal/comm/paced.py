@@ -1,10 +1,12 @@
-"""A slow link for tests of schedules: any group's exchanges, finished no earlier than a link of a given speed would.
+"""A slow link for tests of schedules: any group's exchanges, finished no earlier than a link of a
+given speed would.
 
     exchange 1   |posted ----- link busy -----|latency|
     exchange 2      |posted, queued           ------ link busy -----|latency|
 
-One link per rank, first in, first out, the larger of its two directions deciding. It costs no CPU while it waits, so it
-hides a machine's noise: a model of a link, no evidence about a network. Knows nothing of what it carries.
+One link per rank, first in, first out, the larger of its two directions deciding. It costs no CPU
+while it waits, so it hides a machine's noise: a model of a link, no evidence about a network. Knows
+nothing of what it carries.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ class PacedExchange:
 
 
 class PacedGroup:
-    """A group over a link of `bytes_per_s` in each direction and `latency_s`. Exchanges are to be waited for in the
-    order they were posted."""
+    """A group over a link of `bytes_per_s` in each direction and `latency_s`. Exchanges are to be
+    waited for in the order they were posted.
+    """
 
     def __init__(self, group: Group, bytes_per_s: float, latency_s: float = 0.0) -> None:
         if bytes_per_s <= 0 or latency_s < 0:
@@ -67,7 +70,9 @@ class PacedGroup:
         self.members = self._group.members
         self._free_s = 0.0
 
-    def exchange(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None) -> PacedExchange:
+    def exchange(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None
+    ) -> PacedExchange:
         sent_bytes = sum(tensor.numel() for tensor in sends.values())
         return PacedExchange(self, self._group.exchange(sends, recvs), sent_bytes)
 

@@ -1,7 +1,8 @@
-"""Connections that were refused: counted by listener, and told of in the log, seldom, since who wants to can make many.
+"""Connections that were refused: counted by listener, and told of in the log, seldom, since who
+wants to can make many.
 
-A process counts those of all its listeners together, whoever made them: its host tells the gateway (core/messages,
-Refused), where operators see them.
+A process counts those of all its listeners together, whoever made them: its host tells the gateway
+(core/messages, Refused), where operators see them.
 """
 
 from __future__ import annotations
@@ -44,4 +45,6 @@ class Refusals:
         now_s = self._clock()
         if now_s - self._told_s >= REFUSALS_S:
             self._told_s, num_told, self._num_told = now_s, self._num_told, self.num_refused
-            log.warning("%s refused %d connections: %s", self._what, self.num_refused - num_told, why)
+            log.warning(
+                "%s refused %d connections: %s", self._what, self.num_refused - num_told, why
+            )

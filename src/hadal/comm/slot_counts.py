@@ -1,7 +1,9 @@
-"""How many (token, expert) pairs a rank's slots received, layer by layer, on the device where the tokens are.
+"""How many (token, expert) pairs a rank's slots received, layer by layer, on the device where the
+tokens are.
 
-Knows no experts: a slot's count is its expert's as long as the placement stays. Adding is one op on the device, or one
-addition per pair where the kernels unpack (kernels/message): nobody waits and nothing is copied before `take`.
+Knows no experts: a slot's count is its expert's as long as the placement stays. Adding is one op on
+the device, or one addition per pair where the kernels unpack (kernels/message): nobody waits and
+nothing is copied before `take`.
 
 Shapes: L MoE layers, S slots of the rank, M received pairs.
 """

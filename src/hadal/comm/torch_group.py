@@ -1,17 +1,18 @@
 """The ranks of a unit as one exchange over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-A generation is a process group of its own, met through a FileStore in the unit's folder, in a file named after its
-members. They wait for each other there, where an abort ends the wait; connecting, once all are there, is torch's own
-and takes its deadline if a member dies just then. Everything is sent as uint8: gloo knows no float8. An exchange is its
-counts, then its bytes; `recvs` only say where these bytes go.
+A generation is a process group of its own, met through a FileStore in the unit's folder, in a file
+named after its members. They wait for each other there, where an abort ends the wait; connecting,
+once all are there, is torch's own and takes its deadline if a member dies just then. Everything is
+sent as uint8: gloo knows no float8. An exchange is its counts, then its bytes; `recvs` only say
+where these bytes go.
 
     gloo   two process groups, one for each direction between two ranks: one alone is half duplex. Sends and receives
-           are run by a thread of ours, in order, so that they go on under computation. CUDA tensors pass through
-           pinned memory.
+           are run by a thread of ours, in order, so that they go on under computation. CUDA tensors
+           pass through pinned memory.
     nccl   all_to_all_single on a side stream; the host waits for the counts, then for nothing until `wait`.
 
-Gloo sometimes leaves a survivor of a killed peer waiting for its timeout, comm/mesh does not; `abort` from outside ends
-such a wait within POLL_S. Knows no tokens.
+Gloo sometimes leaves a survivor of a killed peer waiting for its timeout, comm/mesh does not;
+`abort` from outside ends such a wait within POLL_S. Knows no tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from hadal.core.plans import Member
 
 MAX_IN_FLIGHT = 8
 JOIN_TIMEOUT_S = 2.0
-"""How long an aborted generation's thread may take to end before it is left alone: its connections are closed."""
+"""How long an aborted generation's thread may take to end before it is left alone: its connections
+are closed.
+"""
 POLL_S = 0.05
 GATHER_POLL_S = 0.005
 _COUNT_TAG, _DATA_TAG, _ABORT_TAG = 1, 2, 3
@@ -47,7 +50,9 @@ log = logging.getLogger(__name__)
 class TorchExchange:
     """One exchange under way: done, or failed, when its thread says so."""
 
-    def __init__(self, group: TorchGroup, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None) -> None:
+    def __init__(
+        self, group: TorchGroup, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None
+    ) -> None:
         self.sends = dict(sends)
         self.recvs = None if recvs is None else dict(recvs)
         self.received: dict[int, Tensor] = {}
@@ -69,21 +74,33 @@ class TorchExchange:
 
 
 class TorchGroup:
-    """A rank's end of a process group. `backend` "gloo" or "nccl"; `folder`: shared by the unit's ranks.
+    """A rank's end of a process group. `backend` "gloo" or "nccl"; `folder`: shared by the unit's
+    ranks.
 
     `form`, `exchange` and `wait` are called by one thread, `abort`, `lost` and `close` by any.
     """
 
     def __init__(
-        self, rank: int, *, backend: str, folder: Path, deadline_s: float, device: str = "cpu", host: str = "127.0.0.1"
+        self,
+        rank: int,
+        *,
+        backend: str,
+        folder: Path,
+        deadline_s: float,
+        device: str = "cpu",
+        host: str = "127.0.0.1",
     ) -> None:
         """`host`: the address that gloo binds. Raises ValueError if the backend cannot be had."""
         if backend not in ("gloo", "nccl"):
-            raise ValueError(f"{backend!r} is no backend of torch.distributed that is known here: gloo or nccl.")
+            raise ValueError(
+                f"{backend!r} is no backend of torch.distributed that is known here: gloo or nccl."
+            )
         if backend == "nccl" and not torch.cuda.is_available():
             raise ValueError("nccl needs a CUDA device, and torch sees none; use gloo or tcp.")
         if backend == "nccl" and torch.device(device).index is None:
-            raise ValueError(f"nccl needs a device with its index, such as cuda:0; it got {device!r}.")
+            raise ValueError(
+                f"nccl needs a device with its index, such as cuda:0; it got {device!r}."
+            )
         self.rank = rank
         self.members: tuple[int, ...] = (rank,)
         self.generation = -1
@@ -101,13 +118,16 @@ class TorchGroup:
         self._link: GlooLink | NcclLink | None = None
 
     def form(self, generation: int, members: Sequence[Member]) -> None:
-        """Leave the group before, and meet these members. Raises PeerLost, naming all others: torch does not say who
-        is missing."""
+        """Leave the group before, and meet these members. Raises PeerLost, naming all others: torch
+        does not say who is missing.
+        """
         if generation <= self.generation:
             raise ValueError(f"generation {generation} is not newer than {self.generation}.")
         ranks = tuple(sorted(member.rank for member in members))
         if self.rank not in ranks:
-            raise ValueError(f"rank {self.rank} is not among the members of generation {generation}.")
+            raise ValueError(
+                f"rank {self.rank} is not among the members of generation {generation}."
+            )
         self._leave("formed anew")
         self.generation, self.members = generation, ranks
         self._is_aborted = False
@@ -123,13 +143,19 @@ class TorchGroup:
                 raise PeerLost((), "aborted")
             self._failure = None
         self._thread = threading.Thread(
-            target=self._run, args=(self._work, self._link), name=f"torch-group-{self.rank}", daemon=True
+            target=self._run,
+            args=(self._work, self._link),
+            name=f"torch-group-{self.rank}",
+            daemon=True,
         )
         self._thread.start()
 
     def _meet(self, generation: int, members: Sequence[Member]) -> Store:
-        """Wait in the generation's file until all members are there. Raises PeerLost naming those who are not."""
-        # A leader that was started anew counts from 1 again: only the processes make the name unique.
+        """Wait in the generation's file until all members are there. Raises PeerLost naming those
+        who are not.
+        """
+        # A leader that was started anew counts from 1 again: only the processes make the name
+        # unique.
         named = sorted((member.rank, member.epoch) for member in members)
         digest = hashlib.blake2s(repr(named).encode(), digest_size=6).hexdigest()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -151,17 +177,23 @@ class TorchGroup:
             return NcclLink(store, self.rank, ranks, self.deadline_s, self._device)
         return GlooLink(store, self.rank, ranks, self.deadline_s, self._device, self._host)
 
-    def exchange(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None) -> TorchExchange:
+    def exchange(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None
+    ) -> TorchExchange:
         """See Group."""
         self._raise_failure()
         others = {rank for rank in self.members if rank != self.rank}
         if sends.keys() != others or (recvs is not None and recvs.keys() != others):
-            raise ValueError(f"an exchange needs a tensor for each of {sorted(others)}, and no other.")
+            raise ValueError(
+                f"an exchange needs a tensor for each of {sorted(others)}, and no other."
+            )
         exchange = TorchExchange(self, sends, recvs)
         if not others:
             exchange.is_done.set()
         elif isinstance(self._link, NcclLink):
-            self._do(self._link, exchange)  # Queued on the device: the host's thread goes on by itself.
+            self._do(
+                self._link, exchange
+            )  # Queued on the device: the host's thread goes on by itself.
         else:
             try:
                 self._work.put_nowait(exchange)
@@ -178,7 +210,9 @@ class TorchGroup:
                 others = tuple(rank for rank in self.members if rank != self.rank)
                 self._fail(PeerLost(others, f"nothing within {self.deadline_s} s"))
         if exchange.error is not None:
-            raise self._failure or exchange.error  # The first reason; aborted operations follow from it.
+            raise (
+                self._failure or exchange.error
+            )  # The first reason; aborted operations follow from it.
         if exchange.ready is not None:
             while not exchange.ready.query():  # type: ignore[no-untyped-call]
                 self._raise_failure()
@@ -210,7 +244,9 @@ class TorchGroup:
             self._fail(exchange.error)
         exchange.is_done.set()
 
-    def _run(self, work: queue.Queue[TorchExchange | None], link: GlooLink | NcclLink | None) -> None:
+    def _run(
+        self, work: queue.Queue[TorchExchange | None], link: GlooLink | NcclLink | None
+    ) -> None:
         while (exchange := work.get()) is not None:
             assert link is not None
             self._do(link, exchange)
@@ -250,10 +286,18 @@ class TorchGroup:
 
 
 class GlooLink:
-    """Two gloo process groups: lower rank to higher through the first, higher to lower through the second."""
+    """Two gloo process groups: lower rank to higher through the first, higher to lower through the
+    second.
+    """
 
     def __init__(
-        self, store: Store, rank: int, members: tuple[int, ...], deadline_s: float, device: torch.device, host: str
+        self,
+        store: Store,
+        rank: int,
+        members: tuple[int, ...],
+        deadline_s: float,
+        device: torch.device,
+        host: str,
     ) -> None:
         self._rank = rank
         self._index = {member: index for index, member in enumerate(members)}
@@ -267,7 +311,9 @@ class GlooLink:
             options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices, options._timeout = [nic], timedelta(seconds=deadline_s)
             store_of = PrefixStore(name, store)
-            self._groups.append(ProcessGroupGloo(store_of, members.index(rank), len(members), options))
+            self._groups.append(
+                ProcessGroupGloo(store_of, members.index(rank), len(members), options)
+            )
 
     def run(self, exchange: TorchExchange) -> None:
         """Counts, then bytes. Raises PeerLost."""
@@ -286,7 +332,9 @@ class GlooLink:
                 room = exchange.recvs[peer].numel()
                 raise PeerLost((), f"rank {peer} sent {num_bytes} bytes for a buffer of {room}")
         staged = {peer: self._stage(tensor) for peer, tensor in into.items()}
-        sends = {peer: self._stage(tensor, is_filled=True) for peer, tensor in exchange.sends.items()}
+        sends = {
+            peer: self._stage(tensor, is_filled=True) for peer, tensor in exchange.sends.items()
+        }
         self._move(sends, staged, _DATA_TAG)
         for peer, tensor in into.items():
             if tensor is not staged[peer]:
@@ -322,8 +370,8 @@ class GlooLink:
     def abort(self) -> None:
         """Close every connection: whatever waits here, and at a peer for this rank, fails at once.
 
-        ProcessGroupGloo.abort leaves a receive under way waiting. A receive that times out closes all connections of
-        its group, so one is posted that nobody answers.
+        ProcessGroupGloo.abort leaves a receive under way waiting. A receive that times out closes
+        all connections of its group, so one is posted that nobody answers.
         """
         if self._is_aborted:
             return
@@ -331,7 +379,9 @@ class GlooLink:
         others = [index for index in self._index.values() if index != self._index[self._rank]]
         for group in self._groups:
             try:
-                group.recv([torch.empty(1, dtype=torch.uint8)], others[0], _ABORT_TAG).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, dtype=torch.uint8)], others[0], _ABORT_TAG).wait(
+                    timedelta(milliseconds=1)
+                )
             except RuntimeError as error:
                 log.debug("gloo closed its connections: %s", error)
 
@@ -343,7 +393,12 @@ class NcclLink:
     """One NCCL communicator: the process's default group of torch.distributed."""
 
     def __init__(
-        self, store: Store, rank: int, members: tuple[int, ...], deadline_s: float, device: torch.device
+        self,
+        store: Store,
+        rank: int,
+        members: tuple[int, ...],
+        deadline_s: float,
+        device: torch.device,
     ) -> None:
         self._members = members
         self._rank = rank
@@ -351,9 +406,13 @@ class NcclLink:
         self._is_aborted = False
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         dist.init_process_group(
-            "nccl", store=store, rank=members.index(rank), world_size=len(members),
-            timeout=timedelta(seconds=deadline_s), device_id=device,
-        )  # fmt: skip
+            "nccl",
+            store=store,
+            rank=members.index(rank),
+            world_size=len(members),
+            timeout=timedelta(seconds=deadline_s),
+            device_id=device,
+        )
 
     def run(self, exchange: TorchExchange) -> None:
         """Queue it on the side stream. Returns when the counts are known."""
@@ -369,7 +428,11 @@ class NcclLink:
             if self._is_aborted:
                 raise PeerLost((), "aborted")  # The counts are whatever lay there.
             for rank, count in zip(self._members, counts, strict=True):
-                if exchange.recvs is not None and rank != self._rank and count > exchange.recvs[rank].numel():
+                if (
+                    exchange.recvs is not None
+                    and rank != self._rank
+                    and count > exchange.recvs[rank].numel()
+                ):
                     room = exchange.recvs[rank].numel()
                     raise PeerLost((), f"rank {rank} sent {count} bytes for a buffer of {room}")
             outgoing = torch.cat([part for part in parts if part is not None])
@@ -379,7 +442,9 @@ class NcclLink:
                 if rank != self._rank:
                     if exchange.recvs is not None:
                         piece = exchange.recvs[rank][: piece.numel()].copy_(piece)
-                    piece.record_stream(compute)  # It was made on the side stream, and is read on this one.
+                    piece.record_stream(
+                        compute
+                    )  # It was made on the side stream, and is read on this one.
                     exchange.received[rank] = piece
             exchange.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             exchange.ready.record(self._stream)

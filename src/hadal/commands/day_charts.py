@@ -1,4 +1,5 @@
-"""Parts of a chart as inline SVG: axes, grids, lines, areas, bars. Knows no report; colours are classes of day_style.
+"""Parts of a chart as inline SVG: axes, grids, lines, areas, bars. Knows no report; colours are
+classes of day_style.
 
     ┌ Box ───────────────────────┐
     │ top                        │   y: Axis from box.bottom_px up to box.top_px
@@ -6,7 +7,8 @@
     │ ────┴──┴─────────────────  │
     └────────────────────────────┘
 
-Coordinates are pixels of the viewBox, y downwards. Tooltips are <title> elements, so a page needs no script.
+Coordinates are pixels of the viewBox, y downwards. Tooltips are <title> elements, so a page needs
+no script.
 """
 
 from __future__ import annotations
@@ -67,37 +69,54 @@ class Axis:
     def ticks(self, num: int = 5) -> list[float]:
         """About so many round values within the axis."""
         if not self.is_log:
-            return [tick for tick in round_values(self.low, self.high, num) if self.low <= tick <= self.high]
+            return [
+                tick
+                for tick in round_values(self.low, self.high, num)
+                if self.low <= tick <= self.high
+            ]
         found = [
             factor * 10.0**power
-            for power in range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            for power in range(
+                math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1
+            )
             for factor in ((1, 2, 5) if self.high / self.low < 10**3.5 else (1,))
         ]
         return [tick for tick in found if self.low <= tick <= self.high]
 
 
 def round_values(low: float, high: float, num: int = 5) -> list[float]:
-    """Multiples of 1, 2, 2.5 or 5 times a power of ten that cover low to high in about `num` steps."""
+    """Multiples of 1, 2, 2.5 or 5 times a power of ten that cover low to high in about `num`
+    steps.
+    """
     span = high - low
-    # Doubles tell no two values apart that are closer than this, and have few digits left below the last.
+    # Doubles tell no two values apart that are closer than this, and have few digits left below the
+    # last.
     if not span > max(1e-12 * max(abs(low), abs(high)), 1e-290) or not math.isfinite(span):
         return [low]
     raw = span / max(num, 1)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= raw * (1 - 1e-9))
+    step = next(
+        factor * power
+        for factor in (1.0, 2.0, 2.5, 5.0, 10.0)
+        if factor * power >= raw * (1 - 1e-9)
+    )
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [index * step for index in range(first, last + 1)]
 
 
 def from_zero(box: Box, values: Sequence[float], *, at_least: float = 0.0) -> Axis:
-    """An upright axis from 0 (or the lowest value, if that is negative) to a round value above the highest."""
+    """An upright axis from 0 (or the lowest value, if that is negative) to a round value above the
+    highest.
+    """
     low, high = min([0.0, *values]), max([at_least, 0.0, *values])
     ticks = round_values(low, high if high > low else 1.0, 4)
     return Axis(min(ticks[0], low), max(ticks[-1], high), box.bottom_px, box.top)
 
 
 def around(box: Box, values: Sequence[float]) -> Axis:
-    """An upright axis around a line's values. It spans a fifth of the highest at least: noise is to look like noise."""
+    """An upright axis around a line's values. It spans a fifth of the highest at least: noise is to
+    look like noise.
+    """
     low, high = min(values), max(values)
     missing = max(0.0, 0.2 * max(abs(low), abs(high)) - (high - low))
     ticks = round_values(low - missing / 2, high + missing / 2, 4)
@@ -107,7 +126,9 @@ def around(box: Box, values: Sequence[float]) -> Axis:
 
 
 def svg(box: Box, label: str, *parts: object, class_: str = "chart") -> Html:
-    """The chart. `label` says what it shows to who cannot see it; its figures are in the table beside it."""
+    """The chart. `label` says what it shows to who cannot see it; its figures are in the table
+    beside it.
+    """
     view = f"0 0 {coordinate(box.width)} {coordinate(box.height)}"
     return element("svg", *parts, viewBox=view, class_=class_, role="img", aria_label=label)
 
@@ -130,7 +151,9 @@ def grid(box: Box, axis: Axis, shown: Callable[[float], str], num: int = 4) -> H
     return together(*parts)
 
 
-def below(box: Box, axis: Axis, ticks: Sequence[tuple[float, str]], *, has_lines: bool = False) -> Html:
+def below(
+    box: Box, axis: Axis, ticks: Sequence[tuple[float, str]], *, has_lines: bool = False
+) -> Html:
     """Labels under the plot at values of the x axis, with upright lines where wanted."""
     parts = []
     for value, label in ticks:
@@ -157,7 +180,9 @@ def path(points: Sequence[tuple[float, float] | None], class_: str) -> Html:
     return together(drawn, *dots)
 
 
-def area(upper: Sequence[tuple[float, float]], lower: Sequence[tuple[float, float]], class_: str) -> Html:
+def area(
+    upper: Sequence[tuple[float, float]], lower: Sequence[tuple[float, float]], class_: str
+) -> Html:
     """What lies between two lines."""
     if not upper:
         return Html()
@@ -165,25 +190,33 @@ def area(upper: Sequence[tuple[float, float]], lower: Sequence[tuple[float, floa
     return element("path", d=f"M{around}Z", class_=f"area {class_}")
 
 
-def bar(x: float, y: float, width: float, height: float, class_: str, title: str | None = None) -> Html:
+def bar(
+    x: float, y: float, width: float, height: float, class_: str, title: str | None = None
+) -> Html:
     """A rectangle with a tooltip; what is too low or narrow to be seen stays a hair."""
     shown = element("title", title) if title else None
     return element(
         "rect", shown, x=x, y=y, width=max(width, 0.5), height=max(height, 0.5), class_=class_
-    )  # fmt: skip
+    )
 
 
 def dot(x: float, y: float, class_: str, title: str | None = None) -> Html:
-    return element("circle", element("title", title) if title else None, cx=x, cy=y, r=3.2, class_=class_)
+    return element(
+        "circle", element("title", title) if title else None, cx=x, cy=y, r=3.2, class_=class_
+    )
 
 
 def hover(x: float, y: float, width: float, height: float, title: str) -> Html:
     """An invisible stretch of the plot that has a tooltip."""
-    return element("rect", element("title", title), x=x, y=y, width=width, height=height, class_="hover")
+    return element(
+        "rect", element("title", title), x=x, y=y, width=width, height=height, class_="hover"
+    )
 
 
 def stepped(axis_x: Axis, axis_y: Axis, values: Sequence[float]) -> list[tuple[float, float]]:
-    """Corners of a line that keeps each value from its index to the next; equal neighbours are one tread."""
+    """Corners of a line that keeps each value from its index to the next; equal neighbours are one
+    tread.
+    """
     corners: list[tuple[float, float]] = []
     for index, value in enumerate(values):
         if index and value == values[index - 1]:
@@ -208,6 +241,11 @@ def thinned(values: Sequence[float | None], num_max: int) -> list[float | None]:
 
 def legend(*entries: tuple[str, str]) -> Html:
     """Swatches with names: (class, name)."""
-    return element("p", *(
-        element("span", element("i", class_=f"swatch {class_}"), name) for class_, name in entries
-    ), class_="legend")  # fmt: skip
+    return element(
+        "p",
+        *(
+            element("span", element("i", class_=f"swatch {class_}"), name)
+            for class_, name in entries
+        ),
+        class_="legend",
+    )

@@ -1,6 +1,8 @@
-"""The charts of a day's report, each from the part of `result.json` it shows; None where there is nothing to show.
+"""The charts of a day's report, each from the part of `result.json` it shows; None where there is
+nothing to show.
 
-Times run from the first hour of the result, in Beijing time. Nothing is computed here but sums, means and shares.
+Times run from the first hour of the result, in Beijing time. Nothing is computed here but sums,
+means and shares.
 """
 
 from __future__ import annotations
@@ -84,9 +86,10 @@ def load_and_nodes(minutes: Row, first_hour: float, width: float = WIDE) -> Html
             for index, value in enumerate(demand)
         ]
         parts += [
-            grid(above, axis_d, compact, 3), path(points, "demand"),
+            grid(above, axis_d, compact, 3),
+            path(points, "demand"),
             text(above.left, above.top - 9, "demand, input tokens per second", "caption"),
-        ]  # fmt: skip
+        ]
     floor = axis_y.at(0.0)
     parts += [
         area(lower, [(lower[0][0], floor), (lower[-1][0], floor)], "decode"),
@@ -94,16 +97,21 @@ def load_and_nodes(minutes: Row, first_hour: float, width: float = WIDE) -> Html
         text(under.left, under.top - 9, "nodes", "caption"),
         below(under, axis_x, [(60.0 * hour, hour_label(first_hour + hour)) for hour in hours]),
         *_minute_tooltips(axis_x, above.top, under.bottom_px, first_hour, prefill, decode, demand),
-    ]  # fmt: skip
+    ]
     label = f"Nodes over the day: peak {plain(max(both), 0)}, mean {plain(math.fsum(both) / size)}."
     entries = legend(("decode", "decode"), ("prefill", "prefill"), ("demand", "demand"))
     return together(entries, svg(under, label, *parts))
 
 
 def _minute_tooltips(
-    axis_x: Axis, top: float, bottom: float, first_hour: float, prefill: Sequence[float], decode: Sequence[float],
+    axis_x: Axis,
+    top: float,
+    bottom: float,
+    first_hour: float,
+    prefill: Sequence[float],
+    decode: Sequence[float],
     demand: Sequence[float | None],
-) -> list[Html]:  # fmt: skip
+) -> list[Html]:
     size = len(prefill)
     each = max(1, math.ceil(size / NUM_COLUMNS))
     found = []
@@ -111,18 +119,22 @@ def _minute_tooltips(
         end = min(begin + each, size)
         wanted = demand[begin * len(demand) // size] if demand else None
         title = (
-            f"{int(first_hour + begin / 60) % 24:02}:{begin % 60:02}  "
-            f"{plain(prefill[begin] + decode[begin], 0)} nodes: {plain(prefill[begin], 0)} prefill, "
-            f"{plain(decode[begin], 0)} decode; demand {compact(wanted)} tokens/s"
+            f"{int(first_hour + begin / 60) % 24:02}:{begin % 60:02} "
+            f" {plain(prefill[begin] + decode[begin], 0)} nodes: {plain(prefill[begin], 0)}"
+            f" prefill, {plain(decode[begin], 0)} decode; demand {compact(wanted)} tokens/s"
         )
-        found.append(hover(axis_x.at(begin), top, axis_x.at(end) - axis_x.at(begin), bottom - top, title))
+        found.append(
+            hover(axis_x.at(begin), top, axis_x.at(end) - axis_x.at(begin), bottom - top, title)
+        )
     return found
 
 
 def income_and_cost(hours: Sequence[Row], width: float = WIDE) -> Html | None:
     """Two bars for each hour."""
     series = [("income", "income_usd"), ("cost", "cost_usd")]
-    amounts = [value for _, key in series for value in present([number(hour, key) for hour in hours])]
+    amounts = [
+        value for _, key in series for value in present([number(hour, key) for hour in hours])
+    ]
     if not amounts:
         return None
     box = Box(width, 280, left=62)
@@ -151,9 +163,12 @@ def hit_rate(hours: Sequence[Row], mean_percent: float | None) -> Html | None:
     found = [None if share is None else 100.0 * share for share in shares]
     windows = [number(hour, "window", "hit_percent") for hour in hours]
     return _lines(
-        hours, "Hit rate by hour, percent of input tokens.", percent,
-        [("cache day", "hit", found, False), ("windows", "window", windows, True)], mean_percent,
-    )  # fmt: skip
+        hours,
+        "Hit rate by hour, percent of input tokens.",
+        percent,
+        [("cache day", "hit", found, False), ("windows", "window", windows, True)],
+        mean_percent,
+    )
 
 
 def users_speed(hours: Sequence[Row], mean: float | None) -> Html | None:
@@ -161,15 +176,21 @@ def users_speed(hours: Sequence[Row], mean: float | None) -> Html | None:
     fluid = [number(hour, "fluid", "tokens_per_s_user") for hour in hours]
     windows = [number(hour, "window", "tokens_per_s_user") for hour in hours]
     return _lines(
-        hours, "Output tokens per second of a user, by hour.", lambda value: f"{plain(value)} tokens/s",
-        [("fluid day", "fluid", fluid, False), ("windows", "window", windows, True)], mean,
-    )  # fmt: skip
+        hours,
+        "Output tokens per second of a user, by hour.",
+        lambda value: f"{plain(value)} tokens/s",
+        [("fluid day", "fluid", fluid, False), ("windows", "window", windows, True)],
+        mean,
+    )
 
 
 def _lines(
-    hours: Sequence[Row], label: str, shown: Any, series: Sequence[tuple[str, str, list[float | None], bool]],
+    hours: Sequence[Row],
+    label: str,
+    shown: Any,
+    series: Sequence[tuple[str, str, list[float | None], bool]],
     mean: float | None,
-) -> Html | None:  # fmt: skip
+) -> Html | None:
     values = [value for _, _, found, _ in series for value in present(found)]
     if not values:
         return None
@@ -183,7 +204,8 @@ def _lines(
         entries.append(("mean", f"the day: {shown(mean)}"))
     for name, class_, found, is_dots in series:
         points = [
-            None if value is None else (axis_x.at(index + 0.5), axis_y.at(value)) for index, value in enumerate(found)
+            None if value is None else (axis_x.at(index + 0.5), axis_y.at(value))
+            for index, value in enumerate(found)
         ]
         if not is_dots:
             parts.append(path(points, class_))
@@ -192,14 +214,17 @@ def _lines(
                 title = f"{hour_label(number(hour, 'hour_beijing'))}  {name}: {shown(value)}"
                 width = (box.right_px - box.left) / len(hours)
                 parts.append(
-                    dot(*point, class_, title) if is_dots
+                    dot(*point, class_, title)
+                    if is_dots
                     else hover(point[0] - width / 2, box.top, width, box.bottom_px - box.top, title)
-                )  # fmt: skip
+                )
     return together(legend(*entries), svg(box, label, *parts))
 
 
 def distribution(histogram: Row, name: str) -> Html | None:
-    """Shares of requests by time, with quantiles as marks. Bins of unequal width are shown by their density."""
+    """Shares of requests by time, with quantiles as marks. Bins of unequal width are shown by their
+    density.
+    """
     bins = _bins(histogram)
     total = math.fsum(count for _, _, count in bins)
     if not bins or total <= 0.0:
@@ -209,7 +234,10 @@ def distribution(histogram: Row, name: str) -> Html | None:
     axis_x = Axis(bins[0][0], bins[-1][1], box.left, box.right_px, is_log)
     widths = [max(axis_x.at(high) - axis_x.at(low), 1e-9) for low, high, _ in bins]
     mean_width = math.fsum(widths) / len(widths)
-    heights = [100.0 * count / total * mean_width / width for (_, _, count), width in zip(bins, widths, strict=True)]
+    heights = [
+        100.0 * count / total * mean_width / width
+        for (_, _, count), width in zip(bins, widths, strict=True)
+    ]
     axis_y = from_zero(box, heights)
     parts = [
         grid(box, axis_y, lambda value: f"{compact(value)} %", 3),
@@ -219,7 +247,9 @@ def distribution(histogram: Row, name: str) -> Html | None:
         if count > 0.0:
             title = f"{duration(low)} to {duration(high)}: {percent(100.0 * count / total)}"
             y = axis_y.at(height)
-            parts.append(bar(axis_x.at(low) + 0.25, y, width - 0.5, axis_y.at(0.0) - y, "histogram", title))
+            parts.append(
+                bar(axis_x.at(low) + 0.25, y, width - 0.5, axis_y.at(0.0) - y, "histogram", title)
+            )
     labels = []
     for level, (key, shown) in enumerate(_MARKS):
         value = number(histogram, key)
@@ -229,7 +259,13 @@ def distribution(histogram: Row, name: str) -> Html | None:
         is_right = x > box.right_px - 110.0
         parts.append(line(x, y - 6, x, box.bottom_px, f"mark {key}"))
         labels.append(
-            text(x - 5 if is_right else x + 5, y, f"{shown} {duration(value)}", "label", "end" if is_right else None)
+            text(
+                x - 5 if is_right else x + 5,
+                y,
+                f"{shown} {duration(value)}",
+                "label",
+                "end" if is_right else None,
+            )
         )
     parts += labels  # Above all lines: a label hides what would run through it.
     return svg(box, f"{name}: distribution over requests.", *parts)
@@ -239,9 +275,10 @@ def _bins(histogram: Row) -> list[tuple[float, float, float]]:
     """(low, high, count), from the first bin with something in it to the last."""
     edges, counts = numbers(histogram, "edges"), numbers(histogram, "counts")
     bins = [
-        (low, high, max(count or 0.0, 0.0)) for low, high, count in zip(edges, edges[1:], counts, strict=False)
+        (low, high, max(count or 0.0, 0.0))
+        for low, high, count in zip(edges, edges[1:], counts, strict=False)
         if low is not None and high is not None and high > low
-    ]  # fmt: skip
+    ]
     filled = [index for index, (_, _, count) in enumerate(bins) if count > 0.0]
     return bins[filled[0] : filled[-1] + 1] if filled else []
 
@@ -256,8 +293,12 @@ def _spaced(axis: Axis) -> list[float]:
 
 
 def by_rank(values: Sequence[float | None], name: str, class_: str, unit: str = "") -> Html | None:
-    """Bars sorted by height, with the mean as a line; how far the highest stands above it is said."""
-    ranked = sorted(((value, rank) for rank, value in enumerate(values) if value is not None), reverse=True)
+    """Bars sorted by height, with the mean as a line; how far the highest stands above it is
+    said.
+    """
+    ranked = sorted(
+        ((value, rank) for rank, value in enumerate(values) if value is not None), reverse=True
+    )
     if not ranked:
         return None
     mean = math.fsum(value for value, _ in ranked) / len(ranked)
@@ -275,7 +316,9 @@ def by_rank(values: Sequence[float | None], name: str, class_: str, unit: str = 
     for index, (value, who) in enumerate(shown):
         y = axis_y.at(value)
         title = f"{who}: {compact(value, 4)}{unit}"
-        parts.append(bar(box.left + index * each, min(y, zero), each - gap, abs(zero - y), class_, title))
+        parts.append(
+            bar(box.left + index * each, min(y, zero), each - gap, abs(zero - y), class_, title)
+        )
     y = axis_y.at(mean)
     parts.append(line(box.left, y, box.right_px, y, "mean"))
     return svg(box, f"{name} by rank, sorted: {balance_words(values, unit)}.", *parts)
@@ -288,15 +331,14 @@ def balance_words(values: Sequence[float | None], unit: str = "") -> str:
         return "nothing"
     mean, highest = math.fsum(found) / len(found), max(found)
     over = ratio(highest, mean)
-    return (
-        f"maximum {compact(highest)}{unit}, mean {compact(mean)}{unit}"
-        + (f", {over:.3f} times the mean" if over is not None else "")
-    )  # fmt: skip
+    return f"maximum {compact(highest)}{unit}, mean {compact(mean)}{unit}" + (
+        f", {over:.3f} times the mean" if over is not None else ""
+    )
 
 
 def what_ifs(cases: Sequence[Row], width: float = WIDE) -> Html | None:
-    """Cost of each case as a bar; the first one's as an upright line through all. Names stand before the bars, or
-    above them where there is no room.
+    """Cost of each case as a bar; the first one's as an upright line through all. Names stand
+    before the bars, or above them where there is no room.
     """
     costs = [(str(case.get("name", "")), number(case, "cost_usd")) for case in cases]
     amounts = present([usd for _, usd in costs])
@@ -304,7 +346,9 @@ def what_ifs(cases: Sequence[Row], width: float = WIDE) -> Html | None:
         return None
     is_wide = width > HALF
     pitch, bar_px = (26.0, 3.0) if is_wide else (48.0, 21.0)
-    box = Box(width, 34 + pitch * len(costs), left=280.0 if is_wide else 4.0, right=150, top=22, bottom=12)
+    box = Box(
+        width, 34 + pitch * len(costs), left=280.0 if is_wide else 4.0, right=150, top=22, bottom=12
+    )
     axis = Axis(0.0, max(*amounts, 1e-9), box.left, box.right_px)
     asked = costs[0][1]
     parts: list[Html] = [text(box.left, 12, "cost of the day", "caption")]
@@ -313,14 +357,26 @@ def what_ifs(cases: Sequence[Row], width: float = WIDE) -> Html | None:
     for index, (name, usd) in enumerate(costs):
         y = box.top + pitch * index
         short = name if len(name) <= 44 else name[:43] + "…"
-        parts.append(text(box.left - 12 if is_wide else box.left, y + 14, short, "name", "end" if is_wide else None))
+        parts.append(
+            text(
+                box.left - 12 if is_wide else box.left,
+                y + 14,
+                short,
+                "name",
+                "end" if is_wide else None,
+            )
+        )
         if usd is None:
             parts.append(text(box.left + 6, y + bar_px + 11, "not known", "tick"))
             continue
         of = ratio(usd, asked)
         more = "" if index == 0 or of is None else f" ({signed_percent(of - 1.0)})"
         colour = "asked" if index == 0 else "case"
-        parts.append(bar(box.left, y + bar_px, axis.at(usd) - box.left, 15, colour, f"{name}: {dollars(usd)}"))
+        parts.append(
+            bar(
+                box.left, y + bar_px, axis.at(usd) - box.left, 15, colour, f"{name}: {dollars(usd)}"
+            )
+        )
         parts.append(text(axis.at(usd) + 8, y + bar_px + 11, dollars(usd) + more, "value"))
     return svg(box, "Cost of the day in each case.", *parts)
 
@@ -338,5 +394,8 @@ def _hour_axis(box: Box, hours: Sequence[Row]) -> Axis:
 
 
 def _hour_labels(box: Box, axis: Axis, hours: Sequence[Row], every: int = 2) -> Html:
-    named = [(index + 0.5, hour_label(as_number(hour.get("hour_beijing")))) for index, hour in enumerate(hours)]
+    named = [
+        (index + 0.5, hour_label(as_number(hour.get("hour_beijing"))))
+        for index, hour in enumerate(hours)
+    ]
     return below(box, axis, named[:: every if len(named) > every else 1])

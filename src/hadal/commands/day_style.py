@@ -1,7 +1,7 @@
 """The look of the report of a day: one style sheet, light and dark, for screens and for paper.
 
-Colours are few and mean one thing each: prefill, decode, income, cost, what a window measured. All are told apart by
-who sees no red or green, for they differ in lightness too.
+Colours are few and mean one thing each: prefill, decode, income, cost, what a window measured. All
+are told apart by who sees no red or green, for they differ in lightness too.
 """
 
 STYLE = """

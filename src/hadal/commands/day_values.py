@@ -1,6 +1,7 @@
 """What the report of a day reads out of `result.json`, and how it writes numbers.
 
-Anything may be missing or null there (no window ran, nothing is published): a number is then None, written as a dash.
+Anything may be missing or null there (no window ran, nothing is published): a number is then None,
+written as a dash.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ def mapping(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def rows(source: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     """The list of objects at a key; what in it is no object is left out."""
     found = source.get(key)
-    return [row for row in found if isinstance(row, Mapping)] if isinstance(found, list | tuple) else []
+    return (
+        [row for row in found if isinstance(row, Mapping)]
+        if isinstance(found, list | tuple)
+        else []
+    )
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
@@ -87,7 +92,9 @@ def compact(value: float | None, digits: int = 3) -> str:
 def _significant(value: float, digits: int) -> str:
     whole = len(str(int(abs(value))))
     text = f"{value:,.{max(0, digits - whole)}f}" if abs(value) >= 1 else f"{value:.{digits}g}"
-    return (text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text).replace("-", "−")
+    return (text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text).replace(
+        "-", "−"
+    )
 
 
 def dollars(value: float | None) -> str:
@@ -118,7 +125,11 @@ def duration(seconds: float | None) -> str:
     """Milliseconds below a second, then seconds."""
     if seconds is None:
         return NOTHING
-    return f"{_significant(seconds * 1e3, 3)} ms" if abs(seconds) < 1 else f"{_significant(seconds, 3)} s"
+    return (
+        f"{_significant(seconds * 1e3, 3)} ms"
+        if abs(seconds) < 1
+        else f"{_significant(seconds, 3)} s"
+    )
 
 
 def hour_label(hour: float | None) -> str:

@@ -1,7 +1,8 @@
-"""`python -m hadal.commands.kernels`: compile the kernels now, so that the first start need not. `make setup` calls it.
+"""`python -m hadal.commands.kernels`: compile the kernels now, so that the first start need not.
+`make setup` calls it.
 
-It leaves with 0 where there is nothing to be done about their absence (no compiler, `HADAL_KERNELS=plain`) and with 1
-where doing the same again may help.
+It leaves with 0 where there is nothing to be done about their absence (no compiler,
+`HADAL_KERNELS=plain`) and with 1 where doing the same again may help.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ def main() -> int:
             library = build(lambda elapsed_s: bar.update("compiling them for this machine, once"))
     except TimedOut as error:
         print(
-            f"kernels: {error} This machine gives it too little of a core: try again when there is less to do. "
-            "HADAL_KERNELS=plain does without them, slower.", file=sys.stderr,
-        )  # fmt: skip
+            f"kernels: {error} This machine gives it too little of a core: try again when there is"
+            " less to do. HADAL_KERNELS=plain does without them, slower.",
+            file=sys.stderr,
+        )
         return 1
     except BuildError as error:
         print(f"kernels: {error} Hadal runs without them, slower.")

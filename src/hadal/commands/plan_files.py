@@ -20,7 +20,8 @@ from hadal.sim.traces import azure, mooncake
 
 
 def read_traffic(path: Path | None) -> Traffic:
-    """A table (.toml) or a trace: Mooncake's JSON lines (.jsonl, .jsonl.gz) or Azure's CSV. None: DeepSeek's day.
+    """A table (.toml) or a trace: Mooncake's JSON lines (.jsonl, .jsonl.gz) or Azure's CSV. None:
+    DeepSeek's day.
 
     Raises ValueError that says what is wrong with the file.
     """
@@ -38,7 +39,10 @@ def read_traffic(path: Path | None) -> Traffic:
             return traffic_from(azure(text.splitlines()), path.name)
     except ValueError as error:
         raise ConfigError(f"{path}: {str(error).removeprefix(f'{path.name}: ')}") from error
-    raise ValueError(f"{path}: .toml (--example-traffic), Mooncake's .jsonl or .jsonl.gz, or Azure's .csv is needed.")
+    raise ValueError(
+        f"{path}: .toml (--example-traffic), Mooncake's .jsonl or .jsonl.gz, or Azure's .csv is"
+        " needed."
+    )
 
 
 def read_prices(given: Sequence[str]) -> dict[str, float]:
@@ -49,25 +53,38 @@ def read_prices(given: Sequence[str]) -> dict[str, float]:
         try:
             found[name.strip().lower()] = float(usd)
         except ValueError:
-            raise ValueError(f"--price {shown(part)}: dollars per GPU-hour are needed, such as h20=1.2.") from None
+            raise ValueError(
+                f"--price {shown(part)}: dollars per GPU-hour are needed, such as h20=1.2."
+            ) from None
     return found
 
 
 def check_folder(folder: Path) -> None:
     """Raises ValueError if plans could not be written there; makes nothing."""
     try:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
+        there = next(
+            path
+            for path in (folder, *folder.absolute().parents)
+            if path.exists() or path.is_symlink()
+        )
         if not there.is_dir():
             raise ValueError(f"--out {folder} cannot be written: {there} is not a folder.")
-        # Root may write where the bits say nobody may; a file system that is mounted to be read says no to all.
+        # Root may write where the bits say nobody may; a file system that is mounted to be read
+        # says no to all.
         if not os.access(there, os.W_OK | os.X_OK):
             raise ValueError(f"--out {folder} cannot be written: nothing can be made in {there}.")
     except OSError as error:
-        raise ValueError(f"--out {folder} cannot be written: {(error.strerror or '').lower()}.") from error
+        raise ValueError(
+            f"--out {folder} cannot be written: {(error.strerror or '').lower()}."
+        ) from error
 
 
-def write_plans(folder: Path, plans: Sequence[Plan], report: dict[str, Any], model: str) -> list[Path]:
-    """A deployment for each plan, best first, and plan.json. Raises ValueError if the folder cannot be written."""
+def write_plans(
+    folder: Path, plans: Sequence[Plan], report: dict[str, Any], model: str
+) -> list[Path]:
+    """A deployment for each plan, best first, and plan.json. Raises ValueError if the folder cannot
+    be written.
+    """
     paths = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,12 +92,15 @@ def write_plans(folder: Path, plans: Sequence[Plan], report: dict[str, Any], mod
             prefill, decode = plan.prefill.num_ranks, plan.decode.num_ranks
             path = folder / f"{number}_{plan.hardware.name}_ep{prefill}_ep{decode}.toml"
             path.write_text(
-                to_toml(deployment_of(plan, model=model), heading_of(plan), notes_of(plan)), encoding="utf-8"
+                to_toml(deployment_of(plan, model=model), heading_of(plan), notes_of(plan)),
+                encoding="utf-8",
             )
             paths.append(path)
         (folder / "plan.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"--out {folder} cannot be written: {(error.strerror or '').lower()}.") from error
+        raise ValueError(
+            f"--out {folder} cannot be written: {(error.strerror or '').lower()}."
+        ) from error
     return [*paths, folder / "plan.json"]
 
 
@@ -88,44 +108,69 @@ def plan_object(plan: Plan) -> dict[str, Any]:
     """A plan for programs: units last in every name."""
     decode, prefill = plan.decode_unit, plan.prefill_unit
     return {
-        "hardware": plan.hardware.name, "usd_per_gpu_hour": plan.rent.usd, "cost_usd_day": plan.cost_usd,
-        "usd_per_million_tokens_out": plan.usd_per_million_out, "gpu_hours_day": plan.gpu_hours,
-        "nodes_mean": plan.nodes_mean, "nodes_peak": plan.nodes_peak,
+        "hardware": plan.hardware.name,
+        "usd_per_gpu_hour": plan.rent.usd,
+        "cost_usd_day": plan.cost_usd,
+        "usd_per_million_tokens_out": plan.usd_per_million_out,
+        "gpu_hours_day": plan.gpu_hours,
+        "nodes_mean": plan.nodes_mean,
+        "nodes_peak": plan.nodes_peak,
         "prefill": {
-            "ranks": plan.prefill.num_ranks, "redundant_experts": prefill.model.num_redundant,
-            "experts_dtype": prefill.model.expert_dtype, "chunk_tokens": prefill.chunk_tokens,
-            "units_peak": plan.prefill.num_peak, "units_least": plan.prefill.num_least, "use": plan.prefill.use,
-            "tokens_per_s": plan.prefill.unit_tokens_per_s, "step_s": prefill.step_s, "ttft_s": prefill.ttft_s,
+            "ranks": plan.prefill.num_ranks,
+            "redundant_experts": prefill.model.num_redundant,
+            "experts_dtype": prefill.model.expert_dtype,
+            "chunk_tokens": prefill.chunk_tokens,
+            "units_peak": plan.prefill.num_peak,
+            "units_least": plan.prefill.num_least,
+            "use": plan.prefill.use,
+            "tokens_per_s": plan.prefill.unit_tokens_per_s,
+            "step_s": prefill.step_s,
+            "ttft_s": prefill.ttft_s,
         },
         "decode": {
-            "ranks": plan.decode.num_ranks, "redundant_experts": decode.model.num_redundant,
-            "experts_dtype": decode.model.expert_dtype, "mtp_tokens": decode.mtp_tokens, "batch": decode.batch,
-            "is_memory_bound": decode.is_memory_bound, "units_peak": plan.decode.num_peak,
-            "units_least": plan.decode.num_least, "use": plan.decode.use,
-            "tokens_per_s": plan.decode.unit_tokens_per_s, "tpot_s": decode.tpot_s,
+            "ranks": plan.decode.num_ranks,
+            "redundant_experts": decode.model.num_redundant,
+            "experts_dtype": decode.model.expert_dtype,
+            "mtp_tokens": decode.mtp_tokens,
+            "batch": decode.batch,
+            "is_memory_bound": decode.is_memory_bound,
+            "units_peak": plan.decode.num_peak,
+            "units_least": plan.decode.num_least,
+            "use": plan.decode.use,
+            "tokens_per_s": plan.decode.unit_tokens_per_s,
+            "tpot_s": decode.tpot_s,
             "schedule": decode.price.schedule.name,
         },
         "extrapolated": list(plan.extrapolated),
-    }  # fmt: skip
+    }
 
 
 def row_object(row: Row) -> dict[str, Any]:
     return {
-        "dimension": row.dimension, "value": row.value, "cost_usd_day": row.cost_usd, "why": row.why,
+        "dimension": row.dimension,
+        "value": row.value,
+        "cost_usd_day": row.cost_usd,
+        "why": row.why,
         "plan": None if row.plan is None else plan_object(row.plan),
-    }  # fmt: skip
+    }
 
 
 def measured_object(plan: Plan, measured: Measured) -> dict[str, Any]:
     """What the simulator saw, beside the plan that it saw."""
     ttft, tpot = measured.ttft_s, measured.tpot_s
     return {
-        "plan": str(plan), "prefill_units": measured.num_prefill, "decode_units": measured.num_decode,
-        "requests_per_s": measured.requests_per_s, "prefill_load": measured.prefill_load,
-        "decode_load": measured.decode_load, "is_full_load": measured.is_full, "seconds": measured.seconds,
+        "plan": str(plan),
+        "prefill_units": measured.num_prefill,
+        "decode_units": measured.num_decode,
+        "requests_per_s": measured.requests_per_s,
+        "prefill_load": measured.prefill_load,
+        "decode_load": measured.decode_load,
+        "is_full_load": measured.is_full,
+        "seconds": measured.seconds,
         "requests": measured.num_requests,
         "ttft_s": {"mean": ttft.mean, "p50": ttft.p50, "p90": ttft.p90, "p99": ttft.p99},
         "tpot_s": {"mean": tpot.mean, "p50": tpot.p50, "p90": tpot.p90, "p99": tpot.p99},
-        "requests_per_rank": measured.requests_per_rank, "kv_length_mean": measured.kv_length,
+        "requests_per_rank": measured.requests_per_rank,
+        "kv_length_mean": measured.kv_length,
         "problem": measured.problem(plan),
-    }  # fmt: skip
+    }

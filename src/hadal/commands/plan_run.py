@@ -68,9 +68,10 @@ def run(asked: Asked) -> None:
 
         search, notes = _priced(asked, advance)
         search.verify(
-            asked.num_verify, np.random.default_rng(asked.seed),
+            asked.num_verify,
+            np.random.default_rng(asked.seed),
             lambda plan, share: advance(f"simulating {plan}", share),
-        )  # fmt: skip
+        )
         best = _best(search)
         advance("the day of its fleet", 0.0)
         day = fluid_of(best, np.random.default_rng(asked.seed))
@@ -79,9 +80,11 @@ def run(asked: Asked) -> None:
     plans = [best, *(plan for plan in search.ranked() if str(plan) != str(best))][: asked.top]
     report = _report(search, plans, rows, notes)
     report["fluid_day"] = {
-        "nodes_mean": day.nodes_mean, "nodes_peak": day.nodes_peak, "tokens_per_s_user": day.tokens_per_s_user,
+        "nodes_mean": day.nodes_mean,
+        "nodes_peak": day.nodes_peak,
+        "tokens_per_s_user": day.tokens_per_s_user,
         "wait_s_max": day.wait_s_max,
-    }  # fmt: skip
+    }
     model = str(asked.model.absolute()) if asked.model else ""
     paths = [] if asked.out is None else write_plans(asked.out, plans, report, model)
     if asked.as_json:
@@ -101,13 +104,17 @@ def _priced(asked: Asked, advance: Callable[[str, float], None]) -> tuple[Search
     wanted = list(dict.fromkeys(hardware_named(name) for name in names)) or list(HARDWARE.values())
     priced = [one for one in wanted if one.name in rent_of]
     notes = [
-        f"{one.name} is left out: no trustworthy price of it was found. Give one with --price {one.name}=DOLLARS."
-        for one in wanted if one.name not in rent_of
-    ]  # fmt: skip
+        f"{one.name} is left out: no trustworthy price of it was found. Give one with --price"
+        f" {one.name}=DOLLARS."
+        for one in wanted
+        if one.name not in rent_of
+    ]
     if not priced:
         raise ValueError(" ".join(notes))
     if choice.dtypes == (FP4,) and not any(one.fp4_flops for one in priced):
-        raise ValueError(f"none of {', '.join(one.name for one in priced)} has FP4; fp4 runs on b200 and gb200.")
+        raise ValueError(
+            f"none of {', '.join(one.name for one in priced)} has FP4; fp4 runs on b200 and gb200."
+        )
     shape = DEEPSEEK_V3 if asked.model is None else read_model_config(asked.model)
     found: list[HardwarePlans] = []
     for done, one in enumerate(priced):
@@ -126,17 +133,23 @@ def _choice(asked: Asked) -> Options:
     if asked.experts not in (FP4, FP8):
         raise ValueError(f"--experts is {asked.experts!r}; fp8 or fp4.")
     if not asked.start_s < 86_400.0:
-        raise ValueError(f"--start is {asked.start_s:g}; a unit that takes a day to start follows no day.")
+        raise ValueError(
+            f"--start is {asked.start_s:g}; a unit that takes a day to start follows no day."
+        )
     return Options((asked.mtp_tokens,), (asked.experts,), DayRules(asked.is_static, asked.start_s))
 
 
 def _best(search: Search) -> Plan:
-    """The cheapest that kept its promise; where none was simulated, or none kept it, the cheapest by price."""
+    """The cheapest that kept its promise; where none was simulated, or none kept it, the cheapest
+    by price.
+    """
     return search.verified[0][0] if search.verified else search.ranked()[0]
 
 
 def _rows(search: Search, best: Plan) -> Iterator[Row]:
-    """What was tried, beside the best: other hardware, every dimension, what could not be chosen."""
+    """What was tried, beside the best: other hardware, every dimension, what could not be
+    chosen.
+    """
     for one in search.found:
         plans = one.ranked()
         if one.pricing.hardware == best.hardware:
@@ -146,19 +159,29 @@ def _rows(search: Search, best: Plan) -> Iterator[Row]:
             yield Row("hardware", name, None, None, impossible([one]))
         else:
             yield Row("hardware", str(plans[0]), plans[0], plans[0].cost_usd, why(plans[0], best))
-    yield from (Row("simulated", str(one.plan), one.plan, one.plan.cost_usd, one.why) for one in search.refuted)
+    yield from (
+        Row("simulated", str(one.plan), one.plan, one.plan.cost_usd, one.why)
+        for one in search.refuted
+    )
     yield from dimension_rows(best, search.of(best))
     yield from what_if_rows(best, search.of(best))
 
 
-def _report(search: Search, plans: Sequence[Plan], rows: Sequence[Row], notes: Sequence[str]) -> dict[str, Any]:
+def _report(
+    search: Search, plans: Sequence[Plan], rows: Sequence[Row], notes: Sequence[str]
+) -> dict[str, Any]:
     first = plans[0]
     traffic = first.traffic
     return {
-        "slo": str(first.slo), "num_tried": sum(found.num_tried for found in search.found),
+        "slo": str(first.slo),
+        "num_tried": sum(found.num_tried for found in search.found),
         "traffic": {
-            "name": traffic.name, "requests_per_s": traffic.requests_per_s, "tokens_in": traffic.tokens_in,
-            "tokens_out": traffic.tokens_out, "cached_share": traffic.cached_share, "peak_over_mean": traffic.peak,
+            "name": traffic.name,
+            "requests_per_s": traffic.requests_per_s,
+            "tokens_in": traffic.tokens_in,
+            "tokens_out": traffic.tokens_out,
+            "cached_share": traffic.cached_share,
+            "peak_over_mean": traffic.peak,
             "kv_length_mean": traffic.kv_length_mean,
         },
         "is_verified": search.is_verified(first),
@@ -167,5 +190,6 @@ def _report(search: Search, plans: Sequence[Plan], rows: Sequence[Row], notes: S
             *(measured_object(plan, measured) for plan, measured in search.verified),
             *(measured_object(one.plan, one.measured) for one in search.refuted),
         ],
-        "tried": [row_object(row) for row in rows], "notes": list(notes),
-    }  # fmt: skip
+        "tried": [row_object(row) for row in rows],
+        "notes": list(notes),
+    }

@@ -1,4 +1,6 @@
-"""`hadal replay`: a recorded live run once more, in the simulator; whether every decision is the same."""
+"""`hadal replay`: a recorded live run once more, in the simulator; whether every decision is the
+same.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,22 @@ EPILOG = examples(
     ("HADAL_RECORD=run1 hadal serve", "record; send it requests, then end it with Ctrl-C"),
     ("hadal replay run1", "decide it all again"),
     ("hadal replay run1 --json", "the same for programs"),
-    after="It leaves with 1 if a decision differs, and says which was the first. A recording holds prompts and "
-          "answers.",
-)  # fmt: skip
+    after=(
+        "It leaves with 1 if a decision differs, and says which was the first. A recording holds"
+        " prompts and answers."
+    ),
+)
 
 
 def replay(
-    folder: Annotated[Path, typer.Argument(help="Folder that HADAL_RECORD named when the server ran.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder that HADAL_RECORD named when the server ran.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Replay a recorded live run with this version's roles under simulated time, and compare every decision."""
+    """Replay a recorded live run with this version's roles under simulated time, and compare every
+    decision.
+    """
     from hadal.core.errors import HadalError
     from hadal.progress import Bar
     from hadal.runtime.recorder import read_recordings
@@ -46,7 +54,9 @@ def replay(
             bar.update("reading the recording")
             recordings = read_recordings(folder)
             report = replay_all(
-                recordings, make_role, lambda done, of: bar.update(f"{done:,} of {of:,} calls", done=done / of)
+                recordings,
+                make_role,
+                lambda done, of: bar.update(f"{done:,} of {of:,} calls", done=done / of),
             )
     except (HadalError, ValueError) as error:
         typer.echo(f"hadal replay: {error}", err=True)
@@ -62,7 +72,9 @@ def replay(
 
 
 def make_role(opening: Opening) -> Role:
-    """The role that a recorded process hosted, made by the code that made it there. Raises ConfigError."""
+    """The role that a recorded process hosted, made by the code that made it there. Raises
+    ConfigError.
+    """
     from hadal.roles import recording
     from hadal.roles.fleet_rules import make_fleet
     from hadal.roles.front import Front
@@ -91,19 +103,33 @@ def as_dict(report: ReplayReport, took_s: float) -> dict[str, Any]:
     return {
         "is_same": report.difference is None,
         "difference": str(report.difference) if report.difference else None,
-        "processes": report.num_processes, "calls": report.num_calls, "calls_recorded": report.num_recorded,
-        "decisions": dict(report.decisions.most_common()), "from_outside": dict(report.outside.most_common()),
-        "messages_lost": report.num_lost, "span_s": report.span_s, "took_s": took_s,
+        "processes": report.num_processes,
+        "calls": report.num_calls,
+        "calls_recorded": report.num_recorded,
+        "decisions": dict(report.decisions.most_common()),
+        "from_outside": dict(report.outside.most_common()),
+        "messages_lost": report.num_lost,
+        "span_s": report.span_s,
+        "took_s": took_s,
         "steps": {
-            name: {"steps": of.num_steps, "elapsed_ms": of.elapsed_ms, "answered_ms": of.answered_ms}
+            name: {
+                "steps": of.num_steps,
+                "elapsed_ms": of.elapsed_ms,
+                "answered_ms": of.answered_ms,
+            }
             for name, of in report.steps.items()
         },
         "wire": [
-            {"from": pair[0], "to": pair[1], "messages": way.num_messages, "median_ms": way.median_ms,
-             "max_ms": way.max_ms}
+            {
+                "from": pair[0],
+                "to": pair[1],
+                "messages": way.num_messages,
+                "median_ms": way.median_ms,
+                "max_ms": way.max_ms,
+            }
             for pair, way in report.ways.items()
         ],
-    }  # fmt: skip
+    }
 
 
 def show(report: ReplayReport, took_s: float, console: Console) -> None:
@@ -121,11 +147,15 @@ def show(report: ReplayReport, took_s: float, console: Console) -> None:
     for name, of in report.steps.items():
         steps.add_row(name, f"{of.num_steps:,}", f"{of.elapsed_ms:.3f}", f"{of.answered_ms:.3f}")
     console.print(steps)
-    ways = Table("from", "to", title="Messages as measured, from decision to decision", title_justify="left")
+    ways = Table(
+        "from", "to", title="Messages as measured, from decision to decision", title_justify="left"
+    )
     for column in ("messages", "median ms", "most ms"):
         ways.add_column(column, justify="right")
     for (sender, receiver), way in report.ways.items():
-        ways.add_row(sender, receiver, f"{way.num_messages:,}", f"{way.median_ms:.3f}", f"{way.max_ms:.1f}")
+        ways.add_row(
+            sender, receiver, f"{way.num_messages:,}", f"{way.median_ms:.3f}", f"{way.max_ms:.1f}"
+        )
     console.print(ways)
     given = ", ".join(f"{kind} {number:,}" for kind, number in report.outside.most_common())
     lost = f"Messages that reached nobody: {report.num_lost}."
@@ -133,7 +163,11 @@ def show(report: ReplayReport, took_s: float, console: Console) -> None:
     calls = f"{report.num_calls:,} of {report.num_recorded:,} calls of {report.num_processes} roles"
     times = f"{report.span_s:.1f} s live, {took_s:.1f} s replayed"
     if report.difference is None:
-        console.print(f"[green]The same[/green]: {report.num_decisions:,} decisions in {calls} ({times}).")
+        console.print(
+            f"[green]The same[/green]: {report.num_decisions:,} decisions in {calls} ({times})."
+        )
     else:
-        console.print(f"[red]Different[/red] after {report.num_decisions:,} decisions in {calls} ({times}):")
+        console.print(
+            f"[red]Different[/red] after {report.num_decisions:,} decisions in {calls} ({times}):"
+        )
         console.print(str(report.difference), highlight=False, markup=False)

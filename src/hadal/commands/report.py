@@ -1,4 +1,6 @@
-"""`hadal report`: the published table of what was really served, out of the ledger that the gateway writes."""
+"""`hadal report`: the published table of what was really served, out of the ledger that the gateway
+writes.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,18 @@ _MAX_S = 3660 * _UNITS_S["d"]
 
 
 def run(
-    *, last: str, by: str, as_json: bool, ledger: str, prices: str, is_utc: bool,
-    echo: Callable[[str], object] = print, now_s: float | None = None,
+    *,
+    last: str,
+    by: str,
+    as_json: bool,
+    ledger: str,
+    prices: str,
+    is_utc: bool,
+    echo: Callable[[str], object] = print,
+    now_s: float | None = None,
 ) -> int:
-    """Print the report of the last so many hours; returns the exit code. `prices` other than "" replace those charged.
+    """Print the report of the last so many hours; returns the exit code. `prices` other than ""
+    replace those charged.
     """
     now_s = time.time() if now_s is None else now_s
     offset_s = 0 if is_utc else time.localtime(now_s).tm_gmtoff // BUCKET_S * BUCKET_S
@@ -38,10 +48,20 @@ def run(
         book = PriceBook(price_list(prices)) if prices else None
         url = ledger_url(ledger)
         if not url:
-            raise LedgerError("the ledger is off. Say which one with --ledger, or unset HADAL_LEDGER.")
+            raise LedgerError(
+                "the ledger is off. Say which one with --ledger, or unset HADAL_LEDGER."
+            )
         window = read(url, from_us, to_us, by, offset_s)
         tally = window.tally.priced(book) if book else window.tally
-        made = report(tally, window.nodes, from_us, to_us, by=by, utc_offset_s=offset_s, details=window.details)
+        made = report(
+            tally,
+            window.nodes,
+            from_us,
+            to_us,
+            by=by,
+            utc_offset_s=offset_s,
+            details=window.details,
+        )
     except (HadalError, ValueError) as error:
         print(f"hadal report: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -57,30 +77,39 @@ def run(
 
 
 def read(url: str, from_us: int, to_us: int, by: str, utc_offset_s: int) -> Window:
-    """What a ledger holds of this time. Raises LedgerError, StoreDown, ValueError; none of them makes a file."""
+    """What a ledger holds of this time. Raises LedgerError, StoreDown, ValueError; none of them
+    makes a file.
+    """
     store = Store(url)
     try:
         return store.read(from_us, to_us, by=by, utc_offset_s=utc_offset_s)
     except LedgerError as error:
-        raise LedgerError(f"{error} `hadal serve` writes one with its first request; --ledger says where it is."
-                          if "there is no ledger" in str(error) or "holds no ledger" in str(error) else str(error)
-                          ) from None
+        raise LedgerError(
+            f"{error} `hadal serve` writes one with its first request; --ledger says where it is."
+            if "there is no ledger" in str(error) or "holds no ledger" in str(error)
+            else str(error)
+        ) from None
     finally:
         store.close()
 
 
 def seconds_of(text: str) -> int:
-    """"90m", "24h", "7d", "2w", or hours without a letter. Raises ValueError."""
+    """ "90m", "24h", "7d", "2w", or hours without a letter. Raises ValueError."""
     found = re.fullmatch(r"([0-9]{1,6})\s*([mhdw]?)", text.strip().lower())
     if not found or not int(found[1]):
         raise ValueError(f"--last is {text!r}; say it as 90m, 24h, 7d or 2w.")
     seconds = int(found[1]) * _UNITS_S[found[2] or "h"]
     if seconds > _MAX_S:
-        raise ValueError(f"--last is {text!r}; a report goes back {_MAX_S // _UNITS_S['d']}d at most.")
+        raise ValueError(
+            f"--last is {text!r}; a report goes back {_MAX_S // _UNITS_S['d']}d at most."
+        )
     return seconds
 
 
 def _why_empty(window: Window, offset_s: int) -> str:
     if window.last_completed_us is None:
         return "No request has ended yet. Ask the server something, for example with `hadal chat`."
-    return f"No request ended in this time; the last one did at {iso(window.last_completed_us, offset_s)}. See --last."
+    return (
+        "No request ended in this time; the last one did at"
+        f" {iso(window.last_completed_us, offset_s)}. See --last."
+    )

@@ -19,9 +19,12 @@ NOTHING = "-"
 def render(report: Report, title: str) -> Group:
     """The day's table and the lines below it, as things rich can print."""
     start, end = (
-        iso(time_us, report.utc_offset_s)[:16].replace("T", " ") for time_us in (report.from_us, report.to_us)
+        iso(time_us, report.utc_offset_s)[:16].replace("T", " ")
+        for time_us in (report.from_us, report.to_us)
     )
-    heading = Text(title, style="bold") + Text(f"   {start} to {end} {_zone(report.utc_offset_s)}", style="dim")
+    heading = Text(title, style="bold") + Text(
+        f"   {start} to {end} {_zone(report.utc_offset_s)}", style="dim"
+    )
     lines = [line for line in report.lines if _has_news(line)]
     parts: list[Text | Table] = [heading, _total(report.total)]
     if lines:
@@ -39,12 +42,21 @@ def _notes(report: Report, lines: list[Line]) -> list[str]:
     if num_left_out:
         notes.append(f"{num_left_out} hours without nodes and requests are left out.")
     if report.by == TENANT:
-        notes.append("Nodes and cost are in the total only: whom of several tenants a node works for cannot be told.")
+        notes.append(
+            "Nodes and cost are in the total only: whom of several tenants a node works for cannot"
+            " be told."
+        )
     elif any(not line.nodes.role_to_node_us for line in lines):
-        notes.append(f"{NOTHING} under nodes: none of its own in this time; nodes for several models are {SHARED}.")
+        notes.append(
+            f"{NOTHING} under nodes: none of its own in this time; nodes for several models are"
+            f" {SHARED}."
+        )
     requests = [line for line in (report.total, *lines) if line.counts.num_requests]
     if any(None in (line.hit_percent, line.tokens_per_s_user) for line in requests):
-        notes.append(f"{NOTHING} under other heads: no prompt was answered, or no second token came, to take it of.")
+        notes.append(
+            f"{NOTHING} under other heads: no prompt was answered, or no second token came, to take"
+            " it of."
+        )
     return notes
 
 
@@ -55,25 +67,41 @@ def _total(line: Line) -> Table:
     table.add_column(justify="right")
     table.add_column(style="dim")
     ends = [
-        f"{number:,} {end}" for end, number in (
-            ("cancelled", counts.num_cancelled), ("refused", counts.num_refused), ("failed", counts.num_failed),
-        ) if number
-    ]  # fmt: skip
+        f"{number:,} {end}"
+        for end, number in (
+            ("cancelled", counts.num_cancelled),
+            ("refused", counts.num_refused),
+            ("failed", counts.num_failed),
+        )
+        if number
+    ]
     detail = line.detail or Detail()
     retries = [f"{counts.num_retries:,} retries"] if counts.num_retries else []
     prefill, decode = nodes.hours("prefill"), nodes.hours("decode")
     for name, value, note in (
-        ("nodes, mean", _number(nodes.mean, 3), f"{prefill:,.4g} node-hours of prefill, {decode:,.4g} of decode"),
+        (
+            "nodes, mean",
+            _number(nodes.mean, 3),
+            f"{prefill:,.4g} node-hours of prefill, {decode:,.4g} of decode",
+        ),
         ("nodes, peak", _number(float(nodes.peak), 3), ""),
         ("requests", f"{counts.num_requests:,}", ", ".join([*ends, *retries])),
-        *([("errors", f"{sum(detail.error_to_num.values()):,}", _errors(detail))] if detail.error_to_num else []),
+        *(
+            [("errors", f"{sum(detail.error_to_num.values()):,}", _errors(detail))]
+            if detail.error_to_num
+            else []
+        ),
         ("tokens in", _tokens(counts.tokens_in), ""),
         ("  from the cache", _tokens(counts.tokens_hit), _percent(line.hit_percent)),
         ("tokens out", _tokens(counts.tokens_out), ""),
         ("tokens/s per user", _number(line.tokens_per_s_user), "after the first token"),
         *([] if line.detail is None else _times(line.detail)),
         ("KV length", _number(line.kv_length_mean), "mean over output tokens"),
-        ("prefill tokens/s per node", _number(line.prefill_tokens_per_s_node), "from the cache included"),
+        (
+            "prefill tokens/s per node",
+            _number(line.prefill_tokens_per_s_node),
+            "from the cache included",
+        ),
         ("decode tokens/s per node", _number(line.decode_tokens_per_s_node), ""),
         ("cost", dollars(line.cost_micro_usd), ""),
         ("income", dollars(line.income_micro_usd), ""),
@@ -86,11 +114,12 @@ def _total(line: Line) -> Table:
 def _times(detail: Detail) -> list[tuple[str, str, str]]:
     """Quantiles as rows of the total: what, the middle, and the rest."""
     return [
-        (what, _time(values, 0, unit), f"p99 {_time(values, 1, unit)}; {note}") for what, values, unit, note in (
+        (what, _time(values, 0, unit), f"p99 {_time(values, 1, unit)}; {note}")
+        for what, values, unit, note in (
             ("time to first token, p50", detail.ttft_us, 1e6, "waiting included"),
             ("time per token, p50", detail.tpot_ns, 1e9, "after the first"),
         )
-    ]  # fmt: skip
+    ]
 
 
 def _lines(report: Report, lines: list[Line]) -> Table:
@@ -106,10 +135,16 @@ def _lines(report: Report, lines: list[Line]) -> Table:
         nodes = [_number(line.nodes.mean, 2) if is_up else NOTHING] if has_nodes else []
         cost = [dollars(line.cost_micro_usd) if is_up else NOTHING] if has_nodes else []
         table.add_row(
-            _label(report, line), *nodes, _tokens(counts.num_requests), _tokens(counts.tokens_in),
-            _percent(line.hit_percent), _tokens(counts.tokens_out), _number(line.tokens_per_s_user), *cost,
+            _label(report, line),
+            *nodes,
+            _tokens(counts.num_requests),
+            _tokens(counts.tokens_in),
+            _percent(line.hit_percent),
+            _tokens(counts.tokens_out),
+            _number(line.tokens_per_s_user),
+            *cost,
             dollars(line.income_micro_usd),
-        )  # fmt: skip
+        )
     return table
 
 
@@ -123,8 +158,11 @@ def _details(report: Report, lines: list[Line]) -> Table:
     for line in lines:
         if line.counts.num_requests:
             detail = line.detail or Detail()
-            times = [_time(values, at, unit) for values, unit in ((detail.ttft_us, 1e6), (detail.tpot_ns, 1e9))
-                     for at in range(len(QUANTILES))]  # fmt: skip
+            times = [
+                _time(values, at, unit)
+                for values, unit in ((detail.ttft_us, 1e6), (detail.tpot_ns, 1e9))
+                for at in range(len(QUANTILES))
+            ]
             table.add_row(_label(report, line), *times, _errors(detail))
     return table
 
@@ -134,7 +172,9 @@ def _label(report: Report, line: Line) -> Text:
 
 
 def _errors(detail: Detail) -> str:
-    return ", ".join(f"{number:,} x {_kind(end)}" for end, number in sorted(detail.error_to_num.items()))
+    return ", ".join(
+        f"{number:,} x {_kind(end)}" for end, number in sorted(detail.error_to_num.items())
+    )
 
 
 def _kind(end: str) -> str:
@@ -158,7 +198,11 @@ def dollars(micro_usd: int) -> str:
     """Whole dollars from 1,000 on, cents from one on, two digits below."""
     sign, amount = "-" * (micro_usd < 0), abs(micro_usd)
     if 0 < amount < 10**6:
-        return f"{sign}${amount / 1e6:.6f}".rstrip("0") if amount < 10**4 else f"{sign}${amount / 1e6:.4f}"
+        return (
+            f"{sign}${amount / 1e6:.6f}".rstrip("0")
+            if amount < 10**4
+            else f"{sign}${amount / 1e6:.4f}"
+        )
     return f"{sign}${amount / 1e6:,.{0 if amount >= 10**9 else 2}f}"
 
 
@@ -171,7 +215,9 @@ def _tokens(number: int) -> str:
 
 
 def _number(value: float | None, decimals: int = 1) -> str:
-    return NOTHING if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.{decimals}f}"
+    return (
+        NOTHING if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.{decimals}f}"
+    )
 
 
 def _percent(value: float | None, decimals: int = 1) -> str:

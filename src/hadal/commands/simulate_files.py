@@ -44,7 +44,8 @@ class Asked:
 
 
 def read_study(preset: str, config: Path | None, changes: Mapping[str, Any]) -> Study:
-    """The preset, what the file says, then `changes`: by field, such as "cache.disk_pb"; None is none.
+    """The preset, what the file says, then `changes`: by field, such as "cache.disk_pb"; None is
+    none.
 
     Raises ConfigError.
     """
@@ -76,7 +77,7 @@ def study_toml(study: Study) -> str:
 
 
 def hours_of(text: str) -> tuple[int, ...]:
-    """"0-5,14" in Beijing as hours since second 0, noon; "": none. Raises ConfigError."""
+    """ "0-5,14" in Beijing as hours since second 0, noon; "": none. Raises ConfigError."""
     found: set[int] = set()
     for part in filter(None, (one.strip() for one in text.split(","))):
         first, _, last = part.partition("-")
@@ -95,14 +96,18 @@ def hours_of(text: str) -> tuple[int, ...]:
 def run(asked: Asked) -> None:
     """Simulate, print, write. Raises ConfigError and HadalError, one line that says what to do."""
     plan = Plan(
-        asked.study, hours_of(asked.hours), tuple(what_ifs(asked.study)) if asked.has_what_ifs else (),
+        asked.study,
+        hours_of(asked.hours),
+        tuple(what_ifs(asked.study)) if asked.has_what_ifs else (),
         asked.num_jobs or os.cpu_count() or 1,
-    )  # fmt: skip
+    )
     check_promise(plan.study)
     try:
         asked.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {asked.out} cannot be made: {(error.strerror or '').lower()}.") from error
+        raise ConfigError(
+            f"--out {asked.out} cannot be made: {(error.strerror or '').lower()}."
+        ) from error
     began_s = time.monotonic()
     simulated = _with_progress(plan)
     found = {**_finite(simulated.json), "seconds": round(time.monotonic() - began_s, 1)}
@@ -125,8 +130,9 @@ def _write(folder: Path, found: dict[str, Any], simulated: Simulated) -> list[Pa
     texts = {RESULT: json.dumps(found, indent=1), REPORT: report_html(found)}
     busiest = max(
         (window for window in simulated.result.windows if window is not None),
-        key=lambda window: window.reading.decode.requests_per_rank, default=None,
-    )  # fmt: skip
+        key=lambda window: window.reading.decode.requests_per_rank,
+        default=None,
+    )
     if busiest is not None and busiest.steps:
         unit, price = busiest.steps.get("decode") or next(iter(busiest.steps.values()))
         texts[TRACE] = json.dumps(steps_trace(unit, [(0.0, price)]))
@@ -136,7 +142,9 @@ def _write(folder: Path, found: dict[str, Any], simulated: Simulated) -> list[Pa
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {(error.strerror or '').lower()}.") from error
+            raise ConfigError(
+                f"{path} cannot be written: {(error.strerror or '').lower()}."
+            ) from error
         paths.append(path)
     return paths
 

@@ -1,10 +1,13 @@
-"""Parts of a simulation, each in a fresh process, so that its memory is given back; Ctrl-C ends all at any moment.
+"""Parts of a simulation, each in a fresh process, so that its memory is given back; Ctrl-C ends all
+at any moment.
 
-    submit -> a thread: starts a process, sends it the part over a pipe of theirs, waits for what comes of it
+    submit -> a thread: starts a process, sends it the part over a pipe of theirs, waits for what
+    comes of it
 
-Nobody else holds a process's end of its pipe: however it ends, its thread reads that, and no queue, lock or semaphore
-is shared that it could leave as it was. The pool of the standard library has those: ended in the middle it told of
-files that were closed, and may wait for the rest of a result whose writer is gone.
+Nobody else holds a process's end of its pipe: however it ends, its thread reads that, and no queue,
+lock or semaphore is shared that it could leave as it was. The pool of the standard library has
+those: ended in the middle it told of files that were closed, and may wait for the rest of a result
+whose writer is gone.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ def processes(num_jobs: int) -> Iterator[Executor]:
 
 
 class Processes(Executor):
-    """At most `num_jobs` at once, each for one call. A future raises BrokenExecutor if its process died."""
+    """At most `num_jobs` at once, each for one call. A future raises BrokenExecutor if its process
+    died.
+    """
 
     def __init__(self, num_jobs: int) -> None:
         self._context = get_context("spawn")
@@ -89,7 +94,10 @@ class Processes(Executor):
             try:
                 ours.send(part)
                 is_done, found = ours.recv()
-            except (EOFError, OSError) as error:  # OSError, too, where it was killed in the middle of what it said.
+            except (
+                EOFError,
+                OSError,
+            ) as error:  # OSError, too, where it was killed in the middle of what it said.
                 raise BrokenExecutor("a process ended without a result.") from error
             finally:
                 process.kill()  # It has said what it had to say, or never will.
@@ -105,9 +113,10 @@ class Processes(Executor):
         with self._lock:
             if self._is_ending:
                 raise BrokenExecutor("the others are being ended.")
-            # Ctrl-C of a terminal reaches every process, and one that still imports would tell its traceback. So it is
-            # born with the signal blocked, as this thread has it, which has no use for it. What start() would begin
-            # first takes the block away again, and is begun before.
+            # Ctrl-C of a terminal reaches every process, and one that still imports would tell its
+            # traceback. So it is born with the signal blocked, as this thread has it, which has no
+            # use for it. What start() would begin first takes the block away again, and is begun
+            # before.
             resource_tracker.ensure_running()
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             process.start()

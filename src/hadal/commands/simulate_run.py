@@ -1,7 +1,8 @@
-"""The stages of `hadal simulate`, spread over processes: what can be measured apart is measured at once.
+"""The stages of `hadal simulate`, spread over processes: what can be measured apart is measured at
+once.
 
-    cache day -> load -> unit curves -> fluid day -> 24 windows
-                              and the same for every alternative, without windows
+cache day -> load -> unit curves -> fluid day -> 24 windows
+                          and the same for every alternative, without windows
 """
 
 from __future__ import annotations
@@ -96,29 +97,46 @@ class Stages:
         windows = self._windows(fluid, experts, caches[0])
         result = day_result(study, load, experts, curves, fluid, windows if plan.hours else ())
         found = result_json(result)
-        found["what_ifs"] = [{"name": "as asked", **day_result(study, load, experts, curves, fluid, ()).flat()}]
+        found["what_ifs"] = [
+            {"name": "as asked", **day_result(study, load, experts, curves, fluid, ()).flat()}
+        ]
         number = 1
-        for (name, other), ranks, pending in zip(plan.alternatives, other_experts, other_points, strict=True):
+        for (name, other), ranks, pending in zip(
+            plan.alternatives, other_experts, other_points, strict=True
+        ):
             other_load = load
             if not same_cache(study, other):
                 other_load, number = load.with_cache(caches[number]), number + 1
-            found["what_ifs"].append(self._alternative(name, other, ranks, other_load, curves, pending))
+            found["what_ifs"].append(
+                self._alternative(name, other, ranks, other_load, curves, pending)
+            )
         return Simulated(result, found)
 
     def _caches(self) -> list[CacheDay | None]:
         """Of the study, then of each alternative with another."""
         study = self._plan.study
-        studies = [study, *(other for _, other in self._plan.alternatives if not same_cache(study, other))]
-        pending = [self._pool.submit(cache_day, one) if one.cache.disk_pb else None for one in studies]
-        return [None if one is None else self._done(one, "the cache's day", CACHE_S) for one in pending]
+        studies = [
+            study,
+            *(other for _, other in self._plan.alternatives if not same_cache(study, other)),
+        ]
+        pending = [
+            self._pool.submit(cache_day, one) if one.cache.disk_pb else None for one in studies
+        ]
+        return [
+            None if one is None else self._done(one, "the cache's day", CACHE_S) for one in pending
+        ]
 
     def _points(
         self, study: Study, experts: dict[str, ExpertRanks], load: DayLoad, cache: CacheDay | None
     ) -> list[Future[Any]]:
-        """A prefill unit's point, then a decode unit's. Raises ConfigError if no batch of it keeps the promise."""
+        """A prefill unit's point, then a decode unit's. Raises ConfigError if no batch of it keeps
+        the promise.
+        """
         figures = load.figures()
         placed = {role: ranks.imbalance for role, ranks in experts.items()}
-        wanted = points_at(batch_max(study, figures), batch_within(study, placed[DECODE], figures.kv_length))
+        wanted = points_at(
+            batch_max(study, figures), batch_within(study, placed[DECODE], figures.kv_length)
+        )
         return [
             self._pool.submit(prefill_point, study, placed, figures, cache),
             *(self._pool.submit(decode_point, study, placed, figures, cache, at) for at in wanted),
@@ -139,7 +157,11 @@ class Stages:
         computed_per_s, *decode = [self._done(point, "what units do", POINT_S) for point in points]
         figures = load.figures()
         return UnitCurves(
-            decode_curve(decode), study.decode.ranks, computed_per_s, figures.hit_share, batch_max(study, figures)
+            decode_curve(decode),
+            study.decode.ranks,
+            computed_per_s,
+            figures.hit_share,
+            batch_max(study, figures),
         )
 
     def _windows(
@@ -149,22 +171,35 @@ class Stages:
         placed = {role: ranks.imbalance for role, ranks in experts.items()}
         settings = [
             HourSetting(
-                index, fluid.middles[index].units, 1.0 / fluid.middles[index].tokens_per_s_user,
+                index,
+                fluid.middles[index].units,
+                1.0 / fluid.middles[index].tokens_per_s_user,
                 plan.study.window.first_token_s,
-            ) for index in plan.hours
-        ]  # fmt: skip
+            )
+            for index in plan.hours
+        ]
         # The largest first: none of them is the last that all wait for.
         settings.sort(key=lambda setting: -setting.units.decode)
-        pending = {self._pool.submit(run_hour, plan.study, placed, setting, cache): setting for setting in settings}
+        pending = {
+            self._pool.submit(run_hour, plan.study, placed, setting, cache): setting
+            for setting in settings
+        }
         for num_done, future in enumerate(as_completed(pending), start=1):
-            window = self._done(future, f"every request of an hour: {num_done} of {len(pending)} hours", WINDOW_S)
+            window = self._done(
+                future, f"every request of an hour: {num_done} of {len(pending)} hours", WINDOW_S
+            )
             found[window.setting.index] = window
         return found
 
     def _alternative(
-        self, name: str, study: Study, experts: dict[str, ExpertRanks], load: DayLoad, curves: UnitCurves,
+        self,
+        name: str,
+        study: Study,
+        experts: dict[str, ExpertRanks],
+        load: DayLoad,
+        curves: UnitCurves,
         pending: Sequence[Future[Any]] | None,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         self._advance(f"what if: {name}", 0.0)
         try:
             if pending is not None:
@@ -185,15 +220,20 @@ def expert_ranks(study: Study) -> dict[str, ExpertRanks]:
     """By role, what its expert balancer leaves; the same loads whatever the study's policy."""
     return {
         role: expert_share(
-            study.units_of(role).expert_balance, role, study.units_of(role).ranks,
-            study.units_of(role).redundant_experts, generator(study, "experts", number),
-        ) for number, role in enumerate((PREFILL, DECODE))
-    }  # fmt: skip
+            study.units_of(role).expert_balance,
+            role,
+            study.units_of(role).ranks,
+            study.units_of(role).redundant_experts,
+            generator(study, "experts", number),
+        )
+        for number, role in enumerate((PREFILL, DECODE))
+    }
 
 
 def check_promise(study: Study) -> None:
-    """Raise ConfigError for a TPOT that no decode unit keeps as its steps are priced: in a second, before minutes of
-    measuring would say so."""
+    """Raise ConfigError for a TPOT that no decode unit keeps as its steps are priced: in a second,
+    before minutes of measuring would say so.
+    """
     batch_within(study, expert_ranks(study)[DECODE].imbalance, kv_length_about(study))
 
 
@@ -204,6 +244,6 @@ def simulate(plan: Plan, advance: Advance) -> Simulated:
             return Stages(plan, pool, advance).run()
     except BrokenExecutor as error:
         raise HadalError(
-            "a process of the simulation was ended, most likely for want of memory: try --jobs 1, or a shorter "
-            "--window."
+            "a process of the simulation was ended, most likely for want of memory: try --jobs 1,"
+            " or a shorter --window."
         ) from error

@@ -1,4 +1,6 @@
-"""The tables that `hadal simulate` prints: the published figures beside ours, the hours, the alternatives."""
+"""The tables that `hadal simulate` prints: the published figures beside ours, the hours, the
+alternatives.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,18 @@ ROWS = (
 )
 """Label, key, divisor, format."""
 HOURS = (
-    "hour", "nodes", "in, 10^9", "out, 10^9", "hit", "income, $", "tokens/s/user", "batch a GPU", "prefill use",
-    "TTFT p50, p99", "units P + D",
-)  # fmt: skip
+    "hour",
+    "nodes",
+    "in, 10^9",
+    "out, 10^9",
+    "hit",
+    "income, $",
+    "tokens/s/user",
+    "batch a GPU",
+    "prefill use",
+    "TTFT p50, p99",
+    "units P + D",
+)
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
@@ -55,7 +66,10 @@ def day_table(result: dict[str, Any]) -> Table:
             continue
         told = published[key]
         if isinstance(told, list):
-            shown, within = f"{told[0]:g} to {told[1]:g}", value is not None and told[0] <= value <= told[1]
+            shown, within = (
+                f"{told[0]:g} to {told[1]:g}",
+                value is not None and told[0] <= value <= told[1],
+            )
             table.add_row(label, shown, ours, "within" if within else "outside")
         else:
             difference = "-" if value is None else f"{value / told - 1:+.1%}"
@@ -64,13 +78,18 @@ def day_table(result: dict[str, Any]) -> Table:
 
 
 def hours_tables(result: dict[str, Any], width: int | None) -> list[Table]:
-    """Hour by hour: the fleet as a liquid, and beside it what a window of single requests showed. In as many parts as a
-    terminal of `width` columns needs, each with the hours; None: in one."""
+    """Hour by hour: the fleet as a liquid, and beside it what a window of single requests showed.
+    In as many parts as a terminal of `width` columns needs, each with the hours; None: in one.
+    """
     rows = [_hour_cells(hour) for hour in result["hours"]]
     wide = [max(len(name), *(len(row[at]) for row in rows)) + 2 for at, name in enumerate(HOURS)]
     parts: list[list[int]] = [[]]
     for at in range(1, len(HOURS)):
-        if parts[-1] and width is not None and wide[0] + sum(wide[one] for one in [*parts[-1], at]) > width:
+        if (
+            parts[-1]
+            and width is not None
+            and wide[0] + sum(wide[one] for one in [*parts[-1], at]) > width
+        ):
             parts.append([])
         parts[-1].append(at)
     tables = []
@@ -90,7 +109,9 @@ def _hour_cells(hour: dict[str, Any]) -> tuple[str, ...]:
 
     def both(key: str, form: str) -> str:
         left = format(liquid[key], form)
-        return f"{left} | {format(window[key], form)}" if window and window[key] is not None else left
+        return (
+            f"{left} | {format(window[key], form)}" if window and window[key] is not None else left
+        )
 
     ttft, units = "", ""
     if window:
@@ -98,10 +119,18 @@ def _hour_cells(hour: dict[str, Any]) -> tuple[str, ...]:
         if window["ttft_s"]["p50"] is not None:
             ttft = f"{window['ttft_s']['p50']:.1f}, {window['ttft_s']['p99']:.1f} s"
     return (
-        f"{hour['hour_beijing']:02}:00", f"{hour['nodes_mean']:.0f}", f"{hour['tokens_in'] / 1e9:.2f}",
-        f"{hour['tokens_out'] / 1e9:.2f}", _percent(hour), f"{hour['income_usd']:,.0f}",
-        both("tokens_per_s_user", ".1f"), both("requests_per_rank", ".0f"), both("prefill_use", ".0%"), ttft, units,
-    )  # fmt: skip
+        f"{hour['hour_beijing']:02}:00",
+        f"{hour['nodes_mean']:.0f}",
+        f"{hour['tokens_in'] / 1e9:.2f}",
+        f"{hour['tokens_out'] / 1e9:.2f}",
+        _percent(hour),
+        f"{hour['income_usd']:,.0f}",
+        both("tokens_per_s_user", ".1f"),
+        both("requests_per_rank", ".0f"),
+        both("prefill_use", ".0%"),
+        ttft,
+        units,
+    )
 
 
 def alternatives_table(result: dict[str, Any]) -> Table:
@@ -115,10 +144,15 @@ def alternatives_table(result: dict[str, Any]) -> Table:
             table.add_row(row["name"])
             continue
         table.add_row(
-            row["name"], f"{row['nodes_mean']:,.1f}", f"{row['nodes_peak']:,.0f}", f"{row['cost_usd']:,.0f}",
-            f"{row['income_usd']:,.0f}", f"{row['margin_percent'] or 0:,.0f} %", f"{row['hit_percent'] or 0:.1f} %",
+            row["name"],
+            f"{row['nodes_mean']:,.1f}",
+            f"{row['nodes_peak']:,.0f}",
+            f"{row['cost_usd']:,.0f}",
+            f"{row['income_usd']:,.0f}",
+            f"{row['margin_percent'] or 0:,.0f} %",
+            f"{row['hit_percent'] or 0:.1f} %",
             f"{row['tokens_per_s_user'] or 0:.1f}",
-        )  # fmt: skip
+        )
     return table
 
 
@@ -128,4 +162,11 @@ def _percent(hour: dict[str, Any]) -> str:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    return Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+        show_edge=False,
+    )

@@ -1,4 +1,6 @@
-"""`hadal step`: one priced step of a unit, explained stage by stage. Loads the model only when it is called."""
+"""`hadal step`: one priced step of a unit, explained stage by stage. Loads the model only when it
+is called.
+"""
 
 from __future__ import annotations
 
@@ -17,57 +19,112 @@ if TYPE_CHECKING:
 
 EXIT_CONFIG = 2
 EPILOG = examples(
-    ("hadal step --phase decode --ep 144 --batch 88 --kv 4989 --hardware h800",
-     "DeepSeek's decode unit at its published mean context"),
-    ("hadal step --phase decode --ep 128 --batch 128 --kv 4096 \\\n"
-     "    --mtp-tokens 1 --mtp-accept 0.74 --expert-imbalance 1",
-     "their published decode profile, whose routing was balanced by simulation"),
-    ("hadal step --phase prefill --ep 32 --tokens 16384 --prompt 4096 \\\n    --expert-imbalance 1",
-     "their published prefill profile"),
-    ("hadal step --batch 88 --plan sequential --trace step.json", "the same without overlap, for ui.perfetto.dev"),
-    after="What the curves were fitted to, and how far published systems are from this: docs/calibration.md.",
-)  # fmt: skip
+    (
+        "hadal step --phase decode --ep 144 --batch 88 --kv 4989 --hardware h800",
+        "DeepSeek's decode unit at its published mean context",
+    ),
+    (
+        (
+            "hadal step --phase decode --ep 128 --batch 128 --kv 4096 \\\n"
+            "    --mtp-tokens 1 --mtp-accept 0.74 --expert-imbalance 1"
+        ),
+        "their published decode profile, whose routing was balanced by simulation",
+    ),
+    (
+        (
+            "hadal step --phase prefill --ep 32 --tokens 16384 --prompt 4096 \\\n   "
+            " --expert-imbalance 1"
+        ),
+        "their published prefill profile",
+    ),
+    (
+        "hadal step --batch 88 --plan sequential --trace step.json",
+        "the same without overlap, for ui.perfetto.dev",
+    ),
+    after=(
+        "What the curves were fitted to, and how far published systems are from this:"
+        " docs/calibration.md."
+    ),
+)
 _TIMELINE_WIDTH = 96
 _TRACED_LAYERS = 8
 
 
 def step(
     phase: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
-    ep: Annotated[int | None, typer.Option(help="Ranks of the unit. [dim]144, prefill 32[/dim]")] = None,
-    batch: Annotated[float | None, typer.Option(help="Decode: requests of a rank. [dim]88[/dim]")] = None,
-    kv: Annotated[float | None, typer.Option(help="Decode: mean context in tokens. [dim]4989[/dim]")] = None,
-    tokens: Annotated[float | None, typer.Option(help="Prefill: tokens a rank computes. [dim]16384[/dim]")] = None,
-    prompt: Annotated[float | None, typer.Option(help="Prefill: tokens of a prompt. [dim]4096[/dim]")] = None,
-    cached: Annotated[float | None, typer.Option(help="Prefill: of those, already in the cache. [dim]0[/dim]")] = None,
+    ep: Annotated[
+        int | None, typer.Option(help="Ranks of the unit. [dim]144, prefill 32[/dim]")
+    ] = None,
+    batch: Annotated[
+        float | None, typer.Option(help="Decode: requests of a rank. [dim]88[/dim]")
+    ] = None,
+    kv: Annotated[
+        float | None, typer.Option(help="Decode: mean context in tokens. [dim]4989[/dim]")
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Prefill: tokens a rank computes. [dim]16384[/dim]")
+    ] = None,
+    prompt: Annotated[
+        float | None, typer.Option(help="Prefill: tokens of a prompt. [dim]4096[/dim]")
+    ] = None,
+    cached: Annotated[
+        float | None, typer.Option(help="Prefill: of those, already in the cache. [dim]0[/dim]")
+    ] = None,
     hardware: Annotated[str, typer.Option(help="h800, h20, h100, h200, b200 or gb200.")] = "h800",
     mtp_tokens: Annotated[
-        int | None, typer.Option(help="Decode: drafts a request verifies in a step. [dim]0[/dim]", min=0, max=16)
+        int | None,
+        typer.Option(
+            help="Decode: drafts a request verifies in a step. [dim]0[/dim]", min=0, max=16
+        ),
     ] = None,
     mtp_accept: Annotated[
-        float | None, typer.Option(help="With drafts: share accepted, if all before were. [dim]0.8[/dim]")
+        float | None,
+        typer.Option(help="With drafts: share accepted, if all before were. [dim]0.8[/dim]"),
     ] = None,
     plan: Annotated[
-        str, typer.Option(help="Schedule: sequential, prefill_dual, decode_five, or auto, the cheapest of them.")
+        str,
+        typer.Option(
+            help="Schedule: sequential, prefill_dual, decode_five, or auto, the cheapest of them."
+        ),
     ] = "auto",
     redundant: Annotated[
-        int | None, typer.Option(help="Expert replicas beyond one of each. [dim]32 where it divides[/dim]")
+        int | None,
+        typer.Option(help="Expert replicas beyond one of each. [dim]32 where it divides[/dim]"),
     ] = None,
     expert_imbalance: Annotated[
         float | None,
-        typer.Option(help="Rows of the busiest rank over the mean; 1 is balanced. [dim]expected of chance[/dim]"),
+        typer.Option(
+            help=(
+                "Rows of the busiest rank over the mean; 1 is balanced. [dim]expected of"
+                " chance[/dim]"
+            )
+        ),
     ] = None,
     attention_imbalance: Annotated[
         float, typer.Option(help="Core attention of the busiest rank over the mean.")
     ] = 1.0,
-    experts_dtype: Annotated[str, typer.Option(help="Weights of routed experts: fp8 or fp4.")] = "fp8",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: step_ms, stages and all the rest.")] = False,
-    trace: Annotated[Path | None, typer.Option(help="File for Perfetto or chrome://tracing.")] = None,
+    experts_dtype: Annotated[
+        str, typer.Option(help="Weights of routed experts: fp8 or fp4.")
+    ] = "fp8",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: step_ms, stages and all the rest.")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="File for Perfetto or chrome://tracing.")
+    ] = None,
 ) -> None:
-    """Price one step of a DeepSeek-V3/R1 unit from first principles: what takes how long, and what is hidden."""
+    """Price one step of a DeepSeek-V3/R1 unit from first principles: what takes how long, and what
+    is hidden.
+    """
     from hadal.perf.hardware import hardware_named
     from hadal.perf.step import MTP_ACCEPT, StepModel
 
-    decode_only = {"--batch": batch, "--kv": kv, "--mtp-tokens": mtp_tokens, "--mtp-accept": mtp_accept}
+    decode_only = {
+        "--batch": batch,
+        "--kv": kv,
+        "--mtp-tokens": mtp_tokens,
+        "--mtp-accept": mtp_accept,
+    }
     prefill_only = {"--tokens": tokens, "--prompt": prompt, "--cached": cached}
     try:
         _check_options(phase, {"decode": decode_only, "prefill": prefill_only})
@@ -79,13 +136,22 @@ def step(
         def priced(imbalance: float | None) -> StepPrice:
             if phase == "decode":
                 return model.decode(
-                    _or(batch, 88.0), _or(kv, 4989.0), mtp_tokens or 0, plan, mtp_accept=_or(mtp_accept, MTP_ACCEPT),
-                    expert_imbalance=imbalance, attention_imbalance=attention_imbalance,
-                )  # fmt: skip
+                    _or(batch, 88.0),
+                    _or(kv, 4989.0),
+                    mtp_tokens or 0,
+                    plan,
+                    mtp_accept=_or(mtp_accept, MTP_ACCEPT),
+                    expert_imbalance=imbalance,
+                    attention_imbalance=attention_imbalance,
+                )
             return model.prefill(
-                _or(tokens, 16384.0), _or(prompt, 4096.0), cached or 0.0, plan, expert_imbalance=imbalance,
+                _or(tokens, 16384.0),
+                _or(prompt, 4096.0),
+                cached or 0.0,
+                plan,
+                expert_imbalance=imbalance,
                 attention_imbalance=attention_imbalance,
-            )  # fmt: skip
+            )
 
         price, balanced = priced(expert_imbalance), priced(1.0)
         if trace is not None:
@@ -109,7 +175,9 @@ def _check_options(phase: str, own: dict[str, dict[str, float | None]]) -> None:
             if other != phase and value is not None:
                 raise ValueError(f"{name} is not for --phase {phase}.")
     if own["decode"]["--mtp-accept"] is not None and not own["decode"]["--mtp-tokens"]:
-        raise ValueError("--mtp-accept is of drafts, and there are none: give --mtp-tokens as well.")
+        raise ValueError(
+            "--mtp-accept is of drafts, and there are none: give --mtp-tokens as well."
+        )
 
 
 def as_object(price: StepPrice, balanced: StepPrice) -> dict[str, Any]:
@@ -129,14 +197,18 @@ def as_object(price: StepPrice, balanced: StepPrice) -> dict[str, Any]:
         "hbm_gb": price.hbm_bytes / 1e9,
         "stages": [
             {
-                "op": stage.op, "name": stage.name, "micro_batch_us": stage.micro_batch_s * 1e6,
-                "step_ms": stage.seconds * 1e3, "bound": stage.bound, "exposed_ms": stage.exposed_s * 1e3,
+                "op": stage.op,
+                "name": stage.name,
+                "micro_batch_us": stage.micro_batch_s * 1e6,
+                "step_ms": stage.seconds * 1e3,
+                "bound": stage.bound,
+                "exposed_ms": stage.exposed_s * 1e3,
                 "share": stage.exposed_s / price.seconds,
             }
             for stage in price.stages
         ],
         "extrapolated": list(price.extrapolated),
-    }  # fmt: skip
+    }
 
 
 def _show(price: StepPrice, balanced: StepPrice, model: StepModel) -> None:
@@ -148,8 +220,18 @@ def _show(price: StepPrice, balanced: StepPrice, model: StepModel) -> None:
 
     console = Console(highlight=False)
     parts = f"{len(price.micro_batches)} micro-batch{'es' if len(price.micro_batches) > 1 else ''}"
-    title = f"{price.phase}, EP{model.num_ranks} on {model.hardware.name}, {price.schedule.name}, {parts}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    title = (
+        f"{price.phase}, EP{model.num_ranks} on {model.hardware.name}, {price.schedule.name},"
+        f" {parts}"
+    )
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+        show_edge=False,
+    )
     for name in ("stage", "what", "bound"):
         table.add_column(name, no_wrap=True)
     for name in ("us/layer", "ms/step", "exposed", "share"):
@@ -161,22 +243,30 @@ def _show(price: StepPrice, balanced: StepPrice, model: StepModel) -> None:
         op, before = ("" if stage.op == before else stage.op), stage.op
         layer = "" if stage.op == "step" else f"{stage.micro_batch_s * 1e6:.1f}"
         table.add_row(
-            op, stage.name, stage.bound, layer, f"{stage.seconds * 1e3:.2f}", f"{stage.exposed_s * 1e3:.2f}",
+            op,
+            stage.name,
+            stage.bound,
+            layer,
+            f"{stage.seconds * 1e3:.2f}",
+            f"{stage.exposed_s * 1e3:.2f}",
             f"{stage.exposed_s / price.seconds:.1%}",
-        )  # fmt: skip
+        )
     table.add_section()
     table.add_row("all", "", "", "", "", f"{price.seconds * 1e3:.2f}", "100.0%")
     console.print(table)
-    user = "" if price.tokens_per_s_user is None else f", {price.tokens_per_s_user:.1f} to each user"
+    user = (
+        "" if price.tokens_per_s_user is None else f", {price.tokens_per_s_user:.1f} to each user"
+    )
     console.print(
-        f"[bold]{price.seconds * 1e3:.2f} ms a step: {price.tokens_per_s_gpu:,.0f} tokens/s a GPU{user}.[/bold] "
-        f"A micro-batch takes {price.micro_batch_layer_s * 1e6:.0f} us a layer; the busiest rank receives "
-        f"{price.micro_batches[0].expert_imbalance:.2f} times the mean (--expert-imbalance)."
+        f"[bold]{price.seconds * 1e3:.2f} ms a step: {price.tokens_per_s_gpu:,.0f} tokens/s a"
+        f" GPU{user}.[/bold] A micro-batch takes {price.micro_batch_layer_s * 1e6:.0f} us a layer;"
+        f" the busiest rank receives {price.micro_batches[0].expert_imbalance:.2f} times the mean"
+        " (--expert-imbalance)."
     )
     if balanced.seconds < price.seconds:
         console.print(
-            f"Were routing balanced, as simulated in DeepSeek's profiles: {balanced.seconds * 1e3:.2f} ms, "
-            f"{balanced.tokens_per_s_gpu:,.0f} tokens/s a GPU."
+            "Were routing balanced, as simulated in DeepSeek's profiles:"
+            f" {balanced.seconds * 1e3:.2f} ms, {balanced.tokens_per_s_gpu:,.0f} tokens/s a GPU."
         )
     used = price.hbm_bytes / model.hardware.hbm_bytes
     note = "; [red]it does not fit[/red]" if used > 1.0 else ""
@@ -194,7 +284,9 @@ def _write_trace(price: StepPrice, unit: str, path: Path) -> None:
     try:
         path.write_text(json.dumps(chrome_trace(unit, [price.traced()])), encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"--trace {path} cannot be written: {(error.strerror or '').lower()}.") from error
+        raise ValueError(
+            f"--trace {path} cannot be written: {(error.strerror or '').lower()}."
+        ) from error
 
 
 def _or(value: float | None, default: float) -> float:

@@ -1,1 +1,3 @@
-"""What every other room speaks: configuration, the request's life, messages, seams, errors. Imports nothing of ours."""
+"""What every other room speaks: configuration, the request's life, messages, seams, errors. Imports
+nothing of ours.
+"""

@@ -1,7 +1,9 @@
-"""What the balancers make equal, by name: keys of Load.balance and TracedStep.balance, labels of the gauges.
+"""What the balancers make equal, by name: keys of Load.balance and TracedStep.balance, labels of
+the gauges.
 
-Each is the mean over the ranks by the maximum of the ranks, 1 at best (DeepSeek-V3/R1 inference overview: the load
-balancers' objectives). Also the names by which a deployment says how far a balancer may go.
+Each is the mean over the ranks by the maximum of the ranks, 1 at best (DeepSeek-V3/R1 inference
+overview: the load balancers' objectives). Also the names by which a deployment says how far a
+balancer may go.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ EXPERTS_WORST = "experts_worst"
 OBJECTIVES = (ATTENTION, TOKENS, TIME, KV, REQUESTS, EXPERTS, EXPERTS_WORST)
 
 AUTO, NO_MOVES, OFF, TURNS = "auto", "no_moves", "off", "turns"
-"""What UnitsConfig.request_balance may be, and the first and third UnitsConfig.expert_balance. "turns" is round-robin:
-one request to each rank in turn, whatever it is and whatever that rank has to do."""
+"""What UnitsConfig.request_balance may be, and the first and third UnitsConfig.expert_balance.
+"turns" is round-robin: one request to each rank in turn, whatever it is and whatever that rank has
+to do.
+"""
 
 
 def mean_over_max(amounts: Sequence[float]) -> float | None:
@@ -37,12 +41,18 @@ def mean_over_max(amounts: Sequence[float]) -> float | None:
 
 
 def balance_of(amounts: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Objective -> the ranks' amounts, as objective -> mean over maximum; without those that nobody has any of."""
+    """Objective -> the ranks' amounts, as objective -> mean over maximum; without those that nobody
+    has any of.
+    """
     found = {name: mean_over_max(of_ranks) for name, of_ranks in amounts.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def shown(balance: Mapping[str, float]) -> dict[str, float]:
-    """What of a unit's report can be shown, in the order of OBJECTIVES: no other names, nothing but finite numbers."""
-    numbers = {name: balance[name] for name in OBJECTIVES if isinstance(balance.get(name), int | float)}
+    """What of a unit's report can be shown, in the order of OBJECTIVES: no other names, nothing but
+    finite numbers.
+    """
+    numbers = {
+        name: balance[name] for name in OBJECTIVES if isinstance(balance.get(name), int | float)
+    }
     return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}

@@ -1,4 +1,5 @@
-"""What those who name, keep and move blocks of the KV cache have in common: sizes, places on disk, names of counts.
+"""What those who name, keep and move blocks of the KV cache have in common: sizes, places on disk,
+names of counts.
 
 Holds no block and decides nothing.
 """
@@ -10,8 +11,9 @@ from collections.abc import Iterator
 import msgspec
 
 NAME_BYTES = 16
-"""Of a block's name (kv/names). Several names are one `bytes`, one behind the other: a chain, if each names the block
-that follows the one before."""
+"""Of a block's name (kv/names). Several names are one `bytes`, one behind the other: a chain, if
+each names the block that follows the one before.
+"""
 
 MEMORY_HIT_TOKENS = "memory_hit_tokens"
 """Prompt tokens whose KV was found in a rank's pool."""
@@ -37,9 +39,16 @@ DISK_EVICTED_BLOCKS = "disk_evicted_blocks"
 """Blocks on disk that made room for what this unit wrote."""
 CACHE_LEVELS = (MEMORY_BLOCKS, DISK_BLOCKS)
 CACHE_TOTALS = (
-    MEMORY_HIT_TOKENS, DISK_HIT_TOKENS, MISS_TOKENS, RECOMPUTED_TOKENS, STORED_BLOCKS, SKIPPED_BLOCKS, DAMAGED_BLOCKS,
-    EVICTED_BLOCKS, DISK_EVICTED_BLOCKS,
-)  # fmt: skip
+    MEMORY_HIT_TOKENS,
+    DISK_HIT_TOKENS,
+    MISS_TOKENS,
+    RECOMPUTED_TOKENS,
+    STORED_BLOCKS,
+    SKIPPED_BLOCKS,
+    DAMAGED_BLOCKS,
+    EVICTED_BLOCKS,
+    DISK_EVICTED_BLOCKS,
+)
 
 
 NO_NAME = bytes(NAME_BYTES)
@@ -57,7 +66,9 @@ _SLOT_BITS = 32
 
 
 def number_of(segment: int, slot: int) -> int:
-    """A place as one number: the slots of a segment are a row of them, and segments are far apart."""
+    """A place as one number: the slots of a segment are a row of them, and segments are far
+    apart.
+    """
     return segment << _SLOT_BITS | slot
 
 

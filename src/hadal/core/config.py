@@ -1,7 +1,7 @@
 """A deployment as one frozen value: which model, how many units, how much of everything.
 
-Read from TOML, checked at birth. Every field has a default; where that is 0 or empty, its comment says from what the
-value is derived.
+Read from TOML, checked at birth. Every field has a default; where that is 0 or empty, its comment
+says from what the value is derived.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ ROLES = (PREFILL, DECODE)
 RANK_BEAT_S = 0.25
 """Period of a rank's heartbeat to its leader."""
 GATEWAY_BEAT_S = 0.25
-"""A gateway tells its supervisor so often that its event loop turns, and the one with the front tells the others."""
+"""A gateway tells its supervisor so often that its event loop turns, and the one with the front
+tells the others.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,18 +39,24 @@ class UnitsConfig:
     redundant_experts: int = 0
     """Replicas beyond one of each expert, in every layer."""
     overlap: str = "auto"
-    """"sequential", "prefill_dual" or "decode_five"; "auto": whichever is cheapest for the step, by price."""
+    """"sequential", "prefill_dual" or "decode_five"; "auto": whichever is cheapest for the step, by
+    price.
+    """
     min_split_tokens: int = 32
     """A step with fewer tokens on its busiest rank is not split into two micro-batches."""
     mode: str = ""
-    """How tokens travel to experts: "normal" (one copy per rank, counts first) or "low_latency" (fixed buffers). Empty:
-    normal in prefill, low-latency in decode."""
+    """How tokens travel to experts: "normal" (one copy per rank, counts first) or "low_latency"
+    (fixed buffers). Empty: normal in prefill, low-latency in decode.
+    """
     expert_balance: str = AUTO
-    """"auto": replicas move and split anew while it serves, when that pays; "off": they stay as they were placed."""
+    """"auto": replicas move and split anew while it serves, when that pays; "off": they stay as
+    they were placed.
+    """
     request_balance: str = AUTO
-    """Over the unit's ranks. Prefill: "auto" cuts steps by cost, "off" by token budgets. Decode: "auto" places by KV
-    and counts and moves running requests when that pays, "no_moves" only places, "off" goes by counts alone.
-    "turns", in both: round-robin, to compare with."""
+    """Over the unit's ranks. Prefill: "auto" cuts steps by cost, "off" by token budgets. Decode:
+    "auto" places by KV and counts and moves running requests when that pays, "no_moves" only
+    places, "off" goes by counts alone. "turns", in both: round-robin, to compare with.
+    """
     threads: int = 0
     """CPU threads of a rank. 0: the cores divided by the unit's ranks."""
     kv_blocks: int = 0
@@ -65,13 +73,19 @@ class CacheConfig:
     """KV that outlives its request, found again by what it contains."""
 
     memory: str = AUTO
-    """"auto": blocks stay in the pools of prefill ranks until their room is needed; "off": they are freed at once."""
+    """"auto": blocks stay in the pools of prefill ranks until their room is needed; "off": they are
+    freed at once.
+    """
     folder: str = ""
-    """Where KV is kept on disk; any mounted file system, and several deployments may share one. Empty: nowhere."""
+    """Where KV is kept on disk; any mounted file system, and several deployments may share one.
+    Empty: nowhere.
+    """
     disk_mb: int = 4096
     """Most that this deployment keeps there."""
     recompute: str = AUTO
-    """"auto": what is on disk and cheaper to compute than to read is computed, by measured times; "off": it is read."""
+    """"auto": what is on disk and cheaper to compute than to read is computed, by measured times;
+    "off": it is read.
+    """
 
     @property
     def is_on(self) -> bool:
@@ -84,7 +98,9 @@ class LedgerConfig:
     """What is written down of every request, for `hadal report`."""
 
     url: str = AUTO
-    """A path (SQLite) or postgresql://..., "off"; "auto": $HADAL_LEDGER, else a file in the user's state folder."""
+    """A path (SQLite) or postgresql://..., "off"; "auto": $HADAL_LEDGER, else a file in the user's
+    state folder.
+    """
     prices: str = "deepseek-reasoner"
     """Price list (stats/prices) by name, or dollars per million tokens as "HIT/MISS/OUT"."""
     gpu_hour_usd: float = 2.0
@@ -95,10 +111,14 @@ class LedgerConfig:
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """Units that come and go with the demand (policy/scaling). `units` of each role is the floor."""
+    """Units that come and go with the demand (policy/scaling). `units` of each role is the
+    floor.
+    """
 
     mode: str = OFF
-    """"off": as many units as `units` says; "auto": units are started and drained while it serves."""
+    """"off": as many units as `units` says; "auto": units are started and drained while it
+    serves.
+    """
     prefill_max: int = 0
     """Most prefill units. 0: prefill.units, so that they never grow."""
     decode_max: int = 0
@@ -132,12 +152,17 @@ class GatewayConfig:
     processes: int = 1
     """Gateway processes, which take requests on one port. The first of them holds the front."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names beyond this machine's own by which a server without keys on a loopback address may be asked."""
+    """Names beyond this machine's own by which a server without keys on a loopback address may be
+    asked.
+    """
     cors_origins: tuple[str, ...] = ()
-    """Origins, as "https://chat.example", whose pages a browser lets read the answers; "*": any. A server without keys
-    on a loopback address also answers pages of this machine."""
+    """Origins, as "https://chat.example", whose pages a browser lets read the answers; "*": any. A
+    server without keys on a loopback address also answers pages of this machine.
+    """
     open_metrics: bool = True
-    """/metrics needs no key. False: it needs one that has the right to operate, as /audit and /trace do."""
+    """/metrics needs no key. False: it needs one that has the right to operate, as /audit and
+    /trace do.
+    """
     access_log: str = "on"
     """A line for each request: "on" or "off"."""
 
@@ -156,8 +181,9 @@ class LimitsConfig:
     max_running: int = 256
     """Generations the front works on at once; more wait."""
     max_queued: int = 512
-    """Generations that wait at the front, or a tenant's equal share of so many while others wait as well; more get 429
-    and Retry-After."""
+    """Generations that wait at the front, or a tenant's equal share of so many while others wait as
+    well; more get 429 and Retry-After.
+    """
     max_retries: int = 8
     """Retries of one request that lost a unit. Preemptions do not count."""
     request_timeout_s: float = 600.0
@@ -176,25 +202,34 @@ class Deployment:
     chunk_tokens: int = 512
     """Token budget of a rank in a prefill step."""
     wire: str = "fp32"
-    """What tokens are on their way to experts: "fp32" both ways, or "fp8" / "fp8_pow2": FP8 E4M3 out with a scale per
-    128 channels (any FP32 / a power of two), BF16 back."""
+    """What tokens are on their way to experts: "fp32" both ways, or "fp8" / "fp8_pow2": FP8 E4M3
+    out with a scale per 128 channels (any FP32 / a power of two), BF16 back.
+    """
     transport: str = "auto"
-    """Between the ranks of a unit: "tcp", "gloo", "nccl" or "deepep"; "auto": tcp on CPUs, nccl on GPUs, gloo where
-    ranks of a unit share one."""
+    """Between the ranks of a unit: "tcp", "gloo", "nccl" or "deepep"; "auto": tcp on CPUs, nccl on
+    GPUs, gloo where ranks of a unit share one.
+    """
     handover: str = "auto"
-    """How KV gets from prefill to decode: "shm" (one host), "nixl" (UCX) or "tcp"; "auto": the best that both ends
-    can do."""
+    """How KV gets from prefill to decode: "shm" (one host), "nixl" (UCX) or "tcp"; "auto": the best
+    that both ends can do.
+    """
     early_pull: str = AUTO
-    """"auto": a long prompt's KV is pulled while the rest of it is being computed; "off": when it is done."""
+    """"auto": a long prompt's KV is pulled while the rest of it is being computed; "off": when it
+    is done.
+    """
     device: str = "auto"
     """"cpu", "cuda"; "auto": cpu, for a GPU runs plain torch ops so far."""
     device_memory_gb: float = 0.0
-    """Memory of a GPU that weights, KV and buffers must fit in, 10^9 bytes. 0: what the GPUs of this machine have."""
+    """Memory of a GPU that weights, KV and buffers must fit in, 10^9 bytes. 0: what the GPUs of
+    this machine have.
+    """
     lease_s: float = 30.0
     """How long prefilled KV is held for the decode side."""
     heartbeat_s: float = 0.5
     rank_timeout_s: float = 1.5
-    """A rank silent or stuck in one op for this long, though it could run, is dropped from its unit and restarted."""
+    """A rank silent or stuck in one op for this long, though it could run, is dropped from its unit
+    and restarted.
+    """
     collective_timeout_s: float = 10.0
     """Deadline of one exchange between ranks."""
     unit_timeout_s: float = 2.0
@@ -216,9 +251,10 @@ class Deployment:
     def num_units_max(self, role: str) -> int:
         """Units of a role that there may ever be at once."""
         units, most = (
-            (self.prefill.units, self.fleet.prefill_max) if role == PREFILL
+            (self.prefill.units, self.fleet.prefill_max)
+            if role == PREFILL
             else (self.decode.units, self.fleet.decode_max)
-        )  # fmt: skip
+        )
         return max(units, most) if self.fleet.is_on else units
 
 
@@ -228,7 +264,8 @@ def units_of(deployment: Deployment, role: str) -> UnitsConfig:
 
 
 def read_deployment(path: Path, **overrides: Any) -> Deployment:
-    """Read a TOML deployment; `overrides` (None is ignored) replace top-level fields. Raises ConfigError.
+    """Read a TOML deployment; `overrides` (None is ignored) replace top-level fields. Raises
+    ConfigError.
 
     A relative `model` in the file is looked for beside the file, then in the working folder.
     """
@@ -249,30 +286,54 @@ def check(deployment: Deployment) -> None:
         if getattr(deployment, name) <= 0:
             raise ConfigError(f"{name} is {getattr(deployment, name)}; it must be positive.")
     if deployment.device_memory_gb < 0:
-        raise ConfigError("device_memory_gb cannot be negative; 0 takes what the GPUs of this machine have.")
+        raise ConfigError(
+            "device_memory_gb cannot be negative; 0 takes what the GPUs of this machine have."
+        )
     for name, known in _NAMES.items():
         _check_name(name, getattr(deployment, name), known)
     if deployment.device == "cpu" and deployment.transport in ("nccl", "deepep"):
-        raise ConfigError(f"transport {deployment.transport!r} needs GPUs, and device is 'cpu'. CPUs take tcp or gloo.")
+        raise ConfigError(
+            f"transport {deployment.transport!r} needs GPUs, and device is 'cpu'. CPUs take tcp or"
+            " gloo."
+        )
     if deployment.gateway.processes < 1:
-        raise ConfigError(f"gateway.processes is {deployment.gateway.processes}; it must be at least 1.")
+        raise ConfigError(
+            f"gateway.processes is {deployment.gateway.processes}; it must be at least 1."
+        )
     _check_name("gateway.access_log", deployment.gateway.access_log, ("on", OFF))
     for name in ("memory", "recompute"):
         _check_name(f"cache.{name}", getattr(deployment.cache, name), (AUTO, OFF))
     if deployment.cache.disk_mb < 1:
-        raise ConfigError(f"cache.disk_mb is {deployment.cache.disk_mb}; leave cache.folder empty for no disk cache.")
+        raise ConfigError(
+            f"cache.disk_mb is {deployment.cache.disk_mb}; leave cache.folder empty for no disk"
+            " cache."
+        )
     if not 0 <= deployment.ledger.gpu_hour_usd < 1e6:
-        raise ConfigError(f"ledger.gpu_hour_usd is {deployment.ledger.gpu_hour_usd}; 0 to 1e6 dollars are allowed.")
+        raise ConfigError(
+            f"ledger.gpu_hour_usd is {deployment.ledger.gpu_hour_usd}; 0 to 1e6 dollars are"
+            " allowed."
+        )
     _check_deadlines(deployment)
     _check_fleet(deployment)
     for kind in ROLES:
         _check_units(kind, getattr(deployment, kind))
     total = sum(deployment.num_units_max(kind) * units_of(deployment, kind).ranks for kind in ROLES)
     if total > _MOST_RANKS:
-        raise ConfigError(f"prefill and decode: their units have {total:,} ranks together; {_MOST_RANKS:,} can be.")
-    for name in ("max_body_bytes", "default_output_tokens", "max_n", "max_running", "request_timeout_s"):
+        raise ConfigError(
+            f"prefill and decode: their units have {total:,} ranks together; {_MOST_RANKS:,}"
+            " can be."
+        )
+    for name in (
+        "max_body_bytes",
+        "default_output_tokens",
+        "max_n",
+        "max_running",
+        "request_timeout_s",
+    ):
         if getattr(deployment.limits, name) <= 0:
-            raise ConfigError(f"limits.{name} is {getattr(deployment.limits, name)}; it must be positive.")
+            raise ConfigError(
+                f"limits.{name} is {getattr(deployment.limits, name)}; it must be positive."
+            )
     for limit in dataclasses.fields(deployment.limits):
         if getattr(deployment.limits, limit.name) < 0:
             raise ConfigError(f"limits.{limit.name} cannot be negative.")
@@ -280,13 +341,29 @@ def check(deployment: Deployment) -> None:
 
 _MOST_S = 31 * 86_400.0
 _MOST: dict[str, float] = {
-    "units": 1 << 12, "prefill_max": 1 << 12, "decode_max": 1 << 12, "bundle_prefill": 1 << 12,
-    "bundle_decode": 1 << 12, "ranks": 1 << 11, "ranks_per_node": 1 << 11, "redundant_experts": 1 << 14,
-    "threads": 1 << 12, "chunk_tokens": 1 << 20, "max_requests": 1 << 16, "kv_blocks": 1 << 48, "kv_memory_mb": 1 << 32,
-    "device_memory_gb": 1e6, "prefill_tokens_per_s": 1e15, "decode_tokens_per_s": 1e15, "max_n": 1 << 10,
-    "max_body_bytes": 1 << 32, "processes": 64,
-}  # fmt: skip
-"""Of fields by their names, wherever they stand: far more than anybody has, and still answered in seconds."""
+    "units": 1 << 12,
+    "prefill_max": 1 << 12,
+    "decode_max": 1 << 12,
+    "bundle_prefill": 1 << 12,
+    "bundle_decode": 1 << 12,
+    "ranks": 1 << 11,
+    "ranks_per_node": 1 << 11,
+    "redundant_experts": 1 << 14,
+    "threads": 1 << 12,
+    "chunk_tokens": 1 << 20,
+    "max_requests": 1 << 16,
+    "kv_blocks": 1 << 48,
+    "kv_memory_mb": 1 << 32,
+    "device_memory_gb": 1e6,
+    "prefill_tokens_per_s": 1e15,
+    "decode_tokens_per_s": 1e15,
+    "max_n": 1 << 10,
+    "max_body_bytes": 1 << 32,
+    "processes": 64,
+}
+"""Of fields by their names, wherever they stand: far more than anybody has, and still answered in
+seconds.
+"""
 _MOST_OTHERS = 1 << 40
 _MOST_RANKS = 1 << 17
 """Of all units together: DeepSeek's published day had 2,200 GPUs at its peak."""
@@ -295,13 +372,17 @@ _MOST_CHARS = 4096
 
 
 def _check_sizes(table: Any, where: str) -> None:
-    """Raise ConfigError for the first value that nobody can mean: no number, no time, no size of this world."""
+    """Raise ConfigError for the first value that nobody can mean: no number, no time, no size of
+    this world.
+    """
     for one in dataclasses.fields(table):
         name, value = f"{where}{one.name}", getattr(table, one.name)
         if dataclasses.is_dataclass(value):
             _check_sizes(value, f"{name}.")
         elif isinstance(value, str) and (len(value) > _MOST_CHARS or not value.isprintable()):
-            raise ConfigError(f"{name} is {shown(value)}; it is too long, or holds a line's end or a zero byte.")
+            raise ConfigError(
+                f"{name} is {shown(value)}; it is too long, or holds a line's end or a zero byte."
+            )
         elif isinstance(value, int | float):
             most = _MOST.get(one.name, _MOST_S if one.name.endswith("_s") else _MOST_OTHERS)
             if not abs(value) <= most:  # So that nan is refused as well.
@@ -309,9 +390,15 @@ def _check_sizes(table: Any, where: str) -> None:
 
 
 _POSITIVE = (
-    "chunk_tokens", "lease_s", "heartbeat_s", "rank_timeout_s", "collective_timeout_s", "unit_timeout_s",
-    "drain_timeout_s", "keep_alive_s",
-)  # fmt: skip
+    "chunk_tokens",
+    "lease_s",
+    "heartbeat_s",
+    "rank_timeout_s",
+    "collective_timeout_s",
+    "unit_timeout_s",
+    "drain_timeout_s",
+    "keep_alive_s",
+)
 _NAMES: dict[str, tuple[str, ...]] = {
     "wire": ("fp32", "fp8", "fp8_pow2"),
     "transport": ("auto", "tcp", "gloo", "nccl", "deepep"),
@@ -329,7 +416,9 @@ _UNIT_NAMES: dict[str, tuple[str, ...]] = {
 
 def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ConfigError(f"{name} is {shown(value)}; known are {', '.join(repr(one) for one in known)}.")
+        raise ConfigError(
+            f"{name} is {shown(value)}; known are {', '.join(repr(one) for one in known)}."
+        )
 
 
 def _check_deadlines(deployment: Deployment) -> None:
@@ -338,16 +427,19 @@ def _check_deadlines(deployment: Deployment) -> None:
         raise ConfigError("unit_timeout_s must exceed two heartbeats (heartbeat_s).")
     if deployment.rank_timeout_s < 4 * RANK_BEAT_S:
         raise ConfigError(
-            f"rank_timeout_s is {deployment.rank_timeout_s}; ranks report every {RANK_BEAT_S} s, so it must be "
-            f"{4 * RANK_BEAT_S:g} at least, or ranks that are well are dropped."
+            f"rank_timeout_s is {deployment.rank_timeout_s}; ranks report every {RANK_BEAT_S} s, so"
+            f" it must be {4 * RANK_BEAT_S:g} at least, or ranks that are well are dropped."
         )
     if deployment.collective_timeout_s <= deployment.rank_timeout_s:
         raise ConfigError(
-            f"collective_timeout_s ({deployment.collective_timeout_s:g}) must exceed rank_timeout_s "
-            f"({deployment.rank_timeout_s:g}): a silent rank is to be dropped by name before an exchange gives up."
+            f"collective_timeout_s ({deployment.collective_timeout_s:g}) must exceed rank_timeout_s"
+            f" ({deployment.rank_timeout_s:g}): a silent rank is to be dropped by name before an"
+            " exchange gives up."
         )
     if deployment.unit_timeout_s <= deployment.rank_timeout_s:
-        raise ConfigError("unit_timeout_s must exceed rank_timeout_s: a unit outlives the loss of a rank.")
+        raise ConfigError(
+            "unit_timeout_s must exceed rank_timeout_s: a unit outlives the loss of a rank."
+        )
 
 
 _FLEET_MAX_S = 86_400.0
@@ -360,25 +452,41 @@ def _check_fleet(deployment: Deployment) -> None:
     for name in ("start_s", "period_s", "drain_timeout_s"):
         if not 0 < getattr(fleet, name) <= _FLEET_MAX_S:
             raise ConfigError(
-                f"fleet.{name} is {getattr(fleet, name):g}; it must be positive, and {_FLEET_MAX_S:g} s at most."
+                f"fleet.{name} is {getattr(fleet, name):g}; it must be positive, and"
+                f" {_FLEET_MAX_S:g} s at most."
             )
     for kind in ROLES:
         most, units = getattr(fleet, f"{kind}_max"), getattr(deployment, kind).units
-        if min(most, getattr(fleet, f"bundle_{kind}")) < 0 or not 0 <= getattr(fleet, f"{kind}_tokens_per_s") < 1e15:
-            raise ConfigError(f"fleet: {kind}_max, bundle_{kind} and {kind}_tokens_per_s are numbers from 0 on.")
+        if (
+            min(most, getattr(fleet, f"bundle_{kind}")) < 0
+            or not 0 <= getattr(fleet, f"{kind}_tokens_per_s") < 1e15
+        ):
+            raise ConfigError(
+                f"fleet: {kind}_max, bundle_{kind} and {kind}_tokens_per_s are numbers from 0 on."
+            )
         if most and most < units:
-            raise ConfigError(f"fleet.{kind}_max is {most}, and {kind}.units, the floor, is {units}. Raise the first.")
+            raise ConfigError(
+                f"fleet.{kind}_max is {most}, and {kind}.units, the floor, is {units}. Raise the"
+                " first."
+            )
         if not 0.0 < getattr(fleet, f"{kind}_use") <= 1.0:
-            raise ConfigError(f"fleet.{kind}_use is {getattr(fleet, f'{kind}_use'):g}; it is a share, of (0, 1].")
+            raise ConfigError(
+                f"fleet.{kind}_use is {getattr(fleet, f'{kind}_use'):g}; it is a share, of (0, 1]."
+            )
     if not 0 <= fleet.hold_s <= _FLEET_MAX_S:
         raise ConfigError(f"fleet.hold_s is {fleet.hold_s:g}; 0 to {_FLEET_MAX_S:g} s are allowed.")
     if bool(fleet.bundle_prefill) != bool(fleet.bundle_decode):
-        raise ConfigError("fleet: a bundle has units of both roles; set bundle_prefill and bundle_decode, or neither.")
+        raise ConfigError(
+            "fleet: a bundle has units of both roles; set bundle_prefill and bundle_decode, or"
+            " neither."
+        )
 
 
 def _check_units(kind: str, units: UnitsConfig) -> None:
     if units.units < 1 or units.max_requests < 1 or units.max_waiting < 0:
-        raise ConfigError(f"{kind}: units and max_requests must be at least 1, max_waiting at least 0.")
+        raise ConfigError(
+            f"{kind}: units and max_requests must be at least 1, max_waiting at least 0."
+        )
     for name in ("ranks", "ranks_per_node"):
         if getattr(units, name) < 1:
             raise ConfigError(f"{kind}.{name} is {getattr(units, name)}; it must be at least 1.")
@@ -392,10 +500,13 @@ def _check_units(kind: str, units: UnitsConfig) -> None:
             raise ConfigError(f"{kind}.{name} cannot be negative.")
     if units.redundant_experts and units.ranks == 1:
         raise ConfigError(
-            f"{kind}.redundant_experts is {units.redundant_experts} with one rank: there is no second rank to hold a "
-            f"replica. Raise {kind}.ranks or leave it 0."
+            f"{kind}.redundant_experts is {units.redundant_experts} with one rank: there is no"
+            f" second rank to hold a replica. Raise {kind}.ranks or leave it 0."
         )
     for name, known in _UNIT_NAMES.items():
         _check_name(f"{kind}.{name}", getattr(units, name), known)
     if kind == PREFILL and units.request_balance == NO_MOVES:
-        raise ConfigError("prefill.request_balance is 'no_moves'; prompts never move. Take 'auto', 'off' or 'turns'.")
+        raise ConfigError(
+            "prefill.request_balance is 'no_moves'; prompts never move. Take 'auto', 'off' or"
+            " 'turns'."
+        )

@@ -1,6 +1,8 @@
-"""Frozen tables as a TOML file that core/tables reads back: what is not as it is by default, or all of it.
+"""Frozen tables as a TOML file that core/tables reads back: what is not as it is by default, or all
+of it.
 
-A deployment, a study: a dataclass whose fields are numbers, strings, tuples of those or of dataclasses, or dataclasses.
+A deployment, a study: a dataclass whose fields are numbers, strings, tuples of those or of
+dataclasses, or dataclasses.
 """
 
 from __future__ import annotations
@@ -14,12 +16,17 @@ _NOTE_COLUMN = 36
 
 
 def to_toml(
-    value: Any, heading: Sequence[str] = (), notes: Mapping[str, str] | None = None, *, is_whole: bool = False
+    value: Any,
+    heading: Sequence[str] = (),
+    notes: Mapping[str, str] | None = None,
+    *,
+    is_whole: bool = False,
 ) -> str:
     """Text that is read as this value.
 
-    `heading`: lines of a comment at the top. `notes`: by field, such as "decode.ranks", what is said of it; a field
-    that has a note is written down even if it is as it is by default. `is_whole`: and so are all others.
+    `heading`: lines of a comment at the top. `notes`: by field, such as "decode.ranks", what is
+    said of it; a field that has a note is written down even if it is as it is by default.
+    `is_whole`: and so are all others.
     """
     lines = [f"# {line}".rstrip() for line in heading]
     lines += ["", *_tables(value, "", notes or {}, is_whole)]
@@ -45,7 +52,10 @@ def _tables(value: Any, path: str, notes: Mapping[str, str], is_whole: bool) -> 
 def _text(value: Any) -> str:
     """A value on one line."""
     if dataclasses.is_dataclass(value):
-        fields = (f"{field.name} = {_text(getattr(value, field.name))}" for field in dataclasses.fields(value))
+        fields = (
+            f"{field.name} = {_text(getattr(value, field.name))}"
+            for field in dataclasses.fields(value)
+        )
         return f"{{ {', '.join(fields)} }}"
     if isinstance(value, tuple):
         return f"[{', '.join(_text(one) for one in value)}]"

@@ -1,8 +1,8 @@
 """Files that somebody else wrote, read within bounds: model folders, deployments, traffics, loads.
 
-Whatever such a file holds, reading it is over soon: with its values, or with one line that names the file and the
-place in it. Values that come out have a bounded depth, integers of 64 bits, finite numbers and text that can be
-written down again; what they mean is for whoever asked.
+Whatever such a file holds, reading it is over soon: with its values, or with one line that names
+the file and the place in it. Values that come out have a bounded depth, integers of 64 bits, finite
+numbers and text that can be written down again; what they mean is for whoever asked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ MAX_TABLE_BYTES = 512 * MIB
 MAX_DEPTH = 64
 """Of lists and tables in one another; a tokenizer.json has six."""
 MAX_DIGITS = 19
-"""Of an integer of 64 bits. Python itself takes seconds for a million of them, and more than 4,300 it refuses."""
+"""Of an integer of 64 bits. Python itself takes seconds for a million of them, and more than 4,300
+it refuses.
+"""
 _SHOWN_CHARS = 60
 
 Kind = type[ConfigError]
@@ -38,7 +40,9 @@ Kind = type[ConfigError]
 def read_bytes(
     path: Path, what: str, limit: int = MAX_JSON_BYTES, *, error: Kind = ConfigError, hint: str = ""
 ) -> bytes:
-    """The contents of a regular file of at most `limit` bytes; `what` it is, and what to do, for errors."""
+    """The contents of a regular file of at most `limit` bytes; `what` it is, and what to do, for
+    errors.
+    """
     found = None
     try:
         if path.is_file() or not path.exists():  # To open a pipe waits for whoever writes it.
@@ -56,7 +60,9 @@ def read_bytes(
     return found
 
 
-def read_text(path: Path, what: str, limit: int = MAX_JSON_BYTES, *, error: Kind = ConfigError, hint: str = "") -> str:
+def read_text(
+    path: Path, what: str, limit: int = MAX_JSON_BYTES, *, error: Kind = ConfigError, hint: str = ""
+) -> str:
     """The same as text, gunzipped where it is gzipped."""
     data = gunzipped(read_bytes(path, what, limit, error=error, hint=hint), str(path), error=error)
     try:
@@ -69,7 +75,9 @@ def read_json(
     path: Path, what: str, limit: int = MAX_JSON_BYTES, *, error: Kind = ConfigError, hint: str = ""
 ) -> dict[str, Any]:
     """The object that a JSON file holds."""
-    fields = parse_json(read_text(path, what, limit, error=error, hint=hint), str(path), error=error)
+    fields = parse_json(
+        read_text(path, what, limit, error=error, hint=hint), str(path), error=error
+    )
     if not isinstance(fields, dict):
         raise error(f"{path}: must hold one JSON object.")
     return fields
@@ -116,8 +124,12 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def gunzipped(data: bytes, where: str, limit: int = MAX_TABLE_BYTES, *, error: Kind = ConfigError) -> bytes:
-    """The data, unpacked where it is gzipped: a few bytes may stand for as many as `limit`, and for no more."""
+def gunzipped(
+    data: bytes, where: str, limit: int = MAX_TABLE_BYTES, *, error: Kind = ConfigError
+) -> bytes:
+    """The data, unpacked where it is gzipped: a few bytes may stand for as many as `limit`, and for
+    no more.
+    """
     if data[:2] != b"\x1f\x8b":
         return data
     pieces, size = [], 0
@@ -158,7 +170,9 @@ def check_values(value: Any, where: str, *, error: Kind = ConfigError) -> None:
 
 def place(path: tuple[Any, ...]) -> str:
     """`("a", "b", 3)` as a.b[3], cut short where it is long."""
-    text = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in path).removeprefix(".")
+    text = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in path).removeprefix(
+        "."
+    )
     return cut(ascii(text)[1:-1] if problem_of(text) else text)
 
 
@@ -174,7 +188,9 @@ def cut(text: str, most: int = _SHOWN_CHARS) -> str:
 
 
 class _Digits:
-    """Stands for an integer with too many digits until `check_values` finds it, and with it its place."""
+    """Stands for an integer with too many digits until `check_values` finds it, and with it its
+    place.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -197,7 +213,10 @@ def problem_of(value: Any) -> str | None:
         if not math.isfinite(value):
             return f"is {value}; a finite number is needed"
     elif isinstance(value, _Digits):
-        return f"is a number of {value.number:,} digits; {MAX_DIGITS} are enough for all that is counted here"
+        return (
+            f"is a number of {value.number:,} digits; {MAX_DIGITS} are enough for all that is"
+            " counted here"
+        )
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         return "is a number beyond 64 bits"
     return None
@@ -214,14 +233,17 @@ def _items(holder: Any) -> Iterator[tuple[Any, Any]]:
 # One that does not end ends with its line, or with the text, so that no stretch is looked at twice.
 _QUOTED = re.compile(
     r"""#[^\n]*+|\"\"\"(?:\\.|.)*?(?:\"\"\"|\Z)|\'\'\'.*?(?:\'\'\'|\Z)"""
-    r"""|"(?:\\[^\n]|[^"\\\n])*+"?|'[^'\n]*+'?""", re.DOTALL
-)  # fmt: skip
+    r"""|"(?:\\[^\n]|[^"\\\n])*+"?|'[^'\n]*+'?""",
+    re.DOTALL,
+)
 _DOTTED = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}")
 _LONG_NUMBER = re.compile(r"\d[\d_]{400}")
 
 
 def _check_toml(text: str, where: str, error: Kind) -> None:
-    """What tomllib takes hours for: a key of a hundred thousand parts; and numbers that it cannot place."""
+    """What tomllib takes hours for: a key of a hundred thousand parts; and numbers that it cannot
+    place.
+    """
     plain = _QUOTED.sub(lambda found: _blank(found[0]), text)
     checks: tuple[tuple[re.Pattern[str], Callable[[str], str]], ...] = (
         (_DOTTED, lambda key: f"a key nests deeper than {MAX_DEPTH} levels"),

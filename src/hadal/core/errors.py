@@ -1,5 +1,6 @@
-"""The tree of errors. What a user can cause says what to do about it; the gateway maps each class to a status."""
-
+"""The tree of errors. What a user can cause says what to do about it; the gateway maps each class
+to a status.
+"""
 
 _MAX_CHARS = 1000
 """Of what is said of a mistake: it may quote a file."""
@@ -10,15 +11,18 @@ class HadalError(Exception):
 
 
 class ConfigError(HadalError, ValueError):
-    """A deployment file, a model folder or a flag is wrong. Names the file and the field, in one line that can be
-    printed whatever stands in the file."""
+    """A deployment file, a model folder or a flag is wrong. Names the file and the field, in one
+    line that can be printed whatever stands in the file.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(_one_line(message))
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint is not this architecture, or is damaged. Names the file and the tensor or field."""
+    """A checkpoint is not this architecture, or is damaged. Names the file and the tensor or
+    field.
+    """
 
 
 class RequestError(HadalError, ValueError):

@@ -1,7 +1,9 @@
-"""What the ledger is told: how a generation ended, and which nodes a unit occupied. Frozen values, said once.
+"""What the ledger is told: how a generation ended, and which nodes a unit occupied. Frozen values,
+said once.
 
-Times are wall-clock unix seconds, given in by whoever has a clock; `micros` makes whole microseconds of them, in which
-everything is added up. Token counts and money are integers, so a sum is exact however it is grouped.
+Times are wall-clock unix seconds, given in by whoever has a clock; `micros` makes whole
+microseconds of them, in which everything is added up. Token counts and money are integers, so a sum
+is exact however it is grouped.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ def micros(time_s: float) -> int:
 
 
 def sum_kv_tokens(num_prompt: int, num_output: int) -> int:
-    """KV length added up over a generation's output tokens: token i (from 0) is drawn over num_prompt + i positions."""
+    """KV length added up over a generation's output tokens: token i (from 0) is drawn over
+    num_prompt + i positions.
+    """
     return num_output * num_prompt + num_output * (num_output - 1) // 2
 
 
 class RequestFact(msgspec.Struct, frozen=True, array_like=True):
     """The end of one generation. Raises ValueError at birth for counts or times that cannot be.
 
-    A prompt is billed once it is answered: `tokens_hit + tokens_miss` is its length if a first token came, else 0. Of
-    several choices of one prompt, one bears it.
+    A prompt is billed once it is answered: `tokens_hit + tokens_miss` is its length if a first
+    token came, else 0. Of several choices of one prompt, one bears it.
     """
 
     request_id: str
@@ -58,18 +62,35 @@ class RequestFact(msgspec.Struct, frozen=True, array_like=True):
     num_retries: int = 0
     """Attempts beyond the first, preemptions among them."""
     income_pico_usd: int = 0
-    """What was charged, in 10^-12 dollars: price (micro-dollars per million tokens) times tokens, added up."""
+    """What was charged, in 10^-12 dollars: price (micro-dollars per million tokens) times tokens,
+    added up.
+    """
 
     def __post_init__(self) -> None:
-        counts = (self.tokens_hit, self.tokens_miss, self.tokens_out, self.kv_tokens, self.num_retries)
+        counts = (
+            self.tokens_hit,
+            self.tokens_miss,
+            self.tokens_out,
+            self.kv_tokens,
+            self.num_retries,
+        )
         if min(counts) < 0:
             raise ValueError(f"the fact of {self.request_id!r} counts less than nothing: {counts}.")
-        if (self.first_token_s is None) != (self.tokens_out == 0) or (self.last_token_s is None) != (
-            self.first_token_s is None
+        if (self.first_token_s is None) != (self.tokens_out == 0) or (
+            self.last_token_s is None
+        ) != (self.first_token_s is None):
+            raise ValueError(
+                f"the fact of {self.request_id!r} has {self.tokens_out} tokens, and times that"
+                " disagree."
+            )
+        if (
+            self.first_token_s is not None
+            and self.last_token_s is not None
+            and self.last_token_s < self.first_token_s
         ):
-            raise ValueError(f"the fact of {self.request_id!r} has {self.tokens_out} tokens, and times that disagree.")
-        if self.first_token_s is not None and self.last_token_s is not None and self.last_token_s < self.first_token_s:
-            raise ValueError(f"the fact of {self.request_id!r} has its last token before its first.")
+            raise ValueError(
+                f"the fact of {self.request_id!r} has its last token before its first."
+            )
         if not self.request_id:
             raise ValueError("a fact needs the id of its request.")
 
@@ -92,9 +113,9 @@ class RequestFact(msgspec.Struct, frozen=True, array_like=True):
 class NodesFact(msgspec.Struct, frozen=True, array_like=True):
     """A unit was up from one time to another. Said again with a later `to_s` while it stays up.
 
-    A unit occupies `num_ranks / ranks_per_node` nodes, a fraction where it does not fill one: two ranks of 8 are a
-    quarter of a node, be they GPUs or processes on a CPU. Ranks that died and come back count all the while: they are
-    paid for. Raises ValueError at birth.
+    A unit occupies `num_ranks / ranks_per_node` nodes, a fraction where it does not fill one: two
+    ranks of 8 are a quarter of a node, be they GPUs or processes on a CPU. Ranks that died and come
+    back count all the while: they are paid for. Raises ValueError at birth.
     """
 
     unit: str
@@ -115,10 +136,15 @@ class NodesFact(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.ranks_per_node < 1 or self.gpu_hour_micro_usd < 0:
-            raise ValueError(f"{self.unit} has {self.num_ranks} ranks, {self.ranks_per_node} to a node, at "
-                             f"{self.gpu_hour_micro_usd} an hour; none of them can be negative, or no rank at all.")
+            raise ValueError(
+                f"{self.unit} has {self.num_ranks} ranks, {self.ranks_per_node} to a node, at"
+                f" {self.gpu_hour_micro_usd} an hour; none of them can be negative, or no rank at"
+                " all."
+            )
         if self.to_s < self.from_s:
-            raise ValueError(f"{self.unit} was up until {self.to_s}, before it came at {self.from_s}.")
+            raise ValueError(
+                f"{self.unit} was up until {self.to_s}, before it came at {self.from_s}."
+            )
 
 
 Fact = RequestFact | NodesFact

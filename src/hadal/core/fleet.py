@@ -1,7 +1,8 @@
-"""What the front and the fleet say to each other, as frozen values. The fleet lives beside the supervisor.
+"""What the front and the fleet say to each other, as frozen values. The fleet lives beside the
+supervisor.
 
-Everything here may be lost, late or doubled: Demand is said again at every beat and says all there is, and the fleet
-repeats what the last Demand does not show to have been heard.
+Everything here may be lost, late or doubled: Demand is said again at every beat and says all there
+is, and the fleet repeats what the last Demand does not show to have been heard.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from hadal.core.messages import Message
 
 # ---- fleet -> front ----
 class DrainUnit(Message, frozen=True):
-    """Send nothing new to this unit. What it holds goes on there; after `timeout_s` the rest is tried elsewhere.
+    """Send nothing new to this unit. What it holds goes on there; after `timeout_s` the rest is
+    tried elsewhere.
 
     Said again, with this number or another, it leaves the deadline as it is.
     """
@@ -21,7 +23,9 @@ class DrainUnit(Message, frozen=True):
     unit: str
     timeout_s: float
     number: int
-    """Of the drain, never 0 and never used twice: tells what was counted in it from what was counted before."""
+    """Of the drain, never 0 and never used twice: tells what was counted in it from what was
+    counted before.
+    """
 
 
 class KeepUnit(Message, frozen=True):
@@ -45,15 +49,23 @@ class UnitFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Demand(Message, frozen=True):
-    """What is asked of the fleet. Counters grow from the front's start on, so that a lost message loses no tokens."""
+    """What is asked of the fleet. Counters grow from the front's start on, so that a lost message
+    loses no tokens.
+    """
 
     epoch: str
     """The front's: another one counts from 0."""
     tokens_in: int
-    """Prompt tokens of the requests that came, those that were refused for want of room among them."""
+    """Prompt tokens of the requests that came, those that were refused for want of room among
+    them.
+    """
     tokens_out: int
     tokens_waiting: int
-    """Prompt tokens that are not prefilled yet, be they queued or sent to a unit: a backlog of prefill."""
+    """Prompt tokens that are not prefilled yet, be they queued or sent to a unit: a backlog of
+    prefill.
+    """
     outputs_waiting: int
-    """Output tokens that queued requests will ask of decode, at what requests have brought on average."""
+    """Output tokens that queued requests will ask of decode, at what requests have brought on
+    average.
+    """
     units: tuple[UnitFacts, ...]

@@ -22,7 +22,9 @@ class Totals(msgspec.Struct):
     """Prompt tokens of requests that there was no room for (429)."""
     tokens_out: int = 0
     tokens_hit: int = 0
-    """Of the prompts that were answered: tokens that a cache had, as the unit said that drew the first token."""
+    """Of the prompts that were answered: tokens that a cache had, as the unit said that drew the
+    first token.
+    """
     tokens_miss: int = 0
     """The rest of those prompts."""
     retries: int = 0
@@ -43,5 +45,7 @@ class FrontSnapshot(msgspec.Struct, frozen=True):
 
     @property
     def can_serve(self) -> bool:
-        """A request can be answered from end to end: each role has a unit with a rank that lives."""
+        """A request can be answered from end to end: each role has a unit with a rank that
+        lives.
+        """
         return all(any(self.role_to_units.get(role, {}).values()) for role in ROLES)

@@ -1,9 +1,11 @@
-"""What gateways say to the supervisor and, where there are several, to the one whose process holds the front.
+"""What gateways say to the supervisor and, where there are several, to the one whose process holds
+the front.
 
     another gateway --Open--> front's gateway --Delivered ...--> another gateway        Leave: its client is gone
     front's gateway --FrontBeat--> another gateway                                      a new epoch: it is another front
 
-An Open that a front does not live to answer is sent again to the next one, with what was delivered so far.
+An Open that a front does not live to answer is sent again to the next one, with what was delivered
+so far.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from hadal.core.messages import Deliver, Generation, Message
 
 # ---- gateway -> supervisor, and the others' to the front's ----
 class GatewayBeat(Message, frozen=True):
-    """The gateway's event loop turns, and its port is served. The first one says that it is ready."""
+    """The gateway's event loop turns, and its port is served. The first one says that it is
+    ready.
+    """
 
     gateway: str
     pid: int
@@ -22,8 +26,9 @@ class GatewayBeat(Message, frozen=True):
 
 # ---- another gateway -> front's gateway ----
 class Open(Message, frozen=True):
-    """Generations of one HTTP request. Each is answered by Delivered, its last delivery being final; one that is open
-    already is not begun twice."""
+    """Generations of one HTTP request. Each is answered by Delivered, its last delivery being
+    final; one that is open already is not begun twice.
+    """
 
     gateway: str
     generations: tuple[Generation, ...]
@@ -32,7 +37,9 @@ class Open(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """Nobody waits for these generations any more: stop them. Their last deliveries say where they were worked on."""
+    """Nobody waits for these generations any more: stop them. Their last deliveries say where they
+    were worked on.
+    """
 
     gateway: str
     request_ids: tuple[str, ...]

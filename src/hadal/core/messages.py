@@ -1,8 +1,8 @@
 """What processes say to each other, as frozen values.
 
-They travel on the Wire between front, leaders and supervisor. What a leader and its ranks say to each other is in
-core/rank_messages, a step's plans and results are in core/plans.
-Token ids are tuples here: short, hashable and cheap to encode.
+They travel on the Wire between front, leaders and supervisor. What a leader and its ranks say to
+each other is in core/rank_messages, a step's plans and results are in core/plans. Token ids are
+tuples here: short, hashable and cheap to encode.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Generation(msgspec.Struct, frozen=True, array_like=True):
-    """One generation as the units see it. `output` is non-empty after a retry: what was already streamed."""
+    """One generation as the units see it. `output` is non-empty after a retry: what was already
+    streamed.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
@@ -51,15 +53,21 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     num_public: int = 0
     """So many first tokens are shared under kv/names.PUBLIC instead, as far as they fill blocks."""
     chain: bytes = b""
-    """Names of the full blocks of prompt + output, as the front fills them in; empty where nothing is to be cached."""
+    """Names of the full blocks of prompt + output, as the front fills them in; empty where nothing
+    is to be cached.
+    """
     ticket: int = 0
-    """Given by the front with Decode: by this number it, and no other front, knows the attempt's tokens again."""
+    """Given by the front with Decode: by this number it, and no other front, knows the attempt's
+    tokens again.
+    """
     tenant: str = ""
     """Its name, whatever the salt: tenants share what there is too little of."""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
-    """One new token of one request. `index` is its place in the output, so a duplicate or a gap is noticed."""
+    """One new token of one request. `index` is its place in the output, so a duplicate or a gap is
+    noticed.
+    """
 
     request_id: str
     attempt: int
@@ -81,8 +89,9 @@ class Closing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Front only: new tokens, or the end, for the stream of one request. Exactly one of a request is `final`. An effect
-    (core/seams), and sent on where the stream is in another process."""
+    """Front only: new tokens, or the end, for the stream of one request. Exactly one of a request
+    is `final`. An effect (core/seams), and sent on where the stream is in another process.
+    """
 
     request_id: str
     tokens: tuple[Token, ...]
@@ -99,8 +108,9 @@ class Deliver(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 def text_of(generation: Generation) -> tuple[int, ...]:
-    """Prompt and output. Where nobody reads the text, as in a simulation, the prompt is a range and so is this: only
-    its length means something."""
+    """Prompt and output. Where nobody reads the text, as in a simulation, the prompt is a range and
+    so is this: only its length means something.
+    """
     prompt: Sequence[int] = generation.prompt
     if isinstance(prompt, range):
         return cast("tuple[int, ...]", range(len(prompt) + len(generation.output)))
@@ -119,8 +129,9 @@ class Submit(Message, frozen=True):
 
 
 class TurnedAway(Message, frozen=True):
-    """Generations were refused before they were submitted, as the front would have refused them: it counts them, for
-    the fleet grows with all that is asked for."""
+    """Generations were refused before they were submitted, as the front would have refused them: it
+    counts them, for the fleet grows with all that is asked for.
+    """
 
     num_generations: int
     num_tokens: int = 0
@@ -129,20 +140,26 @@ class TurnedAway(Message, frozen=True):
 
 # ---- front -> every leader ----
 class FrontUp(Message, frozen=True):
-    """A new front started: what the leader holds belongs to streams that are gone. Free it all, answer with UnitUp."""
+    """A new front started: what the leader holds belongs to streams that are gone. Free it all,
+    answer with UnitUp.
+    """
 
     epoch: str
 
 
 # ---- front -> prefill leader ----
 class Prefill(Message, frozen=True):
-    """Prefill `generation.prompt + generation.output`, emit one token, hold the KV for a hand-over."""
+    """Prefill `generation.prompt + generation.output`, emit one token, hold the KV for a
+    hand-over.
+    """
 
     generation: Generation
 
 
 class Release(Message, frozen=True):
-    """This attempt needs nothing of the prefill leader any more: its KV was pulled, or it was cancelled or lost."""
+    """This attempt needs nothing of the prefill leader any more: its KV was pulled, or it was
+    cancelled or lost.
+    """
 
     request_id: str
     attempt: int
@@ -151,7 +168,8 @@ class Release(Message, frozen=True):
 class Cancel(Message, frozen=True):
     """Stop working on this attempt and free what it holds. Unknown ids are ignored.
 
-    From the gateway to the front, which stops whatever attempt runs, and from the front to a decode leader.
+    From the gateway to the front, which stops whatever attempt runs, and from the front to a decode
+    leader.
     """
 
     request_id: str
@@ -160,20 +178,27 @@ class Cancel(Message, frozen=True):
 
 # ---- prefill leader -> front ----
 class KvLease(msgspec.Struct, frozen=True, array_like=True):
-    """A promise that blocks stay as they are until the prefill unit's `lease_s` is over, unless released. The puller
-    checks `generations` once more after copying."""
+    """A promise that blocks stay as they are until the prefill unit's `lease_s` is over, unless
+    released. The puller checks `generations` once more after copying.
+    """
 
     source: str
-    """Address of the pool that holds them, as its owner gave it out: nothing to those in between."""
+    """Address of the pool that holds them, as its owner gave it out: nothing to those in
+    between.
+    """
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]
-    """Counter of each block, raised whenever the block is freed: a changed counter means the copy is void."""
+    """Counter of each block, raised whenever the block is freed: a changed counter means the copy
+    is void.
+    """
     num_tokens: int
     """Tokens of KV that are valid, from position 0."""
 
 
 class PrefillDone(Message, frozen=True):
-    """The prompt is prefilled: its first token, and the lease on its KV (None when that token already finished it)."""
+    """The prompt is prefilled: its first token, and the lease on its KV (None when that token
+    already finished it).
+    """
 
     unit: str
     token: Token
@@ -183,8 +208,9 @@ class PrefillDone(Message, frozen=True):
 
 
 class PrefillAhead(Message, frozen=True):
-    """Some of a prompt's KV is there while the rest is being computed: full blocks from position 0 on, which stay as
-    they are as long as the attempt does not end. A hint: nobody has to answer it."""
+    """Some of a prompt's KV is there while the rest is being computed: full blocks from position 0
+    on, which stay as they are as long as the attempt does not end. A hint: nobody has to answer it.
+    """
 
     unit: str
     request_id: str
@@ -193,7 +219,9 @@ class PrefillAhead(Message, frozen=True):
 
 
 class Cached(Message, frozen=True):
-    """Which blocks a unit can take out of its pools changed. Says all of them the first time a front hears of it."""
+    """Which blocks a unit can take out of its pools changed. Says all of them the first time a
+    front hears of it.
+    """
 
     unit: str
     epoch: str
@@ -205,22 +233,28 @@ class Cached(Message, frozen=True):
 
 # ---- front -> decode leader ----
 class Ahead(Message, frozen=True):
-    """Pull what `lease` has already: Decode follows when the prompt is done. A hint: without room it is ignored."""
+    """Pull what `lease` has already: Decode follows when the prompt is done. A hint: without room
+    it is ignored.
+    """
 
     generation: Generation
     lease: KvLease
 
 
 class Decode(Message, frozen=True):
-    """Pull the KV under `lease` and go on from `generation.output`, whose last token has no KV yet."""
+    """Pull the KV under `lease` and go on from `generation.output`, whose last token has no KV
+    yet.
+    """
 
     generation: Generation
     lease: KvLease
 
 
 class Resume(Message, frozen=True):
-    """Go on with attempts whose KV the unit's ranks hold since another leader led them, each from the last token of its
-    output, as it was delivered. What is held and was not named when `is_last` came is nobody's."""
+    """Go on with attempts whose KV the unit's ranks hold since another leader led them, each from
+    the last token of its output, as it was delivered. What is held and was not named when `is_last`
+    came is nobody's.
+    """
 
     generations: tuple[Generation, ...]
     is_last: bool
@@ -236,8 +270,10 @@ class Pulled(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """All tokens of one step of one unit, by column: row i is the token `values[i]` of the attempt that holds ticket
-    `tickets[i]`. `indices[i]` is its place in the output, so a duplicate or a gap is noticed."""
+    """All tokens of one step of one unit, by column: row i is the token `values[i]` of the attempt
+    that holds ticket `tickets[i]`. `indices[i]` is its place in the output, so a duplicate or a gap
+    is noticed.
+    """
 
     unit: str
     tickets: bytes
@@ -253,7 +289,9 @@ class Tokens(Message, frozen=True):
 
 
 class Returned(Message, frozen=True):
-    """A leader gives an attempt back: the front retries it elsewhere (RETRYING -> QUEUED). From either leader."""
+    """A leader gives an attempt back: the front retries it elsewhere (RETRYING -> QUEUED). From
+    either leader.
+    """
 
     unit: str
     request_id: str
@@ -265,7 +303,8 @@ class Returned(Message, frozen=True):
 class Load(Message, frozen=True):
     """What a unit holds now. Sent by leaders after every event that changed it, and as a heartbeat.
 
-    `num_blocks` and `num_requests_max` are those of the living ranks: they shrink while a rank is lost.
+    `num_blocks` and `num_requests_max` are those of the living ranks: they shrink while a rank is
+    lost.
     """
 
     unit: str
@@ -280,19 +319,27 @@ class Load(Message, frozen=True):
     step_ms: float = 0.0
     """Smoothed duration of a step in the Runner."""
     overhead_ms: float = 0.0
-    """Smoothed time per step that the Runner stood idle though work was there: scheduling and messages."""
+    """Smoothed time per step that the Runner stood idle though work was there: scheduling and
+    messages.
+    """
     num_ranks: int = 1
-    """Living ranks. The first to tell of a death: capacities follow when the unit has formed without the dead."""
+    """Living ranks. The first to tell of a death: capacities follow when the unit has formed
+    without the dead.
+    """
     generation: int = 0
     """Raised whenever the unit formed anew."""
     num_blocks_request: int = 0
     """Usable blocks of its largest living rank: what one request can hold at most."""
     token_s: float = 0.0
-    """Measured: seconds that a token takes on its rank; in decode, that a request adds to a step. 0: not known yet."""
+    """Measured: seconds that a token takes on its rank; in decode, that a request adds to a step.
+    0: not known yet.
+    """
     pair_s: float = 0.0
     """Prefill, measured: seconds of a token and a position that it attends to."""
     balance: dict[str, float] = {}
-    """Objective (core/balance) -> mean over maximum of the ranks, smoothed; objectives without data are left out."""
+    """Objective (core/balance) -> mean over maximum of the ranks, smoothed; objectives without data
+    are left out.
+    """
     num_replicas_moved: int = 0
     """Expert replicas whose weights travelled because the balancer wanted it."""
     num_layers_flipped: int = 0
@@ -305,12 +352,16 @@ class Load(Message, frozen=True):
     idle_s: float = 0.0
     """Seconds since the unit last had anything to do: what was measured of its steps is as old."""
     step_s: float = 0.0
-    """Decode, measured: seconds that a step takes besides what its requests add. 0: not known yet."""
+    """Decode, measured: seconds that a step takes besides what its requests add. 0: not known
+    yet.
+    """
 
 
 # ---- every process that listens -> gateway ----
 class Refused(Message, frozen=True):
-    """Connections that a process refused since it started: whoever made them did not prove that it belongs here."""
+    """Connections that a process refused since it started: whoever made them did not prove that it
+    belongs here.
+    """
 
     process: str
     kind_to_num: dict[str, int]
@@ -331,12 +382,15 @@ class UnitUp(Message, frozen=True):
     num_blocks_request: int = 0
     """Usable blocks of one rank: what one request can hold at most. 0: `num_blocks`."""
     held: tuple[int, ...] = ()
-    """Decode, of a leader that took its ranks over: tickets of attempts whose KV they hold. It waits for Resume."""
+    """Decode, of a leader that took its ranks over: tickets of attempts whose KV they hold. It
+    waits for Resume.
+    """
 
 
 class LeaderDown(Message, frozen=True):
-    """A unit's leader ended, and its ranks live. Sent by the supervisor to the front: a successor takes them over with
-    their KV, or UnitDown follows."""
+    """A unit's leader ended, and its ranks live. Sent by the supervisor to the front: a successor
+    takes them over with their KV, or UnitDown follows.
+    """
 
     unit: str
     reason: str
@@ -345,8 +399,8 @@ class LeaderDown(Message, frozen=True):
 class UnitDown(Message, frozen=True):
     """A unit's process ended or was given up. Sent by the supervisor; everything it held is lost.
 
-    To the front about a unit, to a leader about one of its ranks ("decode-0.2"), and from a leader to the supervisor
-    about a rank that is silent or stuck and has to be killed.
+    To the front about a unit, to a leader about one of its ranks ("decode-0.2"), and from a leader
+    to the supervisor about a rank that is silent or stuck and has to be killed.
     """
 
     unit: str
@@ -354,14 +408,17 @@ class UnitDown(Message, frozen=True):
 
 
 class Suspect(Message, frozen=True):
-    """A process is silent or stuck: what is to be seen of it? From its judge, the front of a unit and a leader of its
-    ranks, to the supervisor, who is on its host."""
+    """A process is silent or stuck: what is to be seen of it? From its judge, the front of a unit
+    and a leader of its ranks, to the supervisor, who is on its host.
+    """
 
     process: str
 
 
 class Sighting(Message, frozen=True):
-    """The supervisor's answer. A process that ended in the meantime is answered for by UnitDown alone."""
+    """The supervisor's answer. A process that ended in the meantime is answered for by UnitDown
+    alone.
+    """
 
     process: str
     waited_s: float
@@ -370,7 +427,9 @@ class Sighting(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """Tokens came of attempts that nobody waits for: free what they hold. From the front to a decode leader."""
+    """Tokens came of attempts that nobody waits for: free what they hold. From the front to a
+    decode leader.
+    """
 
     tickets: tuple[int, ...]
 
@@ -380,7 +439,9 @@ class Drain(Message, frozen=True):
 
 
 class AuditRequest(Message, frozen=True):
-    """Ask a leader to run `check()` on every ledger it keeps and answer with Audit. For tests and operators."""
+    """Ask a leader to run `check()` on every ledger it keeps and answer with Audit. For tests and
+    operators.
+    """
 
     reply_id: int
 

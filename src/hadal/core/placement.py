@@ -1,9 +1,11 @@
 """Which expert replica sits in which slot of which rank, as one frozen value per unit.
 
-Knows no loads and no tensors: `spread` is the even start, a balancer may make another. Logical experts are replicated
-("redundant experts", DeepSeek-V3/R1 inference overview: 256 + 32 replicas); a slot holds one replica or none.
+Knows no loads and no tensors: `spread` is the even start, a balancer may make another. Logical
+experts are replicated ("redundant experts", DeepSeek-V3/R1 inference overview: 256 + 32 replicas);
+a slot holds one replica or none.
 
-Shapes: L MoE layers, R ranks of the deployment, S slots of a rank, E logical experts, M most replicas of an expert.
+Shapes: L MoE layers, R ranks of the deployment, S slots of a rank, E logical experts, M most
+replicas of an expert.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ class Placement:
     num_experts: int
     slot_to_expert_LRS: NDArray[np.int16]
     weights_LRS: NDArray[np.uint8] | None = None
-    """How many of SPLIT_PARTS parts of its expert's tokens a slot takes; they add up to SPLIT_PARTS, or are all 1 where
-    replicas take equal parts. None: equal parts everywhere."""
+    """How many of SPLIT_PARTS parts of its expert's tokens a slot takes; they add up to
+    SPLIT_PARTS, or are all 1 where replicas take equal parts. None: equal parts everywhere.
+    """
 
     @property
     def num_layers(self) -> int:
@@ -51,10 +54,11 @@ class Placement:
         return int(self.slot_to_expert_LRS.shape[2])
 
     def replicas(self, layer: int) -> tuple[Ints, Ints]:
-        """Return (slot ids [E, M] that an expert's tokens take in turn, padded with its first; how many of them [E]).
+        """Return (slot ids [E, M] that an expert's tokens take in turn, padded with its first; how
+        many of them [E]).
 
-        With equal parts these are its replicas in ascending order; else each stands there as often as it takes parts,
-        spread evenly, so that few tokens already come close to the split.
+        With equal parts these are its replicas in ascending order; else each stands there as often
+        as it takes parts, spread evenly, so that few tokens already come close to the split.
         """
         if self.weights_LRS is not None:
             return self._in_turn(layer, self.weights_LRS[layer])
@@ -82,20 +86,38 @@ class Placement:
         at = first[:, None] + np.where(column < counts[:, None], column, 0)
         if not in_turn.size:
             return np.full(at.shape, EMPTY), counts
-        return np.where(counts[:, None] > 0, in_turn[np.minimum(at, in_turn.size - 1)], EMPTY), counts
+        return (
+            np.where(counts[:, None] > 0, in_turn[np.minimum(at, in_turn.size - 1)], EMPTY),
+            counts,
+        )
 
     def by_expert(self, amounts_LRS: Floats) -> Floats:
-        """What the slots of each expert have together [L, E]; what stands at empty slots does not count."""
+        """What the slots of each expert have together [L, E]; what stands at empty slots does not
+        count.
+        """
         sizes = (self.num_layers, self.num_experts)
         slots = self.slot_to_expert_LRS.astype(np.int64)
-        at = np.where(slots == EMPTY, 0, slots) + self.num_experts * np.arange(self.num_layers)[:, None, None]
+        at = (
+            np.where(slots == EMPTY, 0, slots)
+            + self.num_experts * np.arange(self.num_layers)[:, None, None]
+        )
         amounts = np.where(slots == EMPTY, 0.0, amounts_LRS)
-        return np.bincount(at.ravel(), amounts.ravel(), sizes[0] * sizes[1]).astype(np.float64).reshape(sizes)
+        return (
+            np.bincount(at.ravel(), amounts.ravel(), sizes[0] * sizes[1])
+            .astype(np.float64)
+            .reshape(sizes)
+        )
 
-    def with_layer(self, layer: int, slots_RS: NDArray[np.int16], weights_RS: NDArray[np.uint8] | None) -> Placement:
-        """The placement after a flip of this layer. Raises ValueError if the number of ranks or slots is another."""
+    def with_layer(
+        self, layer: int, slots_RS: NDArray[np.int16], weights_RS: NDArray[np.uint8] | None
+    ) -> Placement:
+        """The placement after a flip of this layer. Raises ValueError if the number of ranks or
+        slots is another.
+        """
         if slots_RS.shape != self.slot_to_expert_LRS.shape[1:]:
-            raise ValueError(f"a layer of {slots_RS.shape} for a placement of {self.slot_to_expert_LRS.shape}.")
+            raise ValueError(
+                f"a layer of {slots_RS.shape} for a placement of {self.slot_to_expert_LRS.shape}."
+            )
         slots = self.slot_to_expert_LRS.copy()
         slots[layer] = slots_RS
         weights = self.weights_LRS
@@ -116,7 +138,9 @@ class Placement:
         return [everyone - set(np.unique(layer).tolist()) for layer in self.slot_to_expert_LRS]
 
     def check(self) -> list[str]:
-        """Problems; empty when every expert has a replica in every layer and no rank holds one twice."""
+        """Problems; empty when every expert has a replica in every layer and no rank holds one
+        twice.
+        """
         problems = []
         for layer, experts in enumerate(self.missing()):
             if experts:
@@ -138,7 +162,11 @@ class Placement:
 
     def weights_bytes(self) -> bytes:
         """Empty: equal parts."""
-        return b"" if self.weights_LRS is None else np.ascontiguousarray(self.weights_LRS, np.uint8).tobytes()
+        return (
+            b""
+            if self.weights_LRS is None
+            else np.ascontiguousarray(self.weights_LRS, np.uint8).tobytes()
+        )
 
     @classmethod
     def from_bytes(
@@ -150,18 +178,26 @@ class Placement:
         return cls(num_experts, np.frombuffer(data, np.int16).reshape(shape), weights_LRS)
 
 
-def flip_arrays(flip: LayerFlip, num_slots: int) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
-    """Return slots [R, S] and weights [R, S] (None: equal parts) of a flip. Raises ValueError if they do not fit."""
+def flip_arrays(
+    flip: LayerFlip, num_slots: int
+) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
+    """Return slots [R, S] and weights [R, S] (None: equal parts) of a flip. Raises ValueError if
+    they do not fit.
+    """
     if not num_slots:
         raise ValueError("a layer without slots cannot flip.")
     slots_RS = np.frombuffer(flip.slot_to_expert, np.int16).reshape(-1, num_slots)
-    return slots_RS, np.frombuffer(flip.weights, np.uint8).reshape(slots_RS.shape) if flip.weights else None
+    return slots_RS, (
+        np.frombuffer(flip.weights, np.uint8).reshape(slots_RS.shape) if flip.weights else None
+    )
 
 
 def parts_of(slots_RS: NDArray[np.int16], split_RS: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """A layer's split [R, S], fractions of each expert's tokens, as parts of SPLIT_PARTS: by largest remainder.
+    """A layer's split [R, S], fractions of each expert's tokens, as parts of SPLIT_PARTS: by
+    largest remainder.
 
-    An expert whose replicas all get the same gets ones, for its turns need not be many. Empty slots get 0.
+    An expert whose replicas all get the same gets ones, for its turns need not be many. Empty slots
+    get 0.
     """
     slots, split = slots_RS.reshape(-1), split_RS.reshape(-1)
     parts = np.zeros(slots.shape, np.uint8)
@@ -179,23 +215,31 @@ def parts_of(slots_RS: NDArray[np.int16], split_RS: NDArray[np.float64]) -> NDAr
 
 
 def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0) -> Placement:
-    """Experts in order over the ranks, then the replicas, evenly chosen, so that no rank holds an expert twice.
+    """Experts in order over the ranks, then the replicas, evenly chosen, so that no rank holds an
+    expert twice.
 
-    Raises ValueError if experts and replicas do not divide evenly by the ranks, or if a rank would hold one twice.
+    Raises ValueError if experts and replicas do not divide evenly by the ranks, or if a rank would
+    hold one twice.
     """
     total = num_experts + num_redundant
     if num_ranks < 1 or num_redundant < 0 or total % num_ranks:
         raise ValueError(
-            f"{num_experts} experts and {num_redundant} redundant ones do not divide evenly over {num_ranks} ranks."
+            f"{num_experts} experts and {num_redundant} redundant ones do not divide evenly over"
+            f" {num_ranks} ranks."
         )
     num_slots = total // num_ranks
     if num_slots > num_experts:
-        raise ValueError(f"{num_slots} slots on a rank are more than the {num_experts} experts there are.")
+        raise ValueError(
+            f"{num_slots} slots on a rank are more than the {num_experts} experts there are."
+        )
     slots = np.empty((num_layers, num_ranks, num_slots), np.int16)
     for layer in range(num_layers):
         # Another part of the experts is doubled in each layer: nobody knows yet which ones are hot.
-        extra = (np.arange(num_redundant) * num_experts // max(num_redundant, 1) + layer) % num_experts
-        # In a row of experts repeated by num_redundant / num_experts, equal ones are num_experts apart at least.
+        extra = (
+            np.arange(num_redundant) * num_experts // max(num_redundant, 1) + layer
+        ) % num_experts
+        # In a row of experts repeated by num_redundant / num_experts, equal ones are num_experts
+        # apart at least.
         row = np.concatenate((np.arange(num_experts), extra))
         slots[layer] = row.reshape(num_slots, num_ranks).T
     return Placement(num_experts, _without_doubles(slots))
@@ -204,35 +248,53 @@ def spread(num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
 def spread_by_node(
     num_layers: int, num_experts: int, num_ranks: int, num_redundant: int, num_nodes: int
 ) -> Placement:
-    """`spread` within each node of its part of the experts: neighbours, such as a gate's group, are on one node.
+    """`spread` within each node of its part of the experts: neighbours, such as a gate's group, are
+    on one node.
 
-    So a token that is limited to a few groups goes to few nodes (DeepSeek-V3, arXiv 2412.19437, 2.1.2). Raises
-    ValueError as `spread` does, or if something does not divide evenly over the nodes.
+    So a token that is limited to a few groups goes to few nodes (DeepSeek-V3, arXiv 2412.19437,
+    2.1.2). Raises ValueError as `spread` does, or if something does not divide evenly over the
+    nodes.
     """
-    if num_nodes < 1 or num_experts % num_nodes or num_ranks % num_nodes or num_redundant % num_nodes:
+    if (
+        num_nodes < 1
+        or num_experts % num_nodes
+        or num_ranks % num_nodes
+        or num_redundant % num_nodes
+    ):
         raise ValueError(
-            f"{num_experts} experts, {num_redundant} redundant ones and {num_ranks} ranks do not divide evenly over "
-            f"{num_nodes} nodes."
+            f"{num_experts} experts, {num_redundant} redundant ones and {num_ranks} ranks do not"
+            f" divide evenly over {num_nodes} nodes."
         )
     of_node = num_experts // num_nodes
-    part = spread(num_layers, of_node, num_ranks // num_nodes, num_redundant // num_nodes).slot_to_expert_LRS
-    return Placement(num_experts, np.concatenate([part + node * of_node for node in range(num_nodes)], axis=1))
+    part = spread(
+        num_layers, of_node, num_ranks // num_nodes, num_redundant // num_nodes
+    ).slot_to_expert_LRS
+    return Placement(
+        num_experts, np.concatenate([part + node * of_node for node in range(num_nodes)], axis=1)
+    )
 
 
 def without(placement: Placement, lost: Collection[int]) -> Placement:
-    """The placement when ranks are lost: what they held alone goes to the survivors with the fewest replicas.
+    """The placement when ranks are lost: what they held alone goes to the survivors with the fewest
+    replicas.
 
-    Survivors keep what they have; slots are added where they need more. All replicas take equal parts, since a split is
-    made for those that are there. Raises ValueError if nobody survives.
+    Survivors keep what they have; slots are added where they need more. All replicas take equal
+    parts, since a split is made for those that are there. Raises ValueError if nobody survives.
     """
     survivors = [rank for rank in range(placement.num_ranks) if rank not in lost]
     if not survivors:
         raise ValueError("no rank survives.")
     held = [
-        [[int(e) for e in placement.slot_to_expert_LRS[layer, rank] if e != EMPTY] if rank in survivors else []
-         for rank in range(placement.num_ranks)]
+        [
+            (
+                [int(e) for e in placement.slot_to_expert_LRS[layer, rank] if e != EMPTY]
+                if rank in survivors
+                else []
+            )
+            for rank in range(placement.num_ranks)
+        ]
         for layer in range(placement.num_layers)
-    ]  # fmt: skip
+    ]
     for rank_to_experts in held:
         present = {expert for experts in rank_to_experts for expert in experts}
         for expert in range(placement.num_experts):
@@ -268,4 +330,6 @@ def _swap_partner(layer: NDArray[np.int16], rank: int, slot: int) -> tuple[int, 
         for candidate in range(layer.shape[1]):
             if layer[other, candidate] not in layer[rank]:
                 return other, candidate
-    raise ValueError("no placement without an expert twice on a rank was found; use fewer redundant experts.")
+    raise ValueError(
+        "no placement without an expert twice on a rank was found; use fewer redundant experts."
+    )

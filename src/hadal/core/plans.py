@@ -1,4 +1,6 @@
-"""What travels between a leader and its Runner: plans, each one rank's part of a step, and what comes of them."""
+"""What travels between a leader and its Runner: plans, each one rank's part of a step, and what
+comes of them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from hadal.core.cache import Place
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How a request's next token is drawn. The draw at output index i depends on `seed`, i and the logits alone."""
+    """How a request's next token is drawn. The draw at output index i depends on `seed`, i and the
+    logits alone.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -25,7 +29,9 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Some consecutive tokens of one prompt. `sampling` is set on the last chunk: a token is drawn after it."""
+    """Some consecutive tokens of one prompt. `sampling` is set on the last chunk: a token is drawn
+    after it.
+    """
 
     request_id: str
     tokens: tuple[int, ...]
@@ -44,13 +50,16 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayerFlip(msgspec.Struct, frozen=True, array_like=True):
-    """From this step on, a MoE layer's experts lie elsewhere. All ranks of the unit get the same flips in the same
-    step, none of them before every rank has staged what it needs."""
+    """From this step on, a MoE layer's experts lie elsewhere. All ranks of the unit get the same
+    flips in the same step, none of them before every rank has staged what it needs.
+    """
 
     layer: int
     """Among the MoE layers."""
     stage_id: int
-    """Of the StagePlan that brought the weights. A rank whose slots stay as they are was sent none."""
+    """Of the StagePlan that brought the weights. A rank whose slots stay as they are was sent
+    none.
+    """
     slot_to_expert: bytes
     """int16 [R, S]"""
     weights: bytes = b""
@@ -60,8 +69,8 @@ class LayerFlip(msgspec.Struct, frozen=True, array_like=True):
 class PrefillPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One rank's part of a prefill unit's step: chunks of several prompts, computed together.
 
-    Every rank of the unit gets a plan with the same `step_id` and `schedule`; one without work gets no chunks and joins
-    the exchanges with nothing.
+    Every rank of the unit gets a plan with the same `step_id` and `schedule`; one without work gets
+    no chunks and joins the exchanges with nothing.
     """
 
     step_id: int
@@ -69,7 +78,9 @@ class PrefillPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     schedule: str = "sequential"
     """Name of the overlap schedule (overlap/)."""
     second: tuple[Chunk, ...] = ()
-    """The second micro-batch. A prompt may be split: its earlier tokens are among `chunks`, its later ones here."""
+    """The second micro-batch. A prompt may be split: its earlier tokens are among `chunks`, its
+    later ones here.
+    """
     num_micro_batches: int = 1
     """1 or 2, the same on every rank of the unit; with 2 each may be empty."""
     is_traced: bool = False
@@ -79,12 +90,15 @@ class PrefillPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     flips: tuple[LayerFlip, ...] = ()
     """Done before the step."""
     fetches: tuple[int, ...] = ()
-    """Blocks that were filled in the pool (out of the disk cache): where the cache is not the pool, they have to be
-    fetched from there before the step."""
+    """Blocks that were filled in the pool (out of the disk cache): where the cache is not the pool,
+    they have to be fetched from there before the step.
+    """
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
-    """A request enters a slot of a rank's table. From then on the rank advances it one token a step by itself."""
+    """A request enters a slot of a rank's table. From then on the rank advances it one token a step
+    by itself.
+    """
 
     slot: int
     block_ids: tuple[int, ...]
@@ -102,16 +116,18 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     is_pulled: bool = False
-    """The KV is as it was pulled: where the cache is not the pool, it has to be fetched from there. Else the cache has
-    what the rank computed since, and the pool is behind it."""
+    """The KV is as it was pulled: where the cache is not the pool, it has to be fetched from there.
+    Else the cache has what the rank computed since, and the pool is behind it.
+    """
 
 
 class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One rank's part of a decode unit's step as a difference to the step before: who leaves, who joins, which blocks
-    were added. Slots are the rank's own.
+    """One rank's part of a decode unit's step as a difference to the step before: who leaves, who
+    joins, which blocks were added. Slots are the rank's own.
 
-    Leaves are applied first, then joins, then grown blocks; then every occupied slot makes one token. Every rank of the
-    unit gets a plan with the same `step_id` and `schedule`, with or without slots.
+    Leaves are applied first, then joins, then grown blocks; then every occupied slot makes one
+    token. Every rank of the unit gets a plan with the same `step_id` and `schedule`, with or
+    without slots.
     """
 
     step_id: int
@@ -125,11 +141,15 @@ class DecodePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_micro_batches: int = 1
     is_traced: bool = False
     publishes: tuple[int, ...] = ()
-    """Slots whose KV has to be in the pool when the step is done: their requests are about to move to another rank."""
+    """Slots whose KV has to be in the pool when the step is done: their requests are about to move
+    to another rank.
+    """
     is_counted: bool = False
     flips: tuple[LayerFlip, ...] = ()
     fills: tuple[int, ...] = ()
-    """Blocks whose last position this step writes: they have to be in the pool when it is done, for the disk cache."""
+    """Blocks whose last position this step writes: they have to be in the pool when it is done, for
+    the disk cache.
+    """
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -144,7 +164,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 class FormPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A rank's part in forming its unit anew: who is in it from now on, and which experts it holds.
 
-    Everything of older generations is void: the rank empties its table, drops late frames, and connects to `members`.
+    Everything of older generations is void: the rank empties its table, drops late frames, and
+    connects to `members`.
     """
 
     generation: int
@@ -166,9 +187,13 @@ class HeldKv(msgspec.Struct, frozen=True, array_like=True):
     """The front's (see Generation)."""
     block_ids: tuple[int, ...]
     num_tokens: int
-    """So many positions may be valid: those of tokens that were delivered are, if they are fewer."""
+    """So many positions may be valid: those of tokens that were delivered are, if they are
+    fewer.
+    """
     num_pulled: int
-    """Of them, as pulled from another rank: where the cache is not the pool, the pool is behind from there on."""
+    """Of them, as pulled from another rank: where the cache is not the pool, the pool is behind
+    from there on.
+    """
 
 
 class NamedBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -176,8 +201,9 @@ class NamedBlocks(msgspec.Struct, frozen=True, array_like=True):
 
     block_ids: tuple[int, ...]
     names: bytes
-    """One behind the other, as `befores`: each block's own, and that of the block before it in its text, NO_NAME at the
-    text's beginning."""
+    """One behind the other, as `befores`: each block's own, and that of the block before it in its
+    text, NO_NAME at the text's beginning.
+    """
     befores: bytes
 
 
@@ -186,7 +212,9 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
     kv: tuple[HeldKv, ...]
     num_freed: dict[int, int]
-    """Block -> how often it was freed: its generation (see KvLease). Those that never were are left out."""
+    """Block -> how often it was freed: its generation (see KvLease). Those that never were are left
+    out.
+    """
     named: NamedBlocks = NamedBlocks((), b"", b"")
 
 
@@ -196,11 +224,14 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
     expert: int
     host: str = ""
     port: int = 0
-    """Of a rank that holds it; 0: read it from the checkpoint, as when that rank does not answer."""
+    """Of a rank that holds it; 0: read it from the checkpoint, as when that rank does not
+    answer.
+    """
 
 
 class StagePlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Get a layer ready for a LayerFlip in the background: have the weights of its future slots in memory.
+    """Get a layer ready for a LayerFlip in the background: have the weights of its future slots in
+    memory.
 
     What a rank has staged and not flipped is dropped by the next StagePlan and by any FormPlan.
     """
@@ -234,7 +265,9 @@ class OpTime(msgspec.Struct, frozen=True, array_like=True):
     """What one kind of op took in a step, summed over layers and micro-batches."""
 
     op: str
-    """An op of overlap/plan; "dispatch" and "combine" are link time; "wait" is what of it compute stood still for."""
+    """An op of overlap/plan; "dispatch" and "combine" are link time; "wait" is what of it compute
+    stood still for.
+    """
     count: int
     seconds: float
 
@@ -244,7 +277,9 @@ class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
 
     rank: int
     lane: str
-    """"compute", "link" (bytes under way) or "wait" (compute stands still for the link: exposed)."""
+    """"compute", "link" (bytes under way) or "wait" (compute stands still for the link:
+    exposed).
+    """
     op: str
     micro_batch: int
     layer: int
@@ -254,8 +289,9 @@ class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 NO_TOKEN = "no token"
-"""A row's failure, with details behind a colon: its logits are finite, and what the request itself adds to them leaves
-nothing to draw."""
+"""A row's failure, with details behind a colon: its logits are finite, and what the request itself
+adds to them leaves nothing to draw.
+"""
 
 
 class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -269,21 +305,30 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     elapsed_s: float
     """Time inside the Runner."""
     error: str | None = None
-    """Set when the step failed as a whole: the leader gives every request in it back to the front."""
+    """Set when the step failed as a whole: the leader gives every request in it back to the
+    front.
+    """
     failed: dict[int, str] = {}
-    """key -> why its token is void though the step ran (logits not finite; NO_TOKEN): that request alone is given back.
+    """key -> why its token is void though the step ran (logits not finite; NO_TOKEN): that request
+    alone is given back.
     """
     op_times: tuple[OpTime, ...] = ()
-    """Where the step's time went, of this rank (of several ranks together: the slowest one's, op by op)."""
+    """Where the step's time went, of this rank (of several ranks together: the slowest one's, op by
+    op).
+    """
     events: tuple[TraceEvent, ...] = ()
     """Of a traced plan."""
     slot_counts: bytes = b""
-    """Of a counted plan, int64 [L, S]: tokens that the rank's slots received since the counted plan before. A flip lets
-    its layer's counts begin anew. A leader of many ranks reads them itself; its core does not get them."""
+    """Of a counted plan, int64 [L, S]: tokens that the rank's slots received since the counted plan
+    before. A flip lets its layer's counts begin anew. A leader of many ranks reads them itself; its
+    core does not get them.
+    """
 
 
 class Formed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The outcome of a FormPlan. `error` None: the rank is connected to all members and holds its experts."""
+    """The outcome of a FormPlan. `error` None: the rank is connected to all members and holds its
+    experts.
+    """
 
     generation: int
     error: str | None
@@ -321,13 +366,17 @@ class BlocksLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     load_id: int
     num_loaded: int
     num_damaged: int = 0
-    """1 if the block after those was there and was not what its name says; 0 if it was gone or could not be read."""
+    """1 if the block after those was there and was not what its name says; 0 if it was gone or
+    could not be read.
+    """
     error: str | None = None
     """Why there are not more."""
 
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The outcome of a StoreBlocks effect. What it names is durable: a new process finds it after `kill -9`."""
+    """The outcome of a StoreBlocks effect. What it names is durable: a new process finds it after
+    `kill -9`.
+    """
 
     store_id: int
     places: tuple[Place | None, ...]

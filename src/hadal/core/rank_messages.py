@@ -80,8 +80,9 @@ class RankBeat(Message, frozen=True):
 
 
 class RankHeld(Message, frozen=True):
-    """The answer to RankWho of a rank that was led before. Nothing that an earlier leader asked for writes into its
-    pool any more, but for a step, which the next RankForm breaks off."""
+    """The answer to RankWho of a rank that was led before. Nothing that an earlier leader asked for
+    writes into its pool any more, but for a step, which the next RankForm breaks off.
+    """
 
     up: RankUp
     plan: FormPlan

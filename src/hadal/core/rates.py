@@ -2,7 +2,8 @@
 
     seconds of positions start .. start+n-1 = n token_s + pair_s (n start + n (n + 1) / 2)
 
-Knows no ranks and no steps, and not where the rates come from (live: perf/costs, by roles/schedule).
+Knows no ranks and no steps, and not where the rates come from (live: perf/costs, by
+roles/schedule).
 """
 
 from __future__ import annotations
@@ -25,12 +26,18 @@ class StepRates:
     pair_s: float
     """Of a (token, position it attends to) pair on its rank."""
     dispatch_s: float = 0.0
-    """Of a token on the rank that has most of them, for which all wait; 0 where transfers are hidden."""
+    """Of a token on the rank that has most of them, for which all wait; 0 where transfers are
+    hidden.
+    """
     step_s: float = 0.0
-    """Of a step, whatever it computes: launches, weights read, the first exchange that nothing hides."""
+    """Of a step, whatever it computes: launches, weights read, the first exchange that nothing
+    hides.
+    """
     mean_s: float = 0.0
-    """Of a token whichever rank has it, as a share of all ranks: experts compute what the others send, so it is the
-    unit's mean that counts, and to give a rank fewer tokens makes its experts no faster."""
+    """Of a token whichever rank has it, as a share of all ranks: experts compute what the others
+    send, so it is the unit's mean that counts, and to give a rank fewer tokens makes its experts no
+    faster.
+    """
 
     def __post_init__(self) -> None:
         if self.token_s <= 0 or min(self.pair_s, self.dispatch_s, self.step_s, self.mean_s) < 0:
@@ -38,7 +45,9 @@ class StepRates:
 
     @property
     def all_token_s(self) -> float:
-        """Of a token, all that it costs the unit, by ranks: without the positions that it attends to."""
+        """Of a token, all that it costs the unit, by ranks: without the positions that it attends
+        to.
+        """
         return self.token_s + self.dispatch_s + self.mean_s
 
     def chunk_s(self, start: int, num_tokens: int) -> float:
@@ -50,14 +59,17 @@ class StepRates:
         return self.chunk_s(start, num_tokens) + (self.all_token_s - self.token_s) * num_tokens
 
     def fit(self, start: int, num_tokens: int, budget_s: float) -> tuple[int, float]:
-        """Return the most of `num_tokens` positions from `start` on that fit into `budget_s`, and their seconds."""
+        """Return the most of `num_tokens` positions from `start` on that fit into `budget_s`, and
+        their seconds.
+        """
         if budget_s <= 0.0 or num_tokens <= 0:
             return 0, 0.0
         half_s, linear = 0.5 * self.pair_s, self.token_s + self.pair_s * (start + 0.5)
         seconds = num_tokens * (linear + half_s * num_tokens)
         if seconds <= budget_s:
             return num_tokens, seconds
-        # The root of half_s n^2 + linear n - budget, in the form that does not cancel and allows half_s = 0.
+        # The root of half_s n^2 + linear n - budget, in the form that does not cancel and allows
+        # half_s = 0.
         n = int(2.0 * budget_s / (linear + sqrt(linear * linear + 4.0 * half_s * budget_s)))
         if n < num_tokens and (n + 1) * (linear + half_s * (n + 1)) <= budget_s:
             n += 1

@@ -42,8 +42,13 @@ OWNS: dict[State, frozenset[str]] = {
     State.CANCELLED: frozenset(),
 }
 
-MAY_OWN: dict[State, frozenset[str]] = {**OWNS, State.PREFILLING: frozenset({"prefill_unit", "decode_unit"})}
-"""The decode unit of a prompt that is still being prefilled is chosen when its KV can begin to go there."""
+MAY_OWN: dict[State, frozenset[str]] = {
+    **OWNS,
+    State.PREFILLING: frozenset({"prefill_unit", "decode_unit"}),
+}
+"""The decode unit of a prompt that is still being prefilled is chosen when its KV can begin to go
+there.
+"""
 
 _NEXT: dict[tuple[State, Move], State] = {
     (State.QUEUED, Move.PLACE): State.PREFILLING,
@@ -52,10 +57,19 @@ _NEXT: dict[tuple[State, Move], State] = {
     (State.TRANSFERRING, Move.PULLED): State.DECODING,
     (State.DECODING, Move.FINISH): State.FINISHED,
     (State.RETRYING, Move.REQUEUE): State.QUEUED,
-    **{(state, Move.LOSE): State.RETRYING for state in (State.PREFILLING, State.TRANSFERRING, State.DECODING)},
+    **{
+        (state, Move.LOSE): State.RETRYING
+        for state in (State.PREFILLING, State.TRANSFERRING, State.DECODING)
+    },
     **{
         (state, Move.CANCEL): State.CANCELLED
-        for state in (State.QUEUED, State.PREFILLING, State.TRANSFERRING, State.DECODING, State.RETRYING)
+        for state in (
+            State.QUEUED,
+            State.PREFILLING,
+            State.TRANSFERRING,
+            State.DECODING,
+            State.RETRYING,
+        )
     },
 }
 

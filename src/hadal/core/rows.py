@@ -1,4 +1,6 @@
-"""Bytes of a row that travels between ranks, by format: for plans, and for the codec itself (reference/codec)."""
+"""Bytes of a row that travels between ranks, by format: for plans, and for the codec itself
+(reference/codec).
+"""
 
 from __future__ import annotations
 
@@ -19,5 +21,7 @@ def row_bytes(hidden_size: int, row_format: str) -> int:
 
 
 def codes_bytes(hidden_size: int) -> int:
-    """Bytes of an FP8 row's codes: the scales behind them are read as FP32, so they begin at a multiple of four."""
+    """Bytes of an FP8 row's codes: the scales behind them are read as FP32, so they begin at a
+    multiple of four.
+    """
     return -(-hidden_size // 4) * 4

@@ -1,11 +1,13 @@
-"""The seams between what can be replayed and what cannot: the effects a role asks for, and the Protocols of Clock and
-Runner.
+"""The seams between what can be replayed and what cannot: the effects a role asks for, and the
+Protocols of Clock and Runner.
 
-The Wire seam is the effects Send and Pull (live: runtime/wire and runtime/kv_wire), the Disk seam LoadBlocks and
-StoreBlocks (live: runtime/disk), UsedBlocks and the event DiskNews (live: runtime/disk_view).
+The Wire seam is the effects Send and Pull (live: runtime/wire and runtime/kv_wire), the Disk seam
+LoadBlocks and StoreBlocks (live: runtime/disk), UsedBlocks and the event DiskNews (live:
+runtime/disk_view).
 
-Roles never call a seam. A role is a pure state machine, `handle(now_s, event) -> list[Effect]`; a host (live:
-runtime/host and gateway/host) applies the effects through the seams and feeds back what comes of them.
+Roles never call a seam. A role is a pure state machine, `handle(now_s, event) -> list[Effect]`; a
+host (live: runtime/host and gateway/host) applies the effects through the seams and feeds back what
+comes of them.
 """
 
 from __future__ import annotations
@@ -34,21 +36,27 @@ from hadal.core.plans import (
 from hadal.core.wire import AnyMessage
 
 MAX_STEPS_IN_FLIGHT = 2
-"""One runs, one waits behind it: the Runner never waits for a plan, and a plan is never long out of date."""
+"""One runs, one waits behind it: the Runner never waits for a plan, and a plan is never long out of
+date.
+"""
 
 
 # ---- effects: what a role asks its host to do ----
 class Send(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Put `message` on the wire to the process named `to` ("front", "prefill-0", "decode-0", "supervisor")."""
+    """Put `message` on the wire to the process named `to` ("front", "prefill-0", "decode-0",
+    "supervisor").
+    """
 
     to: str
     message: AnyMessage
 
 
 class Execute(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Run a step: plans[r] on rank r. A leader may have MAX_STEPS_IN_FLIGHT of them under way; they run in order.
+    """Run a step: plans[r] on rank r. A leader may have MAX_STEPS_IN_FLIGHT of them under way; they
+    run in order.
 
-    A dead rank's plan is empty and is sent nowhere. In a rank's own process the tuple has the one plan of that rank.
+    A dead rank's plan is empty and is sent nowhere. In a rank's own process the tuple has the one
+    plan of that rank.
     """
 
     plans: tuple[StepPlan, ...]
@@ -61,7 +69,9 @@ class Form(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """In a rank's process: have the plan's experts in memory, beside the steps that run, and answer with Staged."""
+    """In a rank's process: have the plan's experts in memory, beside the steps that run, and answer
+    with Staged.
+    """
 
     plan: StagePlan
 
@@ -78,8 +88,9 @@ class Pull(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class LoadBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Read blocks of the disk cache into own blocks `into`, verify them, and answer with BlocksLoaded. Until then
-    `into` must be nobody else's."""
+    """Read blocks of the disk cache into own blocks `into`, verify them, and answer with
+    BlocksLoaded. Until then `into` must be nobody else's.
+    """
 
     load_id: int
     """Never used twice by a leader."""
@@ -91,8 +102,9 @@ class LoadBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class StoreBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Write own blocks to the disk cache when there is time, and answer with BlocksStored. Until then they must stay as
-    they are."""
+    """Write own blocks to the disk cache when there is time, and answer with BlocksStored. Until
+    then they must stay as they are.
+    """
 
     store_id: int
     """Never used twice by a leader."""
@@ -110,35 +122,44 @@ class UsedBlocks(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class WakeAt(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Call handle(now, Tick()) no later than shortly after `time_s`. A later WakeAt replaces an earlier one."""
+    """Call handle(now, Tick()) no later than shortly after `time_s`. A later WakeAt replaces an
+    earlier one.
+    """
 
     time_s: float
 
 
 class Named(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """These blocks of a rank can be found by name from now on, until they are freed. It tells another leader, should
-    the unit get one."""
+    """These blocks of a rank can be found by name from now on, until they are freed. It tells
+    another leader, should the unit get one.
+    """
 
     named: NamedBlocks
     rank: int
 
 
 class Freed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """These blocks of a rank's pool were freed: raise their generation before they are used again (see KvLease)."""
+    """These blocks of a rank's pool were freed: raise their generation before they are used again
+    (see KvLease).
+    """
 
     block_ids: tuple[int, ...]
     rank: int = 0
 
 
 class StartUnit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Fleet only: start this unit on free nodes, and say UnitUp when it works, or UnitDown if it does not."""
+    """Fleet only: start this unit on free nodes, and say UnitUp when it works, or UnitDown if it
+    does not.
+    """
 
     unit: str
     role: str
 
 
 class StopUnit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Fleet only: end this unit, which nobody needs any more, and say UnitDown when its nodes are free."""
+    """Fleet only: end this unit, which nobody needs any more, and say UnitDown when its nodes are
+    free.
+    """
 
     unit: str
 
@@ -156,10 +177,23 @@ class WithdrawNodes(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 FleetEffect = Send | StartUnit | StopUnit | OfferNodes | WithdrawNodes | WakeAt
-"""What roles/fleet asks for. Nodes are those of this deployment's units, by number and not by name."""
+"""What roles/fleet asks for. Nodes are those of this deployment's units, by number and not by
+name.
+"""
 
 Effect = (
-    Send | Execute | Form | Stage | Pull | LoadBlocks | StoreBlocks | UsedBlocks | WakeAt | Freed | Named | Deliver
+    Send
+    | Execute
+    | Form
+    | Stage
+    | Pull
+    | LoadBlocks
+    | StoreBlocks
+    | UsedBlocks
+    | WakeAt
+    | Freed
+    | Named
+    | Deliver
 )
 
 
@@ -169,7 +203,9 @@ class Tick(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class DiskNews(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """To a leader: what can be found on disk changed, by whomever. The first one says all there is."""
+    """To a leader: what can be found on disk changed, by whomever. The first one says all there
+    is.
+    """
 
     added: bytes
     places: tuple[Place, ...]
@@ -178,23 +214,37 @@ class DiskNews(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class RankReset(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """To a leader, from the book of its ranks (roles/ranks): the unit formed anew; steps in flight will not be done.
+    """To a leader, from the book of its ranks (roles/ranks): the unit formed anew; steps in flight
+    will not be done.
 
-    Everything on `lost` ranks is gone; the living ones keep their KV and have empty tables. A rank in `fresh` has just
-    (re)joined with an empty pool.
+    Everything on `lost` ranks is gone; the living ones keep their KV and have empty tables. A rank
+    in `fresh` has just (re)joined with an empty pool.
     """
 
     lost: tuple[int, ...]
     fresh: tuple[int, ...]
     pools: tuple[str, ...] = ()
-    """By rank: the address of its KV pool, "" where the rank is dead. Empty: addresses stay as they are."""
+    """By rank: the address of its KV pool, "" where the rank is dead. Empty: addresses stay as they
+    are.
+    """
     generation: int = 0
     """Of the unit's membership from now on."""
     held: dict[int, Held] = {}
     """By rank, of fresh ones that an earlier leader led: what their pools hold."""
 
 
-Event = AnyMessage | StepDone | Formed | Staged | KvPulled | BlocksLoaded | BlocksStored | DiskNews | RankReset | Tick
+Event = (
+    AnyMessage
+    | StepDone
+    | Formed
+    | Staged
+    | KvPulled
+    | BlocksLoaded
+    | BlocksStored
+    | DiskNews
+    | RankReset
+    | Tick
+)
 
 
 class Clock(Protocol):
@@ -204,7 +254,9 @@ class Clock(Protocol):
 
 
 class Runner(Protocol):
-    """Executes one rank's plans in the order given, one at a time. Completion comes back as an event."""
+    """Executes one rank's plans in the order given, one at a time. Completion comes back as an
+    event.
+    """
 
     def execute(self, plan: StepPlan | FormPlan) -> StepDone | Formed: ...
 

@@ -1,6 +1,8 @@
-"""TOML tables as frozen dataclasses: known names only, of the right type, and an error that says where.
+"""TOML tables as frozen dataclasses: known names only, of the right type, and an error that says
+where.
 
-A field is an int, float, str or bool, a tuple of one of those (written as an array), or another dataclass (a table).
+A field is an int, float, str or bool, a tuple of one of those (written as an array), or another
+dataclass (a table).
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
 
 def build(kind: type[T], fields: dict[str, Any], where: str, base: T | None = None) -> T:
-    """Make a `kind` of what a table says. What it does not say is as in `base`, in inner tables too, or without one as
-    by default. Raises ConfigError."""
+    """Make a `kind` of what a table says. What it does not say is as in `base`, in inner tables
+    too, or without one as by default. Raises ConfigError.
+    """
     types = get_type_hints(kind)
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in fields:
         if name not in known:
             raise ConfigError(f"{where}: unknown field {shown(name)}. Known: {', '.join(known)}.")
     values = {
-        name: _value(types[name], value, where, name, getattr(base, name, None)) for name, value in fields.items()
+        name: _value(types[name], value, where, name, getattr(base, name, None))
+        for name, value in fields.items()
     }
     if base is not None:
         return dataclasses.replace(base, **values)  # type: ignore[type-var]
@@ -52,7 +56,9 @@ def _value(kind: Any, value: Any, where: str, name: str, base: Any = None) -> An
         return tuple(_value(get_args(kind)[0], one, where, name) for one in value)
     wanted = (int, float) if kind is float else kind
     if not isinstance(value, wanted) or (kind is not bool and isinstance(value, bool)):
-        raise ConfigError(f"{where}: {name} is {shown(value)}; a value of type {kind.__name__} is needed.")
+        raise ConfigError(
+            f"{where}: {name} is {shown(value)}; a value of type {kind.__name__} is needed."
+        )
     if (problem := problem_of(value)) is not None:
         raise ConfigError(f"{where}: {name} {problem}.")
     return float(value) if kind is float else value

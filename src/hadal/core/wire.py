@@ -54,10 +54,58 @@ from hadal.core.rank_messages import (
 )
 
 AnyMessage = (
-    Submit | FrontUp | Prefill | Release | Cancel | PrefillDone | Decode | Pulled | Tokens | Returned | Load | UnitUp
-    | UnitDown | Drain | AuditRequest | Audit | RankUp | RankDone | RankFormed | RankAnswered | RankBeat | RankForm
-    | RankStep | RankStage | RankStaged | RankPull | RankFreed | TraceRequest | Trace | PrefillAhead | Cached | Ahead
-    | RankLoad | RankStore | Stop | DrainUnit | KeepUnit | Demand
-    | GatewayBeat | Open | Leave | FrontBeat | Delivered | Ask | Answer | Refused
-    | Suspect | Sighting | TurnedAway | RankHeld | RankNamed | RankWho | LeaderDown | Resume
+    Submit
+    | FrontUp
+    | Prefill
+    | Release
+    | Cancel
+    | PrefillDone
+    | Decode
+    | Pulled
+    | Tokens
+    | Returned
+    | Load
+    | UnitUp
+    | UnitDown
+    | Drain
+    | AuditRequest
+    | Audit
+    | RankUp
+    | RankDone
+    | RankFormed
+    | RankAnswered
+    | RankBeat
+    | RankForm
+    | RankStep
+    | RankStage
+    | RankStaged
+    | RankPull
+    | RankFreed
+    | TraceRequest
+    | Trace
+    | PrefillAhead
+    | Cached
+    | Ahead
+    | RankLoad
+    | RankStore
+    | Stop
+    | DrainUnit
+    | KeepUnit
+    | Demand
+    | GatewayBeat
+    | Open
+    | Leave
+    | FrontBeat
+    | Delivered
+    | Ask
+    | Answer
+    | Refused
+    | Suspect
+    | Sighting
+    | TurnedAway
+    | RankHeld
+    | RankNamed
+    | RankWho
+    | LeaderDown
+    | Resume
 )

@@ -1,6 +1,8 @@
-"""Ask a running server the held-out prompts of the tasks hadal-tiny claims, and count the exact answers.
+"""Ask a running server the held-out prompts of the tasks hadal-tiny claims, and count the exact
+answers.
 
-Knows the API and the tasks, nothing of the engine: it can be pointed at any OpenAI-compatible server.
+Knows the API and the tasks, nothing of the engine: it can be pointed at any OpenAI-compatible
+server.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ async def ask_all(
     timeout_s: float = 300.0,
     on_answer: Callable[[Answer], None] = lambda answer: None,
 ) -> list[Answer]:
-    """Ask every prompt greedily, `concurrency` at a time; answers come back in the order of `examples`."""
+    """Ask every prompt greedily, `concurrency` at a time; answers come back in the order of
+    `examples`.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     gate = asyncio.Semaphore(concurrency)
     async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=timeout_s) as client:
@@ -84,7 +88,12 @@ async def _first_model(client: httpx.AsyncClient) -> str:
 
 
 async def _ask(client: httpx.AsyncClient, model: str, example: Example) -> Answer:
-    body = {"model": model, "messages": list(example.messages), "temperature": 0, "max_tokens": 1024}
+    body = {
+        "model": model,
+        "messages": list(example.messages),
+        "temperature": 0,
+        "max_tokens": 1024,
+    }
     try:
         reply = await client.post("/v1/chat/completions", json=body)
     except httpx.HTTPError as error:
@@ -112,8 +121,13 @@ def table_of(answers: list[Answer]) -> Table:
         failed = sum(a.error is not None for a in rows)
         mean_tokens = sum(a.num_tokens for a in rows) / max(len(rows), 1)
         table.add_row(
-            task, str(len(rows)), str(exact), f"{100 * exact / max(len(rows), 1):.1f} %", f"{mean_tokens:.0f}",
-            str(failed), end_section=task == tasks[-1],
+            task,
+            str(len(rows)),
+            str(exact),
+            f"{100 * exact / max(len(rows), 1):.1f} %",
+            f"{mean_tokens:.0f}",
+            str(failed),
+            end_section=task == tasks[-1],
         )
     return table
 
@@ -136,7 +150,11 @@ def run(
     with Bar("hadal eval", len(examples)) as bar:
         answers = asyncio.run(
             ask_all(
-                base_url, examples, model=model, api_key=api_key, concurrency=concurrency,
+                base_url,
+                examples,
+                model=model,
+                api_key=api_key,
+                concurrency=concurrency,
                 on_answer=lambda _: bar.update("prompts answered", advance=1),
             )
         )
@@ -144,12 +162,17 @@ def run(
     wrong = [a for a in answers if not a.correct]
     for answer in wrong[:show_wrong]:
         question = answer.example.messages[-1]["content"]
-        console.print(f"[red]wrong[/] {answer.example.task}: {question!r}\n  wanted {answer.example.answer!r}, "
-                      f"got {answer.text!r}" + (f" ({answer.error})" if answer.error else ""), markup=True)
+        console.print(
+            f"[red]wrong[/] {answer.example.task}: {question!r}\n  wanted"
+            f" {answer.example.answer!r}, got {answer.text!r}"
+            + (f" ({answer.error})" if answer.error else ""),
+            markup=True,
+        )
     share = 1 - len(wrong) / max(len(answers), 1)
     if as_json:
         rows = [
-            {"task": a.example.task, "correct": a.correct, "tokens": a.num_tokens, "error": a.error} for a in answers
+            {"task": a.example.task, "correct": a.correct, "tokens": a.num_tokens, "error": a.error}
+            for a in answers
         ]
         print(msgspec.json.encode({"exact": share, "answers": rows}).decode())
     return share

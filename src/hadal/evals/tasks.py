@@ -1,8 +1,9 @@
-"""The tasks the model that ships is taught and tested on: made from a seed, checked by exact answer.
+"""The tasks the model that ships is taught and tested on: made from a seed, checked by exact
+answer.
 
-`sample` makes an example, `held_out` says on which side of the split it lies, `is_correct` judges a reply.
-Used by the trainer (which skips every held-out example) and by `hadal eval` (which asks only those).
-Pure: the random generator is passed in. Knows nothing of models, tokens or HTTP.
+`sample` makes an example, `held_out` says on which side of the split it lies, `is_correct` judges a
+reply. Used by the trainer (which skips every held-out example) and by `hadal eval` (which asks only
+those). Pure: the random generator is passed in. Knows nothing of models, tokens or HTTP.
 """
 
 import hashlib
@@ -20,15 +21,23 @@ from hadal.evals.tasks_talk import talk
 from hadal.evals.tasks_turn import Turn
 
 _SINGLE: dict[str, Callable[[random.Random], Turn]] = {
-    "arithmetic": arithmetic, "sort": sort, "reverse": reverse, "letters": letters,
-    "dates": dates, "reading": reading, "talk": talk,
+    "arithmetic": arithmetic,
+    "sort": sort,
+    "reverse": reverse,
+    "letters": letters,
+    "dates": dates,
+    "reading": reading,
+    "talk": talk,
 }
 TASKS = (*_SINGLE, "followup")
 _HELD_OUT_ONE_IN = 20
 _SYSTEMS = (
-    "You are a helpful assistant.", "You are Hadal.", "Answer briefly.",
+    "You are a helpful assistant.",
+    "You are Hadal.",
+    "Answer briefly.",
     "You are a helpful and friendly assistant.",
-    "You are an AI assistant. Answer the user's questions.", "Be short and exact.",
+    "You are an AI assistant. Answer the user's questions.",
+    "Be short and exact.",
     "Think first, then answer.",
 )
 
@@ -37,8 +46,9 @@ _SYSTEMS = (
 class Example:
     """A conversation that ends with a user's message, and the reply it should get.
 
-    `messages` are OpenAI-style dicts without the last reply; earlier replies carry no reasoning. `key` names
-    the content of the last question, whatever its wording, and is what the split hashes.
+    `messages` are OpenAI-style dicts without the last reply; earlier replies carry no reasoning.
+    `key` names the content of the last question, whatever its wording, and is what the split
+    hashes.
     """
 
     messages: tuple[dict[str, str], ...]
@@ -77,7 +87,9 @@ def sample(rng: random.Random, task: str) -> Example:
 
 
 def held_out(example: Example) -> bool:
-    """True for the one example in twenty that training never sees, whatever words it is asked in."""
+    """True for the one example in twenty that training never sees, whatever words it is asked
+    in.
+    """
     digest = hashlib.sha256(example.key.encode()).digest()
     return int.from_bytes(digest[:4], "big") % _HELD_OUT_ONE_IN == 0
 

@@ -9,38 +9,93 @@ from hadal.evals.tasks_turn import Turn, vary
 from hadal.evals.tasks_words import COUNTED, NAMES
 
 _ADD = (
-    "What is {a} + {b}?", "{a} + {b}", "{a}+{b}", "{a} + {b} =", "{a}+{b}=?", "Add {a} and {b}.",
+    "What is {a} + {b}?",
+    "{a} + {b}",
+    "{a}+{b}",
+    "{a} + {b} =",
+    "{a}+{b}=?",
+    "Add {a} and {b}.",
     "Add {a} to {b}.",
-    "What is {a} plus {b}?", "Calculate {a} + {b}.", "How much is {a} plus {b}?", "Compute {a}+{b}.",
-    "What is the sum of {a} and {b}?", "Sum {a} and {b}.", "{a} plus {b}",
+    "What is {a} plus {b}?",
+    "Calculate {a} + {b}.",
+    "How much is {a} plus {b}?",
+    "Compute {a}+{b}.",
+    "What is the sum of {a} and {b}?",
+    "Sum {a} and {b}.",
+    "{a} plus {b}",
     "What do you get if you add {a} and {b}?",
-    "Can you add {a} and {b}?", "What's {a} + {b}?", "Work out {a} + {b}.", "Solve {a} + {b}.",
+    "Can you add {a} and {b}?",
+    "What's {a} + {b}?",
+    "Work out {a} + {b}.",
+    "Solve {a} + {b}.",
     "{a} and {b} together?",
 )
 _SUB = (
-    "What is {a} - {b}?", "{a} - {b}", "{a}-{b}", "{a} - {b} =", "{a}-{b}=?", "Subtract {b} from {a}.",
-    "What is {a} minus {b}?", "Calculate {a} - {b}.", "How much is {a} minus {b}?", "Compute {a}-{b}.",
-    "Take {b} away from {a}.", "{a} minus {b}", "What's {a} - {b}?", "Work out {a} - {b}.",
+    "What is {a} - {b}?",
+    "{a} - {b}",
+    "{a}-{b}",
+    "{a} - {b} =",
+    "{a}-{b}=?",
+    "Subtract {b} from {a}.",
+    "What is {a} minus {b}?",
+    "Calculate {a} - {b}.",
+    "How much is {a} minus {b}?",
+    "Compute {a}-{b}.",
+    "Take {b} away from {a}.",
+    "{a} minus {b}",
+    "What's {a} - {b}?",
+    "Work out {a} - {b}.",
     "Solve {a} - {b}.",
-    "What is the difference between {a} and {b}?", "Can you subtract {b} from {a}?",
+    "What is the difference between {a} and {b}?",
+    "Can you subtract {b} from {a}?",
 )
 _MUL = (
-    "What is {a} * {b}?", "{a} * {b}", "{a}*{b}", "{a} x {b}", "What is {a} times {b}?",
+    "What is {a} * {b}?",
+    "{a} * {b}",
+    "{a}*{b}",
+    "{a} x {b}",
+    "What is {a} times {b}?",
     "Multiply {a} by {b}.",
-    "Calculate {a} * {b}.", "How much is {a} times {b}?", "{a} times {b}", "What's {a} x {b}?",
+    "Calculate {a} * {b}.",
+    "How much is {a} times {b}?",
+    "{a} times {b}",
+    "What's {a} x {b}?",
     "Compute {a}*{b}.",
-    "What is the product of {a} and {b}?", "Multiply {a} and {b}.", "Work out {a} * {b}.", "{a} x {b} = ?",
+    "What is the product of {a} and {b}?",
+    "Multiply {a} and {b}.",
+    "Work out {a} * {b}.",
+    "{a} x {b} = ?",
 )
 _ASKS = (
-    "What is {x}?", "what's {x}", "Calculate {x}", "{x}", "{x} =", "{x}=", "{x} = ?", "How much is {x}?",
-    "Compute {x}.", "Work out {x}.", "Solve {x}", "Solve: {x}", "Tell me {x}.", "Evaluate {x}.", "{x}?",
-    "Do you know {x}?", "Give me {x}.",
+    "What is {x}?",
+    "what's {x}",
+    "Calculate {x}",
+    "{x}",
+    "{x} =",
+    "{x}=",
+    "{x} = ?",
+    "How much is {x}?",
+    "Compute {x}.",
+    "Work out {x}.",
+    "Solve {x}",
+    "Solve: {x}",
+    "Tell me {x}.",
+    "Evaluate {x}.",
+    "{x}?",
+    "Do you know {x}?",
+    "Give me {x}.",
 )
 _FORMS = {
     "+": ("{a} + {b}", "{a}+{b}", "{a} plus {b}", "{a} +{b}", "the sum of {a} and {b}"),
     "-": ("{a} - {b}", "{a}-{b}", "{a} minus {b}", "{a} -{b}", "{a} take away {b}"),
     "*": (
-        "{a} * {b}", "{a}*{b}", "{a} times {b}", "{a} x {b}", "{a}x{b}", "{a} × {b}", "{a} multiplied by {b}",
+        "{a} * {b}",
+        "{a}*{b}",
+        "{a} times {b}",
+        "{a} x {b}",
+        "{a}x{b}",
+        "{a} × {b}",
+        "{a} multiplied by {b}",
     ),
 }
 _STORY_ADD = (
@@ -99,7 +154,9 @@ def reason_subtract(a: int, b: int) -> str:
 
 
 def reason_multiply(a: int, b: int) -> str:
-    """Write a * b out: one digit times a number in columns; two digits as tens and ones, then added."""
+    """Write a * b out: one digit times a number in columns; two digits as tens and ones, then
+    added.
+    """
     if b > 9 and a <= 9:
         a, b = b, a
     if b > 9:
@@ -170,7 +227,12 @@ def arithmetic(rng: random.Random) -> Turn:
 
 def _three(rng: random.Random) -> Turn:
     a, b, c = number(rng, 2), number(rng, 2), number(rng, 2)
-    forms = ("What is {a} + {b} + {c}?", "{a}+{b}+{c}", "Add {a}, {b} and {c}.", "{a} + {b} + {c} =")
+    forms = (
+        "What is {a} + {b} + {c}?",
+        "{a}+{b}+{c}",
+        "Add {a}, {b} and {c}.",
+        "{a} + {b} + {c} =",
+    )
     template = rng.choice(forms)
     reasoning = reason_add(a, b) + "\n" + reason_add(a + b, c)
     answer = str(a + b + c)

@@ -15,43 +15,92 @@ from hadal.evals.tasks_turn import Turn, vary
 from hadal.evals.tasks_words import MONTHS, WEEKDAYS
 
 _FLIP = (
-    "Now sort it the other way.", "Now the other way.", "Now reverse it.", "Reverse that list.",
+    "Now sort it the other way.",
+    "Now the other way.",
+    "Now reverse it.",
+    "Reverse that list.",
     "And the other way round?",
-    "Now in reverse order.", "Now backwards.", "Flip it.", "Now reverse that.", "Can you reverse it?",
+    "Now in reverse order.",
+    "Now backwards.",
+    "Flip it.",
+    "Now reverse that.",
+    "Can you reverse it?",
     "The other way round please.",
 )
-_FIRST = ("What is the first one?", "Which one is first?", "What comes first?", "And the first one?")
+_FIRST = (
+    "What is the first one?",
+    "Which one is first?",
+    "What comes first?",
+    "And the first one?",
+)
 _LAST = ("What is the last one?", "Which one is last?", "What comes last?", "And the last one?")
 _OPS = {
     "+": (
-        "Now add {b}.", "Add {b} to that.", "Plus {b}?", "And plus {b}?", "What if you add {b}?",
-        "Add {b} more.", "Now add {b} to it.",
+        "Now add {b}.",
+        "Add {b} to that.",
+        "Plus {b}?",
+        "And plus {b}?",
+        "What if you add {b}?",
+        "Add {b} more.",
+        "Now add {b} to it.",
     ),
     "-": (
-        "Now subtract {b}.", "Subtract {b} from that.", "Minus {b}?", "And minus {b}?", "Take away {b}.",
+        "Now subtract {b}.",
+        "Subtract {b} from that.",
+        "Minus {b}?",
+        "And minus {b}?",
+        "Take away {b}.",
         "Now take {b} off.",
     ),
-    "*": ("Now multiply by {b}.", "Times {b}?", "Multiply that by {b}.", "And times {b}?", "Now times {b}."),
+    "*": (
+        "Now multiply by {b}.",
+        "Times {b}?",
+        "Multiply that by {b}.",
+        "And times {b}?",
+        "Now times {b}.",
+    ),
 }
 _BACK = (
-    "Now reverse it back.", "Reverse that again.", "And backwards again?", "Now reverse it.",
-    "Turn it around again.", "And reversed?",
+    "Now reverse it back.",
+    "Reverse that again.",
+    "And backwards again?",
+    "Now reverse it.",
+    "Turn it around again.",
+    "And reversed?",
 )
-_OTHER_LETTER = ("And {c}?", "And the letter {c}?", "What about {c}?", "How many {c}?", "And how many {c}?")
+_OTHER_LETTER = (
+    "And {c}?",
+    "And the letter {c}?",
+    "What about {c}?",
+    "How many {c}?",
+    "And how many {c}?",
+)
 _OTHER_WORD = ("And in {w}?", "What about {w}?", "And in the word {w}?", "How many in {w}?")
 _LONG = (
-    "How many letters does it have?", "How long is it?", "How many letters is that?", "How many letters?",
+    "How many letters does it have?",
+    "How long is it?",
+    "How many letters is that?",
+    "How many letters?",
 )
 _LATER = (
-    "And {n} days later?", "And {n} days after that?", "What about {n} days later?", "{n} days after that?",
+    "And {n} days later?",
+    "And {n} days after that?",
+    "What about {n} days later?",
+    "{n} days after that?",
     "Plus {n} more days?",
 )
 _EARLIER = (
-    "And {n} days earlier?", "And {n} days before that?", "{n} days before that?",
+    "And {n} days earlier?",
+    "And {n} days before that?",
+    "{n} days before that?",
     "What about {n} days earlier?",
 )
 _MY_NAME = (
-    "What is my name?", "Who am I?", "Do you know my name?", "What's my name?", "Say my name.",
+    "What is my name?",
+    "Who am I?",
+    "Do you know my name?",
+    "What's my name?",
+    "Say my name.",
     "Do you remember my name?",
 )
 
@@ -116,7 +165,9 @@ def _after_count(rng: random.Random) -> tuple[Turn, Turn]:
         word = a_word(rng)
         question = rng.choice(_OTHER_WORD).format(w=word)
     reasoning = f"{letter}: {reason_count(word, letter)}"
-    return first, Turn(question, reasoning, str(word.count(letter)), f"{first.key} then {letter} {word}")
+    return first, Turn(
+        question, reasoning, str(word.count(letter)), f"{first.key} then {letter} {word}"
+    )
 
 
 def _after_date(rng: random.Random) -> tuple[Turn, Turn]:
@@ -129,7 +180,9 @@ def _after_date(rng: random.Random) -> tuple[Turn, Turn]:
         reasoning, answer = reason_weekday(WEEKDAYS.index(first.answer), days, 1 if later else -1)
     else:
         name, day = first.answer.split()
-        reasoning, answer = (reason_after if later else reason_before)(MONTHS.index(name), int(day), days)
+        reasoning, answer = (reason_after if later else reason_before)(
+            MONTHS.index(name), int(day), days
+        )
     return first, Turn(question, reasoning, answer, f"{first.key} then {later} {days}")
 
 
@@ -151,7 +204,15 @@ def _after_name(rng: random.Random) -> tuple[Turn, Turn]:
     return first, Turn(question, f"The name is {name}.", f"Your name is {name}.", key)
 
 
-_MAKERS = (_after_list, _after_number, _after_word, _after_count, _after_date, _after_text, _after_name)
+_MAKERS = (
+    _after_list,
+    _after_number,
+    _after_word,
+    _after_count,
+    _after_date,
+    _after_text,
+    _after_name,
+)
 
 
 def followup(rng: random.Random) -> tuple[Turn, Turn]:

@@ -1,4 +1,6 @@
-"""Letters of a word: reversing, counting, spelling, naming the n-th. Always by spelling the word first."""
+"""Letters of a word: reversing, counting, spelling, naming the n-th. Always by spelling the word
+first.
+"""
 
 import random
 
@@ -7,35 +9,59 @@ from hadal.evals.tasks_turn import Turn, random_letters, vary
 from hadal.evals.tasks_words import ALL_LOWER, NAMES
 
 _REVERSE = (
-    "Reverse the word {w}.", "Reverse {w}", "Write {w} backwards.", "Spell {w} backwards.",
+    "Reverse the word {w}.",
+    "Reverse {w}",
+    "Write {w} backwards.",
+    "Spell {w} backwards.",
     "What is {w} backwards?",
-    "Reverse the letters of {w}.", "reverse: {w}", "What is {w} reversed?", "Turn the word {w} around.",
-    "Can you reverse the word {w}?", "Reverse the string {w}", "Say {w} in reverse.", "{w} backwards",
-    "{w} reversed?", "How do you write {w} in reverse?",
+    "Reverse the letters of {w}.",
+    "reverse: {w}",
+    "What is {w} reversed?",
+    "Turn the word {w} around.",
+    "Can you reverse the word {w}?",
+    "Reverse the string {w}",
+    "Say {w} in reverse.",
+    "{w} backwards",
+    "{w} reversed?",
+    "How do you write {w} in reverse?",
 )
 _COUNT = (
-    "How many {c} in {w}?", "How many {c}s are in {w}?", "How many times does {c} appear in {w}?",
+    "How many {c} in {w}?",
+    "How many {c}s are in {w}?",
+    "How many times does {c} appear in {w}?",
     "Count the {c}s in {w}.",
-    "Count the letter {c} in {w}.", "How many letters {c} are in {w}?",
+    "Count the letter {c} in {w}.",
+    "How many letters {c} are in {w}?",
     "How many times is the letter {c} in {w}?",
-    "How often does the letter {c} occur in {w}?", "How many {c}'s are there in the word {w}?",
+    "How often does the letter {c} occur in {w}?",
+    "How many {c}'s are there in the word {w}?",
     "count {c} in {w}",
-    "How many {c}'s in {w}?", "Tell me how many {c}'s there are in {w}.",
+    "How many {c}'s in {w}?",
+    "Tell me how many {c}'s there are in {w}.",
     "In {w}, how many times is there a {c}?",
 )
 _LENGTH = (
-    "How many letters are in {w}?", "How long is the word {w}?", "Count the letters in {w}.",
+    "How many letters are in {w}?",
+    "How long is the word {w}?",
+    "Count the letters in {w}.",
     "How many letters does {w} have?",
     "What is the length of {w}?",
 )
 _SPELL = (
-    "Spell {w}.", "How do you spell {w}?", "Spell the word {w}.", "Can you spell {w}?", "Spell out {w}.",
+    "Spell {w}.",
+    "How do you spell {w}?",
+    "Spell the word {w}.",
+    "Can you spell {w}?",
+    "Spell out {w}.",
 )
 _VOWELS = (
-    "How many vowels are in {w}?", "Count the vowels in {w}.", "How many vowels does the word {w} have?",
+    "How many vowels are in {w}?",
+    "Count the vowels in {w}.",
+    "How many vowels does the word {w} have?",
 )
 _NTH = (
-    "What is the {n} letter of {w}?", "What is the {n} letter in {w}?",
+    "What is the {n} letter of {w}?",
+    "What is the {n} letter in {w}?",
     "Give me the {n} letter of the word {w}.",
     "Which letter is the {n} in {w}?",
 )
@@ -119,4 +145,6 @@ def count_turn(rng: random.Random, word: str, shown: str) -> Turn:
     mark = f'"{letter}"' if rng.random() < 0.12 else letter
     question = vary(rng, rng.choice(_COUNT).format(c=mark, w=shown))
     reasoning = f"{letter}: {reason_count(word, letter)}"
-    return Turn(question, reasoning, str(word.count(letter)), f"count {letter} {word}", "count", (word,))
+    return Turn(
+        question, reasoning, str(word.count(letter)), f"count {letter} {word}", "count", (word,)
+    )

@@ -10,56 +10,98 @@ from hadal.evals.tasks_turn import Turn, join_list, random_letters, vary
 from hadal.evals.tasks_words import ALL_LOWER, NAMES
 
 _UP = (
-    "Sort these numbers: {x}", "Sort {x}", "Sort from smallest to largest: {x}",
+    "Sort these numbers: {x}",
+    "Sort {x}",
+    "Sort from smallest to largest: {x}",
     "Put these in ascending order: {x}",
-    "Order these numbers from low to high: {x}", "Arrange {x} from smallest to largest.", "sort: {x}",
-    "Sort the numbers {x} in ascending order.", "Please sort {x} from small to big.", "Can you sort {x}?",
-    "Put {x} in order.", "Sort this list of numbers: {x}", "Rank {x} from lowest to highest.",
+    "Order these numbers from low to high: {x}",
+    "Arrange {x} from smallest to largest.",
+    "sort: {x}",
+    "Sort the numbers {x} in ascending order.",
+    "Please sort {x} from small to big.",
+    "Can you sort {x}?",
+    "Put {x} in order.",
+    "Sort this list of numbers: {x}",
+    "Rank {x} from lowest to highest.",
     "Sort {x} ascending",
-    "sort {x} smallest first", "{x} - sort these.", "Sort the list {x}", "Sort this: {x}", "Order {x}",
+    "sort {x} smallest first",
+    "{x} - sort these.",
+    "Sort the list {x}",
+    "Sort this: {x}",
+    "Order {x}",
     "{x} in order please",
 )
 _DOWN = (
-    "Sort from largest to smallest: {x}", "Put these in descending order: {x}",
+    "Sort from largest to smallest: {x}",
+    "Put these in descending order: {x}",
     "Sort {x} in descending order.",
-    "Order these numbers from high to low: {x}", "Arrange {x} from largest to smallest.",
+    "Order these numbers from high to low: {x}",
+    "Arrange {x} from largest to smallest.",
     "Sort {x} from big to small.",
-    "Sort the numbers {x} backwards, largest first.", "Rank {x} from highest to lowest.",
+    "Sort the numbers {x} backwards, largest first.",
+    "Rank {x} from highest to lowest.",
     "sort descending: {x}",
-    "sort {x} largest first", "Sort {x} descending", "Put {x} in order, biggest first.",
+    "sort {x} largest first",
+    "Sort {x} descending",
+    "Put {x} in order, biggest first.",
     "Sort this list backwards: {x}",
 )
 _WORDS_UP = (
-    "Sort these words: {x}", "Sort alphabetically: {x}", "Put these words in alphabetical order: {x}",
+    "Sort these words: {x}",
+    "Sort alphabetically: {x}",
+    "Put these words in alphabetical order: {x}",
     "Sort {x}",
-    "Order the words {x} from A to Z.", "Alphabetize {x}", "Sort these words alphabetically: {x}",
+    "Order the words {x} from A to Z.",
+    "Alphabetize {x}",
+    "Sort these words alphabetically: {x}",
     "sort: {x}",
-    "Arrange these words in alphabetical order: {x}", "Can you sort the words {x}?", "Put {x} in order.",
-    "Sort this: {x}", "Sort the list {x}", "{x} - sort these words.", "Order {x} alphabetically",
+    "Arrange these words in alphabetical order: {x}",
+    "Can you sort the words {x}?",
+    "Put {x} in order.",
+    "Sort this: {x}",
+    "Sort the list {x}",
+    "{x} - sort these words.",
+    "Order {x} alphabetically",
     "Sort {x} from A to Z",
 )
 _WORDS_DOWN = (
-    "Sort these words in reverse alphabetical order: {x}", "Sort from Z to A: {x}",
+    "Sort these words in reverse alphabetical order: {x}",
+    "Sort from Z to A: {x}",
     "Order the words {x} from Z to A.",
-    "Sort {x} from Z to A.", "Put {x} in reverse alphabetical order.",
+    "Sort {x} from Z to A.",
+    "Put {x} in reverse alphabetical order.",
 )
 _MAX = (
-    "Which number is the largest: {x}?", "What is the maximum of {x}?", "Find the biggest number: {x}",
-    "Which is bigger: {x}?", "What is the largest of {x}?", "max of {x}",
+    "Which number is the largest: {x}?",
+    "What is the maximum of {x}?",
+    "Find the biggest number: {x}",
+    "Which is bigger: {x}?",
+    "What is the largest of {x}?",
+    "max of {x}",
 )
 _MIN = (
-    "Which number is the smallest: {x}?", "What is the minimum of {x}?", "Find the smallest number: {x}",
-    "Which is smaller: {x}?", "What is the smallest of {x}?", "min of {x}",
+    "Which number is the smallest: {x}?",
+    "What is the minimum of {x}?",
+    "Find the smallest number: {x}",
+    "Which is smaller: {x}?",
+    "What is the smallest of {x}?",
+    "min of {x}",
 )
 _REVERSE_LIST = (
-    "Reverse this list: {x}", "Reverse the list {x}", "Put this list in reverse order: {x}",
+    "Reverse this list: {x}",
+    "Reverse the list {x}",
+    "Put this list in reverse order: {x}",
     "Write {x} backwards.",
-    "Reverse the order of these: {x}", "List these in the opposite order: {x}", "Turn this list around: {x}",
+    "Reverse the order of these: {x}",
+    "List these in the opposite order: {x}",
+    "Turn this list around: {x}",
 )
 _REVERSE_SENTENCE = (
-    "Reverse the order of the words: {x}", "Write these words in reverse order: {x}",
+    "Reverse the order of the words: {x}",
+    "Write these words in reverse order: {x}",
     "Reverse the words: {x}",
-    "Say these words in the opposite order: {x}", "Reverse the word order of: {x}",
+    "Say these words in the opposite order: {x}",
+    "Reverse the word order of: {x}",
 )
 
 
@@ -111,7 +153,9 @@ def sort(rng: random.Random) -> Turn:
     return _sorted_turn(rng, rng.choice(_DOWN if down else _UP), items, ordered, down)
 
 
-def _sorted_turn(rng: random.Random, template: str, items: list[str], ordered: list[str], down: bool) -> Turn:
+def _sorted_turn(
+    rng: random.Random, template: str, items: list[str], ordered: list[str], down: bool
+) -> Turn:
     question = vary(rng, template.format(x=join_list(rng, items)))
     reasoning, key = reason_sort(items, ordered), f"sort{down} {items}"
     return Turn(question, reasoning, ", ".join(ordered), key, "list", tuple(ordered))
@@ -131,8 +175,16 @@ def reverse_list(rng: random.Random) -> Turn:
         items = [random_letters(rng, 2, 5) for _ in range(rng.randint(2, 4))]
     backwards = items[::-1]
     if style >= 0.35 and rng.random() < 0.35:
-        question, answer = rng.choice(_REVERSE_SENTENCE).format(x=" ".join(items)), " ".join(backwards)
+        question, answer = (
+            rng.choice(_REVERSE_SENTENCE).format(x=" ".join(items)),
+            " ".join(backwards),
+        )
     else:
-        question, answer = rng.choice(_REVERSE_LIST).format(x=join_list(rng, items)), ", ".join(backwards)
+        question, answer = (
+            rng.choice(_REVERSE_LIST).format(x=join_list(rng, items)),
+            ", ".join(backwards),
+        )
     reasoning = reason_reverse(items)
-    return Turn(vary(rng, question), reasoning, answer, f"reverse {items}", "list", tuple(backwards))
+    return Turn(
+        vary(rng, question), reasoning, answer, f"reverse {items}", "list", tuple(backwards)
+    )

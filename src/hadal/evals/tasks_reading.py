@@ -1,4 +1,5 @@
-"""Questions about a short text: who, where, what, how many. The reasoning copies it up to the sentence that answers.
+"""Questions about a short text: who, where, what, how many. The reasoning copies it up to the
+sentence that answers.
 
 A text is a few facts about different people, places and things, so every question has one answer;
 or the text does not say.
@@ -12,13 +13,24 @@ from hadal.evals.tasks_words import ANIMALS, COLOURS, COUNTED, NAMES, PLACES, TH
 
 NOT_SAID = "The text does not say."
 _UNSAID_NAME = (
-    "Where is {n}?", "What does {n} have?", "How old is {n}?", "What does {n} like?", "Where did {n} go?",
+    "Where is {n}?",
+    "What does {n} have?",
+    "How old is {n}?",
+    "What does {n} like?",
+    "Where did {n} go?",
 )
 _UNSAID_THING = ("Where is the {t}?", "Who has the {t}?", "Who bought the {t}?")
 _FRAMES = (
-    "{t} {q}", "{t}\n{q}", "{t}\n\n{q}", "{t}\n\nQuestion: {q}", "Text: {t}\nQuestion: {q}",
+    "{t} {q}",
+    "{t}\n{q}",
+    "{t}\n\n{q}",
+    "{t}\n\nQuestion: {q}",
+    "Text: {t}\nQuestion: {q}",
     "Read this: {t} {q}",
-    "Read the text and answer. {t} {q}", "{q}\n{t}", "{q} Text: {t}", "Here is a text: {t}\n{q}",
+    "Read the text and answer. {t} {q}",
+    "{q}\n{t}",
+    "{q} Text: {t}",
+    "Here is a text: {t}\n{q}",
     "Story: {t}\n{q}",
 )
 
@@ -57,9 +69,13 @@ def _where(pool: _Pool) -> Fact:
     verb = pool.rng.choice(("is in", "went to", "is at", "works in"))
     sentence = f"{n} {verb} the {p}."
     if "works" in sentence:
-        return Fact(sentence, ((f"Where does {n} work?", f"the {p}"), (f"Who works in the {p}?", n)))
+        return Fact(
+            sentence, ((f"Where does {n} work?", f"the {p}"), (f"Who works in the {p}?", n))
+        )
     who = (f"Who went to the {p}?", n) if "went" in sentence else (f"Who is in the {p}?", n)
-    where = (f"Where did {n} go?", f"the {p}") if "went" in sentence else (f"Where is {n}?", f"the {p}")
+    where = (
+        (f"Where did {n} go?", f"the {p}") if "went" in sentence else (f"Where is {n}?", f"the {p}")
+    )
     return Fact(sentence, (who, where))
 
 
@@ -67,26 +83,44 @@ def _has(pool: _Pool) -> Fact:
     n, t, c = pool.draw(NAMES), pool.draw(THINGS), pool.rng.choice(COLOURS)
     verb, ask = pool.rng.choice((("has", "have"), ("bought", "buy"), ("found", "find")))
     aux = "does" if verb == "has" else "did"
-    return Fact(f"{n} {verb} {_a(c)} {t}.", (
-        (f"What {aux} {n} {ask}?", f"{_a(c)} {t}"), (f"Who {verb} the {t}?", n), (f"Who {verb} {_a(t)}?", n),
-        (f"What colour is the {t}?", c), (f"What color is {n}'s {t}?", c),
-    ))
+    return Fact(
+        f"{n} {verb} {_a(c)} {t}.",
+        (
+            (f"What {aux} {n} {ask}?", f"{_a(c)} {t}"),
+            (f"Who {verb} the {t}?", n),
+            (f"Who {verb} {_a(t)}?", n),
+            (f"What colour is the {t}?", c),
+            (f"What color is {n}'s {t}?", c),
+        ),
+    )
 
 
 def _count(pool: _Pool) -> Fact:
     n, t, k = pool.draw(NAMES), pool.draw(COUNTED), pool.rng.randint(2, 30)
-    return Fact(f"{n} has {k} {t}.", (
-        (f"How many {t} does {n} have?", str(k)), (f"Who has {k} {t}?", n), (f"Who has the {t}?", n),
-        (f"How many {t} are there?", str(k)),
-    ))
+    return Fact(
+        f"{n} has {k} {t}.",
+        (
+            (f"How many {t} does {n} have?", str(k)),
+            (f"Who has {k} {t}?", n),
+            (f"Who has the {t}?", n),
+            (f"How many {t} are there?", str(k)),
+        ),
+    )
 
 
 def _gave(pool: _Pool) -> Fact:
     n, m, t = pool.draw(NAMES), pool.draw(NAMES), pool.draw(THINGS)
-    return Fact(f"{n} gave the {t} to {m}.", (
-        (f"Who gave the {t} to {m}?", n), (f"What did {n} give to {m}?", f"the {t}"), (f"Who got the {t}?", m),
-        (f"Who did {n} give the {t} to?", m), (f"Who gave {m} the {t}?", n), (f"Who has the {t} now?", m),
-    ))
+    return Fact(
+        f"{n} gave the {t} to {m}.",
+        (
+            (f"Who gave the {t} to {m}?", n),
+            (f"What did {n} give to {m}?", f"the {t}"),
+            (f"Who got the {t}?", m),
+            (f"Who did {n} give the {t} to?", m),
+            (f"Who gave {m} the {t}?", n),
+            (f"Who has the {t} now?", m),
+        ),
+    )
 
 
 def _age(pool: _Pool) -> Fact:
@@ -94,20 +128,31 @@ def _age(pool: _Pool) -> Fact:
     while str(k) in pool.used:
         k = pool.rng.randint(2, 90)
     pool.used.add(str(k))
-    return Fact(f"{n} is {k} years old.", ((f"How old is {n}?", str(k)), (f"Who is {k} years old?", n)))
+    return Fact(
+        f"{n} is {k} years old.", ((f"How old is {n}?", str(k)), (f"Who is {k} years old?", n))
+    )
 
 
 def _pet(pool: _Pool) -> Fact:
     n, a, m = pool.draw(NAMES), pool.draw(ANIMALS), pool.draw(NAMES)
-    return Fact(f"{n} has {_a(a)} named {m}.", (
-        (f"What is the name of the {a}?", m), (f"Who has {_a(a)}?", n), (f"What animal does {n} have?", _a(a)),
-        (f"What is {n}'s {a} called?", m), (f"Who is {m}'s owner?", n),
-    ))
+    return Fact(
+        f"{n} has {_a(a)} named {m}.",
+        (
+            (f"What is the name of the {a}?", m),
+            (f"Who has {_a(a)}?", n),
+            (f"What animal does {n} have?", _a(a)),
+            (f"What is {n}'s {a} called?", m),
+            (f"Who is {m}'s owner?", n),
+        ),
+    )
 
 
 def _thing_at(pool: _Pool) -> Fact:
     t, p = pool.draw(THINGS), pool.draw(PLACES)
-    return Fact(f"The {t} is in the {p}.", ((f"Where is the {t}?", f"the {p}"), (f"What is in the {p}?", f"the {t}")))
+    return Fact(
+        f"The {t} is in the {p}.",
+        ((f"Where is the {t}?", f"the {p}"), (f"What is in the {p}?", f"the {t}")),
+    )
 
 
 def _likes(pool: _Pool) -> Fact:

@@ -1,4 +1,5 @@
-"""One question with its written-out reasoning and its answer, and the small variations of wording users make.
+"""One question with its written-out reasoning and its answer, and the small variations of wording
+users make.
 
 Knows nothing of any particular task.
 """
@@ -7,7 +8,15 @@ import random
 from dataclasses import dataclass
 
 _OPENERS = (
-    "Please ", "please ", "Hey, ", "Hi! ", "Can you help? ", "OK, ", "Now ", "Quick question: ", "So, ",
+    "Please ",
+    "please ",
+    "Hey, ",
+    "Hi! ",
+    "Can you help? ",
+    "OK, ",
+    "Now ",
+    "Quick question: ",
+    "So, ",
 )
 _CLOSERS = (" Please.", " Thanks.", " please", " Thank you!", " Can you do that?")
 
@@ -16,8 +25,9 @@ _CLOSERS = (" Please.", " Thanks.", " please", " Thank you!", " Can you do that?
 class Turn:
     """A user's question and what the model should think and answer.
 
-    `key` is the content that must not be seen in training when the turn is held out: the operands, the list,
-    the text; not the wording. `subject` is what a later turn may refer to ("now sort it the other way").
+    `key` is the content that must not be seen in training when the turn is held out: the operands,
+    the list, the text; not the wording. `subject` is what a later turn may refer to ("now sort it
+    the other way").
     """
 
     question: str
@@ -58,7 +68,11 @@ def random_letters(rng: random.Random, low: int, high: int) -> str:
     size = rng.randint(low, high)
     if rng.random() < 0.5:
         return "".join(rng.choice("aeiou" if i % 2 else "bcdfghjklmnprstvwz") for i in range(size))
-    pool = "abcdefghijklmnopqrstuvwxyz" if rng.random() < 0.6 else rng.sample("abcdefghijklmnopqrstuvwxyz", 4)
+    pool = (
+        "abcdefghijklmnopqrstuvwxyz"
+        if rng.random() < 0.6
+        else rng.sample("abcdefghijklmnopqrstuvwxyz", 4)
+    )
     return "".join(rng.choice(pool) for _ in range(size))
 
 

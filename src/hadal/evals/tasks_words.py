@@ -1,7 +1,7 @@
 """The words the tasks are made of: names, places, things, and plain English words.
 
-Every word here becomes one token of the model that ships, so its spelling is learned; any other word is
-read letter by letter. Lists only; knows nothing of tasks.
+Every word here becomes one token of the model that ships, so its spelling is learned; any other
+word is read letter by letter. Lists only; knows nothing of tasks.
 """
 
 
@@ -10,52 +10,60 @@ def _words(text: str) -> list[str]:
 
 
 NAMES = _words(
-    "Anna Ben Clara David Emma Felix Grace Henry Ida Jack Kate Leo Maria Noah Olga Paul Rosa Sam Tom Vera "
-    "Will Zoe Adam Bella Carl Dora Eric Fiona George Hana Ivan Julia Karl Lucy Max Nina Oscar Petra Ruth Simon "
-    "Tina Victor Wanda Yuki Alice Bob Mary John Peter Lisa Mark Sara Ali Chen Diego Eva Omar Priya Mia Liam"
+    "Anna Ben Clara David Emma Felix Grace Henry Ida Jack Kate Leo Maria Noah Olga Paul Rosa Sam"
+    " Tom Vera Will Zoe Adam Bella Carl Dora Eric Fiona George Hana Ivan Julia Karl Lucy Max Nina"
+    " Oscar Petra Ruth Simon Tina Victor Wanda Yuki Alice Bob Mary John Peter Lisa Mark Sara Ali"
+    " Chen Diego Eva Omar Priya Mia Liam"
 )
 
 PLACES = _words(
-    "kitchen garden park school library office garage market station museum bedroom bathroom cafe hotel "
-    "airport bank beach forest church theatre hospital bakery cellar attic harbour stable zoo gym castle shop"
+    "kitchen garden park school library office garage market station museum bedroom bathroom cafe"
+    " hotel airport bank beach forest church theatre hospital bakery cellar attic harbour stable"
+    " zoo gym castle shop"
 )
 
 THINGS = _words(
-    "ball book key lamp coin cup hat bag box pen ring clock phone map knife spoon plate chair mirror ticket "
-    "letter candle kite drum camera basket bottle brush pillow shirt rope stone flute violin umbrella ladder"
+    "ball book key lamp coin cup hat bag box pen ring clock phone map knife spoon plate chair"
+    " mirror ticket letter candle kite drum camera basket bottle brush pillow shirt rope stone"
+    " flute violin umbrella ladder"
 )
 
 COUNTED = _words(
-    "apples pears plums lemons eggs nuts coins books pens cards stamps shells marbles stickers cookies "
-    "candles flowers balloons buttons tickets oranges carrots potatoes peaches cherries pencils"
+    "apples pears plums lemons eggs nuts coins books pens cards stamps shells marbles stickers"
+    " cookies candles flowers balloons buttons tickets oranges carrots potatoes peaches cherries"
+    " pencils"
 )
 
 COLOURS = _words("red blue green yellow black white brown pink orange purple grey")
 
 ANIMALS = _words(
-    "cat dog horse cow goat sheep mouse rabbit fox bear wolf lion tiger monkey duck goose eagle owl frog snake "
-    "whale shark camel zebra donkey turtle parrot pigeon hamster elephant giraffe penguin dolphin octopus"
+    "cat dog horse cow goat sheep mouse rabbit fox bear wolf lion tiger monkey duck goose eagle owl"
+    " frog snake whale shark camel zebra donkey turtle parrot pigeon hamster elephant giraffe"
+    " penguin dolphin octopus"
 )
 
 PLAIN = _words(
-    "apple banana cherry grape lemon mango melon orange peach pear plum strawberry raspberry blueberry tomato "
-    "potato carrot onion pepper garlic bread butter cheese honey sugar salt rice soup cake cookie chocolate "
-    "coffee tea water milk juice table window door house roof wall floor street bridge river lake mountain "
-    "valley island ocean desert cloud rain snow storm wind summer winter spring autumn morning evening night "
-    "moon sun star planet earth fire ice metal gold silver iron wood glass paper pencil computer keyboard "
-    "screen music guitar piano trumpet song dance story poem number letter word question answer teacher student "
-    "doctor nurse farmer baker driver pilot sailor soldier king queen prince knight mother father brother sister "
-    "uncle aunt friend child baby family village city country world train plane boat ship car truck bicycle "
-    "engine wheel road tower flag crown sword shield arrow hammer nail needle thread button pocket shoe glove "
-    "scarf coat dress belt jewel bell whistle puzzle game card dice doll robot rocket magnet mirror "
-    "happy sad angry calm brave clever gentle quick slow loud quiet bright dark heavy light soft hard "
-    "sweet bitter sour warm cold young old tall short long wide narrow deep empty full open close begin end "
-    "run walk jump swim climb throw catch push pull build break write read sing draw paint cook bake "
-    "parallel committee balloon coffee address success possess mississippi bookkeeper tennessee alphabet "
-    "letter hello level radar kayak noon civic banana cabbage rabbit puppy kitten ladder bubble pebble "
-    "library language mathematics science history geography university knowledge elephant butterfly dragonfly "
-    "umbrella telephone television newspaper calendar holiday birthday present surprise adventure treasure "
-    "diamond emerald crystal pyramid volcano hurricane thunder lightning rainbow sunset horizon shadow candle"
+    "apple banana cherry grape lemon mango melon orange peach pear plum strawberry raspberry"
+    " blueberry tomato potato carrot onion pepper garlic bread butter cheese honey sugar salt rice"
+    " soup cake cookie chocolate coffee tea water milk juice table window door house roof wall"
+    " floor street bridge river lake mountain valley island ocean desert cloud rain snow storm wind"
+    " summer winter spring autumn morning evening night moon sun star planet earth fire ice metal"
+    " gold silver iron wood glass paper pencil computer keyboard screen music guitar piano trumpet"
+    " song dance story poem number letter word question answer teacher student doctor nurse farmer"
+    " baker driver pilot sailor soldier king queen prince knight mother father brother sister uncle"
+    " aunt friend child baby family village city country world train plane boat ship car truck"
+    " bicycle engine wheel road tower flag crown sword shield arrow hammer nail needle thread"
+    " button pocket shoe glove scarf coat dress belt jewel bell whistle puzzle game card dice doll"
+    " robot rocket magnet mirror happy sad angry calm brave clever gentle quick slow loud quiet"
+    " bright dark heavy light soft hard sweet bitter sour warm cold young old tall short long wide"
+    " narrow deep empty full open close begin end run walk jump swim climb throw catch push pull"
+    " build break write read sing draw paint cook bake parallel committee balloon coffee address"
+    " success possess mississippi bookkeeper tennessee alphabet letter hello level radar kayak noon"
+    " civic banana cabbage rabbit puppy kitten ladder bubble pebble library language mathematics"
+    " science history geography university knowledge elephant butterfly dragonfly umbrella"
+    " telephone television newspaper calendar holiday birthday present surprise adventure treasure"
+    " diamond emerald crystal pyramid volcano hurricane thunder lightning rainbow sunset horizon"
+    " shadow candle"
 )
 
 ALL_LOWER = tuple(sorted(set(PLAIN) | set(ANIMALS) | set(THINGS) | set(COLOURS) | set(PLACES)))

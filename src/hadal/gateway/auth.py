@@ -2,8 +2,8 @@
 
     KEY [RIGHT ...]      a line of a keys file, or what stands between two commas of HADAL_API_KEYS
 
-A key has no blank and no comma. Where there is no key, or only one, nobody is there to be protected from it: it has all
-rights. Knows headers, and that a key is a tenant; nothing of quotas.
+A key has no blank and no comma. Where there is no key, or only one, nobody is there to be protected
+from it: it has all rights. Knows headers, and that a key is a tenant; nothing of quotas.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ class Keys:
     """The keys that are let in; with none, everybody is."""
 
     def __init__(self, lines: Iterable[str]) -> None:
-        """`lines`: keys and their rights, as parse_key reads them; blank ones are passed over. Raises ConfigError."""
+        """`lines`: keys and their rights, as parse_key reads them; blank ones are passed over.
+        Raises ConfigError.
+        """
         key_to_rights: dict[bytes, frozenset[str]] = {}
         for key, rights in map(parse_key, filter(str.strip, lines)):
             key_to_rights[key] = key_to_rights.get(key, frozenset()) | rights
         known = tuple(key_to_rights)
-        # Digests are of one length, so that the comparison's time tells nothing of a key's length either.
+        # Digests are of one length, so that the comparison's time tells nothing of a key's length
+        # either.
         self._digests = tuple(_digest(key) for key in known)
         self.tenants = tuple(
             Tenant(salt_of(key), RIGHTS if len(known) == 1 else key_to_rights[key]) for key in known
-        )  # fmt: skip
+        )
         """The tenants, in the order of their keys."""
 
     @property
@@ -51,14 +54,21 @@ class Keys:
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise ApiError(
-                401, "An API key is needed: send 'Authorization: Bearer KEY'.", code="missing_api_key",
+                401,
+                "An API key is needed: send 'Authorization: Bearer KEY'.",
+                code="missing_api_key",
                 headers=_CHALLENGE,
             )
         # Header values arrive as latin-1; keys with other letters were sent as UTF-8 bytes.
         given = _digest(token.strip().encode("latin-1", "replace"))
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if not any(matches):
-            raise ApiError(401, "This API key is not known; check it.", code="invalid_api_key", headers=_CHALLENGE)
+            raise ApiError(
+                401,
+                "This API key is not known; check it.",
+                code="invalid_api_key",
+                headers=_CHALLENGE,
+            )
         return self.tenants[matches.index(True)]
 
 
@@ -69,7 +79,9 @@ def parse_key(line: str) -> tuple[bytes, frozenset[str]]:
         raise ConfigError("a key cannot hold a comma.")
     if not RIGHTS.issuperset(rights):
         known = " and ".join(sorted(RIGHTS))
-        raise ConfigError(f"what stands behind the key is no right: there may be {known}, and no key has a blank.")
+        raise ConfigError(
+            f"what stands behind the key is no right: there may be {known}, and no key has a blank."
+        )
     return key.encode(), frozenset(rights)
 
 

@@ -1,4 +1,5 @@
-"""Read a request's body under a byte limit, whatever its headers promise; how long that may take is gateway/places'.
+"""Read a request's body under a byte limit, whatever its headers promise; how long that may take is
+gateway/places'.
 
 Knows ASGI's receive, nothing of JSON. Raises ApiError: 413, 415.
 """
@@ -13,15 +14,20 @@ from hadal.gateway.errors import ApiError
 
 _CLOSE = {"Connection": "close"}
 _DISCARD_DEADLINE_S = 2.0
-"""A client that is still sending often reads no reply: swallow what it sends for this long, then answer and close."""
+"""A client that is still sending often reads no reply: swallow what it sends for this long, then
+answer and close.
+"""
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body. Its length is counted while it streams in: Content-Length may be missing or a lie."""
+    """Return the body. Its length is counted while it streams in: Content-Length may be missing or
+    a lie.
+    """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(
-            415, f"The content type is {kind[:100]!r}; send 'Content-Type: application/json'.",
+            415,
+            f"The content type is {kind[:100]!r}; send 'Content-Type: application/json'.",
             code="unsupported_media_type",
         )
     chunks: list[bytes] = []
@@ -34,7 +40,9 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if num_bytes > max_bytes:
         await _discard(request)
         raise ApiError(
-            413, f"The body is larger than {max_bytes} bytes; send a shorter prompt.", code="body_too_large",
+            413,
+            f"The body is larger than {max_bytes} bytes; send a shorter prompt.",
+            code="body_too_large",
             headers=_CLOSE,
         )
     return b"".join(chunks)
@@ -43,7 +51,9 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 async def _discard(request: Request) -> None:
     try:
         async with asyncio.timeout(_DISCARD_DEADLINE_S):
-            while (message := await request.receive())["type"] == "http.request" and message.get("more_body", False):
+            while (message := await request.receive())["type"] == "http.request" and message.get(
+                "more_body", False
+            ):
                 continue
     except (TimeoutError, ClientDisconnect):
         return

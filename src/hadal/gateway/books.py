@@ -1,9 +1,10 @@
-"""What the gateway tells the ledger: one fact for each generation, when its HTTP request has ended one way or another,
-and how long each unit was up.
+"""What the gateway tells the ledger: one fact for each generation, when its HTTP request has ended
+one way or another, and how long each unit was up.
 
-A generation is billed what was streamed: the tokens its reply took in to show, as `usage` counts them. Its prompt is
-billed once for all its choices, to the first of them that got a token. What never became a generation (a malformed
-body, an unknown key) is no fact, but one that was turned away for want of room is.
+A generation is billed what was streamed: the tokens its reply took in to show, as `usage` counts
+them. Its prompt is billed once for all its choices, to the first of them that got a token. What
+never became a generation (a malformed body, an unknown key) is no fact, but one that was turned
+away for want of room is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from hadal.runtime.ledger_writer import LedgerCounts
 from hadal.stats.prices import PriceList, micro_usd, price_list
 
 BEAT_S = 10.0
-"""Units that are up are told to the ledger this often: what `kill -9` can take from their node-hours."""
+"""Units that are up are told to the ledger this often: what `kill -9` can take from their
+node-hours.
+"""
 _LOOK_S = 1.0
 """With requests that end, this often: node-hours are never far behind what was done in them."""
 _CLOSE_S = 10.0
@@ -44,11 +47,17 @@ class Books:
     """Makes facts of what ended. Used by the event loop's thread."""
 
     def __init__(
-        self, deployment: Deployment, model: str, sink: Sink, units: Callable[[], Mapping[str, Unit]],
-        now: Callable[[], float], unix_time: Callable[[], float],
-    ) -> None:  # fmt: skip
-        """`now` is the clock of replies, in any seconds; `units` are those that the front has up. Raises ValueError for
-        prices that cannot be read."""
+        self,
+        deployment: Deployment,
+        model: str,
+        sink: Sink,
+        units: Callable[[], Mapping[str, Unit]],
+        now: Callable[[], float],
+        unix_time: Callable[[], float],
+    ) -> None:
+        """`now` is the clock of replies, in any seconds; `units` are those that the front has up.
+        Raises ValueError for prices that cannot be read.
+        """
         self._deployment = deployment
         self._model = model
         self._sink = sink
@@ -67,9 +76,17 @@ class Books:
         return self._sink.counts
 
     def close(
-        self, work: Work, meters: list[Meter], closings: Mapping[str, Closing], start_s: float, tenant: Tenant, end: str
+        self,
+        work: Work,
+        meters: list[Meter],
+        closings: Mapping[str, Closing],
+        start_s: float,
+        tenant: Tenant,
+        end: str,
     ) -> None:
-        """An HTTP request ended, and with it all its generations: `end` is how those did that are not finished."""
+        """An HTTP request ended, and with it all its generations: `end` is how those did that are
+        not finished.
+        """
         unix_s, now_s = self._unix_time(), self._now()
 
         def unix(time_s: float | None) -> float | None:
@@ -83,13 +100,26 @@ class Books:
             tokens_hit = meter.num_cached if is_payer else 0
             tokens_miss = num_prompt - tokens_hit if is_payer else 0
             closing = closings.get(choice.generation.request_id, _NO_CLOSING)
-            self._sink.add(RequestFact(
-                choice.generation.request_id, tenant.name, self._model, tokens_hit, tokens_miss, num_output,
-                sum_kv_tokens(num_prompt, num_output), choice.assembler.finish or end,
-                unix_s - (now_s - start_s), unix_s, unix(meter.first_token_s), unix(meter.last_token_s),
-                closing.prefill_unit, closing.decode_unit, closing.num_retries,
-                self._prices.charge(micros(unix_s), tokens_hit, tokens_miss, num_output),
-            ))  # fmt: skip
+            self._sink.add(
+                RequestFact(
+                    choice.generation.request_id,
+                    tenant.name,
+                    self._model,
+                    tokens_hit,
+                    tokens_miss,
+                    num_output,
+                    sum_kv_tokens(num_prompt, num_output),
+                    choice.assembler.finish or end,
+                    unix_s - (now_s - start_s),
+                    unix_s,
+                    unix(meter.first_token_s),
+                    unix(meter.last_token_s),
+                    closing.prefill_unit,
+                    closing.decode_unit,
+                    closing.num_retries,
+                    self._prices.charge(micros(unix_s), tokens_hit, tokens_miss, num_output),
+                )
+            )
         if unix_s - self._looked_s >= _LOOK_S:
             self.look()
 
@@ -97,9 +127,11 @@ class Books:
         """A request was turned away before it was read."""
         unix_s = self._unix_time()
         received_s = unix_s - (self._now() - start_s)
-        self._sink.add(RequestFact(
-            request_id, tenant.name, self._model, 0, 0, 0, 0, str(status), received_s, unix_s
-        ))  # fmt: skip
+        self._sink.add(
+            RequestFact(
+                request_id, tenant.name, self._model, 0, 0, 0, 0, str(status), received_s, unix_s
+            )
+        )
 
     def look(self) -> None:
         """Units came or went, or time passed."""
@@ -109,10 +141,20 @@ class Books:
             self._up.setdefault(key, (role, unix_s))
         for (name, epoch), (role, from_s) in list(self._up.items()):
             units = units_of(self._deployment, role)
-            self._sink.add(NodesFact(
-                name, epoch, role, units.ranks, units.ranks_per_node, from_s, max(from_s, unix_s),
-                self._deployment.ledger.gpu or self._deployment.device, self._gpu_hour_micro_usd, self._model,
-            ))  # fmt: skip
+            self._sink.add(
+                NodesFact(
+                    name,
+                    epoch,
+                    role,
+                    units.ranks,
+                    units.ranks_per_node,
+                    from_s,
+                    max(from_s, unix_s),
+                    self._deployment.ledger.gpu or self._deployment.device,
+                    self._gpu_hour_micro_usd,
+                    self._model,
+                )
+            )
             if (name, epoch) not in now_up:
                 del self._up[name, epoch]
 

@@ -1,8 +1,9 @@
 """From a chat's messages to a prompt's ids, by the model's own chat template.
 
-What users type never becomes a control token: before the template sees a message, a *shield* character is put behind
-every character with which a control token begins, and taken out again once the rendered text has been cut at its
-control tokens. So a template may trim, split and compare texts as it likes, and only its own control tokens count.
+What users type never becomes a control token: before the template sees a message, a *shield*
+character is put behind every character with which a control token begins, and taken out again once
+the rendered text has been cut at its control tokens. So a template may trim, split and compare
+texts as it likes, and only its own control tokens count.
 """
 
 from __future__ import annotations
@@ -36,19 +37,27 @@ class Prompt:
     ids: tuple[int, ...]
     thinks: bool = False
     num_public: int = 0
-    """So many of the first ids follow from the leading system messages alone, and are to be shared with everybody."""
+    """So many of the first ids follow from the leading system messages alone, and are to be shared
+    with everybody.
+    """
 
 
 class ChatFormat:
     """The chat template of one model."""
 
-    def __init__(self, vocabulary: Vocabulary, template: str, bos: str, eos: str, source: str) -> None:
-        """`source` names the template's file. Raises CheckpointError for one that does not parse."""
+    def __init__(
+        self, vocabulary: Vocabulary, template: str, bos: str, eos: str, source: str
+    ) -> None:
+        """`source` names the template's file. Raises CheckpointError for one that does not
+        parse.
+        """
         self._vocabulary = vocabulary
         self._bos = bos
         self._eos = eos
         self._template = TemplateProcess(template, source)
-        starts = {content[0] for content in [*vocabulary.control_ids, THINK_OPEN, THINK_CLOSE] if content}
+        starts = {
+            content[0] for content in [*vocabulary.control_ids, THINK_OPEN, THINK_CLOSE] if content
+        }
         self._starts = re.compile("[" + "".join(re.escape(char) for char in sorted(starts)) + "]")
 
     def prompt(
@@ -60,19 +69,30 @@ class ChatFormat:
         template_kwargs: dict[str, bool | int | float | str | None] | None = None,
         is_public: bool = False,
     ) -> Prompt:
-        """Render and tokenise. `thinking` False closes the reasoning before it starts; `is_public` counts what may be
-        shared with everybody.
+        """Render and tokenise. `thinking` False closes the reasoning before it starts; `is_public`
+        counts what may be shared with everybody.
 
-        Raises RequestError, also for what is sure to exceed `max_tokens`, which it then does not tokenise.
+        Raises RequestError, also for what is sure to exceed `max_tokens`, which it then does not
+        tokenise.
         """
         kwargs = template_kwargs or {}
         for name in sorted(_RESERVED & kwargs.keys()):
-            raise RequestError(f"chat_template_kwargs: {name} is the server's; leave it out.", "chat_template_kwargs")
-        texts = [*(turn.content for turn in turns), *(value for value in kwargs.values() if isinstance(value, str))]
+            raise RequestError(
+                f"chat_template_kwargs: {name} is the server's; leave it out.",
+                "chat_template_kwargs",
+            )
+        texts = [
+            *(turn.content for turn in turns),
+            *(value for value in kwargs.values() if isinstance(value, str)),
+        ]
         shield = _unused_char(texts)
-        messages = [{"role": turn.role, "content": self._shielded(_answer_of(turn), shield)} for turn in turns]
+        messages = [
+            {"role": turn.role, "content": self._shielded(_answer_of(turn), shield)}
+            for turn in turns
+        ]
         values: dict[str, Any] = {
-            name: self._shielded(value, shield) if isinstance(value, str) else value for name, value in kwargs.items()
+            name: self._shielded(value, shield) if isinstance(value, str) else value
+            for name, value in kwargs.items()
         }
         if thinking is not None:
             values["thinking"] = values["enable_thinking"] = thinking
@@ -82,30 +102,46 @@ class ChatFormat:
         if thinks and thinking is False:
             text += f"\n{THINK_CLOSE}\n\n"
             thinks = False
-        check_length(self._vocabulary.fewest_tokens(text.replace(shield, "")), max_tokens, "messages")
+        check_length(
+            self._vocabulary.fewest_tokens(text.replace(shield, "")), max_tokens, "messages"
+        )
         ids = tuple(self._encode(text, shield))
         return Prompt(ids, thinks, self._num_public(turns, values, shield, ids) if is_public else 0)
 
-    def _num_public(self, turns: Sequence[Turn], values: dict[str, Any], shield: str, ids: tuple[int, ...]) -> int:
+    def _num_public(
+        self, turns: Sequence[Turn], values: dict[str, Any], shield: str, ids: tuple[int, ...]
+    ) -> int:
         """How many of the first ids are also those of the leading system messages by themselves.
 
-        What is rendered of those messages alone tells nothing of any other, wherever the template puts them; nor do
-        switches of the template that are true or false.
+        What is rendered of those messages alone tells nothing of any other, wherever the template
+        puts them; nor do switches of the template that are true or false.
         """
         leading = list(itertools.takewhile(lambda turn: turn.role == "system", turns))
         if not leading:
             return 0
-        messages = [{"role": turn.role, "content": self._shielded(turn.content, shield)} for turn in leading]
+        messages = [
+            {"role": turn.role, "content": self._shielded(turn.content, shield)} for turn in leading
+        ]
         switches = {name: value for name, value in values.items() if isinstance(value, bool)}
-        max_chars = 2 * sum(len(turn.content) for turn in leading) + _CHARS_PER_MESSAGE * (len(leading) + 1)
+        max_chars = 2 * sum(len(turn.content) for turn in leading) + _CHARS_PER_MESSAGE * (
+            len(leading) + 1
+        )
         try:
-            alone = self._encode(self._render(messages, switches, max_chars, opens_reply=False), shield)
+            alone = self._encode(
+                self._render(messages, switches, max_chars, opens_reply=False), shield
+            )
         except RequestError as error:
             raise RequestError(
-                f"cache_salt is 'public', and this model's chat template renders no system messages alone ({error}) "
-                "Take another salt, or none.", "cache_salt",
-            ) from error  # fmt: skip
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False)))
+                "cache_salt is 'public', and this model's chat template renders no system messages"
+                f" alone ({error}) Take another salt, or none.",
+                "cache_salt",
+            ) from error
+        return sum(
+            1
+            for _ in itertools.takewhile(
+                lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False)
+            )
+        )
 
     def close(self) -> None:
         """End the template's process."""
@@ -115,9 +151,19 @@ class ChatFormat:
         return self._starts.sub(lambda match: match[0] + shield, text)
 
     def _render(
-        self, messages: list[dict[str, str]], values: dict[str, Any], max_chars: int, *, opens_reply: bool = True
+        self,
+        messages: list[dict[str, str]],
+        values: dict[str, Any],
+        max_chars: int,
+        *,
+        opens_reply: bool = True,
     ) -> str:
-        own = {"add_generation_prompt": opens_reply, "bos_token": self._bos, "eos_token": self._eos, "tools": None}
+        own = {
+            "add_generation_prompt": opens_reply,
+            "bos_token": self._bos,
+            "eos_token": self._eos,
+            "tools": None,
+        }
         return self._template.render(messages, {**values, **own}, max_chars)
 
     def _encode(self, text: str, shield: str) -> list[int]:
@@ -131,7 +177,9 @@ class ChatFormat:
 
 
 def read_chat_format(folder: Path, vocabulary: Vocabulary) -> ChatFormat:
-    """Read the template from `chat_template.jinja` or from `tokenizer_config.json`. Raises CheckpointError."""
+    """Read the template from `chat_template.jinja` or from `tokenizer_config.json`. Raises
+    CheckpointError.
+    """
     path = folder / "tokenizer_config.json"
     fields = read_json(path)
     bos, eos = _token_text(fields.get("bos_token")), _token_text(fields.get("eos_token"))
@@ -141,15 +189,22 @@ def read_chat_format(folder: Path, vocabulary: Vocabulary) -> ChatFormat:
         return ChatFormat(vocabulary, text, bos, eos, str(own))
     template = fields.get("chat_template")
     if isinstance(template, list):  # Several by name: [{"name": "default", "template": ...}, ...]
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
         template = named.get("default")
     if not isinstance(template, str):
-        raise CheckpointError(f"{path}: chat_template is missing, and there is no {own.name} beside it.")
+        raise CheckpointError(
+            f"{path}: chat_template is missing, and there is no {own.name} beside it."
+        )
     return ChatFormat(vocabulary, template, bos, eos, str(path))
 
 
 def raw_prompt(vocabulary: Vocabulary, text: str, bos_id: int | None, *, max_tokens: int) -> Prompt:
-    """A prompt of /completions: whoever writes it writes the template too, so control tokens in it count.
+    """A prompt of /completions: whoever writes it writes the template too, so control tokens in it
+    count.
 
     Raises RequestError for what is sure to exceed `max_tokens`.
     """
@@ -161,7 +216,9 @@ def raw_prompt(vocabulary: Vocabulary, text: str, bos_id: int | None, *, max_tok
 
 
 def read_bos_id(folder: Path, vocabulary: Vocabulary) -> int | None:
-    """The id that begins every raw prompt, where the tokenizer's configuration asks for one (`add_bos_token`)."""
+    """The id that begins every raw prompt, where the tokenizer's configuration asks for one
+    (`add_bos_token`).
+    """
     fields = read_json(folder / "tokenizer_config.json")
     if not fields.get("add_bos_token"):
         return None
@@ -174,13 +231,17 @@ def check_length(num_tokens: int, max_tokens: int, field: str) -> None:
         raise RequestError(f"{field} holds no token; send some text.", field)
     if num_tokens > max_tokens:
         raise RequestError(
-            f"The prompt has {num_tokens} tokens or more; at most {max_tokens} are allowed. Shorten {field}.",
-            field, "context_length_exceeded",
+            f"The prompt has {num_tokens} tokens or more; at most {max_tokens} are allowed. Shorten"
+            f" {field}.",
+            field,
+            "context_length_exceeded",
         )
 
 
 def _answer_of(turn: Turn) -> str:
-    """What is kept of an earlier turn: of a reply only what follows the reasoning, as DeepSeek-R1 wants it."""
+    """What is kept of an earlier turn: of a reply only what follows the reasoning, as DeepSeek-R1
+    wants it.
+    """
     return turn.content.rpartition(THINK_CLOSE)[2] if turn.role == "assistant" else turn.content
 
 
@@ -188,7 +249,9 @@ def _unused_char(texts: list[str]) -> str:
     for char in _SHIELDS:
         if not any(char in text for text in texts):
             return char
-    raise RequestError("The messages use every private-use character of Unicode; leave one out.", "messages")
+    raise RequestError(
+        "The messages use every private-use character of Unicode; leave one out.", "messages"
+    )
 
 
 def _token_text(field: Any) -> str:

@@ -1,9 +1,10 @@
 """One TCP connection: uvicorn's protocol, with limits on headers and on clients that stand still.
 
-uvicorn waits for ever for the end of the headers, takes any number of them, and loses the body of a request that offers
-another protocol (`Upgrade: h2c`, as `curl --http2` sends it). So a request's head is gathered here first and handed on
-without such an offer, which a server may ignore (RFC 9110, 7.8). A client that does not read is cut off by the kernel;
-the reply's own deadline has ended its generation before.
+uvicorn waits for ever for the end of the headers, takes any number of them, and loses the body of a
+request that offers another protocol (`Upgrade: h2c`, as `curl --http2` sends it). So a request's
+head is gathered here first and handed on without such an offer, which a server may ignore (RFC
+9110, 7.8). A client that does not read is cut off by the kernel; the reply's own deadline has ended
+its generation before.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ UNREAD_S = 60.0
 """Data that the client has not taken for so long ends the connection."""
 _OFFER = re.compile(rb"(?<=\r\n)(?:upgrade|http2-settings)[ \t]*:[^\r\n]*\r\n", re.IGNORECASE)
 _STARTS = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ\r\n")
-"""What a request may begin with; other bytes are refused at once, not when their head is complete."""
+"""What a request may begin with; other bytes are refused at once, not when their head is
+complete.
+"""
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -44,7 +47,9 @@ class GatewayProtocol(HttpToolsProtocol):
         connection = transport.get_extra_info("socket")
         if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             with contextlib.suppress(OSError):  # A Unix socket has none.
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
+                connection.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000)
+                )
         self._head = bytearray()
         self._begin_headers()
 
@@ -125,7 +130,16 @@ class GatewayProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         body = ApiError(status, message).body
-        head: list[Any] = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}", "Content-Type: application/json"]
-        head += [f"Content-Length: {len(body)}", "Connection: close", f"X-Request-Id: {uuid.uuid4().hex}", "", ""]
+        head: list[Any] = [
+            f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}",
+            "Content-Type: application/json",
+        ]
+        head += [
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+            f"X-Request-Id: {uuid.uuid4().hex}",
+            "",
+            "",
+        ]
         self.transport.write("\r\n".join(head).encode() + body)
         self.transport.close()

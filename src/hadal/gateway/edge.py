@@ -1,8 +1,10 @@
-"""What holds for every request, whatever it asks for: its id, who may ask from where, and its line in the access log.
+"""What holds for every request, whatever it asks for: its id, who may ask from where, and its line
+in the access log.
 
-A page in a browser can make its own name point at this machine and then read a server that asks for no key (DNS
-rebinding). So a server without keys on a loopback address answers only to the names of this machine, and only to pages
-of this machine or those that its deployment names. Knows ASGI, nothing of routes.
+A page in a browser can make its own name point at this machine and then read a server that asks for
+no key (DNS rebinding). So a server without keys on a loopback address answers only to the names of
+this machine, and only to pages of this machine or those that its deployment names. Knows ASGI,
+nothing of routes.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ METHODS = "GET, POST, OPTIONS"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$&'*+.^_`|~, -]{1,1024}")
 _POLLED = ("/health", "/metrics")
-"""Asked for every few seconds by machines: a line for those only if something is wrong, or in the debug log."""
+"""Asked for every few seconds by machines: a line for those only if something is wrong, or in the
+debug log.
+"""
 
 
 @dataclass
@@ -51,7 +55,13 @@ class Edge:
     """The outermost layer of the application."""
 
     def __init__(
-        self, app: ASGIApp, settings: GatewayConfig, host: str, *, has_keys: bool, now: Callable[[], float]
+        self,
+        app: ASGIApp,
+        settings: GatewayConfig,
+        host: str,
+        *,
+        has_keys: bool,
+        now: Callable[[], float],
     ) -> None:
         """`host`: the address that is listened at; "" leaves names and origins unchecked."""
         self._app = app
@@ -76,9 +86,10 @@ class Edge:
         extra = [(b"x-request-id", seen.request_id.encode())]
         if origin is not None and allows:
             extra += [
-                (b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"),
+                (b"access-control-allow-origin", origin.encode("latin-1")),
+                (b"vary", b"Origin"),
                 (b"access-control-expose-headers", b"X-Request-Id, Retry-After"),
-            ]  # fmt: skip
+            ]
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -93,27 +104,46 @@ class Edge:
             self._log(scope, seen, (self._now() - start_s) * 1000)
             REQUEST_ID.reset(told)
 
-    def _answer(self, method: str, headers: Headers, origin: str | None, allows: bool) -> Response | None:
+    def _answer(
+        self, method: str, headers: Headers, origin: str | None, allows: bool
+    ) -> Response | None:
         """A refusal, or what browsers ask before they ask; None: the request goes on."""
         host = headers.get("host", "")
         if self._guards and not self._knows(host):
-            return _refusal(421, (
-                f"This server has no API keys and answers only to names of this machine; {host[:100]!r} is none. Name "
-                "it in gateway.allowed_hosts, or set API keys."
-            ), "unknown_host")  # fmt: skip
-        if origin is not None and not allows and (self._guards or method == "OPTIONS") and not _same(origin, host):
             return _refusal(
-                403, f"Pages of {origin[:100]!r} may not ask this server; name it in gateway.cors_origins.",
+                421,
+                "This server has no API keys and answers only to names of this machine;"
+                f" {host[:100]!r} is none. Name it in gateway.allowed_hosts, or set API keys.",
+                "unknown_host",
+            )
+        if (
+            origin is not None
+            and not allows
+            and (self._guards or method == "OPTIONS")
+            and not _same(origin, host)
+        ):
+            return _refusal(
+                403,
+                f"Pages of {origin[:100]!r} may not ask this server; name it in"
+                " gateway.cors_origins.",
                 "origin_not_allowed",
-            )  # fmt: skip
+            )
         if method != "OPTIONS" or not headers.get("access-control-request-method"):
             return None
         wanted = headers.get("access-control-request-headers", "")
-        names = wanted if _HEADER_NAMES.fullmatch(wanted) else "Authorization, Content-Type, X-Request-Id"
-        return Response(status_code=204, headers={
-            "Access-Control-Allow-Methods": METHODS, "Access-Control-Allow-Headers": names,
-            "Access-Control-Max-Age": "600",
-        })  # fmt: skip
+        names = (
+            wanted
+            if _HEADER_NAMES.fullmatch(wanted)
+            else "Authorization, Content-Type, X-Request-Id"
+        )
+        return Response(
+            status_code=204,
+            headers={
+                "Access-Control-Allow-Methods": METHODS,
+                "Access-Control-Allow-Headers": names,
+                "Access-Control-Max-Age": "600",
+            },
+        )
 
     def _allows(self, origin: str) -> bool:
         """Whether a browser may show this server's answers to a page of `origin`."""
@@ -131,9 +161,13 @@ class Edge:
             return
         path = "".join(char if "!" <= char <= "~" else "?" for char in scope["path"][:200])
         known = {
-            "method": scope["method"][:16], "path": path, "status": seen.status or 500, "ms": round(taken_ms, 1),
-            "tokens": seen.num_tokens, "tenant": seen.tenant,
-        }  # fmt: skip
+            "method": scope["method"][:16],
+            "path": path,
+            "status": seen.status or 500,
+            "ms": round(taken_ms, 1),
+            "tokens": seen.num_tokens,
+            "tenant": seen.tenant,
+        }
         text = "%(method)s %(path)s %(status)d %(ms).1f ms %(tokens)d tokens, tenant %(tenant)s"
         access.log(level, text, known, extra=fields(**known, reply_id=seen.reply_id))
 
@@ -155,4 +189,6 @@ def _same(origin: str, host: str) -> bool:
 
 
 def _refusal(status: int, message: str, code: str) -> Response:
-    return Response(ApiError(status, message, code=code).body, status, media_type="application/json")
+    return Response(
+        ApiError(status, message, code=code).body, status, media_type="application/json"
+    )

@@ -1,4 +1,5 @@
-"""Every refusal as OpenAI's clients expect it: a status and {"error": {message, type, param, code}}.
+"""Every refusal as OpenAI's clients expect it: a status and {"error": {message, type, param,
+code}}.
 
 Knows the tree of errors and HTTP's statuses, nothing of routes or sockets.
 """
@@ -47,14 +48,19 @@ class ApiError(HadalError):
     @property
     def body(self) -> bytes:
         """The JSON body."""
-        return msgspec.json.encode({
-            "error": {
-                "message": str(self),
-                "type": _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error"),
-                "param": self.param,
-                "code": self.code,
+        return msgspec.json.encode(
+            {
+                "error": {
+                    "message": str(self),
+                    "type": _TYPES.get(
+                        self.status,
+                        "server_error" if self.status >= 500 else "invalid_request_error",
+                    ),
+                    "param": self.param,
+                    "code": self.code,
+                }
             }
-        })
+        )
 
 
 def retry_after(seconds: float | None) -> dict[str, str]:
@@ -67,7 +73,9 @@ def sentence(reason: str) -> str:
     return reason[:1].upper() + reason[1:]
 
 
-def overloaded(status: int, message: str, retry_after_s: float | None, code: str | None = None) -> ApiError:
+def overloaded(
+    status: int, message: str, retry_after_s: float | None, code: str | None = None
+) -> ApiError:
     """429 (this client or queue is full) or 503 (the service is not there)."""
     return ApiError(status, message, code=code, headers=retry_after(retry_after_s))
 
@@ -78,4 +86,6 @@ def as_api_error(error: HadalError) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param, code=error.code)
-    return ApiError(500, "The server failed to handle this request; its log says why.", code="internal_error")
+    return ApiError(
+        500, "The server failed to handle this request; its log says why.", code="internal_error"
+    )

@@ -1,11 +1,12 @@
-"""The front, seen from a gateway whose process does not hold it: generations go there and tokens come back on the wire.
+"""The front, seen from a gateway whose process does not hold it: generations go there and tokens
+come back on the wire.
 
-    Open -------------------> Delivered, Delivered ... its last one final
-    Open -> (the front dies) -> a FrontBeat with another epoch: Open again, with what was delivered -> Delivered ...
+    Open -------------------> Delivered, Delivered ... its last one final Open -> (the front dies)
+    -> a FrontBeat with another epoch: Open again, with what was delivered -> Delivered ...
 
-So the end of the front costs a stream of this gateway time and nothing else. Every open generation is in one table,
-with all its tokens; a front that is silent is waited for as long as the request has time. All methods are called from
-the event loop's thread.
+So the end of the front costs a stream of this gateway time and nothing else. Every open generation
+is in one table, with all its tokens; a front that is silent is waited for as long as the request
+has time. All methods are called from the event loop's thread.
 """
 
 from __future__ import annotations
@@ -31,11 +32,17 @@ from hadal.gateway.trace import MAX_WAIT_S
 log = logging.getLogger("hadal.gateway")
 
 _SILENT_S = 8 * GATEWAY_BEAT_S
-"""A front that said nothing for so long is taken not to be there: what it said before holds no more."""
+"""A front that said nothing for so long is taken not to be there: what it said before holds no
+more.
+"""
 _CLOSING_S = 2.0
-"""How long the front may take to say where a generation was worked on that nobody waits for any more."""
+"""How long the front may take to say where a generation was worked on that nobody waits for any
+more.
+"""
 _PAGE_S = MAX_WAIT_S + 10.0
-"""How long a page is waited for: the slowest, /trace, waits for a unit's steps. A front that dies is noticed sooner."""
+"""How long a page is waited for: the slowest, /trace, waits for a unit's steps. A front that dies
+is noticed sooner.
+"""
 _NO_FRONT = FrontSnapshot(False, {}, {}, {role: {} for role in ROLES}, Totals())
 
 
@@ -48,7 +55,9 @@ class _Sent:
     output: list[int] = field(default_factory=list)
     """Its tokens so far."""
     is_resumed: bool = False
-    """Given to another front with a part of its output: what a cache has of its prompt was told before."""
+    """Given to another front with a part of its output: what a cache has of its prompt was told
+    before.
+    """
 
     def again(self) -> Generation:
         """Return the generation as another attempt, which begins where this one is."""
@@ -60,7 +69,9 @@ class _Sent:
 
 
 class FarHost(Doors):
-    """Generations of a gateway without the front. It has the methods of gateway/host.Host, where the front is."""
+    """Generations of a gateway without the front. It has the methods of gateway/host.Host, where
+    the front is.
+    """
 
     def __init__(self, name: str, wire: FrontWire, now: Callable[[], float]) -> None:
         """`name`: this gateway's, on the wire and at the supervisor."""
@@ -80,7 +91,9 @@ class FarHost(Doors):
 
     @property
     def gateways(self) -> tuple[str, ...]:
-        """Those that were there a moment ago; while the front is silent, this one is all that is known of."""
+        """Those that were there a moment ago; while the front is silent, this one is all that is
+        known of.
+        """
         return self._gateways if self._is_heard() else (self._name,)
 
     @property
@@ -109,16 +122,22 @@ class FarHost(Doors):
                     case Drain():
                         self._draining.set()
                     case _:
-                        log.warning("%s is not for a gateway without the front", type(message).__name__)
+                        log.warning(
+                            "%s is not for a gateway without the front", type(message).__name__
+                        )
 
     def check_room(self, tenant: str, num_wanted: int, num_tokens: int = 0) -> None:
         """Nothing is refused here: the front lets generations in or not when they are opened."""
 
     def open(self, generations: Iterable[Generation]) -> Mailbox:
-        """Submit the choices of one request; their deliveries come to the mailbox that is returned."""
+        """Submit the choices of one request; their deliveries come to the mailbox that is
+        returned.
+        """
         mailbox, begun = mailbox_for(generations, self.close)
         if begun:
-            self._sent |= {generation.request_id: _Sent(mailbox, generation) for generation in begun}
+            self._sent |= {
+                generation.request_id: _Sent(mailbox, generation) for generation in begun
+            }
             self._idle.clear()
             self._wire.send(FRONT, Open(self._name, begun, mailbox.log_id))
         return mailbox
@@ -128,8 +147,9 @@ class FarHost(Doors):
         self._leave(mailbox, [request_id])
 
     def close(self, mailbox: Mailbox, then: Callable[[], None]) -> None:
-        """The request ended, one way or another: stop what still runs of it. `then` is called when the front has said
-        where all of it was worked on, or does not."""
+        """The request ended, one way or another: stop what still runs of it. `then` is called when
+        the front has said where all of it was worked on, or does not.
+        """
         self._leave(mailbox, list(mailbox.open_ids))
         if any(left is mailbox for left in self._leaving.values()):
             self._then[mailbox] = then
@@ -146,7 +166,9 @@ class FarHost(Doors):
             self._wire.send(whom, GatewayBeat(self._name, pid))
 
     def end(self) -> None:
-        """The process ends: the gateway with the front need not wait for it, nor it for what the front would say."""
+        """The process ends: the gateway with the front need not wait for it, nor it for what the
+        front would say.
+        """
         for request_id in list(self._leaving):
             self._left(request_id)
         self._wire.send(FRONT, UnitDown(self._name, "it has ended"))
@@ -165,12 +187,15 @@ class FarHost(Doors):
             return
         is_first, self._epoch = not self._epoch, beat.epoch
         if not is_first:
-            log.warning("the gateway with the front was started again, and %d generations go on there", len(self._sent))
+            log.warning(
+                "the gateway with the front was started again, and %d generations go on there",
+                len(self._sent),
+            )
         self.pages.give_up()
         for request_id in list(self._leaving):  # Nobody remembers them.
             self._left(request_id)
-        # Also what was sent before the first front was heard: it may not have been there yet. One that has a generation
-        # already does not begin it twice.
+        # Also what was sent before the first front was heard: it may not have been there yet. One
+        # that has a generation already does not begin it twice.
         for _, group in groupby(list(self._sent.values()), key=lambda sent: id(sent.mailbox)):
             choices = list(group)
             again = tuple(sent.generation if is_first else sent.again() for sent in choices)
@@ -186,12 +211,16 @@ class FarHost(Doors):
                 mailbox.put(deliver)  # It says where the generation was worked on.
                 self._left(request_id)
             elif mailbox is None and not deliver.final:
-                unknown.append(request_id)  # A generation of this gateway's predecessor, or one given up.
+                unknown.append(
+                    request_id
+                )  # A generation of this gateway's predecessor, or one given up.
         if unknown:
             self._wire.send(FRONT, Leave(self._name, tuple(unknown)))
 
     def _pass_on(self, sent: _Sent, deliver: Deliver) -> None:
-        if [token.index for token in deliver.tokens] != [len(sent.output) + i for i in range(len(deliver.tokens))]:
+        if [token.index for token in deliver.tokens] != [
+            len(sent.output) + i for i in range(len(deliver.tokens))
+        ]:
             log.error("tokens of %s were lost on their way from the front", deliver.request_id)
             self._wire.send(FRONT, Leave(self._name, (deliver.request_id,)))
             deliver = Deliver(deliver.request_id, (), True, "tokens were lost between processes")
@@ -203,7 +232,11 @@ class FarHost(Doors):
         sent.mailbox.put(deliver)
 
     def _leave(self, mailbox: Mailbox, request_ids: Iterable[str]) -> None:
-        left = [rid for rid in request_ids if mailbox.open_ids.pop(rid, None) is not None and rid in self._sent]
+        left = [
+            rid
+            for rid in request_ids
+            if mailbox.open_ids.pop(rid, None) is not None and rid in self._sent
+        ]
         for request_id in left:
             self._leaving[request_id] = mailbox
             del self._sent[request_id]

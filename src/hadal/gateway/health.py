@@ -1,9 +1,10 @@
-"""What /health says: whether requests can be answered, and what of the deployment is missing. Values in, values out.
+"""What /health says: whether requests can be answered, and what of the deployment is missing.
+Values in, values out.
 
-    starting   requests could not be served yet        503
-    ready      everything is there                     200
-    degraded   something is missing                    200, or 503 if a role has no rank left
-    draining   what runs may finish, nothing begins    503
+starting   requests could not be served yet        503
+ready      everything is there                     200
+degraded   something is missing                    200, or 503 if a role has no rank left
+draining   what runs may finish, nothing begins    503
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ from hadal.runtime.topology import gateway_names, rank_name
 
 
 def health_of(
-    deployment: Deployment, snapshot: FrontSnapshot, gateways: Collection[str], *, has_begun: bool, is_draining: bool
+    deployment: Deployment,
+    snapshot: FrontSnapshot,
+    gateways: Collection[str],
+    *,
+    has_begun: bool,
+    is_draining: bool,
 ) -> tuple[int, dict[str, object]]:
-    """The reply's status and fields. `gateways`: those that are there; `has_begun`: requests could be served once."""
+    """The reply's status and fields. `gateways`: those that are there; `has_begun`: requests could
+    be served once.
+    """
     missing = [name for name in gateway_names(deployment) if name not in gateways]
     missing += _missing(deployment, snapshot)
     can_serve = snapshot.can_serve and not is_draining
@@ -32,18 +40,24 @@ def health_of(
         "status": status,
         "units_up": {role: len(units) for role, units in snapshot.role_to_units.items()},
         "units_wanted": {role: units_of(deployment, role).units for role in ROLES},
-        "ranks_up": {unit: num for units in snapshot.role_to_units.values() for unit, num in units.items()},
+        "ranks_up": {
+            unit: num for units in snapshot.role_to_units.values() for unit, num in units.items()
+        },
         "ranks_wanted": {
-            unit: units_of(deployment, role).ranks for role, units in snapshot.role_to_units.items() for unit in units
+            unit: units_of(deployment, role).ranks
+            for role, units in snapshot.role_to_units.items()
+            for unit in units
         },
         "missing": missing,
     }
 
 
 def _missing(deployment: Deployment, snapshot: FrontSnapshot) -> Iterator[str]:
-    """Names of units that are not up or have no leader ("decode-1"), and of ranks that others lack ("decode-0.2").
+    """Names of units that are not up or have no leader ("decode-1"), and of ranks that others lack
+    ("decode-0.2").
 
-    A fleet lacks a unit when it has fewer than its floor; which of them is to come is said by number, from 0.
+    A fleet lacks a unit when it has fewer than its floor; which of them is to come is said by
+    number, from 0.
     """
     for role in ROLES:
         up, wanted = snapshot.role_to_units.get(role, {}), units_of(deployment, role).units
@@ -53,5 +67,6 @@ def _missing(deployment: Deployment, snapshot: FrontSnapshot) -> Iterator[str]:
             load = snapshot.unit_to_load.get(unit)
             absent = load.absent if load is not None else ()
             if not num_led and not absent:
-                yield unit  # What its leader said last holds no more: its ranks wait for another one.
+                # What its leader said last holds no more: its ranks wait for another one.
+                yield unit
             yield from (rank_name(unit, rank) for rank in absent)

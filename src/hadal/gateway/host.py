@@ -1,7 +1,7 @@
 """The front role at work: feeds it messages and time, and applies what it asks for.
 
-The front decides; this file only moves. It runs in the gateway's event loop, so a token crosses no thread between the
-socket it arrives on and the stream it leaves by.
+The front decides; this file only moves. It runs in the gateway's event loop, so a token crosses no
+thread between the socket it arrives on and the stream it leaves by.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ from hadal.runtime.topology import GATEWAY
 log = logging.getLogger("hadal.gateway")
 
 _EXPECTED_S = 8 * GATEWAY_BEAT_S
-"""How long a new front expects to hear of the other gateways: what they had open under the one before is this one's."""
+"""How long a new front expects to hear of the other gateways: what they had open under the one
+before is this one's.
+"""
+
 
 class FrontRole(Protocol):
     """The part of roles/front that a host needs."""
@@ -89,8 +92,9 @@ class Doors:
         await self._draining.wait()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no generation is open, and no other gateway is there that this one has the front for. False after
-        `timeout_s`."""
+        """Wait until no generation is open, and no other gateway is there that this one has the
+        front for. False after `timeout_s`.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -103,11 +107,18 @@ class Host(Doors):
     """One front, its wire and its timer. All methods are called from the event loop's thread."""
 
     def __init__(
-        self, front: FrontRole, wire: FrontWire, now: Callable[[], float], on_units: Callable[[], None] = lambda: None,
-        *, epoch: str = "", others: Iterable[str] = (),
-    ) -> None:  # fmt: skip
-        """`on_units` is called after units came or went. `others` are the gateways whose generations the front has as
-        well; `epoch` is the front's, new at every start."""
+        self,
+        front: FrontRole,
+        wire: FrontWire,
+        now: Callable[[], float],
+        on_units: Callable[[], None] = lambda: None,
+        *,
+        epoch: str = "",
+        others: Iterable[str] = (),
+    ) -> None:
+        """`on_units` is called after units came or went. `others` are the gateways whose
+        generations the front has as well; `epoch` is the front's, new at every start.
+        """
         super().__init__()
         self.pages = Pages(FRONT, wire.send)
         self._epoch = epoch
@@ -145,7 +156,9 @@ class Host(Doors):
         return len(self._mailboxes)
 
     async def run(self) -> None:
-        """Start the front, then serve messages until cancelled. Raises what the front raised, wherever it did."""
+        """Start the front, then serve messages until cancelled. Raises what the front raised,
+        wherever it did.
+        """
         self._task = asyncio.current_task()
         try:
             await self._serve()
@@ -166,7 +179,8 @@ class Host(Doors):
             self._handle([event for message in messages for event in self._events_of(message)])
             if any(isinstance(message, UnitUp | UnitDown) for message in messages):
                 self._on_units()
-                self._tell_others()  # Now, not with the next beat: one gateway's health is to be all gateways'.
+                # Now, not with the next beat: one gateway's health is to be all gateways'.
+                self._tell_others()
 
     def check_room(self, tenant: str, num_wanted: int, num_tokens: int = 0) -> None:
         """Raise ApiError, 429 or 503, if so many more generations of a tenant would not be let in.
@@ -176,10 +190,14 @@ class Host(Doors):
         refusal = self._front.refusal(self._now(), tenant, num_wanted)
         if refusal is not None:
             self._handle([TurnedAway(num_wanted, num_tokens)])
-            raise overloaded(refusal.status, sentence(refusal.reason), refusal.retry_after_s, "overloaded")
+            raise overloaded(
+                refusal.status, sentence(refusal.reason), refusal.retry_after_s, "overloaded"
+            )
 
     def open(self, generations: Iterable[Generation]) -> Mailbox:
-        """Submit the choices of one request; their deliveries come to the mailbox that is returned."""
+        """Submit the choices of one request; their deliveries come to the mailbox that is
+        returned.
+        """
         mailbox, begun = mailbox_for(generations, self.close)
         if begun:
             self._mailboxes |= {generation.request_id: mailbox for generation in begun}
@@ -191,13 +209,18 @@ class Host(Doors):
         """Stop one generation, wherever it is. Its deliveries are dropped from now on."""
         if mailbox.open_ids.pop(request_id, None) is None:
             return
-        self._handle([Cancel(request_id, -1)])  # Its last delivery is dropped, but says where it was worked on.
+        self._handle(
+            [Cancel(request_id, -1)]
+        )  # Its last delivery is dropped, but says where it was worked on.
         self._forget(request_id)
 
     def close(self, mailbox: Mailbox, then: Callable[[], None]) -> None:
-        """The request ended, one way or another: stop what still runs of it. `then` is called when the front has said
-        where all of it was worked on: here at once."""
-        for request_id in reversed(list(mailbox.open_ids)):  # Those that wait first: none of them is begun for this.
+        """The request ended, one way or another: stop what still runs of it. `then` is called when
+        the front has said where all of it was worked on: here at once.
+        """
+        for request_id in reversed(
+            list(mailbox.open_ids)
+        ):  # Those that wait first: none of them is begun for this.
             self.cancel(mailbox, request_id)
         then()
 
@@ -208,7 +231,10 @@ class Host(Doors):
             self._handle([Drain()])
 
     async def audit(self, units: Iterable[str], timeout_s: float) -> tuple[list[str], list[Audit]]:
-        """Have the front and every unit check their ledgers. Returns (problems, the units' answers)."""
+        """Have the front and every unit check their ledgers. Returns (problems, the units'
+        answers).
+        """
+
         def send(unit: str, reply_id: int) -> None:
             self._wire.send(unit, AuditRequest(reply_id))
 
@@ -216,11 +242,16 @@ class Host(Doors):
         answers = await self._audits.ask(units, send, timeout_s)
         problems = [f"front: {problem}" for problem in self._front.check()]
         problems += [f"{unit}: no answer" for unit in units if unit not in answers]
-        problems += [f"{unit}: {problem}" for unit, audit in answers.items() for problem in audit.problems]
+        problems += [
+            f"{unit}: {problem}" for unit, audit in answers.items() for problem in audit.problems
+        ]
         return problems, list(answers.values())
 
     async def trace(self, unit: str, num_steps: int, timeout_s: float) -> Trace | None:
-        """Have a unit trace its next steps. None if it did not answer in time: most likely it had nothing to do."""
+        """Have a unit trace its next steps. None if it did not answer in time: most likely it had
+        nothing to do.
+        """
+
         def send(unit: str, reply_id: int) -> None:
             self._wire.send(unit, TraceRequest(reply_id, num_steps))
 
@@ -241,18 +272,33 @@ class Host(Doors):
     async def ask_others(self, path: str, timeout_s: float) -> dict[str, bytes]:
         """A page of each other gateway that is there and answers in time."""
         names = sorted(self._present)
-        answers = await asyncio.gather(*(self.pages.ask(name, path, {}, timeout_s) for name in names))
-        return {name: answer.body for name, answer in zip(names, answers, strict=True) if answer is not None}
+        answers = await asyncio.gather(
+            *(self.pages.ask(name, path, {}, timeout_s) for name in names)
+        )
+        return {
+            name: answer.body
+            for name, answer in zip(names, answers, strict=True)
+            if answer is not None
+        }
 
     def _log_returned(self, message: Returned) -> None:
         mailbox = self._mailboxes.get(message.request_id)
         if mailbox is not None:
             # Want of room is everyday life, and is counted in the metrics.
             level = logging.INFO if answer_to(message.reason, 0).is_counted else logging.DEBUG
-            log_id = mailbox.log_id if isinstance(mailbox, Mailbox) else mailbox.open_ids[message.request_id]
+            log_id = (
+                mailbox.log_id
+                if isinstance(mailbox, Mailbox)
+                else mailbox.open_ids[message.request_id]
+            )
             known = fields(request_id=log_id, unit=message.unit)
-            log.log(level, "%s gave the request back (%s); it goes on elsewhere", message.unit, message.reason,
-                    extra=known)  # fmt: skip
+            log.log(
+                level,
+                "%s gave the request back (%s); it goes on elsewhere",
+                message.unit,
+                message.reason,
+                extra=known,
+            )
 
     def _handle(self, events: Sequence[Event]) -> None:
         try:
@@ -263,7 +309,8 @@ class Host(Doors):
                 if delivers := outbox.take():
                     self._wire.send(name, Delivered(delivers))
         except Exception as error:
-            # A timer's or a request's failure ends the host as a message's would: the front cannot be trusted now.
+            # A timer's or a request's failure ends the host as a message's would: the front cannot
+            # be trusted now.
             log.exception("the front failed")
             self._failed = error
             if self._task is not None:
@@ -328,7 +375,9 @@ class Host(Doors):
             yield TurnedAway(len(new), sum(len(generation.prompt) for generation in new))
 
     def _events_of(self, message: AnyMessage) -> list[Event]:
-        """What the front is told of a message: of another gateway's, what it would be told of this one's requests."""
+        """What the front is told of a message: of another gateway's, what it would be told of this
+        one's requests.
+        """
         match message:
             case Audit(unit, reply_id):
                 self._audits.take(unit, reply_id, message)
@@ -344,9 +393,17 @@ class Host(Doors):
                     self._present[gateway] = pid
                     self._idle.clear()
             case Open(gateway, generations, log_id) if gateway in self._outboxes:
-                new = [generation for generation in generations if generation.request_id not in self._mailboxes]
-                self._mailboxes |= {generation.request_id: self._outboxes[gateway] for generation in new}
-                self._outboxes[gateway].open_ids |= {generation.request_id: log_id for generation in new}
+                new = [
+                    generation
+                    for generation in generations
+                    if generation.request_id not in self._mailboxes
+                ]
+                self._mailboxes |= {
+                    generation.request_id: self._outboxes[gateway] for generation in new
+                }
+                self._outboxes[gateway].open_ids |= {
+                    generation.request_id: log_id for generation in new
+                }
                 self._idle.clear()
                 return list(self._let_in(new))
             case Leave(gateway, request_ids) if gateway in self._outboxes:

@@ -1,7 +1,7 @@
 """The routes: OpenAI's endpoints with and without /v1, health and metrics.
 
-Each handler checks the key, the state of the service and its limits, in this order, before it reads a body. Every
-refusal leaves as an ApiError.
+Each handler checks the key, the state of the service and its limits, in this order, before it reads
+a body. Every refusal leaves as an ApiError.
 """
 
 from __future__ import annotations
@@ -53,8 +53,13 @@ COUNTS = "/counts"
 COUNTS_TIMEOUT_S = 1.0
 
 _ENDPOINTS = [
-    "POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models", "GET /health", "GET /metrics",
-]  # fmt: skip
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "GET /v1/models",
+    "GET /health",
+    "GET /metrics",
+]
+_Endpoint = Callable[[Request], Awaitable[Response]]
 _FINGERPRINT = f"hadal-{__version__}"
 
 
@@ -88,8 +93,9 @@ class Gateway:
     bound_host: str = ""
     """Where it listens; "": unknown, and then any name is answered to."""
     was_ready: bool = False
-    """The server could answer once, under this gateway or the one before: units that are down come back, and until then
-    requests wait at the front."""
+    """The server could answer once, under this gateway or the one before: units that are down come
+    back, and until then requests wait at the front.
+    """
     bodies: Bodies = field(default_factory=Bodies)
 
     def __post_init__(self) -> None:
@@ -105,7 +111,9 @@ class Gateway:
         """Raise ApiError 503 while there is nobody to do the work."""
         retry_after_s = self.patience.retry_after_s
         if self.host.draining:
-            raise overloaded(503, "The server is shutting down; try again later.", retry_after_s, "draining")
+            raise overloaded(
+                503, "The server is shutting down; try again later.", retry_after_s, "draining"
+            )
         if not self.has_begun():
             raise overloaded(503, "The server is starting; try again.", retry_after_s, "no_units")
 
@@ -115,16 +123,22 @@ class Gateway:
         return self.was_ready
 
     def check_operator(self, request: Request) -> None:
-        """What counts all tenants is for those who may operate the server. Raises ApiError 401, 403."""
+        """What counts all tenants is for those who may operate the server. Raises ApiError 401,
+        403.
+        """
         if OPERATOR not in self.keys.check(request.headers.get("authorization")).rights:
             raise ApiError(
-                403, "This API key has no right to operate the server; in the keys file 'operator' behind it gives it.",
+                403,
+                "This API key has no right to operate the server; in the keys file 'operator'"
+                " behind it gives it.",
                 code="not_an_operator",
             )
 
 
 class Generate:
-    """One of the two generating endpoints, as an ASGI application of its own: it must see the client leave."""
+    """One of the two generating endpoints, as an ASGI application of its own: it must see the
+    client leave.
+    """
 
     def __init__(
         self,
@@ -161,7 +175,12 @@ class Generate:
         except HadalError as error:
             refusal = as_api_error(error)
             status = refusal.status
-            if gateway.books is not None and tenant is not None and not times.is_read and str(status) in REFUSALS:
+            if (
+                gateway.books is not None
+                and tenant is not None
+                and not times.is_read
+                and str(status) in REFUSALS
+            ):
                 gateway.books.refused(request_id, times.start_s, tenant, status)
             if status >= 500 and refusal is not error:
                 log.error("the request failed", exc_info=error)
@@ -173,21 +192,37 @@ class Generate:
             self._count(status, times)
 
     async def _answer(
-        self, request: Request, body: bytes, send: Send, times: Times, tenant: Tenant, request_id: str
-    ) -> int:  # fmt: skip
+        self,
+        request: Request,
+        body: bytes,
+        send: Send,
+        times: Times,
+        tenant: Tenant,
+        request_id: str,
+    ) -> int:
         gateway = self._gateway
         gateway.host.check_room(tenant.name, 1)  # Or it is turned away before it costs more.
         work = await self._prepare(body, request_id, tenant)
         num_tokens = sum(len(choice.generation.prompt) for choice in work.choices)
         gateway.host.check_room(tenant.name, len(work.choices), num_tokens)
         head = Head(
-            request_id, int(gateway.unix_time()), gateway.service.model.name, _FINGERPRINT, work.ask.include_usage
+            request_id,
+            int(gateway.unix_time()),
+            gateway.service.model.name,
+            _FINGERPRINT,
+            work.ask.include_usage,
         )
         times.is_read = True
         mailbox = gateway.host.open(choice.generation for choice in work.choices)
         reply = Reply(
-            work, mailbox, gateway.host, self._formatter(head, gateway.service.model.vocabulary), times, gateway.now,
-            timeout_s=gateway.service.limits.request_timeout_s, keep_alive_s=gateway.patience.keep_alive_s,
+            work,
+            mailbox,
+            gateway.host,
+            self._formatter(head, gateway.service.model.vocabulary),
+            times,
+            gateway.now,
+            timeout_s=gateway.service.limits.request_timeout_s,
+            keep_alive_s=gateway.patience.keep_alive_s,
             send_timeout_s=gateway.patience.send_s,
         )
         watch = asyncio.get_running_loop().create_task(_watch(request.receive, mailbox))
@@ -211,7 +246,9 @@ class Generate:
 
             def write_down() -> None:
                 if gateway.books is not None:
-                    gateway.books.close(work, reply.meters, mailbox.closings, times.start_s, tenant, end)
+                    gateway.books.close(
+                        work, reply.meters, mailbox.closings, times.start_s, tenant, end
+                    )
 
             gateway.host.close(mailbox, write_down)
 
@@ -223,7 +260,9 @@ class Generate:
         metrics.first_token_s.observe(times.first_token_s - times.start_s)
         metrics.request_s.observe(self._gateway.now() - times.start_s)
         if times.num_tokens > 1:
-            metrics.per_token_s.observe((times.last_token_s - times.first_token_s) / (times.num_tokens - 1))
+            metrics.per_token_s.observe(
+                (times.last_token_s - times.first_token_s) / (times.num_tokens - 1)
+            )
 
 
 async def _watch(receive: Receive, mailbox: Mailbox) -> None:
@@ -248,25 +287,26 @@ def pages_of(gateway: Gateway, host: Host) -> dict[str, Page]:
     async def audit(query: Mapping[str, str]) -> tuple[int, bytes]:
         problems, audits = await host.audit(gateway.snapshot().unit_to_load, AUDIT_TIMEOUT_S)
         units = {
-            audit.unit: {"num_blocks_used": audit.num_blocks_used, "num_requests": audit.num_requests}
+            audit.unit: {
+                "num_blocks_used": audit.num_blocks_used,
+                "num_requests": audit.num_requests,
+            }
             for audit in audits
         }
         return 500 if problems else 200, msgspec.json.encode({"problems": problems, "units": units})
 
     async def trace(query: Mapping[str, str]) -> tuple[int, bytes]:
-        return 200, msgspec.json.encode(await answer_trace(host, gateway.snapshot().unit_to_load, query))
+        return 200, msgspec.json.encode(
+            await answer_trace(host, gateway.snapshot().unit_to_load, query)
+        )
 
     return {"/metrics": metrics, "/audit": audit, "/trace": trace}
 
 
-def make_app(gateway: Gateway) -> ASGIApp:
-    """The ASGI application."""
-    host = gateway.host
-    host.pages.table = pages_of(gateway, host) if isinstance(host, Host) else {COUNTS: gateway.metrics.counted}
-    service = gateway.service
-    chat = Generate(gateway, "chat", "chatcmpl", service.chat, ChatFormatter)
-    completion = Generate(gateway, "completions", "cmpl", service.completion, CompletionFormatter)
-    model = {"id": service.model.name, "object": "model", "created": gateway.created, "owned_by": "hadal"}
+def _models_pages(gateway: Gateway) -> tuple[_Endpoint, _Endpoint]:
+    """The list of models, which has one, and that model by its name."""
+    name = gateway.service.model.name
+    model = {"id": name, "object": "model", "created": gateway.created, "owned_by": "hadal"}
 
     async def list_models(request: Request) -> Response:
         gateway.keys.check(request.headers.get("authorization"))
@@ -277,22 +317,43 @@ def make_app(gateway: Gateway) -> ASGIApp:
         asked = request.path_params["model_id"]
         if not asked:  # "/v1/models/"
             return _json({"object": "list", "data": [model]})
-        if asked != service.model.name:
+        if asked != name:
             raise ApiError(
-                404, f"The model {asked[:100]!r} does not exist; {service.model.name!r} is served here.", param="model",
+                404,
+                f"The model {asked[:100]!r} does not exist; {name!r} is served here.",
+                param="model",
                 code="model_not_found",
             )
         return _json(model)
 
+    return list_models, get_model
+
+
+def make_app(gateway: Gateway) -> ASGIApp:
+    """The ASGI application."""
+    host = gateway.host
+    host.pages.table = (
+        pages_of(gateway, host) if isinstance(host, Host) else {COUNTS: gateway.metrics.counted}
+    )
+    service = gateway.service
+    chat = Generate(gateway, "chat", "chatcmpl", service.chat, ChatFormatter)
+    completion = Generate(gateway, "completions", "cmpl", service.completion, CompletionFormatter)
+    list_models, get_model = _models_pages(gateway)
+
     async def health(request: Request) -> Response:
         status, fields = health_of(
-            gateway.deployment, gateway.snapshot(), gateway.host.gateways, has_begun=gateway.has_begun(),
+            gateway.deployment,
+            gateway.snapshot(),
+            gateway.host.gateways,
+            has_begun=gateway.has_begun(),
             is_draining=gateway.host.draining,
-        )  # fmt: skip
+        )
         return _json({**fields, "model": service.model.name}, status)
 
     async def root(request: Request) -> Response:
-        return _json({"server": f"Hadal {__version__}", "model": service.model.name, "endpoints": _ENDPOINTS})
+        return _json(
+            {"server": f"Hadal {__version__}", "model": service.model.name, "endpoints": _ENDPOINTS}
+        )
 
     async def metrics(request: Request) -> Response:
         if not gateway.deployment.gateway.open_metrics:
@@ -303,7 +364,12 @@ def make_app(gateway: Gateway) -> ASGIApp:
         gateway.check_operator(request)
         return await _page(gateway, request, "application/json")
 
-    routes = [Route("/health", health), Route("/metrics", metrics), Route("/audit", operate), Route("/trace", operate)]
+    routes = [
+        Route("/health", health),
+        Route("/metrics", metrics),
+        Route("/audit", operate),
+        Route("/trace", operate),
+    ]
     for prefix in ("/v1", ""):
         routes += [
             Route(f"{prefix}/", root),
@@ -315,10 +381,20 @@ def make_app(gateway: Gateway) -> ASGIApp:
     routes.append(Route("/v1", root))
     app = Starlette(
         routes=routes,
-        exception_handlers={HTTPException: _on_http_error, HadalError: _on_error, Exception: _on_bug},
+        exception_handlers={
+            HTTPException: _on_http_error,
+            HadalError: _on_error,
+            Exception: _on_bug,
+        },
         lifespan=_no_lifespan,
     )
-    return Edge(app, gateway.deployment.gateway, gateway.bound_host, has_keys=not gateway.keys.is_open, now=gateway.now)
+    return Edge(
+        app,
+        gateway.deployment.gateway,
+        gateway.bound_host,
+        has_keys=not gateway.keys.is_open,
+        now=gateway.now,
+    )
 
 
 @asynccontextmanager
@@ -336,13 +412,22 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path[:200]
     if error.status_code == 404:
-        return _refusal(ApiError(404, f"There is nothing at {path}; try /v1/chat/completions.", code="not_found"))
+        return _refusal(
+            ApiError(
+                404, f"There is nothing at {path}; try /v1/chat/completions.", code="not_found"
+            )
+        )
     if error.status_code == 405 and method == "OPTIONS":
-        return Response(status_code=204, headers={"Allow": f"{(error.headers or {}).get('Allow', '')}, OPTIONS"})
+        return Response(
+            status_code=204, headers={"Allow": f"{(error.headers or {}).get('Allow', '')}, OPTIONS"}
+        )
     if error.status_code == 405:
         return _refusal(
             ApiError(
-                405, f"{path} does not take {method}.", code="method_not_allowed", headers=dict(error.headers or {})
+                405,
+                f"{path} does not take {method}.",
+                code="method_not_allowed",
+                headers=dict(error.headers or {}),
             )
         )
     return _refusal(ApiError(error.status_code, error.detail, headers=dict(error.headers or {})))

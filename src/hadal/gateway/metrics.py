@@ -1,7 +1,8 @@
-"""What operators see: counts and times of requests, and the state of the units, in Prometheus' text form.
+"""What operators see: counts and times of requests, and the state of the units, in Prometheus' text
+form.
 
-Times are observed once per request. What changes with every token is kept in plain numbers and read only when scraped.
-Knows the front's snapshot, nothing of HTTP.
+Times are observed once per request. What changes with every token is kept in plain numbers and read
+only when scraped. Knows the front's snapshot, nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -28,73 +29,124 @@ _UNIT_GAUGES = {
     "hadal_kv_blocks": ("KV blocks of a unit.", "num_blocks"),
     "hadal_kv_blocks_used": ("KV blocks of a unit that are in use.", "num_blocks_used"),
     "hadal_unit_requests": ("Requests that a unit works on.", "num_requests"),
-    "hadal_unit_tokens_waiting": ("Prompt tokens not yet computed by a unit.", "num_tokens_waiting"),
+    "hadal_unit_tokens_waiting": (
+        "Prompt tokens not yet computed by a unit.",
+        "num_tokens_waiting",
+    ),
     "hadal_unit_ranks": ("Living ranks of a unit.", "num_ranks"),
-    "hadal_unit_generation": ("Times a unit of several ranks has formed; raised by the loss and the return of a rank.",
-                              "generation"),
+    "hadal_unit_generation": (
+        "Times a unit of several ranks has formed; raised by the loss and the return of a rank.",
+        "generation",
+    ),
     "hadal_step_ms": ("Smoothed duration of a unit's step.", "step_ms"),
-    "hadal_overhead_ms": ("Smoothed time per step a unit stood idle though there was work.", "overhead_ms"),
-}  # fmt: skip
+    "hadal_overhead_ms": (
+        "Smoothed time per step a unit stood idle though there was work.",
+        "overhead_ms",
+    ),
+}
 _OF_STEPS = ("hadal_step_ms", "hadal_overhead_ms")
 _IDLE_S = 10.0
-"""What was measured of its steps is not shown of a unit that had nothing to do for so long: it is no news."""
+"""What was measured of its steps is not shown of a unit that had nothing to do for so long: it is
+no news.
+"""
 _UNIT_COUNTERS = {
     "hadal_steps": ("Steps of a unit since it started.", "num_steps"),
-    "hadal_replicas_moved": ("Expert replicas whose weights travelled for the sake of balance.", "num_replicas_moved"),
-    "hadal_layers_flipped": ("Times a layer's experts were placed or split anew while serving.", "num_layers_flipped"),
-    "hadal_requests_moved": ("Running requests that went on on another rank.", "num_requests_moved"),
+    "hadal_replicas_moved": (
+        "Expert replicas whose weights travelled for the sake of balance.",
+        "num_replicas_moved",
+    ),
+    "hadal_layers_flipped": (
+        "Times a layer's experts were placed or split anew while serving.",
+        "num_layers_flipped",
+    ),
+    "hadal_requests_moved": (
+        "Running requests that went on on another rank.",
+        "num_requests_moved",
+    ),
 }
 _Cached = dict[str, tuple[str, dict[str, str]]]
 """Metric -> (what it is, the name in Load.cache of each tier; "" where there are no tiers)."""
 _CACHE_COUNTERS: _Cached = {
-    "hadal_cache_hit_tokens": ("Prompt tokens whose KV a unit found, by where.",
-                               {"memory": cache.MEMORY_HIT_TOKENS, "disk": cache.DISK_HIT_TOKENS}),
+    "hadal_cache_hit_tokens": (
+        "Prompt tokens whose KV a unit found, by where.",
+        {"memory": cache.MEMORY_HIT_TOKENS, "disk": cache.DISK_HIT_TOKENS},
+    ),
     "hadal_cache_miss_tokens": ("Prompt tokens that a unit computed.", {"": cache.MISS_TOKENS}),
-    "hadal_cache_recomputed_tokens": ("Of those, tokens on disk that were cheaper to compute than to read.",
-                                      {"": cache.RECOMPUTED_TOKENS}),
-    "hadal_cache_stored_blocks": ("Blocks that a unit wrote to disk, durably.", {"": cache.STORED_BLOCKS}),
-    "hadal_cache_skipped_blocks": ("Blocks not written: the disk is full, fails or is too slow.",
-                                   {"": cache.SKIPPED_BLOCKS}),
-    "hadal_cache_damaged_blocks": ("Blocks read from disk that were not what they were taken for.",
-                                   {"": cache.DAMAGED_BLOCKS}),
-    "hadal_cache_evicted_blocks": ("Blocks that made room for others, by where.",
-                                   {"memory": cache.EVICTED_BLOCKS, "disk": cache.DISK_EVICTED_BLOCKS}),
-}  # fmt: skip
+    "hadal_cache_recomputed_tokens": (
+        "Of those, tokens on disk that were cheaper to compute than to read.",
+        {"": cache.RECOMPUTED_TOKENS},
+    ),
+    "hadal_cache_stored_blocks": (
+        "Blocks that a unit wrote to disk, durably.",
+        {"": cache.STORED_BLOCKS},
+    ),
+    "hadal_cache_skipped_blocks": (
+        "Blocks not written: the disk is full, fails or is too slow.",
+        {"": cache.SKIPPED_BLOCKS},
+    ),
+    "hadal_cache_damaged_blocks": (
+        "Blocks read from disk that were not what they were taken for.",
+        {"": cache.DAMAGED_BLOCKS},
+    ),
+    "hadal_cache_evicted_blocks": (
+        "Blocks that made room for others, by where.",
+        {"memory": cache.EVICTED_BLOCKS, "disk": cache.DISK_EVICTED_BLOCKS},
+    ),
+}
 _CACHE_GAUGES: _Cached = {
-    "hadal_cache_blocks": ("Blocks that a unit can find by name.",
-                           {"memory": cache.MEMORY_BLOCKS, "disk": cache.DISK_BLOCKS}),
-}  # fmt: skip
+    "hadal_cache_blocks": (
+        "Blocks that a unit can find by name.",
+        {"memory": cache.MEMORY_BLOCKS, "disk": cache.DISK_BLOCKS},
+    ),
+}
 
 
 class Metrics:
     """Counters of the gateway, and at each scrape those of the front and the units."""
 
     def __init__(
-        self, snapshot: Callable[[], FrontSnapshot], ledger: Callable[[], LedgerCounts] | None = None,
-        refused: Mapping[str, Mapping[str, int]] | None = None, gateway: str = "",
-    ) -> None:  # fmt: skip
-        """`ledger`: None where there is none. `refused`: connections by process and by what they asked for. `gateway`:
-        its name, where there are several: what each counts by itself has it for a label."""
+        self,
+        snapshot: Callable[[], FrontSnapshot],
+        ledger: Callable[[], LedgerCounts] | None = None,
+        refused: Mapping[str, Mapping[str, int]] | None = None,
+        gateway: str = "",
+    ) -> None:
+        """`ledger`: None where there is none. `refused`: connections by process and by what they
+        asked for. `gateway`: its name, where there are several: what each counts by itself has it
+        for a label.
+        """
         self._gateway = gateway
         self._front = _FrontCollector(snapshot, {} if refused is None else refused)
         self._registry = CollectorRegistry()
         self.requests = Counter(
-            "hadal_requests", "HTTP requests by endpoint and status.", ("endpoint", "status"), registry=self._registry
+            "hadal_requests",
+            "HTTP requests by endpoint and status.",
+            ("endpoint", "status"),
+            registry=self._registry,
         )
         self.first_token_s = Histogram(
-            "hadal_time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=_LATENCY_S,
+            "hadal_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_LATENCY_S,
             registry=self._registry,
         )
         self.per_token_s = Histogram(
-            "hadal_time_per_output_token_seconds", "Mean time between a request's tokens after the first.",
-            buckets=_PER_TOKEN_S, registry=self._registry,
+            "hadal_time_per_output_token_seconds",
+            "Mean time between a request's tokens after the first.",
+            buckets=_PER_TOKEN_S,
+            registry=self._registry,
         )
         self.request_s = Histogram(
-            "hadal_request_seconds", "From a request's arrival to its end.", buckets=_LATENCY_S, registry=self._registry
+            "hadal_request_seconds",
+            "From a request's arrival to its end.",
+            buckets=_LATENCY_S,
+            registry=self._registry,
         )
         self._usage_tokens = Counter(
-            "hadal_usage_prompt_tokens", "Prompt tokens in the usage of complete replies, by whether a cache had them.",
-            ("cache",), registry=self._registry,
+            "hadal_usage_prompt_tokens",
+            "Prompt tokens in the usage of complete replies, by whether a cache had them.",
+            ("cache",),
+            registry=self._registry,
         )
         for found in ("hit", "miss"):
             self._usage_tokens.labels(found)
@@ -107,16 +159,24 @@ class Metrics:
         self._usage_tokens.labels("miss").inc(usage.num_prompt_tokens - usage.num_cached_tokens)
 
     async def counted(self, query: Mapping[str, str]) -> tuple[int, bytes]:
-        """What this gateway has counted by itself, for the `text` of another. As gateway/pages has it."""
+        """What this gateway has counted by itself, for the `text` of another. As gateway/pages has
+        it.
+        """
         families = [
-            _Family(metric.name, metric.documentation, metric.type, tuple(
-                (sample.name, sample.labels, sample.value) for sample in metric.samples
-            )) for metric in self._registry.collect()
-        ]  # fmt: skip
+            _Family(
+                metric.name,
+                metric.documentation,
+                metric.type,
+                tuple((sample.name, sample.labels, sample.value) for sample in metric.samples),
+            )
+            for metric in self._registry.collect()
+        ]
         return 200, _encode(families)
 
     def text(self, others: Mapping[str, bytes] = {}) -> bytes:
-        """Prometheus' text exposition format. `others`: what other gateways have counted, by their names."""
+        """Prometheus' text exposition format. `others`: what other gateways have counted, by their
+        names.
+        """
         registry = CollectorRegistry()
         registry.register(_Collected(self._own(others)))
         registry.register(self._front)
@@ -127,11 +187,14 @@ class Metrics:
         if self._gateway:
             for metric in metrics.values():
                 metric.samples = [
-                    sample._replace(labels={**sample.labels, "gateway": self._gateway}) for sample in metric.samples
-                ]  # fmt: skip
+                    sample._replace(labels={**sample.labels, "gateway": self._gateway})
+                    for sample in metric.samples
+                ]
         for gateway, body in others.items():
             for family in _decode(body):
-                metric = metrics.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                metric = metrics.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
                 for name, labels, value in family.samples:
                     metric.add_sample(name, {**labels, "gateway": gateway}, value)
         return list(metrics.values())
@@ -177,14 +240,20 @@ class _LedgerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         counts = self._counts()
         facts = CounterMetricFamily(
-            "hadal_ledger_facts", "Requests' closing facts by what became of them: written to the database, the same "
-            "again, refused (another fact has their id), spooled (waited for the database), lost.", labels=("outcome",),
-        )  # fmt: skip
+            "hadal_ledger_facts",
+            "Requests' closing facts by what became of them: written to the database, the same "
+            "again, refused (another fact has their id), spooled (waited for the database), lost.",
+            labels=("outcome",),
+        )
         for outcome in ("written", "same", "refused", "spooled", "lost"):
             facts.add_metric((outcome,), getattr(counts, f"num_{outcome}"))
         yield facts
-        yield GaugeMetricFamily("hadal_ledger_waiting", "Facts that are in memory only.", counts.num_waiting)
-        yield GaugeMetricFamily("hadal_ledger_down", "1 while the ledger's database takes nothing.", counts.is_down)
+        yield GaugeMetricFamily(
+            "hadal_ledger_waiting", "Facts that are in memory only.", counts.num_waiting
+        )
+        yield GaugeMetricFamily(
+            "hadal_ledger_down", "1 while the ledger's database takes nothing.", counts.is_down
+        )
 
 
 class _FrontCollector(Collector):
@@ -192,7 +261,7 @@ class _FrontCollector(Collector):
 
     def __init__(
         self, snapshot: Callable[[], FrontSnapshot], refused: Mapping[str, Mapping[str, int]]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._snapshot = snapshot
         self._refused = refused
 
@@ -203,36 +272,52 @@ class _FrontCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         snapshot = self._snapshot()
         totals = snapshot.totals
-        yield CounterMetricFamily("hadal_prompt_tokens", "Prompt tokens of accepted requests.", totals.tokens_in)
+        yield CounterMetricFamily(
+            "hadal_prompt_tokens", "Prompt tokens of accepted requests.", totals.tokens_in
+        )
         answered = CounterMetricFamily(
-            "hadal_answered_prompt_tokens", "Prompt tokens of generations that got a token, by whether a cache had "
-            "them. Choices of one prompt count each.", labels=("cache",),
-        )  # fmt: skip
+            "hadal_answered_prompt_tokens",
+            "Prompt tokens of generations that got a token, by whether a cache had "
+            "them. Choices of one prompt count each.",
+            labels=("cache",),
+        )
         answered.add_metric(("hit",), totals.tokens_hit)
         answered.add_metric(("miss",), totals.tokens_miss)
         yield answered
         yield CounterMetricFamily("hadal_output_tokens", "Tokens generated.", totals.tokens_out)
         yield CounterMetricFamily(
-            "hadal_retries", "Attempts that ended before their generation did, preemptions among them.", totals.retries,
+            "hadal_retries",
+            "Attempts that ended before their generation did, preemptions among them.",
+            totals.retries,
         )
-        yield CounterMetricFamily("hadal_preemptions", "Attempts put back for want of KV blocks.", totals.preemptions)
-        ended = CounterMetricFamily("hadal_generations", "Generations by how they ended.", labels=("end",))
+        yield CounterMetricFamily(
+            "hadal_preemptions", "Attempts put back for want of KV blocks.", totals.preemptions
+        )
+        ended = CounterMetricFamily(
+            "hadal_generations", "Generations by how they ended.", labels=("end",)
+        )
         for end in ("finished", "cancelled", "failed", "refused"):
             ended.add_metric((end,), getattr(totals, end))
         yield ended
-        states = GaugeMetricFamily("hadal_generations_now", "Generations in the front by state.", labels=("state",))
+        states = GaugeMetricFamily(
+            "hadal_generations_now", "Generations in the front by state.", labels=("state",)
+        )
         for state, number in snapshot.state_to_count.items():
             states.add_metric((str(state),), number)
         yield states
-        yield GaugeMetricFamily("hadal_draining", "1 while nothing new is taken.", snapshot.is_draining)
+        yield GaugeMetricFamily(
+            "hadal_draining", "1 while nothing new is taken.", snapshot.is_draining
+        )
         up = GaugeMetricFamily("hadal_units_up", "Units that are up.", labels=("role",))
         for role in ROLES:
             up.add_metric((role,), len(snapshot.role_to_units.get(role, {})))
         yield up
         refused = CounterMetricFamily(
-            "hadal_refused_connections", "Connections that did not prove that they belong to this deployment, by what "
-            "they asked for.", labels=("process", "kind"),
-        )  # fmt: skip
+            "hadal_refused_connections",
+            "Connections that did not prove that they belong to this deployment, by what "
+            "they asked for.",
+            labels=("process", "kind"),
+        )
         for process, kind_to_num in self._refused.items():
             for kind, number in kind_to_num.items():
                 refused.add_metric((process, kind), number)
@@ -252,10 +337,15 @@ def _unit_metrics(loads: dict[str, Load]) -> Iterator[Metric]:
         for unit, load in (at_work if name in _OF_STEPS else loads).items():
             gauge.add_metric((unit,), getattr(load, field))
         yield gauge
-    for kind, metrics in ((CounterMetricFamily, _CACHE_COUNTERS), (GaugeMetricFamily, _CACHE_GAUGES)):
+    for kind, metrics in (
+        (CounterMetricFamily, _CACHE_COUNTERS),
+        (GaugeMetricFamily, _CACHE_GAUGES),
+    ):
         yield from _cache_metrics(kind, metrics, loads)
     balance = GaugeMetricFamily(
-        "hadal_balance", "Mean over maximum of a unit's ranks, smoothed; 1 is even.", labels=("unit", "objective")
+        "hadal_balance",
+        "Mean over maximum of a unit's ranks, smoothed; 1 is even.",
+        labels=("unit", "objective"),
     )
     for unit, load in at_work.items():
         for objective, value in shown(load.balance).items():
@@ -264,7 +354,9 @@ def _unit_metrics(loads: dict[str, Load]) -> Iterator[Metric]:
 
 
 def _cache_metrics(
-    kind: type[CounterMetricFamily] | type[GaugeMetricFamily], metrics: _Cached, loads: dict[str, Load]
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    metrics: _Cached,
+    loads: dict[str, Load],
 ) -> Iterator[Metric]:
     """What a unit does not count has no series."""
     for name, (text, tier_to_field) in metrics.items():

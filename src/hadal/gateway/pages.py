@@ -1,4 +1,5 @@
-"""What one gateway asks another for, by path as HTTP has it: what only the front's process knows, or another's counts.
+"""What one gateway asks another for, by path as HTTP has it: what only the front's process knows,
+or another's counts.
 
 Knows the wire's Ask and Answer, and no page. Used by the event loop's thread.
 """
@@ -32,7 +33,9 @@ class Pages:
         self._asked = Questions[Answer]()
         self._answering: set[asyncio.Task[None]] = set()
 
-    async def ask(self, whom: str, path: str, query: Mapping[str, str], timeout_s: float) -> Answer | None:
+    async def ask(
+        self, whom: str, path: str, query: Mapping[str, str], timeout_s: float
+    ) -> Answer | None:
         """Another process's page; None if it does not answer in time."""
 
         def send(name: str, reply_id: int) -> None:

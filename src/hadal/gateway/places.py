@@ -1,8 +1,10 @@
-"""Room for requests in the gateway, by tenant: bodies on their way, then requests that are worked on.
+"""Room for requests in the gateway, by tenant: bodies on their way, then requests that are worked
+on.
 
     headers --Bodies--> whole body --Places--> answered
 
-What one tenant does to them costs no other a place. Generations are counted by the front (policy/admission).
+What one tenant does to them costs no other a place. Generations are counted by the front
+(policy/admission).
 """
 
 from __future__ import annotations
@@ -16,15 +18,21 @@ from hadal.gateway.errors import ApiError, overloaded
 from hadal.policy.admission import share_of
 
 MAX_BODIES = 256
-"""Most bodies on their way at once. One that was sent with its headers is there as soon as it is asked for."""
+"""Most bodies on their way at once. One that was sent with its headers is there as soon as it is
+asked for.
+"""
 LEFT_S = 10.0
-"""How long generations that were given up still take places. To begin and to end one costs the gateway half a
-millisecond of its one thread: a tenant that does nothing else may have 5 % of it where there are a thousand places."""
+"""How long generations that were given up still take places. To begin and to end one costs the
+gateway half a millisecond of its one thread: a tenant that does nothing else may have 5 % of it
+where there are a thousand places.
+"""
 _CLOSE = {"Connection": "close"}
 
 
 class Bodies:
-    """Bodies that are waited for, each until its deadline. One more than its tenant's share pushes out its oldest."""
+    """Bodies that are waited for, each until its deadline. One more than its tenant's share pushes
+    out its oldest.
+    """
 
     def __init__(self, num_max: int = MAX_BODIES) -> None:
         self._num_max = num_max
@@ -36,7 +44,9 @@ class Bodies:
 
     @asynccontextmanager
     async def wait(self, tenant: str, deadline_s: float) -> AsyncIterator[None]:
-        """Read a body within this. Raises ApiError 408 after the deadline, 429 if its place is taken from it."""
+        """Read a body within this. Raises ApiError 408 after the deadline, 429 if its place is
+        taken from it.
+        """
         waits = self._tenant_to_waits.setdefault(tenant, {})
         if len(waits) >= share_of(self._num_max, len(self._tenant_to_waits)):
             oldest = next(iter(waits))
@@ -51,12 +61,16 @@ class Bodies:
         except TimeoutError:
             if timeout in waits:
                 raise ApiError(
-                    408, f"The body was not complete after {deadline_s:g} s; send it faster.", code="request_timeout",
+                    408,
+                    f"The body was not complete after {deadline_s:g} s; send it faster.",
+                    code="request_timeout",
                     headers=_CLOSE,
                 ) from None
             raise ApiError(
-                429, "Too many bodies of this tenant are on their way; send fewer at once, and faster.",
-                code="too_many_bodies", headers=_CLOSE,
+                429,
+                "Too many bodies of this tenant are on their way; send fewer at once, and faster.",
+                code="too_many_bodies",
+                headers=_CLOSE,
             ) from None
         finally:
             waits.pop(timeout, None)
@@ -78,13 +92,20 @@ class Places:
         return self._tenant_to_num.total()
 
     def check(self, tenant: str) -> None:
-        """Raises ApiError 429 for a tenant that has its share. Asked before a body is read, it spares reading it."""
+        """Raises ApiError 429 for a tenant that has its share. Asked before a body is read, it
+        spares reading it.
+        """
         num_held, num_left = self._tenant_to_num[tenant], self._tenant_to_left[tenant]
-        if num_held + num_left >= share_of(self._num_max, len(self._tenant_to_num.keys() | {tenant})):
+        if num_held + num_left >= share_of(
+            self._num_max, len(self._tenant_to_num.keys() | {tenant})
+        ):
             raise overloaded(
-                429, f"This tenant has {num_held} requests that are worked on, and {num_left} generations that it gave "
-                f"up in the last {LEFT_S:g} s count as well; try again.", self._retry_after_s, "too_many_requests",
-            )  # fmt: skip
+                429,
+                f"This tenant has {num_held} requests that are worked on, and {num_left}"
+                f" generations that it gave up in the last {LEFT_S:g} s count as well; try again.",
+                self._retry_after_s,
+                "too_many_requests",
+            )
 
     @contextmanager
     def take(self, tenant: str) -> Iterator[None]:
@@ -99,8 +120,9 @@ class Places:
                 del self._tenant_to_num[tenant]
 
     def left(self, tenant: str, num: int) -> None:
-        """A client went away from so many generations: they take places for LEFT_S more, so that to begin and give up
-        again and again costs the tenant that does it and not the others."""
+        """A client went away from so many generations: they take places for LEFT_S more, so that to
+        begin and give up again and again costs the tenant that does it and not the others.
+        """
         self._tenant_to_left[tenant] += num
         asyncio.get_running_loop().call_later(LEFT_S, self._forget, tenant, num)
 

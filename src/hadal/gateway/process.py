@@ -1,7 +1,8 @@
-"""`python -m hadal.gateway.process --folder RUN --name gateway-1`: a gateway's process. Loads no torch.
+"""`python -m hadal.gateway.process --folder RUN --name gateway-1`: a gateway's process. Loads no
+torch.
 
-The one named "gateway" holds the front, the others pass their generations on to it. The end of one ends its streams;
-the supervisor starts it again on the listening socket that all of them share.
+The one named "gateway" holds the front, the others pass their generations on to it. The end of one
+ends its streams; the supervisor starts it again on the listening socket that all of them share.
 """
 
 from __future__ import annotations
@@ -42,7 +43,14 @@ from hadal.runtime.ledger_spool import Spool
 from hadal.runtime.ledger_store import Store
 from hadal.runtime.ledger_writer import LedgerWriter
 from hadal.runtime.listen import open_listener
-from hadal.runtime.process import API_KEYS, EXIT_CONFIG, EXIT_FATAL, HAS_SERVED, LISTEN_FD, enter_child
+from hadal.runtime.process import (
+    API_KEYS,
+    EXIT_CONFIG,
+    EXIT_FATAL,
+    HAS_SERVED,
+    LISTEN_FD,
+    enter_child,
+)
 from hadal.runtime.recorder import recorded
 from hadal.runtime.topology import GATEWAY, gateway_names
 from hadal.runtime.wire import ZmqWire
@@ -77,11 +85,19 @@ class _Server(uvicorn.Server):
 
 
 def make_gateway(
-    deployment: Deployment, wire: ZmqWire, environment: dict[str, str], fingerprint: str = "", run_id: str = "", *,
-    name: str = GATEWAY, has_served: bool = False,
+    deployment: Deployment,
+    wire: ZmqWire,
+    environment: dict[str, str],
+    fingerprint: str = "",
+    run_id: str = "",
+    *,
+    name: str = GATEWAY,
+    has_served: bool = False,
 ) -> Gateway:
-    """Put the parts together. `fingerprint`: as roles/front has it; `run_id`: for a recording; `name`: whose process it
-    is; `has_served`: another gateway did before this one. Raises ConfigError."""
+    """Put the parts together. `fingerprint`: as roles/front has it; `run_id`: for a recording;
+    `name`: whose process it is; `has_served`: another gateway did before this one. Raises
+    ConfigError.
+    """
     folder = Path(deployment.model)
     model = read_served_model(folder, deployment.model_name or folder.name)
     clock = LiveClock()
@@ -93,16 +109,27 @@ def make_gateway(
     if name == GATEWAY:
         made = MadeFront(os.urandom(8).hex(), model.context_tokens, fingerprint)
         front = recorded(
-            Front(deployment, epoch=made.epoch, max_context=made.max_context, fingerprint=fingerprint),
-            FRONT, made, run_id, deployment,
-        )  # fmt: skip
+            Front(
+                deployment, epoch=made.epoch, max_context=made.max_context, fingerprint=fingerprint
+            ),
+            FRONT,
+            made,
+            run_id,
+            deployment,
+        )
         names, snapshot = front.names, front.snapshot
         if sink is not None:
-            books = Books(deployment, model.name, sink, lambda: front.units.by_name, clock.now, time.time)
+            books = Books(
+                deployment, model.name, sink, lambda: front.units.by_name, clock.now, time.time
+            )
         host = Host(
-            front, wire, clock.now, books.look if books else lambda: None, epoch=made.epoch,
+            front,
+            wire,
+            clock.now,
+            books.look if books else lambda: None,
+            epoch=made.epoch,
             others=gateway_names(deployment)[1:],
-        )  # fmt: skip
+        )
         refused = host.process_to_refused
     else:
         host = FarHost(name, wire, clock.now)
@@ -114,7 +141,9 @@ def make_gateway(
         host=host,
         snapshot=snapshot,
         metrics=Metrics(
-            snapshot, (lambda: books.counts) if books else None, refused,
+            snapshot,
+            (lambda: books.counts) if books else None,
+            refused,
             name if deployment.gateway.processes > 1 else "",
         ),
         keys=Keys(key.strip() for key in environment.get(API_KEYS, "").split(",")),
@@ -130,7 +159,9 @@ def make_gateway(
 
 
 def open_ledger(url: str) -> LedgerWriter:
-    """Start to write a ledger. Raises LedgerError if there is something else; one that is down now is waited for."""
+    """Start to write a ledger. Raises LedgerError if there is something else; one that is down now
+    is waited for.
+    """
     writer = LedgerWriter(Store(url), Spool(*spool_place(url)))
     writer.start()
     log.info("the ledger is %s", shown(url))
@@ -138,7 +169,9 @@ def open_ledger(url: str) -> LedgerWriter:
 
 
 def listener_of(deployment: Deployment, environment: dict[str, str]) -> socket.socket:
-    """The supervisor's listening socket, or one of our own where there is none. Raises ConfigError."""
+    """The supervisor's listening socket, or one of our own where there is none. Raises
+    ConfigError.
+    """
     given = environment.get(LISTEN_FD)
     if given is None:
         return open_listener(deployment.host, deployment.port)
@@ -150,8 +183,15 @@ def server_config(gateway: Gateway) -> uvicorn.Config:
     # Its own log tells of every start and of every client that speaks no HTTP; neither is news.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
-        make_app(gateway), http=GatewayProtocol, log_config=None, access_log=False, lifespan="off", ws="none",
-        server_header=False, timeout_keep_alive=75, timeout_graceful_shutdown=_SHUTDOWN_S,
+        make_app(gateway),
+        http=GatewayProtocol,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_SHUTDOWN_S,
     )
 
 
@@ -179,9 +219,13 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
         task.cancel()
     await asyncio.gather(fronting, draining, counting, return_exceptions=True)
     gateway.service.close()
-    await loop.run_in_executor(None, gateway.service.model.chat.close)  # It waits for a prompt under way.
+    await loop.run_in_executor(
+        None, gateway.service.model.chat.close
+    )  # It waits for a prompt under way.
     gateway.host.end()
-    if gateway.books is not None:  # It may wait for its database: whoever hears the beat meanwhile waits as well.
+    if (
+        gateway.books is not None
+    ):  # It may wait for its database: whoever hears the beat meanwhile waits as well.
         await loop.run_in_executor(None, gateway.books.end)
     beating.cancel()
     await asyncio.gather(beating, return_exceptions=True)
@@ -189,7 +233,9 @@ async def serve(deployment: Deployment, gateway: Gateway, listening: socket.sock
 
 
 async def _beat(server: uvicorn.Server, host: Host | FarHost) -> None:
-    """Tell the supervisor that the event loop turns, from when the port is served until cancelled."""
+    """Tell the supervisor that the event loop turns, from when the port is served until
+    cancelled.
+    """
     while not server.started:
         await asyncio.sleep(_STARTED_S)
     while True:
@@ -222,21 +268,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="run folder of the supervisor")
     parser.add_argument("--name", default=GATEWAY, help="this gateway's, at the supervisor")
-    parser.add_argument(HAS_SERVED, action="store_true", help="another gateway served before this one")
+    parser.add_argument(
+        HAS_SERVED, action="store_true", help="another gateway served before this one"
+    )
     arguments = parser.parse_args()
     run = enter_child(arguments.name, arguments.folder)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    # One text at a time is tokenised; threads of the tokenizers library would only take cores from the ranks.
+    # One text at a time is tokenised; threads of the tokenizers library would only take cores from
+    # the ranks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     environment = dict(os.environ)
     has_front = arguments.name == GATEWAY
     wire = (
-        ZmqWire(FRONT, arguments.folder, Grants(run.secret, FRONT)) if has_front
+        ZmqWire(FRONT, arguments.folder, Grants(run.secret, FRONT))
+        if has_front
         else ZmqWire(arguments.name, arguments.folder)
-    )  # fmt: skip
+    )
     try:
         gateway = make_gateway(
-            run.deployment, wire, environment, run.fingerprint, run.run_id, name=arguments.name,
+            run.deployment,
+            wire,
+            environment,
+            run.fingerprint,
+            run.run_id,
+            name=arguments.name,
             has_served=arguments.has_served,
         )
         for number, tenant in enumerate(gateway.keys.tenants, 1):

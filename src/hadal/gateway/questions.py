@@ -1,4 +1,6 @@
-"""Questions to other processes, whose answers come as messages of their own: who is asked, and who waits for it."""
+"""Questions to other processes, whose answers come as messages of their own: who is asked, and who
+waits for it.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ class Questions(Generic[M]):
         self._num_asked = 0
         self._open: dict[tuple[str, int], asyncio.Future[M]] = {}
 
-    async def ask(self, whom: Iterable[str], send: Callable[[str, int], None], timeout_s: float) -> dict[str, M]:
-        """Ask all of `whom`, `send(name, reply_id)` being called for each. Returns the answers that came in time."""
+    async def ask(
+        self, whom: Iterable[str], send: Callable[[str, int], None], timeout_s: float
+    ) -> dict[str, M]:
+        """Ask all of `whom`, `send(name, reply_id)` being called for each. Returns the answers that
+        came in time.
+        """
         self._num_asked += 1
         reply_id = self._num_asked
         name_to_future = {name: asyncio.get_running_loop().create_future() for name in whom}
@@ -31,7 +37,9 @@ class Questions(Generic[M]):
             for name in name_to_future:
                 del self._open[name, reply_id]
         return {
-            name: future.result() for name, future in name_to_future.items() if future.done() and not future.cancelled()
+            name: future.result()
+            for name, future in name_to_future.items()
+            if future.done() and not future.cancelled()
         }
 
     def take(self, name: str, reply_id: int, answer: M) -> None:

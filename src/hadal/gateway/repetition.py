@@ -1,7 +1,9 @@
-"""Tell a generation that goes round in circles from one that only repeats something a while: tokens in, period out.
+"""Tell a generation that goes round in circles from one that only repeats something a while: tokens
+in, period out.
 
-Conservative: counting, tables, and a word that is asked for a hundred times go through. A text in which the same 64
-tokens or fewer came at least 16 times in a row, over at least 512 tokens, with nothing between, is a loop.
+Conservative: counting, tables, and a word that is asked for a hundred times go through. A text in
+which the same 64 tokens or fewer came at least 16 times in a row, over at least 512 tokens, with
+nothing between, is a loop.
 """
 
 from __future__ import annotations
@@ -24,6 +26,6 @@ def repeated_period(tokens: Sequence[int]) -> int:
             break
         if tokens[-1] != tokens[-1 - period]:
             continue
-        if tokens[size - run + period:] == tokens[size - run: size - period]:
+        if tokens[size - run + period :] == tokens[size - run : size - period]:
             return period
     return 0

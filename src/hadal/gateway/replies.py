@@ -1,8 +1,8 @@
 """Replies as OpenAI's clients read them: whole bodies, and the chunks of a stream.
 
-A stream's chunks are glued from pieces that were encoded once, since one is written for nearly every token. A chunk
-holds all the tokens that came since the last one, so `usage` counts tokens and a count of chunks does not. Knows the
-API's JSON, nothing of where tokens come from or of sockets.
+A stream's chunks are glued from pieces that were encoded once, since one is written for nearly
+every token. A chunk holds all the tokens that came since the last one, so `usage` counts tokens and
+a count of chunks does not. Knows the API's JSON, nothing of where tokens come from or of sockets.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _DELTAS = {
     "content": b'"delta":{"reasoning_content":null,"content":',
     "reasoning_content": b'"delta":{"content":"","reasoning_content":',
 }
-"""Every delta has both keys, and `content` is always a string: DeepSeek's own published client looks for reasoning in
-every chunk and adds up the content of those that have none."""
+"""Every delta has both keys, and `content` is always a string: DeepSeek's own published client
+looks for reasoning in every chunk and adds up the content of those that have none.
+"""
 
 _LAST_DELTA = b'"delta":{"content":"","reasoning_content":null},"logprobs":null,"finish_reason":'
 
@@ -36,7 +37,9 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one HTTP request, over all its choices; a prompt counts once however many choices it has."""
+    """Tokens of one HTTP request, over all its choices; a prompt counts once however many choices
+    it has.
+    """
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -97,7 +100,10 @@ class _Glue:
 
     def __init__(self, head: Head, kind: str) -> None:
         fields = {
-            "id": head.id, "object": kind, "created": head.created, "model": head.model,
+            "id": head.id,
+            "object": kind,
+            "created": head.created,
+            "model": head.model,
             "system_fingerprint": head.fingerprint,
         }
         self._open = b"data: " + _encode(fields)[:-1] + b',"choices":['
@@ -144,7 +150,8 @@ class ChatFormatter:
         if tokens:
             logprobs = _encode(self._logprobs(**{name: tokens}))
         return self._glue.chunk(
-            index, _DELTAS[name] + _encode(text) + b'},"logprobs":' + logprobs + b',"finish_reason":null'
+            index,
+            _DELTAS[name] + _encode(text) + b'},"logprobs":' + logprobs + b',"finish_reason":null',
         )
 
     def usage(self, usage: Usage) -> bytes:
@@ -152,26 +159,43 @@ class ChatFormatter:
 
     def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
         head = self._head
-        return _encode({
-            "id": head.id, "object": "chat.completion", "created": head.created, "model": head.model,
-            "system_fingerprint": head.fingerprint, "choices": [self._choice(outcome) for outcome in outcomes],
-            "usage": usage.fields(),
-        })
+        return _encode(
+            {
+                "id": head.id,
+                "object": "chat.completion",
+                "created": head.created,
+                "model": head.model,
+                "system_fingerprint": head.fingerprint,
+                "choices": [self._choice(outcome) for outcome in outcomes],
+                "usage": usage.fields(),
+            }
+        )
 
     def _choice(self, outcome: Outcome) -> dict[str, Any]:
         piece = outcome.piece
         message = {
-            "role": "assistant", "content": piece.content,
-            "reasoning_content": piece.reasoning if outcome.reasoned else None, "refusal": None,
+            "role": "assistant",
+            "content": piece.content,
+            "reasoning_content": piece.reasoning if outcome.reasoned else None,
+            "refusal": None,
         }
         logprobs = None
         if piece.content_tokens or piece.reasoning_tokens:
             logprobs = self._logprobs(piece.content_tokens, piece.reasoning_tokens)
-        choice = {"index": outcome.index, "message": message, "logprobs": logprobs, "finish_reason": piece.finish}
+        choice = {
+            "index": outcome.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish,
+        }
         return choice | _token_ids(piece)
 
-    def _logprobs(self, content: Sequence[Token] = (), reasoning_content: Sequence[Token] = ()) -> dict[str, Any]:
-        """The same keys in a chunk and in a whole reply; OpenAI's description requires `refusal`."""
+    def _logprobs(
+        self, content: Sequence[Token] = (), reasoning_content: Sequence[Token] = ()
+    ) -> dict[str, Any]:
+        """The same keys in a chunk and in a whole reply; OpenAI's description requires
+        `refusal`.
+        """
         return {
             "content": [self._logprob(token) for token in content],
             "reasoning_content": [self._logprob(token) for token in reasoning_content],
@@ -185,7 +209,11 @@ class ChatFormatter:
 
     def _scored(self, token: int, logprob: float | None) -> dict[str, Any]:
         raw = _bytes_of(self._vocabulary, token)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+        return {
+            "token": raw.decode("utf-8", "replace"),
+            "logprob": _finite(logprob),
+            "bytes": list(raw),
+        }
 
 
 class CompletionFormatter:
@@ -212,7 +240,8 @@ class CompletionFormatter:
 
     def _text(self, index: int, text: str, logprobs: bytes, finish: bytes) -> bytes:
         return self._glue.chunk(
-            index, b'"text":' + _encode(text) + b',"logprobs":' + logprobs + b',"finish_reason":' + finish
+            index,
+            b'"text":' + _encode(text) + b',"logprobs":' + logprobs + b',"finish_reason":' + finish,
         )
 
     def usage(self, usage: Usage) -> bytes:
@@ -224,15 +253,28 @@ class CompletionFormatter:
         for outcome in outcomes:
             piece = outcome.piece
             self._offset_of[outcome.index] = len(outcome.prefix)
-            choices.append({
-                "index": outcome.index, "text": outcome.prefix + piece.content,
-                "logprobs": self._logprobs(outcome.index, piece.content_tokens) if piece.content_tokens else None,
-                "finish_reason": piece.finish,
-            } | _token_ids(piece))
-        return _encode({
-            "id": head.id, "object": "text_completion", "created": head.created, "model": head.model,
-            "system_fingerprint": head.fingerprint, "choices": choices, "usage": usage.fields(),
-        })
+            choices.append(
+                {
+                    "index": outcome.index,
+                    "text": outcome.prefix + piece.content,
+                    "logprobs": self._logprobs(outcome.index, piece.content_tokens)
+                    if piece.content_tokens
+                    else None,
+                    "finish_reason": piece.finish,
+                }
+                | _token_ids(piece)
+            )
+        return _encode(
+            {
+                "id": head.id,
+                "object": "text_completion",
+                "created": head.created,
+                "model": head.model,
+                "system_fingerprint": head.fingerprint,
+                "choices": choices,
+                "usage": usage.fields(),
+            }
+        )
 
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
         texts, offsets, tops = [], [], []
@@ -246,7 +288,9 @@ class CompletionFormatter:
             tops.append({text: _finite(token.logprob), **best})
         self._offset_of[index] = at
         return {
-            "tokens": texts, "token_logprobs": [_finite(token.logprob) for token in tokens], "top_logprobs": tops,
+            "tokens": texts,
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": tops,
             "text_offset": offsets,
         }
 
@@ -263,4 +307,8 @@ def _bytes_of(vocabulary: Vocabulary, token: int) -> bytes:
 
 
 def _finite(logprob: float | None) -> float:
-    return max(logprob, _LOWEST_LOGPROB) if logprob is not None and logprob == logprob else _LOWEST_LOGPROB
+    return (
+        max(logprob, _LOWEST_LOGPROB)
+        if logprob is not None and logprob == logprob
+        else _LOWEST_LOGPROB
+    )

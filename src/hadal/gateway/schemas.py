@@ -1,7 +1,7 @@
 """The bodies of /chat/completions and /completions as the API writes them, decoded strictly.
 
-Field names are the API's. Unknown fields are ignored, as clients send extras. Ranges that need no other field are
-checked here; the rest in openai.py.
+Field names are the API's. Unknown fields are ignored, as clients send extras. Ranges that need no
+other field are checked here; the rest in openai.py.
 """
 
 from __future__ import annotations
@@ -90,11 +90,14 @@ class Common(msgspec.Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     """An extension: larger is sooner among those that wait, 0 if left out."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
-    """An extension, as vLLM's: KV is reused only among requests of the same key and salt. "public": what the leading
-    system messages of a chat leave behind is reused by everybody, and the rest as without a salt."""
+    """An extension, as vLLM's: KV is reused only among requests of the same key and salt. "public":
+    what the leading system messages of a chat leave behind is reused by everybody, and the rest as
+    without a salt.
+    """
     stop_repetition: bool | None = None
-    """An extension: a reply that repeats itself without end is ended as if it had reached its length, unless this is
-    false or `ignore_eos` asks for so many tokens whatever they are."""
+    """An extension: a reply that repeats itself without end is ended as if it had reached its
+    length, unless this is false or `ignore_eos` asks for so many tokens whatever they are.
+    """
     return_token_ids: bool | None = None
     """Also give the tokens of a reply as ids; only where it is not streamed."""
 
@@ -129,24 +132,63 @@ class CompletionRequest(Common, kw_only=True):
 
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     # OpenAI's
-    "audio": (), "function_call": ("none", "auto"), "modalities": (["text"],), "tool_choice": ("none", "auto"),
-    "verbosity": ("medium",), "web_search_options": (),
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "tool_choice": ("none", "auto"),
+    "verbosity": ("medium",),
+    "web_search_options": (),
     # vLLM's and SGLang's
-    "add_generation_prompt": (True,), "add_special_tokens": (), "allowed_token_ids": (), "bad_words": (),
-    "chat_template": (), "continue_final_message": (), "custom_logit_processor": (), "documents": (), "ebnf": (),
-    "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (), "include_reasoning": (True,),
-    "include_stop_str_in_output": (), "input_ids": (), "json_schema": (), "length_penalty": (1,),
-    "logits_processors": (), "lora_path": (), "media_io_kwargs": (), "mm_processor_kwargs": (), "no_stop_trim": (),
-    "prompt_embeds": (), "prompt_logprobs": (), "regex": (), "repetition_detection": (), "return_hidden_states": (),
-    "return_tokens_as_token_ids": (), "separate_reasoning": (True,), "skip_special_tokens": (True,),
-    "stream_reasoning": (True,), "structural_tag": (), "structured_outputs": (), "thinking_token_budget": (),
-    "truncate_prompt_tokens": (), "use_beam_search": (), "vllm_xargs": (),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": (),
+    "chat_template": (),
+    "continue_final_message": (),
+    "custom_logit_processor": (),
+    "documents": (),
+    "ebnf": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (),
+    "input_ids": (),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "logits_processors": (),
+    "lora_path": (),
+    "media_io_kwargs": (),
+    "mm_processor_kwargs": (),
+    "no_stop_trim": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "regex": (),
+    "repetition_detection": (),
+    "return_hidden_states": (),
+    "return_tokens_as_token_ids": (),
+    "separate_reasoning": (True,),
+    "skip_special_tokens": (True,),
+    "stream_reasoning": (True,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (),
+    "vllm_xargs": (),
     # llama.cpp's and others'
-    "dry_multiplier": (0,), "grammar": (), "mirostat": (0,), "tfs_z": (1,), "typical_p": (1,), "xtc_probability": (0,),
-}  # fmt: skip
-"""Fields that change an answer and are not served, each with the values that leave it as it is. So does null, and where
-the default is not true also false, "" and what is empty. Any other value is refused by name. What changes no answer
-(metadata, store, service_tier) is ignored."""
+    "dry_multiplier": (0,),
+    "grammar": (),
+    "mirostat": (0,),
+    "tfs_z": (1,),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
+}
+"""Fields that change an answer and are not served, each with the values that leave it as it is. So
+does null, and where the default is not true also false, "" and what is empty. Any other value is
+refused by name. What changes no answer (metadata, store, service_tier) is ignored.
+"""
 _CHAT_ONLY = {"add_special_tokens": (), "echo": (), "prefix": ()}
 _COMPLETION_ONLY = {"add_special_tokens": (True,)}
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
@@ -157,30 +199,44 @@ _SMALL = ("logit_bias", "stop", "stop_token_ids")
 _MAX_SMALL_BYTES = 1 << 18
 """No value that is allowed is as long, and one of megabytes takes a second to read."""
 _ChatNotServed, _CompletionNotServed = (
-    msgspec.defstruct(name, [(field, msgspec.Raw, msgspec.Raw(b"null")) for field in (*fields, *_SMALL)])
-    for name, fields in (("ChatNotServed", _CHAT_FIELDS), ("CompletionNotServed", _COMPLETION_FIELDS))
+    msgspec.defstruct(
+        name, [(field, msgspec.Raw, msgspec.Raw(b"null")) for field in (*fields, *_SMALL)]
+    )
+    for name, fields in (
+        ("ChatNotServed", _CHAT_FIELDS),
+        ("CompletionNotServed", _COMPLETION_FIELDS),
+    )
 )
 
 
 def check_served(body: bytes, *, is_chat: bool) -> None:
-    """Raise RequestError for a field of another server that would change the answer and is not served here, and for one
-    that is longer than it can be: nothing of it is read before."""
-    fields, kind = (_CHAT_FIELDS, _ChatNotServed) if is_chat else (_COMPLETION_FIELDS, _CompletionNotServed)
+    """Raise RequestError for a field of another server that would change the answer and is not
+    served here, and for one that is longer than it can be: nothing of it is read before.
+    """
+    fields, kind = (
+        (_CHAT_FIELDS, _ChatNotServed) if is_chat else (_COMPLETION_FIELDS, _CompletionNotServed)
+    )
     given = decode(body, kind)
     for name in _SMALL:
         if len(getattr(given, name)) > _MAX_SMALL_BYTES:
-            raise RequestError(f"{name} has more than {_MAX_SMALL_BYTES} bytes; it is too long.", name)
+            raise RequestError(
+                f"{name} has more than {_MAX_SMALL_BYTES} bytes; it is too long.", name
+            )
     for name, harmless in fields.items():
         raw = bytes(getattr(given, name))
         nothing = (None,) if any(value is True for value in harmless) else _NOTHING
-        if len(raw) <= _MAX_HARMLESS_BYTES and _is_one_of(msgspec.json.decode(raw), (*nothing, *harmless)):
+        if len(raw) <= _MAX_HARMLESS_BYTES and _is_one_of(
+            msgspec.json.decode(raw), (*nothing, *harmless)
+        ):
             continue
         raise RequestError(f"{name} is not supported; leave it out.", name)
 
 
 def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
     """In Python 0 equals False and 1 equals True; in JSON neither does."""
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in harmless)
+    return any(
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in harmless
+    )
 
 
 _PATH = re.compile(r" - at `(?P<path>[^`]*)`$")

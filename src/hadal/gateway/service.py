@@ -1,6 +1,8 @@
-"""What the server offers, without HTTP: from a request's body to generations, under the deployment's limits.
+"""What the server offers, without HTTP: from a request's body to generations, under the
+deployment's limits.
 
-Knows the model's tokenizer, template and context, the deployment's limits and the host of the front.
+Knows the model's tokenizer, template and context, the deployment's limits and the host of the
+front.
 """
 
 from __future__ import annotations
@@ -19,16 +21,33 @@ from hadal.core.documents import shown
 from hadal.core.errors import CheckpointError, RequestError
 from hadal.core.messages import Generation
 from hadal.core.model_config import read_model_config
-from hadal.gateway.chat import ChatFormat, Prompt, check_length, raw_prompt, read_bos_id, read_chat_format
+from hadal.gateway.chat import (
+    ChatFormat,
+    Prompt,
+    check_length,
+    raw_prompt,
+    read_bos_id,
+    read_chat_format,
+)
 from hadal.gateway.errors import ApiError
-from hadal.gateway.openai import PUBLIC, Ask, check_ids, check_num_ids, parse_chat, parse_completion, with_defaults
+from hadal.gateway.openai import (
+    PUBLIC,
+    Ask,
+    check_ids,
+    check_num_ids,
+    parse_chat,
+    parse_completion,
+    with_defaults,
+)
 from hadal.gateway.stream import Assembler
 from hadal.gateway.tenants import PRIORITY, Tenant, salt_within
 from hadal.gateway.vocabulary import MAX_ID, Vocabulary, read_json, read_vocabulary
 from hadal.roles.front_names import FrontNames
 
 OFF_LOOP_BYTES = 1024
-"""Longer prompts are parsed and tokenised in a thread: a tokenizer takes 1 to 2 ms for so many bytes."""
+"""Longer prompts are parsed and tokenised in a thread: a tokenizer takes 1 to 2 ms for so many
+bytes.
+"""
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,9 @@ def read_served_model(folder: Path, name: str) -> ServedModel:
     eos = defaults.get("eos_token_id", list(config.eos_token_ids))
     eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
     if not all(type(i) is int and 0 <= i <= MAX_ID for i in eos_ids):
-        raise CheckpointError(f"{path}: eos_token_id is {shown(eos)}; a token id or a list of them is needed.")
+        raise CheckpointError(
+            f"{path}: eos_token_id is {shown(eos)}; a token id or a list of them is needed."
+        )
     return ServedModel(
         name=name,
         vocabulary=vocabulary,
@@ -65,7 +86,11 @@ def read_served_model(folder: Path, name: str) -> ServedModel:
         eos_ids=tuple(dict.fromkeys((*config.eos_token_ids, *eos_ids))),
         bos_id=read_bos_id(folder, vocabulary),
         # `do_sample` false says that the model is meant to be greedy, whatever else the file holds.
-        temperature=0.0 if defaults.get("do_sample") is False else _default(defaults, "temperature", path, 2.0),
+        temperature=(
+            0.0
+            if defaults.get("do_sample") is False
+            else _default(defaults, "temperature", path, 2.0)
+        ),
         top_p=_default(defaults, "top_p", path, 1.0),
     )
 
@@ -75,7 +100,9 @@ def _default(fields: dict[str, Any], name: str, path: Path, high: float) -> floa
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
-        raise CheckpointError(f"{path}: {name} is {shown(value)}; a number from 0 to {high:g} is needed.")
+        raise CheckpointError(
+            f"{path}: {name} is {shown(value)}; a number from 0 to {high:g} is needed."
+        )
     return float(value)
 
 
@@ -101,9 +128,12 @@ class Service:
     """Turns bodies into work."""
 
     def __init__(
-        self, model: ServedModel, limits: LimitsConfig, names: FrontNames,
+        self,
+        model: ServedModel,
+        limits: LimitsConfig,
+        names: FrontNames,
         random_bytes: Callable[[int], bytes] = os.urandom,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model = model
         self.limits = limits
         self._names = names
@@ -126,11 +156,17 @@ class Service:
         return await self._off_loop(self._completion, body, request_id, tenant)
 
     async def _off_loop(
-        self, make: Callable[[bytes, str, Tenant], Work], body: bytes, request_id: str, tenant: Tenant
+        self,
+        make: Callable[[bytes, str, Tenant], Work],
+        body: bytes,
+        request_id: str,
+        tenant: Tenant,
     ) -> Work:
         """In the thread, one body of a tenant at a time: so tenants take turns there."""
         async with self._tenant_to_turn[tenant.name]:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, make, body, request_id, tenant)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, make, body, request_id, tenant
+            )
 
     def close(self) -> None:
         """End the tokenising thread."""
@@ -140,8 +176,11 @@ class Service:
         parsed = parse_chat(body)
         self._check(parsed.ask, tenant)
         prompt = self.model.chat.prompt(
-            parsed.turns, max_tokens=self._max_prompt_tokens, thinking=parsed.thinking,
-            template_kwargs=parsed.template_kwargs, is_public=parsed.ask.cache_salt == PUBLIC,
+            parsed.turns,
+            max_tokens=self._max_prompt_tokens,
+            thinking=parsed.thinking,
+            template_kwargs=parsed.template_kwargs,
+            is_public=parsed.ask.cache_salt == PUBLIC,
         )
         return self._work(parsed.ask, [(prompt, "")], request_id, tenant, sections=True)
 
@@ -153,7 +192,9 @@ class Service:
         prompts: list[tuple[Prompt, str]] = []
         for given in parsed.prompts:
             if isinstance(given, str):
-                prompt = raw_prompt(vocabulary, given, self.model.bos_id, max_tokens=self._max_prompt_tokens)
+                prompt = raw_prompt(
+                    vocabulary, given, self.model.bos_id, max_tokens=self._max_prompt_tokens
+                )
                 text = given
             else:
                 self._check_prompt_ids(given)
@@ -164,53 +205,87 @@ class Service:
     def _check(self, ask: Ask, tenant: Tenant) -> None:
         if ask.model != self.model.name:
             raise ApiError(
-                404, f"The model {ask.model[:100]!r} does not exist; {self.model.name!r} is served.", param="model",
+                404,
+                f"The model {ask.model[:100]!r} does not exist; {self.model.name!r} is served.",
+                param="model",
                 code="model_not_found",
             )
         if ask.priority > 0 and PRIORITY not in tenant.rights:
             raise ApiError(
-                403, f"priority is {ask.priority}: this API key has no right to go ahead of others. Leave it out, or "
-                "send 0 or less.", param="priority", code="priority_not_allowed",
-            )  # fmt: skip
+                403,
+                f"priority is {ask.priority}: this API key has no right to go ahead of others."
+                " Leave it out, or send 0 or less.",
+                param="priority",
+                code="priority_not_allowed",
+            )
         limits = self.limits
         if ask.n > limits.max_n:
             raise RequestError(f"n is {ask.n}; at most {limits.max_n} choices are allowed.", "n")
         if limits.max_output_tokens and (ask.max_tokens or 0) > limits.max_output_tokens:
             raise RequestError(
-                f"{ask.max_name} is {ask.max_tokens}; at most {limits.max_output_tokens} are allowed.", ask.max_name
+                f"{ask.max_name} is {ask.max_tokens}; at most {limits.max_output_tokens} are"
+                " allowed.",
+                ask.max_name,
             )
         check_ids(ask, self.model.vocab_size)
 
     def _check_prompt_ids(self, ids: tuple[int, ...]) -> None:
         if max(ids) >= self.model.vocab_size:
             size = self.model.vocab_size
-            raise RequestError(f"prompt: {max(ids)} is no token id; the vocabulary has {size}.", "prompt")
+            raise RequestError(
+                f"prompt: {max(ids)} is no token id; the vocabulary has {size}.", "prompt"
+            )
 
     def _work(
-        self, ask: Ask, prompts: list[tuple[Prompt, str]], request_id: str, tenant: Tenant, *, sections: bool
+        self,
+        ask: Ask,
+        prompts: list[tuple[Prompt, str]],
+        request_id: str,
+        tenant: Tenant,
+        *,
+        sections: bool,
     ) -> Work:
         """`sections`: a chat's, whose reply sets its reasoning apart."""
         for prompt, _ in prompts:
-            check_length(len(prompt.ids), self._max_prompt_tokens, "messages" if sections else "prompt")
-        seed = int.from_bytes(self._random_bytes(8), "little") >> 1 if ask.seed is None else ask.seed
+            check_length(
+                len(prompt.ids), self._max_prompt_tokens, "messages" if sections else "prompt"
+            )
+        seed = (
+            int.from_bytes(self._random_bytes(8), "little") >> 1 if ask.seed is None else ask.seed
+        )
         choices: list[Choice] = []
         for prompt, prefix in prompts:
             chain = b""
             for index in range(ask.n):  # Prompts sent together are drawn as if each came alone.
-                generation = self._generation(ask, prompt, f"{request_id}-{len(choices)}", seed, index, tenant, chain)
-                # Here, where a long prompt is off the event loop; its other choices have the same names.
+                generation = self._generation(
+                    ask, prompt, f"{request_id}-{len(choices)}", seed, index, tenant, chain
+                )
+                # Here, where a long prompt is off the event loop; its other choices have the same
+                # names.
                 generation = self._names.named(generation)
                 chain = generation.chain
                 assembler = Assembler(
-                    self.model.vocabulary, sections=sections, thinks=prompt.thinks, stops=ask.stops,
-                    min_tokens=ask.min_tokens, logprobs=ask.sampling.num_logprobs >= 0,
-                    token_ids=ask.return_token_ids, stop_repetition=ask.stop_repetition,
+                    self.model.vocabulary,
+                    sections=sections,
+                    thinks=prompt.thinks,
+                    stops=ask.stops,
+                    min_tokens=ask.min_tokens,
+                    logprobs=ask.sampling.num_logprobs >= 0,
+                    token_ids=ask.return_token_ids,
+                    stop_repetition=ask.stop_repetition,
                 )
                 choices.append(Choice(generation, assembler, prefix))
         return Work(ask, tuple(choices), sum(len(prompt.ids) for prompt, _ in prompts))
 
     def _generation(
-        self, ask: Ask, prompt: Prompt, request_id: str, seed: int, index: int, tenant: Tenant, chain: bytes
+        self,
+        ask: Ask,
+        prompt: Prompt,
+        request_id: str,
+        seed: int,
+        index: int,
+        tenant: Tenant,
+        chain: bytes,
     ) -> Generation:
         limits = self.limits
         room = self.model.context_tokens - len(prompt.ids)
@@ -220,10 +295,12 @@ class Service:
         elif max_tokens > room:
             context, num_prompt = self.model.context_tokens, len(prompt.ids)
             raise RequestError(
-                f"This model's maximum context length is {context} tokens. However, you requested "
-                f"{num_prompt + max_tokens} tokens ({num_prompt} in the prompt, {max_tokens} in the completion). "
-                f"Lower {ask.max_name}, or shorten the prompt.", ask.max_name, "context_length_exceeded",
-            )  # fmt: skip
+                f"This model's maximum context length is {context} tokens. However, you requested"
+                f" {num_prompt + max_tokens} tokens ({num_prompt} in the prompt, {max_tokens} in"
+                f" the completion). Lower {ask.max_name}, or shorten the prompt.",
+                ask.max_name,
+                "context_length_exceeded",
+            )
         eos_ids = () if ask.ignore_eos else self.model.eos_ids
         return Generation(
             request_id=request_id,
@@ -235,7 +312,11 @@ class Service:
             sampling=with_defaults(ask, self.model.temperature, self.model.top_p, seed, index),
             attempt=0,
             priority=ask.priority,
-            salt=tenant.salt if ask.cache_salt in (None, PUBLIC) else salt_within(tenant.salt, ask.cache_salt),
+            salt=(
+                tenant.salt
+                if ask.cache_salt in (None, PUBLIC)
+                else salt_within(tenant.salt, ask.cache_salt)
+            ),
             num_public=prompt.num_public,
             chain=chain,
             tenant=tenant.name,

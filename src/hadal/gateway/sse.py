@@ -1,7 +1,8 @@
 """Send one reply, streamed or whole, while its generations run.
 
-A stream's first bytes wait for the first token or the first keep-alive, so that a refusal by the front still gets a
-status of its own; from then on errors are events of the stream. Knows ASGI's send; makes no JSON.
+A stream's first bytes wait for the first token or the first keep-alive, so that a refusal by the
+front still gets a status of its own; from then on errors are events of the stream. Knows ASGI's
+send; makes no JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ _WAIT_S = 60.0
 _GRACE_S = 5.0
 """The front ends a request that is late; this is how much later it is ended without the front."""
 _CODES = {
-    400: "context_length_exceeded", 429: "overloaded", 500: "engine_error", 503: "overloaded", 504: "request_timeout",
+    400: "context_length_exceeded",
+    429: "overloaded",
+    500: "engine_error",
+    503: "overloaded",
+    504: "request_timeout",
 }
 
 
@@ -100,12 +105,15 @@ class Reply:
             self._work.num_prompt_tokens,
             sum(assembler.num_tokens for assembler in assemblers),
             sum(assembler.num_reasoning_tokens for assembler in assemblers),
-            # Choices stand together by prompt. A prompt counts once, so what its first choice found is what counts.
+            # Choices stand together by prompt. A prompt counts once, so what its first choice found
+            # is what counts.
             sum(meter.num_cached for meter in self.meters[:: self._work.ask.n]),
         )
 
     async def send_whole(self, send: Send) -> int:
-        """Wait for every choice, then send one JSON body; returns the status. Raises ApiError, ClientGone."""
+        """Wait for every choice, then send one JSON body; returns the status. Raises ApiError,
+        ClientGone.
+        """
         pieces = [Piece() for _ in self._work.choices]
         while self._num_open:
             for index, deliver in await self._take(_WAIT_S):
@@ -115,7 +123,10 @@ class Reply:
             for index, (choice, piece) in enumerate(zip(self._work.choices, pieces, strict=True))
         ]
         body = self._format.whole(outcomes, self.usage)
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send(send, body, more=False)
         return 200
@@ -132,7 +143,9 @@ class Reply:
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         if not deliveries:
             await self._send(send, KEEP_ALIVE)
-        opening = b"".join(self._format.opening(i, choice.prefix) for i, choice in enumerate(self._work.choices))
+        opening = b"".join(
+            self._format.opening(i, choice.prefix) for i, choice in enumerate(self._work.choices)
+        )
         try:
             data = opening + self._events(deliveries)
             while self._num_open:
@@ -149,7 +162,9 @@ class Reply:
         return 200
 
     def _events(self, deliveries: list[tuple[int, Deliver]]) -> bytes:
-        """One write for all that is ready: the tokens of a choice that came together share an event."""
+        """One write for all that is ready: the tokens of a choice that came together share an
+        event.
+        """
         if len(deliveries) == 1:
             index, deliver = deliveries[0]
             return self._format.chunks(index, self._assemble(index, deliver))
@@ -183,35 +198,45 @@ class Reply:
             if assembler.period:
                 log.info(
                     "the reply repeats %d tokens without end and is stopped after %d",
-                    assembler.period, assembler.num_tokens,
-                )  # fmt: skip
-            if not deliver.final:  # A stop string, or a text in circles: the engine does not know of it.
+                    assembler.period,
+                    assembler.num_tokens,
+                )
+            if (
+                not deliver.final
+            ):  # A stop string, or a text in circles: the engine does not know of it.
                 self._host.cancel(self._mailbox, choice.generation.request_id)
         return piece
 
     def _raise_error(self, deliver: Deliver) -> None:
         if deliver.error is not None:
             raise ApiError(
-                deliver.error_status, sentence(deliver.error), code=_CODES.get(deliver.error_status),
+                deliver.error_status,
+                sentence(deliver.error),
+                code=_CODES.get(deliver.error_status),
                 headers=retry_after(deliver.retry_after_s),
             )
 
     async def _take(self, timeout_s: float) -> list[tuple[int, Deliver]]:
         now_s = self._now()
         if now_s >= self._deadline_s:
-            raise ApiError(504, f"The request took longer than {self._timeout_s:g} s.", code="request_timeout")
+            raise ApiError(
+                504, f"The request took longer than {self._timeout_s:g} s.", code="request_timeout"
+            )
         deliveries = await self._mailbox.take(min(timeout_s, self._deadline_s - now_s))
         if self._mailbox.gone:
             raise ClientGone("the client closed the connection")
         return deliveries
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        """Hand bytes to the server, which waits while its buffer is full: a client that does not read is left."""
+        """Hand bytes to the server, which waits while its buffer is full: a client that does not
+        read is left.
+        """
         try:
             async with asyncio.timeout(self._send_timeout_s):
                 await send({"type": "http.response.body", "body": data, "more_body": more})
         except TimeoutError:
             raise ClientGone("the client does not read") from None
-        # After the last byte the server reports the end of the connection in the same way; that is no failure.
+        # After the last byte the server reports the end of the connection in the same way; that is
+        # no failure.
         if more and self._mailbox.gone:
             raise ClientGone("the client closed the connection")

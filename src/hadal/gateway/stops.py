@@ -1,17 +1,20 @@
-"""Find the first of several strings in a text that arrives in pieces, and hold back what may be the start of one.
+"""Find the first of several strings in a text that arrives in pieces, and hold back what may be the
+start of one.
 
     text so far   "The answer is 4.\n\nQue"          patterns  "\n\nQuestion", "</s>"
     given out     "The answer is 4."
     held back                     "\n\nQue"          until the next piece decides
 
-Which pattern matches, and where, depends on the text alone and not on how it was cut: the match that ends first wins,
-and of those that end together the one that starts first.
+Which pattern matches, and where, depends on the text alone and not on how it was cut: the match
+that ends first wins, and of those that end together the one that starts first.
 """
 
 from __future__ import annotations
 
 _NESTED_CHARS = 256
-"""Held back at most, where starts stand within starts: so long a text of nothing else is no accident of a model."""
+"""Held back at most, where starts stand within starts: so long a text of nothing else is no
+accident of a model.
+"""
 
 
 class Matcher:
@@ -20,7 +23,9 @@ class Matcher:
     __slots__ = ("_firsts", "_held", "_is_nested", "_patterns")
 
     def __init__(self, patterns: tuple[str, ...], *, is_nested: bool = False) -> None:
-        """`patterns` are not empty. `is_nested`: matches are taken out, and what stands around one may match then."""
+        """`patterns` are not empty. `is_nested`: matches are taken out, and what stands around one
+        may match then.
+        """
         self._patterns = patterns
         self._is_nested = is_nested
         self._firsts = frozenset(pattern[0] for pattern in patterns)
@@ -29,9 +34,12 @@ class Matcher:
     def feed(self, text: str) -> tuple[str, str | None, str]:
         """Return the text that may be shown, the pattern that matched, and what is to be fed next.
 
-        That is what follows the match; nested, what stands before it as well. After a match the matcher is empty.
+        That is what follows the match; nested, what stands before it as well. After a match the
+        matcher is empty.
         """
-        if not self._held and self._firsts.isdisjoint(text):  # Most texts; a vocabulary may have hundreds of patterns.
+        if not self._held and self._firsts.isdisjoint(
+            text
+        ):  # Most texts; a vocabulary may have hundreds of patterns.
             return text, None, ""
         # What is held back holds no match, so a match ends within the new text.
         text = self._held + text
@@ -61,7 +69,9 @@ class Matcher:
         return held
 
     def _start_of_match(self, text: str) -> int:
-        """Where the longest end of `text` begins that a pattern begins with; len(text) if there is none."""
+        """Where the longest end of `text` begins that a pattern begins with; len(text) if there is
+        none.
+        """
         first = len(text)
         for pattern in self._patterns:
             start = text.find(pattern[0], max(0, len(text) - len(pattern) + 1), first)

@@ -6,7 +6,8 @@ Four stages, each of which may hold something back:
                       (half characters) (<think>, </think>) (taken out)       (starts of one)
 
 Control marks steer a chat and are no text of its reply, be they tokens of their own or spelled out.
-The final text depends on the tokens alone, never on how they were grouped. Knows no JSON, no HTTP and no clock.
+The final text depends on the tokens alone, never on how they were grouped. Knows no JSON, no HTTP
+and no clock.
 """
 
 from __future__ import annotations
@@ -60,7 +61,13 @@ class Piece:
         self.finish = self.finish or other.finish
 
     def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.finish or self.reasoning_tokens or self.content_tokens)
+        return bool(
+            self.reasoning
+            or self.content
+            or self.finish
+            or self.reasoning_tokens
+            or self.content_tokens
+        )
 
 
 class Assembler:
@@ -80,8 +87,8 @@ class Assembler:
     ) -> None:
         """`sections`: set reasoning apart (chat). `thinks`: the prompt ends inside the reasoning.
 
-        `stop_repetition`: a text that goes round in circles (gateway/repetition) ends, as one that reached its length.
-        Stop strings count only in what comes after `min_tokens` tokens.
+        `stop_repetition`: a text that goes round in circles (gateway/repetition) ends, as one that
+        reached its length. Stop strings count only in what comes after `min_tokens` tokens.
         """
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
@@ -89,7 +96,8 @@ class Assembler:
         self._bytes = vocabulary.token_bytes
         self._hidden = vocabulary.mark_ids if sections else vocabulary.hidden_ids
         self._decoder = _new_decoder("replace")
-        # A think mark is a token of its own where the vocabulary has one; elsewhere it is spelled out.
+        # A think mark is a token of its own where the vocabulary has one; elsewhere it is spelled
+        # out.
         self._open_id = vocabulary.control_ids.get(THINK_OPEN)
         self._close_id = vocabulary.control_ids.get(THINK_CLOSE)
         self._section = Section.CONTENT
@@ -114,7 +122,9 @@ class Assembler:
         self._num_shown = 0
         """Characters of this section that reached the stop strings, and that passed them."""
         self._waiting: deque[tuple[int, Token]] = deque()
-        """Tokens whose text is not shown yet, each with the place in the section where its text starts."""
+        """Tokens whose text is not shown yet, each with the place in the section where its text
+        starts.
+        """
 
     def push(self, tokens: Iterable[Token]) -> Piece:
         """Take tokens in. What comes after the finish is ignored."""
@@ -174,20 +184,26 @@ class Assembler:
             self._enter(Section.REASONING, piece)
             return True
         if token == self._close_id and self._section is Section.START:
-            self._trim = True  # The end of a reasoning that never began: what follows it is the answer.
+            self._trim = (
+                True  # The end of a reasoning that never began: what follows it is the answer.
+            )
         return False
 
     def _split(self, text: str, piece: Piece) -> None:
         """Tell the sections apart where their marks are spelled out."""
         if self._section is Section.START:
             self._start += text
-            if self._open_id is None and self._start != THINK_OPEN and THINK_OPEN.startswith(self._start):
+            if (
+                self._open_id is None
+                and self._start != THINK_OPEN
+                and THINK_OPEN.startswith(self._start)
+            ):
                 return
             text, self._start = self._start, ""
             if self._open_id is None and text.startswith(THINK_OPEN):
                 self.num_reasoning_tokens = self.num_tokens
                 self._enter(Section.REASONING, piece)
-                text = text[len(THINK_OPEN):]
+                text = text[len(THINK_OPEN) :]
             else:
                 self._section = Section.CONTENT
         if self._section is Section.REASONING:
@@ -242,7 +258,9 @@ class Assembler:
             self._show_tokens(self._num_shown, piece)
 
     def _show_tokens(self, before: int, piece: Piece) -> None:
-        shown = piece.reasoning_tokens if self._section is Section.REASONING else piece.content_tokens
+        shown = (
+            piece.reasoning_tokens if self._section is Section.REASONING else piece.content_tokens
+        )
         while self._waiting and self._waiting[0][0] < before:
             shown.append(self._waiting.popleft()[1])
 

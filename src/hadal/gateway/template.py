@@ -1,8 +1,10 @@
-"""A chat template at work in a process of its own, where it can neither hang the server nor eat its memory.
+"""A chat template at work in a process of its own, where it can neither hang the server nor eat its
+memory.
 
-A template is a program that comes with a model. Jinja's sandbox keeps it from files and from Python's insides, but not
-from endless loops, nor from texts that double until memory is gone, and Jinja folds constants while it parses. So the
-process parses and renders under limits that the kernel keeps: processor time for each call, and address space.
+A template is a program that comes with a model. Jinja's sandbox keeps it from files and from
+Python's insides, but not from endless loops, nor from texts that double until memory is gone, and
+Jinja folds constants while it parses. So the process parses and renders under limits that the
+kernel keeps: processor time for each call, and address space.
 
     server    ["parse", text] ──►  process     {"ok": ...} or {"error": why}; after a limit the socket closes instead,
               ["render", ...] ──►              and the next call has a new process
@@ -38,9 +40,13 @@ log = logging.getLogger("hadal.gateway")
 CPU_S = 2.0
 """Processor time that one call may take. A chat of 4 MiB is rendered in hundredths of that."""
 MEMORY_BYTES = 1 << 29
-"""Address space of the process. It has a tenth of this before any template; a chat of 4 MiB takes another tenth."""
+"""Address space of the process. It has a tenth of this before any template; a chat of 4 MiB takes
+another tenth.
+"""
 PATIENCE_S = 3.0
-"""How long an answer is waited for before another process is asked: this one may have been stopped."""
+"""How long an answer is waited for before another process is asked: this one may have been
+stopped.
+"""
 DEADLINE_S = 30.0
 """How long that one's is waited for: on a busy host it may get little of a processor."""
 _START_S = 60.0
@@ -54,19 +60,28 @@ sys.path[:] = sys.argv[4:]
 from hadal.gateway.template import main
 main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
 """
-"""Isolated from what PYTHON variables and their folders would load into it: its memory is counted."""
+"""Isolated from what PYTHON variables and their folders would load into it: its memory is
+counted.
+"""
 
 
 class TemplateProcess:
-    """One template and the process that renders it, started again whenever a limit ended it. Any thread may call.
+    """One template and the process that renders it, started again whenever a limit ended it. Any
+    thread may call.
 
     The process also ends with whoever made it.
     """
 
     def __init__(
-        self, template: str, source: str, *, cpu_s: float = CPU_S, memory_bytes: int = MEMORY_BYTES,
-        patience_s: float = PATIENCE_S, deadline_s: float = DEADLINE_S,
-    ) -> None:  # fmt: skip
+        self,
+        template: str,
+        source: str,
+        *,
+        cpu_s: float = CPU_S,
+        memory_bytes: int = MEMORY_BYTES,
+        patience_s: float = PATIENCE_S,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
         """Raises CheckpointError for a template that does not parse; `source` names its file."""
         self._template = template
         self._limits = (str(cpu_s), str(memory_bytes))
@@ -75,16 +90,23 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[[socket.socket, subprocess.Popen[bytes]], TemplateProcess] | None = None
+        self._end: (
+            weakref.finalize[[socket.socket, subprocess.Popen[bytes]], TemplateProcess] | None
+        ) = None
         try:
             with self._lock:
                 self._start()
         except (_RefusedError, _LostError) as error:
-            raise CheckpointError(f"{source}: the chat template does not parse ({error}).") from None
+            raise CheckpointError(
+                f"{source}: the chat template does not parse ({error})."
+            ) from None
 
-    def render(self, messages: Sequence[Mapping[str, str]], values: Mapping[str, Any], max_chars: int) -> str:
-        """Raises RequestError for what the template refuses, and for what exceeds a limit or `max_chars`; ApiError 503
-        if two processes in a row are gone or silent."""
+    def render(
+        self, messages: Sequence[Mapping[str, str]], values: Mapping[str, Any], max_chars: int
+    ) -> str:
+        """Raises RequestError for what the template refuses, and for what exceeds a limit or
+        `max_chars`; ApiError 503 if two processes in a row are gone or silent.
+        """
         call = ["render", messages, values, max_chars]
         with self._lock:
             try:
@@ -95,9 +117,13 @@ class TemplateProcess:
                     return self._rendered(call, self._deadline_s)
             except _LostError as error:
                 log.warning("the chat template's process is given up: %s", error)
-                raise overloaded(503, "The chat template's process does not answer; try again.", 1.0) from None
+                raise overloaded(
+                    503, "The chat template's process does not answer; try again.", 1.0
+                ) from None
             except _RefusedError as error:
-                raise RequestError(f"The chat template cannot render these messages: {error}.", "messages") from None
+                raise RequestError(
+                    f"The chat template cannot render these messages: {error}.", "messages"
+                ) from None
 
     def close(self) -> None:
         """End the process."""
@@ -112,13 +138,19 @@ class TemplateProcess:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            # What it may know of its surroundings is how to find Python's files; keys and addresses are not its own.
-            environment = {name: value for name, value in os.environ.items() if not name.startswith("HADAL_")}
+            # What it may know of its surroundings is how to find Python's files; keys and addresses
+            # are not its own.
+            environment = {
+                name: value for name, value in os.environ.items() if not name.startswith("HADAL_")
+            }
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _RUN, str(theirs.fileno()), *self._limits, *sys.path],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self._socket = ours
         self._end = weakref.finalize(self, _end, ours, self._process)
         try:
@@ -137,7 +169,9 @@ class TemplateProcess:
         try:
             packed = msgspec.msgpack.encode(call)
         except OverflowError:
-            raise _RefusedError("a number among chat_template_kwargs has more than 64 bits") from None
+            raise _RefusedError(
+                "a number among chat_template_kwargs has more than 64 bits"
+            ) from None
         self._socket.settimeout(deadline_s)
         try:
             _send(self._socket, packed)
@@ -210,7 +244,8 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
     template: jinja2.Template | None = None
     with socket.socket(fileno=fd) as connection:
         while call := _receive(connection):
-            # The signal's default ends the process in the middle of whatever it does, a single huge operation included.
+            # The signal's default ends the process in the middle of whatever it does, a single huge
+            # operation included.
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             try:
                 if call[0] == "parse":
@@ -223,8 +258,14 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
             except MemoryError:
                 reply = {"error": f"it takes more than {memory_bytes >> 20} MiB of memory"}
             except (
-                jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, SyntaxError,
-            ) as error:  # fmt: skip
+                jinja2.TemplateError,
+                TypeError,
+                ValueError,
+                ArithmeticError,
+                LookupError,
+                AttributeError,
+                SyntaxError,
+            ) as error:
                 reply = {"error": str(error)[:1000]}
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             with contextlib.suppress(BrokenPipeError):
@@ -233,14 +274,20 @@ def main(fd: int, cpu_s: float, memory_bytes: int) -> None:
 
 def _parsed(text: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], autoescape=False,
-    )  # fmt: skip
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols"],
+        autoescape=False,
+    )
     environment.globals["raise_exception"] = _raise_exception
     return environment.from_string(text)
 
 
 def _rendered(
-    template: jinja2.Template, messages: list[dict[str, str]], values: dict[str, Any], max_chars: int
+    template: jinja2.Template,
+    messages: list[dict[str, str]],
+    values: dict[str, Any],
+    max_chars: int,
 ) -> str:
     pieces: list[str] = []
     num_chars = 0

@@ -1,8 +1,9 @@
 """Whose KV may be shared with whom: a salt for each tenant, out of its API key.
 
-Salts key the hashes that name blocks (kv/names), so a tenant can neither find nor share what another one left, and
-looking for it takes no different a time. A salt is a hash: the key itself is in no message, log or file. It depends on
-the key alone, so a tenant finds its KV again after a restart, and in every deployment that shares the folder.
+Salts key the hashes that name blocks (kv/names), so a tenant can neither find nor share what
+another one left, and looking for it takes no different a time. A salt is a hash: the key itself is
+in no message, log or file. It depends on the key alone, so a tenant finds its KV again after a
+restart, and in every deployment that shares the folder.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _NAME = b"hadal-name-1"
 PRIORITY = "priority"
 """The right to go ahead of others: a `priority` above 0."""
 OPERATOR = "operator"
-"""The right to see what all tenants do together: /audit, /trace, and /metrics where that is not open."""
+"""The right to see what all tenants do together: /audit, /trace, and /metrics where that is not
+open.
+"""
 RIGHTS = frozenset({PRIORITY, OPERATOR})
 EVERYONE = "everyone"
 """The one tenant's name where no keys are asked for."""
@@ -43,9 +46,14 @@ def salt_of(api_key: bytes) -> bytes:
 
 
 def name_of(salt: bytes) -> str:
-    """A tenant's name in the ledger, which tells neither its salt nor a key that was drawn at random; a key that can be
-    guessed can be recognised by it."""
-    return EVERYONE if salt == salt_of(b"") else f"t-{blake2b(salt, digest_size=5, key=_NAME).hexdigest()}"
+    """A tenant's name in the ledger, which tells neither its salt nor a key that was drawn at
+    random; a key that can be guessed can be recognised by it.
+    """
+    return (
+        EVERYONE
+        if salt == salt_of(b"")
+        else f"t-{blake2b(salt, digest_size=5, key=_NAME).hexdigest()}"
+    )
 
 
 def salt_within(tenant: bytes, cache_salt: str) -> bytes:

@@ -1,7 +1,8 @@
-"""A terminal for a chat: text that comes in pieces broken between words, and what is typed, with a history.
+"""A terminal for a chat: text that comes in pieces broken between words, and what is typed, with a
+history.
 
-Knows a screen and a keyboard, nothing of a conversation. Where standard input is a pipe every line is a turn; where
-output is one, lines stay as long as they are.
+Knows a screen and a keyboard, nothing of a conversation. Where standard input is a pipe every line
+is a turn; where output is one, lines stay as long as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ except ImportError:
     readline = None  # type: ignore[assignment]
 
 QUOTES = '"""'
-"""Marks around a turn of several lines, as in Python; a backslash at a line's end goes on with the next one as well."""
+"""Marks around a turn of several lines, as in Python; a backslash at a line's end goes on with the
+next one as well.
+"""
 MAX_HISTORY_LINES = 1000
 MAX_TURN_CHARS = 4 << 20
 """Longest turn of several lines: a server takes no longer body."""
@@ -32,10 +35,12 @@ _BLANKS = " \t"
 
 
 class WordWrap:
-    """Text in pieces, broken into lines of `width` cells between words; what does not fit on a line is cut.
+    """Text in pieces, broken into lines of `width` cells between words; what does not fit on a line
+    is cut.
 
-    A word is written when its end has come, so the last one waits for the next piece or for `flush`. Characters two
-    cells wide are words by themselves: Chinese has no spaces. `width` None breaks nothing and keeps nothing back.
+    A word is written when its end has come, so the last one waits for the next piece or for
+    `flush`. Characters two cells wide are words by themselves: Chinese has no spaces. `width` None
+    breaks nothing and keeps nothing back.
     """
 
     def __init__(self, write: Callable[[str], object], width: int | None, margin: str = "") -> None:
@@ -62,7 +67,9 @@ class WordWrap:
                 if cell_len(character) > 1:
                     self._end_word()
                 self._word += character
-                if cell_len(character) > 1 or (self._width is not None and cell_len(self._word) >= self._width):
+                if cell_len(character) > 1 or (
+                    self._width is not None and cell_len(self._word) >= self._width
+                ):
                     self._end_word()
         if self._width is None:
             self.flush()
@@ -70,7 +77,9 @@ class WordWrap:
     def flush(self) -> None:
         """Write what waits for the end of its word."""
         self._end_word()
-        if self._blanks and (self._width is None or self._column + len(self._blanks) <= self._width):
+        if self._blanks and (
+            self._width is None or self._column + len(self._blanks) <= self._width
+        ):
             self._put(self._blanks)
         self._blanks = ""
 
@@ -84,7 +93,10 @@ class WordWrap:
     def _end_word(self) -> None:
         if not self._word:
             return
-        if self._width is not None and self._column + cell_len(self._blanks + self._word) > self._width:
+        if (
+            self._width is not None
+            and self._column + cell_len(self._blanks + self._word) > self._width
+        ):
             if self._column:
                 self._write("\n")
                 self._is_new = True
@@ -104,8 +116,9 @@ class WordWrap:
 
 
 def turns(console: Console, source: IO[str], history: Path | None) -> Iterator[str]:
-    """What the user says, turn by turn. At a terminal Ctrl-C drops what is being typed and Ctrl-D ends; what was typed
-    is kept in `history`, for its owner alone."""
+    """What the user says, turn by turn. At a terminal Ctrl-C drops what is being typed and Ctrl-D
+    ends; what was typed is kept in `history`, for its owner alone.
+    """
     if not source.isatty():
         yield from _joined(iter(source))
         return
@@ -132,7 +145,9 @@ def _typed(console: Console) -> Iterator[str]:
 
 
 def _joined(lines: Iterator[str]) -> Iterator[str]:
-    """Lines as turns: those between quotes, or after a backslash, are one. An end inside of one ends it."""
+    """Lines as turns: those between quotes, or after a backslash, are one. An end inside of one
+    ends it.
+    """
     for line in lines:
         turn = line.rstrip("\n")
         if turn.lstrip().startswith(QUOTES):
@@ -155,7 +170,9 @@ def _quoted(turn: str, lines: Iterator[str]) -> str:
 
 @contextlib.contextmanager
 def _remembered(console: Console, path: Path | None) -> Iterator[None]:
-    """Give the arrow keys what was typed in earlier chats, and write down what was typed in this one."""
+    """Give the arrow keys what was typed in earlier chats, and write down what was typed in this
+    one.
+    """
     if readline is None or path is None:
         yield
         return
@@ -179,7 +196,9 @@ def _remembered(console: Console, path: Path | None) -> Iterator[None]:
             except OSError as error:
                 trouble = error.strerror or str(error)
         if trouble:
-            console.print(f"no history is kept: {path}: {trouble}", style="dim", markup=False, highlight=False)
+            console.print(
+                f"no history is kept: {path}: {trouble}", style="dim", markup=False, highlight=False
+            )
 
 
 def let_any_text_in(source: IO[str]) -> None:

@@ -1,6 +1,8 @@
-"""A chat in the terminal with any OpenAI-compatible server: thinking behind a bar, the answer, how fast it came.
+"""A chat in the terminal with any OpenAI-compatible server: thinking behind a bar, the answer, how
+fast it came.
 
-Knows the API and a terminal, nothing of the engine. With standard input from a pipe every line is a turn.
+Knows the API and a terminal, nothing of the engine. With standard input from a pipe every line is a
+turn.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _SILENCE_S = 120.0
 """A server that says nothing for so long, not even a keep-alive, is given up."""
 _THINKING_STYLE = "dim italic"
 _BAR = "│ "
-"""At the beginning of a line of thinking: it tells thinking from the answer without colours as well."""
+"""At the beginning of a line of thinking: it tells thinking from the answer without colours as
+well.
+"""
 _HISTORY = "chat_history"
 """Name of the file, in the user's state folder, that keeps what was typed."""
 HELP = """\
@@ -78,11 +82,19 @@ class Chat:
     """The part of an answer that is being written, thinking or content."""
 
     def turn(self, text: str) -> Answer:
-        """Ask, print the answer as it comes, remember it. Raises ChatError; Ctrl-C ends the answer only."""
-        messages = [*([{"role": "system", "content": self.system}] if self.system else []), *self.history]
+        """Ask, print the answer as it comes, remember it. Raises ChatError; Ctrl-C ends the answer
+        only.
+        """
+        messages = [
+            *([{"role": "system", "content": self.system}] if self.system else []),
+            *self.history,
+        ]
         messages.append({"role": "user", "content": text})
         body: dict[str, Any] = {
-            "model": self.model, "messages": messages, "stream": True, "stream_options": {"include_usage": True},
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
         }
         if self.temperature is not None:
             body["temperature"] = self.temperature
@@ -93,14 +105,19 @@ class Chat:
         try:
             self._stream(body, answer)
         except KeyboardInterrupt:
-            answer.stopped = True  # Leaving the stream closes the connection, and the server stops its work.
+            answer.stopped = (
+                True  # Leaving the stream closes the connection, and the server stops its work.
+            )
         except httpx.HTTPError as error:
             raise ChatError(f"the connection broke ({error or type(error).__name__})") from error
         finally:
             self._end_part()
         self.console.print(answer.speed(start_s), style="cyan dim", markup=False, highlight=False)
         if answer.content:  # An answer that was stopped while thinking leaves no turn behind.
-            self.history += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.content}]
+            self.history += [
+                {"role": "user", "content": text},
+                {"role": "assistant", "content": answer.content},
+            ]
         return answer
 
     def _stream(self, body: dict[str, Any], answer: Answer) -> None:
@@ -125,7 +142,9 @@ class Chat:
         if answer.first_s is None:
             answer.first_s = answer.last_s
         if reasoning:
-            self._part("thinking" if not answer.reasoning else "", _THINKING_STYLE, _BAR).feed(reasoning)
+            self._part("thinking" if not answer.reasoning else "", _THINKING_STYLE, _BAR).feed(
+                reasoning
+            )
             answer.reasoning += reasoning
         if content:
             if not answer.content:
@@ -148,7 +167,9 @@ class Chat:
             self._shown = None
 
     def _print(self, text: str, style: str | None = None) -> None:
-        self.console.print(text, end="", style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        self.console.print(
+            text, end="", style=style, markup=False, highlight=False, emoji=False, soft_wrap=True
+        )
 
     def command(self, line: str) -> bool:
         """Carry out a line that begins with a slash. False: leave."""
@@ -194,7 +215,9 @@ def chat(
     console: Console | None = None,
     lines: IO[str] | None = None,
 ) -> int:
-    """Talk until the user leaves; returns the exit code. `base_url` with or without /v1; `lines` instead of stdin."""
+    """Talk until the user leaves; returns the exit code. `base_url` with or without /v1; `lines`
+    instead of stdin.
+    """
     console = console or Console()
     source = lines or sys.stdin
     let_any_text_in(source)
@@ -240,8 +263,8 @@ def first_model(client: httpx.Client) -> str:
         reply = client.get("/models")
     except httpx.HTTPError as error:
         raise ChatError(
-            f"there is no server at {client.base_url} ({error}). Start one with `hadal serve`, or name another's "
-            "address with `--url`."
+            f"there is no server at {client.base_url} ({error}). Start one with `hadal serve`, or"
+            " name another's address with `--url`."
         ) from error
     if reply.status_code != 200:
         raise ChatError(_error_of(reply))

@@ -1,7 +1,8 @@
-"""`hadal trace`: what a live unit's next steps look like. The server's answer to GET /trace, and the command.
+"""`hadal trace`: what a live unit's next steps look like. The server's answer to GET /trace, and
+the command.
 
-The unit's leader marks its next steps as traced; each rank notes when its ops ran. A unit without work has no steps:
-the answer is 504 then, not an empty trace.
+The unit's leader marks its next steps as traced; each rank notes when its ops ran. A unit without
+work has no steps: the answer is 504 then, not an empty trace.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ _MAX_FREE = 999
 
 
 class TraceReply(msgspec.Struct, frozen=True):
-    """The body of GET /trace. A step is an array: id, schedule, micro-batches, tokens, events, balance."""
+    """The body of GET /trace. A step is an array: id, schedule, micro-batches, tokens, events,
+    balance.
+    """
 
     unit: str
     steps: tuple[TracedStep, ...]
@@ -56,7 +59,9 @@ class TraceError(HadalError):
 
 
 async def answer_trace(host: Host, units: Collection[str], query: Mapping[str, str]) -> TraceReply:
-    """Trace the next `steps` of `unit`, waiting `wait_s` for them. Raises ApiError 400, 404, 429, 504."""
+    """Trace the next `steps` of `unit`, waiting `wait_s` for them. Raises ApiError 400, 404, 429,
+    504.
+    """
     unit = query.get("unit", "decode-0")
     num_steps = _number(query, "steps", DEFAULT_STEPS, 1, MAX_STEPS)
     wait_s = _number(query, "wait_s", DEFAULT_WAIT_S, 0.0, MAX_WAIT_S)
@@ -66,20 +71,31 @@ async def answer_trace(host: Host, units: Collection[str], query: Mapping[str, s
         known = ", ".join(sorted(units)) or "none: the server is starting"
         if unit.rpartition(".")[0] in units:
             known += ". A trace is of a whole unit, all ranks of it"
-        raise ApiError(404, f"There is no unit {unit[:100]!r}. Known: {known}.", param="unit", code="unit_not_found")
+        raise ApiError(
+            404,
+            f"There is no unit {unit[:100]!r}. Known: {known}.",
+            param="unit",
+            code="unit_not_found",
+        )
     trace = await host.trace(unit, int(num_steps), wait_s)
     if trace is not None and not trace.steps:
         raise ApiError(
-            429, f"{unit} has other traces to make, for which it had no steps yet. Send it requests, then ask again.",
+            429,
+            f"{unit} has other traces to make, for which it had no steps yet. Send it requests,"
+            " then ask again.",
             code="too_many_traces",
-        )  # fmt: skip
+        )
     if trace is None:
         raise ApiError(
-            504, f"{unit} did not run {num_steps:g} more steps within {wait_s:g} s. Send it a request meanwhile: "
-            "a unit without work takes no steps.", code="no_step",
-        )  # fmt: skip
+            504,
+            f"{unit} did not run {num_steps:g} more steps within {wait_s:g} s. Send it a request"
+            " meanwhile: a unit without work takes no steps.",
+            code="no_step",
+        )
     # JSON knows numbers only: a NaN would become null, which is no balance.
-    return TraceReply(unit, tuple(replace(step, balance=shown(step.balance)) for step in trace.steps))
+    return TraceReply(
+        unit, tuple(replace(step, balance=shown(step.balance)) for step in trace.steps)
+    )
 
 
 def _number(query: Mapping[str, str], name: str, default: float, low: float, high: float) -> float:
@@ -89,11 +105,15 @@ def _number(query: Mapping[str, str], name: str, default: float, low: float, hig
         value = float("nan")
     if not low <= value <= high:
         text = query[name][:100]
-        raise ApiError(400, f"{name} is {text!r}; a number from {low:g} to {high:g} is needed.", param=name)
+        raise ApiError(
+            400, f"{name} is {text!r}; a number from {low:g} to {high:g} is needed.", param=name
+        )
     return value
 
 
-def fetch(url: str, unit: str, num_steps: int, *, wait_s: float = DEFAULT_WAIT_S, api_key: str = "") -> TraceReply:
+def fetch(
+    url: str, unit: str, num_steps: int, *, wait_s: float = DEFAULT_WAIT_S, api_key: str = ""
+) -> TraceReply:
     """Ask a running server. Raises TraceError."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     params = {"unit": unit, "steps": str(num_steps), "wait_s": str(wait_s)}
@@ -123,8 +143,9 @@ def _error_of(reply: httpx.Response) -> str:
 
 
 def describe(reply: TraceReply, width: int = 110) -> str:
-    """What a person wants to know of the steps, and a picture: one layer of the last, or where a rank runs all layers
-    as one kernel, the steps one after the other. `width`: of the picture's lines.
+    """What a person wants to know of the steps, and a picture: one layer of the last, or where a
+    rank runs all layers as one kernel, the steps one after the other. `width`: of the picture's
+    lines.
     """
     lines = [_describe_step(reply.unit, step) for step in reply.steps]
     last = reply.steps[-1]
@@ -140,9 +161,14 @@ def describe(reply: TraceReply, width: int = 110) -> str:
 
 
 def _describe_step(unit: str, step: TracedStep) -> str:
-    head = f"{unit} step {step.step_id}: {step.schedule}, {_count(step.num_micro_batches, 'micro-batch', 'es')}, "
+    head = (
+        f"{unit} step {step.step_id}: {step.schedule},"
+        f" {_count(step.num_micro_batches, 'micro-batch', 'es')}, "
+    )
     head += f"{_count(step.num_tokens, 'token', 's')}, {duration_s(step.events) * 1e3:.2f} ms"
-    balance = ", ".join(f"{objective} {value:.3f}" for objective, value in shown(step.balance).items())
+    balance = ", ".join(
+        f"{objective} {value:.3f}" for objective, value in shown(step.balance).items()
+    )
     return f"{head}; {_describe_link(step)}{f'; balance {balance}' if balance else ''}"
 
 
@@ -170,8 +196,8 @@ def _count(number: int, noun: str, plural: str) -> str:
 
 
 def write(reply: TraceReply, asked: Path | None) -> Path:
-    """Write it for ui.perfetto.dev or chrome://tracing; returns where: the file asked for, else the first of
-    trace.json, trace-2.json ... that is not there yet. Raises TraceError.
+    """Write it for ui.perfetto.dev or chrome://tracing; returns where: the file asked for, else the
+    first of trace.json, trace-2.json ... that is not there yet. Raises TraceError.
     """
     content = msgspec.json.encode(chrome_trace(reply.unit, reply.steps))
     output = asked or _FREE
@@ -186,4 +212,6 @@ def write(reply: TraceReply, asked: Path | None) -> Path:
                 return output
     except OSError as error:
         raise TraceError(f"{output} cannot be written ({error.strerror or error}).") from error
-    raise TraceError(f"{_FREE} to {output} are all there. Remove some, or say with --output where to write.")
+    raise TraceError(
+        f"{_FREE} to {output} are all there. Remove some, or say with --output where to write."
+    )

@@ -1,1 +1,3 @@
-"""The fast ops, one per file, each with the name and signature of its slow twin in `hadal.reference`."""
+"""The fast ops, one per file, each with the name and signature of its slow twin in
+`hadal.reference`.
+"""

@@ -1,8 +1,8 @@
 """Compile the C++ kernels once per machine and keep the shared library in the user's cache.
 
-Knows compilers, files and locks; knows nothing of what the library holds. The library's name is a hash of everything
-that decides its content (sources, flags, compiler, the CPU's features), so a wrong one is never loaded and none is ever
-rebuilt in place.
+Knows compilers, files and locks; knows nothing of what the library holds. The library's name is a
+hash of everything that decides its content (sources, flags, compiler, the CPU's features), so a
+wrong one is never loaded and none is ever rebuilt in place.
 """
 
 from __future__ import annotations
@@ -24,19 +24,33 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "cpu"
 MAIN_SOURCE = "api.cpp"
 FLAGS = (
-    "-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden",
-    # A fused multiply-add wherever one is written; errno and traps would keep sqrt and selects out of vector code.
-    "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
-    # Not -ffast-math: it reorders sums (a token's result would depend on the tile it falls in) and assumes that there
-    # is no infinity or NaN (softmax's first maximum is -inf, and a NaN must reach the caller, not vanish).
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-fvisibility=hidden",
+    # A fused multiply-add wherever one is written; errno and traps would keep sqrt and selects out
+    # of vector code.
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    # Not -ffast-math: it reorders sums (a token's result would depend on the tile it falls in) and
+    # assumes that there is no infinity or NaN (softmax's first maximum is -inf, and a NaN must
+    # reach the caller, not vanish).
 )
 COMPILE_TIMEOUT_S = 3600
-"""The compiler needs half a minute of a core; a machine that gives it a hundredth of one is busy, not broken."""
+"""The compiler needs half a minute of a core; a machine that gives it a hundredth of one is busy,
+not broken.
+"""
 _POLL_S = 0.2
 _VERSION_TIMEOUT_S = 60.0
 
 Told = Callable[[float], None]
-"""Hears, while the library is being compiled, here or by another process, for how many seconds that has gone on."""
+"""Hears, while the library is being compiled, here or by another process, for how many seconds that
+has gone on.
+"""
 
 
 class BuildError(RuntimeError):
@@ -63,7 +77,9 @@ def build(told: Told = lambda elapsed_s: None) -> Path:
             if not library.exists():  # Another process may have built it while this one waited.
                 _compile(compiler, library, told)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"no kernels: {error}. HADAL_CACHE_DIR may name another folder to build in.") from error
+        raise BuildError(
+            f"no kernels: {error}. HADAL_CACHE_DIR may name another folder to build in."
+        ) from error
     return library
 
 
@@ -83,11 +99,15 @@ def _compiler() -> list[str]:
         if shutil.which(command[0]):
             return command
     name = asked[0] if asked else "c++, g++ or clang++"
-    raise BuildError(f"no C++ compiler ({name}) was found. Install g++ or clang++, or name one in CXX.")
+    raise BuildError(
+        f"no C++ compiler ({name}) was found. Install g++ or clang++, or name one in CXX."
+    )
 
 
 def _key(compiler: list[str], sources: list[Path]) -> str:
-    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_VERSION_TIMEOUT_S, check=False)
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, timeout=_VERSION_TIMEOUT_S, check=False
+    )
     texts = [path.name.encode() + b"\0" + path.read_bytes() for path in sources]
     parts = [*texts, " ".join((*compiler, *FLAGS)).encode(), version.stdout, _cpu_features()]
     return hashlib.sha256(b"\0\0".join(parts)).hexdigest()[:20]
@@ -100,7 +120,9 @@ def _cpu_features() -> bytes:
     except OSError:
         return f"{platform.machine()} {platform.processor()}".encode()
     wanted = ("flags", "Features", "model name", "CPU part")
-    return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(wanted)})]).encode()
+    return "\n".join(
+        [platform.machine(), *sorted({line for line in lines if line.startswith(wanted)})]
+    ).encode()
 
 
 @contextlib.contextmanager
@@ -136,7 +158,11 @@ def _run(command: list[str], told: Told) -> tuple[int, str]:
     with tempfile.TemporaryFile() as output:
         # A session of its own: a compiler is several processes, and all of them end here.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             while process.poll() is None:

@@ -1,7 +1,8 @@
-"""Rows as they travel between ranks: encode with gather, decode, and the weighted sum of what came back.
+"""Rows as they travel between ranks: encode with gather, decode, and the weighted sum of what came
+back.
 
-Bit-equal to its twin `hadal.reference.codec`, which runs where the kernels cannot (a GPU, no compiler) and tells the
-formats. Rows are views of a message, so nothing is copied on the way.
+Bit-equal to its twin `hadal.reference.codec`, which runs where the kernels cannot (a GPU, no
+compiler) and tells the formats. Rows are views of a message, so nothing is copied on the way.
 
 Shapes: T tokens, D hidden, N rows, B bytes of a row, P rows that came back, K of a token.
 """
@@ -20,7 +21,8 @@ MAX_TOP_K = 64
 
 
 def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, wire_format: str) -> None:
-    """Fill rows_NB (uint8, rows may lie apart) with the rows `index_N` (int32) of x_TD, all in order if None.
+    """Fill rows_NB (uint8, rows may lie apart) with the rows `index_N` (int32) of x_TD, all in
+    order if None.
 
     Raises ValueError if shapes do not match or an index is out of range.
     """
@@ -34,10 +36,17 @@ def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, wire_format: s
     index_N = None if index_N is None else library.as_int(index_N, torch.int32)
     library.check_status(
         lib.hadal_encode(
-            library.team(), x_TD.data_ptr(), num_tokens, hidden, None if index_N is None else index_N.data_ptr(),
-            num_rows, FORMATS[wire_format], rows_NB.data_ptr(), rows_NB.stride(0),
+            library.team(),
+            x_TD.data_ptr(),
+            num_tokens,
+            hidden,
+            None if index_N is None else index_N.data_ptr(),
+            num_rows,
+            FORMATS[wire_format],
+            rows_NB.data_ptr(),
+            rows_NB.stride(0),
         )
-    )  # fmt: skip
+    )
 
 
 def decode(rows_NB: Tensor, out_ND: Tensor, wire_format: str) -> None:
@@ -50,16 +59,27 @@ def decode(rows_NB: Tensor, out_ND: Tensor, wire_format: str) -> None:
         return
     library.check_status(
         lib.hadal_decode(
-            library.team(), rows_NB.data_ptr(), rows_NB.stride(0), num_rows, hidden, FORMATS[wire_format],
+            library.team(),
+            rows_NB.data_ptr(),
+            rows_NB.stride(0),
+            num_rows,
+            hidden,
+            FORMATS[wire_format],
             out_ND.data_ptr(),
         )
-    )  # fmt: skip
+    )
 
 
 def weighted_sum(
-    rows_PB: Tensor, wire_format: str, at_TK: Tensor, ids_TK: Tensor, weights_TK: Tensor, out_TD: Tensor
+    rows_PB: Tensor,
+    wire_format: str,
+    at_TK: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    out_TD: Tensor,
 ) -> None:
-    """out[t] = sum over k of weights[t, k] * row at[t, k], by ascending id, one fused multiply-add each.
+    """out[t] = sum over k of weights[t, k] * row at[t, k], by ascending id, one fused multiply-add
+    each.
 
     `wire_format` "fp32" or "bf16"; rows_PB without gaps. Raises ValueError if shapes do not match.
     """
@@ -77,10 +97,19 @@ def weighted_sum(
     at_TK, ids_TK = library.as_int(at_TK, torch.int32), library.as_int(ids_TK, torch.int64)
     library.check_status(
         lib.hadal_weighted_sum(
-            library.team(), rows_PB.data_ptr(), num_rows, hidden, int(wire_format == "bf16"), at_TK.data_ptr(),
-            ids_TK.data_ptr(), weights_TK.data_ptr(), num_tokens, top_k, out_TD.data_ptr(),
+            library.team(),
+            rows_PB.data_ptr(),
+            num_rows,
+            hidden,
+            int(wire_format == "bf16"),
+            at_TK.data_ptr(),
+            ids_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            num_tokens,
+            top_k,
+            out_TD.data_ptr(),
         )
-    )  # fmt: skip
+    )
 
 
 def _check_rows(rows_NB: Tensor, num_rows: int, num_bytes: int) -> None:

@@ -1,8 +1,9 @@
-"""The routed SwiGLU experts of a layer: tokens sorted by expert, one grouped product per projection. Knows nothing of
-gates.
+"""The routed SwiGLU experts of a layer: tokens sorted by expert, one grouped product per
+projection. Knows nothing of gates.
 
-Deterministic: a token's result is bit-equal whatever the batch and the number of threads (its experts are added by
-ascending id). Shapes: T tokens, D hidden, K chosen, E experts, I expert width. Twin: `hadal.reference.experts`.
+Deterministic: a token's result is bit-equal whatever the batch and the number of threads (its
+experts are added by ascending id). Shapes: T tokens, D hidden, K chosen, E experts, I expert width.
+Twin: `hadal.reference.experts`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from hadal.kernels import library
 from hadal.reference import experts as twin
 
 
-def experts(x_TD: Tensor, gate_up_E: Tensor, down_E: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return y [T, D] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]); gate_up_E [E, 2I, D], down_E [E, D, I].
+def experts(
+    x_TD: Tensor, gate_up_E: Tensor, down_E: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """Return y [T, D] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]); gate_up_E [E, 2I,
+    D], down_E [E, D, I].
 
     Raises ValueError if shapes do not match or an id is out of range.
     """
@@ -33,8 +37,18 @@ def experts(x_TD: Tensor, gate_up_E: Tensor, down_E: Tensor, ids_TK: Tensor, wei
     y_TD = torch.empty((num_tokens, dim))
     library.check_status(
         lib.hadal_experts(
-            library.team(), x_TD.data_ptr(), num_tokens, dim, gate_up_E.data_ptr(), down_E.data_ptr(), num_experts,
-            width, ids_TK.data_ptr(), weights_TK.data_ptr(), top_k, y_TD.data_ptr(),
+            library.team(),
+            x_TD.data_ptr(),
+            num_tokens,
+            dim,
+            gate_up_E.data_ptr(),
+            down_E.data_ptr(),
+            num_experts,
+            width,
+            ids_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            top_k,
+            y_TD.data_ptr(),
         )
     )
     return y_TD

@@ -1,8 +1,9 @@
-"""Products of every head with a matrix of its own, around MLA's absorbed core. Twin: `hadal.reference.heads`.
+"""Products of every head with a matrix of its own, around MLA's absorbed core. Twin:
+`hadal.reference.heads`.
 
-A row's result is bit-equal whatever the other rows and the number of threads; torch's batched product does not promise
-that, and a difference in the last bit is enough to round an activation otherwise on an FP8 wire.
-Shapes: B rows, H heads, N plain key dims, C latent, W value dims.
+A row's result is bit-equal whatever the other rows and the number of threads; torch's batched
+product does not promise that, and a difference in the last bit is enough to round an activation
+otherwise on an FP8 wire. Shapes: B rows, H heads, N plain key dims, C latent, W value dims.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ def heads_in(q_BHN: Tensor, w_uk_HNC: Tensor) -> Tensor:
     y_BHC = torch.empty((batch, heads, c))
     library.check_status(
         lib.hadal_heads_in(
-            library.team(), q_BHN.data_ptr(), q_BHN.stride(0), q_BHN.stride(1), batch, heads, n, w_uk_HNC.data_ptr(), c,
+            library.team(),
+            q_BHN.data_ptr(),
+            q_BHN.stride(0),
+            q_BHN.stride(1),
+            batch,
+            heads,
+            n,
+            w_uk_HNC.data_ptr(),
+            c,
             y_BHC.data_ptr(),
         )
     )
@@ -47,7 +56,14 @@ def heads_out(o_BHC: Tensor, w_uv_HWC: Tensor) -> Tensor:
     y_BHW = torch.empty((batch, heads, width))
     library.check_status(
         lib.hadal_heads_out(
-            library.team(), o_BHC.data_ptr(), batch, heads, c, w_uv_HWC.data_ptr(), width, y_BHW.data_ptr()
+            library.team(),
+            o_BHC.data_ptr(),
+            batch,
+            heads,
+            c,
+            w_uv_HWC.data_ptr(),
+            width,
+            y_BHW.data_ptr(),
         )
     )
     return y_BHW

@@ -1,8 +1,9 @@
 """The compiled kernels as Python sees them: loading, thread teams, checks, errors.
 
-Knows the C ABI of cpu/api.cpp and nothing of models. Where there is no library (no compiler, `HADAL_KERNELS=plain`),
-the reason is logged once and every op runs its plain torch twin. Calls release the GIL. A team's threads do not survive
-a fork: processes that use the kernels must be spawned.
+Knows the C ABI of cpu/api.cpp and nothing of models. Where there is no library (no compiler,
+`HADAL_KERNELS=plain`), the reason is logged once and every op runs its plain torch twin. Calls
+release the GIL. A team's threads do not survive a fork: processes that use the kernels must be
+spawned.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ class _Tell:
     def __call__(self, elapsed_s: float) -> None:
         if not self._is_logged:
             self._is_logged = True
-            _log.info("the kernels are being compiled for this machine, once: that takes half a minute of a core")
+            _log.info(
+                "the kernels are being compiled for this machine, once: that takes half a minute of"
+                " a core"
+            )
         for told in _told:
             told(elapsed_s)
 
@@ -80,7 +84,9 @@ def load() -> ctypes.CDLL | None:
         path = build(_Tell())
         library = ctypes.CDLL(str(path))
     except (BuildError, OSError) as error:
-        _log.warning("there are no CPU kernels, and every op runs in plain torch, slower: %s", error)
+        _log.warning(
+            "there are no CPU kernels, and every op runs in plain torch, slower: %s", error
+        )
         return None
     for name, (arguments, result) in _ABI.items():
         function = getattr(library, name)
@@ -90,7 +96,9 @@ def load() -> ctypes.CDLL | None:
 
 
 def prepare(told: Told) -> None:
-    """Load now: a process's start is the time for it. `told` hears how long it has been compiling."""
+    """Load now: a process's start is the time for it. `told` hears how long it has been
+    compiling.
+    """
     _told[:] = [told]
     load()
 
@@ -102,7 +110,9 @@ def isa() -> str:
 
 
 def team(num_threads: int | None = None) -> int:
-    """Return the handle of the process's team of that size (torch's thread count if None), started at first use."""
+    """Return the handle of the process's team of that size (torch's thread count if None), started
+    at first use.
+    """
     library = load()
     assert library is not None, "ask load() first"
     count = torch.get_num_threads() if num_threads is None else num_threads
@@ -120,7 +130,9 @@ def team(num_threads: int | None = None) -> int:
 
 def fits(*tensors: Tensor) -> bool:
     """Whether all tensors are what the kernels read: FP32, on the CPU, contiguous."""
-    return all(x.dtype is torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in tensors)
+    return all(
+        x.dtype is torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in tensors
+    )
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

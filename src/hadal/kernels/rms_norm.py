@@ -1,4 +1,6 @@
-"""RMS norm over the last dimension. Twin: torch's `F.rms_norm`, which reference.rms_norm spells out."""
+"""RMS norm over the last dimension. Twin: torch's `F.rms_norm`, which reference.rms_norm spells
+out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from hadal.kernels import library
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Return weight * x / sqrt(mean(x^2) + eps), [T, D]. Raises ValueError if the shapes do not match."""
+    """Return weight * x / sqrt(mean(x^2) + eps), [T, D]. Raises ValueError if the shapes do not
+    match.
+    """
     lib = library.load()
     if lib is None or not library.fits(x_TD, weight_D):
         return F.rms_norm(x_TD, x_TD.shape[-1:], weight_D, eps)
@@ -19,7 +23,13 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     dim = x_TD.shape[-1]
     library.check_status(
         lib.hadal_rms_norm(
-            library.team(), x_TD.data_ptr(), x_TD.numel() // dim, dim, weight_D.data_ptr(), eps, y_TD.data_ptr()
+            library.team(),
+            x_TD.data_ptr(),
+            x_TD.numel() // dim,
+            dim,
+            weight_D.data_ptr(),
+            eps,
+            y_TD.data_ptr(),
         )
     )
     return y_TD

@@ -1,4 +1,5 @@
-"""Which rank and slot every (token, expert) pair goes to, grouped by rank. Twin: `hadal.reference.route`.
+"""Which rank and slot every (token, expert) pair goes to, grouped by rank. Twin:
+`hadal.reference.route`.
 
 Shapes: T tokens, K chosen, E experts, M most replicas, P = T * K pairs, N rows.
 """
@@ -26,7 +27,9 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
     num_ranks, num_pairs = replicas.num_ranks, num_tokens * top_k
     library.check_shape("counts_E", replicas.counts_E, (num_experts,))
     ids_TK = library.as_int(ids_TK, torch.int64)
-    slots_EM, counts_E = (library.as_int(x, torch.int32) for x in (replicas.slots_EM, replicas.counts_E))
+    slots_EM, counts_E = (
+        library.as_int(x, torch.int32) for x in (replicas.slots_EM, replicas.counts_E)
+    )
     # One allocation: scratch, pairs and rows of every rank, then five lists of a pair each.
     out = torch.empty(num_pairs * 6 + num_ranks * 6, dtype=torch.int32)
     sizes = [num_pairs + 4 * num_ranks, 2 * num_ranks, *([num_pairs] * 5)]
@@ -37,14 +40,26 @@ def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
     )
     library.check_status(
         lib.hadal_route(
-            ctypes.addressof(shape), ids_TK.data_ptr(), slots_EM.data_ptr(), counts_E.data_ptr(),
-            scratch.data_ptr(), pairs_address, pairs_address + 4 * num_ranks, *(x.data_ptr() for x in lists),
+            ctypes.addressof(shape),
+            ids_TK.data_ptr(),
+            slots_EM.data_ptr(),
+            counts_E.data_ptr(),
+            scratch.data_ptr(),
+            pairs_address,
+            pairs_address + 4 * num_ranks,
+            *(x.data_ptr() for x in lists),
         )
-    )  # fmt: skip
+    )
     token_P, row_P, slot_P, token_N, at_P = lists
     num_both = counts.tolist()
     num_pairs_R, num_rows_R = num_both[:num_ranks], num_both[num_ranks:]
     return Route(
-        num_pairs_R, num_rows_R, token_P, row_P, slot_P, token_N[: sum(num_rows_R)],
-        at_P.view(num_tokens, top_k), scratch[:num_pairs].view(num_tokens, top_k),
-    )  # fmt: skip
+        num_pairs_R,
+        num_rows_R,
+        token_P,
+        row_P,
+        slot_P,
+        token_N[: sum(num_rows_R)],
+        at_P.view(num_tokens, top_k),
+        scratch[:num_pairs].view(num_tokens, top_k),
+    )

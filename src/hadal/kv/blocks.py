@@ -1,13 +1,15 @@
-"""The blocks of one rank's KV pool: which are free, who owns the others, what is in them, how often each was freed.
+"""The blocks of one rank's KV pool: which are free, who owns the others, what is in them, how often
+each was freed.
 
     free -- allocate --> owned -- name --> owned and named <-- acquire -- cached
       ^                    |                      |                         ^ |
       +------- free -------+                      +--- free by the last ----+ |
       +--------------------------- evicted, for allocate ---------------------+
 
-A named block is complete and is never written again; any number of owners may read it. When the last one lets go it is
-cached: found by its name until its room is needed (policy/eviction says whose). A block can be found only behind those
-before it in its text, so a cached block goes only when no named block follows it.
+A named block is complete and is never written again; any number of owners may read it. When the
+last one lets go it is cached: found by its name until its room is needed (policy/eviction says
+whose). A block can be found only behind those before it in its text, so a cached block goes only
+when no named block follows it.
 
 Block 0 is scratch: padded rows of a batch write there, so it is never handed out.
 """
@@ -29,7 +31,9 @@ from hadal.policy.eviction import Arc, Lru
 
 
 class _Owners(dict[Hashable, None]):
-    """Several owners of a block, in the order in which they came. A class of its own: no owner is one."""
+    """Several owners of a block, in the order in which they came. A class of its own: no owner is
+    one.
+    """
 
 
 Counts = TypeVar("Counts", int, NDArray[np.int64])
@@ -46,19 +50,28 @@ def _nobody() -> None:
 
 @lru_cache(maxsize=8)
 def _all_blocks(num_blocks: int) -> tuple[int, ...]:
-    """Block 1 is the last. One tuple for all pools of a size: a fleet in one process has millions of blocks."""
+    """Block 1 is the last. One tuple for all pools of a size: a fleet in one process has millions
+    of blocks.
+    """
     return tuple(range(num_blocks - 1, SCRATCH_BLOCK, -1))
 
 
 class BlockAllocator:
-    """Hands out blocks 1 .. num_blocks-1, the most recently freed first (it is the likeliest to be in a cache)."""
+    """Hands out blocks 1 .. num_blocks-1, the most recently freed first (it is the likeliest to be
+    in a cache).
+    """
 
     def __init__(
-        self, num_blocks: int, eviction: type[Arc | Lru] = Arc, touched: Callable[[], object] = _nobody
+        self,
+        num_blocks: int,
+        eviction: type[Arc | Lru] = Arc,
+        touched: Callable[[], object] = _nobody,
     ) -> None:
         """`touched` is called whenever owners or names may have changed."""
         if num_blocks < 2:
-            raise ValueError(f"num_blocks is {num_blocks}; at least 2 are needed, as block 0 is scratch.")
+            raise ValueError(
+                f"num_blocks is {num_blocks}; at least 2 are needed, as block 0 is scratch."
+            )
         self.num_blocks = num_blocks
         self._free = list(_all_blocks(num_blocks))
         self._generation = array("i", bytes(4 * num_blocks))
@@ -69,7 +82,9 @@ class BlockAllocator:
         self._block_to_name: dict[int, tuple[bytes, bytes]] = {}
         """Its own and that of the block before it in the text, empty at position 0."""
         self._num_next: dict[bytes, int] = {}
-        """How many named blocks follow a name; absent: none. Kept by name: the one before may go and come again."""
+        """How many named blocks follow a name; absent: none. Kept by name: the one before may go
+        and come again.
+        """
         self._blocked: dict[int, None] = {}
         """Cached blocks that named ones follow."""
         self._eviction = eviction(self.num_usable)
@@ -127,14 +142,18 @@ class BlockAllocator:
         return tuple(blocks)
 
     def take_over(
-        self, num_freed: Mapping[int, int], owner_to_blocks: Mapping[Hashable, Sequence[int]],
+        self,
+        num_freed: Mapping[int, int],
+        owner_to_blocks: Mapping[Hashable, Sequence[int]],
         block_to_name: Mapping[int, tuple[bytes, bytes]] = {},
-    ) -> tuple[int, ...]:  # fmt: skip
-        """Begin where another ledger of these blocks ended: how often each was freed, who owns which now, and what is
-        named and nobody's: (its name, that of the block before it or nothing).
+    ) -> tuple[int, ...]:
+        """Begin where another ledger of these blocks ended: how often each was freed, who owns
+        which now, and what is named and nobody's: (its name, that of the block before it or
+        nothing).
 
-        All others are free, and freed once more: whoever reads one under that ledger's lease finds it void. Returns
-        them. Raises InvariantError if two own a block, or if anything is owned already.
+        All others are free, and freed once more: whoever reads one under that ledger's lease finds
+        it void. Returns them. Raises InvariantError if two own a block, or if anything is owned
+        already.
         """
         if self._num_owned or self._block_to_name:
             raise InvariantError("a ledger that is in use cannot take another one over.")
@@ -145,12 +164,16 @@ class BlockAllocator:
             self._check_numbers(blocks, owner)
             for block in blocks:
                 if self._owners[block] is not None:
-                    raise InvariantError(f"{owner!r} takes over block {block}, which {self._owners[block]!r} has.")
+                    raise InvariantError(
+                        f"{owner!r} takes over block {block}, which {self._owners[block]!r} has."
+                    )
                 self._owners[block] = owner
                 self._num_owned += 1
         self._take_names_over(block_to_name)
         self._free = [
-            block for block in self._free if self._owners[block] is None and block not in self._block_to_name
+            block
+            for block in self._free
+            if self._owners[block] is None and block not in self._block_to_name
         ]
         for block in self._free:
             self._generation[block] += 1
@@ -172,7 +195,8 @@ class BlockAllocator:
             self._cache(block)
 
     def acquire(self, blocks: Sequence[int], owner: Hashable, *, is_use: bool = True) -> None:
-        """Make `owner` one more owner of blocks that are named or owned. `is_use`: it counts when room is needed.
+        """Make `owner` one more owner of blocks that are named or owned. `is_use`: it counts when
+        room is needed.
 
         Raises InvariantError if one of them is nobody's and has no name, or is his already.
         """
@@ -203,7 +227,8 @@ class BlockAllocator:
                 self._eviction.use(names[0])
 
     def free(self, blocks: Sequence[int], owner: Hashable) -> tuple[int, ...]:
-        """Let `owner` go of blocks. Return those whose content is gone with it: nobody else's, and without a name.
+        """Let `owner` go of blocks. Return those whose content is gone with it: nobody else's, and
+        without a name.
 
         Their generations are raised. Raises InvariantError unless `owner` owns every one of them.
         """
@@ -231,7 +256,9 @@ class BlockAllocator:
 
     def _check_numbers(self, blocks: Sequence[int], owner: Hashable) -> None:
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
-            raise InvariantError(f"{owner!r} does not own blocks that are not there: {min(blocks)} .. {max(blocks)}.")
+            raise InvariantError(
+                f"{owner!r} does not own blocks that are not there: {min(blocks)} .. {max(blocks)}."
+            )
 
     def _owners_of(self, block: int) -> tuple[Hashable, ...]:
         owners = self._owners[block]
@@ -256,11 +283,14 @@ class BlockAllocator:
     def name(self, blocks: Sequence[int], chain: bytes, first: int) -> None:
         """Say that `blocks` are complete and hold the blocks of `chain` from number `first` on.
 
-        A name that another block has stays with that one. Raises InvariantError if a block is nobody's or is named
-        otherwise, ValueError if the chain is too short.
+        A name that another block has stays with that one. Raises InvariantError if a block is
+        nobody's or is named otherwise, ValueError if the chain is too short.
         """
         if first < 0 or first + len(blocks) > num_names(chain):
-            raise ValueError(f"blocks {first}..{first + len(blocks) - 1} are not all in a chain of {num_names(chain)}.")
+            raise ValueError(
+                f"blocks {first}..{first + len(blocks) - 1} are not all in a chain of"
+                f" {num_names(chain)}."
+            )
         self._eviction.tick()
         self._touched()
         before = slice_of(chain, first - 1, first) if first else b""
@@ -277,11 +307,15 @@ class BlockAllocator:
                 if before:
                     self._follow(before)
             elif other != block:
-                self._eviction.use(name)  # Computed twice at once: whoever came second would have used it.
+                self._eviction.use(
+                    name
+                )  # Computed twice at once: whoever came second would have used it.
             before = name
 
     def named_as(self, names: Iterable[bytes]) -> dict[int, tuple[bytes, bytes]]:
-        """block -> (its name, that of the block before it or nothing), of those that can be found by these names."""
+        """block -> (its name, that of the block before it or nothing), of those that can be found
+        by these names.
+        """
         blocks = (self._name_to_block.get(name) for name in names)
         return {block: self._block_to_name[block] for block in blocks if block is not None}
 
@@ -296,10 +330,11 @@ class BlockAllocator:
         return tuple(blocks)
 
     def take_changes(self) -> tuple[bytes, bytes, tuple[int, ...]]:
-        """Names that can be found since the last call, names that no longer can, and the blocks that were evicted.
+        """Names that can be found since the last call, names that no longer can, and the blocks
+        that were evicted.
 
-        The generations of the evicted were raised here; whoever keeps generations elsewhere must hear of them before
-        anything may write them.
+        The generations of the evicted were raised here; whoever keeps generations elsewhere must
+        hear of them before anything may write them.
         """
         if not self._changes and not self._evicted:
             return b"", b"", ()
@@ -324,7 +359,9 @@ class BlockAllocator:
         self._eviction = type(self._eviction)(self.num_usable)
 
     def generations(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        """How often each block's content was given up so far: a lease names these, a changed one voids the copy."""
+        """How often each block's content was given up so far: a lease names these, a changed one
+        voids the copy.
+        """
         return tuple(self._generation[block] for block in blocks)
 
     def num_owners(self, block: int) -> int:
@@ -332,13 +369,19 @@ class BlockAllocator:
 
     def owners(self) -> dict[int, tuple[Hashable, ...]]:
         """Every owned block and its owners."""
-        return {block: self._owners_of(block) for block, owners in enumerate(self._owners) if owners is not None}
+        return {
+            block: self._owners_of(block)
+            for block, owners in enumerate(self._owners)
+            if owners is not None
+        }
 
     def is_owned_as(self, holders: Sequence[tuple[Hashable, Sequence[int]]]) -> bool:
         """Whether these, each once, own these blocks, each block once, and nobody owns more."""
         owners, num_held = self._owners, sum(len(blocks) for _, blocks in holders)
         num_more = sum(len(some) - 1 for some in owners if isinstance(some, _Owners))
-        if num_held != self._num_owned + num_more or len({owner for owner, _ in holders}) < len(holders):
+        if num_held != self._num_owned + num_more or len({owner for owner, _ in holders}) < len(
+            holders
+        ):
             return False
         for owner, blocks in holders:
             if len(set(blocks)) < len(blocks):
@@ -351,7 +394,9 @@ class BlockAllocator:
         return True
 
     def check(self) -> list[str]:
-        """Problems of the ledger; empty when free, cached and owned blocks are apart and together all there are."""
+        """Problems of the ledger; empty when free, cached and owned blocks are apart and together
+        all there are.
+        """
         problems = []
         free, named = set(self._free), self._block_to_name.keys()
         owned = {block for block, owners in enumerate(self._owners) if owners is not None}
@@ -385,7 +430,9 @@ class BlockAllocator:
         blocked = {block for block in cached if self._block_to_name[block][0] in num_next}
         if blocked != self._blocked.keys():
             problems.append("the cached blocks that others follow are not those counted as such")
-        if len(self._eviction) != len(self._name_to_block) or self._eviction.num_offered != len(cached) - len(blocked):
+        if len(self._eviction) != len(self._name_to_block) or self._eviction.num_offered != len(
+            cached
+        ) - len(blocked):
             problems.append("the eviction does not know the blocks that are here")
         return problems
 
@@ -410,8 +457,8 @@ class BlockAllocator:
         """Take a cached block's name away and return it. There must be one."""
         name = self._eviction.victim()
         if name is None:
-            # What is left is followed by owned blocks, which were computed beside it. They keep their names: these say
-            # what is in them, and are found again once the one before is.
+            # What is left is followed by owned blocks, which were computed beside it. They keep
+            # their names: these say what is in them, and are found again once the one before is.
             name = self._block_to_name[next(reversed(self._blocked))][0]
             self._eviction.remove(name)
         block = self._name_to_block.pop(name)
@@ -441,11 +488,15 @@ class BlockAllocator:
 
 
 def _positions(name_to_before: Mapping[bytes, bytes]) -> dict[bytes, int]:
-    """How many of the names stand before each in its chain, without a gap. Every name is looked at once."""
+    """How many of the names stand before each in its chain, without a gap. Every name is looked at
+    once.
+    """
     positions: dict[bytes, int] = {}
     for name in name_to_before:
         chain = [name]
-        while (before := name_to_before[chain[-1]]) in name_to_before and chain[-1] not in positions:
+        while (before := name_to_before[chain[-1]]) in name_to_before and chain[
+            -1
+        ] not in positions:
             chain.append(before)
         last = chain.pop()
         position = positions.setdefault(last, 0)

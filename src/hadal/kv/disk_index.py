@@ -1,7 +1,9 @@
-"""What a leader can find on disk: names of blocks to their places, as runtime/disk_view reports them.
+"""What a leader can find on disk: names of blocks to their places, as runtime/disk_view reports
+them.
 
-A name and its place take about 150 bytes: millions of blocks fit beside the leader's other state (bench/cache_index
-measures it). Knows nothing of files, and not whether a place still holds what it held: whoever reads it verifies that.
+A name and its place take about 150 bytes: millions of blocks fit beside the leader's other state
+(bench/cache_index measures it). Knows nothing of files, and not whether a place still holds what it
+held: whoever reads it verifies that.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class DiskIndex:
         return name in self._name_to_number
 
     def put(self, names: bytes, places: Sequence[Place | None]) -> None:
-        """These blocks can be found; a name that is known already is somewhere else now. None: that one cannot."""
+        """These blocks can be found; a name that is known already is somewhere else now. None: that
+        one cannot.
+        """
         if num_names(names) != len(places):
             raise ValueError(f"{len(places)} places for {num_names(names)} names.")
         for name, place in zip(split(names), places, strict=True):

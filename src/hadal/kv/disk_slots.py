@@ -1,12 +1,14 @@
-"""A writer's slots on disk: which are free, which block is where, and which block makes room (policy/eviction).
+"""A writer's slots on disk: which are free, which block is where, and which block makes room
+(policy/eviction).
 
     free -- take --> being written -- wrote --> kept -- take, for others --> being written
       ^                   |                       |
       +-------------------+-------- drop ---------+
 
-Blocks that are written together get adjacent slots where there are any. What is used is seen late and by others: their
-counts are polled. Knows nothing of files, and nothing of other writers' blocks: unlike kv/blocks it cannot tell what
-follows a block, so the deepest goes first among those that were used together, and that is all.
+Blocks that are written together get adjacent slots where there are any. What is used is seen late
+and by others: their counts are polled. Knows nothing of files, and nothing of other writers'
+blocks: unlike kv/blocks it cannot tell what follows a block, so the deepest goes first among those
+that were used together, and that is all.
 """
 
 from __future__ import annotations
@@ -67,10 +69,15 @@ class DiskSlots:
         del self._segment_to_names[segment]
 
     def restore(
-        self, segment: int, slots: Sequence[int], names: Sequence[bytes], positions: Sequence[int],
+        self,
+        segment: int,
+        slots: Sequence[int],
+        names: Sequence[bytes],
+        positions: Sequence[int],
         uses: Sequence[int] = (),
-    ) -> None:  # fmt: skip
-        """Take in what an added segment held when it was found, `uses` how often each was used if that is known.
+    ) -> None:
+        """Take in what an added segment held when it was found, `uses` how often each was used if
+        that is known.
 
         A name that is somewhere already is passed over; its slot is free.
         """
@@ -91,11 +98,14 @@ class DiskSlots:
             if held is None:
                 self._free.add(number_of(segment, slot))
 
-    def take(self, names: Sequence[bytes], positions: Sequence[int]) -> tuple[list[Place | None], bytes]:
+    def take(
+        self, names: Sequence[bytes], positions: Sequence[int]
+    ) -> tuple[list[Place | None], bytes]:
         """Give new blocks slots, to be written now. `positions`: of each in its text.
 
-        Returns a place for each, None for the last ones if too many slots are being written, and the names that made
-        room: they are not to be found any more. Raises InvariantError if a name has a slot already.
+        Returns a place for each, None for the last ones if too many slots are being written, and
+        the names that made room: they are not to be found any more. Raises InvariantError if a name
+        has a slot already.
         """
         if len(set(names)) != len(names) or any(name in self._name_to_number for name in names):
             raise InvariantError("a block that has a slot is given another one.")
@@ -105,7 +115,10 @@ class DiskSlots:
             self._give_back(victim)
         self._eviction.tick()
         places: list[Place | None] = []
-        while len(places) < len(names) and (run := self._free.take(len(names) - len(places))) is not None:
+        while (
+            len(places) < len(names)
+            and (run := self._free.take(len(names) - len(places))) is not None
+        ):
             first, count = run
             for number in range(first, first + count):
                 name, place = names[len(places)], place_of(number)
@@ -117,14 +130,18 @@ class DiskSlots:
         return places + [None] * (len(names) - len(places)), bytes(dropped)
 
     def wrote(self, names: Sequence[bytes]) -> None:
-        """These blocks are on disk: from now on they may make room. Names without a slot are passed over."""
+        """These blocks are on disk: from now on they may make room. Names without a slot are passed
+        over.
+        """
         for name in names:
             if name in self._writing:
                 self._writing.discard(name)
                 self._eviction.offer(name)
 
     def drop(self, names: Sequence[bytes]) -> None:
-        """These blocks are not on disk, or not as they should be; names that have no slot are passed over."""
+        """These blocks are not on disk, or not as they should be; names that have no slot are
+        passed over.
+        """
         for name in names:
             if name in self._name_to_number:
                 self._writing.discard(name)
@@ -142,16 +159,22 @@ class DiskSlots:
         row = self._segment_to_names[segment]
         for slot, count in zip(slots, counts, strict=True):
             name = row[slot]
-            if count and name is not None and name not in self._writing:  # What is being written was not used yet.
+            if (
+                count and name is not None and name not in self._writing
+            ):  # What is being written was not used yet.
                 self._eviction.use(name)
 
     def check(self) -> list[str]:
-        """Problems; empty when every slot is free or has one block, and eviction knows what may go."""
+        """Problems; empty when every slot is free or has one block, and eviction knows what may
+        go.
+        """
         problems = self._free.check()
         held = {
-            name: number_of(segment, slot) for segment, row in self._segment_to_names.items()
-            for slot, name in enumerate(row) if name is not None
-        }  # fmt: skip
+            name: number_of(segment, slot)
+            for segment, row in self._segment_to_names.items()
+            for slot, name in enumerate(row)
+            if name is not None
+        }
         if held != self._name_to_number:
             problems.append("names and slots do not agree")
         free = {slot for first, count in self._free for slot in range(first, first + count)}
@@ -161,7 +184,9 @@ class DiskSlots:
             problems.append("the slots are not counted right")
         if not self._writing <= held.keys():
             problems.append("a block without a slot is being written")
-        if len(self._eviction) != len(held) or self._eviction.num_offered != len(held) - len(self._writing):
+        if len(self._eviction) != len(held) or self._eviction.num_offered != len(held) - len(
+            self._writing
+        ):
             problems.append("the eviction does not know the blocks that are here")
         return problems
 

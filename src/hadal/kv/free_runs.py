@@ -1,6 +1,8 @@
-"""Free slots as runs of adjacent ones, so that blocks which are written together come to lie together.
+"""Free slots as runs of adjacent ones, so that blocks which are written together come to lie
+together.
 
-A slot is a number; numbers that follow one another are adjacent. Knows nothing of what the slots are for.
+A slot is a number; numbers that follow one another are adjacent. Knows nothing of what the slots
+are for.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class FreeRuns:
         self._put(first, count)
 
     def take(self, count: int) -> tuple[int, int] | None:
-        """Take up to `count` adjacent slots: the shortest run that has as many, or the longest. None if none is free.
+        """Take up to `count` adjacent slots: the shortest run that has as many, or the longest.
+        None if none is free.
 
         Returns the first slot and how many.
         """

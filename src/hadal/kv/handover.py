@@ -1,6 +1,8 @@
-"""Leases on prefilled KV: blocks that wait for a decode rank to copy them, each with an owner and a deadline.
+"""Leases on prefilled KV: blocks that wait for a decode rank to copy them, each with an owner and a
+deadline.
 
-Knows no clock and frees nothing: it says which leases ended, and the prefill leader gives the blocks back.
+Knows no clock and frees nothing: it says which leases ended, and the prefill leader gives the
+blocks back.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class HeldLease:
 
 
 class LeaseBook:
-    """The leases of one prefill unit. All last equally long, so the order of opening is the order of deadlines."""
+    """The leases of one prefill unit. All last equally long, so the order of opening is the order
+    of deadlines.
+    """
 
     def __init__(self) -> None:
         self._leases: dict[Key, HeldLease] = {}
@@ -40,7 +44,9 @@ class LeaseBook:
         return next(iter(self._leases.values())).deadline_s if self._leases else None
 
     def open(self, lease: HeldLease) -> None:
-        """Start a lease. Raises ValueError if the attempt has one, or if an older lease would outlast it."""
+        """Start a lease. Raises ValueError if the attempt has one, or if an older lease would
+        outlast it.
+        """
         key = (lease.request_id, lease.attempt)
         if key in self._leases:
             raise ValueError(f"attempt {lease.attempt} of {lease.request_id} has a lease already.")
@@ -77,11 +83,15 @@ class LeaseBook:
         return ended
 
     def owners(self, rank: int = 0) -> list[tuple[Key, tuple[int, ...]]]:
-        """By attempt, what is leased of a rank. A block may be under several leases: they only read it."""
+        """By attempt, what is leased of a rank. A block may be under several leases: they only read
+        it.
+        """
         return [(key, lease.block_ids) for key, lease in self._leases.items() if lease.rank == rank]
 
     def check(self) -> list[str]:
-        """Problems of the book; empty when no lease has a block twice and deadlines are in order."""
+        """Problems of the book; empty when no lease has a block twice and deadlines are in
+        order.
+        """
         problems = []
         leases = list(self._leases.values())
         if any(len(set(lease.block_ids)) != len(lease.block_ids) for lease in leases):

@@ -1,12 +1,14 @@
-"""Names of KV blocks by what they contain: a hash chain, so equal names mean equal text from the first token on.
+"""Names of KV blocks by what they contain: a hash chain, so equal names mean equal text from the
+first token on.
 
     root    = H(version, fingerprint)
     name[0] = H(root,    tokens 0..63;   key = salt)
     name[i] = H(name[i-1], its 64 tokens; key = salt)
 
-The fingerprint stands for all that KV depends on besides the text: model, layout, dtype, precision. The salt is the key
-of every hash, so that nobody can name a block, or look for one, of a tenant whose salt he does not know. H is BLAKE2b
-with NAME_BYTES of output. Only full blocks have names. Knows nothing of where blocks lie.
+The fingerprint stands for all that KV depends on besides the text: model, layout, dtype, precision.
+The salt is the key of every hash, so that nobody can name a block, or look for one, of a tenant
+whose salt he does not know. H is BLAKE2b with NAME_BYTES of output. Only full blocks have names.
+Knows nothing of where blocks lie.
 """
 
 from __future__ import annotations
@@ -29,16 +31,23 @@ def root_of(fingerprint: bytes) -> bytes:
     return blake2b(fingerprint, digest_size=NAME_BYTES, key=VERSION).digest()
 
 
-def extend(root: bytes, chain: bytes, tokens: Sequence[int], salt: bytes, num_public: int = 0) -> bytes:
+def extend(
+    root: bytes, chain: bytes, tokens: Sequence[int], salt: bytes, num_public: int = 0
+) -> bytes:
     """Return the names of all full blocks of `tokens`, of which `chain` has the first ones already.
 
-    Blocks wholly within the first `num_public` tokens are named under PUBLIC. `salt`: at most 64 bytes.
+    Blocks wholly within the first `num_public` tokens are named under PUBLIC. `salt`: at most 64
+    bytes.
     """
     names = bytearray(chain)
     before = chain[-NAME_BYTES:] or root
-    for first in range(num_names(chain) * BLOCK_TOKENS, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+    for first in range(
+        num_names(chain) * BLOCK_TOKENS, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS
+    ):
         end = first + BLOCK_TOKENS
         text = before + array("i", tokens[first:end]).tobytes()
-        before = blake2b(text, digest_size=NAME_BYTES, key=PUBLIC if end <= num_public else salt).digest()
+        before = blake2b(
+            text, digest_size=NAME_BYTES, key=PUBLIC if end <= num_public else salt
+        ).digest()
         names += before
     return bytes(names)

@@ -7,16 +7,21 @@ from itertools import pairwise
 
 
 def runs(first_row: Sequence[int], *rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut rows of equal length where one of them does not go on with the next number: (index of the first, how many).
+    """Cut rows of equal length where one of them does not go on with the next number: (index of the
+    first, how many).
 
     Raises ValueError if their lengths differ.
     """
     if any(len(row) != len(first_row) for row in rows):
-        raise ValueError(f"rows of {[len(first_row), *map(len, rows)]} numbers have no runs in common.")
+        raise ValueError(
+            f"rows of {[len(first_row), *map(len, rows)]} numbers have no runs in common."
+        )
     cuts = {
-        index for row in (first_row, *rows) for index, (before, after) in enumerate(pairwise(row), 1)
+        index
+        for row in (first_row, *rows)
+        for index, (before, after) in enumerate(pairwise(row), 1)
         if after != before + 1
-    }  # fmt: skip
+    }
     start = 0
     for end in (*sorted(cuts), len(first_row)):
         if end > start:

@@ -1,4 +1,5 @@
-"""What a forward pass is about: packed tokens, their positions, and where their KV lies. Built once per step.
+"""What a forward pass is about: packed tokens, their positions, and where their KV lies. Built once
+per step.
 
 Shapes: T packed tokens, B requests, M blocks of a request, P blocks, L layers, S tokens of a block,
 D latent, R rotated.
@@ -55,7 +56,9 @@ class PrefillBatch:
     def context(self, span: Span, layer_index: int) -> Tensor:
         """The cached latents [start, D] before the span."""
         assert span.context_rows is not None
-        return self.cache_PLSD.flatten(0, 2).index_select(0, span.context_rows + layer_index * BLOCK_TOKENS)
+        return self.cache_PLSD.flatten(0, 2).index_select(
+            0, span.context_rows + layer_index * BLOCK_TOKENS
+        )
 
 
 @dataclass(frozen=True)
@@ -75,19 +78,27 @@ class DecodeBatch:
 
 
 def _write(cache_PLSD: Tensor, rows_T: Tensor, layer_index: int, latents_TD: Tensor) -> None:
-    cache_PLSD.flatten(0, 2).index_copy_(0, rows_T + layer_index * BLOCK_TOKENS, latents_TD.to(cache_PLSD.dtype))
+    cache_PLSD.flatten(0, 2).index_copy_(
+        0, rows_T + layer_index * BLOCK_TOKENS, latents_TD.to(cache_PLSD.dtype)
+    )
 
 
 def cache_rows(blocks: np.ndarray, positions: np.ndarray, num_layers: int) -> np.ndarray:
-    """Row of each position in the cache seen as [P*L*S, D], for layer 0; layer l's is l*S further."""
-    rows: np.ndarray = blocks[positions // BLOCK_TOKENS] * (num_layers * BLOCK_TOKENS) + positions % BLOCK_TOKENS
+    """Row of each position in the cache seen as [P*L*S, D], for layer 0; layer l's is l*S
+    further.
+    """
+    rows: np.ndarray = (
+        blocks[positions // BLOCK_TOKENS] * (num_layers * BLOCK_TOKENS) + positions % BLOCK_TOKENS
+    )
     return rows
 
 
 def prefill_batch(
     chunks: Sequence[Chunk], wanted: Sequence[int], cache_PLSD: Tensor, cos_sin: Tensor
 ) -> PrefillBatch:
-    """Pack `chunks`; `wanted` are the indices, ascending, of those whose logits are needed. No chunk may be empty."""
+    """Pack `chunks`; `wanted` are the indices, ascending, of those whose logits are needed. No
+    chunk may be empty.
+    """
     device, num_layers = cache_PLSD.device, cache_PLSD.shape[1]
     spans: list[Span] = []
     rows, positions = [], []
@@ -125,9 +136,15 @@ def _block_table(chunks: Sequence[Chunk]) -> np.ndarray:
 
 
 def decode_batch(
-    tokens_B: Tensor, positions_B: Tensor, block_table_BM: Tensor, cache_PLSD: Tensor, cos_sin: Tensor
+    tokens_B: Tensor,
+    positions_B: Tensor,
+    block_table_BM: Tensor,
+    cache_PLSD: Tensor,
+    cos_sin: Tensor,
 ) -> DecodeBatch:
-    """Find where each token's latent goes and what it sees. A table is as wide as its longest row needs, or wider."""
+    """Find where each token's latent goes and what it sees. A table is as wide as its longest row
+    needs, or wider.
+    """
     positions_B = positions_B.long()
     block_B = block_table_BM.gather(1, (positions_B // BLOCK_TOKENS)[:, None])[:, 0].long()
     return DecodeBatch(

@@ -1,10 +1,13 @@
-"""One decoder layer as small ops on a micro-batch's state. An op knows no schedule; schedules put them in order.
+"""One decoder layer as small ops on a micro-batch's state. An op knows no schedule; schedules put
+them in order.
 
-Each op reads what those before it left in the state and leaves its own; `OPS` has them by the names of overlap/plan. A
-dense layer has no gate, no experts and nothing to send: its network runs as `shared`. Without a `comm` all experts are
-here and dispatch and combine move nothing. A rank without tokens computes nothing, but joins every exchange.
+Each op reads what those before it left in the state and leaves its own; `OPS` has them by the names
+of overlap/plan. A dense layer has no gate, no experts and nothing to send: its network runs as
+`shared`. Without a `comm` all experts are here and dispatch and combine move nothing. A rank
+without tokens computes nothing, but joins every exchange.
 
-Shapes: T tokens, D hidden, H heads, K chosen experts, N rows received, M pairs of a received row and a local slot.
+Shapes: T tokens, D hidden, H heads, K chosen experts, N rows received, M pairs of a received row
+and a local slot.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ from hadal.reference.params import LayerWeights
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Tokens that go through the layers together, and what the ops of the running layer have left."""
+    """Tokens that go through the layers together, and what the ops of the running layer have
+    left.
+    """
 
     batch: PrefillBatch | DecodeBatch | None
     """None: no tokens."""
@@ -40,7 +45,9 @@ class MicroBatch:
     """The residual stream."""
     comm: ExpertComm | None = None
     final_layer: int | None = None
-    """Prefill's last layer: there only the rows whose logits are wanted go on after their KV is written."""
+    """Prefill's last layer: there only the rows whose logits are wanted go on after their KV is
+    written.
+    """
     q_nope_THN: Tensor | None = None
     q_rope_THR: Tensor | None = None
     latents_TD: Tensor | None = None
@@ -73,7 +80,9 @@ def attn_in(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
         rows = batch.final_rows
         state.hidden_TD = state.hidden_TD[rows]
         if len(rows):
-            state.q_nope_THN, state.q_rope_THR = mla.queries(x_TD[rows], layer.attention, config, cos_sin[rows])
+            state.q_nope_THN, state.q_rope_THR = mla.queries(
+                x_TD[rows], layer.attention, config, cos_sin[rows]
+            )
     else:
         state.q_nope_THN, state.q_rope_THR, state.latents_TD = mla.queries_and_latents(
             x_TD, layer.attention, config, cos_sin
@@ -91,7 +100,13 @@ def attn_core(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
     assert latents_TD is not None
     if isinstance(state.batch, PrefillBatch):
         o = mla.prefill_core(
-            q_nope, q_rope, latents_TD, layer.attention, state.config, state.batch, layer_index,
+            q_nope,
+            q_rope,
+            latents_TD,
+            layer.attention,
+            state.config,
+            state.batch,
+            layer_index,
             final_only=layer_index == state.final_layer,
         )
     else:
@@ -145,7 +160,9 @@ def shared(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
 
 
 def experts(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
-    """The routed experts of this rank: on own tokens, weighed; or on whatever came, where the source weighs."""
+    """The routed experts of this rank: on own tokens, weighed; or on whatever came, where the
+    source weighs.
+    """
     moe = layer.moe
     if moe is None:
         return
@@ -157,7 +174,9 @@ def experts(state: MicroBatch, layer: LayerWeights, layer_index: int) -> None:
         assert state.x_TD is not None
         assert state.ids_TK is not None
         assert state.weights_TK is not None
-        state.routed_TD = routed_experts(state.x_TD, moe.gate_up_E, moe.down_E, state.ids_TK, state.weights_TK)
+        state.routed_TD = routed_experts(
+            state.x_TD, moe.gate_up_E, moe.down_E, state.ids_TK, state.weights_TK
+        )
 
 
 def _received_experts(rows: Received, gate_up_S: Tensor, down_S: Tensor) -> Tensor:
@@ -188,7 +207,9 @@ def combine_finish(state: MicroBatch, layer: LayerWeights, layer_index: int) -> 
         state.hidden_TD = state.hidden_TD + state.shared_TD
         if state.routed_TD is not None:
             state.hidden_TD = state.hidden_TD + state.routed_TD
-    state.x_TD = state.ids_TK = state.weights_TK = state.shared_TD = state.routed_TD = state.y_MD = None
+    state.x_TD = state.ids_TK = state.weights_TK = state.shared_TD = state.routed_TD = (
+        state.y_MD
+    ) = None
     state.handle = None
     return interval
 

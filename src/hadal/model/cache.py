@@ -1,12 +1,16 @@
-"""The KV cache of one rank: one tensor of 64-token blocks over all layers. Counts nothing: kv/ does.
+"""The KV cache of one rank: one tensor of 64-token blocks over all layers. Counts nothing: kv/
+does.
 
-A token's entry in a layer is its latent, [normed c_kv ; rotated k_rope] (DeepSeek-V3, arXiv 2412.19437, eq. 1-5). All
-layers of a block lie together, so that handing a block over is one copy. Block 0 is scratch: padding is written there.
+A token's entry in a layer is its latent, [normed c_kv ; rotated k_rope] (DeepSeek-V3, arXiv
+2412.19437, eq. 1-5). All layers of a block lie together, so that handing a block over is one copy.
+Block 0 is scratch: padding is written there.
 
-On a CPU the cache lies in the pool that other processes read. On a GPU it lies there, and the pool is a staging copy:
+On a CPU the cache lies in the pool that other processes read. On a GPU it lies there, and the pool
+is a staging copy:
 
     prefill   blocks come from disk into the pool, fetch: pool -> cache ... chunks write the cache, and after each step
-              publish: cache -> pool ... another rank pulls out of the pool, or the disk cache stores what is there
+              publish: cache -> pool ... another rank pulls out of the pool, or the disk cache
+              stores what is there
     decode    a pull fills the pool ... the request joins, fetch: pool -> cache ... steps write the cache alone
 
 Shapes: P blocks, L layers, S tokens of a block, D latent.
@@ -34,8 +38,9 @@ def block_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> int:
 
 
 class KvCache:
-    """`cache_PLSD`, in own memory or in the caller's (a shared-memory segment that another process reads); or, staged,
-    in own memory beside the caller's."""
+    """`cache_PLSD`, in own memory or in the caller's (a shared-memory segment that another process
+    reads); or, staged, in own memory beside the caller's.
+    """
 
     def __init__(
         self,
@@ -48,15 +53,24 @@ class KvCache:
         device: torch.device | str = "cpu",
         is_staged: bool | None = None,
     ) -> None:
-        """`buffer`: writable memory of at least num_blocks * block_bytes, kept alive by the caller; zeroed by nobody.
-        `num_layers`: the model's if None; an MTP module's cache has one. `is_staged`: the cache has its own memory, on
-        `device`, and `buffer` is the pool that it is published to and fetched from; None: if `device` is not the CPU.
+        """`buffer`: writable memory of at least num_blocks * block_bytes, kept alive by the caller;
+        zeroed by nobody. `num_layers`: the model's if None; an MTP module's cache has one.
+        `is_staged`: the cache has its own memory, on `device`, and `buffer` is the pool that it is
+        published to and fetched from; None: if `device` is not the CPU.
 
         Raises ValueError if it is too small or if there is no block beside the scratch one.
         """
         if num_blocks < 2:
-            raise ValueError(f"num_blocks is {num_blocks}; block {SCRATCH_BLOCK} is scratch, so at least 2 are needed.")
-        shape = (num_blocks, num_layers or config.num_hidden_layers, BLOCK_TOKENS, config.latent_dim)
+            raise ValueError(
+                f"num_blocks is {num_blocks}; block {SCRATCH_BLOCK} is scratch, so at least 2 are"
+                " needed."
+            )
+        shape = (
+            num_blocks,
+            num_layers or config.num_hidden_layers,
+            BLOCK_TOKENS,
+            config.latent_dim,
+        )
         self.num_blocks = num_blocks
         self._pool_PLSD: Tensor | None = None
         if buffer is None:
@@ -64,8 +78,13 @@ class KvCache:
             return
         num_bytes = math.prod(shape) * dtype.itemsize
         if memoryview(buffer).nbytes < num_bytes:
-            raise ValueError(f"the buffer has {memoryview(buffer).nbytes} bytes; {num_blocks} blocks need {num_bytes}.")
-        pool_PLSD = torch.frombuffer(buffer, dtype=dtype, count=num_bytes // dtype.itemsize).view(shape)
+            raise ValueError(
+                f"the buffer has {memoryview(buffer).nbytes} bytes; {num_blocks} blocks need"
+                f" {num_bytes}."
+            )
+        pool_PLSD = torch.frombuffer(buffer, dtype=dtype, count=num_bytes // dtype.itemsize).view(
+            shape
+        )
         if is_staged is None:
             is_staged = torch.device(device).type != "cpu"
         if not is_staged:
@@ -77,7 +96,9 @@ class KvCache:
             _pin(pool_PLSD, self.cache_PLSD.device)
 
     def publish(self, block_ids: Sequence[int]) -> None:
-        """Bring these blocks' pool up to date. Returns when it is: from then on they may be leased."""
+        """Bring these blocks' pool up to date. Returns when it is: from then on they may be
+        leased.
+        """
         if self._pool_PLSD is None:
             return
         for first, end in _runs(block_ids):
@@ -86,8 +107,9 @@ class KvCache:
             torch.cuda.current_stream(self.cache_PLSD.device).synchronize()
 
     def fetch(self, block_ids: Sequence[int]) -> None:
-        """Take these blocks from the pool, ahead of what is queued on the device after this. Until the end of the step
-        nobody may write them in the pool."""
+        """Take these blocks from the pool, ahead of what is queued on the device after this. Until
+        the end of the step nobody may write them in the pool.
+        """
         if self._pool_PLSD is None:
             return
         for first, end in _runs(block_ids):
@@ -95,14 +117,22 @@ class KvCache:
 
 
 def _pin(pool_PLSD: Tensor, device: torch.device) -> None:
-    """Let the device read and write the pool by itself. Where it cannot, copies pass through the driver's memory."""
+    """Let the device read and write the pool by itself. Where it cannot, copies pass through the
+    driver's memory.
+    """
     num_bytes = pool_PLSD.numel() * pool_PLSD.element_size()
     status = int(torch.cuda.cudart().cudaHostRegister(pool_PLSD.data_ptr(), num_bytes, 0))  # type: ignore[no-untyped-call]
     if status == 0:
         return
-    log.warning("the KV pool of %d MiB cannot be pinned (CUDA error %d): copies are slower", num_bytes >> 20, status)
+    log.warning(
+        "the KV pool of %d MiB cannot be pinned (CUDA error %d): copies are slower",
+        num_bytes >> 20,
+        status,
+    )
     try:
-        torch.zeros(1, device=device).add_(1)  # CUDA tells of the refusal again at the next kernel: let it be this one.
+        torch.zeros(1, device=device).add_(
+            1
+        )  # CUDA tells of the refusal again at the next kernel: let it be this one.
     except RuntimeError as error:
         log.debug("told again: %s", error)
 

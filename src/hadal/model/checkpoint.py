@@ -1,7 +1,9 @@
-"""A Hugging Face folder of safetensors, read tensor by tensor out of mapped memory. Knows no architecture.
+"""A Hugging Face folder of safetensors, read tensor by tensor out of mapped memory. Knows no
+architecture.
 
-Every defect is a CheckpointError that names the file and the tensor. FP8 tensors (E4M3 with `<name>_scale_inv`) are
-dequantised straight into where they belong, so a model is never in memory twice.
+Every defect is a CheckpointError that names the file and the tensor. FP8 tensors (E4M3 with
+`<name>_scale_inv`) are dequantised straight into where they belong, so a model is never in memory
+twice.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Checkpoint:
-    """The tensors of one folder by name. Use as a context manager; files are opened when first needed."""
+    """The tensors of one folder by name. Use as a context manager; files are opened when first
+    needed.
+    """
 
     def __init__(self, folder: Path, block_size: tuple[int, int] | None) -> None:
         """`block_size`: of the FP8 scales, from config.json; None where no FP8 is expected."""
@@ -49,63 +53,94 @@ class Checkpoint:
         return name in self._file_of_name
 
     def check_layers(self, num_hidden_layers: int) -> None:
-        """Raise CheckpointError if there are layers that the config does not know: it is another model."""
+        """Raise CheckpointError if there are layers that the config does not know: it is another
+        model.
+        """
         for name in self._file_of_name:
             match = re.fullmatch(r"(model\.layers\.([0-9]+)\.)input_layernorm\.weight", name)
             # As text first: a number of five thousand digits is none to Python.
-            if match is None or (len(match[2]) < _MAX_LAYER_DIGITS and int(match[2]) < num_hidden_layers):
+            if match is None or (
+                len(match[2]) < _MAX_LAYER_DIGITS and int(match[2]) < num_hidden_layers
+            ):
                 continue
-            if f"{match[1]}eh_proj.weight" not in self._file_of_name:  # MTP modules stand behind the last layer.
+            if (
+                f"{match[1]}eh_proj.weight" not in self._file_of_name
+            ):  # MTP modules stand behind the last layer.
                 raise CheckpointError(
-                    f"{self._path(name)}: holds {cut(name)}, but num_hidden_layers in config.json is "
-                    f"{num_hidden_layers}."
+                    f"{self._path(name)}: holds {cut(name)}, but num_hidden_layers in config.json"
+                    f" is {num_hidden_layers}."
                 )
 
     def read(self, name: str, into: Tensor) -> None:
-        """Fill `into` with the tensor, converted. Raises CheckpointError: absent, damaged or of another shape."""
+        """Fill `into` with the tensor, converted. Raises CheckpointError: absent, damaged or of
+        another shape.
+        """
         tensor, path = self._tensor(name), self._path(name)
         if tensor.shape != into.shape:
             raise CheckpointError(
-                f"{path}: {name} has shape {list(tensor.shape)}; config.json asks for {list(into.shape)}."
+                f"{path}: {name} has shape {list(tensor.shape)}; config.json asks for"
+                f" {list(into.shape)}."
             )
         if tensor.dtype in _PLAIN:
             into.copy_(tensor)
         elif tensor.dtype == torch.float8_e4m3fn:
             self._read_fp8(name, tensor, into)
         else:
-            raise CheckpointError(f"{path}: {name} is {_dtype(tensor)}; FP32, BF16, FP16 or FP8 E4M3 can be read.")
+            raise CheckpointError(
+                f"{path}: {name} is {_dtype(tensor)}; FP32, BF16, FP16 or FP8 E4M3 can be read."
+            )
 
     def _read_fp8(self, name: str, codes: Tensor, into: Tensor) -> None:
         path = self._path(name)
         if self._block_size is None:
-            raise CheckpointError(f"{path}: {name} is FP8, but config.json has no quantization_config.")
+            raise CheckpointError(
+                f"{path}: {name} is FP8, but config.json has no quantization_config."
+            )
         if codes.dim() != 2:
-            raise CheckpointError(f"{path}: {name} is FP8 with {codes.dim()} dimensions; only matrices can be.")
+            raise CheckpointError(
+                f"{path}: {name} is FP8 with {codes.dim()} dimensions; only matrices can be."
+            )
         scale_name = f"{name}_scale_inv"
         if scale_name not in self:
-            raise CheckpointError(f"{path}: {name} is FP8, but its scales {scale_name} are missing.")
+            raise CheckpointError(
+                f"{path}: {name} is FP8, but its scales {scale_name} are missing."
+            )
         scale_inv, scale_path = self._tensor(scale_name), self._path(scale_name)
         wanted = num_scales((codes.shape[0], codes.shape[1]), self._block_size)
         if scale_inv.shape != wanted:
             raise CheckpointError(
-                f"{scale_path}: {scale_name} has shape {list(scale_inv.shape)}; {list(wanted)} is needed."
+                f"{scale_path}: {scale_name} has shape {list(scale_inv.shape)}; {list(wanted)} is"
+                " needed."
             )
         if scale_inv.dtype not in _PLAIN:
-            raise CheckpointError(f"{scale_path}: {scale_name} is {_dtype(scale_inv)}; FP32 is needed.")
+            raise CheckpointError(
+                f"{scale_path}: {scale_name} is {_dtype(scale_inv)}; FP32 is needed."
+            )
         if not bool(torch.isfinite(scale_inv).all()):
             raise CheckpointError(f"{scale_path}: {scale_name} holds values that are not finite.")
         dequantise(codes, scale_inv, self._block_size, into)
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self:
-            raise CheckpointError(f"{self._folder}: tensor {name} is missing; config.json says that the model has it.")
+            raise CheckpointError(
+                f"{self._folder}: tensor {name} is missing; config.json says that the model has it."
+            )
         path = self._path(name)
         file = self._open(path)
         if name not in self._names[path.name]:
-            raise CheckpointError(f"{path}: tensor {name} is missing, though {_INDEX} places it there.")
+            raise CheckpointError(
+                f"{path}: tensor {name} is missing, though {_INDEX} places it there."
+            )
         try:
             tensor: Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+        except (
+            SafetensorError,
+            OSError,
+            ValueError,
+            RuntimeError,
+            AttributeError,
+            KeyError,
+        ) as error:
             raise CheckpointError(f"{path}: tensor {name} cannot be read ({error}).") from error
         return tensor
 
@@ -119,7 +154,9 @@ class Checkpoint:
             try:
                 file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             except (SafetensorError, OSError, ValueError) as error:
-                raise CheckpointError(f"{path}: damaged or cut off, not a whole safetensors file ({error}).") from error
+                raise CheckpointError(
+                    f"{path}: damaged or cut off, not a whole safetensors file ({error})."
+                ) from error
             self._files[path.name] = file
             self._names[path.name] = frozenset(file.keys())
         return self._files[path.name]
@@ -128,7 +165,9 @@ class Checkpoint:
         index, single = self._folder / _INDEX, self._folder / _SINGLE
         if not index.exists():
             if not single.exists():
-                raise CheckpointError(f"{self._folder}: no weights; neither {_SINGLE} nor {_INDEX} is there.")
+                raise CheckpointError(
+                    f"{self._folder}: no weights; neither {_SINGLE} nor {_INDEX} is there."
+                )
             self._open(single)
             return dict.fromkeys(self._names[_SINGLE], _SINGLE)
         fields = read_json(index, "weights index", error=CheckpointError)
@@ -136,12 +175,14 @@ class Checkpoint:
             raise CheckpointError(f"{index}: weight_map is missing.")
         weight_map = fields["weight_map"]
         if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{index}: weight_map is {shown(weight_map)}; an object is needed.")
+            raise CheckpointError(
+                f"{index}: weight_map is {shown(weight_map)}; an object is needed."
+            )
         for name, file in weight_map.items():
             if not _is_file_name(file):
                 raise CheckpointError(
-                    f"{index}: weight_map says that {shown(name)} is in {shown(file)}; a file name in this folder is "
-                    "needed."
+                    f"{index}: weight_map says that {shown(name)} is in {shown(file)}; a file name"
+                    " in this folder is needed."
                 )
         return weight_map
 

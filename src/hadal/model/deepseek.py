@@ -1,10 +1,12 @@
 """DeepSeek-V3: embedding, layers, head, over one rank's weights and one rank's KV cache.
 
-Knows chunks and block tables, not requests: who is in a batch, where its blocks lie and what is drawn from the logits
-is decided elsewhere. With a `comm` the experts are spread over the unit's ranks, and every call is one that all ranks
-make together, with the same schedule and number of micro-batches, with tokens or without.
+Knows chunks and block tables, not requests: who is in a batch, where its blocks lie and what is
+drawn from the logits is decided elsewhere. With a `comm` the experts are spread over the unit's
+ranks, and every call is one that all ranks make together, with the same schedule and number of
+micro-batches, with tokens or without.
 
-Shapes: T tokens, B requests, M blocks of a request, V vocabulary, D hidden, N chunks that want logits.
+Shapes: T tokens, B requests, M blocks of a request, V vocabulary, D hidden, N chunks that want
+logits.
 """
 
 from __future__ import annotations
@@ -36,8 +38,12 @@ Rows = tuple[Tensor, Tensor, Tensor]
 class DeepseekV3:
     """One model. Calls may not overlap: they write to the cache."""
 
-    def __init__(self, weights: ModelWeights, cache: KvCache, comm: ExpertComm | None = None) -> None:
-        """With a `comm`, `weights` hold the experts of this rank's slots alone; see model/experts."""
+    def __init__(
+        self, weights: ModelWeights, cache: KvCache, comm: ExpertComm | None = None
+    ) -> None:
+        """With a `comm`, `weights` hold the experts of this rank's slots alone; see
+        model/experts.
+        """
         self.weights = weights
         self.cache = cache
         self.comm = comm
@@ -49,24 +55,33 @@ class DeepseekV3:
         return self.weights.config
 
     def prefill(self, chunks: Sequence[Chunk], wanted: Sequence[int] | None = None) -> Tensor:
-        """Compute several chunks at once, write their KV, return logits [N, V] after the last token of each wanted one.
+        """Compute several chunks at once, write their KV, return logits [N, V] after the last token
+        of each wanted one.
 
-        `wanted`: indices of chunks, ascending; None: all. A chunk's blocks must hold its context and have room.
+        `wanted`: indices of chunks, ascending; None: all. A chunk's blocks must hold its context
+        and have room.
         """
         final_chunks = range(len(chunks)) if wanted is None else wanted
         return self.prefill_split([chunks], [final_chunks])[0]
 
     @torch.inference_mode()
     def prefill_split(
-        self, chunks: Sequence[Sequence[Chunk]], wanted: Sequence[Sequence[int]], schedule: Schedule = SEQUENTIAL,
+        self,
+        chunks: Sequence[Sequence[Chunk]],
+        wanted: Sequence[Sequence[int]],
+        schedule: Schedule = SEQUENTIAL,
         recorder: Recorder | None = None,
     ) -> list[Tensor]:
-        """Like `prefill`, of one or two micro-batches. Of a prompt in both, the second has the later tokens."""
+        """Like `prefill`, of one or two micro-batches. Of a prompt in both, the second has the
+        later tokens.
+        """
         states = []
         for part, final_chunks in zip(chunks, wanted, strict=True):
             batch = None
             if part:
-                batch = prefill_batch(part, final_chunks, self.cache.cache_PLSD, self.weights.cos_sin)
+                batch = prefill_batch(
+                    part, final_chunks, self.cache.cache_PLSD, self.weights.cos_sin
+                )
             state = self._start(batch)
             # Behind the last layer's KV only the tokens whose logits are wanted matter.
             state.final_layer = len(self.weights.layers) - 1
@@ -75,14 +90,17 @@ class DeepseekV3:
 
     @torch.inference_mode()
     def hidden(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Like prefill, but return what the head and the MTP module take of every token: [T, D] after the last norm."""
+        """Like prefill, but return what the head and the MTP module take of every token: [T, D]
+        after the last norm.
+        """
         state = self._start(prefill_batch(chunks, (), self.cache.cache_PLSD, self.weights.cos_sin))
         self._through_layers([state], SEQUENTIAL, Recorder())
         return self._norm(state.hidden_TD)
 
     @torch.inference_mode()
     def decode(self, tokens_B: Tensor, positions_B: Tensor, block_table_BM: Tensor) -> Tensor:
-        """Write each token's KV at its position, return logits [B, V] for the next. Tokens, positions: int64.
+        """Write each token's KV at its position, return logits [B, V] for the next. Tokens,
+        positions: int64.
 
         The result may be a view that the next call overwrites.
         """
@@ -95,7 +113,10 @@ class DeepseekV3:
 
     @torch.inference_mode()
     def decode_split(
-        self, rows: Sequence[Rows], schedule: Schedule = SEQUENTIAL, recorder: Recorder | None = None
+        self,
+        rows: Sequence[Rows],
+        schedule: Schedule = SEQUENTIAL,
+        recorder: Recorder | None = None,
     ) -> list[Tensor]:
         """Like `decode`, of one or two micro-batches, op by op."""
         states = []
@@ -103,7 +124,11 @@ class DeepseekV3:
             batch = None
             if len(tokens_B):
                 batch = decode_batch(
-                    tokens_B, positions_B, block_table_BM, self.cache.cache_PLSD, self.weights.cos_sin
+                    tokens_B,
+                    positions_B,
+                    block_table_BM,
+                    self.cache.cache_PLSD,
+                    self.weights.cos_sin,
                 )
             states.append(self._start(batch))
         return self._all_layers(states, schedule, recorder)
@@ -114,7 +139,9 @@ class DeepseekV3:
         return self._has_fused_step
 
     def prepare_decode(self, max_batch: int) -> None:
-        """Make the fused step's buffers now, for batches of up to `max_batch`, so that no step has to."""
+        """Make the fused step's buffers now, for batches of up to `max_batch`, so that no step has
+        to.
+        """
         if self._has_fused_step:
             self._fused_step = DecodeStep(self.weights, self.cache.cache_PLSD, max_batch)
 
@@ -131,7 +158,9 @@ class DeepseekV3:
             hidden_TD = F.embedding(tokens_T, embed_VD)
         return MicroBatch(batch, self.config, hidden_TD, self.comm)
 
-    def _all_layers(self, states: Sequence[MicroBatch], schedule: Schedule, recorder: Recorder | None) -> list[Tensor]:
+    def _all_layers(
+        self, states: Sequence[MicroBatch], schedule: Schedule, recorder: Recorder | None
+    ) -> list[Tensor]:
         """Logits of each micro-batch."""
         recorder = recorder if recorder is not None else Recorder()
         self._through_layers(states, schedule, recorder)
@@ -142,7 +171,9 @@ class DeepseekV3:
             recorder.end("head", index)
         return logits
 
-    def _through_layers(self, states: Sequence[MicroBatch], schedule: Schedule, recorder: Recorder) -> None:
+    def _through_layers(
+        self, states: Sequence[MicroBatch], schedule: Schedule, recorder: Recorder
+    ) -> None:
         try:
             execute(schedule, len(self.weights.layers), states, self._run_op, recorder)
         except BaseException:
@@ -154,4 +185,6 @@ class DeepseekV3:
         return OPS[op](state, self.weights.layers[layer_index], layer_index)
 
     def _norm(self, hidden_TD: Tensor) -> Tensor:
-        return F.rms_norm(hidden_TD, hidden_TD.shape[-1:], self.weights.norm_D, self.config.rms_norm_eps)
+        return F.rms_norm(
+            hidden_TD, hidden_TD.shape[-1:], self.weights.norm_D, self.config.rms_norm_eps
+        )

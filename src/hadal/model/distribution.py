@@ -1,7 +1,9 @@
-"""From logits to a token: the pure arithmetic of sampling, a row at a time but vectorised over rows. Keeps no state.
+"""From logits to a token: the pure arithmetic of sampling, a row at a time but vectorised over
+rows. Keeps no state.
 
-Ties are never broken by the order of a sort: a threshold keeps all tokens as likely as the last one kept, so a row's
-draw does not depend on which other rows are in the batch. Shapes: B rows, V vocabulary.
+Ties are never broken by the order of a sort: a threshold keeps all tokens as likely as the last one
+kept, so a row's draw does not depend on which other rows are in the batch. Shapes: B rows, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ _NUM_CANDIDATES = 16
 
 
 def uniform(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1) that depend on (seed, index) alone: splitmix64 (Steele, Lea, Flood 2014) at counter `index`.
+    """Numbers in [0, 1) that depend on (seed, index) alone: splitmix64 (Steele, Lea, Flood 2014) at
+    counter `index`.
 
     Both uint64; the result is float64 with 53 random bits.
     """
     # The seed is mixed first: neighbouring seeds would otherwise be the same stream, shifted.
     with np.errstate(over="ignore"):
-        z = _mix(seeds + np.uint64(0x9E3779B97F4A7C15)) + (indices + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = _mix(seeds + np.uint64(0x9E3779B97F4A7C15)) + (indices + np.uint64(1)) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
         bits: np.ndarray = _mix(z) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
 
@@ -34,23 +39,37 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def penalise_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty_B: Tensor) -> Tensor:
-    """Make tokens of prompt and output less likely: divide positive logits, multiply negative ones (CTRL, 2019)."""
+    """Make tokens of prompt and output less likely: divide positive logits, multiply negative ones
+    (CTRL, 2019).
+    """
     penalty = penalty_B[:, None]
-    return torch.where(seen_BV, torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
+    return torch.where(
+        seen_BV, torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV
+    )
 
 
-def penalise_counts(logits_BV: Tensor, counts_BV: Tensor, frequency_B: Tensor, presence_B: Tensor) -> Tensor:
-    """Subtract frequency * count and, once it occurred, presence. Counted over the output alone (as OpenAI does)."""
+def penalise_counts(
+    logits_BV: Tensor, counts_BV: Tensor, frequency_B: Tensor, presence_B: Tensor
+) -> Tensor:
+    """Subtract frequency * count and, once it occurred, presence. Counted over the output alone (as
+    OpenAI does).
+    """
     return logits_BV - frequency_B[:, None] * counts_BV - presence_B[:, None] * (counts_BV > 0)
 
 
 def draw(
-    p_BV: Tensor, top_k_B: np.ndarray, top_p_B: np.ndarray, min_p_B: np.ndarray, uniform_B: np.ndarray
-) -> Tensor:  # fmt: skip
-    """Draw a token [B] of what top-k, then top-p of the rest, then min-p leave; 0, 1 and 0 leave out nothing.
+    p_BV: Tensor,
+    top_k_B: np.ndarray,
+    top_p_B: np.ndarray,
+    min_p_B: np.ndarray,
+    uniform_B: np.ndarray,
+) -> Tensor:
+    """Draw a token [B] of what top-k, then top-p of the rest, then min-p leave; 0, 1 and 0 leave
+    out nothing.
 
-    `p_BV` are probabilities up to a factor per row. Whole rows are walked only where neither top-k nor top-p is set.
-    What is to be done is decided by arrays of the host, so that nothing waits for the device.
+    `p_BV` are probabilities up to a factor per row. Whole rows are walked only where neither top-k
+    nor top-p is set. What is to be done is decided by arrays of the host, so that nothing waits for
+    the device.
     """
     is_ranked_B = (top_k_B > 0) | (top_p_B < 1)
     if is_ranked_B.any() and not is_ranked_B.all():
@@ -70,10 +89,14 @@ def draw(
     return pick(p_BV, u_B)
 
 
-def nucleus(p_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (ids [B, W] ascending, their probabilities [B, W] or 0): all tokens that stay are among the W.
+def nucleus(
+    p_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (ids [B, W] ascending, their probabilities [B, W] or 0): all tokens that stay are
+    among the W.
 
-    Ascending, so that a draw is the same as over the whole row, whatever W is. Every row has top-k or top-p set.
+    Ascending, so that a draw is the same as over the whole row, whatever W is. Every row has top-k
+    or top-p set.
     """
     vocabulary = p_BV.shape[-1]
     limit_B = torch.where(top_k_B > 0, top_k_B.clamp(max=vocabulary), vocabulary)
@@ -84,11 +107,15 @@ def nucleus(p_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> 
         is_within_BW = torch.arange(width, device=p_BV.device) < limit_B[:, None]
         sums_BW = largest_BW.where(is_within_BW, 0.0).cumsum(-1, dtype=torch.float64)
         wanted_B = top_p_B * torch.where(top_k_B > 0, sums_BW[:, -1], total_B)
-        # A token is in the nucleus if those before it do not reach the wanted mass; the first always is.
-        is_inside_BW = is_within_BW & ((sums_BW - largest_BW < wanted_B[:, None]) | (top_p_B >= 1)[:, None])
+        # A token is in the nucleus if those before it do not reach the wanted mass; the first
+        # always is.
+        is_inside_BW = is_within_BW & (
+            (sums_BW - largest_BW < wanted_B[:, None]) | (top_p_B >= 1)[:, None]
+        )
         last_B = is_inside_BW.sum(-1).clamp(min=1) - 1
         threshold_B = largest_BW.gather(-1, last_B[:, None])[:, 0]
-        # The last one kept may have equals beyond the candidates, or not be reached yet; 0 is nobody's equal.
+        # The last one kept may have equals beyond the candidates, or not be reached yet; 0 is
+        # nobody's equal.
         is_open_B = (threshold_B <= largest_BW[:, -1]) & (threshold_B > 0)
         if width == vocabulary or not bool(is_open_B.any()):
             break
@@ -100,7 +127,9 @@ def nucleus(p_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> 
 
 
 def pick(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Invert the cumulative distribution at `uniform_B`: tokens [B]. A token of probability 0 is never picked."""
+    """Invert the cumulative distribution at `uniform_B`: tokens [B]. A token of probability 0 is
+    never picked.
+    """
     sums_BV = p_BV.cumsum(-1, dtype=torch.float64)
     target_B1 = (uniform_B * sums_BV[:, -1])[:, None]
     index_B = torch.searchsorted(sums_BV, target_B1, right=True)[:, 0]

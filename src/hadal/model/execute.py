@@ -1,7 +1,9 @@
-"""Walks a schedule: runs the ops of every layer and micro-batch in its order, and notes where the time went.
+"""Walks a schedule: runs the ops of every layer and micro-batch in its order, and notes where the
+time went.
 
-Knows no tensors. What an op does is the caller's: `run_op(micro_batch, layer, op)`. A finishing op returns when its
-exchange was on the link; of the time it stood there, what lies before the last byte's arrival was waited for the link:
+Knows no tensors. What an op does is the caller's: `run_op(micro_batch, layer, op)`. A finishing op
+returns when its exchange was on the link; of the time it stood there, what lies before the last
+byte's arrival was waited for the link:
 
     compute  | dispatch> |  another micro-batch's ops  | >dispatch          |
     link           |############### dispatch ################|
@@ -30,7 +32,9 @@ from hadal.overlap.plan import (
 
 M = TypeVar("M")
 RunOp = Callable[[M, int, str], Interval | None]
-"""(micro-batch, layer, op) -> for a finishing op, when its exchange was on the link, None if nothing was sent."""
+"""(micro-batch, layer, op) -> for a finishing op, when its exchange was on the link, None if
+nothing was sent.
+"""
 
 LINK_OPS = {DISPATCH_FINISH: DISPATCH, COMBINE_FINISH: COMBINE}
 _STARTS = (DISPATCH_START, COMBINE_START)
@@ -49,7 +53,9 @@ class Progress:
 class Recorder:
     """What ran when in one step: sums per kind of op and, if traced, every stretch."""
 
-    def __init__(self, progress: Progress | None = None, *, rank: int = 0, is_traced: bool = False) -> None:
+    def __init__(
+        self, progress: Progress | None = None, *, rank: int = 0, is_traced: bool = False
+    ) -> None:
         self.events: list[TraceEvent] = []
         self._progress = progress if progress is not None else Progress()
         self._rank = rank
@@ -65,7 +71,9 @@ class Recorder:
         self._progress.num_ops += 1
         self._start_s = time.perf_counter()
 
-    def end(self, op: str, micro_batch: int = 0, layer: int = 0, interval: Interval | None = None) -> None:
+    def end(
+        self, op: str, micro_batch: int = 0, layer: int = 0, interval: Interval | None = None
+    ) -> None:
         """The op that began last has returned."""
         start_s, end_s = self._start_s, time.perf_counter()
         self._progress.is_waiting = False
@@ -75,7 +83,9 @@ class Recorder:
             arrived_s = start_s if interval is None else min(max(interval.end_s, start_s), end_s)
             if interval is not None:
                 # Behind another exchange it only queues.
-                self._add(link_op, max(0.0, interval.end_s - max(interval.start_s, self._link_free_s)))
+                self._add(
+                    link_op, max(0.0, interval.end_s - max(interval.start_s, self._link_free_s))
+                )
                 self._link_free_s = max(interval.end_s, self._link_free_s)
             else:
                 self._add(link_op, 0.0)
@@ -83,7 +93,9 @@ class Recorder:
             self._add("post", end_s - arrived_s)
             if self._is_traced:
                 if interval is not None:
-                    self._note("link", link_op, micro_batch, layer, interval.start_s, interval.end_s)
+                    self._note(
+                        "link", link_op, micro_batch, layer, interval.start_s, interval.end_s
+                    )
                 if arrived_s > start_s:
                     self._note("wait", op, micro_batch, layer, start_s, arrived_s)
             start_s = arrived_s
@@ -99,12 +111,18 @@ class Recorder:
         self._counts[op] = self._counts.get(op, 0) + 1
         self._seconds[op] = self._seconds.get(op, 0.0) + seconds
 
-    def _note(self, lane: str, op: str, micro_batch: int, layer: int, start_s: float, end_s: float) -> None:
+    def _note(
+        self, lane: str, op: str, micro_batch: int, layer: int, start_s: float, end_s: float
+    ) -> None:
         self.events.append(TraceEvent(self._rank, lane, op, micro_batch, layer, start_s, end_s))
 
 
 def execute(
-    schedule: Schedule, num_layers: int, micro_batches: Sequence[M], run_op: RunOp[M], recorder: Recorder | None = None
+    schedule: Schedule,
+    num_layers: int,
+    micro_batches: Sequence[M],
+    run_op: RunOp[M],
+    recorder: Recorder | None = None,
 ) -> None:
     """Run all ops of `num_layers` layers on one or two micro-batches. What an op raises ends it."""
     recorder = recorder if recorder is not None else Recorder()

@@ -1,14 +1,17 @@
-"""A rank's routed experts: which replica lies in which slot, and how that changes, all at once or layer by layer.
+"""A rank's routed experts: which replica lies in which slot, and how that changes, all at once or
+layer by layer.
 
-A layer's replicas are one record that is never written again: to change a layer is to put another record in its place.
-`install` does so for all layers of a new placement, between two generations. For one layer at a time `stage` builds the
-record beside the steps that run, in another thread, and `flip` exchanges it between two of them:
+A layer's replicas are one record that is never written again: to change a layer is to put another
+record in its place. `install` does so for all layers of a new placement, between two generations.
+For one layer at a time `stage` builds the record beside the steps that run, in another thread, and
+`flip` exchanges it between two of them:
 
     background   | stage: copy what stays, fetch or read what is new |                    | the next stage frees the old
     compute       step  step  step  step  step  step  step  step  step  | flip | step  step
 
-Knows no tokens, and ranks only as what a Fetch is asked with. A layer that is staged is in memory twice until it is
-flipped and the next one is staged; so is whatever `install` changes, until the caller lets go of the old weights.
+Knows no tokens, and ranks only as what a Fetch is asked with. A layer that is staged is in memory
+twice until it is flipped and the next one is staged; so is whatever `install` changes, until the
+caller lets go of the old weights.
 
 Shapes: L MoE layers, R ranks, S slots, I expert width, D hidden.
 """
@@ -42,7 +45,9 @@ Slots = NDArray[np.int16]
 Bring = Callable[[int, Tensor, Tensor], None]
 """(expert, gate_up [2I, D] and down [D, I] to fill)"""
 Fetch = Callable[[int, Source, Tensor, Tensor], bool]
-"""(MoE layer, source, gate_up [2I, D] and down [D, I] to fill) -> False: the expert could not be had there."""
+"""(MoE layer, source, gate_up [2I, D] and down [D, I] to fill) -> False: the expert could not be
+had there.
+"""
 
 
 class Overtaken(HadalError):
@@ -65,12 +70,18 @@ class _Held:
         slots = tuple(slots)
         if not len(slots) == len(gate_up_S) == len(down_S):
             raise ValueError(f"{len(slots)} slots for the weights of {len(gate_up_S)} experts.")
-        return cls(slots, gate_up_S, down_S, {expert: slot for slot, expert in enumerate(slots) if expert != EMPTY})
+        return cls(
+            slots,
+            gate_up_S,
+            down_S,
+            {expert: slot for slot, expert in enumerate(slots) if expert != EMPTY},
+        )
 
 
 class ExpertStore:
-    """The experts of one rank. `install` and `flip` belong to the computing thread, `stage` to one background thread;
-    `expert` may be called from any."""
+    """The experts of one rank. `install` and `flip` belong to the computing thread, `stage` to one
+    background thread; `expert` may be called from any.
+    """
 
     def __init__(self, folder: Path, weights: ModelWeights, slots_LS: Slots | None = None) -> None:
         """`weights` were loaded from `folder` with these slots; None: all experts, in order."""
@@ -79,18 +90,24 @@ class ExpertStore:
         moes = [layer.moe for layer in weights.layers if layer.moe is not None]
         all_LS = np.tile(np.arange(config.n_routed_experts, dtype=np.int16), (len(moes), 1))
         slots = (all_LS if slots_LS is None else slots_LS).tolist()
-        self._held = [_Held.of(s, moe.gate_up_E, moe.down_E) for s, moe in zip(slots, moes, strict=True)]
+        self._held = [
+            _Held.of(s, moe.gate_up_E, moe.down_E) for s, moe in zip(slots, moes, strict=True)
+        ]
         self._lock = threading.Lock()
-        """Over what follows. `_held` needs none: a record is taken or exchanged as one reference."""
+        """Over what follows. `_held` needs none: a record is taken or exchanged as one
+        reference.
+        """
         self._generation = 0
         self._staged: dict[int, tuple[int, _Held]] = {}
-        """Layer -> stage id and record. One at most: a leader changes one layer at a time, and what it gave up would
-        take memory that nobody planned for."""
+        """Layer -> stage id and record. One at most: a leader changes one layer at a time, and what
+        it gave up would take memory that nobody planned for.
+        """
         self._let_go: list[_Held] = []
         """Records of before a flip. Giving back their memory takes longer than a flip may."""
 
     def expert(self, layer: int, expert: int) -> tuple[Tensor, Tensor] | None:
-        """Return gate_up [2I, D] and down [D, I] of a replica that is held, None if there is none, nor such a layer.
+        """Return gate_up [2I, D] and down [D, I] of a replica that is held, None if there is none,
+        nor such a layer.
 
         Views of what is never written again. From any thread.
         """
@@ -100,30 +117,43 @@ class ExpertStore:
         slot = held.expert_to_slot.get(expert)
         return None if slot is None else (held.gate_up_S[slot], held.down_S[slot])
 
-    def install(self, weights: ModelWeights, slots_LS: Slots, generation: int) -> tuple[ModelWeights, int]:
-        """Return the weights with these experts in their slots and how many replicas were read for it.
+    def install(
+        self, weights: ModelWeights, slots_LS: Slots, generation: int
+    ) -> tuple[ModelWeights, int]:
+        """Return the weights with these experts in their slots and how many replicas were read for
+        it.
 
-        Layers that stay cost nothing. All that was staged is void, as is what older generations stage from now on.
-        Raises CheckpointError; the given weights are as they were then. Raises ValueError for another number of layers.
+        Layers that stay cost nothing. All that was staged is void, as is what older generations
+        stage from now on. Raises CheckpointError; the given weights are as they were then. Raises
+        ValueError for another number of layers.
         """
         with self._lock:
             self._generation = generation
             self._staged.clear()
             self._let_go.clear()
         if len(slots_LS) != len(self._held):
-            raise ValueError(f"a placement of {len(slots_LS)} MoE layers; the model has {len(self._held)}.")
+            raise ValueError(
+                f"a placement of {len(slots_LS)} MoE layers; the model has {len(self._held)}."
+            )
         records = []
         with _Reader(self._folder, self._config) as reader:
             for layer, (held, slots) in enumerate(zip(self._held, slots_LS.tolist(), strict=True)):
-                records.append(held if held.slots == tuple(slots) else _arrange(held, slots, reader.of_layer(layer)))
+                records.append(
+                    held
+                    if held.slots == tuple(slots)
+                    else _arrange(held, slots, reader.of_layer(layer))
+                )
         self._held = records
         return self._with_records(weights, range(len(records))), reader.num_read
 
-    def stage(self, plan: StagePlan, fetch: Fetch, rest: Callable[[], None] = lambda: None) -> Staged:
-        """Build the layer's record for a later flip. An expert that a peer does not give is read from the checkpoint.
+    def stage(
+        self, plan: StagePlan, fetch: Fetch, rest: Callable[[], None] = lambda: None
+    ) -> Staged:
+        """Build the layer's record for a later flip. An expert that a peer does not give is read
+        from the checkpoint.
 
-        `rest` is called before each expert: it may wait, and may raise Overtaken. What goes wrong is the answer's
-        `error`; whatever the layer holds stays in force.
+        `rest` is called before each expert: it may wait, and may raise Overtaken. What goes wrong
+        is the answer's `error`; whatever the layer holds stays in force.
         """
         start_s = time.perf_counter()
         num_received = 0
@@ -143,7 +173,10 @@ class ExpertStore:
         try:
             with _Reader(self._folder, self._config) as reader:
                 held = self._begin(plan)
-                sources, read = {source.expert: source for source in plan.sources}, reader.of_layer(plan.layer)
+                sources, read = (
+                    {source.expert: source for source in plan.sources},
+                    reader.of_layer(plan.layer),
+                )
                 self._keep(plan, _arrange(held, plan.slots, bring, between))
         except torch.AcceleratorError:
             raise  # As in a step: the device's context is gone.
@@ -153,18 +186,28 @@ class ExpertStore:
             _log.log(level, "layer %d was not staged: %s", plan.layer, failure, exc_info=is_bug)
             error = f"{type(failure).__name__}: {failure}"
             return Staged(
-                plan.generation, plan.stage_id, plan.layer, error, elapsed_s=time.perf_counter() - start_s
+                plan.generation,
+                plan.stage_id,
+                plan.layer,
+                error,
+                elapsed_s=time.perf_counter() - start_s,
             )
         return Staged(
-            plan.generation, plan.stage_id, plan.layer, None, num_received, reader.num_read,
+            plan.generation,
+            plan.stage_id,
+            plan.layer,
+            None,
+            num_received,
+            reader.num_read,
             time.perf_counter() - start_s,
-        )  # fmt: skip
+        )
 
     def flip(self, weights: ModelWeights, flip: LayerFlip, rank: int) -> ModelWeights:
-        """Return the weights with this rank's slots as the flip has them: those that were staged, or the same.
+        """Return the weights with this rank's slots as the flip has them: those that were staged,
+        or the same.
 
-        Raises InvariantError if they are others and were not staged under its id, ValueError if it fits no placement of
-        this model; weights and store are as they were then.
+        Raises InvariantError if they are others and were not staged under its id, ValueError if it
+        fits no placement of this model; weights and store are as they were then.
         """
         held = self._layer(flip.layer)
         slots_RS, _ = flip_arrays(flip, len(held.slots))
@@ -175,8 +218,8 @@ class ExpertStore:
             stage_id, record = self._staged.get(flip.layer, (None, None))
             if record is None or (stage_id, record.slots) != (flip.stage_id, slots):
                 raise InvariantError(
-                    f"layer {flip.layer} flips to what stage {flip.stage_id} brought; staged is {stage_id}"
-                    + (", with other slots." if stage_id == flip.stage_id else ".")
+                    f"layer {flip.layer} flips to what stage {flip.stage_id} brought; staged is"
+                    f" {stage_id}" + (", with other slots." if stage_id == flip.stage_id else ".")
                 )
             del self._staged[flip.layer]
             self._let_go.append(held)
@@ -195,7 +238,9 @@ class ExpertStore:
             moe = layers[index].moe
             assert moe is not None
             if moe.gate_up_E is not held.gate_up_S:
-                layers[index] = replace(layers[index], moe=replace(moe, gate_up_E=held.gate_up_S, down_E=held.down_S))
+                layers[index] = replace(
+                    layers[index], moe=replace(moe, gate_up_E=held.gate_up_S, down_E=held.down_S)
+                )
         return replace(weights, layers=tuple(layers))
 
     def _begin(self, plan: StagePlan) -> _Held:
@@ -203,7 +248,9 @@ class ExpertStore:
         held = self._layer(plan.layer)
         if len(plan.slots) != len(held.slots):
             raise ValueError(f"{len(plan.slots)} slots to stage; this rank has {len(held.slots)}.")
-        strange = [e for e in plan.slots if e != EMPTY and not 0 <= e < self._config.n_routed_experts]
+        strange = [
+            e for e in plan.slots if e != EMPTY and not 0 <= e < self._config.n_routed_experts
+        ]
         if strange:
             raise ValueError(f"there are no experts {strange[:8]}.")
         self._check(plan)
@@ -223,8 +270,12 @@ class ExpertStore:
             self._staged[plan.layer] = (plan.stage_id, record)
 
 
-def _arrange(held: _Held, slots: Iterable[int], bring: Bring, between: Callable[[], None] = lambda: None) -> _Held:
-    """Make a layer's record: what is held is copied, the rest brought; `between` is called before each."""
+def _arrange(
+    held: _Held, slots: Iterable[int], bring: Bring, between: Callable[[], None] = lambda: None
+) -> _Held:
+    """Make a layer's record: what is held is copied, the rest brought; `between` is called before
+    each.
+    """
     slots = tuple(slots)
     gate_up_S = held.gate_up_S.new_empty(len(slots), *held.gate_up_S.shape[1:])
     down_S = held.down_S.new_empty(len(slots), *held.down_S.shape[1:])
@@ -242,7 +293,9 @@ def _arrange(held: _Held, slots: Iterable[int], bring: Bring, between: Callable[
 
 
 class _Reader:
-    """Experts out of the checkpoint, which is opened when the first one is asked for. Raises CheckpointError."""
+    """Experts out of the checkpoint, which is opened when the first one is asked for. Raises
+    CheckpointError.
+    """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self.num_read = 0
@@ -263,7 +316,9 @@ class _Reader:
                 self._checkpoint = self._stack.enter_context(
                     Checkpoint(self._folder, self._config.weight_block_size)
                 )
-            read_expert(self._checkpoint, self._config.first_k_dense_replace + layer, expert, gate_up, down)
+            read_expert(
+                self._checkpoint, self._config.first_k_dense_replace + layer, expert, gate_up, down
+            )
             self.num_read += 1
 
         return read

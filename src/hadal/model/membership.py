@@ -1,7 +1,8 @@
-"""A rank's place in its unit: the group it exchanges with and the experts it holds, generation by generation.
+"""A rank's place in its unit: the group it exchanges with and the experts it holds, generation by
+generation.
 
-Knows no requests and no steps. `form` and everything that exchanges is called by the computing thread; `abort` and
-`lost` by any.
+Knows no requests and no steps. `form` and everything that exchanges is called by the computing
+thread; `abort` and `lost` by any.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Aborted(HadalError):
 
 
 class Membership:
-    """One rank of a unit of many. `comm` is the model's, over `group`; `store` keeps the experts of its weights."""
+    """One rank of a unit of many. `comm` is the model's, over `group`; `store` keeps the experts of
+    its weights.
+    """
 
     def __init__(self, rank: int, group: Group, comm: ExpertComm, store: ExpertStore) -> None:
         self.rank = rank
@@ -40,17 +43,24 @@ class Membership:
         """In force."""
 
     def form(self, plan: FormPlan, model: DeepseekV3) -> Formed:
-        """Join the plan's generation, read the replicas that are new, drop those that went. Answers with its errors."""
+        """Join the plan's generation, read the replicas that are new, drop those that went. Answers
+        with its errors.
+        """
         self._generation = plan.generation
         self._is_over.clear()
         self._blamed = ()
         num_loaded = 0
         error: str | None = None
         try:
-            # Connect first: nobody need wait in a connection's deadline for one who has much to read.
+            # Connect first: nobody need wait in a connection's deadline for one who has much to
+            # read.
             self._group.form(plan.generation, plan.members)
             placement = Placement.from_bytes(
-                plan.slot_to_expert, model.config.n_routed_experts, plan.num_ranks, plan.num_slots, plan.weights
+                plan.slot_to_expert,
+                model.config.n_routed_experts,
+                plan.num_ranks,
+                plan.num_slots,
+                plan.weights,
             )
             model.weights, num_loaded = self._store.install(
                 model.weights, placement.slot_to_expert_LRS[:, self.rank], plan.generation
@@ -65,10 +75,11 @@ class Membership:
         return Formed(plan.generation, error, self.lost, num_loaded)
 
     def flip(self, flip: LayerFlip, model: DeepseekV3) -> None:
-        """Between two steps: let a layer's experts lie where they have been staged, and its tokens go there.
+        """Between two steps: let a layer's experts lie where they have been staged, and its tokens
+        go there.
 
-        Raises ValueError if the flip does not fit the placement, InvariantError if it was not staged. A caller blames
-        either: what the other ranks flipped has to be formed anew.
+        Raises ValueError if the flip does not fit the placement, InvariantError if it was not
+        staged. A caller blames either: what the other ranks flipped has to be formed anew.
         """
         assert self._placement is not None, "the generation was checked before"
         slots_RS, weights_RS = flip_arrays(flip, self._placement.num_slots)
@@ -95,7 +106,9 @@ class Membership:
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Peers that are held responsible for the last failure, or whose connection broke. From any thread."""
+        """Peers that are held responsible for the last failure, or whose connection broke. From any
+        thread.
+        """
         return tuple(sorted({*self._blamed, *self._group.lost()}))
 
     def close(self) -> None:
@@ -103,7 +116,9 @@ class Membership:
 
 
 def log_failure(what: str, failure: Exception) -> None:
-    """A lost peer is an event, not a bug: one line, none for what only follows from it. Else the traceback."""
+    """A lost peer is an event, not a bug: one line, none for what only follows from it. Else the
+    traceback.
+    """
     if isinstance(failure, PeerLost):
         _log.warning("%s: %s", what, failure)
     elif isinstance(failure, Aborted):

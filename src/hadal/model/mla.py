@@ -1,11 +1,12 @@
-"""Multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, eq. 1-11), in both forms, over a paged latent cache.
+"""Multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, eq. 1-11), in both forms, over a
+paged latent cache.
 
-Prefill expands keys and values from the latents and runs as multi-head attention; decode, and the prefill of small
-models, multiplies W_UK into the query and attends to the latents themselves. Which tokens belong to which request is
-in the batch; nothing here decides it.
+Prefill expands keys and values from the latents and runs as multi-head attention; decode, and the
+prefill of small models, multiplies W_UK into the query and attends to the latents themselves. Which
+tokens belong to which request is in the batch; nothing here decides it.
 
-Shapes: T tokens, H heads, Q q_lora_rank, C latent, R rotated, N plain key dims, W value dims, D cached = C+R,
-S positions seen, B requests, M blocks of a request.
+Shapes: T tokens, H heads, Q q_lora_rank, C latent, R rotated, N plain key dims, W value dims, D
+cached = C+R, S positions seen, B requests, M blocks of a request.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from hadal.model.rope import rotate
 from hadal.reference.params import LATENT_NORM_EPS, AttentionWeights
 
 
-def latents(x_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor) -> Tensor:
+def latents(
+    x_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor
+) -> Tensor:
     """Return [T, C+R], what the cache holds of each token (eq. 1-5): normed c_kv, rotated key."""
     ck_TD = linear(x_TD, weights.qkv_a[-config.latent_dim :])
     return _latents(ck_TD, weights, config, cos_sin_TR)
@@ -44,11 +47,15 @@ def queries(
     x_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The queries alone, where a token's latents are computed elsewhere."""
-    q_nope, q_rope = _split_heads(linear(x_TD, weights.qkv_a[: -config.latent_dim]), weights, config)
+    q_nope, q_rope = _split_heads(
+        linear(x_TD, weights.qkv_a[: -config.latent_dim]), weights, config
+    )
     return q_nope, rotate(q_rope, cos_sin_TR)
 
 
-def _split_heads(q: Tensor, weights: AttentionWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
+def _split_heads(
+    q: Tensor, weights: AttentionWeights, config: ModelConfig
+) -> tuple[Tensor, Tensor]:
     if weights.q_b is not None and weights.q_a_norm_Q is not None:
         q = linear(rms_norm(q.contiguous(), weights.q_a_norm_Q, LATENT_NORM_EPS), weights.q_b)
     q_THK = q.view(-1, config.num_attention_heads, config.qk_head_dim)
@@ -56,17 +63,27 @@ def _split_heads(q: Tensor, weights: AttentionWeights, config: ModelConfig) -> t
     return q_nope, q_rope
 
 
-def _latents(ck_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor) -> Tensor:
+def _latents(
+    ck_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin_TR: Tensor
+) -> Tensor:
     c_TC, k_TR = torch.split(ck_TD, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
     c_TC = rms_norm(c_TC.contiguous(), weights.kv_a_norm_C, LATENT_NORM_EPS)
     return torch.cat((c_TC, rotate(k_TR, cos_sin_TR)), dim=-1)
 
 
 def prefill_core(
-    q_nope_THN: Tensor, q_rope_THR: Tensor, latents_TD: Tensor, weights: AttentionWeights, config: ModelConfig,
-    batch: PrefillBatch, layer_index: int, *, final_only: bool,
+    q_nope_THN: Tensor,
+    q_rope_THR: Tensor,
+    latents_TD: Tensor,
+    weights: AttentionWeights,
+    config: ModelConfig,
+    batch: PrefillBatch,
+    layer_index: int,
+    *,
+    final_only: bool,
 ) -> Tensor:
-    """Attend and return o [T, H*W]. With `final_only` the queries are those of `batch.final_rows` alone.
+    """Attend and return o [T, H*W]. With `final_only` the queries are those of `batch.final_rows`
+    alone.
 
     The tokens' own latents must be in the cache already.
     """
@@ -75,7 +92,14 @@ def prefill_core(
         if final_only:
             table_TM, lengths_T = table_TM[batch.final_rows], lengths_T[batch.final_rows]
         return _absorbed(
-            q_nope_THN, q_rope_THR, weights, config, batch.cache_PLSD, layer_index, table_TM, lengths_T
+            q_nope_THN,
+            q_rope_THR,
+            weights,
+            config,
+            batch.cache_PLSD,
+            layer_index,
+            table_TM,
+            lengths_T,
         )
     query_THK = torch.cat((q_nope_THN, q_rope_THR), dim=-1)
     outputs = []
@@ -90,7 +114,9 @@ def prefill_core(
         if span.start:
             seen_SD = torch.cat((batch.context(span, layer_index), seen_SD))
         key_SHK, value_SHW = _expand(seen_SD, weights, config)
-        outputs.append(_attend(query_THK[row : row + num_queries], key_SHK, value_SHW, config.softmax_scale))
+        outputs.append(
+            _attend(query_THK[row : row + num_queries], key_SHK, value_SHW, config.softmax_scale)
+        )
         row += num_queries
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -98,16 +124,19 @@ def prefill_core(
 def absorbs_prefill(config: ModelConfig, cache_PLSD: Tensor) -> bool:
     """Whether prefill, too, attends in absorbed form.
 
-    Per query, key and head it multiplies 2C+R values where the multi-head form multiplies N+R+W (DeepSeek-V3: 1,088
-    and 320), but expands nothing, pads nothing, and its kernel runs at more than twice the rate of torch's attention.
-    So small models take it and DeepSeek's own shape does not. Measured at 1.8 times the products: LOG.md.
+    Per query, key and head it multiplies 2C+R values where the multi-head form multiplies N+R+W
+    (DeepSeek-V3: 1,088 and 320), but expands nothing, pads nothing, and its kernel runs at more
+    than twice the rate of torch's attention. So small models take it and DeepSeek's own shape does
+    not. Measured at 1.8 times the products: LOG.md.
     """
     absorbed = 2 * config.kv_lora_rank + config.qk_rope_head_dim
     multi_head = config.qk_head_dim + config.v_head_dim
     return absorbed <= 2 * multi_head and available(cache_PLSD)
 
 
-def _expand(latents_SD: Tensor, weights: AttentionWeights, config: ModelConfig) -> tuple[Tensor, Tensor]:
+def _expand(
+    latents_SD: Tensor, weights: AttentionWeights, config: ModelConfig
+) -> tuple[Tensor, Tensor]:
     """Keys [S, H, N+R] and values [S, H, W] of every head (eq. 3, 5)."""
     heads = config.num_attention_heads
     c_SC, k_rope_SR = torch.split(latents_SD, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
@@ -121,7 +150,8 @@ def _attend(query_THK: Tensor, key_SHK: Tensor, value_SHW: Tensor, scale: float)
     """Causal attention of the last T of S positions, o [T, H*W]."""
     num_queries, num_seen = len(query_THK), len(key_SHK)
     value_dim, key_dim = value_SHW.shape[-1], key_SHK.shape[-1]
-    # The fused kernels want keys and values of one size (3x faster than the unfused one on a CPU): pad the smaller.
+    # The fused kernels want keys and values of one size (3x faster than the unfused one on a CPU):
+    # pad the smaller.
     if value_dim < key_dim:
         value_SHW = F.pad(value_SHW, (0, key_dim - value_dim))
     elif key_dim < value_dim:
@@ -129,29 +159,58 @@ def _attend(query_THK: Tensor, key_SHK: Tensor, value_SHW: Tensor, scale: float)
     query, key, value = (x.transpose(0, 1)[None] for x in (query_THK, key_SHK, value_SHW))
     mask = None
     if 1 < num_queries < num_seen:
-        mask = torch.ones(num_queries, num_seen, dtype=torch.bool, device=query.device).tril(num_seen - num_queries)
+        mask = torch.ones(num_queries, num_seen, dtype=torch.bool, device=query.device).tril(
+            num_seen - num_queries
+        )
     causal = num_queries == num_seen
     out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale)
     return out[0, :, :, :value_dim].transpose(0, 1).flatten(1)
 
 
 def decode_core(
-    q_nope_BHN: Tensor, q_rope_BHR: Tensor, weights: AttentionWeights, config: ModelConfig,
-    batch: DecodeBatch, layer_index: int,
+    q_nope_BHN: Tensor,
+    q_rope_BHR: Tensor,
+    weights: AttentionWeights,
+    config: ModelConfig,
+    batch: DecodeBatch,
+    layer_index: int,
 ) -> Tensor:
-    """Absorbed attention of one token per request, o [B, H*W]. The token's own latents must be in the cache already."""
+    """Absorbed attention of one token per request, o [B, H*W]. The token's own latents must be in
+    the cache already.
+    """
     return _absorbed(
-        q_nope_BHN, q_rope_BHR, weights, config, batch.cache_PLSD, layer_index, batch.block_table_BM, batch.lengths_B
+        q_nope_BHN,
+        q_rope_BHR,
+        weights,
+        config,
+        batch.cache_PLSD,
+        layer_index,
+        batch.block_table_BM,
+        batch.lengths_B,
     )
 
 
 def _absorbed(
-    q_nope_BHN: Tensor, q_rope_BHR: Tensor, weights: AttentionWeights, config: ModelConfig, cache_PLSD: Tensor,
-    layer_index: int, block_table_BM: Tensor, lengths_B: Tensor,
+    q_nope_BHN: Tensor,
+    q_rope_BHR: Tensor,
+    weights: AttentionWeights,
+    config: ModelConfig,
+    cache_PLSD: Tensor,
+    layer_index: int,
+    block_table_BM: Tensor,
+    lengths_B: Tensor,
 ) -> Tensor:
-    """W_UK goes into the query and W_UV behind the sum, so that all heads share the cached latents."""
+    """W_UK goes into the query and W_UV behind the sum, so that all heads share the cached
+    latents.
+    """
     q_latent_BHC = heads_in(q_nope_BHN, weights.w_uk_HNC)
     o_BHC = mla_decode(
-        q_latent_BHC, q_rope_BHR.contiguous(), cache_PLSD, layer_index, block_table_BM, lengths_B, config.softmax_scale
+        q_latent_BHC,
+        q_rope_BHR.contiguous(),
+        cache_PLSD,
+        layer_index,
+        block_table_BM,
+        lengths_B,
+        config.softmax_scale,
     )
     return heads_out(o_BHC, weights.w_uv_HWC).flatten(1)

@@ -1,4 +1,6 @@
-"""Rotation of interleaved pairs with the tokens' cos and sin looked up before, once per batch instead of per layer."""
+"""Rotation of interleaved pairs with the tokens' cos and sin looked up before, once per batch
+instead of per layer.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos_sin_TR: Tensor) -> Tensor:
-    """Rotate x [T, R] or [T, H, R]; cos_sin holds cos of the R/2 pairs, then sin. The twin is reference.rope.rotate."""
+    """Rotate x [T, R] or [T, H, R]; cos_sin holds cos of the R/2 pairs, then sin. The twin is
+    reference.rope.rotate.
+    """
     cos, sin = (cos_sin_TR if x.dim() == 2 else cos_sin_TR[:, None]).chunk(2, dim=-1)
     even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
+    return (
+        torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+        .flatten(-2)
+        .to(x.dtype)
+    )

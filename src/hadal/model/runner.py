@@ -1,8 +1,10 @@
-"""The Runner of one rank: executes step plans on a model, one at a time, and answers each with its tokens.
+"""The Runner of one rank: executes step plans on a model, one at a time, and answers each with its
+tokens.
 
-Knows no requests and no wire. A step that fails is answered with its error; it never ends the thread that runs it. In a
-unit of many ranks every plan is executed by all of them together, also by those without work; a failure on one ends the
-generation, and until a FormPlan has formed the next, every step fails at once.
+Knows no requests and no wire. A step that fails is answered with its error; it never ends the
+thread that runs it. In a unit of many ranks every plan is executed by all of them together, also by
+those without work; a failure on one ends the generation, and until a FormPlan has formed the next,
+every step fails at once.
 """
 
 from __future__ import annotations
@@ -15,7 +17,16 @@ import torch
 from torch import Tensor
 
 from hadal.core.messages import BLOCK_TOKENS
-from hadal.core.plans import FLIP, Chunk, DecodePlan, Formed, FormPlan, PrefillPlan, StepDone, StepPlan
+from hadal.core.plans import (
+    FLIP,
+    Chunk,
+    DecodePlan,
+    Formed,
+    FormPlan,
+    PrefillPlan,
+    StepDone,
+    StepPlan,
+)
 from hadal.model.deepseek import DeepseekV3
 from hadal.model.execute import Progress, Recorder
 from hadal.model.membership import Membership, log_failure
@@ -30,7 +41,9 @@ _NOTHING = Drawn(np.zeros(0, np.int64))
 class ModelRunner:
     """Implements core.seams.Runner over a model and its cache."""
 
-    def __init__(self, model: DeepseekV3, max_slots: int, membership: Membership | None = None) -> None:
+    def __init__(
+        self, model: DeepseekV3, max_slots: int, membership: Membership | None = None
+    ) -> None:
         """`max_slots`: rows of a decode step, and chunks of a prefill step that draw a token.
 
         `membership`: of a rank among many; its comm is the model's.
@@ -42,7 +55,9 @@ class ModelRunner:
         self._device = model.cache.cache_PLSD.device
         self._is_prepared = False
         self._lost_slots: set[int] = set()
-        """Slots whose rows a failed step took with it, until the leader makes them leave or joins them anew."""
+        """Slots whose rows a failed step took with it, until the leader makes them leave or joins
+        them anew.
+        """
         self._table = RankTable(max_slots, config.max_position_embeddings)
         # Two, because a slot number means something else in each kind of plan.
         self._prefill_sampler = Sampler(max_slots, config.vocab_size, self._device)
@@ -51,22 +66,32 @@ class ModelRunner:
         self._is_stepping = False
 
     def execute(self, plan: StepPlan | FormPlan) -> StepDone | Formed:
-        """Run one step. After an error the leader gives every request of the step back, else those that failed."""
+        """Run one step. After an error the leader gives every request of the step back, else those
+        that failed.
+        """
         if isinstance(plan, FormPlan):
             return self._form(plan)
         start_s = time.perf_counter()
         recorder = Recorder(
-            self._progress, rank=0 if self._membership is None else self._membership.rank, is_traced=plan.is_traced
+            self._progress,
+            rank=0 if self._membership is None else self._membership.rank,
+            is_traced=plan.is_traced,
         )
         self._is_stepping = True
         try:
             if self._membership is not None:
                 self._membership.check()
             self._flip(plan, recorder)
-            run = self._prefill(plan, recorder) if isinstance(plan, PrefillPlan) else self._decode(plan, recorder)
+            run = (
+                self._prefill(plan, recorder)
+                if isinstance(plan, PrefillPlan)
+                else self._decode(plan, recorder)
+            )
             keys, drawn = run
         except torch.AcceleratorError:
-            raise  # The device's context is gone with all it held, and only another process gets a new one.
+            # The device's context is gone with all it held, and only another process gets a new
+            # one.
+            raise
         except Exception as error:
             log_failure(f"step {plan.step_id} failed", error)
             if self._membership is not None:
@@ -79,8 +104,15 @@ class ModelRunner:
             _log.error("a request of step %d cannot go on: %s", plan.step_id, reason)
         elapsed_s = time.perf_counter() - start_s
         return StepDone(
-            plan.step_id, tuple(keys), tuple(drawn.tokens.tolist()), drawn.draws, elapsed_s, failed=drawn.failed,
-            op_times=recorder.op_times(), events=tuple(recorder.events), slot_counts=self._slot_counts(plan),
+            plan.step_id,
+            tuple(keys),
+            tuple(drawn.tokens.tolist()),
+            drawn.draws,
+            elapsed_s,
+            failed=drawn.failed,
+            op_times=recorder.op_times(),
+            events=tuple(recorder.events),
+            slot_counts=self._slot_counts(plan),
         )
 
     def abort(self) -> None:
@@ -119,7 +151,9 @@ class ModelRunner:
     def _flip(self, plan: StepPlan, recorder: Recorder) -> None:
         for flip in plan.flips:
             if self._membership is None:
-                raise ValueError(f"layer {flip.layer} flips, but a rank by itself holds every expert")
+                raise ValueError(
+                    f"layer {flip.layer} flips, but a rank by itself holds every expert"
+                )
             recorder.begin(FLIP)
             self._membership.flip(flip, self._model)
             recorder.end(FLIP)
@@ -130,14 +164,21 @@ class ModelRunner:
 
     def _prefill(self, plan: PrefillPlan, recorder: Recorder) -> tuple[list[int], Drawn]:
         parts = (plan.chunks, plan.second)[: plan.num_micro_batches]
-        wanted = [[index for index, chunk in enumerate(part) if chunk.sampling is not None] for part in parts]
+        wanted = [
+            [index for index, chunk in enumerate(part) if chunk.sampling is not None]
+            for part in parts
+        ]
         if sum(map(len, wanted)) > self._max_slots:
-            raise ValueError(f"{sum(map(len, wanted))} chunks draw a token; this rank was made for {self._max_slots}")
+            raise ValueError(
+                f"{sum(map(len, wanted))} chunks draw a token; this rank was made for"
+                f" {self._max_slots}"
+            )
         cache, chunks = self._model.cache, [*plan.chunks, *plan.second]
         cache.fetch(plan.fetches)
         logits = self._model.prefill_split(parts, wanted, _schedule(plan), recorder)
         keys = [index for index, chunk in enumerate(chunks) if chunk.sampling is not None]
-        # What this step wrote, before anybody hears that it is done: from then on it is pulled, found and stored.
+        # What this step wrote, before anybody hears that it is done: from then on it is pulled,
+        # found and stored.
         written = sorted({block_id for chunk in chunks for block_id in _written_blocks(chunk)})
         if not keys:
             cache.publish(written)
@@ -151,13 +192,20 @@ class ModelRunner:
             self._prefill_sampler.leave(slot)
         recorder.end("draw")
         draws = {keys[slot]: draw for slot, draw in drawn.draws.items()}
-        return keys, Drawn(drawn.tokens, draws, {keys[slot]: reason for slot, reason in drawn.failed.items()})
+        return keys, Drawn(
+            drawn.tokens, draws, {keys[slot]: reason for slot, reason in drawn.failed.items()}
+        )
 
     def _join(self, slot: int, chunk: Chunk) -> None:
         assert chunk.sampling is not None
         self._prefill_sampler.join(
-            slot, chunk.sampling, chunk.output_index, prompt=chunk.prompt, output=chunk.output,
-            stop_ids=chunk.stop_ids, min_tokens=chunk.min_tokens,
+            slot,
+            chunk.sampling,
+            chunk.output_index,
+            prompt=chunk.prompt,
+            output=chunk.output,
+            stop_ids=chunk.stop_ids,
+            min_tokens=chunk.min_tokens,
         )
 
     def _decode(self, plan: DecodePlan, recorder: Recorder) -> tuple[list[int], Drawn]:
@@ -193,7 +241,9 @@ class ModelRunner:
         tokens_B[rows_B] = drawn.tokens
         table.advance(tokens_B)
         if plan.publishes or plan.fills:
-            moving = [block_id for slot in plan.publishes for block_id in table.written_blocks(slot)]
+            moving = [
+                block_id for slot in plan.publishes for block_id in table.written_blocks(slot)
+            ]
             self._model.cache.publish(sorted({*moving, *plan.fills}))
         recorder.end("draw")
         return slots_B.tolist(), drawn
@@ -208,8 +258,13 @@ class ModelRunner:
             if join.is_pulled:
                 self._model.cache.fetch(join.block_ids[: -(-join.num_tokens // BLOCK_TOKENS)])
             sampler.join(
-                join.slot, join.sampling, join.output_index, prompt=join.prompt, output=join.output,
-                stop_ids=join.stop_ids, min_tokens=join.min_tokens,
+                join.slot,
+                join.sampling,
+                join.output_index,
+                prompt=join.prompt,
+                output=join.output,
+                stop_ids=join.stop_ids,
+                min_tokens=join.min_tokens,
             )
         for slot, index, block_id in plan.grown:
             table.grow(slot, index, block_id)
@@ -240,5 +295,7 @@ def _written_blocks(chunk: Chunk) -> tuple[int, ...]:
 
 def _schedule(plan: StepPlan) -> Schedule:
     if plan.schedule not in SCHEDULES:
-        raise ValueError(f"schedule {plan.schedule!r} is not known; these are: {', '.join(SCHEDULES)}")
+        raise ValueError(
+            f"schedule {plan.schedule!r} is not known; these are: {', '.join(SCHEDULES)}"
+        )
     return SCHEDULES[plan.schedule]

@@ -1,7 +1,9 @@
-"""Draws the next token of every row of a batch, on the rank. Per-slot state lies in arrays, made once.
+"""Draws the next token of every row of a batch, on the rank. Per-slot state lies in arrays, made
+once.
 
-Knows no requests: a slot is told how to sample when it is joined. The draw at output index i depends on (seed, i)
-and the row's logits alone, so batch composition, retries and preemption never change it. Greedy rows cost one argmax.
+Knows no requests: a slot is told how to sample when it is joined. The draw at output index i
+depends on (seed, i) and the row's logits alone, so batch composition, retries and preemption never
+change it. Greedy rows cost one argmax.
 
 Shapes: B rows, V vocabulary.
 """
@@ -23,7 +25,9 @@ _GREEDY_BELOW = 1e-5
 """A temperature this low is greedy: dividing by it would overflow."""
 _OWN = f"{NO_TOKEN}: logit_bias, penalties, and stop ids before min_tokens leave none"
 _CACHED_VALUES = 2**19
-"""On a CPU, rows are drawn in groups of this many values: 2 MiB stay in its cache (twice as fast at V3's size)."""
+"""On a CPU, rows are drawn in groups of this many values: 2 MiB stay in its cache (twice as fast at
+V3's size).
+"""
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,20 @@ class Sampler:
 
     @torch.inference_mode()
     def join(
-        self, slot: int, sampling: Sampling, output_index: int, *,
-        prompt: Sequence[int] = (), output: Sequence[int] = (), stop_ids: Sequence[int] = (), min_tokens: int = 0,
+        self,
+        slot: int,
+        sampling: Sampling,
+        output_index: int,
+        *,
+        prompt: Sequence[int] = (),
+        output: Sequence[int] = (),
+        stop_ids: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         """Set how `slot` is drawn from now on. `prompt` and `output` matter only with a penalty."""
-        self._temperature[slot] = sampling.temperature if sampling.temperature > _GREEDY_BELOW else 0.0
+        self._temperature[slot] = (
+            sampling.temperature if sampling.temperature > _GREEDY_BELOW else 0.0
+        )
         self._top_k[slot] = max(sampling.top_k, 0)
         self._top_p[slot] = sampling.top_p
         self._min_p[slot] = sampling.min_p
@@ -85,10 +98,19 @@ class Sampler:
         self._stop_ids.pop(slot, None)
         if sampling.logit_bias:
             # An id outside the vocabulary is never drawn anyway.
-            pairs = [(token, value) for token, value in sampling.logit_bias if 0 <= token < self._vocab_size]
-            self._bias[slot] = (self._ids([token for token, _ in pairs]), self._floats([value for _, value in pairs]))
+            pairs = [
+                (token, value)
+                for token, value in sampling.logit_bias
+                if 0 <= token < self._vocab_size
+            ]
+            self._bias[slot] = (
+                self._ids([token for token, _ in pairs]),
+                self._floats([value for _, value in pairs]),
+            )
         if min_tokens > output_index:
-            self._stop_ids[slot] = self._ids([token for token in stop_ids if 0 <= token < self._vocab_size])
+            self._stop_ids[slot] = self._ids(
+                [token for token in stop_ids if 0 <= token < self._vocab_size]
+            )
         if self._has_penalty(slot):
             self._remember(slot, prompt, output)
         self._set_plain(slot)
@@ -101,7 +123,9 @@ class Sampler:
 
     @torch.inference_mode()
     def draw(self, logits_BV: Tensor, slots_B: np.ndarray) -> Drawn:
-        """Draw one token for each row; row i belongs to `slots_B[i]`. Advances the slots that drew."""
+        """Draw one token for each row; row i belongs to `slots_B[i]`. Advances the slots that
+        drew.
+        """
         logits_BV = logits_BV.float()
         best_B, tokens_B = logits_BV.max(-1)
         own_B = np.zeros(len(slots_B), np.bool_)  # Rows that the request's own numbers spoil.
@@ -117,11 +141,15 @@ class Sampler:
         tokens: np.ndarray = tokens_B.cpu().numpy()
         finite_B = torch.isfinite(best_B).cpu().numpy()
         failed = {int(slots_B[row]): _OWN for row in np.flatnonzero(own_B & finite_B)}
-        failed |= {int(slots_B[row]): "its logits are not finite" for row in np.flatnonzero(~finite_B)}
+        failed |= {
+            int(slots_B[row]): "its logits are not finite" for row in np.flatnonzero(~finite_B)
+        }
         finite_B &= ~own_B
         draws = self._logprobs(logits_BV, tokens_B, slots_B) if special_B.any() else {}
         self._advance(slots_B[finite_B], tokens[finite_B])
-        return Drawn(tokens, {slot: draw for slot, draw in draws.items() if slot not in failed}, failed)
+        return Drawn(
+            tokens, {slot: draw for slot, draw in draws.items() if slot not in failed}, failed
+        )
 
     def _draw_special(self, logits_BV: Tensor, slots_B: np.ndarray) -> tuple[Tensor, Tensor]:
         """Tokens [B] and whether any could be drawn [B]; `logits_BV` is a copy."""
@@ -130,17 +158,25 @@ class Sampler:
         random = np.flatnonzero(self._temperature[slots_B] > 0)
         if len(random):
             # All of them, where none is greedy: nothing is picked then.
-            rows = slice(None) if len(random) == len(slots_B) else torch.from_numpy(random).to(logits_BV.device)
+            rows = (
+                slice(None)
+                if len(random) == len(slots_B)
+                else torch.from_numpy(random).to(logits_BV.device)
+            )
             slots = slots_B[random]
-            scaled = (logits_BV[rows] - best_B[rows][:, None]) / self._floats(self._temperature[slots])[:, None]
+            scaled = (logits_BV[rows] - best_B[rows][:, None]) / self._floats(
+                self._temperature[slots]
+            )[:, None]
             u = uniform(self._seed[slots], self._output_index[slots].astype(np.uint64))
             tokens_B[rows] = draw_token(
                 scaled.exp(), self._top_k[slots], self._top_p[slots], self._min_p[slots], u
-            )  # fmt: skip
+            )
         return tokens_B, torch.isfinite(best_B)
 
     def _adjust(self, logits_BV: Tensor, slots_B: np.ndarray) -> Tensor:
-        """Bias, penalties, forbidden stop ids: in this order, as vLLM and transformers apply them."""
+        """Bias, penalties, forbidden stop ids: in this order, as vLLM and transformers apply
+        them.
+        """
         for row, slot in enumerate(slots_B.tolist()):
             if slot in self._bias:
                 logits_BV[row].index_add_(0, *self._bias[slot])
@@ -149,13 +185,17 @@ class Sampler:
             assert self._seen is not None
             rows, slots = self._ids(repeated), slots_B[repeated]
             seen = self._seen[self._ids(slots)]
-            logits_BV[rows] = penalise_repetition(logits_BV[rows], seen, self._floats(self._repetition[slots]))
+            logits_BV[rows] = penalise_repetition(
+                logits_BV[rows], seen, self._floats(self._repetition[slots])
+            )
         counted = np.flatnonzero((self._frequency[slots_B] != 0) | (self._presence[slots_B] != 0))
         if len(counted):
             assert self._counts is not None
             rows, slots = self._ids(counted), slots_B[counted]
             logits_BV[rows] = penalise_counts(
-                logits_BV[rows], self._counts[self._ids(slots)], self._floats(self._frequency[slots]),
+                logits_BV[rows],
+                self._counts[self._ids(slots)],
+                self._floats(self._frequency[slots]),
                 self._floats(self._presence[slots]),
             )
         for row, slot in enumerate(slots_B.tolist()):
@@ -163,7 +203,9 @@ class Sampler:
                 logits_BV[row, self._stop_ids[slot]] = float("-inf")
         return logits_BV
 
-    def _logprobs(self, logits_BV: Tensor, tokens_B: Tensor, slots_B: np.ndarray) -> dict[int, Draw]:
+    def _logprobs(
+        self, logits_BV: Tensor, tokens_B: Tensor, slots_B: np.ndarray
+    ) -> dict[int, Draw]:
         """Of the model's own distribution: before bias, penalties and temperature."""
         asked = np.flatnonzero(self._num_logprobs[slots_B] >= 0)
         if not len(asked):
@@ -172,15 +214,21 @@ class Sampler:
         logprobs = logits_BV[rows].log_softmax(-1)
         chosen = logprobs.gather(-1, tokens_B[rows, None])[:, 0].tolist()
         num_best = self._num_logprobs[slots_B[asked]]
-        best, best_ids = (x.tolist() for x in logprobs.topk(min(int(num_best.max()), self._vocab_size), dim=-1))
+        best, best_ids = (
+            x.tolist() for x in logprobs.topk(min(int(num_best.max()), self._vocab_size), dim=-1)
+        )
         return {
-            int(slots_B[row]): Draw(chosen[i], tuple(zip(best_ids[i], best[i], strict=True))[: num_best[i]])
+            int(slots_B[row]): Draw(
+                chosen[i], tuple(zip(best_ids[i], best[i], strict=True))[: num_best[i]]
+            )
             for i, row in enumerate(asked)
         }
 
     def _advance(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         self._output_index[slots] += 1
-        for slot in [slot for slot in self._stop_ids if self._output_index[slot] >= self._min_tokens[slot]]:
+        for slot in [
+            slot for slot in self._stop_ids if self._output_index[slot] >= self._min_tokens[slot]
+        ]:
             del self._stop_ids[slot]
             self._set_plain(slot)
         if self._counts is None:
@@ -193,12 +241,17 @@ class Sampler:
 
     def _set_plain(self, slot: int) -> None:
         self._is_plain[slot] = (
-            self._temperature[slot] == 0 and self._num_logprobs[slot] < 0 and not self._has_penalty(slot)
-            and slot not in self._bias and slot not in self._stop_ids
+            self._temperature[slot] == 0
+            and self._num_logprobs[slot] < 0
+            and not self._has_penalty(slot)
+            and slot not in self._bias
+            and slot not in self._stop_ids
         )
 
     def _has_penalty(self, slot: int) -> bool:
-        return bool(self._presence[slot] != 0 or self._frequency[slot] != 0 or self._repetition[slot] != 1)
+        return bool(
+            self._presence[slot] != 0 or self._frequency[slot] != 0 or self._repetition[slot] != 1
+        )
 
     def _remember(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         if self._counts is None:
@@ -206,7 +259,9 @@ class Sampler:
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
             self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
         assert self._seen is not None
-        counts = np.bincount(np.asarray(output, dtype=np.int64), minlength=self._vocab_size)[: self._vocab_size]
+        counts = np.bincount(np.asarray(output, dtype=np.int64), minlength=self._vocab_size)[
+            : self._vocab_size
+        ]
         self._counts[slot] = torch.from_numpy(counts).to(self._device)
         self._seen[slot] = False
         self._seen[slot, self._ids([*prompt, *output])] = True

@@ -1,7 +1,9 @@
-"""A decode rank's mirror of its leader's table: one row per occupied slot, packed, in arrays made once.
+"""A decode rank's mirror of its leader's table: one row per occupied slot, packed, in arrays made
+once.
 
-The leader sends differences; from then on the rank advances every row by itself. Rows are packed so that a step reads
-prefixes of the arrays; the order of rows means nothing. Shapes: B rows, M blocks of a request.
+The leader sends differences; from then on the rank advances every row by itself. Rows are packed so
+that a step reads prefixes of the arrays; the order of rows means nothing. Shapes: B rows, M blocks
+of a request.
 """
 
 from __future__ import annotations
@@ -44,12 +46,15 @@ class RankTable:
             self._row_of_slot[int(self._slots[row])] = row
 
     def join(self, join: Join) -> None:
-        """Add a slot, in place of what it held. Raises ValueError for one that does not fit the table."""
+        """Add a slot, in place of what it held. Raises ValueError for one that does not fit the
+        table.
+        """
         if not 0 <= join.slot < len(self._slots):
             raise ValueError(f"slot {join.slot} is outside the table of {len(self._slots)}")
         if join.num_tokens >= self._max_positions or len(join.block_ids) > self._blocks.shape[1]:
             raise ValueError(
-                f"slot {join.slot}: {join.num_tokens} tokens exceed the model's {self._max_positions} positions"
+                f"slot {join.slot}: {join.num_tokens} tokens exceed the model's"
+                f" {self._max_positions} positions"
             )
         self.leave(join.slot)
         row = self._row_of_slot[join.slot] = len(self)
@@ -81,7 +86,9 @@ class RankTable:
         return self._slots[: len(self)]
 
     def batch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens_B, positions_B int64, block_table_BM int32) as views, M as wide as the longest row needs."""
+        """(tokens_B, positions_B int64, block_table_BM int32) as views, M as wide as the longest
+        row needs.
+        """
         num_rows = len(self)
         num_blocks = int(self._positions[:num_rows].max(initial=0)) // BLOCK_TOKENS + 1
         return (
@@ -91,7 +98,9 @@ class RankTable:
         )
 
     def split(self, second: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of the two micro-batches; `second` are slots. Raises ValueError for one that is not occupied."""
+        """Rows of the two micro-batches; `second` are slots. Raises ValueError for one that is not
+        occupied.
+        """
         absent = sorted(slot for slot in second if slot not in self._row_of_slot)
         if absent:
             raise ValueError(f"slots {absent} of the second micro-batch are not occupied")
@@ -104,5 +113,6 @@ class RankTable:
         num_rows = len(self)
         self._tokens[:num_rows] = tokens_B
         positions = self._positions[:num_rows]
-        # A row that finished at the context's end may be stepped once more before its leave arrives.
+        # A row that finished at the context's end may be stepped once more before its leave
+        # arrives.
         np.minimum(positions + 1, self._max_positions - 1, out=positions)

@@ -1,1 +1,3 @@
-"""Schedules as values: in which order a layer's ops run, and what travels while something else is computed."""
+"""Schedules as values: in which order a layer's ops run, and what travels while something else is
+computed.
+"""

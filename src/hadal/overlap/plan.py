@@ -1,13 +1,15 @@
-"""A schedule of a layer's ops as one frozen value, checked when it is made: printed, priced and executed alike.
+"""A schedule of a layer's ops as one frozen value, checked when it is made: printed, priced and
+executed alike.
 
     sequential          attn_in attn_core gate dispatch> >dispatch shared experts combine> >combine
     prefill_dual   +0   attn_in attn_core gate dispatch> | >dispatch experts combine> | shared >combine
     decode_five    +2   attn_in | attn_core gate | dispatch> shared | >dispatch experts combine> | >combine |
 
-`x>` starts a communication, `>x` finishes it, `|` ends a stage: there the other micro-batch may run. Without `|` at
-the end the last stage runs on into the next layer's first: that attention hides what the other micro-batch combines.
-The offset says how many stages the second micro-batch trails. Knows no tensors and no times. Source of the stages:
-DeepSeek-V3/R1 inference overview, the figures of prefill and decode overlap.
+`x>` starts a communication, `>x` finishes it, `|` ends a stage: there the other micro-batch may
+run. Without `|` at the end the last stage runs on into the next layer's first: that attention hides
+what the other micro-batch combines. The offset says how many stages the second micro-batch trails.
+Knows no tensors and no times. Source of the stages: DeepSeek-V3/R1 inference overview, the figures
+of prefill and decode overlap.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ DISPATCH_START, DISPATCH_FINISH = "dispatch>", ">dispatch"
 SHARED, EXPERTS = "shared", "experts"
 COMBINE_START, COMBINE_FINISH = "combine>", ">combine"
 DISPATCH, COMBINE = "dispatch", "combine"
-"""What lies between start and finish, on the link: names of times and traces, not ops of a schedule."""
+"""What lies between start and finish, on the link: names of times and traces, not ops of a
+schedule.
+"""
 
 NEEDS: dict[str, tuple[str, ...]] = {
     ATTN_IN: (),
@@ -34,19 +38,27 @@ NEEDS: dict[str, tuple[str, ...]] = {
     COMBINE_START: (EXPERTS,),
     COMBINE_FINISH: (COMBINE_START, SHARED),
 }
-"""Op -> the ops of the same layer and micro-batch that must have run before it. `>combine` ends the layer."""
+"""Op -> the ops of the same layer and micro-batch that must have run before it. `>combine` ends the
+layer.
+"""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of a layer's ops, by stages. Raises ValueError at birth if it breaks a need or leaves out an op."""
+    """The order of a layer's ops, by stages. Raises ValueError at birth if it breaks a need or
+    leaves out an op.
+    """
 
     name: str
     stages: tuple[tuple[str, ...], ...]
     offset: int | None = None
-    """Stages that the second micro-batch trails; None: it starts when the first has been through all layers."""
+    """Stages that the second micro-batch trails; None: it starts when the first has been through
+    all layers.
+    """
     runs_on: bool = False
-    """A layer's last stage and the next layer's first are one: the other micro-batch does not run between them."""
+    """A layer's last stage and the next layer's first are one: the other micro-batch does not run
+    between them.
+    """
 
     def __post_init__(self) -> None:
         done: set[str] = set()
@@ -62,7 +74,10 @@ class Schedule:
         if done != NEEDS.keys():
             raise ValueError(f"{self.name}: {', '.join(sorted(NEEDS.keys() - done))} never runs.")
         if self.offset is not None and not 0 <= self.offset < len(self.stages):
-            raise ValueError(f"{self.name}: offset {self.offset} is outside the layer's {len(self.stages)} stages.")
+            raise ValueError(
+                f"{self.name}: offset {self.offset} is outside the layer's {len(self.stages)}"
+                " stages."
+            )
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -81,11 +96,14 @@ def parse(name: str, text: str, offset: int | None = None) -> Schedule:
     return Schedule(name, stages, offset, runs_on=not text.endswith("|"))
 
 
-def order(schedule: Schedule, num_layers: int, num_micro_batches: int) -> Iterator[tuple[int, int, str]]:
-    """Yield (micro-batch, layer, op) in the order one rank's compute runs them: the only place that interleaves.
+def order(
+    schedule: Schedule, num_layers: int, num_micro_batches: int
+) -> Iterator[tuple[int, int, str]]:
+    """Yield (micro-batch, layer, op) in the order one rank's compute runs them: the only place that
+    interleaves.
 
-    Micro-batches take turns, a stage each, the first one always ahead: so the later half of a split prompt finds
-    the earlier half's KV written.
+    Micro-batches take turns, a stage each, the first one always ahead: so the later half of a split
+    prompt finds the earlier half's KV written.
     """
     turns: list[list[tuple[int, str]]] = []
     for layer in range(num_layers):
@@ -107,12 +125,22 @@ def order(schedule: Schedule, num_layers: int, num_micro_batches: int) -> Iterat
 
 
 def variants() -> Iterator[Schedule]:
-    """Every legal way to cut a layer in stages, to place the shared expert and to trail: 15,348 schedules to search.
+    """Every legal way to cut a layer in stages, to place the shared expert and to trail: 15,348
+    schedules to search.
 
-    What a communication needs fixes the order of all other ops; starting one earlier than its input is there is
-    impossible, and starting it later only wastes the link.
+    What a communication needs fixes the order of all other ops; starting one earlier than its input
+    is there is impossible, and starting it later only wastes the link.
     """
-    chain = (ATTN_IN, ATTN_CORE, GATE, DISPATCH_START, DISPATCH_FINISH, EXPERTS, COMBINE_START, COMBINE_FINISH)
+    chain = (
+        ATTN_IN,
+        ATTN_CORE,
+        GATE,
+        DISPATCH_START,
+        DISPATCH_FINISH,
+        EXPERTS,
+        COMBINE_START,
+        COMBINE_FINISH,
+    )
     for at in range(chain.index(GATE), chain.index(COMBINE_FINISH) + 1):
         ops = (*chain[:at], SHARED, *chain[at:])
         for cuts in range(1, 2 ** (len(ops) - 1)):
@@ -123,11 +151,19 @@ def variants() -> Iterator[Schedule]:
                     yield Schedule(f"cut {at}.{cuts}", stages, offset, runs_on)
 
 
-SEQUENTIAL = parse("sequential", "attn_in attn_core gate dispatch> >dispatch shared experts combine> >combine")
+SEQUENTIAL = parse(
+    "sequential", "attn_in attn_core gate dispatch> >dispatch shared experts combine> >combine"
+)
 PREFILL_DUAL = parse(
-    "prefill_dual", "attn_in attn_core gate dispatch> | >dispatch experts combine> | shared >combine", 0
+    "prefill_dual",
+    "attn_in attn_core gate dispatch> | >dispatch experts combine> | shared >combine",
+    0,
 )
 DECODE_FIVE = parse(
-    "decode_five", "attn_in | attn_core gate | dispatch> shared | >dispatch experts combine> | >combine |", 2
+    "decode_five",
+    "attn_in | attn_core gate | dispatch> shared | >dispatch experts combine> | >combine |",
+    2,
 )
-SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in (SEQUENTIAL, PREFILL_DUAL, DECODE_FIVE)}
+SCHEDULES: dict[str, Schedule] = {
+    schedule.name: schedule for schedule in (SEQUENTIAL, PREFILL_DUAL, DECODE_FIVE)
+}

@@ -1,8 +1,9 @@
 """Split each rank's part of a step into two micro-batches of equal estimated time.
 
-Time is `token_s` for a token and `pair_s` for each position it attends to, itself included. A prompt may be cut: its
-earlier tokens are in the first micro-batch, whose KV is written before the second reads it (overlap/plan.order).
-Knows no schedule, and not where the two rates come from; with both zero, tokens alone are balanced.
+Time is `token_s` for a token and `pair_s` for each position it attends to, itself included. A
+prompt may be cut: its earlier tokens are in the first micro-batch, whose KV is written before the
+second reads it (overlap/plan.order). Knows no schedule, and not where the two rates come from; with
+both zero, tokens alone are balanced.
 
 Shapes: R ranks, S slots of a rank, P pairs of neighbours.
 """
@@ -22,22 +23,30 @@ _LAST = np.iinfo(np.int64).max
 
 
 def num_pairs_of(start: int, num_tokens: int) -> int:
-    """(token, position) pairs of causal attention: a token at position p attends to p + 1 positions."""
+    """(token, position) pairs of causal attention: a token at position p attends to p + 1
+    positions.
+    """
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
 def split_chunks(chunks: Sequence[tuple[int, int]], token_s: float, pair_s: float) -> list[int]:
     """Return how many tokens of each (start, num_tokens) go into the first micro-batch.
 
-    All chunks before one are wholly in the first, all after it wholly in the second: at most one prompt is cut, so no
-    more than one has its weights' rows and its KV walked twice. The halves differ by one token's time at most.
+    All chunks before one are wholly in the first, all after it wholly in the second: at most one
+    prompt is cut, so no more than one has its weights' rows and its KV walked twice. The halves
+    differ by one token's time at most.
     """
     token_s, pair_s = _rates(token_s, pair_s)
-    costs_s = [token_s * num_tokens + pair_s * num_pairs_of(start, num_tokens) for start, num_tokens in chunks]
+    costs_s = [
+        token_s * num_tokens + pair_s * num_pairs_of(start, num_tokens)
+        for start, num_tokens in chunks
+    ]
     left_s = sum(costs_s) / 2
     taken: list[int] = []
     for (start, num_tokens), cost_s in zip(chunks, costs_s, strict=True):
-        first = num_tokens if cost_s <= left_s else _prefix(start, num_tokens, token_s, pair_s, left_s)
+        first = (
+            num_tokens if cost_s <= left_s else _prefix(start, num_tokens, token_s, pair_s, left_s)
+        )
         taken.append(first)
         # Once a chunk is cut, rounding may leave a little: it must not flow into the next one.
         left_s = max(0.0, left_s - cost_s) if first == num_tokens else 0.0
@@ -45,11 +54,11 @@ def split_chunks(chunks: Sequence[tuple[int, int]], token_s: float, pair_s: floa
 
 
 def split_rows(lengths: Sequence[int], token_s: float, pair_s: float) -> list[bool]:
-    """Return which decode rows are in the second micro-batch; `lengths` are the positions that each attends to.
-    One rank's, row by row: what `split_ranks` has to come to.
+    """Return which decode rows are in the second micro-batch; `lengths` are the positions that each
+    attends to. One rank's, row by row: what `split_ranks` has to come to.
 
-    Neighbours in order of length are put apart, the pairs that differ most first, the longer one where less is: so the
-    counts differ by one at most, and the times by no more than one pair does.
+    Neighbours in order of length are put apart, the pairs that differ most first, the longer one
+    where less is: so the counts differ by one at most, and the times by no more than one pair does.
     """
     token_s, pair_s = _rates(token_s, pair_s)
     rows = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
@@ -71,22 +80,30 @@ def split_rows(lengths: Sequence[int], token_s: float, pair_s: float) -> list[bo
 
 
 def split_ranks(lengths_RS: Ints, is_row_RS: Bools, token_s: float, pair_s: float) -> Bools:
-    """What `split_rows` says of every rank at once, whose rows are those slots that `is_row_RS`: bool [R, S]."""
+    """What `split_rows` says of every rank at once, whose rows are those slots that `is_row_RS`:
+    bool [R, S].
+    """
     token_s, pair_s = _rates(token_s, pair_s)
     is_second_RS = np.zeros(is_row_RS.shape, np.bool_)
     num_pairs = -(-int(is_row_RS.sum(axis=1).max(initial=0)) // 2)
     if not num_pairs:
         return is_second_RS
     # The longest first, who is no row last; stable, so the lowest of equals comes first.
-    order_RS = np.where(is_row_RS, -lengths_RS, _LAST).argsort(axis=1, kind="stable")[:, : 2 * num_pairs]
+    order_RS = np.where(is_row_RS, -lengths_RS, _LAST).argsort(axis=1, kind="stable")[
+        :, : 2 * num_pairs
+    ]
     longer_RP, shorter_RP = order_RS[:, ::2], order_RS[:, 1::2]
-    if shorter_RP.shape[1] < num_pairs:  # The odd one's neighbour lies behind the last slot: any slot that is no row's.
+    if (
+        shorter_RP.shape[1] < num_pairs
+    ):  # The odd one's neighbour lies behind the last slot: any slot that is no row's.
         shorter_RP = np.pad(shorter_RP, ((0, 0), (0, 1)), constant_values=-1)
     length_RP = np.take_along_axis(lengths_RS, longer_RP, axis=1)
     is_pair_RP = np.take_along_axis(is_row_RS, longer_RP, axis=1)
     has_other_RP = np.take_along_axis(is_row_RS, shorter_RP, axis=1) & (shorter_RP >= 0)
     other_RP = np.take_along_axis(lengths_RS, shorter_RP, axis=1)
-    differs_s_RP = np.where(has_other_RP, pair_s * (length_RP - other_RP), token_s + pair_s * length_RP)
+    differs_s_RP = np.where(
+        has_other_RP, pair_s * (length_RP - other_RP), token_s + pair_s * length_RP
+    )
     differs_s_RP[~is_pair_RP] = -1.0  # Behind all others.
     turn_RP = np.lexsort((longer_RP, -differs_s_RP), axis=1)
     in_turn_s_PR = np.maximum(np.take_along_axis(differs_s_RP, turn_RP, axis=1), 0.0).T.copy()
@@ -98,8 +115,9 @@ def split_ranks(lengths_RS: Ints, is_row_RS: Bools, token_s: float, pair_s: floa
     puts_second_RP = np.empty(turn_RP.shape, np.bool_)
     np.put_along_axis(puts_second_RP, turn_RP, puts_second_PR.T, axis=1)
     for is_in_RP, slot_RP, puts_RP in (
-        (is_pair_RP, longer_RP, puts_second_RP), (has_other_RP, shorter_RP, ~puts_second_RP),
-    ):  # fmt: skip
+        (is_pair_RP, longer_RP, puts_second_RP),
+        (has_other_RP, shorter_RP, ~puts_second_RP),
+    ):
         rank_N, pair_N = np.nonzero(is_in_RP)
         is_second_RS[rank_N, slot_RP[rank_N, pair_N]] = puts_RP[rank_N, pair_N]
     return is_second_RS

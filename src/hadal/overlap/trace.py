@@ -1,4 +1,5 @@
-"""What a traced step says: how much of the link's time lay under computation, and pictures for people.
+"""What a traced step says: how much of the link's time lay under computation, and pictures for
+people.
 
     compute  mb0   aaacccg>......>EEE>.......      lanes of a rank: ops in its compute thread, by micro-batch;
     link     mb0   .......DDDDDDD.....MMMMMMM      exchanges, from being posted to the last byte's arrival;
@@ -33,20 +34,41 @@ from hadal.overlap.plan import (
 
 COMPUTE, LINK, WAIT = "compute", "link", "wait"
 LETTERS = {
-    ATTN_IN: "a", ATTN_CORE: "c", GATE: "g", SHARED: "s", EXPERTS: "E", DISPATCH: "D", COMBINE: "M",
-    DISPATCH_START: ">", DISPATCH_FINISH: ">", COMBINE_START: ">", COMBINE_FINISH: ">",
-    "step": "S", "head": "h", "draw": "d", "flip": "f",
-}  # fmt: skip
+    ATTN_IN: "a",
+    ATTN_CORE: "c",
+    GATE: "g",
+    SHARED: "s",
+    EXPERTS: "E",
+    DISPATCH: "D",
+    COMBINE: "M",
+    DISPATCH_START: ">",
+    DISPATCH_FINISH: ">",
+    COMBINE_START: ">",
+    COMBINE_FINISH: ">",
+    "step": "S",
+    "head": "h",
+    "draw": "d",
+    "flip": "f",
+}
 _WAIT_LETTER = "w"
 _NAMES = {
-    ">": "start or finish", "D": "dispatch", "M": "combine", "d": "draw", "f": "flip of a layer's experts",
-    "S": "all layers as one kernel", _WAIT_LETTER: "exposed wait",
-}  # fmt: skip
+    ">": "start or finish",
+    "D": "dispatch",
+    "M": "combine",
+    "d": "draw",
+    "f": "flip of a layer's experts",
+    "S": "all layers as one kernel",
+    _WAIT_LETTER: "exposed wait",
+}
 """What letters mean that several ops share, or whose op's name does not say it."""
 _COLOURS = {
-    ATTN_IN: "thread_state_running", ATTN_CORE: "good", EXPERTS: "rail_response", SHARED: "rail_animation",
-    DISPATCH: "thread_state_iowait", COMBINE: "rail_load",
-}  # fmt: skip
+    ATTN_IN: "thread_state_running",
+    ATTN_CORE: "good",
+    EXPERTS: "rail_response",
+    SHARED: "rail_animation",
+    DISPATCH: "thread_state_iowait",
+    COMBINE: "rail_load",
+}
 """Names of chrome://tracing's palette; Perfetto chooses its own by the name of an op."""
 _THREADS = ("step", COMPUTE, WAIT, "link mb0", "link mb1")
 _THREADS_APART = ("step", "compute mb0", "compute mb1", WAIT, "link mb0", "link mb1")
@@ -81,8 +103,12 @@ def shares(events: Iterable[TraceEvent]) -> tuple[Share, ...]:
         ranks.add(event.rank)
     found = []
     for rank in sorted(ranks):
-        compute, link, wait = (_union(lanes.get((rank, lane), [])) for lane in (COMPUTE, LINK, WAIT))
-        found.append(Share(rank, _length(compute), _length(link), _common_s(link, compute), _length(wait)))
+        compute, link, wait = (
+            _union(lanes.get((rank, lane), [])) for lane in (COMPUTE, LINK, WAIT)
+        )
+        found.append(
+            Share(rank, _length(compute), _length(link), _common_s(link, compute), _length(wait))
+        )
     return tuple(found)
 
 
@@ -100,71 +126,127 @@ def duration_s(events: Sequence[TraceEvent]) -> float:
     return max(event.end_s for event in events) - min(event.start_s for event in events)
 
 
-def chrome_trace(unit: str, steps: Sequence[TracedStep], *, is_apart: bool = False) -> dict[str, Any]:
-    """The steps as one Trace Event Format object: a process for each rank, a thread for each lane; times in us.
+def chrome_trace(
+    unit: str, steps: Sequence[TracedStep], *, is_apart: bool = False
+) -> dict[str, Any]:
+    """The steps as one Trace Event Format object: a process for each rank, a thread for each lane;
+    times in us.
 
-    What the balancers made of a step is a counter of its own for each objective, in the first rank's process.
-    `is_apart`: each micro-batch's computation is a thread of its own, though one lane does both.
+    What the balancers made of a step is a counter of its own for each objective, in the first
+    rank's process. `is_apart`: each micro-batch's computation is a thread of its own, though one
+    lane does both.
     """
     threads = _THREADS_APART if is_apart else _THREADS
     everything = [event for step in steps for event in step.events]
     zero_s = min((event.start_s for event in everything), default=0.0)
     found: list[dict[str, Any]] = []
     for rank in sorted({event.rank for event in everything}):
-        found.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"{unit} rank {rank}"}})
-        found.append({"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}})
+        found.append(
+            {
+                "ph": "M",
+                "pid": rank,
+                "name": "process_name",
+                "args": {"name": f"{unit} rank {rank}"},
+            }
+        )
+        found.append(
+            {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+        )
         for tid, name in enumerate(threads):
-            found.append({"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": name}})
-            found.append({"ph": "M", "pid": rank, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+            found.append(
+                {"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": name}}
+            )
+            found.append(
+                {
+                    "ph": "M",
+                    "pid": rank,
+                    "tid": tid,
+                    "name": "thread_sort_index",
+                    "args": {"sort_index": tid},
+                }
+            )
     for step in steps:
         found += _counters(step, zero_s)
         for share in shares(step.events):
             mine = [event for event in step.events if event.rank == share.rank]
             args = {
-                "step_id": step.step_id, "num_micro_batches": step.num_micro_batches, "num_tokens": step.num_tokens,
-                "covered_share": share.covered, "exposed_ms": share.exposed_s * 1e3, "balance": shown(step.balance),
-            }  # fmt: skip
+                "step_id": step.step_id,
+                "num_micro_batches": step.num_micro_batches,
+                "num_tokens": step.num_tokens,
+                "covered_share": share.covered,
+                "exposed_ms": share.exposed_s * 1e3,
+                "balance": shown(step.balance),
+            }
             start_s = min(event.start_s for event in mine)
             name = f"step {step.step_id} {step.schedule}"
-            found.append(_span(name, "step", share.rank, 0, start_s - zero_s, duration_s(mine), args))
+            found.append(
+                _span(name, "step", share.rank, 0, start_s - zero_s, duration_s(mine), args)
+            )
             found += [_event(event, zero_s, threads) for event in mine]
     return {"traceEvents": found, "displayTimeUnit": "ms"}
 
 
 def _counters(step: TracedStep, zero_s: float) -> list[dict[str, Any]]:
-    """Objectives as steps of a line over time. A step that left no events has no time to be drawn at."""
+    """Objectives as steps of a line over time. A step that left no events has no time to be drawn
+    at.
+    """
     if not step.events:
         return []
     pid = min(event.rank for event in step.events)
     ts = round((min(event.start_s for event in step.events) - zero_s) * 1e6, 3)
     return [
-        {"ph": "C", "pid": pid, "name": f"balance: {objective}", "ts": ts, "args": {"mean over maximum": value}}
+        {
+            "ph": "C",
+            "pid": pid,
+            "name": f"balance: {objective}",
+            "ts": ts,
+            "args": {"mean over maximum": value},
+        }
         for objective, value in shown(step.balance).items()
     ]
 
 
 def _event(event: TraceEvent, zero_s: float, threads: tuple[str, ...]) -> dict[str, Any]:
-    # Exchanges of two micro-batches may be under way at once, and stretches of a thread must not cross.
+    # Exchanges of two micro-batches may be under way at once, and stretches of a thread must not
+    # cross.
     own = f"{event.lane} mb{event.micro_batch}"
     tid = threads.index(own if own in threads else event.lane)
     name = f"wait {event.op}" if event.lane == WAIT else event.op
     args = {"layer": event.layer, "micro_batch": event.micro_batch}
-    span = _span(name, event.lane, event.rank, tid, event.start_s - zero_s, event.end_s - event.start_s, args)
+    span = _span(
+        name, event.lane, event.rank, tid, event.start_s - zero_s, event.end_s - event.start_s, args
+    )
     colour = "terrible" if event.lane == WAIT else _COLOURS.get(event.op)
     return span if colour is None else span | {"cname": colour}
 
 
 def _span(
-    name: str, category: str, pid: int, tid: int, start_s: float, length_s: float, args: dict[str, Any]
-) -> dict[str, Any]:  # fmt: skip
+    name: str,
+    category: str,
+    pid: int,
+    tid: int,
+    start_s: float,
+    length_s: float,
+    args: dict[str, Any],
+) -> dict[str, Any]:
     return {
-        "ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": round(start_s * 1e6, 3),
-        "dur": round(max(length_s, 0.0) * 1e6, 3), "args": args,
-    }  # fmt: skip
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": pid,
+        "tid": tid,
+        "ts": round(start_s * 1e6, 3),
+        "dur": round(max(length_s, 0.0) * 1e6, 3),
+        "args": args,
+    }
 
 
-def timeline(events: Iterable[TraceEvent], rank: int, layer: int | None = None, width: int = 96) -> str:
-    """One layer of one rank in letters (`legend`), as long as a micro-batch is in it. `layer` None: the middle one."""
+def timeline(
+    events: Iterable[TraceEvent], rank: int, layer: int | None = None, width: int = 96
+) -> str:
+    """One layer of one rank in letters (`legend`), as long as a micro-batch is in it. `layer` None:
+    the middle one.
+    """
     mine = [event for event in events if event.rank == rank]
     if not mine or width < 1:
         return ""
@@ -180,7 +262,9 @@ def timeline(events: Iterable[TraceEvent], rank: int, layer: int | None = None, 
     start_s, end_s = min(e.start_s for e in within), max(e.end_s for e in within)
     cell_s = max((end_s - start_s) / width, 1e-12)
     micro_batches = sorted({event.micro_batch for event in mine})
-    rows: list[tuple[str, str, int | None]] = [(f"{COMPUTE} mb{i}", COMPUTE, i) for i in micro_batches]
+    rows: list[tuple[str, str, int | None]] = [
+        (f"{COMPUTE} mb{i}", COMPUTE, i) for i in micro_batches
+    ]
     if any(event.lane == LINK for event in mine):
         rows += [(f"{LINK} mb{i}", LINK, i) for i in micro_batches] + [(WAIT, WAIT, None)]
     lines = [f"layer {layer}, {(end_s - start_s) * 1e3:.2f} ms"]
@@ -191,14 +275,21 @@ def timeline(events: Iterable[TraceEvent], rank: int, layer: int | None = None, 
 
 
 def is_one_kernel(events: Iterable[TraceEvent], rank: int) -> bool:
-    """Whether the rank ran its layers in one call, so that a picture of a layer would show nothing."""
+    """Whether the rank ran its layers in one call, so that a picture of a layer would show
+    nothing.
+    """
     mine = [event for event in events if event.rank == rank]
     return bool(mine) and not any(event.op in NEEDS or event.lane == LINK for event in mine)
 
 
 def steps_timeline(steps: Sequence[TracedStep], rank: int, width: int = 96) -> str:
     """What a rank computes over all steps, in letters: dots are what passes between steps."""
-    mine = [event for step in steps for event in step.events if event.rank == rank and event.lane == COMPUTE]
+    mine = [
+        event
+        for step in steps
+        for event in step.events
+        if event.rank == rank and event.lane == COMPUTE
+    ]
     if not mine or width < 1:
         return ""
     start_s, length_s = min(event.start_s for event in mine), duration_s(mine)
@@ -216,7 +307,9 @@ def legend(events: Iterable[TraceEvent], rank: int) -> str:
             letter = _letter(event)
             letter_to_s[letter] = letter_to_s.get(letter, 0.0) + event.end_s - event.start_s
     known = [letter for letter in letter_to_name if letter in letter_to_s]
-    return ", ".join(f"{letter} {letter_to_name[letter]} {letter_to_s[letter] * 1e3:.2f} ms" for letter in known)
+    return ", ".join(
+        f"{letter} {letter_to_name[letter]} {letter_to_s[letter] * 1e3:.2f} ms" for letter in known
+    )
 
 
 def _letter(event: TraceEvent) -> str:

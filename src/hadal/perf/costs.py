@@ -1,12 +1,14 @@
-"""What a step's ops will take, learned from the steps that ran; and from it the cheapest way to run the next one.
+"""What a step's ops will take, learned from the steps that ran; and from it the cheapest way to run
+the next one.
 
     seconds of an op on one micro-batch in one layer = fixed + per_token * tokens  (+ per_pair * pairs for attn_core)
 
-Fixed covers what does not shrink when a batch is halved: launches, and weights that have to be read whatever they are
-multiplied with. Steps of similar size share a bin, a bin holds the recent mean, and the line goes through the bins: a
-size that runs a thousand times in a row does not make the others forgotten. Where only one size was seen the split
-into fixed and per token is a guess (`_SHARES`), on the side of "half the tokens, half the time": the halves are then
-tried once, and what they take is known. Knows no clock: op times come in StepDone.
+Fixed covers what does not shrink when a batch is halved: launches, and weights that have to be read
+whatever they are multiplied with. Steps of similar size share a bin, a bin holds the recent mean,
+and the line goes through the bins: a size that runs a thousand times in a row does not make the
+others forgotten. Where only one size was seen the split into fixed and per token is a guess
+(`_SHARES`), on the side of "half the tokens, half the time": the halves are then tried once, and
+what they take is known. Knows no clock: op times come in StepDone.
 """
 
 from __future__ import annotations
@@ -16,12 +18,24 @@ from dataclasses import dataclass, field
 
 from hadal.core.plans import OpTime
 from hadal.core.rates import StepRates
-from hadal.overlap.plan import ATTN_CORE, ATTN_IN, COMBINE, DISPATCH, EXPERTS, GATE, SEQUENTIAL, SHARED, Schedule
+from hadal.overlap.plan import (
+    ATTN_CORE,
+    ATTN_IN,
+    COMBINE,
+    DISPATCH,
+    EXPERTS,
+    GATE,
+    SEQUENTIAL,
+    SHARED,
+    Schedule,
+)
 from hadal.perf.price import OpSeconds, price
 
 POST = "post"
 EVERY_LAYER = (ATTN_IN, ATTN_CORE, SHARED)
-"""Also in dense layers, whose network runs as `shared`: its time is spread evenly over all layers."""
+"""Also in dense layers, whose network runs as `shared`: its time is spread evenly over all
+layers.
+"""
 OPS = (*EVERY_LAYER, GATE, DISPATCH, EXPERTS, COMBINE, POST)
 NUM_POSTS = 4
 """Starts and finishes in a layer."""
@@ -30,7 +44,9 @@ MAX_BINS = 16
 _GAIN = 0.2
 """Weight of a new step in its bin, once five are in it."""
 _OUTLIER = 3.0
-"""A time so many times the bin's mean is taken for that much at most: the machine did something else."""
+"""A time so many times the bin's mean is taken for that much at most: the machine did something
+else.
+"""
 _AGE_STEPS = 2000.0
 """A bin that was not touched for so long counts half."""
 _PRIOR = 0.003
@@ -38,7 +54,9 @@ _SHARES = (0.1, 0.9, 0.0)
 _SHARES_CORE = (0.1, 0.3, 0.6)
 """(fixed, per token, per pair) where measurements cannot tell them apart."""
 _RECENT = 0.05
-"""Weight of a new step in the size of a step: twenty are remembered, so that one long prompt does not show."""
+"""Weight of a new step in the size of a step: twenty are remembered, so that one long prompt does
+not show.
+"""
 _EXACT_LAYERS = 8
 _REFIT_STEPS = 8
 """Between two fits once there are many steps; a size never seen before is fitted at once."""
@@ -86,7 +104,9 @@ class _Bin:
 
 
 class StepCosts:
-    """An estimator for one unit. Before the first step everything costs nothing, and `choose` says sequential."""
+    """An estimator for one unit. Before the first step everything costs nothing, and `choose` says
+    sequential.
+    """
 
     def __init__(self, num_layers: int, num_moe_layers: int) -> None:
         if not 0 <= num_moe_layers <= num_layers:
@@ -106,10 +126,16 @@ class StepCosts:
         return self._num_steps
 
     def observe(self, works: Sequence[Work], op_times: Sequence[OpTime]) -> None:
-        """Take in a step of one or two micro-batches. Ops that are not in OPS are ignored; an empty step is too."""
+        """Take in a step of one or two micro-batches. Ops that are not in OPS are ignored; an empty
+        step is too.
+        """
         num = len(works)
-        # The model is linear, so the mean of a step's executions is that of a micro-batch of mean size.
-        mean = Work(sum(w.num_tokens for w in works) / max(num, 1), sum(w.num_pairs for w in works) / max(num, 1))
+        # The model is linear, so the mean of a step's executions is that of a micro-batch of mean
+        # size.
+        mean = Work(
+            sum(w.num_tokens for w in works) / max(num, 1),
+            sum(w.num_pairs for w in works) / max(num, 1),
+        )
         if mean.num_tokens <= 0.0:
             return
         op_to_seconds = {}
@@ -135,7 +161,9 @@ class StepCosts:
             self._models = None
 
     def op_seconds(self, work: Work) -> OpSeconds:
-        """Estimate one micro-batch in one MoE layer. All zero for no tokens, and before anything was observed."""
+        """Estimate one micro-batch in one MoE layer. All zero for no tokens, and before anything
+        was observed.
+        """
         if self._models is None:
             self._models = self._fit()
         seconds = {}
@@ -143,13 +171,22 @@ class StepCosts:
             fixed, per_token, per_pair = self._models.get(op, (0.0, 0.0, 0.0))
             seconds[op] = fixed + per_token * work.num_tokens + per_pair * work.num_pairs
         return OpSeconds(
-            seconds[ATTN_IN], seconds[ATTN_CORE], seconds[GATE], seconds[DISPATCH], seconds[SHARED], seconds[EXPERTS],
-            seconds[COMBINE], seconds[POST],
-        )  # fmt: skip
+            seconds[ATTN_IN],
+            seconds[ATTN_CORE],
+            seconds[GATE],
+            seconds[DISPATCH],
+            seconds[SHARED],
+            seconds[EXPERTS],
+            seconds[COMBINE],
+            seconds[POST],
+        )
 
-    def rates(self, schedule: Schedule = SEQUENTIAL, num_micro_batches: int = 1) -> StepRates | None:
-        """Return what a step's time goes into, over all layers, run like this at the sizes seen; None before any, and
-        where nothing seems to cost anything."""
+    def rates(
+        self, schedule: Schedule = SEQUENTIAL, num_micro_batches: int = 1
+    ) -> StepRates | None:
+        """Return what a step's time goes into, over all layers, run like this at the sizes seen;
+        None before any, and where nothing seems to cost anything.
+        """
         if not self._bins:
             return None
         if self._models is None:
@@ -162,28 +199,43 @@ class StepCosts:
             pair_s += per_pair * num_layers
         token_s = max(token_s, pair_s)  # A token attends to itself at least.
         bins = self._bins.values()
-        num_tokens, num_pairs = sum(b.num_tokens for b in bins) / len(bins), sum(b.num_pairs for b in bins) / len(bins)
+        num_tokens, num_pairs = (
+            sum(b.num_tokens for b in bins) / len(bins),
+            sum(b.num_pairs for b in bins) / len(bins),
+        )
         _, per_token, per_pair = self._models.get(EXPERTS, (0.0, 0.0, 0.0))
         # Experts see no pairs. What the fit gave them of those came with the tokens.
         mean_s = self.num_moe_layers * (per_token + per_pair * num_pairs / num_tokens)
-        if token_s <= 0.0:  # Small steps: attention takes as long whatever it computes. Tokens are all there is.
+        if (
+            token_s <= 0.0
+        ):  # Small steps: attention takes as long whatever it computes. Tokens are all there is.
             token_s, mean_s = mean_s, 0.0
         if token_s <= 0.0:
             return None
-        # What is exposed bends with the size, so it is taken as a line around the mean of the sizes.
+        # What is exposed bends with the size, so it is taken as a line around the mean of the
+        # sizes.
         small_s, large_s = (
-            step_s(self, schedule, [Work(num_tokens * by, num_pairs * by)] * num_micro_batches, self.num_layers)
+            step_s(
+                self,
+                schedule,
+                [Work(num_tokens * by, num_pairs * by)] * num_micro_batches,
+                self.num_layers,
+            )
             for by in (0.5, 1.5)
         )
         compute_s = num_micro_batches * ((token_s + mean_s) * num_tokens + pair_s * num_pairs)
         others_s = max(0.0, large_s - small_s - compute_s)
         fixed_s = small_s - 0.5 * (compute_s + others_s)
-        return StepRates(token_s, pair_s, others_s / (num_micro_batches * num_tokens), max(0.0, fixed_s), mean_s)
+        return StepRates(
+            token_s, pair_s, others_s / (num_micro_batches * num_tokens), max(0.0, fixed_s), mean_s
+        )
 
     def growing_s(self, op: str) -> float:
-        """Seconds of an op in one layer, in a step of recent steps' mean size, as far as they grow with tokens.
+        """Seconds of an op in one layer, in a step of recent steps' mean size, as far as they grow
+        with tokens.
 
-        Of `experts`: what becomes less when the rank that has most tokens gets fewer. Reading weights does not.
+        Of `experts`: what becomes less when the rank that has most tokens gets fewer. Reading
+        weights does not.
         """
         if self._models is None:
             self._models = self._fit()
@@ -200,30 +252,46 @@ class StepCosts:
         pairs = max(sum(b.num_pairs for b in bins) / len(bins), 1e-9)
         rows = [(1.0, b.num_tokens / tokens, b.num_pairs / pairs) for b in bins]
         # Errors grow with the size of a batch.
-        weights = [1.0 / ((0.1 + row[1]) ** 2 * (1.0 + (self._num_steps - b.touched) / _AGE_STEPS))
-                   for row, b in zip(rows, bins, strict=True)]  # fmt: skip
-        gram = [[sum(w * r[i] * r[j] for w, r in zip(weights, rows, strict=True)) for j in range(3)] for i in range(3)]
+        weights = [
+            1.0 / ((0.1 + row[1]) ** 2 * (1.0 + (self._num_steps - b.touched) / _AGE_STEPS))
+            for row, b in zip(rows, bins, strict=True)
+        ]
+        gram = [
+            [sum(w * r[i] * r[j] for w, r in zip(weights, rows, strict=True)) for j in range(3)]
+            for i in range(3)
+        ]
         models: dict[str, tuple[float, ...]] = {}
         for op in OPS:
             values = [b.seconds.get(op, 0.0) for b in bins]
             # Weighted like the rows: a plain mean would be the largest batch's.
-            scale_s = sum(w * r[1] * v for w, r, v in zip(weights, rows, values, strict=True)) / gram[1][1]
+            scale_s = (
+                sum(w * r[1] * v for w, r, v in zip(weights, rows, values, strict=True))
+                / gram[1][1]
+            )
             if scale_s <= 0.0:
                 continue
-            right = [sum(w * r[i] * v for w, r, v in zip(weights, rows, values, strict=True)) for i in range(3)]
+            right = [
+                sum(w * r[i] * v for w, r, v in zip(weights, rows, values, strict=True))
+                for i in range(3)
+            ]
             shares = _SHARES_CORE if op == ATTN_CORE else _SHARES
-            fixed, per_token, per_pair = _non_negative(gram, right, [share * scale_s for share in shares])
+            fixed, per_token, per_pair = _non_negative(
+                gram, right, [share * scale_s for share in shares]
+            )
             models[op] = (fixed, per_token / tokens, per_pair / pairs)
         return models
 
 
 def _non_negative(gram: list[list[float]], right: list[float], prior: list[float]) -> list[float]:
-    """Least squares with a pull towards `prior` and nothing below zero; a column without a prior is left out."""
+    """Least squares with a pull towards `prior` and nothing below zero; a column without a prior is
+    left out.
+    """
     active = [i for i, share in enumerate(prior) if share > 0.0]
     while active:
         pull = [_PRIOR * gram[i][i] for i in active]
         matrix = [
-            [gram[i][j] + (pull[at] if i == j else 0.0) for j in active] + [right[i] + pull[at] * prior[i]]
+            [gram[i][j] + (pull[at] if i == j else 0.0) for j in active]
+            + [right[i] + pull[at] * prior[i]]
             for at, i in enumerate(active)
         ]
         solution = _solve(matrix)
@@ -280,10 +348,12 @@ def choose(
     hysteresis: float,
     current: Schedule | None = None,
 ) -> tuple[Schedule, int]:
-    """Return the cheapest (schedule, number of micro-batches); sequential with one is always a candidate.
+    """Return the cheapest (schedule, number of micro-batches); sequential with one is always a
+    candidate.
 
-    Another way than `current` (None: sequential) has to be cheaper by the fraction `hysteresis`, so that noise does not
-    make a unit go back and forth. Of equally cheap ones the first of `allowed` is taken.
+    Another way than `current` (None: sequential) has to be cheaper by the fraction `hysteresis`, so
+    that noise does not make a unit go back and forth. Of equally cheap ones the first of `allowed`
+    is taken.
     """
     incumbent = SEQUENTIAL if current is None or current.offset is None else current
     best, best_s = (SEQUENTIAL, 1), step_s(costs, SEQUENTIAL, [whole], num_layers)

@@ -1,4 +1,6 @@
-"""A step's price, and what it is made of: stages with their share, bounds and exposure; the two lanes as a trace."""
+"""A step's price, and what it is made of: stages with their share, bounds and exposure; the two
+lanes as a trace.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def part_of(name: str, kernels: Sequence[Timed | Kernel], num: int = 1) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One row of the table: a kernel or an exchange of every MoE layer, or a part outside of them."""
+    """One row of the table: a kernel or an exchange of every MoE layer, or a part outside of
+    them.
+    """
 
     op: str
     """Of the schedule; `step` for parts outside of MoE layers."""
@@ -79,7 +83,9 @@ class StepPrice:
 
     @property
     def micro_batch_layer_s(self) -> float:
-        """Of one micro-batch in one MoE layer, the other's share taken off: what DeepSeek's figures show."""
+        """Of one micro-batch in one MoE layer, the other's share taken off: what DeepSeek's figures
+        show.
+        """
         return self.walked.total_s / (max(self.num_layers, 1) * len(self.micro_batches))
 
     def finished(
@@ -92,9 +98,12 @@ class StepPrice:
     ) -> StepPrice:
         """The same price with what follows from it."""
         return replace(
-            self, tokens_per_s_gpu=tokens_per_s_gpu, tokens_per_s_user=tokens_per_s_user, extrapolated=extrapolated,
+            self,
+            tokens_per_s_gpu=tokens_per_s_gpu,
+            tokens_per_s_user=tokens_per_s_user,
+            extrapolated=extrapolated,
             hbm_bytes=hbm_bytes,
-        )  # fmt: skip
+        )
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -104,12 +113,18 @@ class StepPrice:
         for index, kernel in enumerate(self.kernels[0]):
             total_s = self.num_layers * sum(kernels[index].seconds for kernels in self.kernels)
             exposed_s = waits.get(kernel.op, 0.0) if kernel.bound == LINK else total_s
-            rows.append(Stage(kernel.op, kernel.name, kernel.seconds, total_s, kernel.bound, exposed_s))
+            rows.append(
+                Stage(kernel.op, kernel.name, kernel.seconds, total_s, kernel.bound, exposed_s)
+            )
         posts_s = 4 * self.num_layers * sum(op.post for op in self.ops)
         if posts_s > 0.0:
-            rows.append(Stage("post", "issue and receive", 4 * self.ops[0].post, posts_s, LAUNCH, posts_s))
+            rows.append(
+                Stage("post", "issue and receive", 4 * self.ops[0].post, posts_s, LAUNCH, posts_s)
+            )
         for part in self.parts:
-            rows.append(Stage("step", part.name, part.seconds, part.seconds, part.bound, part.seconds))
+            rows.append(
+                Stage("step", part.name, part.seconds, part.seconds, part.bound, part.seconds)
+            )
         return tuple(rows)
 
     def _waits(self) -> dict[str, float]:
@@ -120,23 +135,33 @@ class StepPrice:
             events: list[TraceEvent] = []
             price(self.schedule, self.ops, num_layers, events)
             waits = [event for event in events if event.lane == WAIT]
-            return tuple(sum(e.end_s - e.start_s for e in waits if e.op == exchange) for exchange in exchanges)
+            return tuple(
+                sum(e.end_s - e.start_s for e in waits if e.op == exchange)
+                for exchange in exchanges
+            )
 
         return dict(zip(exchanges, extended(self.schedule, self.num_layers, of), strict=True))
 
     def op_times(self) -> tuple[OpTime, ...]:
-        """What each op took in the whole step, as a rank reports it (see perf/costs). Dense layers' time counts with
-        the ops that run in every layer, by their shares."""
-        seconds = {op: self.num_layers * sum(getattr(times, op) for times in self.ops) for op in OPS}
+        """What each op took in the whole step, as a rank reports it (see perf/costs). Dense layers'
+        time counts with the ops that run in every layer, by their shares.
+        """
+        seconds = {
+            op: self.num_layers * sum(getattr(times, op) for times in self.ops) for op in OPS
+        }
         seconds[POST] *= NUM_POSTS
         every_s = sum(seconds[op] for op in EVERY_LAYER)
         dense_s = sum(part.seconds for part in self.parts if part.name == DENSE_LAYERS)
         for op in EVERY_LAYER:
             seconds[op] *= 1.0 + dense_s / every_s
-        return tuple(OpTime(op, self.num_layers * len(self.ops), total_s) for op, total_s in seconds.items())
+        return tuple(
+            OpTime(op, self.num_layers * len(self.ops), total_s) for op, total_s in seconds.items()
+        )
 
     def traced(self, num_layers: int | None = None) -> TracedStep:
-        """The MoE layers (or the first `num_layers`) as a step that was traced live, for overlap/trace."""
+        """The MoE layers (or the first `num_layers`) as a step that was traced live, for
+        overlap/trace.
+        """
         events: list[TraceEvent] = []
         price(self.schedule, self.ops, num_layers or self.num_layers, events)
         num_tokens = round(sum(batch.num_tokens for batch in self.micro_batches))

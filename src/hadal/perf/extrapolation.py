@@ -1,4 +1,6 @@
-"""Which inputs of a step lie outside of the tables that the curves were fitted to. Words for people; no times."""
+"""Which inputs of a step lie outside of the tables that the curves were fitted to. Words for
+people; no times.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Unit(Protocol):
 
 def decode_flags(unit: Unit, batch: MicroBatch, kv_tokens: float, queries: int) -> tuple[str, ...]:
     """Of a decode micro-batch: `queries` tokens of each request."""
-    rows = batch.mean_tokens * unit.model.num_experts_per_tok * batch.expert_imbalance / unit.num_slots
+    rows = (
+        batch.mean_tokens * unit.model.num_experts_per_tok * batch.expert_imbalance / unit.num_slots
+    )
     found = [
         _outside("tokens of a micro-batch (GEMM)", batch.num_tokens, DENSE_ROWS),
         _outside("rows of an expert (masked grouped GEMM)", rows, MASKED_ROWS),
@@ -43,7 +47,11 @@ def decode_flags(unit: Unit, batch: MicroBatch, kv_tokens: float, queries: int) 
     if unit.num_ranks > 1:
         found += [
             _outside("ranks (DeepEP low latency)", unit.num_ranks, LOW_LATENCY_RANKS),
-            _outside("tokens of a micro-batch (DeepEP low latency)", batch.mean_tokens, LOW_LATENCY_TOKENS),
+            _outside(
+                "tokens of a micro-batch (DeepEP low latency)",
+                batch.mean_tokens,
+                LOW_LATENCY_TOKENS,
+            ),
         ]
     if queries > 2:
         found.append(f"{queries} query tokens of a request: FlashMLA was measured with 1 and 2")
@@ -52,7 +60,9 @@ def decode_flags(unit: Unit, batch: MicroBatch, kv_tokens: float, queries: int) 
 
 def prefill_flags(unit: Unit, batch: MicroBatch, prompt_tokens: float) -> tuple[str, ...]:
     """Of a prefill micro-batch."""
-    rows = batch.mean_tokens * unit.model.num_experts_per_tok * batch.expert_imbalance / unit.num_slots
+    rows = (
+        batch.mean_tokens * unit.model.num_experts_per_tok * batch.expert_imbalance / unit.num_slots
+    )
     found = [
         _outside("tokens of a micro-batch (GEMM)", batch.num_tokens, DENSE_ROWS),
         _outside("rows of an expert (contiguous grouped GEMM)", rows, CONTIGUOUS_ROWS),
@@ -66,12 +76,18 @@ def prefill_flags(unit: Unit, batch: MicroBatch, prompt_tokens: float) -> tuple[
 def _all(unit: Unit, found: list[str | None]) -> tuple[str, ...]:
     flags = [flag for flag in found if flag is not None]
     hardware = unit.hardware
-    same_chip = (hardware.bf16_flops, hardware.hbm_bytes_per_s) == (H800.bf16_flops, H800.hbm_bytes_per_s)
+    same_chip = (hardware.bf16_flops, hardware.hbm_bytes_per_s) == (
+        H800.bf16_flops,
+        H800.hbm_bytes_per_s,
+    )
     if hardware.name != H800.name and same_chip:
-        flags.append(f"hardware {hardware.name}: links scaled from H800's tables by NVLink and NIC rates")
+        flags.append(
+            f"hardware {hardware.name}: links scaled from H800's tables by NVLink and NIC rates"
+        )
     elif hardware.name != H800.name:
         flags.append(
-            f"hardware {hardware.name}: H800's curves scaled by FLOP/s, SMs and HBM bandwidth, links by their rates"
+            f"hardware {hardware.name}: H800's curves scaled by FLOP/s, SMs and HBM bandwidth,"
+            " links by their rates"
         )
     if unit.expert_dtype == FP4:
         flags.append("experts in FP4: no table; FP8's curve on FP4's FLOP/s and bytes")

@@ -1,7 +1,8 @@
-"""How much more the busiest rank gets than the mean: measured from loads and a placement, or expected from chance.
+"""How much more the busiest rank gets than the mean: measured from loads and a placement, or
+expected from chance.
 
-All ranks wait for the busiest one in every layer, so what counts is the mean over layers of (maximum over mean), at
-the size of one micro-batch. Knows no times.
+All ranks wait for the busiest one in every layer, so what counts is the mean over layers of
+(maximum over mean), at the size of one micro-batch. Knows no times.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ def expected_imbalance(
 ) -> float:
     """Expected maximum over mean of the rows that ranks receive in one layer of one micro-batch.
 
-    `mean_rows` (token, expert) pairs a rank are thrown at random: their share has variance 1/rows. Tokens of one text
-    like the same experts: `num_texts` texts in the micro-batch of the whole unit, each with relative deviation
-    `affinity` over experts, spread over a rank's slots. `placed` is what the placement leaves over a whole run (1 is
-    perfect). Never more than all rows on one rank.
+    `mean_rows` (token, expert) pairs a rank are thrown at random: their share has variance 1/rows.
+    Tokens of one text like the same experts: `num_texts` texts in the micro-batch of the whole
+    unit, each with relative deviation `affinity` over experts, spread over a rank's slots. `placed`
+    is what the placement leaves over a whole run (1 is perfect). Never more than all rows on one
+    rank.
     """
     if num_ranks <= 1 or mean_rows <= 0.0:
         return 1.0
@@ -47,16 +49,19 @@ def expected_imbalance(
 
 
 def measured_imbalance(loads_LE: ArrayLike, slot_to_expert_LRS: ArrayLike) -> float:
-    """Mean over layers of maximum over mean of what ranks receive, an expert's tokens split evenly over its replicas.
+    """Mean over layers of maximum over mean of what ranks receive, an expert's tokens split evenly
+    over its replicas.
 
-    loads_LE: tokens [layers, experts]; slot_to_expert_LRS: expert ids [layers, ranks, slots], negative: an empty slot.
-    Raises ValueError where shapes do not fit or an expert with tokens has no replica.
+    loads_LE: tokens [layers, experts]; slot_to_expert_LRS: expert ids [layers, ranks, slots],
+    negative: an empty slot. Raises ValueError where shapes do not fit or an expert with tokens has
+    no replica.
     """
     loads = np.asarray(loads_LE, np.float64)
     slots = np.asarray(slot_to_expert_LRS, np.int64)
     if loads.ndim != 2 or slots.ndim != 3 or len(loads) != len(slots):
         raise ValueError(
-            f"loads {loads.shape} and slots {slots.shape}: [layers, experts] and [layers, ranks, slots] are needed."
+            f"loads {loads.shape} and slots {slots.shape}: [layers, experts] and [layers, ranks,"
+            " slots] are needed."
         )
     if slots.size and slots.max() >= loads.shape[1]:
         raise ValueError(f"a slot holds expert {slots.max()}, loads are of {loads.shape[1]}.")
@@ -68,7 +73,9 @@ def measured_imbalance(loads_LE: ArrayLike, slot_to_expert_LRS: ArrayLike) -> fl
             continue
         counts = np.bincount(held[held >= 0], minlength=len(load))
         if np.any((counts == 0) & (load > 0.0)):
-            raise ValueError(f"expert {int(np.argmax((counts == 0) & (load > 0.0)))} has tokens and no replica.")
+            raise ValueError(
+                f"expert {int(np.argmax((counts == 0) & (load > 0.0)))} has tokens and no replica."
+            )
         share = np.append(load / np.maximum(counts, 1), 0.0)
         received = share[np.where(held >= 0, held, -1)].sum(axis=1)
         ratios.append(received.max() / received.mean())

@@ -1,8 +1,9 @@
 """One layer of DeepSeek-V3 on one micro-batch, kernel by kernel: the times behind a schedule's ops.
 
-Decode is MLA's absorbed form over the latent cache, masked grouped GEMM and low-latency links; prefill expands keys and
-values, multiplies contiguous groups and uses normal links. Kernels and their order follow DeepSeek's published decode
-and training profiles. Knows no schedules beyond which op a kernel belongs to.
+Decode is MLA's absorbed form over the latent cache, masked grouped GEMM and low-latency links;
+prefill expands keys and values, multiplies contiguous groups and uses normal links. Kernels and
+their order follow DeepSeek's published decode and training profiles. Knows no schedules beyond
+which op a kernel belongs to.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ from hadal.core.model_config import ModelConfig
 from hadal.overlap.plan import ATTN_CORE, ATTN_IN, COMBINE, DISPATCH, EXPERTS, GATE, SHARED
 from hadal.perf.price import OpSeconds
 from hadal.perf.roofline import BF16, CONTIGUOUS, FP8, LINK, MASKED, Curve, Roofline, Timed
-from hadal.perf.shapes import BF16_BYTES, FP8_BYTES, absorbed_flops_per_pair, expanded_flops_per_pair
+from hadal.perf.shapes import (
+    BF16_BYTES,
+    FP8_BYTES,
+    absorbed_flops_per_pair,
+    expanded_flops_per_pair,
+)
 
 TOP_K_S = 34e-9
 """Per token, of choosing experts: 141 us for 4,096 tokens in DeepSeek's training profile."""
 MAP_S = 59e-9
-"""Per received row's token, of computing where it goes among its experts' rows: 241 us for 4,096 tokens there."""
+"""Per received row's token, of computing where it goes among its experts' rows: 241 us for 4,096
+tokens there.
+"""
 DENSE = "dense"
 """Op name of a dense layer's network, which no schedule has."""
 DECODE = "decode"
@@ -29,7 +37,9 @@ _KNOWN_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Part of a step: attention as the slowest rank has it, experts and links as the unit's mean times imbalance."""
+    """Part of a step: attention as the slowest rank has it, experts and links as the unit's mean
+    times imbalance.
+    """
 
     num_tokens: float
     num_pairs: float
@@ -42,9 +52,12 @@ class MicroBatch:
 
     def scaled(self, by: float) -> MicroBatch:
         return MicroBatch(
-            self.num_tokens * by, self.num_pairs * by, self.context_tokens * by, self.mean_tokens * by,
+            self.num_tokens * by,
+            self.num_pairs * by,
+            self.context_tokens * by,
+            self.mean_tokens * by,
             self.expert_imbalance,
-        )  # fmt: skip
+        )
 
 
 class Kernel(NamedTuple):
@@ -67,9 +80,13 @@ class Layer:
     _known: dict[tuple[Roofline, str, float], tuple[tuple[Kernel, ...], ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    """What depends on the number of tokens alone, by it: a simulated unit has the same few numbers all the time."""
+    """What depends on the number of tokens alone, by it: a simulated unit has the same few numbers
+    all the time.
+    """
 
-    def decode(self, line: Roofline, batch: MicroBatch, links_s: tuple[float, float]) -> tuple[Kernel, ...]:
+    def decode(
+        self, line: Roofline, batch: MicroBatch, links_s: tuple[float, float]
+    ) -> tuple[Kernel, ...]:
         """Kernels of an MoE layer."""
         before, after, shared = self._once(line, DECODE, batch.num_tokens, self._decode_rest)
         return (
@@ -89,7 +106,9 @@ class Layer:
         turned = tokens * heads * (2 * model.qk_rope_head_dim + model.latent_dim) * BF16_BYTES
         before = (
             *self._projections(line, tokens),
-            _kernel(ATTN_IN, "absorb W_UK", line.batched(tokens, heads, rank, model.qk_nope_head_dim)),
+            _kernel(
+                ATTN_IN, "absorb W_UK", line.batched(tokens, heads, rank, model.qk_nope_head_dim)
+            ),
             _kernel(ATTN_IN, "rope, write KV", line.elementwise(turned)),
         )
         after = (
@@ -100,9 +119,12 @@ class Layer:
         return before, after, self._shared(line, tokens)
 
     def _once(
-        self, line: Roofline, name: str, tokens: float,
+        self,
+        line: Roofline,
+        name: str,
+        tokens: float,
         make: Callable[[Roofline, float], tuple[tuple[Kernel, ...], ...]],
-    ) -> tuple[tuple[Kernel, ...], ...]:  # fmt: skip
+    ) -> tuple[tuple[Kernel, ...], ...]:
         found = self._known.get((line, name, tokens))
         if found is None:
             if len(self._known) >= _KNOWN_MAX:
@@ -149,13 +171,17 @@ class Layer:
         queries = heads * model.qk_head_dim
         first = _kernel(ATTN_IN, "norm, quantise", self._norm(line, tokens))
         if q_rank is None:
-            return first, _kernel(ATTN_IN, "q and kv_a", line.gemm(tokens, queries + latent, model.hidden_size))
+            return first, _kernel(
+                ATTN_IN, "q and kv_a", line.gemm(tokens, queries + latent, model.hidden_size)
+            )
         lora = tokens * (q_rank + latent) * BF16_BYTES
         return (
             first,
             _kernel(ATTN_IN, "q_a and kv_a", line.gemm(tokens, q_rank + latent, model.hidden_size)),
             _kernel(ATTN_IN, "norms", line.elementwise(2 * lora)),
-            _kernel(ATTN_IN, "quantise", line.elementwise(tokens * q_rank * (BF16_BYTES + FP8_BYTES))),
+            _kernel(
+                ATTN_IN, "quantise", line.elementwise(tokens * q_rank * (BF16_BYTES + FP8_BYTES))
+            ),
             _kernel(ATTN_IN, "q_b", line.gemm(tokens, queries, q_rank)),
         )
 
@@ -163,9 +189,12 @@ class Layer:
         model = self.model
         row_bytes = model.num_attention_heads * (model.latent_dim + model.kv_lora_rank) * BF16_BYTES
         core = line.mla_decode(
-            batch.num_tokens, batch.num_pairs, batch.context_tokens * model.latent_dim * BF16_BYTES,
-            absorbed_flops_per_pair(model), row_bytes,
-        )  # fmt: skip
+            batch.num_tokens,
+            batch.num_pairs,
+            batch.context_tokens * model.latent_dim * BF16_BYTES,
+            absorbed_flops_per_pair(model),
+            row_bytes,
+        )
         return _kernel(ATTN_CORE, "core attention", core)
 
     def _expanded(self, line: Roofline, batch: MicroBatch) -> tuple[Kernel, ...]:
@@ -176,7 +205,11 @@ class Layer:
         moved = heads * (tokens * (key + value) + context * (key + value)) * BF16_BYTES
         core = line.mha_prefill(tokens, batch.num_pairs, expanded_flops_per_pair(model), moved)
         return (
-            _kernel(ATTN_IN, "kv_b", line.gemm(context, heads * (model.qk_nope_head_dim + value), model.kv_lora_rank)),
+            _kernel(
+                ATTN_IN,
+                "kv_b",
+                line.gemm(context, heads * (model.qk_nope_head_dim + value), model.kv_lora_rank),
+            ),
             _kernel(ATTN_IN, "rope, write KV", line.elementwise(turned)),
             _kernel(ATTN_IN, "gather keys", line.elementwise(keys)),
             _kernel(ATTN_CORE, "core attention", core),
@@ -186,7 +219,9 @@ class Layer:
     def _output(self, line: Roofline, tokens: float) -> tuple[Kernel, ...]:
         width = self.model.num_attention_heads * self.model.v_head_dim
         return (
-            _kernel(ATTN_CORE, "quantise", line.elementwise(tokens * width * (BF16_BYTES + FP8_BYTES))),
+            _kernel(
+                ATTN_CORE, "quantise", line.elementwise(tokens * width * (BF16_BYTES + FP8_BYTES))
+            ),
             _kernel(ATTN_CORE, "o_proj", line.gemm(tokens, self.model.hidden_size, width)),
         )
 
@@ -194,8 +229,14 @@ class Layer:
         model = self.model
         return (
             _kernel(GATE, "norm, quantise", self._norm(line, tokens)),
-            _kernel(GATE, "gate", line.gemm(tokens, model.n_routed_experts, model.hidden_size, BF16)),
-            _kernel(GATE, "top-k", line.elementwise(tokens * model.n_routed_experts * 4.0, TOP_K_S * tokens)),
+            _kernel(
+                GATE, "gate", line.gemm(tokens, model.n_routed_experts, model.hidden_size, BF16)
+            ),
+            _kernel(
+                GATE,
+                "top-k",
+                line.elementwise(tokens * model.n_routed_experts * 4.0, TOP_K_S * tokens),
+            ),
         )
 
     def _shared(self, line: Roofline, tokens: float) -> tuple[Kernel, ...]:
@@ -206,7 +247,9 @@ class Layer:
         hidden = self.model.hidden_size
         return (
             _kernel(op, f"{op} up", line.gemm(tokens, 2 * width, hidden)),
-            _kernel(op, f"{op} SwiGLU", line.elementwise(tokens * width * (2 * BF16_BYTES + FP8_BYTES))),
+            _kernel(
+                op, f"{op} SwiGLU", line.elementwise(tokens * width * (2 * BF16_BYTES + FP8_BYTES))
+            ),
             _kernel(op, f"{op} down", line.gemm(tokens, hidden, width)),
         )
 
@@ -215,9 +258,17 @@ class Layer:
         hidden, width = model.hidden_size, model.moe_intermediate_size
         activated = rows * width * (2 * BF16_BYTES + FP8_BYTES)
         return (
-            _kernel(EXPERTS, "experts up", line.grouped(curve, rows, self.num_slots, 2 * width, hidden, dtype)),
+            _kernel(
+                EXPERTS,
+                "experts up",
+                line.grouped(curve, rows, self.num_slots, 2 * width, hidden, dtype),
+            ),
             _kernel(EXPERTS, "experts SwiGLU", line.elementwise(activated)),
-            _kernel(EXPERTS, "experts down", line.grouped(curve, rows, self.num_slots, hidden, width, dtype)),
+            _kernel(
+                EXPERTS,
+                "experts down",
+                line.grouped(curve, rows, self.num_slots, hidden, width, dtype),
+            ),
         )
 
     def _norm(self, line: Roofline, tokens: float) -> Timed:
@@ -226,12 +277,21 @@ class Layer:
 
 
 def op_seconds(kernels: Sequence[Kernel], post_s: float) -> OpSeconds:
-    """Sum kernels by op; `post_s` is what issuing or receiving an exchange takes of the compute lane."""
+    """Sum kernels by op; `post_s` is what issuing or receiving an exchange takes of the compute
+    lane.
+    """
     sums = dict.fromkeys((ATTN_IN, ATTN_CORE, GATE, DISPATCH, SHARED, EXPERTS, COMBINE), 0.0)
     for kernel in kernels:
         sums[kernel.op] += kernel.seconds
     return OpSeconds(
-        sums[ATTN_IN], sums[ATTN_CORE], sums[GATE], sums[DISPATCH], sums[SHARED], sums[EXPERTS], sums[COMBINE], post_s
+        sums[ATTN_IN],
+        sums[ATTN_CORE],
+        sums[GATE],
+        sums[DISPATCH],
+        sums[SHARED],
+        sums[EXPERTS],
+        sums[COMBINE],
+        post_s,
     )
 
 

@@ -1,10 +1,11 @@
 """What a schedule costs: its makespan from op times, on one compute lane and one link.
 
-Walks the very order that executes (overlap/plan.order). The link carries one exchange at a time, in the order they were
-started; `>x` waits for its own. It is one lane though the wire is full duplex: in an all-to-all every rank sends as
-much as it receives, so two exchanges under way together share the same two directions. A prototype's steps on paced
-links took what this says within 2 % in nine of ten cases at EP2. On request it notes what it walked as the stretches
-that a live trace has (overlap/trace draws either). Knows nothing of where the times come from.
+Walks the very order that executes (overlap/plan.order). The link carries one exchange at a time, in
+the order they were started; `>x` waits for its own. It is one lane though the wire is full duplex:
+in an all-to-all every rank sends as much as it receives, so two exchanges under way together share
+the same two directions. A prototype's steps on paced links took what this says within 2 % in nine
+of ten cases at EP2. On request it notes what it walked as the stretches that a live trace has
+(overlap/trace draws either). Knows nothing of where the times come from.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ _STEADY_LAYERS = 8
 
 @dataclass(frozen=True, slots=True)
 class OpSeconds:
-    """Times of one micro-batch in one layer: of compute ops in the lane, of dispatch and combine on the link."""
+    """Times of one micro-batch in one layer: of compute ops in the lane, of dispatch and combine on
+    the link.
+    """
 
     attn_in: float
     attn_core: float
@@ -47,7 +50,9 @@ class OpSeconds:
     experts: float
     combine: float
     post: float = 0.0
-    """What starting or finishing a communication costs the compute lane, each time (codec, copies, system calls)."""
+    """What starting or finishing a communication costs the compute lane, each time (codec, copies,
+    system calls).
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +67,26 @@ class Price:
 
 
 def price(
-    schedule: Schedule, micro_batches: Sequence[OpSeconds], num_layers: int, events: list[TraceEvent] | None = None
+    schedule: Schedule,
+    micro_batches: Sequence[OpSeconds],
+    num_layers: int,
+    events: list[TraceEvent] | None = None,
 ) -> Price:
-    """Return the makespan of one or two micro-batches; append what was walked to `events`, from 0 s on, as rank 0."""
+    """Return the makespan of one or two micro-batches; append what was walked to `events`, from 0 s
+    on, as rank 0.
+    """
     now_s = link_free_s = exposed_s = compute_s = link_s = 0.0
     arrives_s: dict[tuple[int, str], float] = {}
     computes = [
-        {ATTN_IN: times.attn_in, ATTN_CORE: times.attn_core, GATE: times.gate, SHARED: times.shared,
-         EXPERTS: times.experts} for times in micro_batches
-    ]  # fmt: skip
+        {
+            ATTN_IN: times.attn_in,
+            ATTN_CORE: times.attn_core,
+            GATE: times.gate,
+            SHARED: times.shared,
+            EXPERTS: times.experts,
+        }
+        for times in micro_batches
+    ]
     for micro_batch, layer, op in _ops(schedule, num_layers, len(micro_batches)):
         before_s, op_s = now_s, computes[micro_batch].get(op)
         times = micro_batches[micro_batch]
@@ -86,7 +102,11 @@ def price(
             arrives_s[micro_batch, op] = link_free_s
             if events is not None:
                 name = DISPATCH if op == DISPATCH_START else COMBINE
-                events.append(TraceEvent(0, LINK, name, micro_batch, layer, link_free_s - seconds, link_free_s))
+                events.append(
+                    TraceEvent(
+                        0, LINK, name, micro_batch, layer, link_free_s - seconds, link_free_s
+                    )
+                )
         else:
             started = DISPATCH_START if op == DISPATCH_FINISH else COMBINE_START
             waits_s = max(0.0, arrives_s.pop((micro_batch, started)) - now_s)
@@ -104,6 +124,7 @@ def price(
 
 def price_stack(schedule: Schedule, micro_batches: Sequence[OpSeconds], num_layers: int) -> Price:
     """What `price` says of many layers, from walks over a few of them."""
+
     def of(num: int) -> tuple[float, ...]:
         walked = price(schedule, micro_batches, num)
         return walked.total_s, walked.exposed_s, walked.compute_s, walked.link_s
@@ -111,8 +132,12 @@ def price_stack(schedule: Schedule, micro_batches: Sequence[OpSeconds], num_laye
     return Price(*extended(schedule, num_layers, of))
 
 
-def extended(schedule: Schedule, num_layers: int, of: Callable[[int], tuple[float, ...]]) -> tuple[float, ...]:
-    """Sums over `num_layers` layers, where `of(n)` are those of a walk over n: linear once the pipeline is full."""
+def extended(
+    schedule: Schedule, num_layers: int, of: Callable[[int], tuple[float, ...]]
+) -> tuple[float, ...]:
+    """Sums over `num_layers` layers, where `of(n)` are those of a walk over n: linear once the
+    pipeline is full.
+    """
     if num_layers <= _STEADY_LAYERS:
         return of(num_layers)
     if schedule is SEQUENTIAL:
@@ -123,6 +148,8 @@ def extended(schedule: Schedule, num_layers: int, of: Callable[[int], tuple[floa
 
 
 @lru_cache(maxsize=64)
-def _ops(schedule: Schedule, num_layers: int, num_micro_batches: int) -> tuple[tuple[int, int, str], ...]:
+def _ops(
+    schedule: Schedule, num_layers: int, num_micro_batches: int
+) -> tuple[tuple[int, int, str], ...]:
     """A leader prices the same few schedules every step."""
     return tuple(order(schedule, num_layers, num_micro_batches))

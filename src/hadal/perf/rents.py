@@ -1,4 +1,6 @@
-"""What a GPU-hour of each kind costs to rent, where a source says so. What nobody says is asked of the user."""
+"""What a GPU-hour of each kind costs to rent, where a source says so. What nobody says is asked of
+the user.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ GIVEN = "given"
 
 
 def rents(given: Mapping[str, float]) -> dict[str, Rent]:
-    """The table with prices that a user gave, which go first. Raises ValueError for what is no hardware or no price."""
+    """The table with prices that a user gave, which go first. Raises ValueError for what is no
+    hardware or no price.
+    """
     for name, usd in given.items():
         hardware_named(name)
         if not (usd > 0.0 and math.isfinite(usd)):

@@ -1,7 +1,8 @@
-"""What DeepSeek-V3's ops compute and move: parameters, FLOPs and bytes of one layer, by dimensions alone.
+"""What DeepSeek-V3's ops compute and move: parameters, FLOPs and bytes of one layer, by dimensions
+alone.
 
-A multiply-add is two FLOPs. Sources: DeepSeek-V3 technical report (arXiv 2412.19437) for the dimensions, DeepEP's
-kernels for what a token weighs on the wire.
+A multiply-add is two FLOPs. Sources: DeepSeek-V3 technical report (arXiv 2412.19437) for the
+dimensions, DeepEP's kernels for what a token weighs on the wire.
 """
 
 from __future__ import annotations
@@ -14,13 +15,34 @@ SCALE_CHANNELS = 128
 LOW_LATENCY_HEADER_BYTES = 16
 
 DEEPSEEK_V3 = ModelConfig(
-    vocab_size=129280, hidden_size=7168, num_hidden_layers=61, first_k_dense_replace=3, intermediate_size=18432,
-    moe_intermediate_size=2048, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, n_group=8,
-    topk_group=4, norm_topk_prob=True, routed_scaling_factor=2.5, num_attention_heads=128, q_lora_rank=1536,
-    kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rms_norm_eps=1e-6, rope_theta=10000.0,
-    rope_scaling=RopeScaling(40.0, 4096, 32.0, 1.0, 1.0, 1.0), max_position_embeddings=163840,
-    num_nextn_predict_layers=1, bos_token_id=0, eos_token_ids=(1,), weight_block_size=(128, 128),
-)  # fmt: skip
+    vocab_size=129280,
+    hidden_size=7168,
+    num_hidden_layers=61,
+    first_k_dense_replace=3,
+    intermediate_size=18432,
+    moe_intermediate_size=2048,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    n_group=8,
+    topk_group=4,
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+    num_attention_heads=128,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    rope_scaling=RopeScaling(40.0, 4096, 32.0, 1.0, 1.0, 1.0),
+    max_position_embeddings=163840,
+    num_nextn_predict_layers=1,
+    bos_token_id=0,
+    eos_token_ids=(1,),
+    weight_block_size=(128, 128),
+)
 """DeepSeek-V3 and R1: the released config.json."""
 
 
@@ -31,7 +53,9 @@ def mla_params(model: ModelConfig) -> int:
         queries = hidden * heads * model.qk_head_dim
     else:
         queries = model.q_lora_rank * (hidden + heads * model.qk_head_dim)
-    keys = hidden * model.latent_dim + model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
+    keys = hidden * model.latent_dim + model.kv_lora_rank * heads * (
+        model.qk_nope_head_dim + model.v_head_dim
+    )
     return queries + keys + heads * model.v_head_dim * hidden
 
 
@@ -55,17 +79,21 @@ def active_params(model: ModelConfig) -> int:
     per_moe = (model.num_experts_per_tok + model.n_shared_experts) * expert_params(model)
     per_moe += model.hidden_size * model.n_routed_experts
     return (
-        model.num_hidden_layers * mla_params(model) + model.first_k_dense_replace * dense_params(model)
-        + num_moe_layers(model) * per_moe + model.vocab_size * model.hidden_size
-    )  # fmt: skip
+        model.num_hidden_layers * mla_params(model)
+        + model.first_k_dense_replace * dense_params(model)
+        + num_moe_layers(model) * per_moe
+        + model.vocab_size * model.hidden_size
+    )
 
 
 def total_params(model: ModelConfig) -> int:
     """All weights but norms: embedding, layers, head; the draft layer is not among them."""
     experts = model.n_routed_experts - model.num_experts_per_tok
-    return active_params(model) + model.vocab_size * model.hidden_size + (
-        num_moe_layers(model) * experts * expert_params(model)
-    )  # fmt: skip
+    return (
+        active_params(model)
+        + model.vocab_size * model.hidden_size
+        + (num_moe_layers(model) * experts * expert_params(model))
+    )
 
 
 def weight_bytes(
@@ -73,26 +101,34 @@ def weight_bytes(
 ) -> int:
     """Of a rank with `num_slots` expert replicas in each layer: FP8, embedding and head BF16.
 
-    A draft layer is an MoE layer and a projection of two hidden states to one (V3 report 2.2); it shares the rest.
-    `expert_bytes`: of a routed expert's weight, scales included.
+    A draft layer is an MoE layer and a projection of two hidden states to one (V3 report 2.2); it
+    shares the rest. `expert_bytes`: of a routed expert's weight, scales included.
     """
     num_layers = num_moe_layers(model) + num_draft_layers
     moe = model.n_shared_experts * expert_params(model) + model.hidden_size * model.n_routed_experts
     fp8 = (
-        model.num_hidden_layers * mla_params(model) + model.first_k_dense_replace * dense_params(model)
-        + num_layers * moe + num_draft_layers * (mla_params(model) + 2 * model.hidden_size**2)
-    )  # fmt: skip
+        model.num_hidden_layers * mla_params(model)
+        + model.first_k_dense_replace * dense_params(model)
+        + num_layers * moe
+        + num_draft_layers * (mla_params(model) + 2 * model.hidden_size**2)
+    )
     routed = round(num_layers * num_slots * expert_params(model) * expert_bytes)
     return fp8 * FP8_BYTES + routed + 2 * model.vocab_size * model.hidden_size * BF16_BYTES
 
 
 def kv_bytes_per_token(model: ModelConfig, num_layers: int | None = None) -> int:
     """BF16 latents of a token in all layers (70,272 in V3), or in `num_layers`."""
-    return model.latent_dim * BF16_BYTES * (model.num_hidden_layers if num_layers is None else num_layers)
+    return (
+        model.latent_dim
+        * BF16_BYTES
+        * (model.num_hidden_layers if num_layers is None else num_layers)
+    )
 
 
 def absorbed_flops_per_pair(model: ModelConfig) -> int:
-    """Core attention over the latent cache: each head scores `latent_dim` values and sums `kv_lora_rank`."""
+    """Core attention over the latent cache: each head scores `latent_dim` values and sums
+    `kv_lora_rank`.
+    """
     return 2 * model.num_attention_heads * (model.latent_dim + model.kv_lora_rank)
 
 
@@ -102,7 +138,9 @@ def expanded_flops_per_pair(model: ModelConfig) -> int:
 
 
 def causal_pairs(new_tokens: float, cached_tokens: float) -> float:
-    """(token, position) pairs of a prompt whose first `cached_tokens` are in the cache; a token sees itself."""
+    """(token, position) pairs of a prompt whose first `cached_tokens` are in the cache; a token
+    sees itself.
+    """
     return new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
 
 
@@ -113,9 +151,15 @@ def low_latency_dispatch_bytes(model: ModelConfig) -> int:
 
 
 def normal_dispatch_bytes(model: ModelConfig) -> int:
-    """One token to one node: channels and scales, ids and weights of its experts (DeepEP internode.cu)."""
+    """One token to one node: channels and scales, ids and weights of its experts (DeepEP
+    internode.cu).
+    """
     hidden = model.hidden_size
-    return hidden * FP8_BYTES + hidden // SCALE_CHANNELS * FP32_BYTES + model.num_experts_per_tok * 2 * FP32_BYTES
+    return (
+        hidden * FP8_BYTES
+        + hidden // SCALE_CHANNELS * FP32_BYTES
+        + model.num_experts_per_tok * 2 * FP32_BYTES
+    )
 
 
 def combine_bytes(model: ModelConfig) -> int:

@@ -1,9 +1,10 @@
 """Let a request in, make it wait, or refuse it; and when to let one go on to the next unit.
 
-Doors. `admit`: the front's queue, whose overflow is a reply with a time to come back. `may_prefill`: prefill
-starts only what decode can take soon, as prefilled KV that waits under a lease is memory that works for nobody; and
-some of decode is left to tenants that have less than their share of it.
-`fits_decode`: a decode unit takes a request only if a block is left for the others to grow.
+Doors. `admit`: the front's queue, whose overflow is a reply with a time to come back.
+`may_prefill`: prefill starts only what decode can take soon, as prefilled KV that waits under a
+lease is memory that works for nobody; and some of decode is left to tenants that have less than
+their share of it. `fits_decode`: a decode unit takes a request only if a block is left for the
+others to grow.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ Bools = NDArray[np.bool_]
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 HEADROOM_SHARE = 8
-"""Per so many requests: one more prefilled ahead of a free slot, one more block kept free for growth."""
+"""Per so many requests: one more prefilled ahead of a free slot, one more block kept free for
+growth.
+"""
 LEFT_SHARE = 4
 """Tenants that have their share leave one of so many slots and blocks to others."""
 SLOWER = 1.6
-"""A request's steps in decode may take so many times as long beside others' as alone. Twice as long is what a tenant is
-promised from end to end: the rest is left to prefill and to the gateway."""
+"""A request's steps in decode may take so many times as long beside others' as alone. Twice as long
+is what a tenant is promised from end to end: the rest is left to prefill and to the gateway.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +45,31 @@ def admit(view: AdmissionView) -> Refusal | None:
     """None lets the request in."""
     if view.is_draining:
         return Refusal(503, "the server is shutting down.", RETRY_AFTER_MAX_S / 6)
-    if view.num_queued + view.num_wanted <= share_of(view.num_queued_max, view.num_tenants) + view.num_placeable:
+    if (
+        view.num_queued + view.num_wanted
+        <= share_of(view.num_queued_max, view.num_tenants) + view.num_placeable
+    ):
         return None
     return Refusal(
-        429, f"the server is overloaded: {view.num_queued} generations of this tenant wait already.",
+        429,
+        f"the server is overloaded: {view.num_queued} generations of this tenant wait already.",
         retry_after_s(view.num_queued * view.num_tenants, view.finished_per_s),
-    )  # fmt: skip
+    )
 
 
 def share_of(num_all: int, num_tenants: int) -> int:
     """What each of so many tenants may have of `num_all`.
 
-    A tenant alone may have all. What it has then takes nothing from another that comes: that one has its share beside
-    it, so k tenants have at most num_all * (1 + 1/2 + ... + 1/k) together.
+    A tenant alone may have all. What it has then takes nothing from another that comes: that one
+    has its share beside it, so k tenants have at most num_all * (1 + 1/2 + ... + 1/k) together.
     """
     return min(num_all, max(1, num_all // max(1, num_tenants)))
 
 
 def num_placed_max(num_slots: int) -> int:
-    """Requests that may be on their way through prefill and decode: a few are prefilled while all slots are taken, so
-    that none stays empty."""
+    """Requests that may be on their way through prefill and decode: a few are prefilled while all
+    slots are taken, so that none stays empty.
+    """
     return num_slots + num_ahead(num_slots)
 
 
@@ -69,7 +78,9 @@ def num_ahead(num_slots: int) -> int:
     return -(-num_slots // HEADROOM_SHARE)
 
 
-def refuse_lengths(num_prompt: int, num_output: int, max_tokens: int, max_context: int) -> str | None:
+def refuse_lengths(
+    num_prompt: int, num_output: int, max_tokens: int, max_context: int
+) -> str | None:
     """Why a request of these lengths can never be served; None if it can."""
     if num_prompt == 0:
         return "the prompt is empty."
@@ -88,13 +99,20 @@ def retry_after_s(num_queued: int, finished_per_s: float) -> float:
 
 
 def may_prefill(view: DownstreamView, num_blocks_needed: int) -> bool:
-    """Whether one more request may start its prefill, `num_blocks_needed` being what decode will hold for it."""
+    """Whether one more request may start its prefill, `num_blocks_needed` being what decode will
+    hold for it.
+    """
     ahead = num_ahead(view.num_slots)
-    if view.num_requests >= num_placed_max(view.num_slots) or view.num_transferring > max(2 * ahead, 2):
+    if view.num_requests >= num_placed_max(view.num_slots) or view.num_transferring > max(
+        2 * ahead, 2
+    ):
         return False
     num_blocks = view.num_blocks
-    if view.num_tenants_absent and view.num_of_tenant >= share_of(view.num_slots_shared, view.num_tenants):
-        # Another tenant's request that comes now shall neither wait until one of these has ended nor crawl beside them.
+    if view.num_tenants_absent and view.num_of_tenant >= share_of(
+        view.num_slots_shared, view.num_tenants
+    ):
+        # Another tenant's request that comes now shall neither wait until one of these has ended
+        # nor crawl beside them.
         num_blocks -= num_blocks // LEFT_SHARE
         if view.num_requests >= view.num_slots_shared:
             return False
@@ -104,10 +122,11 @@ def may_prefill(view: DownstreamView, num_blocks_needed: int) -> bool:
 def shared_slots(num_slots: int, num_ranks: int, step_s: float, request_s: float) -> int:
     """How many slots of a decode unit tenants that have their share may fill while others may come.
 
-    A step takes step_s, and request_s more for each request of its busiest rank. The slots are so many that beside them
-    one request's steps take at most SLOWER times as long as alone. On a GPU, whose steps hardly depend on how many
-    requests are in them, these are all slots but those of LEFT_SHARE. On a CPU they are few, which costs little, as
-    batching gains little there. They are few, too, while nothing was measured.
+    A step takes step_s, and request_s more for each request of its busiest rank. The slots are so
+    many that beside them one request's steps take at most SLOWER times as long as alone. On a GPU,
+    whose steps hardly depend on how many requests are in them, these are all slots but those of
+    LEFT_SHARE. On a CPU they are few, which costs little, as batching gains little there. They are
+    few, too, while nothing was measured.
     """
     num_most = num_slots - num_slots // LEFT_SHARE
     if step_s <= 0.0:
@@ -118,6 +137,8 @@ def shared_slots(num_slots: int, num_ranks: int, step_s: float, request_s: float
 
 
 def fits_decode(num_blocks_free: Ints, num_blocks_needed: int, num_running: Ints) -> Bools:
-    """By rank, whether it takes a request now. The head-room keeps it from being preempted at once."""
+    """By rank, whether it takes a request now. The head-room keeps it from being preempted at
+    once.
+    """
     headroom = (num_running > 0) * (1 + num_running // HEADROOM_SHARE)
     return num_blocks_needed + headroom <= num_blocks_free

@@ -1,10 +1,13 @@
-"""Which prefix of a prompt to take from where: what the rank's pool has, and what the disk has behind that, by price.
+"""Which prefix of a prompt to take from where: what the rank's pool has, and what the disk has
+behind that, by price.
 
-What is in the pool costs nothing. Reading takes a time of its own and grows with the blocks, computing them grows
-faster (each attends to all before it): so it is all of them or none, never some. A read that waits behind others is as
-much dearer. While nothing was measured, reading is taken for cheaper: that is how it comes to be measured.
+What is in the pool costs nothing. Reading takes a time of its own and grows with the blocks,
+computing them grows faster (each attends to all before it): so it is all of them or none, never
+some. A read that waits behind others is as much dearer. While nothing was measured, reading is
+taken for cheaper: that is how it comes to be measured.
 
-The last position of a prompt is always computed, for the next token is drawn from it. Knows no names and no places.
+The last position of a prompt is always computed, for the next token is drawn from it. Knows no
+names and no places.
 """
 
 from __future__ import annotations
@@ -56,12 +59,17 @@ def usable_blocks(num_tokens: int) -> int:
 
 
 def choose_prefix(
-    num_memory: int, num_shared: int, num_disk: int, rates: StepRates | None, loads: LoadRates | None,
+    num_memory: int,
+    num_shared: int,
+    num_disk: int,
+    rates: StepRates | None,
+    loads: LoadRates | None,
     queued_s: float = 0.0,
-) -> Prefix:  # fmt: skip
+) -> Prefix:
     """Decide about the `num_disk` blocks that the disk has behind the first `num_memory`.
 
-    `rates`, `loads`: None while nothing was measured. `queued_s`: of the reads that are under way to this rank.
+    `rates`, `loads`: None while nothing was measured. `queued_s`: of the reads that are under way
+    to this rank.
     """
     if not num_disk:
         return Prefix(num_memory, num_shared)

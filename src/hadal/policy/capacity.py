@@ -1,8 +1,8 @@
 """How many units a promise on latency needs, given what one unit was measured, or priced, to do.
 
-Decode: a unit's batch may grow as long as the time per output token keeps its promise (TPOT). Prefill: prompts that
-come at random wait for each other, so a promise on the time to the first token (TTFT) bounds how busy units may be.
-Knows no hardware: throughput comes in.
+Decode: a unit's batch may grow as long as the time per output token keeps its promise (TPOT).
+Prefill: prompts that come at random wait for each other, so a promise on the time to the first
+token (TTFT) bounds how busy units may be. Knows no hardware: throughput comes in.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ class DecodePoint:
 
 
 def decode_capacity(points: Sequence[DecodePoint], tpot_s: float) -> float:
-    """Tokens per second of a unit whose requests get a token every `tpot_s`, linear between the given points.
+    """Tokens per second of a unit whose requests get a token every `tpot_s`, linear between the
+    given points.
 
-    Beyond the last point nothing is promised: that point's throughput is the most. Raises ValueError if there is no
-    point, or if no batch is that fast.
+    Beyond the last point nothing is promised: that point's throughput is the most. Raises
+    ValueError if there is no point, or if no batch is that fast.
     """
     if not points:
         raise ValueError("decode_capacity needs at least one measured or priced point.")
     ordered = sorted(points, key=lambda point: point.tpot_s)
     if tpot_s < ordered[0].tpot_s:
         raise ValueError(
-            f"no batch reaches a TPOT of {tpot_s * 1e3:g} ms; the fastest takes {ordered[0].tpot_s * 1e3:g} ms. "
-            "Promise less, or take faster hardware."
+            f"no batch reaches a TPOT of {tpot_s * 1e3:g} ms; the fastest takes"
+            f" {ordered[0].tpot_s * 1e3:g} ms. Promise less, or take faster hardware."
         )
-    # More requests never make less of the unit's time: a point that is slower and does less is not used.
+    # More requests never make less of the unit's time: a point that is slower and does less is not
+    # used.
     best = np.maximum.accumulate([point.tokens_per_s for point in ordered])
     return float(np.interp(tpot_s, [point.tpot_s for point in ordered], best))
 
@@ -49,7 +51,8 @@ def decode_capacity(points: Sequence[DecodePoint], tpot_s: float) -> float:
 def prefill_use(service_s: float, ttft_s: float, num_servers: int, variation: float = 1.0) -> float:
     """The busy share up to which a prompt has its first token within `ttft_s` on average.
 
-    Sakasegawa's approximation of the mean wait in a queue of `num_servers` alike (1977), with Poisson arrivals:
+    Sakasegawa's approximation of the mean wait in a queue of `num_servers` alike (1977), with
+    Poisson arrivals:
 
         wait = (1 + variation^2) / 2 x service x use^(sqrt(2 (c + 1)) - 1) / (c (1 - use))
 
@@ -62,8 +65,8 @@ def prefill_use(service_s: float, ttft_s: float, num_servers: int, variation: fl
     """
     if service_s >= ttft_s:
         raise ValueError(
-            f"a prompt takes {service_s:g} s by itself and is promised within {ttft_s:g} s: promise more time, or use "
-            "units that prefill faster."
+            f"a prompt takes {service_s:g} s by itself and is promised within {ttft_s:g} s: promise"
+            " more time, or use units that prefill faster."
         )
     if num_servers < 1:
         raise ValueError("num_servers must be at least 1.")
@@ -83,10 +86,12 @@ def prefill_use(service_s: float, ttft_s: float, num_servers: int, variation: fl
 
 
 def units_needed(tokens_per_s: float, unit_tokens_per_s: float, use: float) -> float:
-    """Units, in fractions, that do `tokens_per_s` when each is busy for the share `use` of what it can do."""
+    """Units, in fractions, that do `tokens_per_s` when each is busy for the share `use` of what it
+    can do.
+    """
     if unit_tokens_per_s <= 0.0 or not 0.0 < use <= 1.0:
         raise ValueError(
-            f"a unit of {unit_tokens_per_s:g} tokens/s used to {use:g} does nothing; capacity must be positive and "
-            "use in (0, 1]."
+            f"a unit of {unit_tokens_per_s:g} tokens/s used to {use:g} does nothing; capacity must"
+            " be positive and use in (0, 1]."
         )
     return tokens_per_s / (unit_tokens_per_s * use)

@@ -1,21 +1,24 @@
 """Place a step's arrivals on the ranks of a decode unit: equal KV and equal request counts at once.
 
-A step takes as long as its slowest rank, and a rank's time grows with the KV that it reads and with the requests that
-it computes. Either alone leaves the other uneven, so both are measured against the unit's mean and the larger counts:
+A step takes as long as its slowest rank, and a rank's time grows with the KV that it reads and with
+the requests that it computes. Either alone leaves the other uneven, so both are measured against
+the unit's mean and the larger counts:
 
     kv share       (blocks used + the request's) / rank's blocks  over the same of the whole unit
     request share  (requests + 1) / rank's slots                  over the same of the whole unit
     choice         the rank where the larger of the two is smallest; the smaller one decides between equals
 
-While a rank sticks out in KV, the others' KV costs less than the step takes anyway, so requests count a little more
-(`SLACK`). Ranks then drift less into few large requests here and many small ones there; it was found by measuring, and
-helps most where few arrive a step (bench/balance_decode).
+While a rank sticks out in KV, the others' KV costs less than the step takes anyway, so requests
+count a little more (`SLACK`). Ranks then drift less into few large requests here and many small
+ones there; it was found by measuring, and helps most where few arrive a step
+(bench/balance_decode).
 
-Arrivals of one step are placed largest first, as small ones fill what large ones left uneven. Who gets in is decided
-not by size but by the order of arrival: when somebody does not fit, those who came later wait, so nobody is overtaken.
+Arrivals of one step are placed largest first, as small ones fill what large ones left uneven. Who
+gets in is decided not by size but by the order of arrival: when somebody does not fit, those who
+came later wait, so nobody is overtaken.
 
-Knows nothing of tensors, networks or time, and no output lengths: only what a request holds now and at its longest. The
-caller owns the state and applies the choice. Shapes: R ranks.
+Knows nothing of tensors, networks or time, and no output lengths: only what a request holds now and
+at its longest. The caller owns the state and applies the choice. Shapes: R ranks.
 """
 
 from __future__ import annotations
@@ -34,10 +37,14 @@ Floats = NDArray[np.float64]
 TIE_WEIGHT = 1e-6
 """Of the sum of both shares, added to the larger: it decides only between equals."""
 SLACK = 0.25
-"""Of what the fullest rank's KV share is above the mean: added to request shares. Of 0, .25, .35, .5 and .7 the one
-that lifts long outputs and long prompts (KV balance +.01) and leaves short ones (azure-conv) at .98."""
+"""Of what the fullest rank's KV share is above the mean: added to request shares. Of 0, .25, .35,
+.5 and .7 the one that lifts long outputs and long prompts (KV balance +.01) and leaves short ones
+(azure-conv) at .98.
+"""
 SLACK_MAX = 0.03
-"""A unit of few ranks or few requests is always uneven; there both shares should count about alike."""
+"""A unit of few ranks or few requests is always uneven; there both shares should count about
+alike.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,10 @@ class Arrival:
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_blocks <= self.num_blocks_worst:
-            raise ValueError(f"{self.num_blocks} blocks now, {self.num_blocks_worst} at its longest: not in order.")
+            raise ValueError(
+                f"{self.num_blocks} blocks now, {self.num_blocks_worst} at its longest: not in"
+                " order."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +75,19 @@ class Sent:
     arrival: Arrival
 
 
-def with_sent(ranks: DecodeRanksView, num_seen_R: Sequence[int], sent: Sequence[Sent]) -> DecodeRanksView:
-    """Add to reported loads what was placed since: without it, all arrivals go to the rank that was lightest.
+def with_sent(
+    ranks: DecodeRanksView, num_seen_R: Sequence[int], sent: Sequence[Sent]
+) -> DecodeRanksView:
+    """Add to reported loads what was placed since: without it, all arrivals go to the rank that was
+    lightest.
 
     `num_seen_R`: by rank, the last running number that its report counts.
     """
-    used_R, worst_R, requests_R = ranks.num_blocks_used.copy(), ranks.num_blocks_worst.copy(), ranks.num_requests.copy()
+    used_R, worst_R, requests_R = (
+        ranks.num_blocks_used.copy(),
+        ranks.num_blocks_worst.copy(),
+        ranks.num_requests.copy(),
+    )
     for placed in sent:
         if placed.number > num_seen_R[placed.row]:
             used_R[placed.row] += placed.arrival.num_blocks
@@ -80,22 +97,32 @@ def with_sent(ranks: DecodeRanksView, num_seen_R: Sequence[int], sent: Sequence[
 
 
 class Shares:
-    """Both shares of every rank over the unit's, kept up while requests come and go. One decision long."""
+    """Both shares of every rank over the unit's, kept up while requests come and go. One decision
+    long.
+    """
 
-    def __init__(self, ranks: DecodeRanksView, num_blocks_coming: int, num_coming: int, *, preempts: bool) -> None:
+    def __init__(
+        self, ranks: DecodeRanksView, num_blocks_coming: int, num_coming: int, *, preempts: bool
+    ) -> None:
         """`..._coming` belong to the means: what the unit will hold when all are placed."""
         self.ranks = ranks
         self.preempts = preempts
         self.used_R = ranks.num_blocks_used.copy()
         self.worst_R = ranks.num_blocks_worst.copy()
         self.requests_R = ranks.num_requests.copy()
-        kv_share = (int(self.used_R.sum()) + num_blocks_coming) / max(int(ranks.num_blocks.sum()), 1)
-        request_share = (int(self.requests_R.sum()) + num_coming) / max(int(ranks.num_requests_max.sum()), 1)
+        kv_share = (int(self.used_R.sum()) + num_blocks_coming) / max(
+            int(ranks.num_blocks.sum()), 1
+        )
+        request_share = (int(self.requests_R.sum()) + num_coming) / max(
+            int(ranks.num_requests_max.sum()), 1
+        )
         self.per_block_R: Floats = 1.0 / (np.maximum(ranks.num_blocks, 1) * (kv_share or 1.0))
         """What one block adds to a rank's KV share."""
         over = float((self.used_R * self.per_block_R).max(initial=1.0)) - 1.0
         self.slack = min(SLACK * over, SLACK_MAX)
-        self.per_request_R: Floats = 1.0 / (np.maximum(ranks.num_requests_max, 1) * (request_share or 1.0))
+        self.per_request_R: Floats = 1.0 / (
+            np.maximum(ranks.num_requests_max, 1) * (request_share or 1.0)
+        )
 
     @property
     def kv_R(self) -> Floats:
@@ -106,14 +133,18 @@ class Shares:
         return self.requests_R * self.per_request_R
 
     def fits(self, arrival: Arrival) -> Bools:
-        """[R] where it may go: a free slot, room in the worst case, or else somebody who is ready to let others go.
+        """[R] where it may go: a free slot, room in the worst case, or else somebody who is ready
+        to let others go.
 
-        Even then its own worst case has to fit into an empty rank, or preempting all others would not help it.
+        Even then its own worst case has to fit into an empty rank, or preempting all others would
+        not help it.
         """
         ranks = self.ranks
         fits_R: Bools = self.requests_R < ranks.num_requests_max
         if self.preempts:
-            fits_R &= fits_decode(ranks.num_blocks - self.used_R, arrival.num_blocks, self.requests_R)
+            fits_R &= fits_decode(
+                ranks.num_blocks - self.used_R, arrival.num_blocks, self.requests_R
+            )
             fits_R &= arrival.num_blocks_worst <= ranks.num_blocks
         else:
             fits_R &= self.worst_R + arrival.num_blocks_worst <= ranks.num_blocks
@@ -124,7 +155,11 @@ class Shares:
         fits_R = self.fits(arrival)
         kv_R = (self.used_R + arrival.num_blocks) * self.per_block_R
         request_R = (self.requests_R + 1) * self.per_request_R
-        score_R = np.where(fits_R, np.maximum(kv_R, request_R + self.slack) + TIE_WEIGHT * (kv_R + request_R), np.inf)
+        score_R = np.where(
+            fits_R,
+            np.maximum(kv_R, request_R + self.slack) + TIE_WEIGHT * (kv_R + request_R),
+            np.inf,
+        )
         row = int(score_R.argmin())
         return row if fits_R[row] else None
 
@@ -136,10 +171,12 @@ class Shares:
 
 
 def place(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, preempts: bool) -> list[int]:
-    """Return the ranks of the first arrivals, in their order; those behind the end of the list wait.
+    """Return the ranks of the first arrivals, in their order; those behind the end of the list
+    wait.
 
-    `preempts`: the caller has a plan for a rank that runs short (policy/preemption), so what fits now with head-room is
-    let in. Without it, only what fits if everybody on the rank runs to its longest.
+    `preempts`: the caller has a plan for a rank that runs short (policy/preemption), so what fits
+    now with head-room is let in. Without it, only what fits if everybody on the rank runs to its
+    longest.
     """
     num = _num_at_most(ranks, arrivals, preempts)
     while num > 0:
@@ -148,7 +185,12 @@ def place(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, preempts: bool
             break
         num = failed
     else:
-        shares, rows = Shares(ranks, sum(arrival.num_blocks for arrival in arrivals[:1]), 1, preempts=preempts), []
+        shares, rows = (
+            Shares(
+                ranks, sum(arrival.num_blocks for arrival in arrivals[:1]), 1, preempts=preempts
+            ),
+            [],
+        )
     # Without those who came behind the first that did not fit, it may fit after all.
     for arrival in arrivals[num:]:
         row = shares.choose(arrival) if ranks.ranks.size else None
@@ -159,8 +201,12 @@ def place(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, preempts: bool
     return ranks.ranks[rows].tolist() if rows else []
 
 
-def place_by_counts(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, preempts: bool) -> list[int]:
-    """The same by numbers of requests alone: each to the rank that has fewest, the lowest of equals. What others do."""
+def place_by_counts(
+    ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, preempts: bool
+) -> list[int]:
+    """The same by numbers of requests alone: each to the rank that has fewest, the lowest of
+    equals. What others do.
+    """
     shares, rows = Shares(ranks, 0, 0, preempts=preempts), list[int]()
     for arrival in arrivals:
         fits_R = shares.fits(arrival)
@@ -172,9 +218,12 @@ def place_by_counts(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, pree
     return ranks.ranks[rows].tolist() if rows else []
 
 
-def place_in_turn(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, turn: int, preempts: bool) -> list[int]:
-    """The same without looking at what ranks hold: the first arrival to rank `turn`, the next to the next of those that
-    it fits on. Round-robin, to compare with."""
+def place_in_turn(
+    ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, turn: int, preempts: bool
+) -> list[int]:
+    """The same without looking at what ranks hold: the first arrival to rank `turn`, the next to
+    the next of those that it fits on. Round-robin, to compare with.
+    """
     shares, rows = Shares(ranks, 0, 0, preempts=preempts), list[int]()
     for arrival in arrivals:
         fitting = np.flatnonzero(shares.fits(arrival))
@@ -188,7 +237,9 @@ def place_in_turn(ranks: DecodeRanksView, arrivals: Sequence[Arrival], *, turn: 
 
 
 def _num_at_most(ranks: DecodeRanksView, arrivals: Sequence[Arrival], preempts: bool) -> int:
-    """So many of the first arrivals might fit, were the unit one rank. A long queue is not worth a longer look."""
+    """So many of the first arrivals might fit, were the unit one rank. A long queue is not worth a
+    longer look.
+    """
     num_slots = int(np.maximum(ranks.num_requests_max - ranks.num_requests, 0).sum())
     taken_R = ranks.num_blocks_used if preempts else ranks.num_blocks_worst
     num_blocks = int(np.maximum(ranks.num_blocks - taken_R, 0).sum())
@@ -203,7 +254,9 @@ def _largest_first(
     ranks: DecodeRanksView, arrivals: Sequence[Arrival], preempts: bool
 ) -> tuple[Shares, list[int], int | None]:
     """Place all: (the shares after it, rows by arrival, the earliest arrival that did not fit)."""
-    shares = Shares(ranks, sum(arrival.num_blocks for arrival in arrivals), len(arrivals), preempts=preempts)
+    shares = Shares(
+        ranks, sum(arrival.num_blocks for arrival in arrivals), len(arrivals), preempts=preempts
+    )
     rows = [-1] * len(arrivals)
     failed = None
     for index in sorted(range(len(arrivals)), key=lambda index: -arrivals[index].num_blocks):

@@ -1,7 +1,8 @@
 """Choose running requests that change their rank, where placement alone left a decode unit uneven.
 
-Nobody knows how long a request will run, so even perfect placement drifts: the lightest rank cannot be filled faster
-than requests arrive, the heaviest cannot shed one. Moving one costs it some steps and the unit its bytes of KV, so:
+Nobody knows how long a request will run, so even perfect placement drifts: the lightest rank cannot
+be filled faster than requests arrive, the heaviest cannot shed one. Moving one costs it some steps
+and the unit its bytes of KV, so:
 
     trigger   nothing moves while the heaviest rank is within a small factor of the mean
     choice    from the heaviest rank, the request and the rank whose two larger shares end lowest
@@ -34,7 +35,9 @@ class RunningView:
 
 @dataclass(frozen=True, slots=True)
 class MoveTerms:
-    """When a move pays. The shares of a step's time come from the step model (perf), or from measured steps."""
+    """When a move pays. The shares of a step's time come from the step model (perf), or from
+    measured steps.
+    """
 
     trigger: float = 1.02
     """Largest share of a rank over the mean that is left alone. At 1.01 some five times as many
@@ -42,13 +45,19 @@ class MoveTerms:
     num_moves_max: int = 4
     """Of one decision."""
     kv_time_share: float = 0.28
-    """Of a balanced step's time, what grows with a rank's KV (facts: 2.9e-8 s a token, 96 requests of 4.4k tokens)."""
+    """Of a balanced step's time, what grows with a rank's KV (facts: 2.9e-8 s a token, 96 requests
+    of 4.4k tokens).
+    """
     request_time_share: float = 0.26
-    """The same of its requests, 1.2e-4 s each: half of it on the rank itself, half in the exchange all wait for."""
+    """The same of its requests, 1.2e-4 s each: half of it on the rank itself, half in the exchange
+    all wait for.
+    """
     stall_steps: float = 3.0
     """Steps that a moved request stands still: at most, as roles/decode_moving has it."""
     gain_steps: float = 50.0
-    """Steps after which the unit would be about as uneven again. A request that moved stays for as long."""
+    """Steps after which the unit would be about as uneven again. A request that moved stays for as
+    long.
+    """
     num_tokens_left_min: int = 8
     """A request with fewer tokens to go at its longest is left where it is."""
 
@@ -65,7 +74,8 @@ class Move:
 def terms_of(kv_s: float, request_s: float, step_s: float, known: MoveTerms) -> MoveTerms:
     """`known` with what a mean rank's KV and requests take of a step of `step_s` seconds.
 
-    As it is where steps show no cost of KV (a small model's may not): equal KV is wanted for memory's sake, too.
+    As it is where steps show no cost of KV (a small model's may not): equal KV is wanted for
+    memory's sake, too.
     """
     step_s = max(step_s, kv_s + request_s)
     if step_s <= 0.0 or kv_s <= 0.0:
@@ -82,9 +92,12 @@ def is_uneven(ranks: DecodeRanksView, terms: MoveTerms) -> bool:
     return float(share_R.max()) > terms.trigger * mean
 
 
-def choose_moves(ranks: DecodeRanksView, running: RunningView, terms: MoveTerms, *, preempts: bool) -> list[Move]:
-    """Return moves, best prefix first to last, empty where they do not pay. No request is moved twice, and no rank that
-    gave takes: what a request leaves comes free only when it has arrived."""
+def choose_moves(
+    ranks: DecodeRanksView, running: RunningView, terms: MoveTerms, *, preempts: bool
+) -> list[Move]:
+    """Return moves, best prefix first to last, empty where they do not pay. No request is moved
+    twice, and no rank that gave takes: what a request leaves comes free only when it has arrived.
+    """
     shares = Shares(ranks, 0, 0, preempts=preempts)
     num_running = int(shares.requests_R.sum())
     is_movable_RS = running.num_blocks_RS > 0
@@ -100,27 +113,38 @@ def choose_moves(ranks: DecodeRanksView, running: RunningView, terms: MoveTerms,
         if found is None:
             break
         slot, target = found
-        request = Arrival(int(running.num_blocks_RS[source, slot]), int(running.num_blocks_worst_RS[source, slot]))
+        request = Arrival(
+            int(running.num_blocks_RS[source, slot]), int(running.num_blocks_worst_RS[source, slot])
+        )
         shares.add(source, request, -1)
         shares.add(target, request)
         is_movable_RS[source, slot], gives_R[source] = False, True
         moves.append(Move(int(ranks.ranks[source]), slot, int(ranks.ranks[target])))
-        gain = (before - _step_time(shares, terms)) * terms.gain_steps * num_running - terms.stall_steps * len(moves)
+        gain = (
+            before - _step_time(shares, terms)
+        ) * terms.gain_steps * num_running - terms.stall_steps * len(moves)
         if gain > best_gain:
             best_gain, num_best = gain, len(moves)
     return moves[:num_best]
 
 
 def _step_time(shares: Shares, terms: MoveTerms) -> float:
-    """What of a step depends on the balance, in parts of a balanced step: its slowest rank and its largest batch."""
-    kv_R, request_R = terms.kv_time_share * shares.kv_R, terms.request_time_share / 2 * shares.request_R
+    """What of a step depends on the balance, in parts of a balanced step: its slowest rank and its
+    largest batch.
+    """
+    kv_R, request_R = (
+        terms.kv_time_share * shares.kv_R,
+        terms.request_time_share / 2 * shares.request_R,
+    )
     return float((kv_R + request_R).max() + request_R.max())
 
 
 def _best(
     shares: Shares, running: RunningView, is_movable_RS: Bools, gives_R: Bools, source: int
 ) -> tuple[int, int] | None:
-    """(slot, target row) after which the larger of both ranks' shares is smallest; None if none is better than now."""
+    """(slot, target row) after which the larger of both ranks' shares is smallest; None if none is
+    better than now.
+    """
     slots_C = np.flatnonzero(is_movable_RS[source])
     if not slots_C.size:
         return None

@@ -1,9 +1,11 @@
-"""What the next minutes will ask of the fleet: a level and a trend from the recent past, times the shape of a day.
+"""What the next minutes will ask of the fleet: a level and a trend from the recent past, times the
+shape of a day.
 
     rate(now + h) = (level + slope h) x shape(now + h),      level, slope: of rate / shape over a short window
 
-The day's shape explains the morning before it comes; the trend carries what today does otherwise. Of a slope only that
-counts which is beyond noise, so that noise moves no nodes. Knows no units: tokens per second of one role.
+The day's shape explains the morning before it comes; the trend carries what today does otherwise.
+Of a slope only that counts which is beyond noise, so that noise moves no nodes. Knows no units:
+tokens per second of one role.
 """
 
 from __future__ import annotations
@@ -21,17 +23,21 @@ DAY_S = 86_400.0
 NUM_SLOPE_MIN = 5
 """Fewer samples than this show no trend."""
 DOUBT = 3.0
-"""So many standard errors of a slope are taken off it: what noise alone leaves of one is rare and small."""
+"""So many standard errors of a slope are taken off it: what noise alone leaves of one is rare and
+small.
+"""
 CHANGE_MAX = 2.0
 """The trend alone never forecasts more than this times the level, or less than one part of it."""
 
 
 @dataclass(frozen=True)
 class DayShape:
-    """Relative demand over a day: the mean of each of equally long bins, from midnight on. Its mean is 1.
+    """Relative demand over a day: the mean of each of equally long bins, from midnight on. Its mean
+    is 1.
 
-    Between, it is linear from the edge of a bin to its middle and on to the next edge, in such a way that every bin has
-    exactly its mean. Raises ValueError for shapes that would be zero or less somewhere.
+    Between, it is linear from the edge of a bin to its middle and on to the next edge, in such a
+    way that every bin has exactly its mean. Raises ValueError for shapes that would be zero or less
+    somewhere.
     """
 
     bins: tuple[float, ...]
@@ -39,9 +45,14 @@ class DayShape:
 
     def __post_init__(self) -> None:
         if not self.bins or min(self.bins) <= 0 or not np.all(np.isfinite(self.bins)):
-            raise ValueError("a day's shape needs positive bins: give at least one, and what was counted in each.")
+            raise ValueError(
+                "a day's shape needs positive bins: give at least one, and what was counted in"
+                " each."
+            )
         if self._values.min() <= 0:
-            raise ValueError("a day's shape rises too steeply between two bins; take wider ones, or smooth them.")
+            raise ValueError(
+                "a day's shape rises too steeply between two bins; take wider ones, or smooth them."
+            )
 
     @cached_property
     def _values(self) -> Floats:
@@ -66,13 +77,17 @@ FLAT = DayShape((1.0,))
 
 
 def forecast(
-    times_s: Sequence[float], rates: Sequence[float], shape: DayShape, now_s: float, ahead_s: ArrayLike
+    times_s: Sequence[float],
+    rates: Sequence[float],
+    shape: DayShape,
+    now_s: float,
+    ahead_s: ArrayLike,
 ) -> Floats:
     """Expected rates at `now_s + ahead_s`.
 
     Args:
-        times_s: when each sample was taken, by the clock of the day (seconds from some midnight), ascending, <= now_s.
-        rates: tokens per second at those times. Without any, 0 is expected.
+        times_s: when each sample was taken, by the clock of the day (seconds from some midnight),
+        ascending, <= now_s. rates: tokens per second at those times. Without any, 0 is expected.
         ahead_s: [points], not negative.
     """
     ahead = np.atleast_1d(np.asarray(ahead_s, np.float64))
@@ -101,7 +116,8 @@ def _line(times: Floats, values: Floats) -> tuple[float, float]:
 
 
 def learned_shape(bins: Sequence[float]) -> DayShape:
-    """The shape of a day that was counted: what is too steep or too empty for a DayShape is smoothed until it is none.
+    """The shape of a day that was counted: what is too steep or too empty for a DayShape is
+    smoothed until it is none.
 
     Raises ValueError without bins, or if nothing was counted in any of them.
     """

@@ -1,10 +1,12 @@
 """Which blocks of a cache make room for others.
 
-Keys are names of blocks; time is counted in calls of `tick`, one for every request. Knows nothing of where blocks lie,
-how large they are or who holds them: its owner says what came, what was used, and what may go. Of keys that were used
-together the deepest in its text goes first, as it is of no use without those before it.
+Keys are names of blocks; time is counted in calls of `tick`, one for every request. Knows nothing
+of where blocks lie, how large they are or who holds them: its owner says what came, what was used,
+and what may go. Of keys that were used together the deepest in its text goes first, as it is of no
+use without those before it.
 
-Arc is what owners use; `python -m bench.cache_policies` measures it beside Lru and others on real traces.
+Arc is what owners use; `python -m bench.cache_policies` measures it beside Lru and others on real
+traces.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from collections import OrderedDict
 from heapq import heapify, heappop, heappush
 
 Entry = tuple[int, int, bytes]
-"""When a key was used last, its position in its text less than 0, the key: the lowest goes first."""
+"""When a key was used last, its position in its text less than 0, the key: the lowest goes
+first.
+"""
 
 
 class Lru:
@@ -92,15 +96,19 @@ class Lru:
 
 
 class Arc:
-    """Adaptive replacement (Megiddo and Modha, FAST 2003): what was used once and what was used again are apart, each
-    evicted by age, and what is missed soon after it went says which of the two should have had more room.
+    """Adaptive replacement (Megiddo and Modha, FAST 2003): what was used once and what was used
+    again are apart, each evicted by age, and what is missed soon after it went says which of the
+    two should have had more room.
 
-    A conversation that goes on is thus not pushed out by prompts that nobody continues, however many they are.
+    A conversation that goes on is thus not pushed out by prompts that nobody continues, however
+    many they are.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        """Blocks of the cache, which may grow. As many names of evicted ones are remembered of either kind."""
+        """Blocks of the cache, which may grow. As many names of evicted ones are remembered of
+        either kind.
+        """
         self._once, self._again = Lru(), Lru()
         self._gone_once: OrderedDict[bytes, None] = OrderedDict()
         self._gone_again: OrderedDict[bytes, None] = OrderedDict()
@@ -161,7 +169,9 @@ class Arc:
     def victim(self) -> bytes | None:
         """Take out the next to go. None if nothing is offered."""
         is_once = len(self._once) > self._room_once or not len(self._again)
-        for keys, gone in ((self._once, self._gone_once), (self._again, self._gone_again))[:: 1 if is_once else -1]:
+        for keys, gone in ((self._once, self._gone_once), (self._again, self._gone_again))[
+            :: 1 if is_once else -1
+        ]:
             key = keys.victim()
             if key is not None:
                 gone[key] = None

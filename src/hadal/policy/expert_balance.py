@@ -1,9 +1,10 @@
 """Where every expert's replicas go: from loads to a placement, from scratch or near today's.
 
-Pure: loads in, a plan out; the caller decides when to plan and moves the weights. Equal inputs give equal plans.
-Modes: `global` uses any rank for any expert; `hierarchical` keeps each group of experts on one node, which keeps tokens
-of group-limited routing there; `hybrid` starts hierarchical and trades across nodes until every layer's balancedness
-reaches a target; `fast` is the plain greedy, global. With `max_moves` a plan stays near today's placement instead.
+Pure: loads in, a plan out; the caller decides when to plan and moves the weights. Equal inputs give
+equal plans. Modes: `global` uses any rank for any expert; `hierarchical` keeps each group of
+experts on one node, which keeps tokens of group-limited routing there; `hybrid` starts hierarchical
+and trades across nodes until every layer's balancedness reaches a target; `fast` is the plain
+greedy, global. With `max_moves` a plan stays near today's placement instead.
 
 Shapes: T steps of a window, L layers, E logical experts, R ranks, S most slots of a rank.
 """
@@ -30,28 +31,39 @@ MODES = ("global", "hierarchical", "hybrid", "fast")
 GOOD_ENOUGH = 0.9997
 """A layer this balanced is left alone: sampling noise of one step is fifty times larger."""
 NUM_ROUNDS = {9: 24, 5: 48, 0: 72}
-"""Slots a rank has at least: rounds of exchange. With few slots, the right partner takes longer to find."""
+"""Slots a rank has at least: rounds of exchange. With few slots, the right partner takes longer to
+find.
+"""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks to place on: `slots[r]` of rank r, 0 if it is dead; `nodes[r]` is the node it is on."""
+    """The ranks to place on: `slots[r]` of rank r, 0 if it is dead; `nodes[r]` is the node it is
+    on.
+    """
 
     slots: tuple[int, ...]
     nodes: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if len(self.slots) != len(self.nodes):
-            raise ValueError(f"{len(self.slots)} ranks have slots and {len(self.nodes)} have a node.")
+            raise ValueError(
+                f"{len(self.slots)} ranks have slots and {len(self.nodes)} have a node."
+            )
         if not any(self.slots) or min(self.slots) < 0:
             raise ValueError("slots of ranks are 0 or more, and one rank at least must have some.")
 
     @classmethod
     def even(cls, num_ranks: int, num_nodes: int, num_slots: int) -> Cluster:
-        """Ranks of `num_slots` slots each, numbered node by node. Raises ValueError if they do not divide."""
+        """Ranks of `num_slots` slots each, numbered node by node. Raises ValueError if they do not
+        divide.
+        """
         if num_nodes < 1 or num_ranks < 1 or num_ranks % num_nodes:
             raise ValueError(f"{num_ranks} ranks do not divide evenly by {num_nodes} nodes.")
-        return cls((num_slots,) * num_ranks, tuple(rank * num_nodes // num_ranks for rank in range(num_ranks)))
+        return cls(
+            (num_slots,) * num_ranks,
+            tuple(rank * num_nodes // num_ranks for rank in range(num_ranks)),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,25 +74,37 @@ class ExpertPlan:
     split_LRS: Floats | None
     """Fraction of its expert's tokens that a slot takes; None: replicas share evenly."""
     balancedness_L: Floats
-    """Mean over the window's steps of (mean / max) rank load, living ranks only; one step if loads were summed."""
+    """Mean over the window's steps of (mean / max) rank load, living ranks only; one step if loads
+    were summed.
+    """
     moved_replicas: int
     """Replicas that their rank did not hold before; 0 if there was no placement before."""
     moved_across_nodes: int = 0
-    """Of an expert to a node that did not hold it before, so that its weights cross between nodes."""
+    """Of an expert to a node that did not hold it before, so that its weights cross between
+    nodes.
+    """
 
 
 def balance(
-    loads: Floats, cluster: Cluster, *, mode: str = "global", num_groups: int = 1, target: float = 0.98,
-    current: Placement | None = None, max_moves: int | None = None, weighted: bool = False,
-) -> ExpertPlan:  # fmt: skip
+    loads: Floats,
+    cluster: Cluster,
+    *,
+    mode: str = "global",
+    num_groups: int = 1,
+    target: float = 0.98,
+    current: Placement | None = None,
+    max_moves: int | None = None,
+    weighted: bool = False,
+) -> ExpertPlan:
     """Plan a unit's experts for loads [L, E] or for a window of steps [T, L, E].
 
-    `num_groups` are the gate's groups of neighbouring experts (modes with nodes). `target`: balancedness that `hybrid`
-    and an incremental plan ask of every layer. `max_moves` with `current`: the best placement at most so many replicas
-    away, plus those that no living rank holds any more; 0 with `weighted` only splits anew. In mode hierarchical each
-    group then stays on the node that holds most of it today, in hybrid where the target allows that. A window's plan
-    is chosen by the mean of its steps' maxima.
-    Raises ValueError for sizes that fit nowhere, unknown modes, and loads that are negative or not numbers.
+    `num_groups` are the gate's groups of neighbouring experts (modes with nodes). `target`:
+    balancedness that `hybrid` and an incremental plan ask of every layer. `max_moves` with
+    `current`: the best placement at most so many replicas away, plus those that no living rank
+    holds any more; 0 with `weighted` only splits anew. In mode hierarchical each group then stays
+    on the node that holds most of it today, in hybrid where the target allows that. A window's plan
+    is chosen by the mean of its steps' maxima. Raises ValueError for sizes that fit nowhere,
+    unknown modes, and loads that are negative or not numbers.
     """
     window = _checked(loads, mode, num_groups)
     num_layers, num_experts = window.shape[1:]
@@ -92,24 +116,40 @@ def balance(
     steps = sample(window) * _scale(window, len(living)) if len(window) > 1 else None
     if mode in ("hierarchical", "hybrid") and len(np.unique(node_R)) > num_groups:
         raise ValueError(
-            f"{num_groups} groups are too few for {len(np.unique(node_R))} nodes to keep each on one; use mode global."
+            f"{num_groups} groups are too few for {len(np.unique(node_R))} nodes to keep each on"
+            " one; use mode global."
         )
     sizes = (num_experts, num_layers, len(cluster.slots))
-    if current is not None and (current.num_experts, current.num_layers, current.num_ranks) != sizes:
-        raise ValueError("the current placement has other layers, ranks or experts than the loads and ranks given.")
+    if (
+        current is not None
+        and (current.num_experts, current.num_layers, current.num_ranks) != sizes
+    ):
+        raise ValueError(
+            "the current placement has other layers, ranks or experts than the loads and ranks"
+            " given."
+        )
     if max_moves is not None:
         if current is None or max_moves < 0:
-            raise ValueError("max_moves is 0 or more and needs the current placement it counts from.")
+            raise ValueError(
+                "max_moves is 0 or more and needs the current placement it counts from."
+            )
         today = complete(_today(current, living, capacity), summed, capacity)
         by_node = mode in ("hierarchical", "hybrid")
         table = place_near(
-            today, summed, steps, np.full(num_layers, 1.0 / max(target, 1e-6)), capacity, max_moves=max_moves,
+            today,
+            summed,
+            steps,
+            np.full(num_layers, 1.0 / max(target, 1e-6)),
+            capacity,
+            max_moves=max_moves,
             home_LRE=node_homes(today, num_groups, num_experts, node_R) if by_node else None,
             may_leave_home=mode == "hybrid",
-        )  # fmt: skip
+        )
     else:
         table = _from_scratch(summed, steps, node_R, capacity, mode, num_groups, target)
-    slots: NDArray[np.int16] = np.full((num_layers, len(cluster.slots), max(cluster.slots)), EMPTY, np.int16)
+    slots: NDArray[np.int16] = np.full(
+        (num_layers, len(cluster.slots), max(cluster.slots)), EMPTY, np.int16
+    )
     slots[:, living, : table.shape[2]] = table
     if current is not None:
         slots = settled(slots, current.slot_to_expert_LRS)
@@ -117,7 +157,9 @@ def balance(
     split = _split(slots.astype(np.int64), summed, steps) if weighted else None
     moved = moved_replicas(current, placement) if current is not None else 0
     across = moved_replicas(current, placement, cluster.nodes) if current is not None else 0
-    return ExpertPlan(placement, split, balancedness(placement, window, split, cluster), moved, across)
+    return ExpertPlan(
+        placement, split, balancedness(placement, window, split, cluster), moved, across
+    )
 
 
 def rank_loads(placement: Placement, loads_LE: Floats, split_LRS: Floats | None = None) -> Floats:
@@ -125,16 +167,23 @@ def rank_loads(placement: Placement, loads_LE: Floats, split_LRS: Floats | None 
     table = placement.slot_to_expert_LRS.astype(np.int64)
     if split_LRS is None:
         return np.asarray(shares_of(table, loads_LE).sum(axis=2))
-    return np.asarray((held_loads(table, loads_LE) * np.where(table == EMPTY, 0.0, split_LRS)).sum(axis=2))
+    return np.asarray(
+        (held_loads(table, loads_LE) * np.where(table == EMPTY, 0.0, split_LRS)).sum(axis=2)
+    )
 
 
 def balancedness(
-    placement: Placement, loads: Floats, split_LRS: Floats | None = None, cluster: Cluster | None = None
+    placement: Placement,
+    loads: Floats,
+    split_LRS: Floats | None = None,
+    cluster: Cluster | None = None,
 ) -> Floats:
-    """Mean load over the living ranks by the window's mean of the heaviest rank's [L]; 1 is perfect.
+    """Mean load over the living ranks by the window's mean of the heaviest rank's [L]; 1 is
+    perfect.
 
-    A step lasts as long as its heaviest rank, so a window's steps count by their own maxima, not by that of the sums.
-    Without a cluster, ranks that hold something in any layer are taken to be alive.
+    A step lasts as long as its heaviest rank, so a window's steps count by their own maxima, not by
+    that of the sums. Without a cluster, ranks that hold something in any layer are taken to be
+    alive.
     """
     window = loads if loads.ndim == 3 else loads[None]
     if cluster is not None:
@@ -148,19 +197,26 @@ def balancedness(
 
 
 def moved_replicas(old: Placement, new: Placement, nodes: tuple[int, ...] | None = None) -> int:
-    """Replicas of the new placement whose rank does not hold that expert in the old one: weights that must travel.
+    """Replicas of the new placement whose rank does not hold that expert in the old one: weights
+    that must travel.
 
     With the ranks' nodes: experts new to a node, whose weights must travel between nodes.
     """
-    before, after = (held_by(each.slot_to_expert_LRS.astype(np.int64), each.num_experts) for each in (old, new))
+    before, after = (
+        held_by(each.slot_to_expert_LRS.astype(np.int64), each.num_experts) for each in (old, new)
+    )
     if nodes is not None:
         ranks = [np.flatnonzero(np.array(nodes) == node) for node in sorted(set(nodes))]
-        before, after = (np.stack([held[:, of].any(axis=1) for of in ranks], axis=1) for held in (before, after))
+        before, after = (
+            np.stack([held[:, of].any(axis=1) for of in ranks], axis=1) for held in (before, after)
+        )
     return int((after & ~before).sum())
 
 
 def settled(slots_LRS: NDArray[np.int16], before_LRS: NDArray[np.int16]) -> NDArray[np.int16]:
-    """The same experts on the same ranks, each in the slot that it had before if its rank held it."""
+    """The same experts on the same ranks, each in the slot that it had before if its rank held
+    it.
+    """
     result = slots_LRS.copy()
     num_slots = slots_LRS.shape[2]
     width = min(num_slots, before_LRS.shape[2])
@@ -180,14 +236,22 @@ def settled(slots_LRS: NDArray[np.int16], before_LRS: NDArray[np.int16]) -> NDAr
 
 
 def _from_scratch(
-    summed: Floats, steps: Floats | None, node_R: Ints, capacity: Ints, mode: str, num_groups: int, target: float
+    summed: Floats,
+    steps: Floats | None,
+    node_R: Ints,
+    capacity: Ints,
+    mode: str,
+    num_groups: int,
+    target: float,
 ) -> Ints:
     """The table of the living ranks [L, living, S] of a mode."""
     ceiling = np.full(len(summed), 1.0 / GOOD_ENOUGH)
     num_rounds = next(rounds for slots, rounds in NUM_ROUNDS.items() if capacity.min() >= slots)
     barred = None
     if mode in ("global", "fast"):
-        table = place_flat(summed, capacity, ceiling, num_rounds=num_rounds if mode == "global" else 0)
+        table = place_flat(
+            summed, capacity, ceiling, num_rounds=num_rounds if mode == "global" else 0
+        )
     else:
         nodes = [np.flatnonzero(node_R == node) for node in np.unique(node_R)]
         table = place_hierarchical(summed, num_groups, nodes, capacity, num_rounds=num_rounds)
@@ -202,7 +266,9 @@ def _from_scratch(
 
 
 def _split(slots_LRS: Ints, summed: Floats, steps: Floats | None) -> Floats:
-    """The split of the sums; with a window, in each layer that, half of it or none, as suits the steps' maxima."""
+    """The split of the sums; with a window, in each layer that, half of it or none, as suits the
+    steps' maxima.
+    """
     split = split_loads(slots_LRS, summed)
     if steps is None:
         return split
@@ -215,7 +281,9 @@ def _split(slots_LRS: Ints, summed: Floats, steps: Floats | None) -> Floats:
 
 
 def _steadier(table_LRS: Ints, greedy_LRS: Ints, window: Floats) -> Ints:
-    """Of two placements, in each layer the one whose heaviest rank is lighter on the mean of the window's steps."""
+    """Of two placements, in each layer the one whose heaviest rank is lighter on the mean of the
+    window's steps.
+    """
     better = mean_of_maxima(greedy_LRS, window) < mean_of_maxima(table_LRS, window)
     return np.asarray(np.where(better[:, None, None], greedy_LRS, table_LRS))
 
@@ -232,13 +300,17 @@ def _checked(loads: Floats, mode: str, num_groups: int) -> Floats:
     window = np.asarray(loads, np.float64)
     window = window[None] if window.ndim == 2 else window
     if window.ndim != 3 or not window.size:
-        raise ValueError(f"loads are [layers, experts] or [steps, layers, experts], not {np.shape(loads)}.")
+        raise ValueError(
+            f"loads are [layers, experts] or [steps, layers, experts], not {np.shape(loads)}."
+        )
     if not np.isfinite(window).all() or (window < 0).any():
         raise ValueError("loads must be numbers of tokens, 0 or more.")
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is unknown; {', '.join(MODES)} are known.")
     if mode in ("hierarchical", "hybrid") and (num_groups < 1 or window.shape[2] % num_groups):
-        raise ValueError(f"{window.shape[2]} experts do not divide evenly into {num_groups} groups.")
+        raise ValueError(
+            f"{window.shape[2]} experts do not divide evenly into {num_groups} groups."
+        )
     return window
 
 
@@ -249,6 +321,12 @@ def _scale(window: Floats, num_ranks: int) -> Floats:
 
 
 def _normalised(loads_LE: Floats, num_ranks: int) -> Floats:
-    """Loads whose mean rank load is 1 in every layer; a layer without tokens counts as an even one."""
+    """Loads whose mean rank load is 1 in every layer; a layer without tokens counts as an even
+    one.
+    """
     total = loads_LE.sum(axis=1, keepdims=True)
-    return np.asarray(np.where(total > 0, loads_LE, 1.0) * num_ranks / np.where(total > 0, total, loads_LE.shape[1]))
+    return np.asarray(
+        np.where(total > 0, loads_LE, 1.0)
+        * num_ranks
+        / np.where(total > 0, total, loads_LE.shape[1])
+    )

@@ -1,9 +1,9 @@
 """Replica counts for ranks of two slots, where not the packing but the counts limit the balance.
 
-With two slots, folding (heaviest replica with the lightest) is optimal for given counts, so counts can be judged
-by one sort. What pays is not what the greedy does: it splits whatever is heaviest; better is often to leave middling
-experts whole and split the *lightest* instead, so that every heavy replica gets a tiny partner.
-Knows nothing of ranks by name. All layers at once.
+With two slots, folding (heaviest replica with the lightest) is optimal for given counts, so counts
+can be judged by one sort. What pays is not what the greedy does: it splits whatever is heaviest;
+better is often to leave middling experts whole and split the *lightest* instead, so that every
+heavy replica gets a tiny partner. Knows nothing of ranks by name. All layers at once.
 
 Shapes: L layers, E logical experts, P replicas (2 per rank), X extra replicas (P - E).
 """
@@ -16,9 +16,13 @@ from hadal.policy.expert_packing import Floats, Ints, Singles, expand, replicate
 
 
 def heaviest_pair(loads_LE: Singles, counts_LE: Ints) -> Singles:
-    """Load of the heaviest rank [L] after folding. Single precision: its sort is several times faster."""
+    """Load of the heaviest rank [L] after folding. Single precision: its sort is several times
+    faster.
+    """
     counts = counts_LE.ravel()
-    shares = np.repeat(loads_LE.ravel() / counts.astype(np.float32), counts).reshape(len(loads_LE), -1)
+    shares = np.repeat(loads_LE.ravel() / counts.astype(np.float32), counts).reshape(
+        len(loads_LE), -1
+    )
     shares.sort(axis=1)
     half = shares.shape[1] // 2
     result: Singles = (shares[:, :half] + shares[:, : half - 1 : -1]).max(axis=1)
@@ -28,8 +32,9 @@ def heaviest_pair(loads_LE: Singles, counts_LE: Ints) -> Singles:
 def choose_counts(loads_LE: Floats, num_replicas: int, num_ranks: int, *, num_rounds: int) -> Ints:
     """Return replicas [L, E] whose folded heaviest rank is no heavier than the greedy's.
 
-    First the best of "the k heaviest splits of the greedy, the other X - k for the lightest experts" for every k; then
-    `num_rounds` rounds that take a replica from one expert and give it to another, best exchange first.
+    First the best of "the k heaviest splits of the greedy, the other X - k for the lightest
+    experts" for every k; then `num_rounds` rounds that take a replica from one expert and give it
+    to another, best exchange first.
     """
     num_layers, num_experts = loads_LE.shape
     counts, given = replicate(loads_LE, num_replicas, num_ranks)
@@ -52,7 +57,9 @@ def choose_counts(loads_LE: Floats, num_replicas: int, num_ranks: int, *, num_ro
 
 
 def improve_counts(loads_LE: Singles, counts_LE: Ints, best_L: Singles, num_ranks: int) -> bool:
-    """One exchange per layer where one pays, in place: from any split expert to one that the heaviest pair needs."""
+    """One exchange per layer where one pays, in place: from any split expert to one that the
+    heaviest pair needs.
+    """
     num_layers = len(loads_LE)
     experts, shares = expand(loads_LE.astype(np.float64), counts_LE)
     half = shares.shape[1] // 2
@@ -72,9 +79,11 @@ def improve_counts(loads_LE: Singles, counts_LE: Ints, best_L: Singles, num_rank
         taker = takers[:, taker_index]
         giver = givers[:, :num_givers]
         can = (
-            (counts_LE[rows[:, None], giver] > 1) & (giver != taker[:, None])
-            & (counts_LE[rows, taker] < num_ranks)[:, None] & (split[rows[:, None], giver] < found[:, None])
-        )  # fmt: skip
+            (counts_LE[rows[:, None], giver] > 1)
+            & (giver != taker[:, None])
+            & (counts_LE[rows, taker] < num_ranks)[:, None]
+            & (split[rows[:, None], giver] < found[:, None])
+        )
         layer, index = np.nonzero(can)
         if not len(layer):
             continue

@@ -1,4 +1,5 @@
-"""Place experts on ranks that are all alike to each other: replicas, packing, then exchanges up to a ceiling.
+"""Place experts on ranks that are all alike to each other: replicas, packing, then exchanges up to
+a ceiling.
 
 Knows nothing of nodes, of today's placement or of time. All layers at once.
 
@@ -15,13 +16,12 @@ from hadal.policy.expert_packing import Floats, Ints, expand, fold, pack, replic
 from hadal.policy.expert_search import exchange, heaviest_rank
 
 
-def place_flat(
-    loads_LE: Floats, capacity_R: Ints, ceiling_L: Floats, *, num_rounds: int
-) -> Ints:
-    """Return the expert in every slot [L, R, S]; `num_rounds` 0 is the plain greedy, the quality of EPLB.
+def place_flat(loads_LE: Floats, capacity_R: Ints, ceiling_L: Floats, *, num_rounds: int) -> Ints:
+    """Return the expert in every slot [L, R, S]; `num_rounds` 0 is the plain greedy, the quality of
+    EPLB.
 
-    A layer is not improved below its ceiling (the heaviest rank that is good enough). The result is never worse
-    than the greedy's. Raises ValueError if there are fewer slots than experts.
+    A layer is not improved below its ceiling (the heaviest rank that is good enough). The result is
+    never worse than the greedy's. Raises ValueError if there are fewer slots than experts.
     """
     num_experts = loads_LE.shape[1]
     num_ranks = len(capacity_R)
@@ -36,7 +36,9 @@ def place_flat(
         return greedy
     if not two_each:
         return exchange(greedy, loads_LE, ceiling_L, num_rounds=num_rounds)
-    counts = choose_counts(loads_LE, num_replicas, num_ranks, num_rounds=6 if num_replicas - num_experts <= 64 else 1)
+    counts = choose_counts(
+        loads_LE, num_replicas, num_ranks, num_rounds=6 if num_replicas - num_experts <= 64 else 1
+    )
     table = _packed(loads_LE, counts, capacity, two_each)
     worse = heaviest_rank(table, loads_LE) > heaviest_rank(greedy, loads_LE)
     table[worse] = greedy[worse]

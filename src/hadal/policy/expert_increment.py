@@ -1,14 +1,16 @@
-"""Better expert placements near today's: few replicas move, because each one that does is weights over a network.
+"""Better expert placements near today's: few replicas move, because each one that does is weights
+over a network.
 
-Two kinds of move relieve the heaviest rank of a layer: it trades a replica with another rank, or a slot that holds a
-spare replica of some expert is given to another expert: elsewhere to one of the heaviest rank's own, which then shares
-it, or on the heaviest rank to a light one. A move costs what it adds to the distance from home: an expert that returns
-to a rank costs nothing, nor does a slot that was rewritten before. Each round makes, in every layer that is not good
-enough, the move with the best relief per replica; the tables on the way make the layer's path.
-Knows nothing of nodes or time. All layers at once.
+Two kinds of move relieve the heaviest rank of a layer: it trades a replica with another rank, or a
+slot that holds a spare replica of some expert is given to another expert: elsewhere to one of the
+heaviest rank's own, which then shares it, or on the heaviest rank to a light one. A move costs what
+it adds to the distance from home: an expert that returns to a rank costs nothing, nor does a slot
+that was rewritten before. Each round makes, in every layer that is not good enough, the move with
+the best relief per replica; the tables on the way make the layer's path. Knows nothing of nodes or
+time. All layers at once.
 
-Shapes: L layers, E logical experts, R living ranks, S most slots of a rank, Q = R * S slots, U a layer's heaviest rank,
-Z most spare slots of a layer, N rounds.
+Shapes: L layers, E logical experts, R living ranks, S most slots of a rank, Q = R * S slots, U a
+layer's heaviest rank, Z most spare slots of a layer, N rounds.
 """
 
 from __future__ import annotations
@@ -23,17 +25,22 @@ from hadal.policy.expert_paths import Flags, Path
 
 NO_MOVE = np.float32(1e9)
 FREE = np.float32(0.5)
-"""What a move that costs no replica is reckoned at: it comes first, but not for the sake of nothing."""
+"""What a move that costs no replica is reckoned at: it comes first, but not for the sake of
+nothing.
+"""
 WORTHWHILE = np.float32(2e-4)
 """Relief per replica, as a part of the heaviest rank's load, below which a layer's path ends."""
 LIGHT_RANKS = 12
-"""The heaviest rank trades with one of so many lightest at least, or of half of all; of all if they have two slots:
-the right partner is rare then, and not among the lightest."""
+"""The heaviest rank trades with one of so many lightest at least, or of half of all; of all if they
+have two slots: the right partner is rare then, and not among the lightest.
+"""
 
 
 @dataclass
 class _State:
-    """A table and what follows from it, for some layers. Empty slots are replicas of the weightless expert E."""
+    """A table and what follows from it, for some layers. Empty slots are replicas of the weightless
+    expert E.
+    """
 
     table_LQ: Ints
     loads_LE1: Singles
@@ -52,12 +59,19 @@ class _State:
 
     @classmethod
     def of(
-        cls, table_LQ: Ints, loads_LE1: Singles, home_LRE: Flags, closed_Q: Flags, barred_LRE: Flags | None,
+        cls,
+        table_LQ: Ints,
+        loads_LE1: Singles,
+        home_LRE: Flags,
+        closed_Q: Flags,
+        barred_LRE: Flags | None,
         num_slots: int,
-    ) -> _State:  # fmt: skip
+    ) -> _State:
         num_layers, num_experts = loads_LE1.shape
         rows = np.arange(num_layers)[:, None]
-        counts = np.bincount((table_LQ + rows * num_experts).ravel(), minlength=num_layers * num_experts)
+        counts = np.bincount(
+            (table_LQ + rows * num_experts).ravel(), minlength=num_layers * num_experts
+        )
         counts = counts.reshape(num_layers, num_experts)
         ranks = np.arange(table_LQ.shape[1])[None] // num_slots
         blocked = np.zeros((num_layers, table_LQ.shape[1] // num_slots, num_experts), bool)
@@ -71,16 +85,38 @@ class _State:
         blocked[rows, ranks, table_LQ] = True
         blocked[:, :, -1] = False
         share = loads_LE1 / np.maximum(counts, 1)
-        loads = np.take_along_axis(share, table_LQ, axis=1).reshape(num_layers, -1, num_slots).sum(axis=2)
+        loads = (
+            np.take_along_axis(share, table_LQ, axis=1)
+            .reshape(num_layers, -1, num_slots)
+            .sum(axis=2)
+        )
         stray = ~home[rows, ranks, table_LQ]
-        return cls(table_LQ.copy(), loads_LE1, blocked, barred, home, stray, counts, loads, closed_Q, num_slots)
+        return cls(
+            table_LQ.copy(),
+            loads_LE1,
+            blocked,
+            barred,
+            home,
+            stray,
+            counts,
+            loads,
+            closed_Q,
+            num_slots,
+        )
 
     def only(self, layers: Ints) -> _State:
         return _State(
-            self.table_LQ[layers], self.loads_LE1[layers], self.blocked_LRE1[layers],
-            None if self.barred_LRE1 is None else self.barred_LRE1[layers], self.home_LRE1[layers],
-            self.stray_LQ[layers], self.counts_LE1[layers], self.rank_loads_LR[layers], self.closed_Q, self.num_slots,
-        )  # fmt: skip
+            self.table_LQ[layers],
+            self.loads_LE1[layers],
+            self.blocked_LRE1[layers],
+            None if self.barred_LRE1 is None else self.barred_LRE1[layers],
+            self.home_LRE1[layers],
+            self.stray_LQ[layers],
+            self.counts_LE1[layers],
+            self.rank_loads_LR[layers],
+            self.closed_Q,
+            self.num_slots,
+        )
 
     def write(self, layers: Ints, slots: Ints, experts: Ints) -> None:
         """Give slots [M] of layers [M], each layer once, to experts [M]."""
@@ -103,7 +139,9 @@ class _State:
 
 @dataclass
 class _Moves:
-    """The best move of each layer: slots to write and experts to write there [L, 2] (-1: none), cost and worth [L]."""
+    """The best move of each layer: slots to write and experts to write there [L, 2] (-1: none),
+    cost and worth [L].
+    """
 
     slots_L2: Ints
     experts_L2: Ints
@@ -112,13 +150,22 @@ class _Moves:
 
 
 def descend(
-    table_LRS: Ints, home_LRE: Flags, loads_LE: Floats, ceiling_L: Floats, capacity_R: Ints, *, max_moves: int,
-    num_rounds: int = 200, trades_only: bool = False, barred_LRE: Flags | None = None, num_light: int | None = None,
-) -> Path:  # fmt: skip
+    table_LRS: Ints,
+    home_LRE: Flags,
+    loads_LE: Floats,
+    ceiling_L: Floats,
+    capacity_R: Ints,
+    *,
+    max_moves: int,
+    num_rounds: int = 200,
+    trades_only: bool = False,
+    barred_LRE: Flags | None = None,
+    num_light: int | None = None,
+) -> Path:
     """Return the path of every layer from a table to the best that single moves find.
 
-    Distances count the replicas on a rank that is no home of their expert. The heaviest rank trades with one of the
-    `num_light` lightest.
+    Distances count the replicas on a rank that is no home of their expert. The heaviest rank trades
+    with one of the `num_light` lightest.
     """
     num_layers, num_ranks, num_slots = table_LRS.shape
     if num_light is None:
@@ -127,10 +174,16 @@ def descend(
     table = np.where(table_LRS == EMPTY, num_experts, table_LRS).reshape(num_layers, -1)
     loads = np.zeros((num_layers, num_experts + 1), np.float32)
     loads[:, :num_experts] = loads_LE
-    state = _State.of(table, loads, home_LRE, _closed(capacity_R, num_slots).ravel(), barred_LRE, num_slots)
+    state = _State.of(
+        table, loads, home_LRE, _closed(capacity_R, num_slots).ravel(), barred_LRE, num_slots
+    )
     ceiling = ceiling_L.astype(np.float32)
     distance = state.stray_LQ.sum(axis=1)
-    tables, tops, distances = [table.astype(np.int16)], [state.rank_loads_LR.max(axis=1)], [distance]
+    tables, tops, distances = (
+        [table.astype(np.int16)],
+        [state.rank_loads_LR.max(axis=1)],
+        [distance],
+    )
     active = np.arange(num_layers)
     for _ in range(num_rounds):
         heaviest = state.rank_loads_LR.max(axis=1)
@@ -180,7 +233,16 @@ class _Top:
         share = state.loads_LE1 / np.maximum(state.counts_LE1, 1)
         base = np.arange(loads.size).reshape(loads.shape) * share.shape[1]
         experts = state.table_LQ[rows[:, None], slots]
-        return cls(rows, rank, load, slots, experts, np.minimum(ceiling_L, load), share.astype(np.float32), base)
+        return cls(
+            rows,
+            rank,
+            load,
+            slots,
+            experts,
+            np.minimum(ceiling_L, load),
+            share.astype(np.float32),
+            base,
+        )
 
     def worth(self, after: Singles, costs: Singles) -> Singles:
         shape = (-1,) + (1,) * (after.ndim - 1)
@@ -198,7 +260,10 @@ def _best_moves(state: _State, ceiling_L: Singles, trades_only: bool, num_light:
     spare, rise = _spares(state, top)
     for move in (_shares(state, top, spare, rise), _drops(state, top, spare, rise)):
         better = move.worths_L > best.worths_L
-        best.slots_L2[better], best.experts_L2[better] = move.slots_L2[better], move.experts_L2[better]
+        best.slots_L2[better], best.experts_L2[better] = (
+            move.slots_L2[better],
+            move.experts_L2[better],
+        )
         best.costs_L[better], best.worths_L[better] = move.costs_L[better], move.worths_L[better]
     return best
 
@@ -216,9 +281,14 @@ def _trades(state: _State, top: _Top, num_light: int) -> _Moves:
     cells = base[:, None, :] + top.experts_LS[:, :, None]
     my_row = top.base_LR[rows, top.rank_L][:, None] + held
     forbidden = state.blocked_LRE1.reshape(-1).take(my_row) | state.closed_Q[slots]
-    mine = np.where(state.closed_Q[top.slots_LS], -NO_MOVE, top.share_LE1[rows[:, None], top.experts_LS])
+    mine = np.where(
+        state.closed_Q[top.slots_LS], -NO_MOVE, top.share_LE1[rows[:, None], top.experts_LS]
+    )
     delta = mine[:, :, None] - np.where(forbidden, NO_MOVE, their_share)[:, None, :]
-    other = loads[rows[:, None], light][:, None, :] + state.blocked_LRE1.reshape(-1).take(cells) * NO_MOVE
+    other = (
+        loads[rows[:, None], light][:, None, :]
+        + state.blocked_LRE1.reshape(-1).take(cells) * NO_MOVE
+    )
     after = np.repeat(other.astype(np.float32), num_slots, axis=2)
     after += delta
     np.maximum(after, top.load_L[:, None, None] - delta, out=after)
@@ -231,12 +301,15 @@ def _trades(state: _State, top: _Top, num_light: int) -> _Moves:
     return _Moves(
         np.stack((top.slots_LS[rows, give], slots[rows, take]), axis=1),
         np.stack((held[rows, take], top.experts_LS[rows, give]), axis=1),
-        ours[rows, give, take].astype(np.int64), best,
-    )  # fmt: skip
+        ours[rows, give, take].astype(np.int64),
+        best,
+    )
 
 
 def _spares(state: _State, top: _Top) -> tuple[Ints, Singles]:
-    """Return (slots [L, Z] whose replica can be spared, -1 padded; the heaviest of the expert's other ranks then)."""
+    """Return (slots [L, Z] whose replica can be spared, -1 padded; the heaviest of the expert's
+    other ranks then).
+    """
     table, counts = state.table_LQ, state.counts_LE1
     num_experts = counts.shape[1] - 1
     rows = top.rows_L[:, None]
@@ -285,19 +358,26 @@ def _shares(state: _State, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> _Move
     return _Moves(
         np.stack((spare_LZ[rows, at], np.full(len(rows), -1)), axis=1),
         np.stack((ours[rows, shared], np.zeros(len(rows), np.int64)), axis=1),
-        costs[rows, shared, at].astype(np.int64), best,
-    )  # fmt: skip
+        costs[rows, shared, at].astype(np.int64),
+        best,
+    )
 
 
 def _drops(state: _State, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> _Moves:
-    """The best spare replica to take from the heaviest rank, for the expert that weighs least there."""
+    """The best spare replica to take from the heaviest rank, for the expert that weighs least
+    there.
+    """
     rows = top.rows_L
-    instead = np.where(state.blocked_LRE1[rows, top.rank_L], NO_MOVE, state.loads_LE1 / (state.counts_LE1 + 1))
+    instead = np.where(
+        state.blocked_LRE1[rows, top.rank_L], NO_MOVE, state.loads_LE1 / (state.counts_LE1 + 1)
+    )
     instead[:, -1] = NO_MOVE
     expert = instead.argmin(axis=1)
     slots = np.maximum(spare_LZ, 0)
     shares = top.share_LE1[rows[:, None], state.table_LQ[rows[:, None], slots]]
-    after = np.maximum((top.load_L + instead[rows, expert])[:, None] - shares, rise_LZ).astype(np.float32)
+    after = np.maximum((top.load_L + instead[rows, expert])[:, None] - shares, rise_LZ).astype(
+        np.float32
+    )
     after[(spare_LZ < 0) | (slots // state.num_slots != top.rank_L[:, None])] = NO_MOVE
     costs = (~state.home_LRE1[rows, top.rank_L, expert])[:, None].astype(np.float32)
     costs = costs - state.stray_LQ[rows[:, None], slots]
@@ -306,8 +386,9 @@ def _drops(state: _State, top: _Top, spare_LZ: Ints, rise_LZ: Singles) -> _Moves
     return _Moves(
         np.stack((spare_LZ[rows, at], np.full(len(rows), -1)), axis=1),
         np.stack((expert, np.zeros(len(rows), np.int64)), axis=1),
-        costs[rows, at].astype(np.int64), worth[rows, at],
-    )  # fmt: skip
+        costs[rows, at].astype(np.int64),
+        worth[rows, at],
+    )
 
 
 def _most(worth_LSX: Singles) -> tuple[Ints, Ints, Singles]:
@@ -323,9 +404,11 @@ def _closed(capacity_R: Ints, num_slots: int) -> Flags:
 
 
 def complete(table_LRS: Ints, loads_LE: Floats, capacity_R: Ints) -> Ints:
-    """Return the table with a replica of every expert: those that lost their last one take empty or spare slots.
+    """Return the table with a replica of every expert: those that lost their last one take empty or
+    spare slots.
 
-    Heaviest first, each in the slot that leaves its rank lightest. Raises ValueError if there are too few slots.
+    Heaviest first, each in the slot that leaves its rank lightest. Raises ValueError if there are
+    too few slots.
     """
     table = table_LRS.copy()
     num_experts = loads_LE.shape[1]

@@ -1,4 +1,5 @@
-"""A placement near today's: which search fits the ranks, what nodes allow, and which tables the budget buys.
+"""A placement near today's: which search fits the ranks, what nodes allow, and which tables the
+budget buys.
 
 Knows nothing of time. All layers at once.
 
@@ -18,14 +19,23 @@ from hadal.policy.expert_steady import judged_by, steadied
 
 
 def place_near(
-    today_LRS: Ints, loads_LE: Floats, window_TLE: Floats | None, ceiling_L: Floats, capacity_R: Ints, *,
-    max_moves: int, home_LRE: Flags | None = None, may_leave_home: bool = False,
-) -> Ints:  # fmt: skip
-    """Return a table [L, R, S] no worse in any layer, at most `max_moves` replicas away from today's.
+    today_LRS: Ints,
+    loads_LE: Floats,
+    window_TLE: Floats | None,
+    ceiling_L: Floats,
+    capacity_R: Ints,
+    *,
+    max_moves: int,
+    home_LRE: Flags | None = None,
+    may_leave_home: bool = False,
+) -> Ints:
+    """Return a table [L, R, S] no worse in any layer, at most `max_moves` replicas away from
+    today's.
 
-    A layer rests at its ceiling. With a window, its steps' maxima decide. `home_LRE` are the ranks on the node of an
-    expert's group: nothing moves elsewhere, unless an expert `may_leave_home` where a layer is still above its ceiling.
-    Every expert has a replica today (`complete` sees to it).
+    A layer rests at its ceiling. With a window, its steps' maxima decide. `home_LRE` are the ranks
+    on the node of an expert's group: nothing moves elsewhere, unless an expert `may_leave_home`
+    where a layer is still above its ceiling. Every expert has a replica today (`complete` sees to
+    it).
     """
     held = held_by(today_LRS, loads_LE.shape[1])
     barred = None if home_LRE is None else ~home_LRE
@@ -33,9 +43,22 @@ def place_near(
     if (capacity_R == 2).all() and (today_LRS != EMPTY).all() and barred is None:
         found = improve_pairs(today_LRS, loads_LE, ceiling_L, capacity_R, max_moves=max_moves)
         stays = np.zeros(len(found), np.int64)
-        paths = [standing(today_LRS, loads_LE, stays), standing(found, loads_LE, num_moved(today_LRS, found))]
+        paths = [
+            standing(today_LRS, loads_LE, stays),
+            standing(found, loads_LE, num_moved(today_LRS, found)),
+        ]
     else:
-        paths = [descend(today_LRS, held, loads_LE, ceiling_L, capacity_R, max_moves=max_moves, barred_LRE=barred)]
+        paths = [
+            descend(
+                today_LRS,
+                held,
+                loads_LE,
+                ceiling_L,
+                capacity_R,
+                max_moves=max_moves,
+                barred_LRE=barred,
+            )
+        ]
     if window_TLE is not None:
         paths = [judged_by(path, window_TLE, num_slots) for path in paths]
     table = choose(paths, max_moves).reshape(today_LRS.shape)

@@ -1,11 +1,13 @@
-"""Placements that know nodes: each group of experts on one node, and the fewest trades across nodes beyond that.
+"""Placements that know nodes: each group of experts on one node, and the fewest trades across nodes
+beyond that.
 
-With group-limited routing a token visits few groups, so groups that stay on a node keep its tokens off the network
-between nodes. How even the groups' loads are limits the balance of such a placement; `hybrid` pays for more balance
-with trades across nodes, only as many as the target asks for.
-Knows nothing of today's placement or of time. All layers at once.
+With group-limited routing a token visits few groups, so groups that stay on a node keep its tokens
+off the network between nodes. How even the groups' loads are limits the balance of such a
+placement; `hybrid` pays for more balance with trades across nodes, only as many as the target asks
+for. Knows nothing of today's placement or of time. All layers at once.
 
-Shapes: L layers, E logical experts, G groups of E/G neighbouring experts, N nodes, R living ranks, S most slots.
+Shapes: L layers, E logical experts, G groups of E/G neighbouring experts, N nodes, R living ranks,
+S most slots.
 """
 
 from __future__ import annotations
@@ -24,15 +26,21 @@ from hadal.policy.expert_paths import held_by
 from hadal.policy.expert_search import exchange
 
 NUM_LIGHT = 6
-"""Ranks that the heaviest may trade with. With more, up to 1.5 % less traffic and twice the time."""
+"""Ranks that the heaviest may trade with. With more, up to 1.5 % less traffic and twice the
+time.
+"""
 MAX_PARTITIONS = 3000
-"""Enumerate the ways to deal groups to nodes up to this many (105 for 8 groups on 4 nodes); search beyond."""
+"""Enumerate the ways to deal groups to nodes up to this many (105 for 8 groups on 4 nodes); search
+beyond.
+"""
 
 
 def deal_groups(loads_LG: Floats, num_ranks_N: Ints) -> Ints:
-    """Return the groups on each node [L, N, most groups], EMPTY-padded; the fullest node is as light as can be.
+    """Return the groups on each node [L, N, most groups], EMPTY-padded; the fullest node is as
+    light as can be.
 
-    Exact when the groups divide by the nodes and there are at most MAX_PARTITIONS ways; otherwise greedy and trades.
+    Exact when the groups divide by the nodes and there are at most MAX_PARTITIONS ways; otherwise
+    greedy and trades.
     """
     num_groups, num_nodes = loads_LG.shape[1], len(num_ranks_N)
     if num_groups % num_nodes == 0:
@@ -58,9 +66,11 @@ def deal_groups(loads_LG: Floats, num_ranks_N: Ints) -> Ints:
 def place_hierarchical(
     loads_LE: Floats, num_groups: int, nodes: Sequence[Ints], capacity_R: Ints, *, num_rounds: int
 ) -> Ints:
-    """Return the expert in every slot [L, R, S]: groups dealt to nodes, then each node placed by itself.
+    """Return the expert in every slot [L, R, S]: groups dealt to nodes, then each node placed by
+    itself.
 
-    `nodes` are the living ranks of each node. Raises ValueError if a node has fewer slots than experts.
+    `nodes` are the living ranks of each node. Raises ValueError if a node has fewer slots than
+    experts.
     """
     num_layers, num_experts = loads_LE.shape
     group_size = num_experts // num_groups
@@ -68,8 +78,12 @@ def place_hierarchical(
     dealt = deal_groups(loads_LE.reshape(num_layers, num_groups, group_size).sum(axis=2), sizes)
     table = np.full((num_layers, len(capacity_R), int(capacity_R.max())), EMPTY, np.int64)
     experts = dealt[:, :, :, None] * group_size + np.arange(group_size)
-    held = np.where(dealt[:, :, :, None] == EMPTY, EMPTY, experts).reshape(num_layers, len(nodes), -1)
-    node_loads = np.where(held == EMPTY, 0.0, np.take_along_axis(loads_LE[:, None, :], np.maximum(held, 0), axis=2))
+    held = np.where(dealt[:, :, :, None] == EMPTY, EMPTY, experts).reshape(
+        num_layers, len(nodes), -1
+    )
+    node_loads = np.where(
+        held == EMPTY, 0.0, np.take_along_axis(loads_LE[:, None, :], np.maximum(held, 0), axis=2)
+    )
     ceiling = (node_loads.sum(axis=2) / sizes).max(axis=1) * 1.0003
     alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for node, ranks in enumerate(nodes):
@@ -77,13 +91,19 @@ def place_hierarchical(
         alike.setdefault((num_held, tuple(capacity_R[ranks].tolist())), []).append(node)
     for (num_held, capacity), members in alike.items():
         if sum(capacity) < num_held:
-            raise ValueError(f"a node has {sum(capacity)} slots for {num_held} experts; use global placement.")
+            raise ValueError(
+                f"a node has {sum(capacity)} slots for {num_held} experts; use global placement."
+            )
         mine = np.sort(held[:, members], axis=2)[:, :, -num_held:].reshape(-1, num_held)
-        loads = np.take_along_axis(loads_LE, mine.reshape(num_layers, -1), axis=1).reshape(mine.shape)
+        loads = np.take_along_axis(loads_LE, mine.reshape(num_layers, -1), axis=1).reshape(
+            mine.shape
+        )
         limit = np.repeat(ceiling, len(members))
         local = place_flat(loads, np.array(capacity), limit, num_rounds=num_rounds)
         flat = local.reshape(len(mine), -1)
-        named = np.where(flat == EMPTY, EMPTY, np.take_along_axis(mine, np.maximum(flat, 0), axis=1))
+        named = np.where(
+            flat == EMPTY, EMPTY, np.take_along_axis(mine, np.maximum(flat, 0), axis=1)
+        )
         by_node = named.reshape(num_layers, len(members), len(capacity), -1)
         for index, node in enumerate(members):
             table[:, nodes[node], : by_node.shape[3]] = by_node[:, index]
@@ -91,21 +111,38 @@ def place_hierarchical(
 
 
 def place_hybrid(
-    table_LRS: Ints, loads_LE: Floats, num_groups: int, node_R: Ints, capacity_R: Ints, *, target: float
+    table_LRS: Ints,
+    loads_LE: Floats,
+    num_groups: int,
+    node_R: Ints,
+    capacity_R: Ints,
+    *,
+    target: float,
 ) -> Ints:
-    """Return the hierarchical table [L, R, S] with the moves that bring each layer's mean/max to the target.
+    """Return the hierarchical table [L, R, S] with the moves that bring each layer's mean/max to
+    the target.
 
-    A move costs the replicas it adds on nodes that are not their group's; within a node it is free. Where single moves
-    do not suffice, any ranks trade.
+    A move costs the replicas it adds on nodes that are not their group's; within a node it is free.
+    Where single moves do not suffice, any ranks trade.
     """
     ceiling = loads_LE.sum(axis=1) / table_LRS.shape[1] / target
     homes = node_homes(table_LRS, num_groups, loads_LE.shape[1], node_R)
-    path = descend(table_LRS, homes, loads_LE, ceiling, capacity_R, max_moves=table_LRS[0].size, num_light=NUM_LIGHT)
+    path = descend(
+        table_LRS,
+        homes,
+        loads_LE,
+        ceiling,
+        capacity_R,
+        max_moves=table_LRS[0].size,
+        num_light=NUM_LIGHT,
+    )
     last = path.tables_NLQ[-1].astype(np.int64).reshape(table_LRS.shape)
     return exchange(last, loads_LE, ceiling, num_rounds=60)
 
 
-def node_homes(table_LRS: Ints, num_groups: int, num_experts: int, node_R: Ints) -> NDArray[np.bool_]:
+def node_homes(
+    table_LRS: Ints, num_groups: int, num_experts: int, node_R: Ints
+) -> NDArray[np.bool_]:
     """Whether a rank is on the node that holds most of an expert's group [L, R, E]."""
     num_nodes = int(node_R.max()) + 1
     held = held_by(table_LRS, num_experts).reshape(*table_LRS.shape[:2], num_groups, -1).sum(axis=3)
@@ -115,7 +152,9 @@ def node_homes(table_LRS: Ints, num_groups: int, num_experts: int, node_R: Ints)
 
 
 def _partitions(num_items: int, num_parts: int) -> Ints | None:
-    """All ways to cut items into equal parts [ways, parts, size]; None if there are more than MAX_PARTITIONS."""
+    """All ways to cut items into equal parts [ways, parts, size]; None if there are more than
+    MAX_PARTITIONS.
+    """
     size = num_items // num_parts
     found: list[list[tuple[int, ...]]] = []
 

@@ -1,9 +1,11 @@
-"""How many replicas each expert gets and which rank holds them: the greedy start of every expert placement.
+"""How many replicas each expert gets and which rank holds them: the greedy start of every expert
+placement.
 
-Knows nothing of nodes, of today's placement or of time. All layers are planned at once: an array's first axis is the
-layer, and a step of a loop is one numpy call for all of them.
+Knows nothing of nodes, of today's placement or of time. All layers are planned at once: an array's
+first axis is the layer, and a step of a loop is one numpy call for all of them.
 
-Shapes: L layers, E logical experts, R living ranks, S most slots of a rank, P slots of all ranks together.
+Shapes: L layers, E logical experts, R living ranks, S most slots of a rank, P slots of all ranks
+together.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ FULL = 1e30
 
 
 def replicate(loads_LE: Floats, num_replicas: int, num_ranks: int) -> tuple[Ints, Ints]:
-    """Return (replicas [L, E], the expert of each extra replica in the order given [L, num_replicas - E]).
+    """Return (replicas [L, E], the expert of each extra replica in the order given [L, num_replicas
+    - E]).
 
-    Each extra replica goes to the expert whose replicas are heaviest, as in DeepSeek's EPLB; that minimises the
-    heaviest replica. No expert gets more replicas than there are ranks.
+    Each extra replica goes to the expert whose replicas are heaviest, as in DeepSeek's EPLB; that
+    minimises the heaviest replica. No expert gets more replicas than there are ranks.
     """
     num_layers, num_experts = loads_LE.shape
     counts_LE = np.ones((num_layers, num_experts), np.int64)
@@ -43,7 +46,9 @@ def replicate(loads_LE: Floats, num_replicas: int, num_ranks: int) -> tuple[Ints
 
 
 def expand(loads_LE: Floats, counts_LE: Ints) -> tuple[Ints, Floats]:
-    """Return (expert [L, P], load [L, P]) of every replica, heaviest first, those of an expert side by side."""
+    """Return (expert [L, P], load [L, P]) of every replica, heaviest first, those of an expert side
+    by side.
+    """
     num_layers, num_experts = loads_LE.shape
     share = loads_LE / counts_LE
     order = np.argsort(-share, axis=1, kind="stable")
@@ -53,9 +58,11 @@ def expand(loads_LE: Floats, counts_LE: Ints) -> tuple[Ints, Floats]:
 
 
 def pack(experts_LP: Ints, shares_LP: Floats, capacity_R: Ints) -> Ints:
-    """Return the expert in every slot [L, R, S]: heaviest replica first, each to the least loaded rank with room.
+    """Return the expert in every slot [L, R, S]: heaviest replica first, each to the least loaded
+    rank with room.
 
-    A rank that holds the expert is passed over while another has room. `capacity_R` sums to P, none of it is 0.
+    A rank that holds the expert is passed over while another has room. `capacity_R` sums to P, none
+    of it is 0.
     """
     num_layers, num_replicas = experts_LP.shape
     num_ranks, num_slots = len(capacity_R), int(capacity_R.max())
@@ -91,15 +98,19 @@ def pack(experts_LP: Ints, shares_LP: Floats, capacity_R: Ints) -> Ints:
 
 
 def fold(experts_LP: Ints) -> Ints:
-    """Two slots a rank [L, R, 2]: the heaviest with the lightest, which is optimal once the replicas are given."""
+    """Two slots a rank [L, R, 2]: the heaviest with the lightest, which is optimal once the
+    replicas are given.
+    """
     num_ranks = experts_LP.shape[1] // 2
     return np.stack((experts_LP[:, :num_ranks], experts_LP[:, : num_ranks - 1 : -1]), axis=2)
 
 
 def without_doubles(table_LRS: Ints, loads_LE: Floats) -> Ints:
-    """Where a rank holds an expert twice: swap one with another rank's, or give the slot to another expert.
+    """Where a rank holds an expert twice: swap one with another rank's, or give the slot to another
+    expert.
 
-    Changes the table in place and returns it. Succeeds whenever no rank has more slots than there are experts.
+    Changes the table in place and returns it. Succeeds whenever no rank has more slots than there
+    are experts.
     """
     ordered = np.sort(table_LRS, axis=2)
     doubled = ((ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] != EMPTY)).any(axis=2)
@@ -113,7 +124,9 @@ def without_doubles(table_LRS: Ints, loads_LE: Floats) -> Ints:
 
 
 def _undouble(table_RS: Ints, rank: int, slot: int, loads_E: Floats) -> None:
-    """Free one slot of a double, by the swap that changes loads least; else by a new replica of the heaviest."""
+    """Free one slot of a double, by the swap that changes loads least; else by a new replica of the
+    heaviest.
+    """
     expert = table_RS[rank, slot]
     counts = np.bincount(table_RS[table_RS != EMPTY], minlength=len(loads_E))
     share = loads_E / np.maximum(counts, 1)

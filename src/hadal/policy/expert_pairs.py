@@ -1,9 +1,9 @@
 """Expert placements near today's for ranks of two slots, where single moves soon find nothing more.
 
-With two slots, trades alone reach the fold, the best pairing for the replica counts there are. So the counts come
-first: as the greedy would have them for the new loads, then a replica at a time from one expert to another, even where
-that makes a rank heavier at first. Trades then repair the pairing; a layer that ends no better goes back.
-Knows nothing of nodes or time. All layers at once.
+With two slots, trades alone reach the fold, the best pairing for the replica counts there are. So
+the counts come first: as the greedy would have them for the new loads, then a replica at a time
+from one expert to another, even where that makes a rank heavier at first. Trades then repair the
+pairing; a layer that ends no better goes back. Knows nothing of nodes or time. All layers at once.
 
 Shapes: L layers, E logical experts, R living ranks, S = 2 slots of a rank.
 """
@@ -25,9 +25,16 @@ MOVES_A_PASS = 6
 
 
 def improve_pairs(
-    table_LRS: Ints, loads_LE: Floats, ceiling_L: Floats, capacity_R: Ints, *, max_moves: int, num_passes: int = 8
+    table_LRS: Ints,
+    loads_LE: Floats,
+    ceiling_L: Floats,
+    capacity_R: Ints,
+    *,
+    max_moves: int,
+    num_passes: int = 8,
 ) -> Ints:
-    """Return a table [L, R, 2] no heavier in any layer, at most `max_moves` replicas away from the given one.
+    """Return a table [L, R, 2] no heavier in any layer, at most `max_moves` replicas away from the
+    given one.
 
     No slot of the given table is empty.
     """
@@ -36,13 +43,24 @@ def improve_pairs(
     counts, _ = replicate(loads_LE, 2 * num_ranks, num_ranks)
     homes = held_by(table_LRS, loads_LE.shape[1])
     counted = with_counts(table_LRS, loads_LE, counts)
-    paths = [stay, descend(
-        counted, homes, loads_LE, ceiling_L, capacity_R, max_moves=max_moves, trades_only=True,
-    )]  # fmt: skip
+    paths = [
+        stay,
+        descend(
+            counted,
+            homes,
+            loads_LE,
+            ceiling_L,
+            capacity_R,
+            max_moves=max_moves,
+            trades_only=True,
+        ),
+    ]
     best = choose(paths, max_moves).reshape(table_LRS.shape)
     open_layers = np.arange(num_layers)
     for _ in range(num_passes):
-        open_layers = open_layers[heaviest_rank(best, loads_LE)[open_layers] > ceiling_L[open_layers]]
+        open_layers = open_layers[
+            heaviest_rank(best, loads_LE)[open_layers] > ceiling_L[open_layers]
+        ]
         moved = num_moved(table_LRS, best)
         left = max_moves - int(moved.sum())
         if not len(open_layers) or left < MOVES_A_PASS:
@@ -61,13 +79,23 @@ def improve_pairs(
         trial = best[layers]
         for index, row in enumerate(chosen):
             change = after[row] - before[row]
-            _pass_on(trial[index], loads_LE[layers[index]], int(change.argmin()), int(change.argmax()))
+            _pass_on(
+                trial[index], loads_LE[layers[index]], int(change.argmin()), int(change.argmax())
+            )
         stay = standing(best[layers], loads_LE[layers], moved[layers])
         path = descend(
-            trial, homes[layers], loads_LE[layers], ceiling_L[layers], capacity_R, max_moves=max_moves, trades_only=True
+            trial,
+            homes[layers],
+            loads_LE[layers],
+            ceiling_L[layers],
+            capacity_R,
+            max_moves=max_moves,
+            trades_only=True,
         )
         new = choose([stay, path], left + int(moved[layers].sum())).reshape(trial.shape)
-        better = heaviest_rank(new, loads_LE[layers]) < heaviest_rank(best[layers], loads_LE[layers]) * (1 - 1e-6)
+        better = heaviest_rank(new, loads_LE[layers]) < heaviest_rank(
+            best[layers], loads_LE[layers]
+        ) * (1 - 1e-6)
         best[layers] = new
         # A layer that was not chosen had too little to gain for the budget left.
         open_layers = layers[better]
@@ -75,7 +103,9 @@ def improve_pairs(
 
 
 def with_counts(table_LRS: Ints, loads_LE: Floats, counts_LE: Ints) -> Ints:
-    """Return the table with as many replicas of every expert, as far as no rank need hold one twice."""
+    """Return the table with as many replicas of every expert, as far as no rank need hold one
+    twice.
+    """
     table = table_LRS.copy()
     changes = counts_LE - _counts(table, loads_LE.shape[1])
     for layer, change in enumerate(changes):
@@ -89,7 +119,9 @@ def with_counts(table_LRS: Ints, loads_LE: Floats, counts_LE: Ints) -> Ints:
 
 
 def _pass_on(table_RS: Ints, loads_E: Floats, giver: int, taker: int) -> None:
-    """Give a slot of the expert that loses a replica to the one that gains it, on the rank that is then lightest."""
+    """Give a slot of the expert that loses a replica to the one that gains it, on the rank that is
+    then lightest.
+    """
     slots = np.argwhere(table_RS == giver)
     others = table_RS[slots[:, 0], 1 - slots[:, 1]]
     can = np.flatnonzero(others != taker)
@@ -102,4 +134,6 @@ def _pass_on(table_RS: Ints, loads_E: Floats, giver: int, taker: int) -> None:
 
 def _counts(table_LRS: Ints, num_experts: int) -> Ints:
     rows = np.arange(len(table_LRS))[:, None, None] * num_experts
-    return np.bincount((table_LRS + rows).ravel(), minlength=len(table_LRS) * num_experts).reshape(-1, num_experts)
+    return np.bincount((table_LRS + rows).ravel(), minlength=len(table_LRS) * num_experts).reshape(
+        -1, num_experts
+    )

@@ -1,8 +1,10 @@
-"""Paths of placements, ever further from home, and which table of each layer's a budget of moves buys best.
+"""Paths of placements, ever further from home, and which table of each layer's a budget of moves
+buys best.
 
 Knows nothing of nodes, of time, or of how a path was found.
 
-Shapes: N tables, L layers, E logical experts, R living ranks, S most slots of a rank, Q = R * S slots.
+Shapes: N tables, L layers, E logical experts, R living ranks, S most slots of a rank, Q = R * S
+slots.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Path:
-    """Tables of every layer, each a move from the one before; the first of all is where the path began."""
+    """Tables of every layer, each a move from the one before; the first of all is where the path
+    began.
+    """
 
     tables_NLQ: NDArray[np.int16]
     tops_NL: Singles
@@ -34,13 +38,18 @@ class Path:
 def standing(table_LRS: Ints, loads_LE: Floats, distance_L: Ints) -> Path:
     """A path of no move."""
     tables = table_LRS.reshape(1, len(table_LRS), -1).astype(np.int16)
-    return Path(tables, heaviest_rank(table_LRS, loads_LE).astype(np.float32)[None], distance_L[None])
+    return Path(
+        tables, heaviest_rank(table_LRS, loads_LE).astype(np.float32)[None], distance_L[None]
+    )
 
 
 def held_by(table_LRS: Ints, num_experts: int) -> Flags:
     """Whether a rank holds an expert [L, R, E]."""
     held = np.zeros((*table_LRS.shape[:2], num_experts + 1), bool)
-    layers, ranks = np.arange(len(table_LRS))[:, None, None], np.arange(table_LRS.shape[1])[None, :, None]
+    layers, ranks = (
+        np.arange(len(table_LRS))[:, None, None],
+        np.arange(table_LRS.shape[1])[None, :, None],
+    )
     held[layers, ranks, table_LRS] = True  # EMPTY is -1, the last.
     return np.asarray(held[:, :, :-1])
 
@@ -62,8 +71,8 @@ def choose(paths: Sequence[Path], max_moves: int) -> Ints:
 def _within(tops_NL: Singles, distances_NL: Ints, max_moves: int) -> Ints:
     """Which of its tables each layer takes [L].
 
-    What a replica must buy is bisected; what that leaves over goes to the worst layers first. The first tables are
-    where the layers stand, and no layer ends heavier.
+    What a replica must buy is bisected; what that leaves over goes to the worst layers first. The
+    first tables are where the layers stand, and no layer ends heavier.
     """
     values = np.where(tops_NL > tops_NL[0], -1.0, 1.0 / np.maximum(tops_NL, 1e-9))
     columns = np.arange(tops_NL.shape[1])

@@ -1,4 +1,5 @@
-"""Better expert placements by exchanges: pairs of ranks trade replicas until the heaviest rank is near the mean.
+"""Better expert placements by exchanges: pairs of ranks trade replicas until the heaviest rank is
+near the mean.
 
 Knows nothing of nodes or time. The replicas' counts stay as they are here. All layers at once.
 
@@ -16,11 +17,17 @@ NEVER = np.float32(1e9)
 
 
 def shares_of(table_LRS: Ints, loads_LE: Floats) -> Floats:
-    """Load of the replica in every slot [L, R, S] when the replicas of an expert share evenly; 0 in empty slots."""
+    """Load of the replica in every slot [L, R, S] when the replicas of an expert share evenly; 0 in
+    empty slots.
+    """
     num_layers, num_experts = loads_LE.shape
     flat = table_LRS.reshape(num_layers, -1)
-    at = np.where(flat == EMPTY, num_experts, flat) + np.arange(num_layers)[:, None] * (num_experts + 1)
-    counts = np.bincount(at.ravel(), minlength=num_layers * (num_experts + 1)).reshape(num_layers, -1)
+    at = np.where(flat == EMPTY, num_experts, flat) + np.arange(num_layers)[:, None] * (
+        num_experts + 1
+    )
+    counts = np.bincount(at.ravel(), minlength=num_layers * (num_experts + 1)).reshape(
+        num_layers, -1
+    )
     share = np.zeros((num_layers, num_experts + 1))
     share[:, :num_experts] = loads_LE / np.maximum(counts[:, :num_experts], 1)
     result: Floats = share.ravel()[at].reshape(table_LRS.shape)
@@ -28,7 +35,9 @@ def shares_of(table_LRS: Ints, loads_LE: Floats) -> Floats:
 
 
 def held_loads(table_LRS: Ints, loads_LE: Floats) -> Floats:
-    """Load of the whole expert in every slot [L, R, S]; whatever in empty slots: the caller takes nothing of it."""
+    """Load of the whole expert in every slot [L, R, S]; whatever in empty slots: the caller takes
+    nothing of it.
+    """
     flat = np.where(table_LRS == EMPTY, 0, table_LRS).reshape(len(table_LRS), -1)
     return np.asarray(np.take_along_axis(loads_LE, flat, axis=1).reshape(table_LRS.shape))
 
@@ -39,15 +48,22 @@ def heaviest_rank(table_LRS: Ints, loads_LE: Floats) -> Floats:
 
 
 def exchange(
-    table_LRS: Ints, loads_LE: Floats, ceiling_L: Floats, *, num_rounds: int, only_above: bool = False,
+    table_LRS: Ints,
+    loads_LE: Floats,
+    ceiling_L: Floats,
+    *,
+    num_rounds: int,
+    only_above: bool = False,
     toll: float = 0.0,
-) -> Ints:  # fmt: skip
-    """Return a table [L, R, S] whose heaviest ranks are lighter, never heavier; a layer rests at its ceiling.
+) -> Ints:
+    """Return a table [L, R, S] whose heaviest ranks are lighter, never heavier; a layer rests at
+    its ceiling.
 
-    In a round every rank meets another one, heavy with light, and they trade the pair of replicas that halves their
-    difference best. Who meets whom changes from round to round, so a pair that found nothing does not meet again at
-    once. With `only_above`, only ranks above the ceiling trade: fewest changes. `toll` is what the load that comes
-    back in a trade counts against a good halving: with it, little load travels both ways.
+    In a round every rank meets another one, heavy with light, and they trade the pair of replicas
+    that halves their difference best. Who meets whom changes from round to round, so a pair that
+    found nothing does not meet again at once. With `only_above`, only ranks above the ceiling
+    trade: fewest changes. `toll` is what the load that comes back in a trade counts against a good
+    halving: with it, little load travels both ways.
     """
     table = table_LRS.copy()
     half = table.shape[1] // 2
@@ -67,19 +83,37 @@ def exchange(
             if len(left) < len(active):
                 table[active], shares[active] = work_table, work_shares
                 active = active[left]
-                work_table, work_shares, loads, ceiling = table[active], shares[active], loads[left], ceiling[left]
+                work_table, work_shares, loads, ceiling = (
+                    table[active],
+                    shares[active],
+                    loads[left],
+                    ceiling[left],
+                )
         order = np.argsort(loads, axis=1, kind="stable")
         low = np.roll(order[:, :half], index * (index + 1) // 2 % half, axis=1)
         high = order[:, ::-1][:, :half]
-        _trade(work_table, work_shares, loads, high, low, ceiling if only_above else None, np.float32(toll))
+        _trade(
+            work_table,
+            work_shares,
+            loads,
+            high,
+            low,
+            ceiling if only_above else None,
+            np.float32(toll),
+        )
     table[active] = work_table
     return table
 
 
 def _trade(
-    table_LRS: Ints, shares_LRS: Singles, loads_LR: Singles, high_LH: Ints, low_LH: Ints,
-    ceiling_L: Singles | None, toll: np.float32,
-) -> None:  # fmt: skip
+    table_LRS: Ints,
+    shares_LRS: Singles,
+    loads_LR: Singles,
+    high_LH: Ints,
+    low_LH: Ints,
+    ceiling_L: Singles | None,
+    toll: np.float32,
+) -> None:
     """One trade per pair of ranks, in place, where it makes the heavier one lighter than it was."""
     num_layers, num_ranks, num_slots = table_LRS.shape
     num_pairs = high_LH.shape[1]
@@ -97,15 +131,29 @@ def _trade(
         away += toll * flat_shares[low][:, None, :]
     away = np.fmin(away, NEVER).reshape(len(high), -1)
     best = away.argmin(axis=1)
-    lucky = np.flatnonzero(away[np.arange(len(best)), best] < half_gap * np.float32(0.999) - np.float32(1e-7))
+    lucky = np.flatnonzero(
+        away[np.arange(len(best)), best] < half_gap * np.float32(0.999) - np.float32(1e-7)
+    )
     give, take = np.divmod(best[lucky], num_slots)
     high, low = high[lucky], low[lucky]
     gives, takes = flat_table[high, give], flat_table[low, take]
-    double = (flat_table[low] == gives[:, None]).any(axis=1) | (flat_table[high] == takes[:, None]).any(axis=1)
+    double = (flat_table[low] == gives[:, None]).any(axis=1) | (
+        flat_table[high] == takes[:, None]
+    ).any(axis=1)
     keep = ~double
-    high, low, give, take, gives, takes = high[keep], low[keep], give[keep], take[keep], gives[keep], takes[keep]
+    high, low, give, take, gives, takes = (
+        high[keep],
+        low[keep],
+        give[keep],
+        take[keep],
+        gives[keep],
+        takes[keep],
+    )
     delta = flat_shares[high, give] - flat_shares[low, take]
     flat_loads[high] -= delta
     flat_loads[low] += delta
     flat_table[high, give], flat_table[low, take] = takes, gives
-    flat_shares[high, give], flat_shares[low, take] = flat_shares[low, take], flat_shares[high, give].copy()
+    flat_shares[high, give], flat_shares[low, take] = (
+        flat_shares[low, take],
+        flat_shares[high, give].copy(),
+    )

@@ -1,10 +1,11 @@
 """Uneven splits of experts over their replicas: better balance with no replica moved.
 
-The loads that splits can reach form a flow polytope, on which the split with the least sum of squares has the least
-maximum too. Levelling one expert at a time descends that sum, so a few sweeps come close to the optimum.
-Knows nothing of nodes or time. All layers at once.
+The loads that splits can reach form a flow polytope, on which the split with the least sum of
+squares has the least maximum too. Levelling one expert at a time descends that sum, so a few sweeps
+come close to the optimum. Knows nothing of nodes or time. All layers at once.
 
-Shapes: L layers, E logical experts, R ranks, S slots of a rank, K most replicated experts of a layer, M most replicas.
+Shapes: L layers, E logical experts, R ranks, S slots of a rank, K most replicated experts of a
+layer, M most replicas.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ STILL = 2e-5
 def split_loads(table_LRS: Ints, loads_LE: Floats, *, num_sweeps: int = 12) -> Floats:
     """Return the fraction of its expert's tokens that every slot takes [L, R, S]; 0 in empty slots.
 
-    The fractions of an expert sum to 1. Each sweep gives every replicated expert the split that levels its ranks,
-    the other experts staying as they are; the heaviest rank never ends heavier than with even splits.
+    The fractions of an expert sum to 1. Each sweep gives every replicated expert the split that
+    levels its ranks, the other experts staying as they are; the heaviest rank never ends heavier
+    than with even splits.
     """
     num_layers, _, num_slots = table_LRS.shape
     num_experts = loads_LE.shape[1]
@@ -57,7 +59,9 @@ def split_loads(table_LRS: Ints, loads_LE: Floats, *, num_sweeps: int = 12) -> F
 
 
 def _replicated(table_LRS: Ints, num_experts: int) -> list[Ints]:
-    """Slot ids of the k-th replicated expert of every layer, for each k: K arrays [L, M], padded with -1."""
+    """Slot ids of the k-th replicated expert of every layer, for each k: K arrays [L, M], padded
+    with -1.
+    """
     found: list[list[list[int]]] = []
     for table in table_LRS.reshape(len(table_LRS), -1):
         counts = np.bincount(table[table != EMPTY], minlength=num_experts)
@@ -76,9 +80,12 @@ def _replicated(table_LRS: Ints, num_experts: int) -> list[Ints]:
 
 
 def _level(others_LM: Floats, amount_L: Floats) -> Floats:
-    """Pour an amount over ranks so that what it reaches stands equally high; a rank at NOWHERE takes nothing."""
+    """Pour an amount over ranks so that what it reaches stands equally high; a rank at NOWHERE
+    takes nothing.
+    """
     height = np.sort(others_LM, axis=1)
-    # Over the lowest ranks alone, over one more, and so on: the level sinks until a rank stands out of it.
+    # Over the lowest ranks alone, over one more, and so on: the level sinks until a rank stands out
+    # of it.
     level = (height.cumsum(axis=1) + amount_L[:, None]) / np.arange(1, others_LM.shape[1] + 1)
     poured = np.maximum(level.min(axis=1, keepdims=True) - others_LM, 0.0)
     total = poured.sum(axis=1)
@@ -90,5 +97,7 @@ def _fractions(table_LRS: Ints, amounts_LRS: Floats, loads_LE: Floats) -> Floats
     """Amounts as parts of their expert's load; even parts for an expert without load."""
     ones = shares_of(table_LRS, np.ones_like(loads_LE))
     load = held_loads(table_LRS, loads_LE)
-    result: Floats = np.where((load > 0) & (table_LRS != EMPTY), amounts_LRS / np.where(load > 0, load, 1.0), ones)
+    result: Floats = np.where(
+        (load > 0) & (table_LRS != EMPTY), amounts_LRS / np.where(load > 0, load, 1.0), ones
+    )
     return result

@@ -1,10 +1,12 @@
-"""Expert placements for a window of steps: the heaviest rank of every step counts, not that of the sums.
+"""Expert placements for a window of steps: the heaviest rank of every step counts, not that of the
+sums.
 
-A step lasts as long as its heaviest rank, and that is another rank in another step: experts that are busy in the same
-steps should not share a rank, which the sums do not show. Ranks trade replicas while that lowers the mean of the
-steps' maxima. Knows nothing of time. All layers at once.
+A step lasts as long as its heaviest rank, and that is another rank in another step: experts that
+are busy in the same steps should not share a rank, which the sums do not show. Ranks trade replicas
+while that lowers the mean of the steps' maxima. Knows nothing of time. All layers at once.
 
-Shapes: T steps, L layers, E logical experts, R living ranks, S most slots of a rank, Q = R * S slots, H light ranks.
+Shapes: T steps, L layers, E logical experts, R living ranks, S most slots of a rank, Q = R * S
+slots, H light ranks.
 """
 
 from __future__ import annotations
@@ -45,13 +47,19 @@ def judged_by(path: Path, window_TLE: Floats, num_slots: int) -> Path:
 
 
 def steadied(
-    table_LRS: Ints, window_TLE: Floats, *, home_LRE: Flags | None = None, max_moves: int = 0,
-    barred_LRE: Flags | None = None, num_rounds: int = 16,
-) -> Ints:  # fmt: skip
+    table_LRS: Ints,
+    window_TLE: Floats,
+    *,
+    home_LRE: Flags | None = None,
+    max_moves: int = 0,
+    barred_LRE: Flags | None = None,
+    num_rounds: int = 16,
+) -> Ints:
     """Return a table [L, R, S] whose mean of maxima is no greater in any layer, found by trades.
 
-    With homes, at most `max_moves` replicas more stand where they are not at home. Barred experts do not come to a
-    rank. A round makes one trade in every layer: of the rank that stands out most, or the next if that found none.
+    With homes, at most `max_moves` replicas more stand where they are not at home. Barred experts
+    do not come to a rank. A round makes one trade in every layer: of the rank that stands out most,
+    or the next if that found none.
     """
     table = table_LRS.copy()
     num_layers, num_ranks, num_slots = table.shape
@@ -81,8 +89,9 @@ def steadied(
         at = active[lucky]
         first, second = (mine[lucky, 0], other[lucky, 0]), (mine[lucky, 1], other[lucky, 1])
         table[at, first[0], first[1]], table[at, second[0], second[1]] = (
-            table[at, second[0], second[1]], table[at, first[0], first[1]],
-        )  # fmt: skip
+            table[at, second[0], second[1]],
+            table[at, first[0], first[1]],
+        )
         tried[active, top] = True
         tried[at] = False
         active = active[tried[active].sum(axis=1) < min(3, num_ranks)]
@@ -99,9 +108,16 @@ def _standing_out(loads_TLR: Floats, tried_LR: Flags) -> Ints:
 
 
 def _best_trade(
-    table_LRS: Ints, shares_TLRS: Floats, loads_TLR: Floats, top_L: Ints, barred_LRE: Flags | None, layers_L: Ints
+    table_LRS: Ints,
+    shares_TLRS: Floats,
+    loads_TLR: Floats,
+    top_L: Ints,
+    barred_LRE: Flags | None,
+    layers_L: Ints,
 ) -> tuple[Ints, Floats]:
-    """Return (the two slots to trade [L, 2], what the mean of maxima falls by [L]) for the given rank of each layer."""
+    """Return (the two slots to trade [L, 2], what the mean of maxima falls by [L]) for the given
+    rank of each layer.
+    """
     num_layers, num_ranks, num_slots = table_LRS.shape
     rows = np.arange(num_layers)
     sums = loads_TLR.sum(axis=0)
@@ -115,7 +131,9 @@ def _best_trade(
     mine = shares_TLRS[:, rows, top_L]
     theirs = shares_TLRS[:, rows[:, None], light]
     delta = mine[:, :, :, None, None] - theirs[:, :, None]
-    after = np.maximum(loads_TLR[:, rows, top_L][:, :, None, None, None] - delta, rest[:, :, None, :, None])
+    after = np.maximum(
+        loads_TLR[:, rows, top_L][:, :, None, None, None] - delta, rest[:, :, None, :, None]
+    )
     np.maximum(after, loads_TLR[:, rows[:, None], light][:, :, None, :, None] + delta, out=after)
     mean = after.mean(axis=0)  # [L, S, H, S]
     ours, held = table_LRS[rows, top_L], table_LRS[rows[:, None], light]
@@ -125,7 +143,9 @@ def _best_trade(
     mean[ours == EMPTY] = np.inf
     if barred_LRE is not None:
         barred = barred_LRE[layers_L]
-        mean[np.broadcast_to(barred[rows, top_L][rows[:, None, None], held][:, None], mean.shape)] = np.inf
+        mean[
+            np.broadcast_to(barred[rows, top_L][rows[:, None, None], held][:, None], mean.shape)
+        ] = np.inf
         mean[barred[rows[:, None, None], light[:, None, :], ours[:, :, None]]] = np.inf
     flat = mean.reshape(num_layers, -1)
     best = flat.argmin(axis=1)

@@ -1,8 +1,9 @@
 """Who has to leave a decode unit when a running request needs a block and none is free.
 
-The latest arrived of the tenant that holds most goes first: it has the least computed work behind it, and what one
-tenant's requests grow by is taken from none that holds less. The oldest of all always proceeds, so that something
-finishes. Nothing is lost: the front holds all tokens of the others and prefills them again.
+The latest arrived of the tenant that holds most goes first: it has the least computed work behind
+it, and what one tenant's requests grow by is taken from none that holds less. The oldest of all
+always proceeds, so that something finishes. Nothing is lost: the front holds all tokens of the
+others and prefills them again.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from hadal.policy.views import HolderView
 
 
 def choose_victims(holders: Sequence[HolderView], num_blocks_missing: int) -> list[int]:
-    """Return slots to preempt, in turn the latest arrived of whichever tenant still holds most blocks, until
-    `num_blocks_missing` blocks come free.
+    """Return slots to preempt, in turn the latest arrived of whichever tenant still holds most
+    blocks, until `num_blocks_missing` blocks come free.
 
     Never all of them: the oldest stays, even if that leaves blocks missing.
     """
@@ -29,7 +30,10 @@ def choose_victims(holders: Sequence[HolderView], num_blocks_missing: int) -> li
     missing = num_blocks_missing
     while missing > 0 and tenant_to_holders:
         # Of equals the one whose request came last.
-        tenant = max(tenant_to_holders, key=lambda name: (tenant_to_num[name], tenant_to_holders[name][-1].arrival))
+        tenant = max(
+            tenant_to_holders,
+            key=lambda name: (tenant_to_num[name], tenant_to_holders[name][-1].arrival),
+        )
         victim = tenant_to_holders[tenant].pop()
         if not tenant_to_holders[tenant]:
             del tenant_to_holders[tenant]

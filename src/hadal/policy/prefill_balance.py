@@ -1,14 +1,16 @@
-"""Cut a step of a prefill unit so that all its ranks take equal time, and as nearly equal tokens as that allows.
+"""Cut a step of a prefill unit so that all its ranks take equal time, and as nearly equal tokens as
+that allows.
 
-Ranks of a unit step together, so a rank is only as fast as the slowest. Attention is quadratic in context (a cached
-prefix counts as context), hence equal tokens are not equal time: each rank gets a budget of seconds instead
-(policy/prefill_budget), and its last chunk is cut where its cost (policy/prefill_rates) meets it. Tokens matter as
-well, for in dispatch the rank with most of them holds up the others: a rank whose oldest prompt is dense takes lighter
-prompts beside it, and no rank takes more than the step's cap.
+Ranks of a unit step together, so a rank is only as fast as the slowest. Attention is quadratic in
+context (a cached prefix counts as context), hence equal tokens are not equal time: each rank gets a
+budget of seconds instead (policy/prefill_budget), and its last chunk is cut where its cost
+(policy/prefill_rates) meets it. Tokens matter as well, for in dispatch the rank with most of them
+holds up the others: a rank whose oldest prompt is dense takes lighter prompts beside it, and no
+rank takes more than the step's cap.
 
-Nobody starves: prompts start in their order, a started one keeps its rank, and the oldest of a rank has at
-least `HEAD_SHARE` of the rank's budget (one token at least) in every step. Knows no blocks but their number, no clock,
-and not where its rates come from (perf/costs.StepCosts.rates).
+Nobody starves: prompts start in their order, a started one keeps its rank, and the oldest of a rank
+has at least `HEAD_SHARE` of the rank's budget (one token at least) in every step. Knows no blocks
+but their number, no clock, and not where its rates come from (perf/costs.StepCosts.rates).
 """
 
 from __future__ import annotations
@@ -31,11 +33,17 @@ Cached = Mapping[int, PromptView]
 HEAD_SHARE = 0.1
 """Of a rank's budget, for its oldest prompt, before lighter ones may run beside it."""
 ROOM = 1.25
-"""Prompts start on a rank while those before take surely less than so many times the mean number of tokens."""
+"""Prompts start on a rank while those before take surely less than so many times the mean number of
+tokens.
+"""
 GAIN = 0.25
-"""How much cheaper a token of a lighter prompt must be than one of the densest, to be computed out of its turn."""
+"""How much cheaper a token of a lighter prompt must be than one of the densest, to be computed out
+of its turn.
+"""
 LOOK_AHEAD = 4
-"""Mean steps of waiting tokens that a plan looks at: enough that `prefill_budget.DRAIN` of them is more than a step."""
+"""Mean steps of waiting tokens that a plan looks at: enough that `prefill_budget.DRAIN` of them is
+more than a step.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +75,17 @@ class StepCut:
     budget_s: float
     cap_tokens: int
     efficiency: float
-    """Predicted: step time if all ranks did the mean, over that of the slowest; 1 for an empty step."""
+    """Predicted: step time if all ranks did the mean, over that of the slowest; 1 for an empty
+    step.
+    """
 
 
 def look_ahead(
     waiting: Iterable[T], num_ranks: int, limits: StepLimits, num_tokens_of: Callable[[T], int]
 ) -> list[T]:
-    """Return the first of `waiting` that a plan has to see: those of the next steps, the others only make it dearer."""
+    """Return the first of `waiting` that a plan has to see: those of the next steps, the others
+    only make it dearer.
+    """
     seen, left = [], LOOK_AHEAD * num_ranks * limits.num_tokens_mean
     for prompt in waiting:
         if left <= 0:
@@ -84,13 +96,19 @@ def look_ahead(
 
 
 def cut_rank(
-    prompts: Sequence[PromptView], rates: StepRates, budget_s: float, num_tokens_mean: int, num_tokens_max: int
+    prompts: Sequence[PromptView],
+    rates: StepRates,
+    budget_s: float,
+    num_tokens_mean: int,
+    num_tokens_max: int,
 ) -> tuple[list[int], float]:
-    """Return the tokens of each of a rank's prompts (oldest first) for a step of `budget_s`, and their seconds.
+    """Return the tokens of each of a rank's prompts (oldest first) for a step of `budget_s`, and
+    their seconds.
 
-    Oldest first. Where the time is used up with fewer than `num_tokens_mean`, lighter prompts take time from the
-    densest until there are that many. No time is left that another token would fit in, unless `num_tokens_max` or the
-    end of the prompts was reached; time is exceeded only by a single token that takes longer than the budget.
+    Oldest first. Where the time is used up with fewer than `num_tokens_mean`, lighter prompts take
+    time from the densest until there are that many. No time is left that another token would fit
+    in, unless `num_tokens_max` or the end of the prompts was reached; time is exceeded only by a
+    single token that takes longer than the budget.
     """
     sizes = [0] * len(prompts)
     left_s, num_left = budget_s, num_tokens_max
@@ -126,15 +144,23 @@ def cut_rank(
 
 
 def _blend(
-    prompts: Sequence[PromptView], sizes: list[int], densest: int, rates: StepRates, budget_s: float,
-    spare_s: float, goal: int,
-) -> float:  # fmt: skip
-    """Let lighter prompts, in their order, take time from prompts[densest] until there are `goal` tokens.
+    prompts: Sequence[PromptView],
+    sizes: list[int],
+    densest: int,
+    rates: StepRates,
+    budget_s: float,
+    spare_s: float,
+    goal: int,
+) -> float:
+    """Let lighter prompts, in their order, take time from prompts[densest] until there are `goal`
+    tokens.
 
     Changes `sizes`, and returns what is then left of `spare_s`.
     """
     heavy = prompts[densest]
-    floor_s = max(HEAD_SHARE * budget_s, rates.chunk_s(heavy.num_context, 1)) if densest == 0 else 0.0
+    floor_s = (
+        max(HEAD_SHARE * budget_s, rates.chunk_s(heavy.num_context, 1)) if densest == 0 else 0.0
+    )
     heavy_s = rates.chunk_s(heavy.num_context, sizes[densest])
     # One that is nearly as dense would only overtake.
     light_s = (1.0 - GAIN) * (rates.token_s + rates.pair_s * (heavy.num_context + sizes[densest]))
@@ -145,13 +171,17 @@ def _blend(
         done = sizes[at]
         rest = min(prompt.num_tokens - done, goal)
         start = prompt.num_context + done
-        if at == densest or not rest or rates.token_s + rates.pair_s * (start + 0.5 * rest) > light_s:
+        if (
+            at == densest
+            or not rest
+            or rates.token_s + rates.pair_s * (start + 0.5 * rest) > light_s
+        ):
             continue
         both_s = heavy_s + spare_s
         most, _ = rates.fit(start, rest, both_s - floor_s)
         share = _light_share(start, heavy.num_context, sizes[densest] + missing, both_s, rates)
-        # Spare time may be enough for more of the densest than there is: what is missing is the lighter one's all the
-        # same.
+        # Spare time may be enough for more of the densest than there is: what is missing is the
+        # lighter one's all the same.
         low = min(most, max(missing, share))
         if not low:
             continue
@@ -168,10 +198,11 @@ def _blend(
 
 
 def _light_share(light: int, heavy: int, num_tokens: int, budget_s: float, rates: StepRates) -> int:
-    """The least y of `num_tokens` from position `light` on that, with the others from `heavy` on, fit the budget.
+    """The least y of `num_tokens` from position `light` on that, with the others from `heavy` on,
+    fit the budget.
 
-    chunk_s(heavy, G - y) + chunk_s(light, y) = budget, with x = G - y: pair_s x^2 + linear x + constant = 0, of which
-    the larger root is the one where more for the dense prompt takes longer.
+    chunk_s(heavy, G - y) + chunk_s(light, y) = budget, with x = G - y: pair_s x^2 + linear x +
+    constant = 0, of which the larger root is the one where more for the dense prompt takes longer.
     """
     pair_s, goal = rates.pair_s, num_tokens
     linear = pair_s * (heavy - light - goal)
@@ -196,15 +227,19 @@ class _Queue:
 
 
 def bind(
-    ranks: Sequence[PrefillQueueView], waiting: Sequence[PromptView], rates: StepRates, budget_s: float,
-    limits: StepLimits, cached: Sequence[Cached] = (),
-) -> list[list[int]]:  # fmt: skip
+    ranks: Sequence[PrefillQueueView],
+    waiting: Sequence[PromptView],
+    rates: StepRates,
+    budget_s: float,
+    limits: StepLimits,
+    cached: Sequence[Cached] = (),
+) -> list[list[int]]:
     """Return, by position in `ranks`, which of `waiting` start there in this step.
 
-    In the order of arrival, each where the predicted cost of all that is there is least, of those that still have time
-    and tokens in this step; `cached`, of a rank that has some of it already, counts what is left there. A dense prompt
-    at the head leaves room beside it, all but its share. Who fits nowhere for want of blocks or starts stops those
-    behind it.
+    In the order of arrival, each where the predicted cost of all that is there is least, of those
+    that still have time and tokens in this step; `cached`, of a rank that has some of it already,
+    counts what is left there. A dense prompt at the head leaves room beside it, all but its share.
+    Who fits nowhere for want of blocks or starts stops those behind it.
     """
     heap: list[tuple[float, int]] = []
     queues = [_queue(view, rates, budget_s, limits) for view in ranks]
@@ -233,10 +268,16 @@ def bind(
 
 
 def _pop_cheapest(
-    heap: list[tuple[float, int]], queues: Sequence[_Queue], ranks: Sequence[PrefillQueueView], there: Cached,
-    cold: PromptView, rates: StepRates,
-) -> int:  # fmt: skip
-    """Take the queue where a prompt that some ranks have some of is done first: the heap's top, or one of those."""
+    heap: list[tuple[float, int]],
+    queues: Sequence[_Queue],
+    ranks: Sequence[PrefillQueueView],
+    there: Cached,
+    cold: PromptView,
+    rates: StepRates,
+) -> int:
+    """Take the queue where a prompt that some ranks have some of is done first: the heap's top, or
+    one of those.
+    """
     view_to_s: dict[int, float] = {}  # By id: ranks where it is the same share a view.
     best: tuple[float, int, int] | None = None
     for entry in heap:
@@ -275,12 +316,16 @@ def _give(queue: _Queue, prompt: PromptView, rates: StepRates, budget_s: float) 
         queue.prompts.append(prompt)
 
 
-def _reserve(queue: _Queue, prompt: PromptView, rates: StepRates, budget_s: float, *, is_head: bool) -> None:
+def _reserve(
+    queue: _Queue, prompt: PromptView, rates: StepRates, budget_s: float, *, is_head: bool
+) -> None:
     """Count what a prompt will surely take of the step."""
     if queue.room_s <= 0.0 or queue.room_tokens <= 0:
         return
     share_s = HEAD_SHARE * budget_s if is_head else queue.room_s
-    size, seconds = rates.fit(prompt.num_context, min(prompt.num_tokens, queue.room_tokens), share_s)
+    size, seconds = rates.fit(
+        prompt.num_context, min(prompt.num_tokens, queue.room_tokens), share_s
+    )
     if not size:
         size, seconds = 1, rates.chunk_s(prompt.num_context, 1)
     queue.room_s -= seconds
@@ -288,39 +333,67 @@ def _reserve(queue: _Queue, prompt: PromptView, rates: StepRates, budget_s: floa
 
 
 def plan_step(
-    ranks: Sequence[PrefillQueueView], waiting: Sequence[PromptView], rates: StepRates, limits: StepLimits,
+    ranks: Sequence[PrefillQueueView],
+    waiting: Sequence[PromptView],
+    rates: StepRates,
+    limits: StepLimits,
     cached: Sequence[Cached] = (),
-) -> StepCut:  # fmt: skip
+) -> StepCut:
     """Return which of `waiting` (oldest first) start on which rank, and what every rank computes.
 
-    Every rank takes the step's budget, within the time of one token, unless its prompts end or it takes the cap.
-    `cached`, if not empty, goes with `waiting`.
+    Every rank takes the step's budget, within the time of one token, unless its prompts end or it
+    takes the cap. `cached`, if not empty, goes with `waiting`.
     """
     if not ranks:
         return StepCut((), 0.0, 0, 1.0)
-    at_best = [
-        min({id(view): view for view in there.values()}.values(), key=lambda view: cost_s(view, rates))
-        if there else cold
-        for cold, there in zip(waiting, cached, strict=True)
-    ] if cached else waiting  # fmt: skip
+    at_best = (
+        [
+            min(
+                {id(view): view for view in there.values()}.values(),
+                key=lambda view: cost_s(view, rates),
+            )
+            if there
+            else cold
+            for cold, there in zip(waiting, cached, strict=True)
+        ]
+        if cached
+        else waiting
+    )
     nominal_s = step_budget_s(
-        (prompt for prompt in (*(p for view in ranks for p in view.prompts), *at_best) if not prompt.num_loading),
-        len(ranks), rates, limits.num_tokens_mean,
-    )  # fmt: skip
+        (
+            prompt
+            for prompt in (*(p for view in ranks for p in view.prompts), *at_best)
+            if not prompt.num_loading
+        ),
+        len(ranks),
+        rates,
+        limits.num_tokens_mean,
+    )
     starts = bind(ranks, waiting, rates, nominal_s, limits, cached)
     prompts = [
-        [*view.prompts, *(cached[index].get(view.rank, waiting[index]) if cached else waiting[index]
-                          for index in indices)]
+        [
+            *view.prompts,
+            *(
+                cached[index].get(view.rank, waiting[index]) if cached else waiting[index]
+                for index in indices
+            ),
+        ]
         for view, indices in zip(ranks, starts, strict=True)
-    ]  # fmt: skip
+    ]
     ready = [[prompt for prompt in of_rank if not prompt.num_loading] for of_rank in prompts]
     budget_s, cap_tokens = choose_budget(ready, rates, nominal_s, limits)
-    taken = [cut_rank(of_rank, rates, budget_s, limits.num_tokens_mean, cap_tokens) for of_rank in ready]
+    taken = [
+        cut_rank(of_rank, rates, budget_s, limits.num_tokens_mean, cap_tokens) for of_rank in ready
+    ]
     cuts = []
     for view, indices, of_rank, (sizes, _) in zip(ranks, starts, prompts, taken, strict=True):
         left = iter(sizes)
-        cuts.append(RankCut(
-            view.rank, tuple(indices), tuple(0 if prompt.num_loading else next(left) for prompt in of_rank)
-        ))  # fmt: skip
+        cuts.append(
+            RankCut(
+                view.rank,
+                tuple(indices),
+                tuple(0 if prompt.num_loading else next(left) for prompt in of_rank),
+            )
+        )
     efficiency = predict([(seconds, sum(sizes)) for sizes, seconds in taken], rates)
     return StepCut(tuple(cuts), budget_s, cap_tokens, efficiency)

@@ -1,7 +1,9 @@
-"""How long a prefill step may be: a budget of seconds for each rank, and the most tokens that one may take.
+"""How long a prefill step may be: a budget of seconds for each rank, and the most tokens that one
+may take.
 
-Chosen anew for every step by what it predicts: ranks whose prompts are dense hold up the others in time, ranks whose
-prompts are light hold them up in dispatch. Knows what waits on each rank, oldest first, and not who is cut how.
+Chosen anew for every step by what it predicts: ranks whose prompts are dense hold up the others in
+time, ranks whose prompts are light hold them up in dispatch. Knows what waits on each rank, oldest
+first, and not who is cut how.
 
 Shapes: S scales of the nominal budget, C caps, R ranks.
 """
@@ -18,11 +20,17 @@ from hadal.core.rates import StepRates
 from hadal.policy.views import PromptView
 
 CAPS = (1.0, 1.25, 1.5, 2.0)
-"""Most tokens of a rank over the mean that a step may have; `StepLimits.num_tokens_max` bounds all of them."""
+"""Most tokens of a rank over the mean that a step may have; `StepLimits.num_tokens_max` bounds all
+of them.
+"""
 DRAIN = 0.25
-"""Most of what is there that a step may take: the last dense prompts do not make those that arrive wait for long."""
+"""Most of what is there that a step may take: the last dense prompts do not make those that arrive
+wait for long.
+"""
 FIXED_SHARE = 0.1
-"""Of a step's time, what its fixed cost may be where more could be done: steps of little work are that long."""
+"""Of a step's time, what its fixed cost may be where more could be done: steps of little work are
+that long.
+"""
 SCALES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4)
 """Of the nominal budget, what a step may be given."""
 WORTH = 0.002
@@ -31,7 +39,9 @@ WORTH = 0.002
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """`num_tokens_mean` is what a rank should compute in a step; `num_tokens_max` what no rank may exceed."""
+    """`num_tokens_mean` is what a rank should compute in a step; `num_tokens_max` what no rank may
+    exceed.
+    """
 
     num_tokens_mean: int
     num_tokens_max: int
@@ -44,11 +54,12 @@ class StepLimits:
 def step_budget_s(
     prompts: Iterable[PromptView], num_ranks: int, rates: StepRates, num_tokens_mean: int
 ) -> float:
-    """Most seconds that each rank gets: the mean number of tokens at the mean price of those that wait.
+    """Most seconds that each rank gets: the mean number of tokens at the mean price of those that
+    wait.
 
-    But not more than `DRAIN` of everything that is there, so that a few dense prompts do not make short ones that
-    arrive meanwhile wait; and no less than half of what a fresh prompt of that many tokens takes, or than what makes
-    the fixed cost of the step a small part of it.
+    But not more than `DRAIN` of everything that is there, so that a few dense prompts do not make
+    short ones that arrive meanwhile wait; and no less than half of what a fresh prompt of that many
+    tokens takes, or than what makes the fixed cost of the step a small part of it.
     """
     num_tokens, num_pairs = 0, 0.0
     for prompt in prompts:
@@ -67,11 +78,13 @@ def step_budget_s(
 def choose_budget(
     prompts: Sequence[Sequence[PromptView]], rates: StepRates, nominal_s: float, limits: StepLimits
 ) -> tuple[float, int]:
-    """Return (seconds, most tokens of a rank) that predict the best efficiency, from `SCALES` x `CAPS`.
+    """Return (seconds, most tokens of a rank) that predict the best efficiency, from `SCALES` x
+    `CAPS`.
 
-    While few ranks have dense prompts the others would wait for them, so less time is given and dense prompts gather;
-    when every rank has one, all of it. A rank is judged by two points only, its time for the mean and for the most
-    tokens oldest first: below the first it is taken to mix (prefill_balance.cut_rank), between them to be linear.
+    While few ranks have dense prompts the others would wait for them, so less time is given and
+    dense prompts gather; when every rank has one, all of it. A rank is judged by two points only,
+    its time for the mean and for the most tokens oldest first: below the first it is taken to mix
+    (prefill_balance.cut_rank), between them to be linear.
     """
     num_mean, num_max = limits.num_tokens_mean, limits.num_tokens_max
     points = [_two_points(of_rank, rates, num_mean, num_max) for of_rank in prompts if of_rank]
@@ -89,10 +102,21 @@ def choose_budget(
     tokens_SCR = np.where(own_s_SCR < mean_s_R, dense_S1R, mean_R + rise_R * (own_s_SCR - mean_s_R))
     # Of all ranks: those without prompts have experts as well.
     experts_s_SC = rates.mean_s * tokens_SCR.sum(axis=2) / len(prompts)
-    step_s_SC = rates.step_s + own_s_SCR.max(axis=2) + rates.dispatch_s * tokens_SCR.max(axis=2) + experts_s_SC
-    done_s_SC = own_s_SCR.sum(axis=2) + rates.dispatch_s * tokens_SCR.sum(axis=2) + len(prompts) * experts_s_SC
+    step_s_SC = (
+        rates.step_s
+        + own_s_SCR.max(axis=2)
+        + rates.dispatch_s * tokens_SCR.max(axis=2)
+        + experts_s_SC
+    )
+    done_s_SC = (
+        own_s_SCR.sum(axis=2)
+        + rates.dispatch_s * tokens_SCR.sum(axis=2)
+        + len(prompts) * experts_s_SC
+    )
     best = (-inf, nominal_s, caps[0])
-    for scale, efficiencies in zip(SCALES, (done_s_SC / step_s_SC / len(prompts)).tolist(), strict=True):
+    for scale, efficiencies in zip(
+        SCALES, (done_s_SC / step_s_SC / len(prompts)).tolist(), strict=True
+    ):
         for cap, efficiency in zip(caps, efficiencies, strict=True):
             if efficiency > best[0] + WORTH:
                 best = (efficiency, scale * nominal_s, cap)
@@ -102,7 +126,9 @@ def choose_budget(
 def _two_points(
     prompts: Sequence[PromptView], rates: StepRates, num_mean: int, num_max: int
 ) -> tuple[float, float, int, int, int]:
-    """Return a rank's seconds for the mean and for the most tokens, those tokens, and how many are not the oldest's."""
+    """Return a rank's seconds for the mean and for the most tokens, those tokens, and how many are
+    not the oldest's.
+    """
     mean_s = most_s = 0.0
     left_mean, left_most, num_tokens = num_mean, num_max, 0
     for prompt in prompts:
@@ -116,13 +142,21 @@ def _two_points(
                 size = min(most, left_mean)
                 mean_s += seconds if size == most else rates.chunk_s(prompt.num_context, size)
                 left_mean -= size
-    return mean_s, most_s, num_mean - left_mean, num_max - left_most, num_tokens - prompts[0].num_tokens
+    return (
+        mean_s,
+        most_s,
+        num_mean - left_mean,
+        num_max - left_most,
+        num_tokens - prompts[0].num_tokens,
+    )
 
 
 def predict(rank_to_work: Sequence[tuple[float, int]], rates: StepRates) -> float:
-    """Return the predicted efficiency of a step: its time if every rank did the mean, over that of the slowest.
+    """Return the predicted efficiency of a step: its time if every rank did the mean, over that of
+    the slowest.
 
-    By rank, (seconds, tokens). What a step costs whatever it computes is no work, so it is only in the latter.
+    By rank, (seconds, tokens). What a step costs whatever it computes is no work, so it is only in
+    the latter.
     """
     seconds, tokens = zip(*rank_to_work, strict=True)
     if not any(tokens):

@@ -1,12 +1,14 @@
-"""How many prefill and decode units the fleet wants: enough for what comes before another could be started.
+"""How many prefill and decode units the fleet wants: enough for what comes before another could be
+started.
 
     need      = (forecast + backlog / catch_up) / (what a unit does x how busy it may be)     in units, by role
     soon      = its maximum over the next start-up and period: grow to that, at once
     kept      = its maximum over the last `hold_s` and the next, and a margin: shrink to that, when it is less
 
-What lies between is held as it is, so a fleet never gives up what it would want back within `hold_s`. Roles grow in
-bundles where there are some (DeepSeek's day: steps of 30 nodes = 1 decode and 3 prefill units), else each by itself.
-A pure function; knows no unit by name, no clock and no machine.
+What lies between is held as it is, so a fleet never gives up what it would want back within
+`hold_s`. Roles grow in bundles where there are some (DeepSeek's day: steps of 30 nodes = 1 decode
+and 3 prefill units), else each by itself. A pure function; knows no unit by name, no clock and no
+machine.
 """
 
 from __future__ import annotations
@@ -44,14 +46,17 @@ class RoleRules:
 
     unit_nodes: int
     use: float
-    """How busy a unit may be on average: the rest is for what comes unevenly, and for units that die."""
+    """How busy a unit may be on average: the rest is for what comes unevenly, and for units that
+    die.
+    """
     num_min: int
     num_max: int
     num_bundle: int = 0
     """Units of a bundle; 0 for both roles: there are no bundles."""
     num_extra: int = 0
-    """Units beside the bundles, always there. With none the published peak of 278 nodes, 9 decode and 29 prefill
-    units, would be 270."""
+    """Units beside the bundles, always there. With none the published peak of 278 nodes, 9 decode
+    and 29 prefill units, would be 270.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +81,33 @@ class ScalingRules:
     def __post_init__(self) -> None:
         for name, role in ((PREFILL, self.prefill), (DECODE, self.decode)):
             if not 0 < role.num_min <= role.num_max:
-                raise ValueError(f"{name}: the floor is {role.num_min} units; 1 to {role.num_max}, the most, can be.")
+                raise ValueError(
+                    f"{name}: the floor is {role.num_min} units; 1 to {role.num_max}, the most,"
+                    " can be."
+                )
             if not 0.0 < role.use <= 1.0 or role.unit_nodes < 1:
-                raise ValueError(f"{name}: use is {role.use:g}, of (0, 1]; {role.unit_nodes} nodes a unit, 1 or more.")
+                raise ValueError(
+                    f"{name}: use is {role.use:g}, of (0, 1]; {role.unit_nodes} nodes a unit, 1 or"
+                    " more."
+                )
             if min(role.num_bundle, role.num_extra) < 0:
                 raise ValueError(f"{name}: a bundle cannot have fewer than 0 units.")
         if bool(self.prefill.num_bundle) != bool(self.decode.num_bundle):
-            raise ValueError("a bundle has units of both roles, or there are no bundles: set both to 0.")
-        if min(self.start_s, self.hold_s, self.margin) < 0 or min(self.period_s, self.catch_up_s) <= 0:
-            raise ValueError("start_s, hold_s and margin cannot be negative; period_s and catch_up_s must be positive.")
+            raise ValueError(
+                "a bundle has units of both roles, or there are no bundles: set both to 0."
+            )
+        if (
+            min(self.start_s, self.hold_s, self.margin) < 0
+            or min(self.period_s, self.catch_up_s) <= 0
+        ):
+            raise ValueError(
+                "start_s, hold_s and margin cannot be negative; period_s and catch_up_s must be"
+                " positive."
+            )
         if self.num_nodes(self.floor) > self.num_nodes_max:
             raise ValueError(
-                f"the floor of {self.floor} takes {self.num_nodes(self.floor)} nodes, and there are "
-                f"{self.num_nodes_max}. Lower it, or give the fleet more nodes."
+                f"the floor of {self.floor} takes {self.num_nodes(self.floor)} nodes, and there are"
+                f" {self.num_nodes_max}. Lower it, or give the fleet more nodes."
             )
 
     @property
@@ -140,7 +159,9 @@ class Step(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """What led to a decision, to be printed. Needs are in units of `role`, the one that asks for most."""
+    """What led to a decision, to be printed. Needs are in units of `role`, the one that asks for
+    most.
+    """
 
     step: Step
     role: str
@@ -153,8 +174,8 @@ class Why:
     def __str__(self) -> str:
         bound = f", bounded by {self.bound}" if self.bound else ""
         return (
-            f"{self.step}: {self.role} needs {self.need_now:.2f} units now, {self.need_soon:.2f} soon, "
-            f"keeps {self.need_kept:.2f}{bound}"
+            f"{self.step}: {self.role} needs {self.need_now:.2f} units now, {self.need_soon:.2f}"
+            f" soon, keeps {self.need_kept:.2f}{bound}"
         )
 
 
@@ -180,14 +201,20 @@ class _Need:
 
     def of(self, num_extra: int, num_bundle: int) -> _Need:
         """In bundles, beside `num_extra` units."""
-        return _Need(*((need - num_extra) / num_bundle for need in (self.now, self.soon, self.kept)))
+        return _Need(
+            *((need - num_extra) / num_bundle for need in (self.now, self.soon, self.kept))
+        )
 
     def or_more(self, other: _Need) -> _Need:
         """At each time the larger one."""
-        return _Need(max(self.now, other.now), max(self.soon, other.soon), max(self.kept, other.kept))
+        return _Need(
+            max(self.now, other.now), max(self.soon, other.soon), max(self.kept, other.kept)
+        )
 
     def level(self, before: int) -> int:
-        """Whole units, or bundles: grown to what comes soon, shrunk to what is kept, or as before."""
+        """Whole units, or bundles: grown to what comes soon, shrunk to what is kept, or as
+        before.
+        """
         return max(_whole(self.soon), min(before, _whole(self.kept)))
 
 
@@ -200,7 +227,8 @@ def decide(view: ScalingView, rules: ScalingRules) -> Decision:
         levels = _bundled(prefill, decode, view.levels, rules)
     else:
         levels = Units(
-            _alone(prefill, view.levels.prefill, rules.prefill), _alone(decode, view.levels.decode, rules.decode)
+            _alone(prefill, view.levels.prefill, rules.prefill),
+            _alone(decode, view.levels.decode, rules.decode),
         )
     limited = Units(_limited(levels.prefill, rules.prefill), _limited(levels.decode, rules.decode))
     units = _on_nodes(limited, prefill, decode, rules)
@@ -210,14 +238,21 @@ def decide(view: ScalingView, rules: ScalingRules) -> Decision:
 
 
 def _ahead_s(rules: ScalingRules) -> Floats:
-    """Where the forecast is looked at: up to when a unit that is given up now could be back, and no longer needed."""
+    """Where the forecast is looked at: up to when a unit that is given up now could be back, and no
+    longer needed.
+    """
     horizon_s = rules.start_s + max(rules.period_s, rules.hold_s)
     grid = np.arange(0.0, horizon_s, GRID_S)
     return np.unique(np.append(grid, [rules.start_s + rules.period_s, horizon_s]))
 
 
-def _need(role: RoleView, fixed: RoleRules, rules: ScalingRules, now_s: float, ahead_s: Floats) -> _Need:
-    rates = forecast(role.times_s, role.rates, role.shape, now_s, ahead_s) + role.backlog_tokens / rules.catch_up_s
+def _need(
+    role: RoleView, fixed: RoleRules, rules: ScalingRules, now_s: float, ahead_s: Floats
+) -> _Need:
+    rates = (
+        forecast(role.times_s, role.rates, role.shape, now_s, ahead_s)
+        + role.backlog_tokens / rules.catch_up_s
+    )
     one = units_needed(1.0, role.unit_tokens_per_s, fixed.use)
     needs = rates * one
     soon = float(needs[ahead_s <= rules.start_s + rules.period_s].max())
@@ -248,13 +283,17 @@ def _limited(num: int, fixed: RoleRules) -> int:
 
 
 def _on_nodes(wanted: Units, prefill: _Need, decode: _Need, rules: ScalingRules) -> Units:
-    """What the nodes have room for. Where they are too few, bundles are no aim: the role that is worse off has as much
-    of its need as it can have, then the other."""
+    """What the nodes have room for. Where they are too few, bundles are no aim: the role that is
+    worse off has as much of its need as it can have, then the other.
+    """
     if rules.num_nodes(wanted) <= rules.num_nodes_max:
         return wanted
 
     def supply(units: Units) -> tuple[float, float]:
-        parts = units.prefill / max(prefill.soon, _EPSILON), units.decode / max(decode.soon, _EPSILON)
+        parts = (
+            units.prefill / max(prefill.soon, _EPSILON),
+            units.decode / max(decode.soon, _EPSILON),
+        )
         return min(*parts, 1.0), min(1.0, parts[0]) + min(1.0, parts[1])
 
     fitting = []
@@ -268,7 +307,9 @@ def _on_nodes(wanted: Units, prefill: _Need, decode: _Need, rules: ScalingRules)
 
 def _bound(levels: Units, limited: Units, role: str) -> str:
     """What changed the level of the role that a decision speaks of."""
-    level, num = (levels.prefill, limited.prefill) if role == PREFILL else (levels.decode, limited.decode)
+    level, num = (
+        (levels.prefill, limited.prefill) if role == PREFILL else (levels.decode, limited.decode)
+    )
     return "floor" if num > level else "limit" if num < level else ""
 
 
@@ -278,7 +319,9 @@ def _why(before: Units, after: Units, prefill: _Need, decode: _Need, rules: Scal
     else:
         step = Step.SHRINK if rules.num_nodes(after) < rules.num_nodes(before) else Step.HOLD
     p_size, d_size = rules.prefill.num_bundle or 1, rules.decode.num_bundle or 1
-    is_prefill = (prefill.soon - rules.prefill.num_extra) / p_size > (decode.soon - rules.decode.num_extra) / d_size
+    is_prefill = (prefill.soon - rules.prefill.num_extra) / p_size > (
+        decode.soon - rules.decode.num_extra
+    ) / d_size
     need = prefill if is_prefill else decode
     return Why(step, PREFILL if is_prefill else DECODE, need.now, need.soon, need.kept)
 

@@ -28,7 +28,9 @@ class Slo:
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s"):
             if not (getattr(self, name) > 0.0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"{name} is {getattr(self, name):g}; a promise is above 0 s and finite.")
+                raise ValueError(
+                    f"{name} is {getattr(self, name):g}; a promise is above 0 s and finite."
+                )
         if not (0.0 <= self.ttft_quantile < 1.0 and 0.0 <= self.tpot_quantile < 1.0):
             raise ValueError("a promise on a quantile is of one from 0 to 1.")
 
@@ -53,14 +55,18 @@ def parse_slo(text: str) -> Slo:
         if name in seconds:
             raise ValueError(f"{name} is promised twice; once is enough.")
         if unit not in _UNITS_S:
-            raise ValueError(f"{part.strip()!r} has no unit that is known: s or ms, as in ttft=2s,tpot=50ms.")
+            raise ValueError(
+                f"{part.strip()!r} has no unit that is known: s or ms, as in ttft=2s,tpot=50ms."
+            )
         try:
             seconds[name] = float(number) * _UNITS_S[unit]
         except ValueError:
             raise ValueError(f"{number!r} in {part.strip()!r} is no number.") from None
         quantiles[name] = float(percentile) / 100.0 if percentile else MEAN
         if percentile and not 0.0 < quantiles[name] < 1.0:
-            raise ValueError(f"{part.strip()!r}: a percentile lies between 0 and 100, such as ttft_p99.")
+            raise ValueError(
+                f"{part.strip()!r}: a percentile lies between 0 and 100, such as ttft_p99."
+            )
     for name in _QUANTITIES:
         if name not in seconds:
             raise ValueError(f"{name} is not promised; write ttft=2s,tpot=50ms.")

@@ -16,7 +16,9 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PrefillUnitView:
-    """A prefill unit as the front counts it. Many requests may see the same one: it keeps what it was asked once."""
+    """A prefill unit as the front counts it. Many requests may see the same one: it keeps what it
+    was asked once.
+    """
 
     unit: str
     num_blocks: int
@@ -37,12 +39,16 @@ class PrefillUnitView:
 
     @cached_property
     def waits_s(self) -> float:
-        """Predicted seconds until what waits there is done, shared by its ranks; 0 of a unit that measured nothing."""
+        """Predicted seconds until what waits there is done, shared by its ranks; 0 of a unit that
+        measured nothing.
+        """
         return self.waits_at_s(self.token_s, self.pair_s)
 
     def waits_at_s(self, token_s: float, pair_s: float) -> float:
         """The same at rates that are not its own."""
-        return (self.num_tokens_waiting * token_s + self.num_pairs_waiting * pair_s) / max(1, self.num_ranks)
+        return (self.num_tokens_waiting * token_s + self.num_pairs_waiting * pair_s) / max(
+            1, self.num_ranks
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +67,18 @@ class DecodeUnitView:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRanksView:
-    """The living ranks of a decode unit as its leader counts them: one row each, all arrays [ranks]."""
+    """The living ranks of a decode unit as its leader counts them: one row each, all arrays
+    [ranks].
+    """
 
     ranks: Ints
     """Their numbers in the unit."""
     num_blocks: Ints
     num_blocks_used: Ints
     num_blocks_worst: Ints
-    """What their requests hold if all run to their longest. Not looked at where the caller preempts."""
+    """What their requests hold if all run to their longest. Not looked at where the caller
+    preempts.
+    """
     num_requests: Ints
     num_requests_max: Ints
 
@@ -136,9 +146,13 @@ class PromptView:
     num_blocks_needed: int
     """0 once it has started: the blocks of a whole prompt are taken at its first chunk."""
     num_context: int = 0
-    """Positions before those tokens, computed or out of a cache: what is still to be planned attends to them too."""
+    """Positions before those tokens, computed or out of a cache: what is still to be planned
+    attends to them too.
+    """
     num_loading: int = 0
-    """Blocks of the context that come from disk first: until they are here, nothing of it is computed."""
+    """Blocks of the context that come from disk first: until they are here, nothing of it is
+    computed.
+    """
     load_s: float = 0.0
     """What that takes, as far as it was measured."""
 

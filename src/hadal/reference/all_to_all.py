@@ -1,8 +1,9 @@
-"""Dispatch and combine as what they mean: every token through its experts, all ranks' tokens in one process.
+"""Dispatch and combine as what they mean: every token through its experts, all ranks' tokens in one
+process.
 
-Knows no bytes, ranks only as owners of tokens. The slow twin of `comm/expert_comm`: the same rows reach the same
-experts and the same sum is made; what the wire does to a row is a function the caller passes.
-Shapes: T tokens of a rank, D hidden, K chosen.
+Knows no bytes, ranks only as owners of tokens. The slow twin of `comm/expert_comm`: the same rows
+reach the same experts and the same sum is made; what the wire does to a row is a function the
+caller passes. Shapes: T tokens of a rank, D hidden, K chosen.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def all_to_all(
     there: Rows = exact,
     back: Rows = exact,
 ) -> dict[int, Tensor]:
-    """Return routed [T, D] of every rank: sum over k, by ascending expert id, of weight * back(expert(there(x))).
+    """Return routed [T, D] of every rank: sum over k, by ascending expert id, of weight *
+    back(expert(there(x))).
 
     `experts(e, x_ND)` is expert e's output for some rows, each computed by itself.
     """
@@ -41,6 +43,8 @@ def all_to_all(
             for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
                 row_1D = back(experts(expert, there(x[token : token + 1])))
                 # Rounded to FP32 after every addition, the product not rounded.
-                total_TD[token] = (total_TD[token] + weight.double() * row_1D[0].double()).float().double()
+                total_TD[token] = (
+                    (total_TD[token] + weight.double() * row_1D[0].double()).float().double()
+                )
         routed[rank] = total_TD.float()
     return routed

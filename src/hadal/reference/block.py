@@ -21,10 +21,20 @@ AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def queries_and_latent(
-    x_TD: Tensor, weights: AttentionWeights, config: ModelConfig, cos_sin: Tensor, positions_T: Tensor
+    x_TD: Tensor,
+    weights: AttentionWeights,
+    config: ModelConfig,
+    cos_sin: Tensor,
+    positions_T: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (q_nope [T, H, N], q_rope [T, H, R] rotated, latent [T, C+R] as cached) (arXiv 2412.19437, eq. 1-9)."""
-    sizes = [weights.qkv_a.shape[0] - config.latent_dim, config.kv_lora_rank, config.qk_rope_head_dim]
+    """Return (q_nope [T, H, N], q_rope [T, H, R] rotated, latent [T, C+R] as cached) (arXiv
+    2412.19437, eq. 1-9).
+    """
+    sizes = [
+        weights.qkv_a.shape[0] - config.latent_dim,
+        config.kv_lora_rank,
+        config.qk_rope_head_dim,
+    ]
     q, c_TC, k_TR = torch.split(F.linear(x_TD, weights.qkv_a), sizes, -1)
     if weights.q_b is not None:
         assert weights.q_a_norm_Q is not None
@@ -37,7 +47,11 @@ def queries_and_latent(
 
 
 def block(
-    hidden_TD: Tensor, layer: LayerWeights, config: ModelConfig, cos_sin: Tensor, positions_T: Tensor,
+    hidden_TD: Tensor,
+    layer: LayerWeights,
+    config: ModelConfig,
+    cos_sin: Tensor,
+    positions_T: Tensor,
     core: AttentionCore,
 ) -> Tensor:
     """Return the layer's output [T, D]."""

@@ -1,10 +1,13 @@
-"""Rows as they travel between ranks, in plain torch: encode, decode, and the weighted sum of what came back.
+"""Rows as they travel between ranks, in plain torch: encode, decode, and the weighted sum of what
+came back.
 
-Knows nothing of ranks or messages. Formats: "fp32"; "bf16"; "fp8": E4M3 codes padded with zeros to a multiple of 4,
-then one FP32 scale per 128 channels (the last group ragged), scale = max(amax, 1e-4) / 448; "fp8_pow2": the scale
-rounded up to a power of two (DeepSeek-V3, arXiv 2412.19437, 3.3.3). Fast twin: `hadal.kernels.codec`, bit-equal.
+Knows nothing of ranks or messages. Formats: "fp32"; "bf16"; "fp8": E4M3 codes padded with zeros to
+a multiple of 4, then one FP32 scale per 128 channels (the last group ragged), scale = max(amax,
+1e-4) / 448; "fp8_pow2": the scale rounded up to a power of two (DeepSeek-V3, arXiv 2412.19437,
+3.3.3). Fast twin: `hadal.kernels.codec`, bit-equal.
 
-Shapes: T tokens, D hidden, N rows, B bytes of a row, P rows that came back, K of a token, G groups of 128 channels.
+Shapes: T tokens, D hidden, N rows, B bytes of a row, P rows that came back, K of a token, G groups
+of 128 channels.
 """
 
 from __future__ import annotations
@@ -22,23 +25,34 @@ _MANTISSA = 0x7FFFFF
 
 
 def encode(x_TD: Tensor, index_N: Tensor | None, rows_NB: Tensor, wire_format: str) -> None:
-    """Fill rows_NB (uint8, rows may lie apart) with the rows `index_N` of x_TD, all of them in order if None."""
+    """Fill rows_NB (uint8, rows may lie apart) with the rows `index_N` of x_TD, all of them in
+    order if None.
+    """
     picked_ND = x_TD if index_N is None else x_TD[index_N.long()]
     hidden = x_TD.shape[1]
     if wire_format in ("fp32", "bf16"):
         dtype = torch.float32 if wire_format == "fp32" else torch.bfloat16
-        rows_NB[:, : hidden * dtype.itemsize].copy_(picked_ND.to(dtype).contiguous().view(torch.uint8))
+        rows_NB[:, : hidden * dtype.itemsize].copy_(
+            picked_ND.to(dtype).contiguous().view(torch.uint8)
+        )
         return
     num_groups = -(-hidden // SCALE_GROUP)
-    groups_NGC = F.pad(picked_ND, (0, num_groups * SCALE_GROUP - hidden)).view(-1, num_groups, SCALE_GROUP)
-    # Divided by a tensor: a device may turn a division by a constant into a product with its inverse.
-    scale_NG = groups_NGC.abs().amax(dim=2).clamp(min=MIN_AMAX) / torch.full((), E4M3_MAX, device=x_TD.device)
+    groups_NGC = F.pad(picked_ND, (0, num_groups * SCALE_GROUP - hidden)).view(
+        -1, num_groups, SCALE_GROUP
+    )
+    # Divided by a tensor: a device may turn a division by a constant into a product with its
+    # inverse.
+    scale_NG = groups_NGC.abs().amax(dim=2).clamp(min=MIN_AMAX) / torch.full(
+        (), E4M3_MAX, device=x_TD.device
+    )
     if wire_format == "fp8_pow2":
         # Any bit of the mantissa carries into the exponent; what is left is the exponent alone.
         power = ((scale_NG.view(torch.int32) + _MANTISSA) & ~_MANTISSA).view(torch.float32)
         scale_NG = torch.where(scale_NG.isfinite(), power, scale_NG)
     # Clamped because a cast beyond the range gives NaN on some devices.
-    codes_NGC = (groups_NGC / scale_NG[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    codes_NGC = (
+        (groups_NGC / scale_NG[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    )
     end = codes_bytes(hidden)
     rows_NB[:, :hidden].copy_(codes_NGC.view(torch.uint8).flatten(1)[:, :hidden])
     rows_NB[:, hidden:end].zero_()
@@ -59,9 +73,16 @@ def decode(rows_NB: Tensor, out_ND: Tensor, wire_format: str) -> None:
 
 
 def weighted_sum(
-    rows_PB: Tensor, wire_format: str, at_TK: Tensor, ids_TK: Tensor, weights_TK: Tensor, out_TD: Tensor
+    rows_PB: Tensor,
+    wire_format: str,
+    at_TK: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    out_TD: Tensor,
 ) -> None:
-    """out[t] = sum over k of weights[t, k] * row at[t, k], by ascending id, one fused multiply-add each."""
+    """out[t] = sum over k of weights[t, k] * row at[t, k], by ascending id, one fused multiply-add
+    each.
+    """
     dtype = torch.float32 if wire_format == "fp32" else torch.bfloat16
     rows_PD = _dense(rows_PB[:, : out_TD.shape[1] * dtype.itemsize]).view(dtype)
     order_TK = ids_TK.argsort(dim=1, stable=True)
@@ -79,8 +100,8 @@ def _dense(rows_NB: Tensor) -> Tensor:
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c with one rounding, as the kernels do it.
 
-    The product of two FP32 is exact in FP64. Its sum with c is rounded to odd (Boldo, Melquiond 2008), so that
-    rounding it again to FP32 gives what rounding once would have.
+    The product of two FP32 is exact in FP64. Its sum with c is rounded to odd (Boldo, Melquiond
+    2008), so that rounding it again to FP32 gives what rounding once would have.
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
@@ -90,6 +111,7 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     bits = total.view(torch.int64)
     toward_zero = (lost < 0) != (total < 0)
     odd = torch.where(toward_zero, bits - 1, bits) | 1
-    # Where something was lost and the last bit is even, the neighbour on the other side of the exact value is odd.
+    # Where something was lost and the last bit is even, the neighbour on the other side of the
+    # exact value is odd.
     is_inexact = (lost != 0) & total.isfinite()
     return torch.where(is_inexact & (bits & 1 == 0), odd, bits).view(torch.float64).float()

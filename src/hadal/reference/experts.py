@@ -1,4 +1,5 @@
-"""The routed experts: every token through its K experts, summed with the gate's weights. One expert at a time.
+"""The routed experts: every token through its K experts, summed with the gate's weights. One expert
+at a time.
 
 Shapes: T tokens, D hidden, K chosen, E experts, I expert width.
 """
@@ -12,8 +13,12 @@ from hadal.reference.params import MlpWeights
 from hadal.reference.swiglu import swiglu
 
 
-def experts(x_TD: Tensor, gate_up_E: Tensor, down_E: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return y [T, D]: y[t] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]). Shapes as in MoeWeights."""
+def experts(
+    x_TD: Tensor, gate_up_E: Tensor, down_E: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """Return y [T, D]: y[t] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]). Shapes as in
+    MoeWeights.
+    """
     y_TD = torch.zeros_like(x_TD)
     for expert in sorted(set(ids_TK.flatten().tolist())):
         token, choice = (ids_TK == expert).nonzero(as_tuple=True)

@@ -1,6 +1,8 @@
-"""Block-scaled FP8 weights: E4M3 codes with one FP32 scale per 128x128 block, the last blocks ragged.
+"""Block-scaled FP8 weights: E4M3 codes with one FP32 scale per 128x128 block, the last blocks
+ragged.
 
-Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, and README_WEIGHTS of the release: W = code * scale_inv.
+Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, and README_WEIGHTS of the release: W = code *
+scale_inv.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ E4M3_MAX = 448.0
 
 
 def e4m3_to_f32(codes: Tensor) -> Tensor:
-    """Exact for the 254 finite codes, several times faster than the cast: the bits are an FP16's, 2^8 too small.
+    """Exact for the 254 finite codes, several times faster than the cast: the bits are an FP16's,
+    2^8 too small.
 
     The two NaN codes give +-480; a checkpoint has none, its quantiser saturates.
     """
@@ -26,7 +29,9 @@ def num_scales(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int
 
 
 def dequantise(codes: Tensor, scale_inv: Tensor, block: tuple[int, int], out: Tensor) -> None:
-    """Fill `out` [rows, columns] with codes * scale_inv; a band of blocks at a time, so that no copy is made."""
+    """Fill `out` [rows, columns] with codes * scale_inv; a band of blocks at a time, so that no
+    copy is made.
+    """
     rows, columns = codes.shape
     for band in range(scale_inv.shape[0]):
         part = slice(band * block[0], min((band + 1) * block[0], rows))
@@ -43,5 +48,7 @@ def quantise(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     blocks = padded.view(bands, block[0], stripes, block[1])
     scale_inv = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-4) / E4M3_MAX
     # Clamped because a cast beyond the range gives NaN on some devices.
-    codes = (blocks / scale_inv[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    codes = (
+        (blocks / scale_inv[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    )
     return codes.view_as(padded)[:rows, :columns].contiguous(), scale_inv

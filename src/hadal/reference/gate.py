@@ -1,6 +1,8 @@
-"""The MoE gate: sigmoid scores, groups, a correction bias that chooses but never weighs. Knows no expert's weights.
+"""The MoE gate: sigmoid scores, groups, a correction bias that chooses but never weighs. Knows no
+expert's weights.
 
-Source: DeepSeek-V3 (arXiv 2412.19437), eq. 12-16 and section 2.1.2. T tokens, D hidden, E experts, G groups, K chosen.
+Source: DeepSeek-V3 (arXiv 2412.19437), eq. 12-16 and section 2.1.2. T tokens, D hidden, E experts,
+G groups, K chosen.
 """
 
 from __future__ import annotations
@@ -12,8 +14,12 @@ from torch import Tensor
 from hadal.core.model_config import ModelConfig
 
 
-def gate(x_TD: Tensor, router_ED: Tensor, bias_E: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Return (ids [T, K] int64, weights [T, K] FP32) of the experts each token goes to, in no promised order."""
+def gate(
+    x_TD: Tensor, router_ED: Tensor, bias_E: Tensor, config: ModelConfig
+) -> tuple[Tensor, Tensor]:
+    """Return (ids [T, K] int64, weights [T, K] FP32) of the experts each token goes to, in no
+    promised order.
+    """
     scores_TE = F.linear(x_TD.float(), router_ED.float()).sigmoid()
     biased_TE = scores_TE + bias_E
     if config.n_group > 1:

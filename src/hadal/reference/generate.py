@@ -1,6 +1,8 @@
-"""A plain loop for one request: the oracle of every exactness test. No blocks, no batch, no absorbed form.
+"""A plain loop for one request: the oracle of every exactness test. No blocks, no batch, no
+absorbed form.
 
-Each layer keeps the latents of all positions in one tensor that grows; every step runs the multi-head form over it.
+Each layer keeps the latents of all positions in one tensor that grows; every step runs the
+multi-head form over it.
 """
 
 from __future__ import annotations
@@ -18,10 +20,14 @@ from hadal.reference.params import LayerWeights, ModelWeights
 from hadal.reference.rms_norm import rms_norm
 
 
-def forward(weights: ModelWeights, tokens_T: Tensor, latents: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return (logits [T, V], hidden [T, D] after the last norm) of T tokens that follow those in `latents`.
+def forward(
+    weights: ModelWeights, tokens_T: Tensor, latents: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return (logits [T, V], hidden [T, D] after the last norm) of T tokens that follow those in
+    `latents`.
 
-    `latents` holds one [S, C+R] per layer and is extended by the T tokens; start with `no_latents(weights)`.
+    `latents` holds one [S, C+R] per layer and is extended by the T tokens; start with
+    `no_latents(weights)`.
     """
     config = weights.config
     start = len(latents[0])
@@ -39,13 +45,20 @@ def no_latents(weights: ModelWeights) -> list[Tensor]:
 
 
 def attention_core(
-    layer: LayerWeights, latents: list[Tensor], index: int, scale: float,
-    q_nope_THN: Tensor, q_rope_THR: Tensor, latent_TD: Tensor,
+    layer: LayerWeights,
+    latents: list[Tensor],
+    index: int,
+    scale: float,
+    q_nope_THN: Tensor,
+    q_rope_THR: Tensor,
+    latent_TD: Tensor,
 ) -> Tensor:
     """Append the new latents to `latents[index]` and attend to all of them."""
     latents[index] = torch.cat((latents[index], latent_TD))
     attention = layer.attention
-    return mla_prefill(q_nope_THN, q_rope_THR, latents[index], attention.w_uk_HNC, attention.w_uv_HWC, scale)
+    return mla_prefill(
+        q_nope_THN, q_rope_THR, latents[index], attention.w_uk_HNC, attention.w_uv_HWC, scale
+    )
 
 
 @torch.inference_mode()

@@ -1,4 +1,5 @@
-"""Products of every head with a matrix of its own: what MLA's absorbed form does before and behind its core.
+"""Products of every head with a matrix of its own: what MLA's absorbed form does before and behind
+its core.
 
 Shapes: B rows, H heads, N plain key dims, C latent, W value dims.
 """
@@ -16,4 +17,6 @@ def heads_in(q_BHN: Tensor, w_uk_HNC: Tensor) -> Tensor:
 
 def heads_out(o_BHC: Tensor, w_uv_HWC: Tensor) -> Tensor:
     """W_UV behind the sum: [B, H, W]."""
-    return torch.matmul(o_BHC.transpose(0, 1), w_uv_HWC.transpose(1, 2)).transpose(0, 1).contiguous()
+    return (
+        torch.matmul(o_BHC.transpose(0, 1), w_uv_HWC.transpose(1, 2)).transpose(0, 1).contiguous()
+    )

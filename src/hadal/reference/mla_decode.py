@@ -1,8 +1,9 @@
-"""MLA's core in absorbed form, for decode: one query per request against the paged latent cache itself.
+"""MLA's core in absorbed form, for decode: one query per request against the paged latent cache
+itself.
 
-W_UK is already in the query and W_UV comes after, so all heads share one key and value of C+R (DeepSeek-V2, arXiv
-2405.04434, section 2.1.2). Shapes: B requests, H heads, C latent, R rotated, P blocks, L layers, S block tokens,
-M blocks of a request, D = C+R.
+W_UK is already in the query and W_UV comes after, so all heads share one key and value of C+R
+(DeepSeek-V2, arXiv 2405.04434, section 2.1.2). Shapes: B requests, H heads, C latent, R rotated, P
+blocks, L layers, S block tokens, M blocks of a request, D = C+R.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ def mla_decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Return o_latent [B, H, C]. Request b sees the first lengths_B[b] positions of its blocks, the new token's too."""
+    """Return o_latent [B, H, C]. Request b sees the first lengths_B[b] positions of its blocks, the
+    new token's too.
+    """
     latents_BSD = cache_PLSD[block_table_BM.long(), layer_index].flatten(1, 2)
     unused_BS = torch.arange(latents_BSD.shape[1], device=lengths_B.device) >= lengths_B[:, None]
     # A reused block may hold anything past the length, NaN too, and 0 * NaN is NaN.

@@ -1,4 +1,5 @@
-"""The multi-token-prediction module over one whole text: drafts the token after the next. No cache, no batch.
+"""The multi-token-prediction module over one whole text: drafts the token after the next. No cache,
+no batch.
 
 Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2, eq. 21-23. T tokens, D hidden, V vocabulary.
 """
@@ -18,7 +19,8 @@ from hadal.reference.rms_norm import rms_norm
 
 
 def mtp(weights: ModelWeights, hidden_TD: Tensor, next_tokens_T: Tensor) -> Tensor:
-    """Return logits [T, V] for token t+2 from the hidden state (after the last norm) of token t and the token t+1.
+    """Return logits [T, V] for token t+2 from the hidden state (after the last norm) of token t and
+    the token t+1.
 
     Row 0 is position 0. Raises ValueError if the weights were read without the module.
     """

@@ -1,7 +1,8 @@
-"""Rotary positions with YaRN's stretched frequencies, on interleaved pairs. Knows nothing of attention.
+"""Rotary positions with YaRN's stretched frequencies, on interleaved pairs. Knows nothing of
+attention.
 
-Sources: RoPE arXiv 2104.09864; YaRN arXiv 2309.00071, section 3.2 (NTK-by-parts) and 3.4 (temperature).
-Shapes: T tokens, H heads, R rotated dims (R/2 pairs).
+Sources: RoPE arXiv 2104.09864; YaRN arXiv 2309.00071, section 3.2 (NTK-by-parts) and 3.4
+(temperature). Shapes: T tokens, H heads, R rotated dims (R/2 pairs).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def cos_sin_table(config: ModelConfig) -> Tensor:
         frequency = _stretch(frequency, config.rope_scaling, config.rope_theta)
         temperature = _temperature(config.rope_scaling)
     # FP32 on purpose: the model was trained with angles rounded like this.
-    angle = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float32), frequency)
+    angle = torch.outer(
+        torch.arange(config.max_position_embeddings, dtype=torch.float32), frequency
+    )
     return torch.cat((angle.cos(), angle.sin()), dim=-1) * temperature
 
 
@@ -44,7 +47,10 @@ def _stretch(frequency: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
 
 
 def _temperature(scaling: RopeScaling) -> float:
-    """The factor left on cos and sin; `ModelConfig.softmax_scale` has the rest. 1 for V3: its mscales are equal."""
+    """The factor left on cos and sin; `ModelConfig.softmax_scale` has the rest. 1 for V3: its
+    mscales are equal.
+    """
+
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
@@ -52,9 +58,15 @@ def _temperature(scaling: RopeScaling) -> float:
 
 
 def rotate(x: Tensor, cos_sin: Tensor, positions_T: Tensor) -> Tensor:
-    """Rotate the pairs (x0, x1), (x2, x3) ... of x [T, R] or [T, H, R] and leave them interleaved."""
+    """Rotate the pairs (x0, x1), (x2, x3) ... of x [T, R] or [T, H, R] and leave them
+    interleaved.
+    """
     cos, sin = cos_sin[positions_T].chunk(2, dim=-1)
     if x.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]
     even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
+    return (
+        torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+        .flatten(-2)
+        .to(x.dtype)
+    )

@@ -1,7 +1,7 @@
 """Which rank and slot every (token, expert) pair goes to, grouped by rank, in plain torch.
 
-Knows nothing of bytes and messages. Fast twin: `hadal.kernels.route`.
-Shapes: T tokens, K chosen, E experts, M most replicas, P = T * K pairs, N rows (distinct tokens of a rank, all ranks).
+Knows nothing of bytes and messages. Fast twin: `hadal.kernels.route`. Shapes: T tokens, K chosen, E
+experts, M most replicas, P = T * K pairs, N rows (distinct tokens of a rank, all ranks).
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Route:
 def choose_replicas(ids_TK: Tensor, replicas: Replicas, shift: int) -> Tensor:
     """The slot id each pair goes to, int64 [T, K]: replica (t + shift) % count of its expert.
 
-    Even, and the same whoever computes it. Raises ValueError if an id is out of range or its expert has no replica.
+    Even, and the same whoever computes it. Raises ValueError if an id is out of range or its expert
+    has no replica.
     """
     if ids_TK.numel() and not 0 <= int(ids_TK.min()) <= int(ids_TK.max()) < len(replicas.counts_E):
         raise ValueError("an expert id is out of range.")
@@ -61,7 +62,9 @@ def choose_replicas(ids_TK: Tensor, replicas: Replicas, shift: int) -> Tensor:
 
 
 def route(ids_TK: Tensor, replicas: Replicas, shift: int) -> Route:
-    """Choose every pair's replica and group the pairs by rank. Raises ValueError as `choose_replicas`."""
+    """Choose every pair's replica and group the pairs by rank. Raises ValueError as
+    `choose_replicas`.
+    """
     num_tokens, top_k = ids_TK.shape
     num_ranks, num_slots = replicas.num_ranks, replicas.num_slots
     slot_TK = choose_replicas(ids_TK, replicas, shift)

@@ -1,16 +1,19 @@
-"""The decode unit's leader: pulls prefilled KV in, and makes one token a step for every request it holds.
+"""The decode unit's leader: pulls prefilled KV in, and makes one token a step for every request it
+holds.
 
-Two plans are in flight, so the Runner never waits for one. The price: a stop id is noticed one plan late.
+Two plans are in flight, so the Runner never waits for one. The price: a stop id is noticed one plan
+late.
 
     plan k     | A B C |                     result k: B drew its stop id
     plan k+1   | A B C |  was emitted already; B's token of it is dropped
     plan k+2   | A C D |  B leaves; its blocks were free when k+1 was done
 
-A request that ends by count is left out in time, as that is known beforehand. Requests belong to a rank; what they hold
-there is in `decode_slots`, how they come is in `decode_arrivals`, what becomes of the blocks that they fill in
-`decode_cache`. A plan is a difference, one for each rank, and all ranks step together. When the unit forms
-anew, the plans in flight are void: survivors go back to their last delivered token and join again. A leader that took
-its ranks over does the same with what the front wants to go on (`decode_held`). Knows nothing of other units.
+A request that ends by count is left out in time, as that is known beforehand. Requests belong to a
+rank; what they hold there is in `decode_slots`, how they come is in `decode_arrivals`, what becomes
+of the blocks that they fill in `decode_cache`. A plan is a difference, one for each rank, and all
+ranks step together. When the unit forms anew, the plans in flight are void: survivors go back to
+their last delivered token and join again. A leader that took its ranks over does the same with what
+the front wants to go on (`decode_held`). Knows nothing of other units.
 """
 
 from __future__ import annotations
@@ -39,7 +42,16 @@ from hadal.core.messages import (
     TraceRequest,
 )
 from hadal.core.plans import BlocksStored, KvPulled, StepDone
-from hadal.core.seams import MAX_STEPS_IN_FLIGHT, DiskNews, Effect, Event, Execute, RankReset, Send, Tick
+from hadal.core.seams import (
+    MAX_STEPS_IN_FLIGHT,
+    DiskNews,
+    Effect,
+    Event,
+    Execute,
+    RankReset,
+    Send,
+    Tick,
+)
 from hadal.policy.decode_moves import MoveTerms, terms_of
 from hadal.roles.decode_arrivals import DecodeArrivals
 from hadal.roles.decode_plans import join_of, make_plans, step_balance
@@ -64,42 +76,78 @@ class _InFlight:
 
 
 class DecodeLeader:
-    """`max_context` is the longest prompt and output together; it bounds a request's list of blocks.
+    """`max_context` is the longest prompt and output together; it bounds a request's list of
+    blocks.
 
-    `num_blocks` and `num_slots` are those of one rank; keys of StepDone are rank * num_slots + the rank's slot.
-    `request_balance`: see UnitsConfig. `terms`: when a move pays, as far as measured steps do not say it better.
-    `lease_s`: how long a seat is kept for a prompt of which nothing is heard. `fingerprint`: see kv/names; empty
-    where no blocks are kept on disk.
+    `num_blocks` and `num_slots` are those of one rank; keys of StepDone are rank * num_slots + the
+    rank's slot. `request_balance`: see UnitsConfig. `terms`: when a move pays, as far as measured
+    steps do not say it better. `lease_s`: how long a seat is kept for a prompt of which nothing is
+    heard. `fingerprint`: see kv/names; empty where no blocks are kept on disk.
     """
 
     def __init__(
-        self, unit: str, epoch: str, num_blocks: int, *, num_slots: int, num_waiting_max: int, max_context: int,
-        heartbeat_s: float, num_ranks: int = 1, overlap: str = AUTO_OVERLAP, min_split_tokens: int = 32,
-        num_layers: int = 0, num_moe_layers: int = 0, request_balance: str = AUTO, terms: MoveTerms | None = None,
-        lease_s: float = 30.0, fingerprint: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        unit: str,
+        epoch: str,
+        num_blocks: int,
+        *,
+        num_slots: int,
+        num_waiting_max: int,
+        max_context: int,
+        heartbeat_s: float,
+        num_ranks: int = 1,
+        overlap: str = AUTO_OVERLAP,
+        min_split_tokens: int = 32,
+        num_layers: int = 0,
+        num_moe_layers: int = 0,
+        request_balance: str = AUTO,
+        terms: MoveTerms | None = None,
+        lease_s: float = 30.0,
+        fingerprint: str = "",
+    ) -> None:
         self.blocks = RankPools(num_blocks, num_ranks)
         self.slots = DecodeSlots(
-            self.blocks, num_slots, max_context, self._give_back, request_balance=request_balance,
+            self.blocks,
+            num_slots,
+            max_context,
+            self._give_back,
+            request_balance=request_balance,
             fingerprint=fingerprint,
-        )  # fmt: skip
+        )
         self.arrivals = DecodeArrivals(
-            unit, self.slots, self.blocks, num_waiting_max=num_waiting_max, lease_s=lease_s, emit=self._emit,
+            unit,
+            self.slots,
+            self.blocks,
+            num_waiting_max=num_waiting_max,
+            lease_s=lease_s,
+            emit=self._emit,
             give_back=self._give_back,
-        )  # fmt: skip
+        )
         self._known_terms = MoveTerms() if terms is None else terms
         self.scheduler = StepScheduler(
-            num_ranks, overlap, min_split_tokens, num_layers=num_layers, num_moe_layers=num_moe_layers
+            num_ranks,
+            overlap,
+            min_split_tokens,
+            num_layers=num_layers,
+            num_moe_layers=num_moe_layers,
         )
         self._unit = unit
         self._in_flight: deque[_InFlight] = deque()
         self._num_plans = 0
         self._second: tuple[tuple[int, ...], ...] | None = None
-        """By rank, slots of the second micro-batch; kept while nobody joins or leaves: all grow alike."""
+        """By rank, slots of the second micro-batch; kept while nobody joins or leaves: all grow
+        alike.
+        """
         self._reporter = UnitReporter(
-            unit, DECODE, epoch, self.blocks, num_slots, heartbeat_s, self.slots.cache.totals,
+            unit,
+            DECODE,
+            epoch,
+            self.blocks,
+            num_slots,
+            heartbeat_s,
+            self.slots.cache.totals,
             held=lambda: self.slots.held.tickets,
-        )  # fmt: skip
+        )
         self._balance = BalanceMeter(self._reporter.balance)
         self._line = LineMeter()
         self._tracer = Tracer(unit)
@@ -114,7 +162,9 @@ class DecodeLeader:
         return [*self._reporter.up(), *self._beat(now_s)]
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
-        """Take in what happened, in order, and return what to do, in order: one look at the unit for all of it."""
+        """Take in what happened, in order, and return what to do, in order: one look at the unit
+        for all of it.
+        """
         self._out = []
         for event in events:
             self._take(now_s, event)
@@ -156,14 +206,18 @@ class DecodeLeader:
                 self.slots.cache.stores.news(event)
             case AuditRequest(reply_id):
                 problems = tuple(self.audit())
-                answer = Audit(self._unit, reply_id, self.blocks.num_used, self.num_requests, problems)
+                answer = Audit(
+                    self._unit, reply_id, self.blocks.num_used, self.num_requests, problems
+                )
                 self._out.append(Send("front", answer))
             case TraceRequest():
                 self._out += self._tracer.ask(event)
             case Tick():
                 pass  # What is due by now is seen to below, as after any event.
             case _:
-                raise InvariantError(f"{self._unit}: a decode leader cannot take {type(event).__name__}")
+                raise InvariantError(
+                    f"{self._unit}: a decode leader cannot take {type(event).__name__}"
+                )
 
     def _beat(self, now_s: float) -> list[Effect]:
         return self._reporter.beat(now_s, self.num_requests, 0, self.arrivals.next_deadline_s)
@@ -191,7 +245,9 @@ class DecodeLeader:
         return self._in_flight[0].step_id - 1 if self._in_flight else self._num_plans - 1
 
     def _front_up(self, event: FrontUp) -> None:
-        """What an earlier front wanted is nobody's. What ranks hold since an earlier leader may be the first one's."""
+        """What an earlier front wanted is nobody's. What ranks hold since an earlier leader may be
+        the first one's.
+        """
         is_first = not self._reporter.has_front
         if self._reporter.is_new_front(event):
             self.arrivals.clear()
@@ -210,7 +266,9 @@ class DecodeLeader:
             self.slots.held.release()
 
     def _reset(self, now_s: float, event: RankReset) -> None:
-        """The unit formed anew: nothing in flight will be done, and lost ranks' requests go elsewhere."""
+        """The unit formed anew: nothing in flight will be done, and lost ranks' requests go
+        elsewhere.
+        """
         num_void: Ints = np.zeros(self.table.num_slots, np.int64)
         for step in self._in_flight:
             num_void += step.computed
@@ -231,10 +289,14 @@ class DecodeLeader:
     # ---- what comes back from the Runner ----
     def _step_done(self, done: StepDone) -> None:
         if not self._in_flight or self._in_flight[0].step_id != done.step_id:
-            raise InvariantError(f"{self._unit}: step {done.step_id} is done, but it is not the one that runs.")
+            raise InvariantError(
+                f"{self._unit}: step {done.step_id} is done, but it is not the one that runs."
+            )
         step = self._in_flight.popleft()
         self._reporter.meter.done(done.elapsed_s)
-        self._line.add(int(step.computed.reshape(self.blocks.num_ranks, -1).sum(axis=1).max()), done.elapsed_s)
+        self._line.add(
+            int(step.computed.reshape(self.blocks.num_ranks, -1).sum(axis=1).max()), done.elapsed_s
+        )
         self._reporter.step_s, request_s = self._line.line
         self._reporter.rates_s = (request_s, 0.0)
         self.scheduler.done(done.step_id, done.op_times)
@@ -251,8 +313,14 @@ class DecodeLeader:
         """Send the tokens of a step, and close the slots that drew their last one."""
         table = self.table
         slots, values = np.asarray(done.keys, np.int64), np.asarray(done.tokens, np.int64)
-        if len(slots) != step.num_computed or len(values) != len(slots) or not step.computed[slots].all():
-            raise InvariantError(f"{self._unit}: step {step.step_id} drew for {done.keys}, not its plan's slots.")
+        if (
+            len(slots) != step.num_computed
+            or len(values) != len(slots)
+            or not step.computed[slots].all()
+        ):
+            raise InvariantError(
+                f"{self._unit}: step {step.step_id} drew for {done.keys}, not its plan's slots."
+            )
         for slot, reason in done.failed.items():
             self._give_up(slot, reason)
         muted = table.is_muted[slots]
@@ -271,20 +339,36 @@ class DecodeLeader:
         ends = np.flatnonzero(is_stop | is_last)
         if slots.size:
             finishes = tuple((row, STOP if is_stop[row] else LENGTH) for row in ends.tolist())
-            slot_to_row = {slot: row for row, slot in enumerate(slots.tolist())} if done.draws else {}
-            draws = {slot_to_row[slot]: draw for slot, draw in done.draws.items() if slot in slot_to_row}
-            self._out.append(Send("front", Tokens(
-                self._unit, table.ticket[slots].tobytes(), index.tobytes(),
-                values.tobytes(), finishes, draws,
-            )))  # fmt: skip
+            slot_to_row = (
+                {slot: row for row, slot in enumerate(slots.tolist())} if done.draws else {}
+            )
+            draws = {
+                slot_to_row[slot]: draw for slot, draw in done.draws.items() if slot in slot_to_row
+            }
+            self._out.append(
+                Send(
+                    "front",
+                    Tokens(
+                        self._unit,
+                        table.ticket[slots].tobytes(),
+                        index.tobytes(),
+                        values.tobytes(),
+                        finishes,
+                        draws,
+                    ),
+                )
+            )
         self.slots.end(slots[ends])
 
     def _fail(self, error: str) -> None:
-        """A step failed: unknown are what its requests' KV holds and what became of its joins and leaves."""
+        """A step failed: unknown are what its requests' KV holds and what became of its joins and
+        leaves.
+        """
         computed = self.table.slots_in(SlotState.ACTIVE, SlotState.CLOSING).tolist()
         for slot in (*computed, *self.slots.moving.in_flight()):
             self._give_up(slot, error)
-        # Let the next plan empty every slot, wherever the Runner stopped. Leaving an empty slot does nothing.
+        # Let the next plan empty every slot, wherever the Runner stopped. Leaving an empty slot
+        # does nothing.
         self.table.is_in_runner[:] = np.repeat(self.blocks.is_living, self.slots.per_rank)
 
     def _give_up(self, slot: int, error: str) -> None:
@@ -323,10 +407,23 @@ class DecodeLeader:
             elif self._second is None or joins or leaves:
                 self._second = self._split(computed)
             is_traced = self._trace(step_id, choice, work)
-            self._out.append(Execute(make_plans(
-                step_id, self.blocks.num_ranks, self.slots.per_rank, leaves, joins, grown, publishes, choice,
-                self._second, self.slots.cache.fills(computed), is_traced=is_traced,
-            )))  # fmt: skip
+            self._out.append(
+                Execute(
+                    make_plans(
+                        step_id,
+                        self.blocks.num_ranks,
+                        self.slots.per_rank,
+                        leaves,
+                        joins,
+                        grown,
+                        publishes,
+                        choice,
+                        self._second,
+                        self.slots.cache.fills(computed),
+                        is_traced=is_traced,
+                    )
+                )
+            )
 
     def _terms(self) -> MoveTerms:
         """When a move pays, by what steps took so far."""
@@ -339,7 +436,9 @@ class DecodeLeader:
         return terms_of(kv_s, request_s, self._reporter.meter.step_ms / 1e3, self._known_terms)
 
     def _work(self, computed: Bools) -> Ints:
-        """[R, 2] requests of a plan and the positions that they attend to: lengths count the one it writes."""
+        """[R, 2] requests of a plan and the positions that they attend to: lengths count the one it
+        writes.
+        """
         shape = (-1, self.slots.per_rank)
         num_requests_R = np.count_nonzero(computed.reshape(shape), axis=1)
         num_positions_R = (self.table.length * computed).reshape(shape).sum(axis=1)
@@ -352,13 +451,17 @@ class DecodeLeader:
         is_traced = self._tracer.is_wanted
         if is_traced:
             num_tokens = self._in_flight[-1].num_computed
-            self._tracer.planned(step_id, choice.schedule, choice.num_micro_batches, num_tokens, balance)
+            self._tracer.planned(
+                step_id, choice.schedule, choice.num_micro_batches, num_tokens, balance
+            )
         return is_traced
 
     def _split(self, computed: Bools) -> tuple[tuple[int, ...], ...]:
         """By rank, its own slots of the second micro-batch."""
         shape = (-1, self.slots.per_rank)
-        is_second_RS = self.scheduler.second_rows(self.table.length.reshape(shape), computed.reshape(shape))
+        is_second_RS = self.scheduler.second_rows(
+            self.table.length.reshape(shape), computed.reshape(shape)
+        )
         slots = np.nonzero(is_second_RS)[1].tolist()
         ends = np.count_nonzero(is_second_RS, axis=1).cumsum().tolist()
         return tuple(tuple(slots[first:end]) for first, end in pairwise((0, *ends)))
@@ -371,7 +474,9 @@ class DecodeLeader:
     def num_requests(self) -> int:
         """Attempts of which something is held here."""
         slots = self.slots
-        num_orphans = sum(key not in slots.key_to_slot for key in slots.moving.arriving)  # Until their copies end.
+        num_orphans = sum(
+            key not in slots.key_to_slot for key in slots.moving.arriving
+        )  # Until their copies end.
         return len(self.arrivals.waiting) + len(slots.key_to_slot) + num_orphans
 
     def audit(self) -> list[str]:

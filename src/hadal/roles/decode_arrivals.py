@@ -4,10 +4,11 @@
     hints           Ahead     Ahead            Decode
     here            seated, pull 1.. | pull 2..       | pull the rest .. | READY: Pulled
 
-A hint takes a seat only if nobody waits whose prompt is prefilled, and room for the whole prompt is there; otherwise it
-is ignored. Its seat goes, without a word, when a request in decode needs the blocks, when somebody prefilled waits, and
-when nothing was heard of it for a lease's time: Decode then finds what it would have found without any hint. Blocks
-that a lease names are complete, so they are pulled once; a copy that failed is made again, with Decode at the latest.
+A hint takes a seat only if nobody waits whose prompt is prefilled, and room for the whole prompt is
+there; otherwise it is ignored. Its seat goes, without a word, when a request in decode needs the
+blocks, when somebody prefilled waits, and when nothing was heard of it for a lease's time: Decode
+then finds what it would have found without any hint. Blocks that a lease names are complete, so
+they are pulled once; a copy that failed is made again, with Decode at the latest.
 
 Knows neither plans nor tokens.
 """
@@ -28,12 +29,21 @@ from hadal.roles.reasons import PULL_FAILED, QUEUE_FULL, TOO_LONG
 
 
 class DecodeArrivals:
-    """`emit` is called with every effect, `give_back` with every request that has to go to the front again."""
+    """`emit` is called with every effect, `give_back` with every request that has to go to the
+    front again.
+    """
 
     def __init__(
-        self, unit: str, slots: DecodeSlots, pools: RankPools, *, num_waiting_max: int, lease_s: float,
-        emit: Callable[[Effect], None], give_back: Callable[[Key, str], None],
-    ) -> None:  # fmt: skip
+        self,
+        unit: str,
+        slots: DecodeSlots,
+        pools: RankPools,
+        *,
+        num_waiting_max: int,
+        lease_s: float,
+        emit: Callable[[Effect], None],
+        give_back: Callable[[Key, str], None],
+    ) -> None:
         self.waiting: dict[Key, Decode] = {}
         """Prefilled, in the order in which they came."""
         self._unit = unit
@@ -55,24 +65,38 @@ class DecodeArrivals:
 
     # ---- what comes from the front ----
     def accept(self, decode: Decode) -> None:
-        """A request whose prompt is prefilled: it goes on in the seat that a hint took, or waits for one."""
+        """A request whose prompt is prefilled: it goes on in the seat that a hint took, or waits
+        for one.
+        """
         generation, lease = decode.generation, decode.lease
         key = (generation.request_id, generation.attempt)
         slot = self._slots.key_to_slot.get(key)
         is_ahead = slot is not None and self._table.state[slot] == SlotState.AHEAD
-        if key in self.waiting or key in self._slots.moving.arriving or (slot is not None and not is_ahead):
+        if (
+            key in self.waiting
+            or key in self._slots.moving.arriving
+            or (slot is not None and not is_ahead)
+        ):
             return  # The same message twice.
         num_known = len(generation.prompt) + len(generation.output)
-        fits = lease.num_tokens == num_known - 1 and len(lease.block_ids) == blocks_for(lease.num_tokens)
+        fits = lease.num_tokens == num_known - 1 and len(lease.block_ids) == blocks_for(
+            lease.num_tokens
+        )
         problem = None
         if not fits or not generation.output:
-            problem = f"{PULL_FAILED}: a lease on {lease.num_tokens} tokens does not fit {num_known} known tokens"
+            problem = (
+                f"{PULL_FAILED}: a lease on {lease.num_tokens} tokens does not fit {num_known}"
+                " known tokens"
+            )
         elif self._is_too_long(decode):
             problem = f"{TOO_LONG}: {len(generation.prompt)} + {generation.max_tokens} tokens"
         elif slot is not None and not self._table.is_muted[slot]:
             self._go_on(slot, decode)
             return
-        elif len(self.waiting) >= self._num_waiting_max + self._num_seats_left or not self._pools.num_living:
+        elif (
+            len(self.waiting) >= self._num_waiting_max + self._num_seats_left
+            or not self._pools.num_living
+        ):
             problem = QUEUE_FULL
         if problem is None:
             self.waiting[key] = decode
@@ -82,12 +106,19 @@ class DecodeArrivals:
         self._give_back(key, problem)
 
     def hint(self, now_s: float, ahead: Ahead) -> None:
-        """Some of a prompt is prefilled: take a seat for it if that harms nobody, and begin to pull."""
+        """Some of a prompt is prefilled: take a seat for it if that harms nobody, and begin to
+        pull.
+        """
         generation, table = ahead.generation, self._table
         key = (generation.request_id, generation.attempt)
         slot = self._slots.key_to_slot.get(key)
         if slot is None:
-            if self.waiting or key in self._slots.moving.arriving or self._slots.is_starved or self._is_too_long(ahead):
+            if (
+                self.waiting
+                or key in self._slots.moving.arriving
+                or self._slots.is_starved
+                or self._is_too_long(ahead)
+            ):
                 return
             if not self._pools.num_living or not (seated := self._slots.seat([ahead])):
                 return
@@ -102,8 +133,9 @@ class DecodeArrivals:
 
     @property
     def _num_seats_left(self) -> int:
-        """Seats for those who come now: they are not queued, even where nobody may be. None while others wait, for then
-        blocks are short."""
+        """Seats for those who come now: they are not queued, even where nobody may be. None while
+        others wait, for then blocks are short.
+        """
         if self._is_full or self._slots.is_starved:
             return 0
         return self._slots.per_rank * self._pools.num_living - len(self._slots.key_to_slot)
@@ -142,13 +174,16 @@ class DecodeArrivals:
 
     # ---- seats ----
     def seat_waiting(self) -> None:
-        """Give slots and blocks to those who wait, nobody before one who came earlier, and start to pull their KV."""
+        """Give slots and blocks to those who wait, nobody before one who came earlier, and start to
+        pull their KV.
+        """
         self._seat_waiting()
         self._is_full = bool(self.waiting)
 
     def _seat_waiting(self) -> None:
         while self.waiting:
-            # One whose earlier seat is still being written waits for that, and so do those behind it.
+            # One whose earlier seat is still being written waits for that, and so do those behind
+            # it.
             ready = []
             for key, decode in self.waiting.items():
                 if key in self._slots.key_to_slot:
@@ -160,17 +195,22 @@ class DecodeArrivals:
                 return
 
     def _make_room(self) -> bool:
-        """Take what can be spared for the first who waits: one who is prefilled goes before those who are not. Whether
-        there is more room now."""
+        """Take what can be spared for the first who waits: one who is prefilled goes before those
+        who are not. Whether there is more room now.
+        """
         slots = self._slots
         has_slot = any(slots.num_free_slots(rank) for rank in self._pools.living)
         if has_slot:  # Then it is blocks that are short.
-            num_freed = sum(slots.cache.stores.give_up(rank, self._pools.num_usable) for rank in self._pools.living)
+            num_freed = sum(
+                slots.cache.stores.give_up(rank, self._pools.num_usable)
+                for rank in self._pools.living
+            )
             if num_freed:
                 return True
         seats = [slot for rank in self._pools.living for slot in slots.ahead_of(rank)]
         if not seats or any(self._table.is_muted[slot] for slot in seats):
-            return False  # Nobody can be spared; or somebody goes already, as soon as the copy for him has ended.
+            # Nobody can be spared; or somebody goes already, as soon as the copy for him has ended.
+            return False
         latest = max(seats, key=lambda slot: self._table.seat(slot).arrival)
         self._let_go(latest)
         return bool(self._table.state[latest] == SlotState.FREE)
@@ -198,7 +238,9 @@ class DecodeArrivals:
         if end > first:
             table.num_pulling[slot] = end - first
             num_tokens = min(lease.num_tokens, end * BLOCK_TOKENS) - first * BLOCK_TOKENS
-            part = KvLease(lease.source, lease.block_ids[first:end], lease.generations[first:end], num_tokens)
+            part = KvLease(
+                lease.source, lease.block_ids[first:end], lease.generations[first:end], num_tokens
+            )
             into = table.blocks_of(slot)[first:end]
             self._emit(Pull(*seat.key, part, into, slot // self._slots.per_rank))
         elif is_whole:
@@ -212,8 +254,11 @@ class DecodeArrivals:
         if slot is None or not table.num_pulling[slot]:
             raise InvariantError(f"{self._unit}: KV of {key} was pulled, but nobody asked for it.")
         num_blocks = int(table.num_pulled[slot] + table.num_pulling[slot])
-        # Of a request that is prefilled, the copy of the rest is its last: the one before it only had a part.
-        is_last = table.state[slot] == SlotState.PULLING and num_blocks == len(table.seat(slot).lease.block_ids)
+        # Of a request that is prefilled, the copy of the rest is its last: the one before it only
+        # had a part.
+        is_last = table.state[slot] == SlotState.PULLING and num_blocks == len(
+            table.seat(slot).lease.block_ids
+        )
         table.num_pulling[slot] = 0
         if table.is_muted[slot] or table.is_preempted[slot]:
             self._slots.vacate(slot)

@@ -1,6 +1,8 @@
-"""KV that a decode unit's ranks hold since another leader led them, until the front says which of it goes on.
+"""KV that a decode unit's ranks hold since another leader led them, until the front says which of
+it goes on.
 
-    RankReset: held --> UnitUp names the tickets ... Resume: some go on from the last token delivered, the rest is freed
+    RankReset: held --> UnitUp names the tickets ... Resume: some go on from the last token
+    delivered, the rest is freed
 
 A front that says nothing for HELD_S has nothing to say. Knows no slots.
 """
@@ -53,12 +55,17 @@ class DecodeHeld:
             self.release()
 
     def claim(self, generation: Generation) -> tuple[int, HeldKv] | None:
-        """Hand over an attempt's KV, if all of it that its next step reads is there: (rank, KV), its blocks now the
-        attempt's own."""
+        """Hand over an attempt's KV, if all of it that its next step reads is there: (rank, KV),
+        its blocks now the attempt's own.
+        """
         num_tokens = len(generation.prompt) + len(generation.output) - 1
         for rank, of_rank in self._by_rank.items():
             kv = of_rank.get(generation.ticket)
-            if kv is None or kv.num_tokens < num_tokens or len(kv.block_ids) < blocks_for(num_tokens):
+            if (
+                kv is None
+                or kv.num_tokens < num_tokens
+                or len(kv.block_ids) < blocks_for(num_tokens)
+            ):
                 continue
             del of_rank[generation.ticket]
             key: Key = (generation.request_id, generation.attempt)

@@ -1,14 +1,16 @@
-"""Requests that change their rank while they run: who is on the way, and what both ranks hold for them meanwhile.
+"""Requests that change their rank while they run: who is on the way, and what both ranks hold for
+them meanwhile.
 
     plan s      | computed at the source for the last time; the plan publishes it |
     s is done   |   room at the target, taken when the move was decided: Pull     |   plans s+1 and s+2 go without it
     KvPulled    |   the source is freed, the target joins the next plan           |   s+3, or s+4 at the latest
 
-A copy that is not there when plan s+4 is made is called off: the request goes on at its source, whose KV nobody
-touched. So it never stands still for more than STALL_STEPS_MAX steps. Where the copy writes stays taken until it ended.
+A copy that is not there when plan s+4 is made is called off: the request goes on at its source,
+whose KV nobody touched. So it never stands still for more than STALL_STEPS_MAX steps. Where the
+copy writes stays taken until it ended.
 
-A request owns its source until its KV is at the target, so whatever ends it ends it there. Knows the table and the
-allocators, neither plans nor messages.
+A request owns its source until its KV is at the target, so whatever ends it ends it there. Knows
+the table and the allocators, neither plans nor messages.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from hadal.roles.rank_pools import RankPools
 STALL_STEPS_MAX = 3
 """Two plans are made before any copy can have ended; one more gives it the time of another step."""
 _NUM_MORE = 2
-"""Positions that a request's first blocks at its target hold beside those written when its move is decided: the one of
-its last plan at the source, and the one of its first at the target."""
+"""Positions that a request's first blocks at its target hold beside those written when its move is
+decided: the one of its last plan at the source, and the one of its first at the target.
+"""
 
 
 @dataclass(slots=True)
@@ -50,9 +53,13 @@ class _Trip:
 class DecodeMoving:
     """Slots are the unit's. `key_to_slot` is the owner's: where each request is."""
 
-    def __init__(self, table: DecodeTable, pools: RankPools, per_rank: int, key_to_slot: dict[Key, int]) -> None:
+    def __init__(
+        self, table: DecodeTable, pools: RankPools, per_rank: int, key_to_slot: dict[Key, int]
+    ) -> None:
         self.arriving: dict[Key, int] = {}
-        """RESERVED and FILLING slots by the request whose KV comes there, also if it does not need it any more."""
+        """RESERVED and FILLING slots by the request whose KV comes there, also if it does not need
+        it any more.
+        """
         self.num_moved = 0
         self.num_called_off = 0
         """Moves that ended where they began, for whatever reason but the request's own end."""
@@ -70,25 +77,37 @@ class DecodeMoving:
 
     # ---- which may move ----
     def movable(self, rows: Sequence[int], next_step_id: int, terms: MoveTerms) -> RunningView:
-        """By rank (`rows`) and slot, what a request would take elsewhere after the next plan has computed it."""
+        """By rank (`rows`) and slot, what a request would take elsewhere after the next plan has
+        computed it.
+        """
         table, shape = self._table, (-1, self._per_rank)
         may_move = (table.state == SlotState.ACTIVE) & ~table.is_muted & ~table.is_preempted
         may_move &= table.max_tokens - table.output_index >= terms.num_tokens_left_min
         may_move &= next_step_id - table.moved_step_id >= terms.gain_steps
-        for key in self.arriving:  # A copy of it still runs, and there is only one of a request at a time.
+        for key in (
+            self.arriving
+        ):  # A copy of it still runs, and there is only one of a request at a time.
             if key in self._key_to_slot:
                 may_move[self._key_to_slot[key]] = False
         slots = np.flatnonzero(may_move)
-        num_blocks, num_blocks_worst = np.zeros(table.num_slots, np.int64), np.zeros(table.num_slots, np.int64)
+        num_blocks, num_blocks_worst = (
+            np.zeros(table.num_slots, np.int64),
+            np.zeros(table.num_slots, np.int64),
+        )
         num_blocks[slots] = blocks_for(table.length[slots] + _NUM_MORE)
         num_blocks_worst[slots] = np.maximum(
-            num_blocks[slots], blocks_for(table.length[slots] - table.output_index[slots] + table.max_tokens[slots])
+            num_blocks[slots],
+            blocks_for(table.length[slots] - table.output_index[slots] + table.max_tokens[slots]),
         )
-        return RunningView(num_blocks.reshape(shape)[list(rows)], num_blocks_worst.reshape(shape)[list(rows)])
+        return RunningView(
+            num_blocks.reshape(shape)[list(rows)], num_blocks_worst.reshape(shape)[list(rows)]
+        )
 
     # ---- a move's life ----
     def reserve(self, moves: Sequence[Move], step_id: int) -> list[int]:
-        """Take the room that chosen moves need and return their slots; plan `step_id` is the last to compute them."""
+        """Take the room that chosen moves need and return their slots; plan `step_id` is the last
+        to compute them.
+        """
         table, sources = self._table, []
         for move in moves:
             source = move.from_rank * self._per_rank + move.slot
@@ -128,7 +147,9 @@ class DecodeMoving:
         return pulls
 
     def pulled(self, key: Key, error: str | None) -> None:
-        """A copy ended: its request goes on at the target, or at the source as if nothing had been tried."""
+        """A copy ended: its request goes on at the target, or at the source as if nothing had been
+        tried.
+        """
         target = self.arriving.pop(key)
         trip = self._trips.get(self._key_to_slot.get(key, -1))
         is_meant = trip is not None and trip.target == target
@@ -176,7 +197,9 @@ class DecodeMoving:
 
     # ---- what ends one ----
     def abandon(self, source: int) -> None:
-        """The request ends at its source, or leaves from there; nothing happens if it does not move."""
+        """The request ends at its source, or leaves from there; nothing happens if it does not
+        move.
+        """
         trip = self._trips.pop(source, None)
         if trip is not None:
             self._let_target_go(trip)
@@ -193,15 +216,21 @@ class DecodeMoving:
                 self._go_on(trip)
 
     def roll_back(self) -> None:
-        """The plans in flight are void: who has not left yet stays. Copies go on, for ranks that live keep their KV."""
+        """The plans in flight are void: who has not left yet stays. Copies go on, for ranks that
+        live keep their KV.
+        """
         for trip in list(self._trips.values()):
             if trip.lease is None:
                 self._let_target_go(trip)
                 self._go_on(trip)
-                self._table.state[trip.source] = SlotState.ACTIVE  # As the void plans have it; the table undoes them.
+                self._table.state[trip.source] = (
+                    SlotState.ACTIVE
+                )  # As the void plans have it; the table undoes them.
 
     def in_flight(self) -> list[int]:
-        """Sources that a plan in flight computes, or should have: a failed step makes their KV unknown."""
+        """Sources that a plan in flight computes, or should have: a failed step makes their KV
+        unknown.
+        """
         return [trip.source for trip in self._trips.values() if trip.lease is None]
 
     def is_going(self, source: int) -> bool:
@@ -230,7 +259,10 @@ class DecodeMoving:
         if set(table.slots_in(SlotState.MOVING).tolist()) != self._trips.keys():
             problems.append(f"slots {sorted(self._trips)} are on their way, and others are MOVING")
         if set(table.slots_in(*ARRIVING).tolist()) != set(self.arriving.values()):
-            problems.append(f"slots {sorted(self.arriving.values())} are awaited, and others RESERVED or FILLING")
+            problems.append(
+                f"slots {sorted(self.arriving.values())} are awaited, and others RESERVED or"
+                " FILLING"
+            )
         awaited = {trip.target for trip in self._trips.values()}
         for slot in table.slots_in(SlotState.RESERVED).tolist():
             if slot not in awaited:
@@ -242,7 +274,10 @@ class DecodeMoving:
                 continue
             state = SlotState.RESERVED if trip.lease is None else SlotState.FILLING
             if self.arriving.get(trip.key) != trip.target or table.state[trip.target] != state:
-                problems.append(f"{trip.key} moves to slot {trip.target}, which is not {STATE_TO_NAME[state]} for it")
+                problems.append(
+                    f"{trip.key} moves to slot {trip.target}, which is not {STATE_TO_NAME[state]}"
+                    " for it"
+                )
             if trip.target // self._per_rank == trip.source // self._per_rank:
                 problems.append(f"{trip.key} moves from its rank to its rank")
         return problems

@@ -1,9 +1,10 @@
-"""What the requests of a decode unit hold: a slot and blocks of one rank each, and who has to let go of them.
+"""What the requests of a decode unit hold: a slot and blocks of one rank each, and who has to let
+go of them.
 
 While a request moves, `decode_moving` holds as much for it on a second rank.
 
-Joins the table of slots with the ranks' allocators, so that both always change together. Knows no plans and no tokens;
-its owner says which plan was done last.
+Joins the table of slots with the ranks' allocators, so that both always change together. Knows no
+plans and no tokens; its owner says which plan was done last.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from hadal.roles.rank_pools import RankPools
 from hadal.roles.reasons import PREEMPTED, RANK_LOST
 
 LOOK_STEPS = 8
-"""Plans from one look at the imbalance to the next; more and more while moves fail, up to the second."""
+"""Plans from one look at the imbalance to the next; more and more while moves fail, up to the
+second.
+"""
 LOOK_STEPS_MAX = 512
 
 
@@ -36,9 +39,15 @@ class DecodeSlots:
     """`give_back` is called with every request that has to go to the front again."""
 
     def __init__(
-        self, pools: RankPools, slots_per_rank: int, max_context: int, give_back: Callable[[Key, str], None], *,
-        request_balance: str = AUTO, fingerprint: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        pools: RankPools,
+        slots_per_rank: int,
+        max_context: int,
+        give_back: Callable[[Key, str], None],
+        *,
+        request_balance: str = AUTO,
+        fingerprint: str = "",
+    ) -> None:
         self.per_rank = slots_per_rank
         self.table = DecodeTable(
             pools.num_ranks * slots_per_rank, min(pools.num_blocks_rank, blocks_for(max_context))
@@ -66,8 +75,9 @@ class DecodeSlots:
 
     # ---- in ----
     def seat(self, waiting: Sequence[Decode | Ahead]) -> list[int]:
-        """Give those who wait slots, and blocks of a rank for all their KV. Returns the slots, in their order; the
-        others, behind the end of the list, have to wait on."""
+        """Give those who wait slots, and blocks of a rank for all their KV. Returns the slots, in
+        their order; the others, behind the end of the list, have to wait on.
+        """
         view = self._view()
         # No more than there are free slots: most of a long queue waits anyway.
         num_slots = int((view.num_requests_max - view.num_requests).sum())
@@ -83,16 +93,24 @@ class DecodeSlots:
             key = (generation.request_id, generation.attempt)
             block_ids = self._pools[rank].allocate(arrival.num_blocks, key)
             assert block_ids is not None
-            slot = self.table.reserve(generation, lease, self._num_arrivals, block_ids, self.of_rank(rank))
+            slot = self.table.reserve(
+                generation, lease, self._num_arrivals, block_ids, self.of_rank(rank)
+            )
             self._num_arrivals += 1
             self.key_to_slot[key] = slot
             seated.append(slot)
         return seated
 
     def resume(self, generation: Generation) -> bool:
-        """Go on with an attempt whose KV a rank has held since another leader led it; False if it is not all there."""
+        """Go on with an attempt whose KV a rank has held since another leader led it; False if it
+        is not all there.
+        """
         key = (generation.request_id, generation.attempt)
-        found = None if key in self.key_to_slot or not generation.output else self.held.claim(generation)
+        found = (
+            None
+            if key in self.key_to_slot or not generation.output
+            else self.held.claim(generation)
+        )
         if found is None:
             return False
         rank, kv = found
@@ -124,21 +142,28 @@ class DecodeSlots:
     def _arrival(self, message: Decode | Ahead) -> Arrival:
         generation = message.generation
         num_known = len(generation.prompt) + len(generation.output)
-        # All that is prefilled, which a Decode's last token is not yet, and the position that the first step writes.
+        # All that is prefilled, which a Decode's last token is not yet, and the position that the
+        # first step writes.
         num_blocks = blocks_for(num_known + isinstance(message, Ahead))
         num_blocks_worst = blocks_for(len(generation.prompt) + generation.max_tokens - 1)
         return Arrival(num_blocks, max(num_blocks, num_blocks_worst))
 
     # ---- from rank to rank ----
-    def choose_moves(self, step_id: int, known: MoveTerms, measured: Callable[[], MoveTerms]) -> list[int]:
-        """Look whether the ranks are so uneven that moving pays. Returns the slots that plan `step_id` is to compute
-        for the last time; room for them is taken elsewhere. `measured` is asked only if the trigger says so."""
+    def choose_moves(
+        self, step_id: int, known: MoveTerms, measured: Callable[[], MoveTerms]
+    ) -> list[int]:
+        """Look whether the ranks are so uneven that moving pays. Returns the slots that plan
+        `step_id` is to compute for the last time; room for them is taken elsewhere. `measured` is
+        asked only if the trigger says so.
+        """
         if not self._may_move or step_id < self._look_step_id:
             return []
         seen = self.moving.num_moved, self.moving.num_called_off
         if seen[0] > self._num_moves_seen[0]:
             self._look_steps = LOOK_STEPS
-        elif seen[1] > self._num_moves_seen[1]:  # Copies take too long for these steps, or fail: try seldom.
+        elif (
+            seen[1] > self._num_moves_seen[1]
+        ):  # Copies take too long for these steps, or fail: try seldom.
             self._look_steps = min(2 * self._look_steps, LOOK_STEPS_MAX)
         self._num_moves_seen = seen
         self._look_step_id = step_id + self._look_steps
@@ -159,26 +184,39 @@ class DecodeSlots:
                 self.moving.abandon(slot)
 
     def slots_of(self, tickets: Sequence[int]) -> list[int]:
-        """Where the attempts that hold these tickets are; those that are not here any more are left out."""
+        """Where the attempts that hold these tickets are; those that are not here any more are left
+        out.
+        """
         table = self.table
-        is_held = np.isin(table.ticket, np.array(tickets, np.int64)) & (table.state != SlotState.FREE)
-        return [slot for slot in np.flatnonzero(is_held).tolist() if self.key_to_slot.get(table.seat(slot).key) == slot]
+        is_held = np.isin(table.ticket, np.array(tickets, np.int64)) & (
+            table.state != SlotState.FREE
+        )
+        return [
+            slot
+            for slot in np.flatnonzero(is_held).tolist()
+            if self.key_to_slot.get(table.seat(slot).key) == slot
+        ]
 
     def close(self, slot: int, done_step_id: int) -> None:
-        """Nobody wants this slot's tokens any more; free it as soon as nothing writes its blocks."""
+        """Nobody wants this slot's tokens any more; free it as soon as nothing writes its
+        blocks.
+        """
         self.table.is_muted[slot] = True
         self._let_go(slot, done_step_id)
 
     def _let_go(self, slot: int, done_step_id: int) -> None:
         if self.table.num_pulling[slot]:
-            return  # The copy still writes its blocks; KvPulled will find the slot muted or preempted.
+            # The copy still writes its blocks; KvPulled will find the slot muted or preempted.
+            return
         self.moving.abandon(slot)
         self.table.state[slot] = SlotState.CLOSING
         if self.table.last_step_id[slot] <= done_step_id:
             self.vacate(slot)
 
     def vacate(self, slot: int) -> None:
-        """Free a slot and its blocks; a preempted request goes back to the front, every token of it delivered."""
+        """Free a slot and its blocks; a preempted request goes back to the front, every token of it
+        delivered.
+        """
         key = self.table.seat(slot).key
         if self.table.is_preempted[slot] and not self.table.is_muted[slot]:
             self._give_back(key, PREEMPTED)
@@ -203,7 +241,9 @@ class DecodeSlots:
         self.held.lose(rank)
 
     def roll_back(self, num_void: Ints) -> None:
-        """No plan in flight will be done: survivors join again, and what was only waiting to leave is freed."""
+        """No plan in flight will be done: survivors join again, and what was only waiting to leave
+        is freed.
+        """
         self.moving.roll_back()
         self.table.roll_back(num_void)
         for slot in self.table.slots_in(SlotState.CLOSING).tolist():
@@ -212,7 +252,9 @@ class DecodeSlots:
 
     # ---- growing ----
     def grow(self, done_step_id: int) -> list[tuple[int, int, int]] | None:
-        """Give a block to every slot that needs one for the next plan; None if one of them has to wait for it."""
+        """Give a block to every slot that needs one for the next plan; None if one of them has to
+        wait for it.
+        """
         needing = self.table.needing_block()
         is_short = self._is_short(needing)
         if is_short:
@@ -240,12 +282,16 @@ class DecodeSlots:
 
     def _short_ranks(self, needing: Ints) -> list[int]:
         counts = np.bincount(needing // self.per_rank, minlength=self._pools.num_ranks)
-        ranks: list[int] = np.flatnonzero(counts > self._pools.num_blocks_rank - self._pools.num_used_R).tolist()
+        ranks: list[int] = np.flatnonzero(
+            counts > self._pools.num_blocks_rank - self._pools.num_used_R
+        ).tolist()
         return ranks
 
     def _make_room(self, rank: int, num_blocks: int, done_step_id: int) -> None:
-        """Take from a rank, as far as so many blocks are not free, what costs no request its place: blocks that wait to
-        be written to disk, then seats of prompts that are still being prefilled, the latest arrived first."""
+        """Take from a rank, as far as so many blocks are not free, what costs no request its place:
+        blocks that wait to be written to disk, then seats of prompts that are still being
+        prefilled, the latest arrived first.
+        """
         pool = self._pools[rank]
         self.cache.stores.give_up(rank, num_blocks - pool.num_free)
         num_coming = 0
@@ -257,22 +303,32 @@ class DecodeSlots:
             self.close(slot, done_step_id)
 
     def ahead_of(self, rank: int) -> list[int]:
-        """A rank's seats of prompts that are still being prefilled, the latest arrived first, those going included."""
-        slots = rank * self.per_rank + np.flatnonzero(self.table.state[self.of_rank(rank)] == SlotState.AHEAD)
+        """A rank's seats of prompts that are still being prefilled, the latest arrived first, those
+        going included.
+        """
+        slots = rank * self.per_rank + np.flatnonzero(
+            self.table.state[self.of_rank(rank)] == SlotState.AHEAD
+        )
         return sorted(slots.tolist(), key=lambda slot: -self.table.seat(slot).arrival)
 
     def _preempt(self, rank: int, needing: set[int], done_step_id: int) -> None:
-        """Let a rank's latest arrived go until enough blocks are free or will be, when what is in flight is done."""
+        """Let a rank's latest arrived go until enough blocks are free or will be, when what is in
+        flight is done.
+        """
         table = self.table
         num_missing = len(needing) - self._pools[rank].num_free
         if num_missing <= 0:
             return
         holders, num_blocks_coming = [], 0
-        for slot in (rank * self.per_rank + np.flatnonzero(table.state[self.of_rank(rank)])).tolist():
+        for slot in (
+            rank * self.per_rank + np.flatnonzero(table.state[self.of_rank(rank)])
+        ).tolist():
             # One that goes asks for no block any more.
             num_blocks = len(table.block_ids[slot]) + int(slot in needing)
             state = table.state[slot]
-            is_closing = state == SlotState.CLOSING or table.is_muted[slot] or table.is_preempted[slot]
+            is_closing = (
+                state == SlotState.CLOSING or table.is_muted[slot] or table.is_preempted[slot]
+            )
             if is_closing or state in ARRIVING or self.moving.is_going(slot):
                 num_blocks_coming += len(table.block_ids[slot])
             else:
@@ -285,18 +341,22 @@ class DecodeSlots:
     def check(self) -> list[str]:
         """Problems; empty when table, names and allocators agree."""
         table = self.table
-        problems = self._pools.check() + table.check() + self.moving.check() + self.cache.stores.check()
+        problems = (
+            self._pools.check() + table.check() + self.moving.check() + self.cache.stores.check()
+        )
         holders: list[list[tuple[Hashable, Sequence[int]]]] = [
-            [*self.cache.stores.owners(rank), *self.held.owners(rank)] for rank in range(self._pools.num_ranks)
-        ]  # fmt: skip
+            [*self.cache.stores.owners(rank), *self.held.owners(rank)]
+            for rank in range(self._pools.num_ranks)
+        ]
         for key, slot in chain(self.key_to_slot.items(), self.moving.arriving.items()):
             holders[slot // self.per_rank].append((key, table.block_ids[slot]))
         for rank, of_rank in enumerate(holders):
             problems += self._pools.check_owners(rank, of_rank)
         seated = {
-            seat.key: slot for slot, seat in enumerate(table.seats)
+            seat.key: slot
+            for slot, seat in enumerate(table.seats)
             if seat is not None and table.state[slot] not in ARRIVING
-        }  # fmt: skip
+        }
         if seated != self.key_to_slot:
             problems.append("names and slots disagree")
         return problems

@@ -1,6 +1,8 @@
-"""The decode unit's requests as arrays, one row per slot: what a step reads and writes without a loop over requests.
+"""The decode unit's requests as arrays, one row per slot: what a step reads and writes without a
+loop over requests.
 
-    FREE --reserve--> PULLING --KvPulled--> READY --join--> ACTIVE --leave--> CLOSING --last plan done--> FREE
+    FREE --reserve--> PULLING --KvPulled--> READY --join--> ACTIVE --leave--> CLOSING --last plan
+    done--> FREE
        '-> AHEAD --Decode--^                ^ ^---- roll_back: the plans in flight are void ---'
        '------------ resume ----------------'
 
@@ -9,12 +11,12 @@ A request that changes its rank has two slots for a while (roles/decode_moving):
     source   ACTIVE --depart--> MOVING --KvPulled--> FREE        (called off, or the copy failed: READY or ACTIVE)
     target   FREE --reserve--> RESERVED --last plan of the source done--> FILLING --KvPulled--> READY (else FREE)
 
-A unit's table holds its ranks' slots one after another: slot = rank * slots of a rank + the rank's own slot.
-Every position is counted up to the last *emitted* plan, so the next plan can be made while two are in flight. A slot
-stays CLOSING, with its blocks, until the last plan that computes it is done: only then may somebody else write there.
-So does one that is FILLING, or AHEAD or PULLING with a copy under way, until that has ended, whatever became of its
-request.
-Knows neither messages nor the allocator.
+A unit's table holds its ranks' slots one after another: slot = rank * slots of a rank + the rank's
+own slot. Every position is counted up to the last *emitted* plan, so the next plan can be made
+while two are in flight. A slot stays CLOSING, with its blocks, until the last plan that computes it
+is done: only then may somebody else write there. So does one that is FILLING, or AHEAD or PULLING
+with a copy under way, until that has ended, whatever became of its request. Knows neither messages
+nor the allocator.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _NEVER = -(1 << 40)
 
 
 class SlotState:
-    """Numbers as they are: numpy takes fifty times as long to compare with a member of an IntEnum."""
+    """Numbers as they are: numpy takes fifty times as long to compare with a member of an
+    IntEnum.
+    """
 
     FREE = 0
     PULLING = 1
@@ -44,7 +48,9 @@ class SlotState:
     ACTIVE = 3
     CLOSING = 4
     MOVING = 5
-    """Holds the request and its KV, and is not computed any more: a copy is going to another rank, or will."""
+    """Holds the request and its KV, and is not computed any more: a copy is going to another rank,
+    or will.
+    """
     RESERVED = 6
     """Holds room for a request that is MOVING; nothing is written there yet."""
     FILLING = 7
@@ -53,7 +59,9 @@ class SlotState:
     """Holds room for a request whose prompt is still being prefilled, and the KV pulled so far."""
 
 
-STATE_TO_NAME: dict[int, str] = {number: name for name, number in vars(SlotState).items() if name.isupper()}
+STATE_TO_NAME: dict[int, str] = {
+    number: name for name, number in vars(SlotState).items() if name.isupper()
+}
 ARRIVING = (SlotState.RESERVED, SlotState.FILLING)
 """From another rank of the unit."""
 ENTERING = (SlotState.AHEAD, SlotState.PULLING)
@@ -113,8 +121,9 @@ class DecodeTable:
         self.num_pulling: Ints = np.zeros(num_slots, np.int64)
         """Blocks that the copy under way adds to them; 0: no copy is under way."""
         self.tail: Ints = np.zeros((num_slots, BLOCK_TOKENS), np.int64)
-        """The token at every position of the block being filled, by position % BLOCK_TOKENS, as far as delivered, where
-        it `is_named`."""
+        """The token at every position of the block being filled, by position % BLOCK_TOKENS, as far
+        as delivered, where it `is_named`.
+        """
         self.is_named: Bools = np.zeros(num_slots, np.bool_)
         """Blocks that it fills get names."""
         self.names: list[bytes] = [b""] * num_slots
@@ -129,17 +138,25 @@ class DecodeTable:
         return np.flatnonzero(np.isin(self.state, states))
 
     def reserve(
-        self, generation: Generation, lease: KvLease, arrival: int, block_ids: Sequence[int],
+        self,
+        generation: Generation,
+        lease: KvLease,
+        arrival: int,
+        block_ids: Sequence[int],
         among: slice = slice(None),
-    ) -> int:  # fmt: skip
-        """Seat a request whose prompt is being prefilled. The caller made sure that a slot is free `among` these."""
+    ) -> int:
+        """Seat a request whose prompt is being prefilled. The caller made sure that a slot is free
+        `among` these.
+        """
         slot = self._free_slot(among)
         self.state[slot] = SlotState.AHEAD
         self.is_muted[slot] = self.is_preempted[slot] = self.is_named[slot] = False
         self._set_blocks(slot, block_ids)
         self.last_step_id[slot] = self.left_step_id[slot] = -1
         self.moved_step_id[slot] = _NEVER
-        self.num_pulled[slot] = self.num_pulling[slot] = self.length[slot] = self.output_index[slot] = 0
+        self.num_pulled[slot] = self.num_pulling[slot] = self.length[slot] = self.output_index[
+            slot
+        ] = 0
         self.ticket[slot] = 0
         self.seats[slot] = Seat(generation, lease, arrival)
         return slot
@@ -164,8 +181,9 @@ class DecodeTable:
         self.seats[slot] = Seat(generation, lease, self.seat(slot).arrival)
 
     def resume(self, generation: Generation, kv: HeldKv, arrival: int, among: slice) -> int:
-        """Seat a request whose KV is in these blocks already, up to the last token of its output. The caller made sure
-        that a slot is free `among` these."""
+        """Seat a request whose KV is in these blocks already, up to the last token of its output.
+        The caller made sure that a slot is free `among` these.
+        """
         lease = KvLease("", (), (), len(generation.prompt) + len(generation.output) - 1)
         slot = self.reserve(generation, lease, arrival, kv.block_ids, among)
         self.prefilled(slot, generation, lease)
@@ -192,7 +210,9 @@ class DecodeTable:
         return slot
 
     def go_on_at(self, source: int, target: int, lease: KvLease) -> None:
-        """The request's KV is at `target`, as `lease` had it: it joins there next. `source` still has to be freed."""
+        """The request's KV is at `target`, as `lease` had it: it joins there next. `source` still
+        has to be freed.
+        """
         self._copy_row(source, target)
         self.names[target] = self.names[source]
         if source in self.outputs:
@@ -203,9 +223,18 @@ class DecodeTable:
 
     def _copy_row(self, source: int, target: int) -> None:
         for array in (
-            self.length, self.output_index, self.ticket, self.max_tokens, self.min_tokens, self.stop_ids,
-            self.last_token, self.moved_step_id, self.left_step_id, self.tail, self.is_named,
-        ):  # fmt: skip
+            self.length,
+            self.output_index,
+            self.ticket,
+            self.max_tokens,
+            self.min_tokens,
+            self.stop_ids,
+            self.last_token,
+            self.moved_step_id,
+            self.left_step_id,
+            self.tail,
+            self.is_named,
+        ):
             array[target] = array[source]
 
     def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
@@ -232,8 +261,10 @@ class DecodeTable:
         return tuple(self.block_ids[slot])
 
     def is_as_pulled(self, slot: int) -> bool:
-        """No token was delivered since the KV was pulled. Still so after a join whose plans were void: then it is not
-        known whether the Runner saw it, and what it wrote lies behind what was pulled and is written again."""
+        """No token was delivered since the KV was pulled. Still so after a join whose plans were
+        void: then it is not known whether the Runner saw it, and what it wrote lies behind what was
+        pulled and is written again.
+        """
         return int(self.length[slot]) == self.seat(slot).lease.num_tokens
 
     def grow(self, slot: int, block_id: int) -> int:
@@ -248,8 +279,12 @@ class DecodeTable:
         return np.flatnonzero(computed & (self.length >= self.room))
 
     def at_max_tokens(self) -> Ints:
-        """Active slots whose last token is drawn by a plan already emitted: they leave without waiting for it."""
-        return np.flatnonzero((self.state == SlotState.ACTIVE) & (self.output_index >= self.max_tokens))
+        """Active slots whose last token is drawn by a plan already emitted: they leave without
+        waiting for it.
+        """
+        return np.flatnonzero(
+            (self.state == SlotState.ACTIVE) & (self.output_index >= self.max_tokens)
+        )
 
     def advance(self, step_id: int) -> Bools:
         """Count one more token for every active slot, and return which those are."""
@@ -260,7 +295,9 @@ class DecodeTable:
         return active
 
     def draws_stop(self, slots: Ints, values: Ints) -> Bools:
-        """Which of these slots drew a stop id of theirs. A column at a time: most requests have one or two."""
+        """Which of these slots drew a stop id of theirs. A column at a time: most requests have one
+        or two.
+        """
         found: Bools = np.zeros(slots.size, np.bool_)
         for stop_ids in self.stop_ids.T:
             found |= stop_ids[slots] == values
@@ -275,10 +312,12 @@ class DecodeTable:
                     self.outputs[slot].append(value)
 
     def roll_back(self, num_void: Ints) -> None:
-        """Undo the last plans, `num_void` of which computed each slot: back to the last token delivered.
+        """Undo the last plans, `num_void` of which computed each slot: back to the last token
+        delivered.
 
-        The Runner's table is empty. What was being computed, or closed only because a void plan would have drawn its
-        last token, has to join again; closing slots that nobody wants stay as they are.
+        The Runner's table is empty. What was being computed, or closed only because a void plan
+        would have drawn its last token, has to join again; closing slots that nobody wants stay as
+        they are.
         """
         self.length -= num_void
         self.output_index -= num_void
@@ -286,7 +325,9 @@ class DecodeTable:
         self.left_step_id[self.state != SlotState.MOVING] = -1
         self.is_in_runner[:] = False
         wanted = ~self.is_muted & ~self.is_preempted
-        self.state[((self.state == SlotState.ACTIVE) | (self.state == SlotState.CLOSING)) & wanted] = SlotState.READY
+        self.state[
+            ((self.state == SlotState.ACTIVE) | (self.state == SlotState.CLOSING)) & wanted
+        ] = SlotState.READY
 
     def releasable(self, done_step_id: int) -> Ints:
         """Closing slots that no plan after `done_step_id` computes."""
@@ -298,17 +339,29 @@ class DecodeTable:
         problems = []
         for slot in range(self.num_slots):
             state, seat = int(self.state[slot]), self.seats[slot]
-            blocks, length, name = len(self.block_ids[slot]), int(self.length[slot]), STATE_TO_NAME[state]
-            if (state == SlotState.FREE) != (seat is None) or (state == SlotState.FREE) != (blocks == 0):
-                problems.append(f"slot {slot} is {name} with {blocks} blocks and seat {seat and seat.key}")
+            blocks, length, name = (
+                len(self.block_ids[slot]),
+                int(self.length[slot]),
+                STATE_TO_NAME[state],
+            )
+            if (state == SlotState.FREE) != (seat is None) or (state == SlotState.FREE) != (
+                blocks == 0
+            ):
+                problems.append(
+                    f"slot {slot} is {name} with {blocks} blocks and seat {seat and seat.key}"
+                )
             if self.room[slot] != blocks * BLOCK_TOKENS:
-                problems.append(f"slot {slot} has room for {self.room[slot]} positions in {blocks} blocks")
+                problems.append(
+                    f"slot {slot} has room for {self.room[slot]} positions in {blocks} blocks"
+                )
             if state in ENTERING and int(self.num_pulled[slot] + self.num_pulling[slot]) > blocks:
                 problems.append(f"slot {slot} pulls more than its {blocks} blocks")
             if (state == SlotState.PULLING) > bool(self.num_pulling[slot]) or (
                 state not in ENTERING and self.num_pulling[slot]
             ):
-                problems.append(f"slot {slot} is {name} while {self.num_pulling[slot]} blocks are being pulled")
+                problems.append(
+                    f"slot {slot} is {name} while {self.num_pulling[slot]} blocks are being pulled"
+                )
             if state != SlotState.FREE and length > blocks * BLOCK_TOKENS:
                 problems.append(f"slot {slot} has {length} positions in {blocks} blocks")
             if state in (SlotState.ACTIVE, SlotState.MOVING) and self.is_muted[slot]:
@@ -318,5 +371,8 @@ class DecodeTable:
             if state == SlotState.AHEAD or seat is None:
                 continue
             if length - int(self.output_index[slot]) != len(seat.generation.prompt) - 1:
-                problems.append(f"slot {slot}: position {length} and output index {self.output_index[slot]} disagree")
+                problems.append(
+                    f"slot {slot}: position {length} and output index {self.output_index[slot]}"
+                    " disagree"
+                )
         return problems

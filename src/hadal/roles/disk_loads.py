@@ -1,7 +1,9 @@
-"""Reads of the disk cache that are under way: into which blocks, for whom, until when, and what reads took so far.
+"""Reads of the disk cache that are under way: into which blocks, for whom, until when, and what
+reads took so far.
 
-Until a read is answered its blocks belong to it, whoever else owns them: a prompt that gives up, or is given up, leaves
-them to it, and what arrives late is written where nobody computes. Knows no allocator and no index.
+Until a read is answered its blocks belong to it, whoever else owns them: a prompt that gives up, or
+is given up, leaves them to it, and what arrives late is written where nobody computes. Knows no
+allocator and no index.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from hadal.policy.cached_prefix import LoadRates
 from hadal.roles.prefill_prompts import Prompt
 
 LOAD_TIMEOUT_S = 5.0
-"""A prompt waits for the disk no longer than this, or than `LATE` times what was predicted; then it is computed."""
+"""A prompt waits for the disk no longer than this, or than `LATE` times what was predicted; then it
+is computed.
+"""
 LATE = 2.0
 KNOWN_S = 30.0
 """What was measured counts for so long: a disk that was slow is tried again."""
@@ -61,7 +65,8 @@ class LoadMeter:
         """A read of `num_blocks` took so long, the reads before it aside."""
         n, t = num_blocks, elapsed_s
         self._sums = tuple(  # type: ignore[assignment]
-            _FADE * old + new for old, new in zip(self._sums, (1.0, n, n * n, t, n * t), strict=True)
+            _FADE * old + new
+            for old, new in zip(self._sums, (1.0, n, n * n, t, n * t), strict=True)
         )
         self._known_until_s = now_s + KNOWN_S
 
@@ -98,11 +103,18 @@ class LoadBook:
         names = slice_of(chain, first, first + num_blocks)
         rates = self.meter.rates(now_s)
         load = DiskLoad(
-            self._num_begun, prompt.rank, names, first, chain, prompt.block_ids[first : first + num_blocks], now_s,
+            self._num_begun,
+            prompt.rank,
+            names,
+            first,
+            chain,
+            prompt.block_ids[first : first + num_blocks],
+            now_s,
             rates.seconds(num_blocks) if rates is not None else 0.0,
-            now_s + max(self.timeout_s, LATE * prompt.prefix.load_s), prompt,
+            now_s + max(self.timeout_s, LATE * prompt.prefix.load_s),
+            prompt,
             Reader(self._num_begun),
-        )  # fmt: skip
+        )
         self._num_begun += 1
         self._loads[load.load_id] = load
         return load
@@ -110,7 +122,9 @@ class LoadBook:
     def end(self, now_s: float, load_id: int, num_loaded: int) -> DiskLoad:
         """It is answered. Raises KeyError if it is not under way."""
         load = self._loads.pop(load_id)
-        since_s = max(load.began_s, self._answered_s.get(load.rank, -math.inf))  # One behind the other.
+        since_s = max(
+            load.began_s, self._answered_s.get(load.rank, -math.inf)
+        )  # One behind the other.
         self._answered_s[load.rank] = now_s
         if num_loaded:
             self.meter.observe(now_s, num_loaded, now_s - since_s)
@@ -125,7 +139,11 @@ class LoadBook:
 
     def overdue(self, now_s: float) -> list[DiskLoad]:
         """Reads that somebody has waited for too long."""
-        return [load for load in self._loads.values() if load.prompt is not None and load.deadline_s <= now_s]
+        return [
+            load
+            for load in self._loads.values()
+            if load.prompt is not None and load.deadline_s <= now_s
+        ]
 
     def queued_s(self) -> dict[int, float]:
         """rank -> what the reads to it are predicted to take."""
@@ -136,7 +154,10 @@ class LoadBook:
 
     @property
     def next_deadline_s(self) -> float | None:
-        return min((load.deadline_s for load in self._loads.values() if load.prompt is not None), default=None)
+        return min(
+            (load.deadline_s for load in self._loads.values() if load.prompt is not None),
+            default=None,
+        )
 
     def lose(self, rank: int) -> None:
         """The rank is gone: its reads are never answered."""

@@ -1,13 +1,15 @@
-"""Writes to the disk cache, behind the computation: which blocks wait for theirs, which are being written, and what is
-on disk already.
+"""Writes to the disk cache, behind the computation: which blocks wait for theirs, which are being
+written, and what is on disk already.
 
     offer -> known on disk, or on its way? -> waits -> begin: StoreBlocks -> BlocksStored -> stored
-                                                '-- its content is gone, or blocks are short, or too many wait: skipped
+                                                '-- its content is gone, or blocks are short, or too
+                                                many wait: skipped
 
-What is being written has an owner of its own, so that it stays as it is; as that takes room away from requests, only
-few blocks are written at a time. What waits has one, too, where nobody else would keep it (`holds`): then only few
-wait, and they are given up for any request that needs their room. Without one, a block whose room was needed meanwhile
-is passed over. What no longer fits among those that wait is skipped: the disk is behind, and nobody waits for it.
+What is being written has an owner of its own, so that it stays as it is; as that takes room away
+from requests, only few blocks are written at a time. What waits has one, too, where nobody else
+would keep it (`holds`): then only few wait, and they are given up for any request that needs their
+room. Without one, a block whose room was needed meanwhile is passed over. What no longer fits among
+those that wait is skipped: the disk is behind, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from hadal.roles.rank_pools import RankPools
 WRITING_BLOCKS = 64
 """Most blocks of a rank that are being written."""
 WRITING_SHARE = 8
-"""And one of so many of the rank's blocks, if that is less: a disk that hangs holds on to no more."""
+"""And one of so many of the rank's blocks, if that is less: a disk that hangs holds on to no
+more.
+"""
 WAITING_BLOCKS = 4096
 """Most blocks of a rank that wait."""
 HELD_BLOCKS = 256
@@ -61,13 +65,15 @@ class _Waiting(NamedTuple):
 
 
 class StoreBook:
-    """The writes of one unit. `store_id`s are unique as long as its process lives. `holds`: see above."""
+    """The writes of one unit. `store_id`s are unique as long as its process lives. `holds`: see
+    above.
+    """
 
     def __init__(self, pools: RankPools, *, holds: bool = False) -> None:
         self.index = DiskIndex()
-        self.counts: Counter[str] = Counter({
-            cache.STORED_BLOCKS: 0, cache.SKIPPED_BLOCKS: 0, cache.DISK_EVICTED_BLOCKS: 0
-        })  # fmt: skip
+        self.counts: Counter[str] = Counter(
+            {cache.STORED_BLOCKS: 0, cache.SKIPPED_BLOCKS: 0, cache.DISK_EVICTED_BLOCKS: 0}
+        )
         """By the names of core/cache."""
         self._pools = pools
         self._holds = holds
@@ -126,9 +132,12 @@ class StoreBook:
         if not chosen:
             return None
         effect = StoreBlocks(
-            self._num_begun, b"".join(one.name for one in chosen), tuple(one.position for one in chosen),
-            tuple(one.block for one in chosen), rank,
-        )  # fmt: skip
+            self._num_begun,
+            b"".join(one.name for one in chosen),
+            tuple(one.position for one in chosen),
+            tuple(one.block for one in chosen),
+            rank,
+        )
         self._num_begun += 1
         self._pools[rank].acquire(effect.block_ids, Writer(effect.store_id), is_use=False)
         self._unhold(rank, chosen)
@@ -143,10 +152,14 @@ class StoreBook:
         self.index.put(event.added, event.places)
 
     def stored(self, event: BlocksStored) -> None:
-        """Blocks were written, or could not be: let go of them. Raises InvariantError if nobody asked for it."""
+        """Blocks were written, or could not be: let go of them. Raises InvariantError if nobody
+        asked for it.
+        """
         effect = self._writing.pop(event.store_id, None)
         if effect is None or len(event.places) != len(effect.block_ids):
-            raise InvariantError(f"store {event.store_id} ended with {event.places}, and {effect} was asked for.")
+            raise InvariantError(
+                f"store {event.store_id} ended with {event.places}, and {effect} was asked for."
+            )
         self._num_writing[effect.rank] -= len(effect.block_ids)
         self._names.difference_update(split(effect.names))
         self._pools.free(effect.rank, effect.block_ids, Writer(event.store_id))
@@ -158,8 +171,9 @@ class StoreBook:
         self.counts[cache.DISK_EVICTED_BLOCKS] += num_names(event.dropped)
 
     def give_up(self, rank: int, num_blocks: int) -> int:
-        """Give up what is held while it waits and is nobody else's any more, the oldest first, until so many blocks
-        came free by it. Returns how many did."""
+        """Give up what is held while it waits and is nobody else's any more, the oldest first,
+        until so many blocks came free by it. Returns how many did.
+        """
         pool, num_free = self._pools[rank], 0
         kept: deque[_Waiting] = deque()
         for one in self._waiting[rank]:
@@ -173,7 +187,9 @@ class StoreBook:
         return num_free
 
     def lose(self, rank: int) -> None:
-        """The rank is gone, and what it had with it: nothing of it is answered, and nobody owns any of its blocks."""
+        """The rank is gone, and what it had with it: nothing of it is answered, and nobody owns any
+        of its blocks.
+        """
         for effect in [effect for effect in self._writing.values() if effect.rank == rank]:
             del self._writing[effect.store_id]
             self._names.difference_update(split(effect.names))
@@ -197,21 +213,27 @@ class StoreBook:
     def owners(self, rank: int) -> list[tuple[Owner, tuple[int, ...]]]:
         """Who owns which blocks of a rank."""
         owners: list[tuple[Owner, tuple[int, ...]]] = [
-            (Writer(effect.store_id), effect.block_ids) for effect in self._writing.values() if effect.rank == rank
+            (Writer(effect.store_id), effect.block_ids)
+            for effect in self._writing.values()
+            if effect.rank == rank
         ]
         if self._holds:
             owners += [(Waiter(one.name), (one.block,)) for one in self._waiting[rank]]
         return owners
 
     def check(self) -> list[str]:
-        """Problems; empty when names and counts are those of what waits and what is being written."""
+        """Problems; empty when names and counts are those of what waits and what is being
+        written.
+        """
         names = [name for effect in self._writing.values() for name in split(effect.names)]
         names += [one.name for waiting in self._waiting for one in waiting]
         problems = []
         if len(names) != len(self._names) or set(names) != self._names:
             problems.append("what waits for the disk is not what is named as such")
         for rank, num_writing in enumerate(self._num_writing):
-            true = sum(len(effect.block_ids) for effect in self._writing.values() if effect.rank == rank)
+            true = sum(
+                len(effect.block_ids) for effect in self._writing.values() if effect.rank == rank
+            )
             if num_writing != true:
                 problems.append(f"rank {rank}: {num_writing} blocks being written is a miscount")
         return problems

@@ -1,4 +1,6 @@
-"""What a request's token means for its end, and what its sampler must be told. Shared by both leaders."""
+"""What a request's token means for its end, and what its sampler must be told. Shared by both
+leaders.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ History = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def finish_of(generation: Generation, index: int, token: int) -> str | None:
-    """How the output ends with `token` at `index`; None if it goes on. A stop id counts from `min_tokens` on."""
+    """How the output ends with `token` at `index`; None if it goes on. A stop id counts from
+    `min_tokens` on.
+    """
     if token in generation.stop_ids and index + 1 > generation.min_tokens:
         return STOP
     return LENGTH if index + 1 >= generation.max_tokens else None
@@ -20,7 +24,9 @@ def finish_of(generation: Generation, index: int, token: int) -> str | None:
 
 def has_penalty(sampling: Sampling) -> bool:
     return bool(
-        sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
+        sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty != 1.0
     )
 
 

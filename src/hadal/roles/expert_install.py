@@ -1,4 +1,5 @@
-"""One layer on its way to another placement: staged by all who need to, then flipped by all in one step.
+"""One layer on its way to another placement: staged by all who need to, then flipped by all in one
+step.
 
     STAGING --all staged--> READY --next plans--> FLIPPING --step done by all--> gone, adopted
        |        (a new split only begins here)
@@ -55,8 +56,12 @@ class Installation:
     step_id: int = -1
     """Of the flip, once it is in flight."""
 
-    def stage_plans(self, placement: Placement, addresses: Mapping[int, Address]) -> dict[int, StagePlan]:
-        """What to send to which rank; from now on these are waited for. None where only the split changes."""
+    def stage_plans(
+        self, placement: Placement, addresses: Mapping[int, Address]
+    ) -> dict[int, StagePlan]:
+        """What to send to which rank; from now on these are waited for. None where only the split
+        changes.
+        """
         before = placement.slot_to_expert_LRS[self.layer]
         missing = {
             rank: [e for e in self.slots_RS[rank].tolist() if e != EMPTY and e not in before[rank]]
@@ -68,7 +73,11 @@ class Installation:
             self.move("staged")
         return {
             rank: StagePlan(
-                self.generation, self.stage_id, self.layer, tuple(self.slots_RS[rank].tolist()), tuple(sources[rank])
+                self.generation,
+                self.stage_id,
+                self.layer,
+                tuple(self.slots_RS[rank].tolist()),
+                tuple(sources[rank]),
             )
             for rank in missing
         }
@@ -89,7 +98,12 @@ class Installation:
         self.move("flip")
         self.step_id = step_id
         weights = b"" if self.weights_RS is None else self.weights_RS.tobytes()
-        return LayerFlip(self.layer, self.stage_id, np.ascontiguousarray(self.slots_RS, np.int16).tobytes(), weights)
+        return LayerFlip(
+            self.layer,
+            self.stage_id,
+            np.ascontiguousarray(self.slots_RS, np.int16).tobytes(),
+            weights,
+        )
 
     def move(self, move: str) -> None:
         try:
@@ -101,14 +115,19 @@ class Installation:
 def choose_sources(
     missing: Mapping[int, list[int]], slots_RS: NDArray[np.int16], addresses: Mapping[int, Address]
 ) -> dict[int, list[Source]]:
-    """By rank, where its new experts come from: of the ranks that hold one, the one that sends the least so far.
+    """By rank, where its new experts come from: of the ranks that hold one, the one that sends the
+    least so far.
 
-    Experts with few holders choose first, so that the others go round them. One without a holder that gives away comes
-    from the checkpoint.
+    Experts with few holders choose first, so that the others go round them. One without a holder
+    that gives away comes from the checkpoint.
     """
     num_sent = dict.fromkeys(addresses, 0)
     holders = {
-        expert: [r for r in np.flatnonzero((slots_RS == expert).any(axis=1)).tolist() if addresses.get(r, ("", 0))[1]]
+        expert: [
+            r
+            for r in np.flatnonzero((slots_RS == expert).any(axis=1)).tolist()
+            if addresses.get(r, ("", 0))[1]
+        ]
         for expert in {expert for experts in missing.values() for expert in experts}
     }
     wanted = sorted(

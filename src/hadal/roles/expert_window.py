@@ -1,8 +1,9 @@
-"""What a unit's experts were lately asked for, and how evenly that fell on its ranks. From counts alone.
+"""What a unit's experts were lately asked for, and how evenly that fell on its ranks. From counts
+alone.
 
-An interval is what ranks received between two counted steps, or several such parts. Logical loads are
-kept for the last intervals, faded with age: they say what any other placement would have had to bear. Balancedness is
-measured on the ranks, as it fell. Knows no seconds and decides nothing.
+An interval is what ranks received between two counted steps, or several such parts. Logical loads
+are kept for the last intervals, faded with age: they say what any other placement would have had to
+bear. Balancedness is measured on the ranks, as it fell. Knows no seconds and decides nothing.
 
 Shapes: T intervals, L MoE layers, R ranks, S slots of a rank, E logical experts.
 """
@@ -22,13 +23,19 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 GAUGE_FADE = 0.8
-"""Weight of an interval against the one after it in what is reported: five intervals are remembered."""
+"""Weight of an interval against the one after it in what is reported: five intervals are
+remembered.
+"""
 
 
 class LoadWindow:
-    """The last `num_intervals` intervals; one weighs half of what one weighs that is `half_life` intervals younger."""
+    """The last `num_intervals` intervals; one weighs half of what one weighs that is `half_life`
+    intervals younger.
+    """
 
-    def __init__(self, num_layers: int, num_experts: int, num_intervals: int, half_life: float) -> None:
+    def __init__(
+        self, num_layers: int, num_experts: int, num_intervals: int, half_life: float
+    ) -> None:
         self.number = 0
         """Intervals added so far."""
         self._sizes = (num_layers, num_experts)
@@ -44,7 +51,12 @@ class LoadWindow:
         return len(self._loads)
 
     def add(
-        self, placement: Placement, counts_LRS: Ints, ranks: Collection[int], *, is_whole: bool = True
+        self,
+        placement: Placement,
+        counts_LRS: Ints,
+        ranks: Collection[int],
+        *,
+        is_whole: bool = True,
     ) -> dict[str, float]:
         """Take in an interval, or a part of one until the last makes it whole.
 
@@ -79,13 +91,17 @@ class LoadWindow:
         return total
 
     def halves(self, layer: int) -> tuple[Floats, Floats]:
-        """A layer's faded loads [T, E] of every other interval, and of those between: one to plan by, one to judge by.
+        """A layer's faded loads [T, E] of every other interval, and of those between: one to plan
+        by, one to judge by.
 
-        A plan looks better than it is on the very counts that it was made for. Which intervals belong to which half
-        never changes.
+        A plan looks better than it is on the very counts that it was made for. Which intervals
+        belong to which half never changes.
         """
         ages = np.arange(len(self._loads))[::-1]
-        loads = np.array([one[layer] for one in self._loads]).reshape(len(ages), -1) * (self._fade**ages)[:, None]
+        loads = (
+            np.array([one[layer] for one in self._loads]).reshape(len(ages), -1)
+            * (self._fade**ages)[:, None]
+        )
         is_even = np.array(self._numbers, np.int64) % 2 == 0
         return loads[is_even], loads[~is_even]
 

@@ -1,12 +1,16 @@
-"""Where a unit's experts lie while it serves: measured, planned layer by layer, installed one layer at a time.
+"""Where a unit's experts lie while it serves: measured, planned layer by layer, installed one layer
+at a time.
 
-    counted steps --> window of loads --> a layer pays? --> RankStage to ranks that need weights --> flip in a step
+    counted steps --> window of loads --> a layer pays? --> RankStage to ranks that need weights -->
+    flip in a step
 
-First a new split of a layer's tokens is tried, which moves nothing, then a placement some moves away. What is installed
-counts as the unit's placement when all ranks did the step with its flip; until then, and whenever a rank fails to stage
-or the generation ends, the placement before it stays in force. Nothing is planned unless every rank is there.
+First a new split of a layer's tokens is tried, which moves nothing, then a placement some moves
+away. What is installed counts as the unit's placement when all ranks did the step with its flip;
+until then, and whenever a rank fails to stage or the generation ends, the placement before it stays
+in force. Nothing is planned unless every rank is there.
 
-Sans-IO: knows no wire and no requests. Its owner (roles/ranks) says what happened and sends what it returns.
+Sans-IO: knows no wire and no requests. Its owner (roles/ranks) says what happened and sends what it
+returns.
 """
 
 from __future__ import annotations
@@ -33,16 +37,23 @@ from hadal.roles.notes import Routine
 _SMOOTHING = 0.2
 """Weight of a new measurement of a pause or a replica: the last five count for two thirds."""
 _OUTLIER = 3.0
-"""What took so many times what is known counts as that at most. They are measured only when layers move: one hiccup
-must not make moving look too dear ever to be measured again."""
+"""What took so many times what is known counts as that at most. They are measured only when layers
+move: one hiccup must not make moving look too dear ever to be measured again.
+"""
 _NUM_TRACED = 2048
-"""Traced steps whose balance is remembered until their trace passes: as many as may be asked for at once."""
+"""Traced steps whose balance is remembered until their trace passes: as many as may be asked for at
+once.
+"""
 _SETTLE_INTERVALS = 2
-"""A layer that flipped is left alone so long: one interval to judge by and one to plan by are new then."""
+"""A layer that flipped is left alone so long: one interval to judge by and one to plan by are new
+then.
+"""
 _FEW = 0.25
 """Share of the budget of moves that is tried when the whole would help and does not pay."""
 _NUM_NOTES = 256
-"""The owner takes them out after every event; a stream of failures that nobody takes out has an end."""
+"""The owner takes them out after every event; a stream of failures that nobody takes out has an
+end.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +62,27 @@ class _Counted:
     """In force in that step."""
     is_traced: bool
     is_whole: bool
-    """An interval ends with it. Others are counted because they are traced: looking must not change what is decided."""
+    """An interval ends with it. Others are counted because they are traced: looking must not change
+    what is decided.
+    """
 
 
 class ExpertBalancer:
     """`placement`: the unit's first. `is_planning` False: it only measures.
 
-    `nodes`: by rank, the node it is on. `num_groups`: the gate's groups, if each is to stay on a node as far as balance
-    allows; 0: nodes do not matter.
+    `nodes`: by rank, the node it is on. `num_groups`: the gate's groups, if each is to stay on a
+    node as far as balance allows; 0: nodes do not matter.
     """
 
     def __init__(
-        self, placement: Placement, nodes: tuple[int, ...], *, terms: ExpertTerms | None = None,
-        is_planning: bool = True, num_groups: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        placement: Placement,
+        nodes: tuple[int, ...],
+        *,
+        terms: ExpertTerms | None = None,
+        is_planning: bool = True,
+        num_groups: int = 0,
+    ) -> None:
         self.placement = placement
         """In force on all ranks."""
         self.terms = terms if terms is not None else ExpertTerms()
@@ -74,7 +92,10 @@ class ExpertBalancer:
         """Installations that came to nothing."""
         self.notes: deque[str] = deque(maxlen=_NUM_NOTES)
         self.window = LoadWindow(
-            placement.num_layers, placement.num_experts, self.terms.num_intervals, self.terms.half_life
+            placement.num_layers,
+            placement.num_experts,
+            self.terms.num_intervals,
+            self.terms.half_life,
         )
         self.installing: Installation | None = None
         self._nodes = nodes
@@ -101,9 +122,13 @@ class ExpertBalancer:
         self._rested_until = np.zeros(placement.num_layers, np.int64)
         """By layer, in intervals."""
         self._rested_lack = np.ones(placement.num_layers)
-        """By layer: what it lacked to perfect balance when it was put to rest. If it lacks more, the rest is over."""
+        """By layer: what it lacked to perfect balance when it was put to rest. If it lacks more,
+        the rest is over.
+        """
         self._next_try: tuple[int, float] | None = None
-        """A layer for which something did not pay, and the share of the budget of moves to try next."""
+        """A layer for which something did not pay, and the share of the budget of moves to try
+        next.
+        """
         self._stage_id = 0
         self._num_failures = 0
         self._retry_s = -math.inf
@@ -111,15 +136,21 @@ class ExpertBalancer:
         self._pause_s = self.terms.pause_s
 
     # ---- generations ----
-    def began(self, generation: int, placement: Placement, addresses: Mapping[int, Address]) -> None:
-        """A generation runs, with this placement and these ranks. What was under way in the one before is void."""
+    def began(
+        self, generation: int, placement: Placement, addresses: Mapping[int, Address]
+    ) -> None:
+        """A generation runs, with this placement and these ranks. What was under way in the one
+        before is void.
+        """
         self.ended()
         self._generation = generation
         self._adopt(placement)
         self._addresses = dict(addresses)
 
     def ended(self) -> None:
-        """The generation is over: ranks have dropped what they had staged, and no step in flight will be done."""
+        """The generation is over: ranks have dropped what they had staged, and no step in flight
+        will be done.
+        """
         if self.installing is not None:
             self._drop("the generation is over")
         self._addresses = {}
@@ -136,7 +167,9 @@ class ExpertBalancer:
         install = self.installing
         if install is not None and install.state is InstallState.READY:
             flips = (install.flip(step_id),)
-            self._issued = self.placement.with_layer(install.layer, install.slots_RS, install.weights_RS)
+            self._issued = self.placement.with_layer(
+                install.layer, install.slots_RS, install.weights_RS
+            )
         self._num_uncounted += 1
         is_traced = plans[0].is_traced
         is_whole = self._num_uncounted >= self.terms.count_every_steps
@@ -147,27 +180,39 @@ class ExpertBalancer:
             self._num_uncounted = 0
         if not is_counted and not flips:
             return plans
-        return tuple(msgspec.structs.replace(plan, is_counted=is_counted, flips=flips) for plan in plans)
+        return tuple(
+            msgspec.structs.replace(plan, is_counted=is_counted, flips=flips) for plan in plans
+        )
 
     def done(self, step_id: int, parts: Mapping[int, StepDone]) -> bool:
-        """All ranks did a step. Whether a flip went with it: `placement` is another one from now on."""
+        """All ranks did a step. Whether a flip went with it: `placement` is another one from now
+        on.
+        """
         self._num_unplanned += 1
         counted = self._counted.pop(step_id, None)
         if counted is not None:
             self._count(step_id, counted, parts)
         install = self.installing
-        if install is None or install.state is not InstallState.FLIPPING or install.step_id != step_id:
+        if (
+            install is None
+            or install.state is not InstallState.FLIPPING
+            or install.step_id != step_id
+        ):
             return False
-        pauses_s = [time.seconds for part in parts.values() for time in part.op_times if time.op == FLIP]
+        pauses_s = [
+            time.seconds for part in parts.values() for time in part.op_times if time.op == FLIP
+        ]
         self._pause_s = _toward(self._pause_s, max(pauses_s, default=self._pause_s))
         self.installing = None
         self._adopt(self._issued)
         self.num_layers_flipped += 1
         self.num_replicas_moved += install.num_moved
-        self.notes.append(Routine(
-            f"MoE layer {install.layer} flipped in step {step_id}, begun after step {install.begun_step_id}; "
-            f"replicas moved: {install.num_moved}"
-        ))  # fmt: skip
+        self.notes.append(
+            Routine(
+                f"MoE layer {install.layer} flipped in step {step_id}, begun after step"
+                f" {install.begun_step_id}; replicas moved: {install.num_moved}"
+            )
+        )
         self._num_failures = 0
         self._rest(install.layer, _SETTLE_INTERVALS)
         return True
@@ -182,11 +227,17 @@ class ExpertBalancer:
         for rank, part in parts.items():
             if len(part.slot_counts) != 8 * shape[0] * shape[2]:
                 if not self._is_wrong_noted:
-                    self.notes.append(f"rank {rank} counts {len(part.slot_counts)} bytes where {shape} slots are")
+                    self.notes.append(
+                        f"rank {rank} counts {len(part.slot_counts)} bytes where {shape} slots are"
+                    )
                 self._is_wrong_noted = True
                 return
-            counts_LRS[:, rank] = np.frombuffer(part.slot_counts, np.int64).reshape(shape[0], shape[2])
-        found = self.window.add(counted.placement, counts_LRS, parts.keys(), is_whole=counted.is_whole)
+            counts_LRS[:, rank] = np.frombuffer(part.slot_counts, np.int64).reshape(
+                shape[0], shape[2]
+            )
+        found = self.window.add(
+            counted.placement, counts_LRS, parts.keys(), is_whole=counted.is_whole
+        )
         if counted.is_traced and found:
             self._traced[step_id] = found
             while len(self._traced) > _NUM_TRACED:
@@ -196,15 +247,20 @@ class ExpertBalancer:
     def may_plan(self, now_s: float) -> bool:
         """Whether `plan` would look at a layer."""
         return (
-            self._is_planning and self.installing is None and len(self._addresses) == self.placement.num_ranks > 1
-            and self._num_unplanned >= self.terms.plan_every_steps and now_s >= self._retry_s
+            self._is_planning
+            and self.installing is None
+            and len(self._addresses) == self.placement.num_ranks > 1
+            and self._num_unplanned >= self.terms.plan_every_steps
+            and now_s >= self._retry_s
             and len(self.window) >= self.terms.num_intervals_min
-        )  # fmt: skip
+        )
 
     def plan(self, now_s: float, growing_s: float) -> dict[int, StagePlan]:
-        """Look at one layer; if another split or placement of it pays, begin to install that: what to send to whom.
+        """Look at one layer; if another split or placement of it pays, begin to install that: what
+        to send to whom.
 
-        `growing_s`: seconds of the experts of one MoE layer in a step, as far as they grow with tokens.
+        `growing_s`: seconds of the experts of one MoE layer in a step, as far as they grow with
+        tokens.
         """
         if not self.may_plan(now_s):
             return {}
@@ -216,34 +272,54 @@ class ExpertBalancer:
         if layer is None:
             return {}
         to_plan, to_judge = self.window.halves(layer)
-        slots_RS, weights_RS = self._moved(layer, to_plan, share) if share else self._split(layer, to_plan)
+        slots_RS, weights_RS = (
+            self._moved(layer, to_plan, share) if share else self._split(layer, to_plan)
+        )
         now = self.placement.slot_to_expert_LRS[layer]
-        new = Placement(self.placement.num_experts, slots_RS[None], None if weights_RS is None else weights_RS[None])
+        new = Placement(
+            self.placement.num_experts,
+            slots_RS[None],
+            None if weights_RS is None else weights_RS[None],
+        )
         before_and_after = zip(now.tolist(), slots_RS.tolist(), strict=True)
         num_new = [len(set(after) - set(before) - {EMPTY}) for before, after in before_and_after]
         gain = sure_gain(
-            heaviest(to_judge, now, self._fractions_LRS[layer]), heaviest(to_judge, slots_RS, fractions(new)[0]),
+            heaviest(to_judge, now, self._fractions_LRS[layer]),
+            heaviest(to_judge, slots_RS, fractions(new)[0]),
             self.terms,
-        )  # fmt: skip
-        if not pays(gain, float(layer_s[layer]), max(num_new), self._replica_s, self._pause_s, self.terms):
+        )
+        if not pays(
+            gain, float(layer_s[layer]), max(num_new), self._replica_s, self._pause_s, self.terms
+        ):
             if not share:
                 self._next_try = (layer, 1.0)
             elif share > _FEW and gain > 0.0:
                 self._next_try = (layer, _FEW)  # Too dear: the first moves save most.
             else:
-                lack = 1.0 - float(loads_LR[layer].mean()) / max(float(loads_LR[layer].max()), 1e-12)
+                lack = 1.0 - float(loads_LR[layer].mean()) / max(
+                    float(loads_LR[layer].max()), 1e-12
+                )
                 # What little there was to judge by has doubled by then.
                 num_intervals = min(self.terms.rest_intervals, len(self.window))
                 self._rest(layer, num_intervals, lack + self.terms.worse_min)
             return {}
         self._stage_id += 1
         self.installing = Installation(
-            layer, self._stage_id, self._generation, slots_RS, weights_RS, sum(num_new),
-            now_s + self.terms.stage_timeout_s, self._step_id,
-        )  # fmt: skip
-        self.notes.append(Routine(
-            f"MoE layer {layer}: staging begins after step {self._step_id}; replicas to move: {sum(num_new)}"
-        ))  # fmt: skip
+            layer,
+            self._stage_id,
+            self._generation,
+            slots_RS,
+            weights_RS,
+            sum(num_new),
+            now_s + self.terms.stage_timeout_s,
+            self._step_id,
+        )
+        self.notes.append(
+            Routine(
+                f"MoE layer {layer}: staging begins after step {self._step_id}; replicas to move:"
+                f" {sum(num_new)}"
+            )
+        )
         return self.installing.stage_plans(self.placement, self._addresses)
 
     def _rank_loads(self) -> Floats:
@@ -253,7 +329,11 @@ class ExpertBalancer:
     def _most_promising(self, loads_LR: Floats, layer_s: Floats) -> int | None:
         """The layer in which perfect balance would save most, of those worth a look."""
         heaviest_L = loads_LR.max(axis=1)
-        lack_L = np.where(heaviest_L > 0, 1.0 - loads_LR.mean(axis=1) / np.where(heaviest_L > 0, heaviest_L, 1.0), 0.0)
+        lack_L = np.where(
+            heaviest_L > 0,
+            1.0 - loads_LR.mean(axis=1) / np.where(heaviest_L > 0, heaviest_L, 1.0),
+            0.0,
+        )
         saved_L = lack_L * layer_s * self.terms.horizon_steps
         is_due = (self._rested_until <= self.window.number) | (lack_L > self._rested_lack)
         is_due &= lack_L >= self.terms.gain_min
@@ -268,7 +348,9 @@ class ExpertBalancer:
         self._rested_until[layer] = self.window.number + num_intervals
         self._rested_lack[layer] = lack
 
-    def _split(self, layer: int, loads_TE: Floats) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
+    def _split(
+        self, layer: int, loads_TE: Floats
+    ) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
         """The layer's slots as they are, and the parts that level its ranks."""
         slots_RS = self.placement.slot_to_expert_LRS[layer]
         split = split_loads(slots_RS[None].astype(np.int64), loads_TE.sum(axis=0)[None])
@@ -279,12 +361,19 @@ class ExpertBalancer:
     ) -> tuple[NDArray[np.int16], NDArray[np.uint8] | None]:
         """A better placement of the layer within a share of the budget of moves, and its parts."""
         slots = self.placement.slot_to_expert_LRS[layer : layer + 1]
-        num_moves = max(2, int(share * self.terms.moves_share * int((slots != EMPTY).sum())))  # Two are a trade.
+        num_moves = max(
+            2, int(share * self.terms.moves_share * int((slots != EMPTY).sum()))
+        )  # Two are a trade.
         plan = balance(
-            loads_TE[:, None], Cluster((slots.shape[2],) * slots.shape[1], self._nodes), target=self.terms.target,
-            mode="hybrid" if self._num_groups else "global", num_groups=max(self._num_groups, 1),
-            current=Placement(self.placement.num_experts, slots), max_moves=num_moves, weighted=True,
-        )  # fmt: skip
+            loads_TE[:, None],
+            Cluster((slots.shape[2],) * slots.shape[1], self._nodes),
+            target=self.terms.target,
+            mode="hybrid" if self._num_groups else "global",
+            num_groups=max(self._num_groups, 1),
+            current=Placement(self.placement.num_experts, slots),
+            max_moves=num_moves,
+            weighted=True,
+        )
         slots_RS = plan.placement.slot_to_expert_LRS[0]
         assert plan.split_LRS is not None
         return slots_RS, _weights(slots_RS, plan.split_LRS[0])
@@ -307,7 +396,11 @@ class ExpertBalancer:
     def tick(self, now_s: float) -> None:
         """Look at the deadline of staging."""
         install = self.installing
-        if install is not None and install.state is InstallState.STAGING and now_s >= install.deadline_s:
+        if (
+            install is not None
+            and install.state is InstallState.STAGING
+            and now_s >= install.deadline_s
+        ):
             late = ", ".join(map(str, sorted(install.waiting)))
             self._fail(now_s, f"rank {late} did not stage within {self.terms.stage_timeout_s:g} s")
 
@@ -317,7 +410,9 @@ class ExpertBalancer:
             self.installing.deadline_s += gap_s
 
     def _fail(self, now_s: float, reason: str) -> None:
-        """Staging came to nothing: the old placement stays, and the next attempt waits, longer each time."""
+        """Staging came to nothing: the old placement stays, and the next attempt waits, longer each
+        time.
+        """
         backoff_s = min(self.terms.backoff_s * 2.0**self._num_failures, self.terms.backoff_max_s)
         self._num_failures = min(self._num_failures + 1, 32)
         self._retry_s = now_s + backoff_s
@@ -334,14 +429,20 @@ class ExpertBalancer:
     def seen(self, load: Load) -> Load:
         """The unit's load with what is known here."""
         return msgspec.structs.replace(
-            load, balance={**load.balance, **self.window.balance()}, num_replicas_moved=self.num_replicas_moved,
+            load,
+            balance={**load.balance, **self.window.balance()},
+            num_replicas_moved=self.num_replicas_moved,
             num_layers_flipped=self.num_layers_flipped,
-        )  # fmt: skip
+        )
 
     def traced(self, trace: Trace) -> Trace:
-        """The trace with the balancedness of its steps; each counts from the counted step before it."""
+        """The trace with the balancedness of its steps; each counts from the counted step before
+        it.
+        """
         steps = tuple(
-            msgspec.structs.replace(step, balance={**step.balance, **self._traced.pop(step.step_id, {})})
+            msgspec.structs.replace(
+                step, balance={**step.balance, **self._traced.pop(step.step_id, {})}
+            )
             for step in trace.steps
         )
         return msgspec.structs.replace(trace, steps=steps)
@@ -349,7 +450,8 @@ class ExpertBalancer:
     def check(self) -> list[str]:
         """Problems; empty when what is installed, in flight and in force agrees."""
         if self._checked is None or self._checked[0] is not self.placement:
-            # Only when asked: of 58 layers on 144 ranks it takes tens of milliseconds, for which steps would wait.
+            # Only when asked: of 58 layers on 144 ranks it takes tens of milliseconds, for which
+            # steps would wait.
             self._checked = self.placement, self.placement.check()
         problems = [f"experts: {problem}" for problem in self._checked[1]]
         install = self.installing
@@ -359,11 +461,19 @@ class ExpertBalancer:
         if install is None:
             return problems
         if install.generation != self._generation or not self._addresses:
-            problems.append(f"experts: layer {install.layer} is {install.state} for generation {install.generation}")
+            problems.append(
+                f"experts: layer {install.layer} is {install.state} for generation"
+                f" {install.generation}"
+            )
         if bool(install.waiting) != (install.state is InstallState.STAGING):
-            problems.append(f"experts: {install.layer=} is {install.state} and waits for {sorted(install.waiting)}")
+            problems.append(
+                f"experts: {install.layer=} is {install.state} and waits for"
+                f" {sorted(install.waiting)}"
+            )
         if not install.waiting <= self._addresses.keys():
-            problems.append(f"experts: strangers stage layer {install.layer}: {sorted(install.waiting)}")
+            problems.append(
+                f"experts: strangers stage layer {install.layer}: {sorted(install.waiting)}"
+            )
         return problems
 
 
@@ -372,7 +482,9 @@ def _toward(known_s: float, measured_s: float) -> float:
 
 
 def _layer_seconds(loads_LR: Floats, growing_s: float) -> Floats:
-    """By layer: its part of all layers' growing seconds is as its heaviest rank's of all layers' heaviest."""
+    """By layer: its part of all layers' growing seconds is as its heaviest rank's of all layers'
+    heaviest.
+    """
     heaviest_L = loads_LR.max(axis=1)
     mean = float(heaviest_L.mean())
     return np.asarray(growing_s * heaviest_L / mean if mean > 0 else np.zeros(len(heaviest_L)))

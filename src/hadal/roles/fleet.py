@@ -1,12 +1,15 @@
-"""The fleet: starts units when more is asked for, drains them when less is, replaces those that die.
+"""The fleet: starts units when more is asked for, drains them when less is, replaces those that
+die.
 
-Decides nothing about a request: the front is told which unit drains, and says when it is empty. What the policy wants
-(policy/scaling) is compared with what there is, so whatever goes wrong in between, the next event mends it:
+Decides nothing about a request: the front is told which unit drains, and says when it is empty.
+What the policy wants (policy/scaling) is compared with what there is, so whatever goes wrong in
+between, the next event mends it:
 
     fewer work than wanted   keep a draining one, else start a stopped one, as far as nodes and back-off allow
     more work than wanted    stop one that still starts, else drain the one that holds least
 
-    Drain.. -> front ... Demand: it holds nothing -> StopUnit ... UnitDown -> its nodes are offered to other work
+    Drain.. -> front ... Demand: it holds nothing -> StopUnit ... UnitDown -> its nodes are offered
+    to other work
 
 Knows no process, no host and no wall clock; `day_s` says where in a day the clock began.
 """
@@ -20,9 +23,27 @@ from hadal.core.config import DECODE, PREFILL, ROLES
 from hadal.core.errors import InvariantError
 from hadal.core.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
 from hadal.core.messages import UnitDown, UnitUp
-from hadal.core.seams import Event, FleetEffect, OfferNodes, Send, StartUnit, StopUnit, Tick, WakeAt, WithdrawNodes
+from hadal.core.seams import (
+    Event,
+    FleetEffect,
+    OfferNodes,
+    Send,
+    StartUnit,
+    StopUnit,
+    Tick,
+    WakeAt,
+    WithdrawNodes,
+)
 from hadal.policy.demand import FLAT, DayShape
-from hadal.policy.scaling import Decision, RoleRules, RoleView, ScalingRules, ScalingView, Units, decide
+from hadal.policy.scaling import (
+    Decision,
+    RoleRules,
+    RoleView,
+    ScalingRules,
+    ScalingView,
+    Units,
+    decide,
+)
 from hadal.roles.fleet_demand import DemandMeter
 from hadal.roles.fleet_units import FleetUnit, UnitMove, UnitState, UnitTable
 
@@ -30,24 +51,39 @@ FRONT = "front"
 RESEND_S = 10.0
 """What shows no effect for so long is asked again."""
 DRAIN_GRACE_S = 30.0
-"""After a drain's deadline: what the front has not emptied by then is stopped, and its requests are retried."""
+"""After a drain's deadline: what the front has not emptied by then is stopped, and its requests are
+retried.
+"""
 BACKOFF_S = 5.0
-"""Before another unit of a role is started after one failed to; doubled each time, up to BACKOFF_MAX_S."""
+"""Before another unit of a role is started after one failed to; doubled each time, up to
+BACKOFF_MAX_S.
+"""
 BACKOFF_MAX_S = 300.0
 START_FACTOR = 10.0
 START_TIMEOUT_MIN_S = 600.0
-"""A unit that is not up by START_FACTOR start-up times, and this at least, is stopped: a start that failed."""
+"""A unit that is not up by START_FACTOR start-up times, and this at least, is stopped: a start that
+failed.
+"""
 
 
 class Fleet:
-    """`rules.num_nodes_max` nodes and the units on them. All starts from nothing: `start` asks for the floor."""
+    """`rules.num_nodes_max` nodes and the units on them. All starts from nothing: `start` asks for
+    the floor.
+    """
 
     def __init__(
-        self, rules: ScalingRules, *, prefill_tokens_per_s: float = 0.0, decode_tokens_per_s: float = 0.0,
-        drain_timeout_s: float = 120.0, shape: DayShape = FLAT, day_s: float = 0.0,
-    ) -> None:  # fmt: skip
-        """`..._tokens_per_s`: what a unit does within the promise on latency; 0: what units say of themselves.
-        `day_s`: the time of day when the clock showed 0."""
+        self,
+        rules: ScalingRules,
+        *,
+        prefill_tokens_per_s: float = 0.0,
+        decode_tokens_per_s: float = 0.0,
+        drain_timeout_s: float = 120.0,
+        shape: DayShape = FLAT,
+        day_s: float = 0.0,
+    ) -> None:
+        """`..._tokens_per_s`: what a unit does within the promise on latency; 0: what units say of
+        themselves. `day_s`: the time of day when the clock showed 0.
+        """
         self.rules = rules
         self.table = UnitTable({PREFILL: rules.prefill.num_max, DECODE: rules.decode.num_max})
         self.meter = DemandMeter(rules.period_s, shape)
@@ -144,21 +180,29 @@ class Fleet:
         while self._held and self._held[0][0] < now_s - self.rules.hold_s:
             self._held.popleft()
         view = ScalingView(
-            now_s + self._day_s, self._view(PREFILL, max((need for _, need, _ in self._held), default=0.0)),
-            self._view(DECODE, max((need for _, _, need in self._held), default=0.0)), self._levels,
-        )  # fmt: skip
+            now_s + self._day_s,
+            self._view(PREFILL, max((need for _, need, _ in self._held), default=0.0)),
+            self._view(DECODE, max((need for _, _, need in self._held), default=0.0)),
+            self._levels,
+        )
         self.decision = decision = decide(view, self.rules)
         self._held.append((now_s, decision.need_prefill, decision.need_decode))
         self._levels, self.wanted = decision.levels, decision.units
 
     def _view(self, role: str, need_held: float) -> RoleView:
         return RoleView(
-            tuple(self.meter.times_s), tuple(self.meter.rates[role]), self._capacity(role), self.meter.backlog[role],
-            self.meter.shape(role), need_held,
-        )  # fmt: skip
+            tuple(self.meter.times_s),
+            tuple(self.meter.rates[role]),
+            self._capacity(role),
+            self.meter.backlog[role],
+            self.meter.shape(role),
+            need_held,
+        )
 
     def _capacity(self, role: str) -> float:
-        """Tokens per second of a unit. As long as nobody has measured any, nothing is known to be too little."""
+        """Tokens per second of a unit. As long as nobody has measured any, nothing is known to be
+        too little.
+        """
         if self._tokens_per_s[role]:
             return self._tokens_per_s[role]
         known = [facts.tokens_per_s_max for facts in self._facts.values() if facts.role == role]
@@ -173,7 +217,9 @@ class Fleet:
 
     # ---- from what there is to what is wanted ----
     def _settle(self, now_s: float) -> None:
-        """Take the next step with units that are on their way, and ask again for what was not heard."""
+        """Take the next step with units that are on their way, and ask again for what was not
+        heard.
+        """
         timeout_s = max(START_FACTOR * self.rules.start_s, START_TIMEOUT_MIN_S)
         for unit in self.table.by_name.values():
             facts = self._facts.get(unit.name)
@@ -209,7 +255,9 @@ class Fleet:
         num_over = self.table.num_working(role) - self._num_wanted(role)
         if num_over <= 0:
             return
-        starting = sorted(self.table.of_role(role, UnitState.STARTING), key=lambda unit: -unit.since_s)
+        starting = sorted(
+            self.table.of_role(role, UnitState.STARTING), key=lambda unit: -unit.since_s
+        )
         up = sorted(self.table.of_role(role, UnitState.UP), key=self._held_by)
         for unit in [*starting, *up][:num_over]:
             if unit.state is UnitState.STARTING:
@@ -263,9 +311,13 @@ class Fleet:
 
     def _wake(self, now_s: float) -> list[FleetEffect]:
         """To be woken for the next review, and sooner while something is on its way."""
-        is_busy = bool(self.table.in_state(UnitState.STARTING, UnitState.DRAINING, UnitState.STOPPING))
+        is_busy = bool(
+            self.table.in_state(UnitState.STARTING, UnitState.DRAINING, UnitState.STOPPING)
+        )
         wake_s = min(self._review_s, now_s + RESEND_S) if is_busy else self._review_s
-        waiting = [s for role, s in self._not_before_s.items() if s > now_s and self._is_short(role)]
+        waiting = [
+            s for role, s in self._not_before_s.items() if s > now_s and self._is_short(role)
+        ]
         wake_s = min([wake_s, *waiting])
         if self._wake_s > now_s and wake_s >= self._wake_s:
             return []
@@ -277,7 +329,9 @@ class Fleet:
 
     # ---- looking ----
     def check(self) -> list[str]:
-        """Problems of the fleet's book; empty when nodes add up and nobody works or drains who should not."""
+        """Problems of the fleet's book; empty when nodes add up and nobody works or drains who
+        should not.
+        """
         problems = []
         most, owned = self.rules.num_nodes_max, self.num_nodes
         if owned > most:
@@ -287,9 +341,13 @@ class Fleet:
         for role in ROLES:
             num_working, num_wanted = self.table.num_working(role), self._num_wanted(role)
             if num_working > num_wanted:
-                problems.append(f"{num_working} {role} units work or start, {num_wanted} are wanted")
+                problems.append(
+                    f"{num_working} {role} units work or start, {num_wanted} are wanted"
+                )
             if num_working < num_wanted and any(self.table.of_role(role, UnitState.DRAINING)):
-                problems.append(f"a {role} unit drains while {num_wanted - num_working} more are wanted")
+                problems.append(
+                    f"a {role} unit drains while {num_wanted - num_working} more are wanted"
+                )
             if not self._rules(role).num_min <= num_wanted <= self._rules(role).num_max:
                 problems.append(f"{num_wanted} {role} units are wanted, out of bounds")
         if self._out:
@@ -299,5 +357,6 @@ class Fleet:
     def counts(self) -> dict[UnitState, Units]:
         """Units by state, for logs and reports."""
         return {
-            state: Units(*(sum(1 for _ in self.table.of_role(role, state)) for role in ROLES)) for state in UnitState
+            state: Units(*(sum(1 for _ in self.table.of_role(role, state)) for role in ROLES))
+            for state in UnitState
         }

@@ -1,7 +1,8 @@
-"""What the fleet remembers of the demand: samples of the last minutes, and what each hour of a day brought.
+"""What the fleet remembers of the demand: samples of the last minutes, and what each hour of a day
+brought.
 
-Made from the front's counters, so nothing is asked of the front but sums. Times are by the clock of the day: seconds
-from some midnight on.
+Made from the front's counters, so nothing is asked of the front but sums. Times are by the clock of
+the day: seconds from some midnight on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _GAP_S = 0.1 * _BIN_S
 
 
 class DemandMeter:
-    """`sample_s`: the time one sample is the mean of. `shape`: of a day, until a whole one was seen."""
+    """`sample_s`: the time one sample is the mean of. `shape`: of a day, until a whole one was
+    seen.
+    """
 
     def __init__(self, sample_s: float, shape: DayShape = FLAT) -> None:
         self.times_s: deque[float] = deque(maxlen=NUM_SAMPLES)
@@ -42,11 +45,16 @@ class DemandMeter:
         self._shapes: dict[str, DayShape] = dict.fromkeys(ROLES, shape)
 
     def add(self, now_s: float, demand: Demand) -> None:
-        """Take in what the front counted. The first message of a front says only where it begins to count."""
+        """Take in what the front counted. The first message of a front says only where it begins to
+        count.
+        """
         last = self._last
         if last is not None and last[1].epoch == demand.epoch and _is_older(demand, last[1]):
             return  # It came late: all that it says was said.
-        self.backlog = {PREFILL: float(demand.tokens_waiting), DECODE: float(demand.outputs_waiting)}
+        self.backlog = {
+            PREFILL: float(demand.tokens_waiting),
+            DECODE: float(demand.outputs_waiting),
+        }
         self._last = now_s, demand
         if last is None or last[1].epoch != demand.epoch:
             self._open = dict.fromkeys(ROLES, 0.0)
@@ -54,9 +62,14 @@ class DemandMeter:
             self._hour_from_s = None
             return
         if now_s <= last[0]:
-            self._last = last  # There is no rate in no time: the next message counts from the last one on.
+            self._last = (
+                last  # There is no rate in no time: the next message counts from the last one on.
+            )
             return
-        more = {PREFILL: demand.tokens_in - last[1].tokens_in, DECODE: demand.tokens_out - last[1].tokens_out}
+        more = {
+            PREFILL: demand.tokens_in - last[1].tokens_in,
+            DECODE: demand.tokens_out - last[1].tokens_out,
+        }
         self._count_hour(last[0], now_s, more)
         for role in ROLES:
             self._open[role] += more[role]

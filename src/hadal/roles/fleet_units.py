@@ -3,8 +3,9 @@
     STOPPED -> STARTING -> UP <-> DRAINING -> STOPPING -> STOPPED        a dead process: from any of them to STOPPED
                    |______________________________^ not needed any more, or too slow
 
-A unit owns its nodes from the moment it is asked to start until its process is gone. A pair that is not in the table is
-a bug and raises: the role sorts out what comes late or twice before it moves a unit.
+A unit owns its nodes from the moment it is asked to start until its process is gone. A pair that is
+not in the table is a bug and raises: the role sorts out what comes late or twice before it moves a
+unit.
 """
 
 from __future__ import annotations
@@ -76,13 +77,16 @@ class FleetUnit:
 
 
 class UnitTable:
-    """All names there may be, `num_max` of each role: "prefill-0", "prefill-1", ... A table and its counts."""
+    """All names there may be, `num_max` of each role: "prefill-0", "prefill-1", ... A table and its
+    counts.
+    """
 
     def __init__(self, role_to_num_max: Mapping[str, int]) -> None:
         self.by_name: dict[str, FleetUnit] = {
             f"{role}-{index}": FleetUnit(f"{role}-{index}", role, index)
-            for role, num in role_to_num_max.items() for index in range(num)
-        }  # fmt: skip
+            for role, num in role_to_num_max.items()
+            for index in range(num)
+        }
 
     def move(self, unit: FleetUnit, move: UnitMove, now_s: float) -> None:
         """Walk the table. Raises InvariantError for a pair that cannot happen."""
@@ -91,7 +95,9 @@ class UnitTable:
 
     def of_role(self, role: str, *states: UnitState) -> Iterator[FleetUnit]:
         """Those in one of these states, in the order of their names' numbers."""
-        return (unit for unit in self.by_name.values() if unit.role == role and unit.state in states)
+        return (
+            unit for unit in self.by_name.values() if unit.role == role and unit.state in states
+        )
 
     def in_state(self, *states: UnitState) -> list[FleetUnit]:
         return [unit for unit in self.by_name.values() if unit.state in states]

@@ -1,8 +1,10 @@
-"""The front: holds every request from Submit to its last Deliver, and sends it through prefill and decode.
+"""The front: holds every request from Submit to its last Deliver, and sends it through prefill and
+decode.
 
-It owns all that a stream needs to go on elsewhere, the prompt and every token so far, so a lost unit costs a request
-only time: RETRYING -> QUEUED, at its old place in the queue, prefilled again with what was already streamed. Whatever
-comes from an older attempt is answered so that its sender frees it. Knows no tokenizer, no HTTP and no process.
+It owns all that a stream needs to go on elsewhere, the prompt and every token so far, so a lost
+unit costs a request only time: RETRYING -> QUEUED, at its old place in the queue, prefilled again
+with what was already streamed. Whatever comes from an older attempt is answered so that its sender
+frees it. Knows no tokenizer, no HTTP and no process.
 """
 
 from __future__ import annotations
@@ -68,13 +70,20 @@ CLOSED_STATUS = 499
 
 
 class Front:
-    """`epoch` is new at every start. `max_context` is the model's: prompt and output together never exceed it.
-    `fingerprint` stands for what KV depends on besides the text (see kv/names). `keeps_text`: without it tokens are
-    counted and forgotten, as where nobody reads them: in a simulation without text.
+    """`epoch` is new at every start. `max_context` is the model's: prompt and output together never
+    exceed it. `fingerprint` stands for what KV depends on besides the text (see kv/names).
+    `keeps_text`: without it tokens are counted and forgotten, as where nobody reads them: in a
+    simulation without text.
     """
 
     def __init__(
-        self, config: Deployment, *, epoch: str, max_context: int, fingerprint: str = "", keeps_text: bool = True
+        self,
+        config: Deployment,
+        *,
+        epoch: str,
+        max_context: int,
+        fingerprint: str = "",
+        keeps_text: bool = True,
     ) -> None:
         self._keeps_text = keeps_text
         self.requests = RequestBook()
@@ -82,10 +91,16 @@ class Front:
         self.names = FrontNames(config.cache, fingerprint)
         self.totals = Totals()
         self.rooms = Rooms(self.requests, self.units, config.limits, max_context)
-        self.tokens = FrontTokens(self.requests, self.units, self.totals, epoch=epoch, keeps_text=keeps_text)
-        self.handover = Handover(self.units, self.rooms.decode_unit, is_early=config.early_pull == AUTO)
+        self.tokens = FrontTokens(
+            self.requests, self.units, self.totals, epoch=epoch, keeps_text=keeps_text
+        )
+        self.handover = Handover(
+            self.units, self.rooms.decode_unit, is_early=config.early_pull == AUTO
+        )
         beat_s = config.heartbeat_s if config.fleet.is_on else 0.0
-        self.fleet = FrontFleet(self.requests, self.units, self.handover, self.totals, epoch, beat_s)
+        self.fleet = FrontFleet(
+            self.requests, self.units, self.handover, self.totals, epoch, beat_s
+        )
         self.is_draining = False
         self._config = config
         self._epoch = epoch
@@ -100,11 +115,14 @@ class Front:
         return not self.requests.by_id
 
     def start(self, now_s: float) -> list[Effect]:
-        """The first effects of the process: units that outlived the front before drop what they held for it."""
+        """The first effects of the process: units that outlived the front before drop what they
+        held for it.
+        """
         self._out = [
             Send(f"{role}-{index}", FrontUp(self._epoch))
-            for role in ROLES for index in range(self._config.num_units_max(role))
-        ]  # fmt: skip
+            for role in ROLES
+            for index in range(self._config.num_units_max(role))
+        ]
         self._out += self._alarm.set(now_s, self.requests.next_retry_s)
         return self._out
 
@@ -165,7 +183,9 @@ class Front:
         if request_id in self.requests.by_id:
             raise InvariantError(f"the request id {request_id} is in use.")
         self.totals.submitted += 1
-        error = refuse_lengths(len(generation.prompt), len(generation.output), generation.max_tokens, self._max_context)
+        error = refuse_lengths(
+            len(generation.prompt), len(generation.output), generation.max_tokens, self._max_context
+        )
         if error is not None:
             self.totals.refused += 1
             self._out.append(Deliver(request_id, (), True, error, 400))
@@ -173,43 +193,70 @@ class Front:
         # Asked only where it matters: with a queue that may hold nobody.
         may_hold_none = self._config.limits.max_queued == self.requests.num_queued == 0
         is_placeable = may_hold_none and self.rooms.has_room(generation)
-        # One that is no first attempt was let in by the front before this one, in whose place it still is.
-        refusal = None if generation.attempt else self._admit(now_s, generation.tenant, 1, int(is_placeable))
+        # One that is no first attempt was let in by the front before this one, in whose place it
+        # still is.
+        refusal = (
+            None
+            if generation.attempt
+            else self._admit(now_s, generation.tenant, 1, int(is_placeable))
+        )
         if refusal is not None:
             self._count_refused(1, len(generation.prompt))
             self._out.append(refused(request_id, refusal))
             return
         self.totals.tokens_in += len(generation.prompt)
         generation = msgspec.structs.replace(generation, arrived_s=now_s)
-        self.requests.add(generation, now_s + self._config.limits.request_timeout_s, keeps_text=self._keeps_text)
+        self.requests.add(
+            generation, now_s + self._config.limits.request_timeout_s, keeps_text=self._keeps_text
+        )
 
     def refusal(self, now_s: float, tenant: str, num_wanted: int) -> Refusal | None:
-        """Why so many more generations of a tenant are not let in now, all of them; None if they are. Changes nothing:
-        asked before they are submitted, it spares their tenant to have some begun and all given up."""
-        return self._admit(now_s, tenant, num_wanted, 0 if self.requests.num_queued else self.rooms.num_free())
+        """Why so many more generations of a tenant are not let in now, all of them; None if they
+        are. Changes nothing: asked before they are submitted, it spares their tenant to have some
+        begun and all given up.
+        """
+        return self._admit(
+            now_s, tenant, num_wanted, 0 if self.requests.num_queued else self.rooms.num_free()
+        )
 
     def _turned_away(self, num_generations: int, num_tokens: int) -> None:
         totals = self.totals
         num_let_in = totals.submitted - totals.refused
         totals.submitted += num_generations
         # Prompts that nobody has read are taken to be as long as others are.
-        self._count_refused(num_generations, num_tokens or num_generations * totals.tokens_in // max(1, num_let_in))
+        self._count_refused(
+            num_generations, num_tokens or num_generations * totals.tokens_in // max(1, num_let_in)
+        )
 
     def _count_refused(self, num_generations: int, num_tokens: int) -> None:
         self.totals.refused += num_generations
         if not self.is_draining:  # Then there is room, and no more of it is needed.
             self.totals.tokens_refused += num_tokens
 
-    def _admit(self, now_s: float, tenant: str, num_wanted: int, num_placeable: int) -> Refusal | None:
-        num_queued, num_tenants = self.requests.num_queued_of(tenant), self.requests.num_tenants_with(tenant)
-        return admit(AdmissionView(
-            self.is_draining, num_placeable, num_queued, self._config.limits.max_queued, self._finished.per_s(now_s),
-            num_wanted, num_tenants,
-        ))  # fmt: skip
+    def _admit(
+        self, now_s: float, tenant: str, num_wanted: int, num_placeable: int
+    ) -> Refusal | None:
+        num_queued, num_tenants = (
+            self.requests.num_queued_of(tenant),
+            self.requests.num_tenants_with(tenant),
+        )
+        return admit(
+            AdmissionView(
+                self.is_draining,
+                num_placeable,
+                num_queued,
+                self._config.limits.max_queued,
+                self._finished.per_s(now_s),
+                num_wanted,
+                num_tenants,
+            )
+        )
 
     # ---- forward: queue -> prefill -> decode -> end ----
     def _place(self, now_s: float) -> None:
-        """Send those that wait to prefill, in their turn, as long as there is room ahead of them."""
+        """Send those that wait to prefill, in their turn, as long as there is room ahead of
+        them.
+        """
         while (record := self.requests.next_queued(now_s)) is not None:
             if (error := self.rooms.fit(record)) is not None:
                 self._fail(record, error, 400)
@@ -231,7 +278,11 @@ class Front:
 
     def _prefill_ahead(self, hint: PrefillAhead) -> None:
         record = self._record(hint.request_id, hint.attempt)
-        if record is not None and self.handover.is_wanted(record, hint) and (unit := self.handover.unit_for(record)):
+        if (
+            record is not None
+            and self.handover.is_wanted(record, hint)
+            and (unit := self.handover.unit_for(record))
+        ):
             self._send(unit, Ahead(self._current(record), hint.lease))
 
     def _prefill_done(self, now_s: float, done: PrefillDone) -> None:
@@ -245,7 +296,9 @@ class Front:
             return  # The same message twice.
         if token.index != record.num_output:
             self._let_go(record)
-            self._retry(now_s, record, f"{done.unit} drew token {token.index}, not {record.num_output}")
+            self._retry(
+                now_s, record, f"{done.unit} drew token {token.index}, not {record.num_output}"
+            )
             return
         self.units.left_prefill(done.unit, record)
         num_cached = self._count_hits(record, done.num_cached)
@@ -270,7 +323,9 @@ class Front:
         self._send(unit, Decode(generation, done.lease))
 
     def _count_hits(self, record: Record, num_cached: int) -> int:
-        """Tokens of the prompt that the first token cost no work for; a retry's are nobody's news."""
+        """Tokens of the prompt that the first token cost no work for; a retry's are nobody's
+        news.
+        """
         if record.num_output > len(record.generation.output):
             return 0
         num_prompt = len(record.generation.prompt)
@@ -303,11 +358,15 @@ class Front:
         if came.strangers:
             self._send(message.unit, Stop(came.strangers))
 
-    def _finish(self, now_s: float, record: Record, tokens: tuple[Token, ...], num_cached: int = 0) -> None:
+    def _finish(
+        self, now_s: float, record: Record, tokens: tuple[Token, ...], num_cached: int = 0
+    ) -> None:
         self.requests.move(record, Move.FINISH)
         self.totals.finished += 1
         self._finished.count(now_s)
-        self._out.append(Deliver(record.request_id, tokens, True, num_cached=num_cached, closing=record.closing))
+        self._out.append(
+            Deliver(record.request_id, tokens, True, num_cached=num_cached, closing=record.closing)
+        )
 
     # ---- back: what was lost, given back or given up ----
     def _returned(self, now_s: float, returned: Returned) -> None:
@@ -320,12 +379,22 @@ class Front:
         is_final, is_counted, delay_s = answer_to(returned.reason, record.num_retries)
         if is_final:
             if kind_of(returned.reason) == NO_TOKEN:
-                self._fail(record, f"nothing can be drawn for this request ({returned.reason}).", 422)
+                self._fail(
+                    record, f"nothing can be drawn for this request ({returned.reason}).", 422
+                )
             else:
-                self._fail(record, f"the request does not fit in {returned.unit} ({returned.reason}).", 400)
+                self._fail(
+                    record, f"the request does not fit in {returned.unit} ({returned.reason}).", 400
+                )
             return
         self.totals.preemptions += kind_of(returned.reason) == PREEMPTED
-        self._retry(now_s, record, f"{returned.unit}: {returned.reason}", is_counted=is_counted, delay_s=delay_s)
+        self._retry(
+            now_s,
+            record,
+            f"{returned.unit}: {returned.reason}",
+            is_counted=is_counted,
+            delay_s=delay_s,
+        )
 
     def _let_go(self, record: Record, lost: str | None = None) -> None:
         """Take a request away from its units; `lost` has let it go already."""
@@ -343,13 +412,25 @@ class Front:
                 self._send(decode_unit, Cancel(record.request_id, record.attempt))
 
     def _retry(
-        self, now_s: float, record: Record, reason: str, *, is_counted: bool = True, delay_s: float = 0.0
-    ) -> None:  # fmt: skip
-        """Queue a request again, at its old place, under a new attempt; too many counted retries end it."""
+        self,
+        now_s: float,
+        record: Record,
+        reason: str,
+        *,
+        is_counted: bool = True,
+        delay_s: float = 0.0,
+    ) -> None:
+        """Queue a request again, at its old place, under a new attempt; too many counted retries
+        end it.
+        """
         self.totals.retries += 1
         record.num_retries += is_counted
         if record.num_retries > self._config.limits.max_retries:
-            self._fail(record, f"given up after {self._config.limits.max_retries} retries; the last: {reason}.", 503)
+            self._fail(
+                record,
+                f"given up after {self._config.limits.max_retries} retries; the last: {reason}.",
+                503,
+            )
             return
         self.requests.move(record, Move.LOSE)
         record.attempt += 1
@@ -368,13 +449,16 @@ class Front:
             self.totals.failed += 1
         retry_after_s = BACKOFF_MAX_S if status == 503 else None
         closing = record.closing
-        self._out.append(Deliver(record.request_id, (), True, error, status, retry_after_s, closing=closing))
+        self._out.append(
+            Deliver(record.request_id, (), True, error, status, retry_after_s, closing=closing)
+        )
 
     # ---- units come and go ----
     def _load(self, now_s: float, load: Load) -> None:
         unit = self.units.by_name.get(load.unit)
         if unit is None or unit.epoch != load.epoch:
-            # It speaks, but did not say that it is up; or an old process's last words arrive late. Ask who is there.
+            # It speaks, but did not say that it is up; or an old process's last words arrive late.
+            # Ask who is there.
             self._send(load.unit, FrontUp(self._epoch))
             return
         self.units.heard(unit, load, now_s)
@@ -397,10 +481,15 @@ class Front:
             self._send(message.unit, Resume((), is_last=True))
 
     def _resume(self, now_s: float, message: UnitUp) -> None:
-        """A new leader took a unit over: what its ranks hold goes on there, from the last token delivered."""
+        """A new leader took a unit over: what its ranks hold goes on there, from the last token
+        delivered.
+        """
         held, going = set(message.held), []
         for record in self.requests.on_unit(message.unit):
-            if record.state is State.DECODING and (ticket := self.requests.running.ticket_of(record)) in held:
+            if (
+                record.state is State.DECODING
+                and (ticket := self.requests.running.ticket_of(record)) in held
+            ):
                 self.requests.running.sync(record)
                 going.append(msgspec.structs.replace(self._current(record), ticket=ticket))
             elif not self.handover.lost(record, message.unit):
@@ -411,8 +500,9 @@ class Front:
             self._send(message.unit, Resume(part, is_last=first + RESUME_BATCH >= len(going)))
 
     def _leader_down(self, now_s: float, name: str, reason: str) -> None:
-        """A unit's ranks are left, and will have another leader. Decode requests wait for it, as their KV does; all
-        others are as quick elsewhere."""
+        """A unit's ranks are left, and will have another leader. Decode requests wait for it, as
+        their KV does; all others are as quick elsewhere.
+        """
         unit = self.units.by_name.get(name)
         if unit is None or unit.role != DECODE:
             self._unit_down(now_s, name, reason)
@@ -467,8 +557,16 @@ class Front:
     def snapshot(self) -> FrontSnapshot:
         """What /metrics and /health show."""
         states = {state.value: count for state, count in self.requests.counts.items()}
-        roles = {role: {unit.name: unit.num_ranks for unit in self.units.of_role(role)} for role in ROLES}
-        return FrontSnapshot(self.is_draining, states, self.units.loads(), roles, msgspec.structs.replace(self.totals))
+        roles = {
+            role: {unit.name: unit.num_ranks for unit in self.units.of_role(role)} for role in ROLES
+        }
+        return FrontSnapshot(
+            self.is_draining,
+            states,
+            self.units.loads(),
+            roles,
+            msgspec.structs.replace(self.totals),
+        )
 
     def check(self) -> list[str]:
         """Problems of the books; empty when requests, units and sums agree."""

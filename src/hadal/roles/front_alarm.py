@@ -1,4 +1,6 @@
-"""When the front wants to be woken: for its next beat, or earlier for a request whose back-off ends."""
+"""When the front wants to be woken: for its next beat, or earlier for a request whose back-off
+ends.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ class Alarm:
         self._retry_s = min(self._retry_s, time_s)
 
     def set(self, now_s: float, next_retry_s: Callable[[float], float]) -> list[WakeAt]:
-        """What to ask for after an event; nothing where it stands already. `next_retry_s`: the end of the next
-        back-off after a time."""
+        """What to ask for after an event; nothing where it stands already. `next_retry_s`: the end
+        of the next back-off after a time.
+        """
         if self._beat_s <= now_s:
             self._beat_s = now_s + self._period_s
         if self._retry_s <= now_s:

@@ -1,10 +1,12 @@
 """What the front knows of the units' caches: which blocks each can take out of its memory, by name.
 
-A summary, told by the units' Cached messages. It decides where a prompt goes and nothing else: what a unit has really
-got is found out there, so a message that is lost, doubled or late costs time and never a token. Blocks on disk are not
-in it: every unit of a deployment reads the same folder, so the disk never makes one unit better than another.
+A summary, told by the units' Cached messages. It decides where a prompt goes and nothing else: what
+a unit has really got is found out there, so a message that is lost, doubled or late costs time and
+never a token. Blocks on disk are not in it: every unit of a deployment reads the same folder, so
+the disk never makes one unit better than another.
 
-Half of a name is kept, 8 of its 16 bytes: two blocks taken for the same would be a wrong guess once in 10^8 years.
+Half of a name is kept, 8 of its 16 bytes: two blocks taken for the same would be a wrong guess once
+in 10^8 years.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class FrontCache:
         self._units.pop(unit, None)
 
     def heard(self, message: Cached, num_blocks: int) -> None:
-        """Take in a change. What an earlier life of the unit said is dropped; `num_blocks` is the unit's by now."""
+        """Take in a change. What an earlier life of the unit said is dropped; `num_blocks` is the
+        unit's by now.
+        """
         held = self._units.get(message.unit)
         if held is None or held.epoch != message.epoch:
             return
@@ -66,7 +70,9 @@ class FrontCache:
         return len(held.keys) if held is not None else 0
 
     def prefixes(self, chain: bytes, units: Iterable[str]) -> dict[str, int]:
-        """By unit: tokens of the longest prefix of the chain's text that it has; units that have none are left out."""
+        """By unit: tokens of the longest prefix of the chain's text that it has; units that have
+        none are left out.
+        """
         keys = _keys(chain)
         if not keys:
             return {}
@@ -79,13 +85,19 @@ class FrontCache:
         return unit_to_tokens
 
     def check(self, unit_to_epoch: Mapping[str, str]) -> list[str]:
-        """Problems of the summary; empty when it speaks of the units that are up, and within their pools."""
+        """Problems of the summary; empty when it speaks of the units that are up, and within their
+        pools.
+        """
         problems = []
         if {unit: held.epoch for unit, held in self._units.items()} != dict(unit_to_epoch):
-            problems.append(f"the cache's summary is of {sorted(self._units)}, up are {sorted(unit_to_epoch)}")
+            problems.append(
+                f"the cache's summary is of {sorted(self._units)}, up are {sorted(unit_to_epoch)}"
+            )
         for unit, held in self._units.items():
             if len(held.keys) > held.num_blocks:
-                problems.append(f"{unit} is said to have {len(held.keys)} named blocks of {held.num_blocks}")
+                problems.append(
+                    f"{unit} is said to have {len(held.keys)} named blocks of {held.num_blocks}"
+                )
         return problems
 
 

@@ -1,7 +1,8 @@
-"""The front's part of a fleet that grows and shrinks: units that drain, and what is asked of all of them.
+"""The front's part of a fleet that grows and shrinks: units that drain, and what is asked of all of
+them.
 
-A draining unit gets no new request. What it holds goes on there until its deadline; what is left then is the front's to
-try elsewhere. The fleet decides who drains; said again, it changes nothing.
+A draining unit gets no new request. What it holds goes on there until its deadline; what is left
+then is the front's to try elsewhere. The fleet decides who drains; said again, it changes nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +22,18 @@ from hadal.roles.front_units import Unit, UnitBook
 
 
 class FrontFleet:
-    """Marks units in the book as draining. `beat_s`: between two reports; 0: there is no fleet to report to."""
+    """Marks units in the book as draining. `beat_s`: between two reports; 0: there is no fleet to
+    report to.
+    """
 
     def __init__(
-        self, requests: RequestBook, units: UnitBook, handover: Handover, totals: Totals, epoch: str, beat_s: float
+        self,
+        requests: RequestBook,
+        units: UnitBook,
+        handover: Handover,
+        totals: Totals,
+        epoch: str,
+        beat_s: float,
     ) -> None:
         self._requests = requests
         self._units = units
@@ -46,16 +55,22 @@ class FrontFleet:
         if unit.drain_by_s is not None:
             return []
         unit.drain_by_s = now_s + message.timeout_s
-        # Prompts whose KV was to go there have lost nothing yet: another decode unit is chosen for them.
-        released = [record for record in self._requests.on_unit(unit.name) if self._handover.lost(record, unit.name)]
+        # Prompts whose KV was to go there have lost nothing yet: another decode unit is chosen for
+        # them.
+        released = [
+            record
+            for record in self._requests.on_unit(unit.name)
+            if self._handover.lost(record, unit.name)
+        ]
         return [Send(unit.name, Cancel(record.request_id, record.attempt)) for record in released]
 
     def overdue(self, now_s: float) -> list[str]:
         """Draining units whose deadline has passed."""
         return [
-            unit.name for unit in self._units.by_name.values()
+            unit.name
+            for unit in self._units.by_name.values()
             if unit.drain_by_s is not None and unit.drain_by_s <= now_s
-        ]  # fmt: skip
+        ]
 
     def report(self, now_s: float) -> list[Send]:
         """What the fleet is told, if that is due."""
@@ -67,21 +82,31 @@ class FrontFleet:
     def demand(self) -> Demand:
         """The sums of this instant."""
         totals, queued = self._totals, self._requests.queued()
-        waiting = sum(record.num_tokens for record in queued) + sum(u.num_tokens for u in self._units.of_role(PREFILL))
+        waiting = sum(record.num_tokens for record in queued) + sum(
+            u.num_tokens for u in self._units.of_role(PREFILL)
+        )
         outputs_waiting = len(queued) * totals.tokens_out // max(1, totals.finished)
         held = self._held()
         units = tuple(
             UnitFacts(
-                unit.name, unit.role, held.get(unit.name, unit.num_requests), unit.drain_number,
+                unit.name,
+                unit.role,
+                held.get(unit.name, unit.num_requests),
+                unit.drain_number,
                 _tokens_per_s_max(unit),
-            ) for unit in self._units.by_name.values()
-        )  # fmt: skip
+            )
+            for unit in self._units.by_name.values()
+        )
         tokens_in = totals.tokens_in + totals.tokens_refused
         return Demand(self._epoch, tokens_in, totals.tokens_out, waiting, outputs_waiting, units)
 
     def _held(self) -> dict[str, int]:
-        """By draining unit: all that would lose something with it, leased KV included. The others' counts will do."""
-        draining = {unit.name: 0 for unit in self._units.by_name.values() if unit.drain_by_s is not None}
+        """By draining unit: all that would lose something with it, leased KV included. The others'
+        counts will do.
+        """
+        draining = {
+            unit.name: 0 for unit in self._units.by_name.values() if unit.drain_by_s is not None
+        }
         if not draining:
             return {}
         owners: Counter[str | None] = Counter()
@@ -92,10 +117,11 @@ class FrontFleet:
 
 
 def _tokens_per_s_max(unit: Unit) -> float:
-    """What the unit would do if it were full, at the speed it measured last; 0: it has not measured any.
+    """What the unit would do if it were full, at the speed it measured last; 0: it has not measured
+    any.
 
-    A decode step of more requests takes longer, so this says too much of one that is almost empty: it is believed where
-    it matters, when the unit is busy.
+    A decode step of more requests takes longer, so this says too much of one that is almost empty:
+    it is believed where it matters, when the unit is busy.
     """
     load = unit.load
     if load is None or unit.num_requests_max == 0:

@@ -3,8 +3,9 @@
     PREFILLING     hint: choose a unit, count the request there, Ahead | more hints: Ahead to the same unit
     TRANSFERRING   Decode to that unit; without a hint, or if the unit died since, one is chosen now
 
-From the first hint on the request owns its decode unit, so whatever takes it away from its units tells that one too.
-Losing it costs a request nothing while its prompt is being prefilled. Knows no messages but the hint.
+From the first hint on the request owns its decode unit, so whatever takes it away from its units
+tells that one too. Losing it costs a request nothing while its prompt is being prefilled. Knows no
+messages but the hint.
 """
 
 from __future__ import annotations
@@ -17,21 +18,33 @@ from hadal.roles.front_record import Record
 from hadal.roles.front_units import UnitBook
 
 STEP_SHARE = 16
-"""A hint is passed on if it has one of so many parts of the prompt more than the one before: it carries the prompt."""
+"""A hint is passed on if it has one of so many parts of the prompt more than the one before: it
+carries the prompt.
+"""
 
 
 class Handover:
     """Changes `decode_unit` of the records it is asked about, and the counts in `units` with it."""
 
-    def __init__(self, units: UnitBook, choose: Callable[[Record], str | None], *, is_early: bool) -> None:
-        """`choose` says which decode unit would be best for a request now; None if it fits into none."""
+    def __init__(
+        self, units: UnitBook, choose: Callable[[Record], str | None], *, is_early: bool
+    ) -> None:
+        """`choose` says which decode unit would be best for a request now; None if it fits into
+        none.
+        """
         self._units = units
         self._choose = choose
         self._is_early = is_early
 
     def is_wanted(self, record: Record, hint: PrefillAhead) -> bool:
-        """Whether to pass a hint on: not if it is late, was there before, has little news, or if no decode follows."""
-        if not self._is_early or record.state is not State.PREFILLING or record.prefill_unit != hint.unit:
+        """Whether to pass a hint on: not if it is late, was there before, has little news, or if no
+        decode follows.
+        """
+        if (
+            not self._is_early
+            or record.state is not State.PREFILLING
+            or record.prefill_unit != hint.unit
+        ):
             return False
         attempt, num_tokens = record.ahead
         num_more = hint.lease.num_tokens - (num_tokens if attempt == record.attempt else 0)
@@ -42,7 +55,9 @@ class Handover:
         return True
 
     def unit_for(self, record: Record) -> str | None:
-        """The decode unit of a request, chosen and counted there if it has none yet; None if it fits nowhere."""
+        """The decode unit of a request, chosen and counted there if it has none yet; None if it
+        fits nowhere.
+        """
         if record.decode_unit is None:
             unit = self._choose(record)
             if unit is None:
@@ -53,8 +68,14 @@ class Handover:
         return record.decode_unit
 
     def lost(self, record: Record, unit: str) -> bool:
-        """A unit let a request go: True if that was only where its KV would have gone, so that nothing is lost."""
-        if record.state is not State.PREFILLING or record.decode_unit != unit or record.prefill_unit == unit:
+        """A unit let a request go: True if that was only where its KV would have gone, so that
+        nothing is lost.
+        """
+        if (
+            record.state is not State.PREFILLING
+            or record.decode_unit != unit
+            or record.prefill_unit == unit
+        ):
             return False
         self._units.left_decode(unit, record.num_blocks)
         record.decode_unit, record.ahead = None, (-1, 0)

@@ -1,7 +1,7 @@
 """Names the blocks of a generation's text (kv/names), as far as that was not done already.
 
-Holds the deployment's root and nothing else, so any thread may use it: the gateway names a long prompt where it
-tokenises it, and the front only what came since.
+Holds the deployment's root and nothing else, so any thread may use it: the gateway names a long
+prompt where it tokenises it, and the front only what came since.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ class FrontNames:
         self._root = root_of(fingerprint.encode()) if cache.is_on else None
 
     def named(self, generation: Generation, output: Sequence[int] = ()) -> Generation:
-        """`generation` with a chain that names the full blocks of its prompt and `output`: longer, never another one.
+        """`generation` with a chain that names the full blocks of its prompt and `output`: longer,
+        never another one.
 
-        A hash for each block that has no name yet, so milliseconds for a very long prompt and next to nothing after.
+        A hash for each block that has no name yet, so milliseconds for a very long prompt and next
+        to nothing after.
         """
         num_blocks = (len(generation.prompt) + len(output)) // BLOCK_TOKENS
         if self._root is None or num_names(generation.chain) >= num_blocks:

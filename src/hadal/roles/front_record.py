@@ -24,7 +24,9 @@ class Record:
     output: list[int]
     """Its tokens so far; empty where the front keeps no text."""
     num_output: int = 0
-    """Tokens so far. While it is seated (roles/front_running), this and `num_blocks` are counted there."""
+    """Tokens so far. While it is seated (roles/front_running), this and `num_blocks` are counted
+    there.
+    """
     state: State = State.QUEUED
     attempt: int = 0
     prefill_unit: str | None = None
@@ -51,7 +53,11 @@ class Record:
     @property
     def place(self) -> Place:
         """In the queue; the same when it comes back."""
-        return turn_s(self.generation.arrived_s, self.generation.priority), self.number, self.request_id
+        return (
+            turn_s(self.generation.arrived_s, self.generation.priority),
+            self.number,
+            self.request_id,
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,5 @@
-"""Every request the front holds: its state, its owners, all its output so far, and the queue of those that wait.
+"""Every request the front holds: its state, its owners, all its output so far, and the queue of
+those that wait.
 
 A state changes only through core/request.py's table. Knows neither units nor messages.
 """
@@ -40,7 +41,9 @@ class RequestBook:
     tenant_to_placed: Counter[str] = field(default_factory=Counter)
     """How many of a tenant's requests units work on."""
     tenant_to_seen_s: dict[str, float] = field(default_factory=dict)
-    """When a tenant's last request came. One that sent none for LATELY_S is forgotten when the next request comes."""
+    """When a tenant's last request came. One that sent none for LATELY_S is forgotten when the next
+    request comes.
+    """
     _num_arrived: int = 0
 
     @property
@@ -64,10 +67,17 @@ class RequestBook:
         return len(self.tenant_to_seen_s.keys() - self._tenant_to_queue.keys() - {tenant})
 
     def add(self, generation: Generation, deadline_s: float, *, keeps_text: bool = True) -> Record:
-        """A new request, queued behind all whose turn is before its own (policy/batching). `keeps_text`: see Front."""
+        """A new request, queued behind all whose turn is before its own (policy/batching).
+        `keeps_text`: see Front.
+        """
         output = list(generation.output) if keeps_text else []
         record = Record(
-            generation, self._num_arrived, deadline_s, output, len(generation.output), attempt=generation.attempt
+            generation,
+            self._num_arrived,
+            deadline_s,
+            output,
+            len(generation.output),
+            attempt=generation.attempt,
         )
         self._num_arrived += 1
         self.by_id[record.request_id] = record
@@ -85,7 +95,9 @@ class RequestBook:
             del seen_s[first]
 
     def move(self, record: Record, move: Move) -> None:
-        """Walk the life's table; raises InvariantError for a move that cannot happen. An ended request is forgotten."""
+        """Walk the life's table; raises InvariantError for a move that cannot happen. An ended
+        request is forgotten.
+        """
         before, after = record.state, next_state(record.state, move)
         record.state = after
         self.counts[before] -= 1
@@ -120,7 +132,11 @@ class RequestBook:
 
     def next_queued(self, now_s: float) -> Record | None:
         """Whose turn it is (policy/batching), of those that wait and are not backing off."""
-        heads = [head for queue in self._tenant_to_queue.values() if (head := self._head(queue, now_s)) is not None]
+        heads = [
+            head
+            for queue in self._tenant_to_queue.values()
+            if (head := self._head(queue, now_s)) is not None
+        ]
         if len(heads) > 1:
             heads.sort(key=lambda record: record.place)
         return next(in_turns(heads, _who, self.tenant_to_placed), None)
@@ -143,7 +159,9 @@ class RequestBook:
 
     def queued(self) -> list[Record]:
         """Those that wait, in the order of their places."""
-        return [self.by_id[request_id] for _, _, request_id in merge(*self._tenant_to_queue.values())]
+        return [
+            self.by_id[request_id] for _, _, request_id in merge(*self._tenant_to_queue.values())
+        ]
 
     def next_retry_s(self, now_s: float) -> float:
         """When the next back-off ends; infinity if nothing backs off."""
@@ -162,7 +180,11 @@ class RequestBook:
 
     def on_unit(self, unit: str) -> list[Record]:
         """Requests that lose something if this unit is lost, the oldest first."""
-        return [record for record in self.by_id.values() if unit in (record.prefill_unit, record.decode_unit)]
+        return [
+            record
+            for record in self.by_id.values()
+            if unit in (record.prefill_unit, record.decode_unit)
+        ]
 
     def placed(self) -> Iterator[Record]:
         return (record for record in self.by_id.values() if record.state in PLACED)
@@ -172,11 +194,18 @@ class RequestBook:
         problems = self.running.check()
         for record in self.by_id.values():
             self.running.sync(record)
-            owns = {name for name in ("prefill_unit", "decode_unit") if getattr(record, name) is not None}
+            owns = {
+                name
+                for name in ("prefill_unit", "decode_unit")
+                if getattr(record, name) is not None
+            }
             if not OWNS[record.state] <= owns <= MAY_OWN[record.state]:
                 problems.append(f"{record.request_id} is {record.state} and owns {sorted(owns)}")
             if record.state in PLACED and record.num_blocks != blocks_for(record.num_tokens + 1):
-                problems.append(f"{record.request_id} counts {record.num_blocks} blocks for {record.num_tokens} tokens")
+                problems.append(
+                    f"{record.request_id} counts {record.num_blocks} blocks for {record.num_tokens}"
+                    " tokens"
+                )
         queues: dict[str, list[Place]] = {}
         for record in self.by_id.values():
             if record.state is State.QUEUED:

@@ -33,17 +33,24 @@ class Rooms:
     def num_free(self) -> int:
         """How many more requests units could work on, as far as they are not too long."""
         view = self.units.downstream(self.requests.num_placed, 0, 0)
-        return max(0, min(self.limits.max_running, num_placed_max(view.num_slots)) - view.num_requests)
+        return max(
+            0, min(self.limits.max_running, num_placed_max(view.num_slots)) - view.num_requests
+        )
 
     def has_room(self, generation: Generation) -> bool:
         """Whether a new request could start now; else it has to wait."""
         num_tokens = len(generation.prompt) + len(generation.output)
         if not self._may_prefill(num_tokens, generation.tenant):
             return False
-        return choose_prefill_unit(self.units.prefill_views(), blocks_for(num_tokens), num_tokens) is not None
+        return (
+            choose_prefill_unit(self.units.prefill_views(), blocks_for(num_tokens), num_tokens)
+            is not None
+        )
 
     def prefill_unit(self, record: Record) -> tuple[str, int] | None:
-        """The prefill unit it starts on now, and how many of its positions that has already; None if it waits."""
+        """The prefill unit it starts on now, and how many of its positions that has already; None
+        if it waits.
+        """
         num_tokens = record.num_tokens
         if not self._may_prefill(num_tokens, record.generation.tenant):
             return None
@@ -54,18 +61,24 @@ class Rooms:
             unit_to_cached = self.units.cache.prefixes(record.generation.chain, open_units)
             # The last position is computed in any case, and a block is taken whole or not at all.
             most = usable_blocks(num_tokens) * BLOCK_TOKENS
-            unit_to_cached = {unit: min(num_cached, most) for unit, num_cached in unit_to_cached.items()}
+            unit_to_cached = {
+                unit: min(num_cached, most) for unit, num_cached in unit_to_cached.items()
+            }
         views = self.units.prefill_views(unit_to_cached)
         unit = choose_prefill_unit(views, blocks_for(num_tokens), num_tokens)
         return None if unit is None else (unit, unit_to_cached.get(unit, 0))
 
     def decode_unit(self, record: Record) -> str | None:
         """The decode unit for its KV; None if it fits into none."""
-        num_blocks_max = blocks_for(len(record.generation.prompt) + record.generation.max_tokens - 1)
+        num_blocks_max = blocks_for(
+            len(record.generation.prompt) + record.generation.max_tokens - 1
+        )
         return choose_decode_unit(self.units.decode_views(), record.num_blocks, num_blocks_max)
 
     def fit(self, record: Record) -> str | None:
-        """Cap its output, once, by the context and by what one request can hold in the units; why it can have none."""
+        """Cap its output, once, by the context and by what one request can hold in the units; why
+        it can have none.
+        """
         if record.is_fitted or (capacity_tokens := self.units.capacity_tokens()) is None:
             return None
         record.is_fitted = True
@@ -84,7 +97,11 @@ class Rooms:
         if requests.num_placed >= self.limits.max_running:
             return False
         view = self.units.downstream(
-            requests.num_placed, requests.num_blocks_placed, requests.counts[State.TRANSFERRING],
-            requests.tenant_to_placed[tenant], len(requests.tenant_to_seen_s), requests.num_tenants_absent(tenant),
-        )  # fmt: skip
+            requests.num_placed,
+            requests.num_blocks_placed,
+            requests.counts[State.TRANSFERRING],
+            requests.tenant_to_placed[tenant],
+            len(requests.tenant_to_seen_s),
+            requests.num_tenants_absent(tenant),
+        )
         return may_prefill(view, blocks_for(num_tokens + 1))

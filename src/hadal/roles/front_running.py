@@ -1,10 +1,11 @@
-"""Requests that decode units work on, as arrays: a step's tokens of a whole unit are counted in a few operations.
+"""Requests that decode units work on, as arrays: a step's tokens of a whole unit are counted in a
+few operations.
 
     Decode is sent: seat -> a ticket | Tokens: take ... take | it ends, is lost or given up: leave
 
-A ticket names an attempt by the row that it has here and is never given out twice, nor by another front, so what comes
-late of an attempt that has left finds nothing. While it is seated, what grows with every token is here and not in its
-record. Knows no messages but Tokens.
+A ticket names an attempt by the row that it has here and is never given out twice, nor by another
+front, so what comes late of an attempt that has left finds nothing. While it is seated, what grows
+with every token is here and not in its record. Knows no messages but Tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _FIRST_BITS = 38
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What came of one Tokens message. The others of its rows are of attempts that left, or came before."""
+    """What came of one Tokens message. The others of its rows are of attempts that left, or came
+    before.
+    """
 
     good: Ints
     """Its rows that are the next token of their attempt, in order: counted."""
@@ -65,9 +68,12 @@ class Running:
         return len(self._records) - len(self._free)
 
     def begin(self, epoch: str) -> None:
-        """Give out this front's tickets. Those of two are far apart: a unit may have attempts of one that died beside
-        its successor's, and neither's text may ever be taken for the other's."""
-        self._num_given = int.from_bytes(blake2b(epoch.encode(), digest_size=8).digest()) >> (64 - _FIRST_BITS)
+        """Give out this front's tickets. Those of two are far apart: a unit may have attempts of
+        one that died beside its successor's, and neither's text may ever be taken for the other's.
+        """
+        self._num_given = int.from_bytes(blake2b(epoch.encode(), digest_size=8).digest()) >> (
+            64 - _FIRST_BITS
+        )
 
     def _grow(self, num_more: int) -> None:
         first = len(self._records)
@@ -79,7 +85,9 @@ class Running:
             setattr(self, name, np.concatenate([getattr(self, name), np.zeros(num_more, np.int64)]))
 
     def seat(self, record: Record) -> int:
-        """Its tokens come from `record.decode_unit` from now on; returns the ticket to know them by."""
+        """Its tokens come from `record.decode_unit` from now on; returns the ticket to know them
+        by.
+        """
         if record.row >= 0 or record.decode_unit is None:
             raise InvariantError(f"{record.request_id} cannot be seated.")
         if not self._free:
@@ -89,7 +97,9 @@ class Running:
         ticket = self._num_given << _ROW_BITS | row
         self._records[row] = record
         self._ticket[row] = ticket
-        self._unit[row] = self._unit_to_number.setdefault(record.decode_unit, len(self._unit_to_number))
+        self._unit[row] = self._unit_to_number.setdefault(
+            record.decode_unit, len(self._unit_to_number)
+        )
         self._num_prompt[row] = len(record.generation.prompt)
         self._num_output[row] = record.num_output
         self._num_blocks[row] = record.num_blocks
@@ -130,7 +140,10 @@ class Running:
         """Of whom tokens come though nobody said that their KV was pulled."""
         tickets = np.frombuffer(message.tickets, np.int64)
         rows, known = self._rows(message.unit, tickets)
-        return [self.record_of(ticket) for ticket in tickets[known & (self._is_pulled[rows] == 0)].tolist()]
+        return [
+            self.record_of(ticket)
+            for ticket in tickets[known & (self._is_pulled[rows] == 0)].tolist()
+        ]
 
     def take(self, message: Tokens) -> Taken:
         """Count the tokens that are what comes next."""
@@ -142,19 +155,27 @@ class Running:
         good = np.flatnonzero(is_next)
         counted = rows[good]
         self._num_output[counted] += 1
-        # A block is taken with the token before its first: there has to be room for the one that comes.
+        # A block is taken with the token before its first: there has to be room for the one that
+        # comes.
         full = (self._num_prompt[counted] + self._num_output[counted]) % BLOCK_TOKENS == 0
         self._num_blocks[counted] += full
         gaps: list[Record] = []
         strangers: list[int] = []
         if good.size < tickets.size:
             ending = {row for row, _ in message.finishes}
-            gaps = [self.record_of(int(tickets[at])) for at in np.flatnonzero(known & (ahead > 0)).tolist()]
-            strangers = [int(tickets[at]) for at in np.flatnonzero(~known).tolist() if at not in ending]
+            gaps = [
+                self.record_of(int(tickets[at]))
+                for at in np.flatnonzero(known & (ahead > 0)).tolist()
+            ]
+            strangers = [
+                int(tickets[at]) for at in np.flatnonzero(~known).tolist() if at not in ending
+            ]
         return Taken(good, tuple(gaps), tuple(strangers), int(np.count_nonzero(full)))
 
     def _rows(self, unit: str, tickets: Ints) -> tuple[Ints, Bools]:
-        """The rows that tickets name, and whether these attempts are seated there now, on this unit."""
+        """The rows that tickets name, and whether these attempts are seated there now, on this
+        unit.
+        """
         rows = tickets & (MAX_ROWS - 1)
         known: Bools = rows < len(self._records)
         rows = np.where(known, rows, 0)
@@ -174,7 +195,9 @@ class Running:
             if record.row != row:
                 problems.append(f"{record.request_id} is in row {row} and says {record.row}")
             if self._unit_to_number.get(record.decode_unit or "") != number:
-                problems.append(f"{record.request_id} is on {record.decode_unit}, and its row on another")
+                problems.append(
+                    f"{record.request_id} is on {record.decode_unit}, and its row on another"
+                )
         if len(self._free) != self._records.count(None):
             problems.append("the free rows are not those without a record")
         return problems

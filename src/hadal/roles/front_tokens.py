@@ -1,7 +1,8 @@
-"""What comes of a decode unit's tokens: counted for the unit as a whole, told one by one to those who read them.
+"""What comes of a decode unit's tokens: counted for the unit as a whole, told one by one to those
+who read them.
 
-Without text only the last token of a request is told, and none is kept. Changes the books of requests and units; ending
-a request is the front's own affair.
+Without text only the last token of a request is told, and none is kept. Changes the books of
+requests and units; ending a request is the front's own affair.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ class FrontTokens:
     """`epoch`: the front's; tickets of another one are strangers here."""
 
     def __init__(
-        self, requests: RequestBook, units: UnitBook, totals: Totals, *, epoch: str, keeps_text: bool
+        self,
+        requests: RequestBook,
+        units: UnitBook,
+        totals: Totals,
+        *,
+        epoch: str,
+        keeps_text: bool,
     ) -> None:
         requests.running.begin(epoch)
         self._requests = requests
@@ -84,6 +91,15 @@ class FrontTokens:
             if self._keeps_text:
                 record.output.append(value)
             logprob, top = (draw.logprob, draw.top) if draw is not None else (None, ())
-            yield record, Token(
-                record.request_id, record.attempt, index, value, row_to_finish.get(row), logprob, top
+            yield (
+                record,
+                Token(
+                    record.request_id,
+                    record.attempt,
+                    index,
+                    value,
+                    row_to_finish.get(row),
+                    logprob,
+                    top,
+                ),
             )

@@ -1,7 +1,8 @@
-"""The units as the front knows them: who is up, and what was sent to each. Snapshots for the policies are made here.
+"""The units as the front knows them: who is up, and what was sent to each. Snapshots for the
+policies are made here.
 
-Counts are the front's own, raised when it sends and lowered when it takes back, so they are never late; the units' Load
-messages are kept for the metrics and as heartbeats.
+Counts are the front's own, raised when it sends and lowered when it takes back, so they are never
+late; the units' Load messages are kept for the metrics and as heartbeats.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Unit:
     seen_s: float
     num_requests: int = 0
     num_tokens: int = 0
-    """Prefill: tokens sent there whose prompts are not yet prefilled, those out of its cache aside."""
+    """Prefill: tokens sent there whose prompts are not yet prefilled, those out of its cache
+    aside.
+    """
     num_pairs: int = 0
     """Prefill: (token, position it attends to) pairs of those."""
     num_blocks_used: int = 0
@@ -49,13 +52,17 @@ class Unit:
     """As the policies saw it last, unless something changed since."""
     drain_number: int = 0
     drain_by_s: float | None = None
-    """Not None: nothing new is sent there, and what it holds may stay until then (roles/front_fleet)."""
+    """Not None: nothing new is sent there, and what it holds may stay until then
+    (roles/front_fleet).
+    """
     orphan_by_s: float | None = None
     """Not None: its ranks have no leader, and what they hold is kept for a new one until then."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that live and are led. One that has not reported said that it is up, which it is with one at least."""
+        """Ranks that live and are led. One that has not reported said that it is up, which it is
+        with one at least.
+        """
         if self.orphan_by_s is not None:
             return 0
         return self.load.num_ranks if self.load is not None else 1
@@ -76,16 +83,22 @@ class Unit:
 
 
 def prefill_work(record: Record) -> tuple[int, int]:
-    """Tokens and pairs that its prefill unit computes for a request: what is cached there is context only."""
+    """Tokens and pairs that its prefill unit computes for a request: what is cached there is
+    context only.
+    """
     num_tokens = record.num_tokens - record.num_cached
     return num_tokens, num_pairs_of(record.num_cached, num_tokens)
 
 
 def _decode_view(unit: Unit) -> DecodeUnitView:
     return DecodeUnitView(
-        unit.name, unit.num_blocks, unit.num_blocks_used, unit.num_requests, unit.num_requests_max,
+        unit.name,
+        unit.num_blocks,
+        unit.num_blocks_used,
+        unit.num_requests,
+        unit.num_requests_max,
         unit.num_blocks_request,
-    )  # fmt: skip
+    )
 
 
 def _shared_slots(unit: Unit) -> int:
@@ -99,17 +112,25 @@ def _prefill_view(unit: Unit) -> PrefillUnitView:
     """As it is for a request of which it has nothing."""
     load = unit.load
     return PrefillUnitView(
-        unit.name, unit.num_blocks_request, unit.num_tokens, unit.num_requests, unit.num_requests_max,
-        unit.num_pairs, unit.num_ranks, load.token_s if load else 0.0, load.pair_s if load else 0.0,
-    )  # fmt: skip
+        unit.name,
+        unit.num_blocks_request,
+        unit.num_tokens,
+        unit.num_requests,
+        unit.num_requests_max,
+        unit.num_pairs,
+        unit.num_ranks,
+        load.token_s if load else 0.0,
+        load.pair_s if load else 0.0,
+    )
 
 
 class UnitBook:
     """Units by name; one that is down is not in it."""
 
     def __init__(self, unit_timeout_s: float, beat_s: float) -> None:
-        """A unit that gives no sign for `unit_timeout_s` though it could run is frozen. `beat_s`: from one call of the
-        front to the next, at most."""
+        """A unit that gives no sign for `unit_timeout_s` though it could run is frozen. `beat_s`:
+        from one call of the front to the next, at most.
+        """
         self.by_name: dict[str, Unit] = {}
         self.suspects = Suspects(unit_timeout_s)
         self._absence = Absence(beat_s)
@@ -123,9 +144,14 @@ class UnitBook:
     def add(self, message: UnitUp, now_s: float) -> None:
         self.remove(message.unit)
         unit = self.by_name[message.unit] = Unit(
-            message.unit, message.role, message.epoch, message.num_blocks,
-            message.num_blocks_request or message.num_blocks, message.num_requests_max, now_s,
-        )  # fmt: skip
+            message.unit,
+            message.role,
+            message.epoch,
+            message.num_blocks,
+            message.num_blocks_request or message.num_blocks,
+            message.num_requests_max,
+            now_s,
+        )
         self._role_to_units[unit.role].append(unit)
         self.cache.up(message.unit, message.epoch, message.num_blocks)
 
@@ -152,7 +178,11 @@ class UnitBook:
     def late_orphans(self, now_s: float) -> list[str]:
         """Units that nobody took over in time."""
         units = self.by_name.values()
-        return [unit.name for unit in units if unit.orphan_by_s is not None and unit.orphan_by_s <= now_s]
+        return [
+            unit.name
+            for unit in units
+            if unit.orphan_by_s is not None and unit.orphan_by_s <= now_s
+        ]
 
     def heard(self, unit: Unit, load: Load, now_s: float) -> None:
         """A heartbeat: what the unit can hold changes when a rank is lost or comes back."""
@@ -179,16 +209,25 @@ class UnitBook:
 
     def frozen(self, now_s: float) -> list[tuple[str, str]]:
         """Units that sent no heartbeat for too long and could have, and what to say of each."""
-        silent = {unit.name: now_s - unit.seen_s for unit in self.by_name.values() if unit.orphan_by_s is None}
+        silent = {
+            unit.name: now_s - unit.seen_s
+            for unit in self.by_name.values()
+            if unit.orphan_by_s is None
+        }
         return [
             (name, f"has sent no heartbeat for {silent[name]:.1f} s{self.suspects.why(name)}")
             for name in self.suspects.judge(now_s, silent)
         ]
 
     def capacity_tokens(self) -> int | None:
-        """Tokens of KV of one request that both roles have a unit for; None if no rank of a role is up."""
+        """Tokens of KV of one request that both roles have a unit for; None if no rank of a role is
+        up.
+        """
         num_blocks = min(
-            max([unit.num_blocks_request for unit in self.of_role(role) if unit.drain_by_s is None], default=0)
+            max(
+                [unit.num_blocks_request for unit in self.of_role(role) if unit.drain_by_s is None],
+                default=0,
+            )
             for role in ROLES
         )
         return num_blocks * BLOCK_TOKENS or None
@@ -233,7 +272,11 @@ class UnitBook:
     # ---- what the policies see ----
     def open_prefill_units(self) -> list[str]:
         """Those that take one more request."""
-        return [u.name for u in self.of_role(PREFILL) if u.is_open and u.num_requests < u.num_requests_max]
+        return [
+            u.name
+            for u in self.of_role(PREFILL)
+            if u.is_open and u.num_requests < u.num_requests_max
+        ]
 
     def prefill_views(self, unit_to_cached: Mapping[str, int] = _NOTHING) -> list[PrefillUnitView]:
         """As a request sees them of which units have so many positions already."""
@@ -247,9 +290,11 @@ class UnitBook:
         if not unit_to_cached:
             return views
         return [
-            replace(view, num_cached=unit_to_cached[view.unit]) if view.unit in unit_to_cached else view
+            replace(view, num_cached=unit_to_cached[view.unit])
+            if view.unit in unit_to_cached
+            else view
             for view in views
-        ]  # fmt: skip
+        ]
 
     def decode_views(self) -> list[DecodeUnitView]:
         views = []
@@ -262,18 +307,27 @@ class UnitBook:
         return views
 
     def downstream(
-        self, num_requests: int, num_blocks_used: int, num_transferring: int, num_of_tenant: int = 0,
-        num_tenants: int = 1, num_tenants_absent: int = 0,
-    ) -> DownstreamView:  # fmt: skip
+        self,
+        num_requests: int,
+        num_blocks_used: int,
+        num_transferring: int,
+        num_of_tenant: int = 0,
+        num_tenants: int = 1,
+        num_tenants_absent: int = 0,
+    ) -> DownstreamView:
         """One that drains or has no leader has room for what it holds and for nothing else."""
         units = self.of_role(DECODE)
         return DownstreamView(
             sum([unit.num_requests_max if unit.is_open else unit.num_requests for unit in units]),
             sum([unit.num_blocks if unit.is_open else unit.num_blocks_used for unit in units]),
-            num_requests, num_blocks_used, num_transferring,
+            num_requests,
+            num_blocks_used,
+            num_transferring,
             sum(_shared_slots(unit) for unit in units if unit.is_open) if num_tenants_absent else 0,
-            num_of_tenant, num_tenants, num_tenants_absent,
-        )  # fmt: skip
+            num_of_tenant,
+            num_tenants,
+            num_tenants_absent,
+        )
 
     def check(self, placed: Sequence[Record]) -> list[str]:
         """Problems of the counts; empty when they are what the `placed` requests add up to."""
@@ -286,7 +340,9 @@ class UnitBook:
                 to_prefill[record.prefill_unit].append(record)
         for unit in self.by_name.values():
             if unit.prefill_view not in (None, _prefill_view(unit)):
-                problems.append(f"{unit.name} is seen as {unit.prefill_view}, which is no longer so")
+                problems.append(
+                    f"{unit.name} is seen as {unit.prefill_view}, which is no longer so"
+                )
             if unit.decode_view not in (None, _decode_view(unit)):
                 problems.append(f"{unit.name} is seen as {unit.decode_view}, which is no longer so")
             if not any(other is unit for other in self.of_role(unit.role)):
@@ -295,13 +351,28 @@ class UnitBook:
                 records = to_prefill[unit.name]
                 works = [prefill_work(record) for record in records]
                 counted = [unit.num_tokens, unit.num_pairs]
-                true = [sum(num_tokens for num_tokens, _ in works), sum(num_pairs for _, num_pairs in works)]
+                true = [
+                    sum(num_tokens for num_tokens, _ in works),
+                    sum(num_pairs for _, num_pairs in works),
+                ]
             else:
                 records = to_decode[unit.name]
-                counted, true = [unit.num_blocks_used], [sum(record.num_blocks for record in records)]
+                counted, true = (
+                    [unit.num_blocks_used],
+                    [sum(record.num_blocks for record in records)],
+                )
             if unit.num_requests != len(records) or counted != true:
-                problems.append(f"{unit.name} counts {unit.num_requests}, {counted}, not {len(records)}, {true}")
-        owners = {name for record in placed for name in (record.prefill_unit, record.decode_unit) if name is not None}
+                problems.append(
+                    f"{unit.name} counts {unit.num_requests}, {counted}, not {len(records)}, {true}"
+                )
+        owners = {
+            name
+            for record in placed
+            for name in (record.prefill_unit, record.decode_unit)
+            if name is not None
+        }
         if owners - self.by_name.keys():
             problems.append(f"requests are on {owners - self.by_name.keys()}, which are down")
-        return problems + self.cache.check({unit.name: unit.epoch for unit in self.by_name.values()})
+        return problems + self.cache.check(
+            {unit.name: unit.epoch for unit in self.by_name.values()}
+        )

@@ -1,4 +1,6 @@
-"""Smoothed measurements that roles report, computed from what their events say. No clock of their own."""
+"""Smoothed measurements that roles report, computed from what their events say. No clock of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,16 @@ import math
 from collections.abc import Mapping
 
 _LINE_VARIANCE = 2.0
-"""Least variance of the numbers of requests in steps with which a line through them means something."""
+"""Least variance of the numbers of requests in steps with which a line through them means
+something.
+"""
 _CROWD = 2.0
 """Least mean number of requests in steps with which a line from a single one to them does."""
 _FALLS, _RISES = 0.03, 0.0003
-"""How far one step moves what a single request's steps are taken to need: one of a hundred is quicker. Those of
-requests that cost more, and those that other work on the host held up, hardly count."""
+"""How far one step moves what a single request's steps are taken to need: one of a hundred is
+quicker. Those of requests that cost more, and those that other work on the host held up, hardly
+count.
+"""
 
 
 class StepMeter:
@@ -30,10 +36,12 @@ class StepMeter:
 
 
 class LineMeter:
-    """Seconds of a step by the requests in it, as a line: from what a single one's steps take to what was seen lately.
+    """Seconds of a step by the requests in it, as a line: from what a single one's steps take to
+    what was seen lately.
 
-    A crowd's own steps do not tell what one alone would take: on a CPU the second request brings experts of its own,
-    the twelfth hardly any. Where no step had a single request, it is the line of least squares through what was seen.
+    A crowd's own steps do not tell what one alone would take: on a CPU the second request brings
+    experts of its own, the twelfth hardly any. Where no step had a single request, it is the line
+    of least squares through what was seen.
     """
 
     def __init__(self, memory: float = 256.0) -> None:
@@ -43,7 +51,9 @@ class LineMeter:
         self._alone_s = 0.0
         """What a single request's steps take; 0: none was seen."""
         self.line = (0.0, 0.0)
-        """Seconds of a step without requests and of each request, neither negative; 0 while steps were too alike."""
+        """Seconds of a step without requests and of each request, neither negative; 0 while steps
+        were too alike.
+        """
 
     def add(self, num: int, seconds: float) -> None:
         """A step of so many requests took so long."""
@@ -70,7 +80,9 @@ class BalanceMeter:
     """Smooths what each step says of the balance between ranks, by objective (core/balance)."""
 
     def __init__(self, smoothed: dict[str, float], smoothing: float = 0.05) -> None:
-        """`smoothed` is kept up to date in place; an objective that no step spoke of yet is not in it."""
+        """`smoothed` is kept up to date in place; an objective that no step spoke of yet is not in
+        it.
+        """
         self._smoothed = smoothed
         self._smoothing = smoothing
 
@@ -105,7 +117,9 @@ class RateMeter:
         if self._began_s is None:
             return 0.0
         # Divide by the memory's effective length, which is shorter than the time constant at first.
-        seen_s = self._time_constant_s * (1.0 - math.exp(-(now_s - self._began_s) / self._time_constant_s))
+        seen_s = self._time_constant_s * (
+            1.0 - math.exp(-(now_s - self._began_s) / self._time_constant_s)
+        )
         return self._faded(now_s) / max(seen_s, 1.0)
 
     def _faded(self, now_s: float) -> float:

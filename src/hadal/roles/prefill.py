@@ -1,12 +1,15 @@
-"""The prefill unit's leader: turns prompts into first tokens, and holds their KV under a lease until decode has it.
+"""The prefill unit's leader: turns prompts into first tokens, and holds their KV under a lease
+until decode has it.
 
-    waiting --start: all its blocks--> started --last chunk planned--> (in flight) --StepDone--> leased --> gone
+    waiting --start: all its blocks--> started --last chunk planned--> (in flight) --StepDone-->
+    leased --> gone
                                        | ^ while its prefix is read from disk it takes no part in steps
 
-Prompts start in their turn (policy/batching), each on one rank; all ranks step together. Two plans may be in
-flight, so a prompt's next chunk is planned while the one before is computed. When the unit forms anew, the plans in
-flight are void: their chunks are planned again. Knows nothing of other units; the front decides what comes here and
-what becomes of it, and what of it need not be computed is found by roles/prefill_cache.
+Prompts start in their turn (policy/batching), each on one rank; all ranks step together. Two plans
+may be in flight, so a prompt's next chunk is planned while the one before is computed. When the
+unit forms anew, the plans in flight are void: their chunks are planned again. Knows nothing of
+other units; the front decides what comes here and what becomes of it, and what of it need not be
+computed is found by roles/prefill_cache.
 """
 
 from __future__ import annotations
@@ -36,7 +39,16 @@ from hadal.core.messages import (
     text_of,
 )
 from hadal.core.plans import BlocksLoaded, BlocksStored, PrefillPlan, StepDone
-from hadal.core.seams import MAX_STEPS_IN_FLIGHT, DiskNews, Effect, Event, Execute, RankReset, Send, Tick
+from hadal.core.seams import (
+    MAX_STEPS_IN_FLIGHT,
+    DiskNews,
+    Effect,
+    Event,
+    Execute,
+    RankReset,
+    Send,
+    Tick,
+)
 from hadal.kv.blocks import blocks_for
 from hadal.kv.handover import HeldLease, LeaseBook
 from hadal.policy.batching import in_turns
@@ -62,29 +74,57 @@ class _InFlight:
 
 
 class PrefillLeader:
-    """`pool_name` names a single rank's pool for those who pull from it, and must be new at every start of the unit.
+    """`pool_name` names a single rank's pool for those who pull from it, and must be new at every
+    start of the unit.
 
-    `num_blocks`, `chunk_tokens` and `num_requests_max` are those of one rank. Keys of StepDone number the chunks of all
-    ranks' plans one after another, a rank's second micro-batch behind its first.
+    `num_blocks`, `chunk_tokens` and `num_requests_max` are those of one rank. Keys of StepDone
+    number the chunks of all ranks' plans one after another, a rank's second micro-batch behind its
+    first.
     """
 
     def __init__(
-        self, unit: str, epoch: str, pool_name: str, num_blocks: int, *, chunk_tokens: int, num_requests_max: int,
-        num_waiting_max: int, lease_s: float, heartbeat_s: float, num_ranks: int = 1, overlap: str = AUTO_OVERLAP,
-        min_split_tokens: int = 32, num_layers: int = 0, num_moe_layers: int = 0, request_balance: str = AUTO,
-        keeps_blocks: bool = True, has_disk: bool = False, recompute: str = AUTO, early_pull: str = OFF,
+        self,
+        unit: str,
+        epoch: str,
+        pool_name: str,
+        num_blocks: int,
+        *,
+        chunk_tokens: int,
+        num_requests_max: int,
+        num_waiting_max: int,
+        lease_s: float,
+        heartbeat_s: float,
+        num_ranks: int = 1,
+        overlap: str = AUTO_OVERLAP,
+        min_split_tokens: int = 32,
+        num_layers: int = 0,
+        num_moe_layers: int = 0,
+        request_balance: str = AUTO,
+        keeps_blocks: bool = True,
+        has_disk: bool = False,
+        recompute: str = AUTO,
+        early_pull: str = OFF,
         tells_names: bool = False,
-    ) -> None:  # fmt: skip
-        """`keeps_blocks`: what a prompt leaves in a pool can be found until its room is needed. `has_disk`: blocks are
-        written to a disk cache. `early_pull`: "auto": decode is told of blocks before their prompt is done.
-        `tells_names`: ranks are told what is named on them."""
+    ) -> None:
+        """`keeps_blocks`: what a prompt leaves in a pool can be found until its room is needed.
+        `has_disk`: blocks are written to a disk cache. `early_pull`: "auto": decode is told of
+        blocks before their prompt is done. `tells_names`: ranks are told what is named on them.
+        """
         if chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens is {chunk_tokens}; a step must compute at least one token.")
+            raise ValueError(
+                f"chunk_tokens is {chunk_tokens}; a step must compute at least one token."
+            )
         self.blocks = RankPools(num_blocks, num_ranks, pool_name, tells_names=tells_names)
-        self.cache = PrefillCache(unit, epoch, self.blocks, keeps=keeps_blocks, has_disk=has_disk, recompute=recompute)
+        self.cache = PrefillCache(
+            unit, epoch, self.blocks, keeps=keeps_blocks, has_disk=has_disk, recompute=recompute
+        )
         self.leases = LeaseBook()
         self.scheduler = StepScheduler(
-            num_ranks, overlap, min_split_tokens, num_layers=num_layers, num_moe_layers=num_moe_layers
+            num_ranks,
+            overlap,
+            min_split_tokens,
+            num_layers=num_layers,
+            num_moe_layers=num_moe_layers,
         )
         self._unit = unit
         self._chunk_tokens = chunk_tokens
@@ -92,7 +132,8 @@ class PrefillLeader:
         self._num_waiting_max = num_waiting_max
         self._lease_s = lease_s
         self._is_pulled_early = early_pull == AUTO
-        # A rank alone keeps no other waiting: a token budget fills its steps as well, and plans faster.
+        # A rank alone keeps no other waiting: a token budget fills its steps as well, and plans
+        # faster.
         self._is_by_cost = request_balance == AUTO and num_ranks > 1
         self._is_in_turn = request_balance == TURNS
         self._waiting: dict[Key, Prompt] = {}
@@ -116,11 +157,15 @@ class PrefillLeader:
         return [*self._reporter.up(), *self._beat(now_s)]
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
-        """Take in what happened, in order, and return what to do, in order: one look at the unit for all of it."""
+        """Take in what happened, in order, and return what to do, in order: one look at the unit
+        for all of it.
+        """
         out: list[Effect] = []
         for event in events:
             self._take(now_s, event, out)
-            if not isinstance(event, Prefill | Release):  # Those are most, and say themselves what they change.
+            if not isinstance(
+                event, Prefill | Release
+            ):  # Those are most, and say themselves what they change.
                 self._num_tokens_left = None
         for lease in self.leases.expired(now_s):
             self._free_lease(lease)
@@ -129,7 +174,9 @@ class PrefillLeader:
             self._give_back(prompt.key, QUEUE_FULL, out)
             self._free_started(prompt)
             self._num_tokens_left = None
-        out += self.blocks.take_freed()  # Before the plans of this event, which may write these blocks.
+        out += (
+            self.blocks.take_freed()
+        )  # Before the plans of this event, which may write these blocks.
         out += self.blocks.take_named()
         self._plan(now_s, out)
         out += self.cache.effects()
@@ -164,7 +211,9 @@ class PrefillLeader:
             case Tick():
                 pass  # What is due by now is seen to below, as after any event.
             case _:
-                raise InvariantError(f"{self._unit}: a prefill leader cannot take {type(event).__name__}")
+                raise InvariantError(
+                    f"{self._unit}: a prefill leader cannot take {type(event).__name__}"
+                )
 
     # ---- what comes in ----
     def _accept(self, generation: Generation, out: list[Effect]) -> None:
@@ -210,7 +259,9 @@ class PrefillLeader:
 
     def _free_if_done(self, prompt: Prompt) -> None:
         """Free a dropped prompt's blocks unless a plan in flight still writes them."""
-        if prompt.is_dropped and not any(prompt.last_step_id == step.step_id for step in self._in_flight):
+        if prompt.is_dropped and not any(
+            prompt.last_step_id == step.step_id for step in self._in_flight
+        ):
             self._free_started(prompt)
 
     def _free_started(self, prompt: Prompt) -> None:
@@ -223,7 +274,9 @@ class PrefillLeader:
         self.blocks.free(lease.rank, lease.block_ids, (lease.request_id, lease.attempt))
 
     def _reset(self, event: RankReset, out: list[Effect]) -> None:
-        """The unit formed anew: nothing in flight will be done, and what lost ranks held goes back to the front."""
+        """The unit formed anew: nothing in flight will be done, and what lost ranks held goes back
+        to the front.
+        """
         for step in self._in_flight:
             for part in step.parts:
                 part.prompt.num_planned = min(part.prompt.num_planned, part.start)
@@ -245,14 +298,18 @@ class PrefillLeader:
         self.blocks.reset(event)
         if not self.blocks.num_living:
             for key in self._waiting:
-                self._give_back(key, QUEUE_FULL, out)  # Another unit may have room; this one has none for long.
+                self._give_back(
+                    key, QUEUE_FULL, out
+                )  # Another unit may have room; this one has none for long.
             self._waiting.clear()
         out += self._reporter.reset()
 
     # ---- what comes back from the Runner ----
     def _step_done(self, now_s: float, done: StepDone, out: list[Effect]) -> None:
         if not self._in_flight or self._in_flight[0].step_id != done.step_id:
-            raise InvariantError(f"{self._unit}: step {done.step_id} is done, but it is not the one that runs.")
+            raise InvariantError(
+                f"{self._unit}: step {done.step_id} is done, but it is not the one that runs."
+            )
         step = self._in_flight.popleft()
         self._reporter.meter.done(done.elapsed_s)
         self.scheduler.done(done.step_id, done.op_times)
@@ -264,9 +321,18 @@ class PrefillLeader:
             for part in step.parts:
                 self._give_up(part.prompt, done.error, out)
         else:
-            expected = {key for key, part in enumerate(step.parts) if part.end == len(part.prompt.tokens)}
-            if len(done.keys) != len(expected) or set(done.keys) != expected or len(done.tokens) != len(done.keys):
-                raise InvariantError(f"{self._unit}: step {done.step_id} drew for chunks {done.keys}, not {expected}.")
+            expected = {
+                key for key, part in enumerate(step.parts) if part.end == len(part.prompt.tokens)
+            }
+            if (
+                len(done.keys) != len(expected)
+                or set(done.keys) != expected
+                or len(done.tokens) != len(done.keys)
+            ):
+                raise InvariantError(
+                    f"{self._unit}: step {done.step_id} drew for chunks {done.keys}, not"
+                    f" {expected}."
+                )
             self._written(step, {id(step.parts[key].prompt) for key in done.failed}, out)
             for key, token in zip(done.keys, done.tokens, strict=True):
                 prompt = step.parts[key].prompt
@@ -281,7 +347,9 @@ class PrefillLeader:
         out += self._tracer.done(done.step_id, done.events)
 
     def _written(self, step: _InFlight, void: set[int], out: list[Effect]) -> None:
-        """The parts of a step are in their blocks. `void`: ids of prompts whose last part is not what it should be."""
+        """The parts of a step are in their blocks. `void`: ids of prompts whose last part is not
+        what it should be.
+        """
         for part in step.parts:
             part.prompt.num_done = max(part.prompt.num_done, part.end)
         for prompt in {id(part.prompt): part.prompt for part in step.parts}.values():
@@ -297,22 +365,31 @@ class PrefillLeader:
 
     def _first_token(
         self, now_s: float, prompt: Prompt, value: int, done: StepDone, key: int, out: list[Effect]
-    ) -> None:  # fmt: skip
+    ) -> None:
         generation, index = prompt.generation, len(prompt.generation.output)
         self.cache.finished(prompt)
         draw = done.draws.get(key)
         token = Token(
-            generation.request_id, generation.attempt, index, value, finish_of(generation, index, value),
-            draw.logprob if draw else None, draw.top if draw else (),
-        )  # fmt: skip
+            generation.request_id,
+            generation.attempt,
+            index,
+            value,
+            finish_of(generation, index, value),
+            draw.logprob if draw else None,
+            draw.top if draw else (),
+        )
         lease = None
         if token.finish is None:
             del self._started[prompt.key]
-            self.leases.open(HeldLease(*prompt.key, prompt.block_ids, now_s + self._lease_s, prompt.rank))
+            self.leases.open(
+                HeldLease(*prompt.key, prompt.block_ids, now_s + self._lease_s, prompt.rank)
+            )
             lease = KvLease(
-                self.blocks.names[prompt.rank], prompt.block_ids,
-                self.blocks[prompt.rank].generations(prompt.block_ids), len(prompt.tokens),
-            )  # fmt: skip
+                self.blocks.names[prompt.rank],
+                prompt.block_ids,
+                self.blocks[prompt.rank].generations(prompt.block_ids),
+                len(prompt.tokens),
+            )
         else:
             prompt.is_dropped = True  # Freed by the caller: this was its last plan.
         num_cached = prompt.prefix.num_blocks * BLOCK_TOKENS
@@ -331,10 +408,15 @@ class PrefillLeader:
             rates = self.scheduler.rates
             self.cache.ask(now_s, rates if self.scheduler.is_calibrated else None)
             step = pack(
-                self._started.values(), self._in_turns(), self.blocks, self._chunk_tokens,
-                self._num_requests_max, rates if self._is_by_cost else None, self.cache.find,
+                self._started.values(),
+                self._in_turns(),
+                self.blocks,
+                self._chunk_tokens,
+                self._num_requests_max,
+                rates if self._is_by_cost else None,
+                self.cache.find,
                 is_in_turn=self._is_in_turn,
-            )  # fmt: skip
+            )
             if step.starts or any(step.parts):
                 self._num_tokens_left = None
             out += self.cache.start(now_s, step.starts)
@@ -348,10 +430,17 @@ class PrefillLeader:
                 part.prompt.num_planned, part.prompt.last_step_id = part.end, step_id
             works = [work_on(parts) for parts in step.parts]
             choice = self.scheduler.choose(step_id, works)
-            halves: list[tuple[Sequence[Part], Sequence[Part]]] = [(parts, ()) for parts in step.parts]
+            halves: list[tuple[Sequence[Part], Sequence[Part]]] = [
+                (parts, ()) for parts in step.parts
+            ]
             if choice.num_micro_batches == 2:
                 halves = [
-                    cut(parts, self.scheduler.cut_chunks([(part.start, part.end - part.start) for part in parts]))
+                    cut(
+                        parts,
+                        self.scheduler.cut_chunks(
+                            [(part.start, part.end - part.start) for part in parts]
+                        ),
+                    )
                     for parts in step.parts
                 ]
             flat = tuple(part for first, second in halves for part in chain(first, second))
@@ -360,22 +449,33 @@ class PrefillLeader:
             out.append(Execute(self._plans(self._in_flight[-1], halves, choice, works)))
 
     def _plans(
-        self, step: _InFlight, halves: Sequence[tuple[Sequence[Part], Sequence[Part]]], choice: Choice,
+        self,
+        step: _InFlight,
+        halves: Sequence[tuple[Sequence[Part], Sequence[Part]]],
+        choice: Choice,
         works: Sequence[tuple[int, int]],
-    ) -> tuple[PrefillPlan, ...]:  # fmt: skip
+    ) -> tuple[PrefillPlan, ...]:
         """The step's plans, one for each rank. `works`: tokens and pairs by rank."""
         balance = step_balance([works[rank] for rank in self.blocks.living], self.scheduler.rates)
         self._balance.add(balance)
         is_traced = self._tracer.is_wanted
         if is_traced:
             num_tokens = sum(num_tokens for num_tokens, _ in works)
-            self._tracer.planned(step.step_id, choice.schedule, choice.num_micro_batches, num_tokens, balance)
+            self._tracer.planned(
+                step.step_id, choice.schedule, choice.num_micro_batches, num_tokens, balance
+            )
         return tuple(
             PrefillPlan(
-                step.step_id, tuple(part.chunk() for part in first), choice.schedule,
-                tuple(part.chunk() for part in second), choice.num_micro_batches, is_traced, fetches=fetches,
-            ) for (first, second), fetches in zip(halves, step.fetches, strict=True)
-        )  # fmt: skip
+                step.step_id,
+                tuple(part.chunk() for part in first),
+                choice.schedule,
+                tuple(part.chunk() for part in second),
+                choice.num_micro_batches,
+                is_traced,
+                fetches=fetches,
+            )
+            for (first, second), fetches in zip(halves, step.fetches, strict=True)
+        )
 
     # ---- what the front hears ----
     def _give_back(self, key: Key, reason: str, out: list[Effect]) -> None:
@@ -389,19 +489,37 @@ class PrefillLeader:
     def _beat(self, now_s: float) -> list[Effect]:
         if self._num_tokens_left is None:
             self._num_tokens_left = self._count_left()
-        deadlines_s = [s for s in (self.leases.next_deadline_s, self.cache.loads.next_deadline_s) if s is not None]
-        return self._reporter.beat(now_s, self.num_requests, self._num_tokens_left, min(deadlines_s, default=None))
+        deadlines_s = [
+            s
+            for s in (self.leases.next_deadline_s, self.cache.loads.next_deadline_s)
+            if s is not None
+        ]
+        return self._reporter.beat(
+            now_s, self.num_requests, self._num_tokens_left, min(deadlines_s, default=None)
+        )
 
     def _count_left(self) -> int:
-        return sum([len(p.tokens) - p.num_planned for p in chain(self._waiting.values(), self._started.values())])
+        return sum(
+            [
+                len(p.tokens) - p.num_planned
+                for p in chain(self._waiting.values(), self._started.values())
+            ]
+        )
 
     def audit(self) -> list[str]:
-        """Problems of all ledgers; empty when every owner of a block is a started prompt, a lease, a read or a write.
+        """Problems of all ledgers; empty when every owner of a block is a started prompt, a lease,
+        a read or a write.
         """
         problems = self.blocks.check() + self.leases.check() + self.cache.check()
         for rank in range(self.blocks.num_ranks):
-            started = [(prompt.key, prompt.block_ids) for prompt in self._started.values() if prompt.rank == rank]
-            problems += self.blocks.check_owners(rank, [*self.leases.owners(rank), *self.cache.owners(rank), *started])
+            started = [
+                (prompt.key, prompt.block_ids)
+                for prompt in self._started.values()
+                if prompt.rank == rank
+            ]
+            problems += self.blocks.check_owners(
+                rank, [*self.leases.owners(rank), *self.cache.owners(rank), *started]
+            )
         if self._num_tokens_left not in (None, self._count_left()):
             problems.append(f"{self._num_tokens_left} tokens are said to be left")
         if any(prompt.block_ids for prompt in self._waiting.values()):
@@ -413,4 +531,6 @@ class PrefillLeader:
         return problems
 
     def _answer(self, reply_id: int) -> Audit:
-        return Audit(self._unit, reply_id, self.blocks.num_used, self.num_requests, tuple(self.audit()))
+        return Audit(
+            self._unit, reply_id, self.blocks.num_used, self.num_requests, tuple(self.audit())
+        )

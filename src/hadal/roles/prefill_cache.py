@@ -1,12 +1,17 @@
-"""What a prefill leader finds instead of computing it, and keeps for others to find: in its ranks' pools and on disk.
+"""What a prefill leader finds instead of computing it, and keeps for others to find: in its ranks'
+pools and on disk.
 
-    find -> start: own what the pool has, read what the disk has (disk_loads) -> loaded -> (steps) -> written: named
-                                                                 the first token came -> finished: stored (disk_stores)
+    find -> start: own what the pool has, read what the disk has (disk_loads) -> loaded -> (steps)
+    -> written: named
+                                                                 the first token came -> finished:
+                                                                 stored (disk_stores)
 
-A block is found by others as soon as it is complete; it goes to disk only when its prompt's first token proved that
-what is in it is sound, for that cannot be taken back. A token that is void takes with it all names of its rank.
+A block is found by others as soon as it is complete; it goes to disk only when its prompt's first
+token proved that what is in it is sound, for that cannot be taken back. A token that is void takes
+with it all names of its rank.
 
-Knows no steps and decides nothing about ranks; what is cheaper to compute than to read is policy/cached_prefix's.
+Knows no steps and decides nothing about ranks; what is cheaper to compute than to read is
+policy/cached_prefix's.
 """
 
 from __future__ import annotations
@@ -32,13 +37,21 @@ from hadal.roles.rank_pools import RankPools
 
 
 class PrefillCache:
-    """`keeps`: blocks stay in the pools; `has_disk`: there is a disk to write to. Without a chain neither is touched.
+    """`keeps`: blocks stay in the pools; `has_disk`: there is a disk to write to. Without a chain
+    neither is touched.
 
     `recompute`: "auto": a price says what of the disk is read; "off": all that is there.
     """
 
     def __init__(
-        self, unit: str, epoch: str, pools: RankPools, *, keeps: bool, has_disk: bool, recompute: str = AUTO
+        self,
+        unit: str,
+        epoch: str,
+        pools: RankPools,
+        *,
+        keeps: bool,
+        has_disk: bool,
+        recompute: str = AUTO,
     ) -> None:
         self.loads = LoadBook()
         self.stores = StoreBook(pools)
@@ -57,13 +70,16 @@ class PrefillCache:
         self._rates: StepRates | None = None
         self._load_rates: LoadRates | None = None
         self._num_shared: dict[tuple[int, bytes], int] = {}
-        """(rank, last name of a prefix that it has) -> how many of its blocks are owned. Prompts of one plan ask again
-        and again, as it is the same beginning that they share."""
+        """(rank, last name of a prefix that it has) -> how many of its blocks are owned. Prompts of
+        one plan ask again and again, as it is the same beginning that they share.
+        """
         self._queued_s: dict[int, float] = {}
 
     # ---- a prompt starts ----
     def ask(self, now_s: float, rates: StepRates | None) -> None:
-        """`find` is asked at this time, until something changes; `rates`: None while nothing was measured."""
+        """`find` is asked at this time, until something changes; `rates`: None while nothing was
+        measured.
+        """
         self._rates = rates if self._is_priced else None
         self._load_rates = self.loads.meter.rates(now_s)
         self._num_shared.clear()
@@ -107,17 +123,23 @@ class PrefillCache:
         return self._num_shared[key]
 
     def start(self, now_s: float, starts: Sequence[Start]) -> list[Effect]:
-        """Take all blocks of prompts that start. What is found is owned first, so that nobody's room is made of it."""
+        """Take all blocks of prompts that start. What is found is owned first, so that nobody's
+        room is made of it.
+        """
         for prompt, rank, prefix in starts:
             held = self._pools[rank].lookup(slice_of(prompt.generation.chain, 0, prefix.num_memory))
             if len(held) != prefix.num_memory:
-                raise InvariantError(f"{self._unit}: what {prompt.key} found is not there any more.")
+                raise InvariantError(
+                    f"{self._unit}: what {prompt.key} found is not there any more."
+                )
             self._pools[rank].acquire(held, prompt.key)
             prompt.rank, prompt.prefix, prompt.block_ids = rank, prefix, held
             prompt.num_named = prefix.num_memory
             prompt.num_planned = prompt.num_done = prefix.num_memory * BLOCK_TOKENS
         for prompt, rank, prefix in starts:
-            new = self._pools[rank].allocate(blocks_for(len(prompt.tokens)) - prefix.num_memory, prompt.key)
+            new = self._pools[rank].allocate(
+                blocks_for(len(prompt.tokens)) - prefix.num_memory, prompt.key
+            )
             if new is None:
                 raise InvariantError(f"{self._unit}: packed a prompt whose blocks are not free.")
             prompt.block_ids += new
@@ -128,7 +150,15 @@ class PrefillCache:
                 prompt.is_loading = True
                 load = self.loads.begin(now_s, prompt, prefix.num_memory, prefix.num_loading)
                 self._pools[rank].acquire(load.into, load.owner, is_use=False)
-                out.append(LoadBlocks(load.load_id, load.names, self.stores.index.lookup(load.names), load.into, rank))
+                out.append(
+                    LoadBlocks(
+                        load.load_id,
+                        load.names,
+                        self.stores.index.lookup(load.names),
+                        load.into,
+                        rank,
+                    )
+                )
         return out
 
     def _used(self, names: bytes) -> list[Effect]:
@@ -138,11 +168,15 @@ class PrefillCache:
 
     # ---- what the disk says ----
     def loaded(self, now_s: float, event: BlocksLoaded) -> list[Effect]:
-        """A read is answered: whoever waited for it goes on with what came, and computes the rest."""
+        """A read is answered: whoever waited for it goes on with what came, and computes the
+        rest.
+        """
         load = self.loads.end(now_s, event.load_id, event.num_loaded)
         num, prompt = event.num_loaded, load.prompt
         self._counts[cache.DAMAGED_BLOCKS] += event.num_damaged
-        if num < len(load.into):  # The first that did not come; those behind it are of no use without it.
+        if num < len(
+            load.into
+        ):  # The first that did not come; those behind it are of no use without it.
             self.stores.index.drop(slice_of(load.names, num, num + 1))
         if self._keeps:
             self._pools[load.rank].name(load.into[:num], load.chain, load.first)
@@ -156,8 +190,9 @@ class PrefillCache:
         return self._used(slice_of(load.names, 0, num))
 
     def give_up(self, now_s: float) -> list[Prompt]:
-        """Let prompts that waited too long for the disk compute instead, in other blocks: the read may still write its
-        own. Returns those for which there is no room."""
+        """Let prompts that waited too long for the disk compute instead, in other blocks: the read
+        may still write its own. Returns those for which there is no room.
+        """
         stuck = []
         for load in self.loads.overdue(now_s):
             prompt = load.prompt
@@ -190,19 +225,26 @@ class PrefillCache:
         full = min(prompt.num_done // BLOCK_TOKENS, num_names(prompt.generation.chain))
         if self._keeps and full > prompt.num_named:
             first = prompt.num_named
-            self._pools[prompt.rank].name(prompt.block_ids[first:full], prompt.generation.chain, first)
+            self._pools[prompt.rank].name(
+                prompt.block_ids[first:full], prompt.generation.chain, first
+            )
             prompt.num_named = full
 
     def ahead(self, prompt: Prompt) -> list[Effect]:
-        """Tell which full blocks of a prompt that goes on are there, if there are more than before."""
+        """Tell which full blocks of a prompt that goes on are there, if there are more than
+        before.
+        """
         full = prompt.num_done // BLOCK_TOKENS
         if full <= prompt.num_told or prompt.num_done >= len(prompt.tokens):
             return []
         prompt.num_told = full
         pool, block_ids = self._pools[prompt.rank], prompt.block_ids[:full]
         lease = KvLease(
-            self._pools.names[prompt.rank], block_ids, pool.generations(block_ids), full * BLOCK_TOKENS
-        )  # fmt: skip
+            self._pools.names[prompt.rank],
+            block_ids,
+            pool.generations(block_ids),
+            full * BLOCK_TOKENS,
+        )
         return [Send("front", PrefillAhead(self._unit, *prompt.key, lease))]
 
     def finished(self, prompt: Prompt) -> None:
@@ -215,11 +257,14 @@ class PrefillCache:
         if self._has_disk:
             for position, name in enumerate(split(generation.chain)):
                 self.stores.offer(prompt.rank, name, position, prompt.block_ids[position])
-            # Now, for this token may be its last, and then its blocks may be nobody's at the end of the event.
+            # Now, for this token may be its last, and then its blocks may be nobody's at the end of
+            # the event.
             self._begun += self.stores.begin()
 
     def failed(self, prompt: Prompt) -> None:
-        """Its token is void, so what it attended to may be: nothing of its rank is found any more."""
+        """Its token is void, so what it attended to may be: nothing of its rank is found any
+        more.
+        """
         self._pools[prompt.rank].forget_names()
 
     # ---- the end of an event ----
@@ -235,16 +280,23 @@ class PrefillCache:
     def totals(self) -> dict[str, int]:
         """What Load.cache says: everything that core/cache has a name for."""
         found = {
-            **self._counts, **self.stores.counts, cache.EVICTED_BLOCKS: self._pools.num_evicted,
-            cache.MEMORY_BLOCKS: self._pools.num_named, cache.DISK_BLOCKS: len(self.stores.index),
-        }  # fmt: skip
+            **self._counts,
+            **self.stores.counts,
+            cache.EVICTED_BLOCKS: self._pools.num_evicted,
+            cache.MEMORY_BLOCKS: self._pools.num_named,
+            cache.DISK_BLOCKS: len(self.stores.index),
+        }
         return {name: found.get(name, 0) for name in (*cache.CACHE_LEVELS, *cache.CACHE_TOTALS)}
 
     def say_all(self) -> list[Effect]:
         """To a front that knows nothing."""
         self._pools.take_names()
         names = self._pools.found_names
-        return [Send("front", Cached(self._unit, self._epoch, names, b"", is_whole=True))] if self._keeps else []
+        return (
+            [Send("front", Cached(self._unit, self._epoch, names, b"", is_whole=True))]
+            if self._keeps
+            else []
+        )
 
     def lose(self, ranks: Sequence[int]) -> None:
         """These ranks are gone with all they had; their prompts are forgotten already."""
@@ -255,7 +307,9 @@ class PrefillCache:
 
     def owners(self, rank: int) -> list[tuple[Hashable, tuple[int, ...]]]:
         """Which reads and writes own which blocks of a rank."""
-        reads: list[tuple[Hashable, tuple[int, ...]]] = [(load.owner, load.into) for load in self.loads.of_rank(rank)]
+        reads: list[tuple[Hashable, tuple[int, ...]]] = [
+            (load.owner, load.into) for load in self.loads.of_rank(rank)
+        ]
         return reads + list(self.stores.owners(rank))
 
     def check(self) -> list[str]:

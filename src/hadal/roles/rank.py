@@ -1,17 +1,22 @@
-"""The role of a rank's process: does what its leader says for the generation it belongs to, and says that it lives.
+"""The role of a rank's process: does what its leader says for the generation it belongs to, and
+says that it lives.
 
-    RankUp ... RankUp --RankForm--> Form ... Formed --RankFormed--> RankStep -> Execute -> StepDone -> RankDone
-                                                                    RankStage -> Stage -> Staged -> RankStaged
+    RankUp ... RankUp --RankForm--> Form ... Formed --RankFormed--> RankStep -> Execute -> StepDone
+    -> RankDone
+                                                                    RankStage -> Stage -> Staged ->
+                                                                    RankStaged
 
-Decides nothing: slots, blocks and plans are the leader's. What belongs to an older generation is dropped, both steps
-and stages that arrive late and results of those that were broken off. Pulls, freed blocks, and what goes to disk or
-comes from it belong to no generation, for KV outlives them; they count from the first FormPlan on, as earlier ones were
-meant for this rank's predecessor.
+Decides nothing: slots, blocks and plans are the leader's. What belongs to an older generation is
+dropped, both steps and stages that arrive late and results of those that were broken off. Pulls,
+freed blocks, and what goes to disk or comes from it belong to no generation, for KV outlives them;
+they count from the first FormPlan on, as earlier ones were meant for this rank's predecessor.
 
-A rank outlives its leader. What its pool holds it notes as plans go by (roles/rank_holdings); a new leader, who does
-not know its heartbeats, asks with RankWho, and RankHeld answers as soon as no copy of the old one's is under way.
+A rank outlives its leader. What its pool holds it notes as plans go by (roles/rank_holdings); a new
+leader, who does not know its heartbeats, asks with RankWho, and RankHeld answers as soon as no copy
+of the old one's is under way.
 
-The wire between a leader and a rank keeps the order and repeats nothing; it may lose messages only with the process.
+The wire between a leader and a rank keeps the order and repeats nothing; it may lose messages only
+with the process.
 """
 
 from __future__ import annotations
@@ -24,7 +29,16 @@ import msgspec
 from hadal.core.config import RANK_BEAT_S
 from hadal.core.errors import InvariantError
 from hadal.core.messages import SUPERVISOR
-from hadal.core.plans import BlocksLoaded, BlocksStored, Formed, FormPlan, KvPulled, Staged, StagePlan, StepDone
+from hadal.core.plans import (
+    BlocksLoaded,
+    BlocksStored,
+    Formed,
+    FormPlan,
+    KvPulled,
+    Staged,
+    StagePlan,
+    StepDone,
+)
 from hadal.core.rank_messages import (
     RankAnswered,
     RankBeat,
@@ -62,8 +76,9 @@ from hadal.roles.rank_holdings import RankHoldings
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """How far the rank's compute thread is. The host feeds it before every Tick, before a step's result, and whenever
-    `lost` changed."""
+    """How far the rank's compute thread is. The host feeds it before every Tick, before a step's
+    result, and whenever `lost` changed.
+    """
 
     num_ops: int
     """Ops begun since the process started."""
@@ -74,12 +89,23 @@ class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class RankRole:
-    """Rank `rank` of `unit`, reached by its peers at `host`:`port`; `leader` is the unit's leader on the wire."""
+    """Rank `rank` of `unit`, reached by its peers at `host`:`port`; `leader` is the unit's leader
+    on the wire.
+    """
 
     def __init__(
-        self, unit: str, rank: int, epoch: str, host: str, port: int, pool: str, *, expert_port: int = 0,
-        leader: str = "", beat_s: float = RANK_BEAT_S,
-    ) -> None:  # fmt: skip
+        self,
+        unit: str,
+        rank: int,
+        epoch: str,
+        host: str,
+        port: int,
+        pool: str,
+        *,
+        expert_port: int = 0,
+        leader: str = "",
+        beat_s: float = RANK_BEAT_S,
+    ) -> None:
         self.generation = 0
         """Of the newest FormPlan taken; 0: none yet."""
         self.num_stale = 0
@@ -103,7 +129,9 @@ class RankRole:
         self._wake_s = -math.inf
 
     def start(self, now_s: float) -> list[Effect]:
-        """The first effects of the process: say to the leader and to the supervisor that it is ready."""
+        """The first effects of the process: say to the leader and to the supervisor that it is
+        ready.
+        """
         self._next_beat_s = now_s + self._beat_s
         return [Send(SUPERVISOR, self._up), Send(self._leader, self._up), *self._wake()]
 
@@ -140,7 +168,9 @@ class RankRole:
                 self._num_asked -= 1
                 effects.append(Send(self._leader, RankAnswered(self._rank, self._epoch, event)))
             case Progress():
-                if not self._is_formed:  # Whom an older generation lost says nothing about this one.
+                if (
+                    not self._is_formed
+                ):  # Whom an older generation lost says nothing about this one.
                     event = msgspec.structs.replace(event, lost=())
                 if set(event.lost) - set(self._progress.lost):
                     self._next_beat_s = now_s  # News that the leader waits for.
@@ -177,7 +207,9 @@ class RankRole:
             return []
         num_in_flight = sum(generation == self.generation for generation, _ in self._in_flight)
         if num_in_flight >= MAX_STEPS_IN_FLIGHT:
-            raise InvariantError(f"{self._name}: step {message.plan.step_id} is one too many in flight.")
+            raise InvariantError(
+                f"{self._name}: step {message.plan.step_id} is one too many in flight."
+            )
         self._in_flight.append((message.generation, message.plan.step_id))
         self._holdings.step(message.plan)
         return [Execute((message.plan,))]
@@ -206,7 +238,9 @@ class RankRole:
     # ---- what comes of it ----
     def _step_done(self, done: StepDone) -> list[Effect]:
         if not self._in_flight or self._in_flight[0][1] != done.step_id:
-            raise InvariantError(f"{self._name}: step {done.step_id} is done, but it is not the one that runs.")
+            raise InvariantError(
+                f"{self._name}: step {done.step_id} is done, but it is not the one that runs."
+            )
         generation, _ = self._in_flight.popleft()
         if generation != self.generation:
             self.num_stale += 1
@@ -233,7 +267,12 @@ class RankRole:
             return self._up
         progress = self._progress
         return RankBeat(
-            self._rank, self._epoch, self.generation, progress.num_ops, progress.is_computing, progress.lost
+            self._rank,
+            self._epoch,
+            self.generation,
+            progress.num_ops,
+            progress.is_computing,
+            progress.lost,
         )
 
     def _held(self) -> RankUp | RankHeld:
@@ -248,4 +287,6 @@ class RankRole:
     def audit(self) -> list[str]:
         """Problems; empty when no more steps of this generation are in flight than may be."""
         num_in_flight = sum(generation == self.generation for generation, _ in self._in_flight)
-        return [f"{num_in_flight} plans are in flight"] if num_in_flight > MAX_STEPS_IN_FLIGHT else []
+        return (
+            [f"{num_in_flight} plans are in flight"] if num_in_flight > MAX_STEPS_IN_FLIGHT else []
+        )

@@ -1,4 +1,6 @@
-"""Which members of a generation others have lost their connection to. Who is to be believed is the book's to say."""
+"""Which members of a generation others have lost their connection to. Who is to be believed is the
+book's to say.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ class Blame:
         self._blamed_by: dict[int, set[int]] = {}
 
     def add(self, observer: int, lost: Collection[int], members: Collection[int]) -> None:
-        """A member lost others. What it says of itself, or of those who do not belong, does not count."""
+        """A member lost others. What it says of itself, or of those who do not belong, does not
+        count.
+        """
         for rank in lost:
             if rank in members and rank != observer:
                 self._blamed_by.setdefault(rank, set()).add(observer)

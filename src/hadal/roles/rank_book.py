@@ -1,12 +1,14 @@
-"""Who belongs to a unit: its generations, and when a rank is given up. The states are tables in `rank_states`.
+"""Who belongs to a unit: its generations, and when a rank is given up. The states are tables in
+`rank_states`.
 
-A generation is a set of processes that step together. It is over with the first of them; the survivors form the next
-one at once, which holds the experts that went with it, and a replacement joins by yet another, when no step is in
-flight. A rank is given up if its process ended, if it is silent or stuck for `rank_timeout_s` though it could run
-(policy/suspicion), or if it cannot form.
-What others say of a rank is not enough while its heartbeats go on, for it may be the link: then all form again.
-Ranks outlive their leader: who beats and is not known here is asked who it is, and the first generation of a leader
-that took ranks over is above theirs, with the placement that they have.
+A generation is a set of processes that step together. It is over with the first of them; the
+survivors form the next one at once, which holds the experts that went with it, and a replacement
+joins by yet another, when no step is in flight. A rank is given up if its process ended, if it is
+silent or stuck for `rank_timeout_s` though it could run (policy/suspicion), or if it cannot form.
+What others say of a rank is not enough while its heartbeats go on, for it may be the link: then all
+form again. Ranks outlive their leader: who beats and is not known here is asked who it is, and the
+first generation of a leader that took ranks over is above theirs, with the placement that they
+have.
 
 Knows no plans, blocks or requests. `effects` is what it wants sent; its owner takes them.
 """
@@ -28,32 +30,49 @@ from hadal.roles.rank_states import Phase, RankState, RankView, next_phase, next
 from hadal.roles.suspects import Suspects
 
 SILENT_S = 2.4 * RANK_BEAT_S
-"""Two heartbeats are missing: not enough to give a rank up, enough to believe those who blame it."""
+"""Two heartbeats are missing: not enough to give a rank up, enough to believe those who blame
+it.
+"""
 NEWS_S = 1.0
 """How long to wait for the reason, once a step or a formation failed for want of a peer."""
 PEER_ERRORS = ("PeerLost", "Aborted")
 """What an error begins with that is no fault of the rank itself: comm/group, model/membership."""
 KILL_AGAIN_S = 2.0
 TAKEOVER_GRACE_S = 1.0
-"""How long ranks that an earlier leader led wait for the others: those that live were asked a heartbeat ago."""
+"""How long ranks that an earlier leader led wait for the others: those that live were asked a
+heartbeat ago.
+"""
 FAILED_FORMS_MAX = 3
-"""Formations in a row that may fail because ranks blame each other, before the most blamed one goes."""
+"""Formations in a row that may fail because ranks blame each other, before the most blamed one
+goes.
+"""
 _NUM_NOTES = 256
 
 
 class RankBook:
-    """Membership of `unit`. `placement` is the full one; a generation without some ranks gets it without those.
+    """Membership of `unit`. `placement` is the full one; a generation without some ranks gets it
+    without those.
 
-    `grace_s`: how long the first ranks wait for the others before they form without them; and how long a rank may stay
-    unheard of before the supervisor is asked to kill it, if it has one that says it is ready.
+    `grace_s`: how long the first ranks wait for the others before they form without them; and how
+    long a rank may stay unheard of before the supervisor is asked to kill it, if it has one that
+    says it is ready.
     """
 
     def __init__(
-        self, unit: str, num_ranks: int, placement: Placement, *, rank_timeout_s: float = 1.5, grace_s: float = 30.0,
-        form_timeout_s: float = 60.0, drain_timeout_s: float = 5.0,
-    ) -> None:  # fmt: skip
+        self,
+        unit: str,
+        num_ranks: int,
+        placement: Placement,
+        *,
+        rank_timeout_s: float = 1.5,
+        grace_s: float = 30.0,
+        form_timeout_s: float = 60.0,
+        drain_timeout_s: float = 5.0,
+    ) -> None:
         if placement.num_ranks != num_ranks:
-            raise ValueError(f"the placement is for {placement.num_ranks} ranks, and the unit has {num_ranks}.")
+            raise ValueError(
+                f"the placement is for {placement.num_ranks} ranks, and the unit has {num_ranks}."
+            )
         self.generation = 0
         self.phase = Phase.WAITING
         self.members: dict[int, str] = {}
@@ -90,7 +109,11 @@ class RankBook:
     # ---- what others ask ----
     def is_member(self, rank: int, epoch: str) -> bool:
         """Whether this process lives and belongs to the newest generation."""
-        return 0 <= rank < len(self._ranks) and self._ranks[rank].is_living and self.members.get(rank) == epoch
+        return (
+            0 <= rank < len(self._ranks)
+            and self._ranks[rank].is_living
+            and self.members.get(rank) == epoch
+        )
 
     def up_of(self, rank: int) -> RankUp | None:
         """What its present process said of itself."""
@@ -101,9 +124,13 @@ class RankBook:
         return up.pool if up is not None else ""
 
     def adopt(self, placement: Placement) -> None:
-        """All ranks did a step with it: from now on generations form with it, and with what is left of it."""
+        """All ranks did a step with it: from now on generations form with it, and with what is left
+        of it.
+        """
         if not self.is_running or len(self.members) != len(self._ranks):
-            raise InvariantError(f"{self._unit}: a placement is adopted by {sorted(self.members)}, {self.phase}.")
+            raise InvariantError(
+                f"{self._unit}: a placement is adopted by {sorted(self.members)}, {self.phase}."
+            )
         self.placement = self._full = placement
 
     @property
@@ -116,8 +143,12 @@ class RankBook:
         return len(self._ranks)
 
     def is_idle_since(self, sent_s: float, time_s: float) -> bool:
-        """Whether a step was sent, and no member's compute thread moved, since `time_s`: something went astray."""
-        return sent_s < time_s and all(self._ranks[index].progressed_s < time_s for index in self.members)
+        """Whether a step was sent, and no member's compute thread moved, since `time_s`: something
+        went astray.
+        """
+        return sent_s < time_s and all(
+            self._ranks[index].progressed_s < time_s for index in self.members
+        )
 
     @property
     def is_running(self) -> bool:
@@ -155,7 +186,11 @@ class RankBook:
     def rank_held(self, now_s: float, message: RankHeld) -> None:
         """A rank that an earlier leader led says who it is, and what it holds."""
         up, plan = message.up, message.plan
-        rank = self._ranks[up.rank] if up.unit == self._unit and 0 <= up.rank < len(self._ranks) else None
+        rank = (
+            self._ranks[up.rank]
+            if up.unit == self._unit and 0 <= up.rank < len(self._ranks)
+            else None
+        )
         is_new = rank is not None and rank.state is RankState.ABSENT and up.epoch not in rank.dead
         if is_new and plan.generation > self._held_generation:
             self._held_generation = plan.generation  # Before a generation forms with it.
@@ -165,13 +200,19 @@ class RankBook:
             rank.held = message.held
 
     def _take_placement(self, plan: FormPlan) -> None:
-        """Go on with the placement that the ranks have, if it is one of all of them and there is none of ours yet."""
+        """Go on with the placement that the ranks have, if it is one of all of them and there is
+        none of ours yet.
+        """
         full = self._full
-        if self.generation or len(plan.members) < len(self._ranks) or plan.num_slots != full.num_slots:
+        if (
+            self.generation
+            or len(plan.members) < len(self._ranks)
+            or plan.num_slots != full.num_slots
+        ):
             return
         self.placement = self._full = Placement.from_bytes(
             plan.slot_to_expert, full.num_experts, plan.num_ranks, plan.num_slots, plan.weights
-        )  # fmt: skip
+        )
 
     def take_held(self, rank: int) -> Held | None:
         """What its pool held when it was taken over, once."""
@@ -233,11 +274,15 @@ class RankBook:
         self._see_answers(now_s)
 
     def broke(self, now_s: float, observer: int, lost: tuple[int, ...]) -> None:
-        """A member of the present generation lost peers, or a step of it: no step will succeed any more."""
+        """A member of the present generation lost peers, or a step of it: no step will succeed any
+        more.
+        """
         self._blame.add(observer, lost, self.members)
         if self.phase in (Phase.RUNNING, Phase.DRAINING):
             self._move(now_s, "break")
-            self.notes.append(f"rank {observer} lost {name_peers(lost)}: steps wait until it is known who is gone")
+            self.notes.append(
+                f"rank {observer} lost {name_peers(lost)}: steps wait until it is known who is gone"
+            )
         self._believe_blamers(now_s)
 
     def sighted(self, now_s: float, message: Sighting) -> None:
@@ -245,16 +290,21 @@ class RankBook:
         self._suspects.sighted(now_s, message)
 
     def tick(self, now_s: float, is_stepping: bool) -> None:
-        """Look at every deadline. `is_stepping`: a step is in flight, so a thread that computes has to move."""
+        """Look at every deadline. `is_stepping`: a step is in flight, so a thread that computes has
+        to move.
+        """
         is_over = self._give_up_frozen(now_s, is_stepping)
         self._begun_s = now_s if self._begun_s is None else self._begun_s
         for index, rank in enumerate(self._ranks):
             if rank.state is RankState.DROPPED and now_s - rank.killed_s > KILL_AGAIN_S:
                 self._kill(now_s, index, "was to be ended before, and still runs")
-            elif rank.state is RankState.ABSENT and now_s - max(
-                self._begun_s, rank.ended_s, rank.killed_s
-            ) > self._grace_s:  # One that froze before it was heard here. One that still starts is let be.
-                self._kill(now_s, index, f"has not been heard by its leader for {self._grace_s:g} s")
+            elif (
+                rank.state is RankState.ABSENT
+                and now_s - max(self._begun_s, rank.ended_s, rank.killed_s) > self._grace_s
+            ):  # One that froze before it was heard here. One that still starts is let be.
+                self._kill(
+                    now_s, index, f"has not been heard by its leader for {self._grace_s:g} s"
+                )
         if is_over:
             self.form(now_s)
         match self.phase:
@@ -287,7 +337,9 @@ class RankBook:
             is_over = is_over or index in self.members
             is_silent = silent[name] <= now_s - self._ranks[index].heard_s
             what = "has sent no heartbeat" if is_silent else "has been stuck in one operation"
-            self._give_up(now_s, index, f"{what} for {silent[name]:.1f} s{self._suspects.why(name)}")
+            self._give_up(
+                now_s, index, f"{what} for {silent[name]:.1f} s{self._suspects.why(name)}"
+            )
         self.effects += self._suspects.take_effects()
         return is_over
 
@@ -317,9 +369,13 @@ class RankBook:
         absent = [index for index in range(len(self._ranks)) if index not in self.members]
         self.placement = placement = self._full if not absent else without(self._full, absent)
         plan = FormPlan(
-            self.generation, len(self._ranks), tuple(self._member(index) for index in living), placement.to_bytes(),
-            placement.num_slots, placement.weights_bytes(),
-        )  # fmt: skip
+            self.generation,
+            len(self._ranks),
+            tuple(self._member(index) for index in living),
+            placement.to_bytes(),
+            placement.num_slots,
+            placement.weights_bytes(),
+        )
         for index in living:
             self._move_rank(index, "form")
             self.effects.append(Send(self._name(index), RankForm(plan)))
@@ -329,7 +385,9 @@ class RankBook:
         for index in self._blame:
             rank = self._ranks[index]
             is_silent = self._suspects.is_frozen(self._name(index), now_s - rank.heard_s, SILENT_S)
-            if is_silent or self._suspects.is_frozen(self._name(index), now_s - rank.moved_s, self._rank_timeout_s):
+            if is_silent or self._suspects.is_frozen(
+                self._name(index), now_s - rank.moved_s, self._rank_timeout_s
+            ):
                 self._give_up(now_s, index, "was lost by others, and is silent or stuck")
         self.form(now_s)
 
@@ -344,7 +402,9 @@ class RankBook:
             self.form(now_s)
 
     def _see_answers(self, now_s: float) -> None:
-        """In phase FORMING: go on when everybody answered well, form again when somebody could not."""
+        """In phase FORMING: go on when everybody answered well, form again when somebody could
+        not.
+        """
         if self.phase is not Phase.FORMING:
             return
         missing = self.members.keys() - self._answered.keys()
@@ -364,16 +424,24 @@ class RankBook:
             self._form_again(now_s)
         elif now_s - self._phase_s >= self._form_timeout_s:
             for index in missing:
-                self._give_up(now_s, index, "does not answer when the ranks are to connect to each other")
+                self._give_up(
+                    now_s, index, "does not answer when the ranks are to connect to each other"
+                )
             self.form(now_s)
 
     def _formed_text(self, took_s: float, num_loaded: int) -> str:
-        text = f"generation {self.generation} formed in {took_s:.3f} s with ranks {', '.join(map(str, self.members))}"
+        text = (
+            f"generation {self.generation} formed in {took_s:.3f} s with ranks"
+            f" {', '.join(map(str, self.members))}"
+        )
         absent = [str(index) for index in range(len(self._ranks)) if index not in self.members]
         if absent:
             text += f", without {', '.join(absent)}"
         if num_loaded:
-            text += f"; {num_loaded} copies of experts were read from the model's files, so that each expert has a rank"
+            text += (
+                f"; {num_loaded} copies of experts were read from the model's files, so that each"
+                " expert has a rank"
+            )
         return text
 
     # ---- losing ----
@@ -407,7 +475,9 @@ class RankBook:
         """In phase BROKEN: a rank that all others lost, and that says nothing itself, is gone."""
         for index in self._blame:
             rank, observers = self._ranks[index], self._blame.observers(index)
-            others = {other for other, epoch in self.members.items() if self.is_member(other, epoch)} - {index}
+            others = {
+                other for other, epoch in self.members.items() if self.is_member(other, epoch)
+            } - {index}
             is_silent = self._suspects.is_frozen(self._name(index), now_s - rank.heard_s, SILENT_S)
             if rank.is_living and others <= observers and is_silent:
                 self._drop(now_s, index, "was lost by all others, and is silent")
@@ -429,7 +499,9 @@ class RankBook:
     def _ghost(self, now_s: float, index: int) -> None:
         """Somebody speaks who is held for dead, long after: make it so, or it never comes back."""
         rank = self._ranks[index]
-        is_long_ago = now_s - max(rank.ended_s, rank.killed_s) > max(KILL_AGAIN_S, self._rank_timeout_s)
+        is_long_ago = now_s - max(rank.ended_s, rank.killed_s) > max(
+            KILL_AGAIN_S, self._rank_timeout_s
+        )
         if rank.state is RankState.ABSENT and is_long_ago:
             self._kill(now_s, index, "was taken for dead, and still speaks")
 
@@ -462,9 +534,17 @@ class RankBook:
                 problems.append(f"rank {index} is {rank.state} and never announced itself")
             belongs = rank.state in (RankState.FORMING, RankState.MEMBER)
             if belongs != (self.members.get(index) == rank.epoch and rank.is_living):
-                problems.append(f"rank {index} is {rank.state}, and the members are {sorted(self.members)}")
-        if self.is_running and any(self._ranks[index].state is not RankState.MEMBER for index in self.members):
-            problems.append(f"generation {self.generation} is {self.phase} with a member that did not form")
-        if self.phase is Phase.WAITING and any(rank.state is RankState.MEMBER for rank in self._ranks):
+                problems.append(
+                    f"rank {index} is {rank.state}, and the members are {sorted(self.members)}"
+                )
+        if self.is_running and any(
+            self._ranks[index].state is not RankState.MEMBER for index in self.members
+        ):
+            problems.append(
+                f"generation {self.generation} is {self.phase} with a member that did not form"
+            )
+        if self.phase is Phase.WAITING and any(
+            rank.state is RankState.MEMBER for rank in self._ranks
+        ):
             problems.append("a member of nothing")
         return problems

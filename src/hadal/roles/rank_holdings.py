@@ -1,10 +1,11 @@
-"""What a rank's pool holds, as the plans that go by tell it: so that a new leader can go on with what an old one led.
+"""What a rank's pool holds, as the plans that go by tell it: so that a new leader can go on with
+what an old one led.
 
     join   the ticket's KV is in these blocks     grown  and in this one     step  one position more for all who joined
     leave  the KV stays as it is                  freed  it is gone        name  a block can be found, whoever owns it
 
-Nothing is decided here, and nothing is certain about the last steps: they may not have been done. Whoever goes on knows
-which tokens were delivered, and those positions were computed.
+Nothing is decided here, and nothing is certain about the last steps: they may not have been done.
+Whoever goes on knows which tokens were delivered, and those positions were computed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from dataclasses import dataclass
 import msgspec
 
 from hadal.core.placement import Placement, flip_arrays
-from hadal.core.plans import DecodePlan, FormPlan, Held, HeldKv, Join, LayerFlip, NamedBlocks, StepPlan
+from hadal.core.plans import (
+    DecodePlan,
+    FormPlan,
+    Held,
+    HeldKv,
+    Join,
+    LayerFlip,
+    NamedBlocks,
+    StepPlan,
+)
 from hadal.roles.rank_pools import named_blocks, names_of
 
 
@@ -33,7 +43,9 @@ class _Kv:
 
 
 class RankHoldings:
-    """`plan`: the newest FormPlan, with the placement as flips have made it; None before the first."""
+    """`plan`: the newest FormPlan, with the placement as flips have made it; None before the
+    first.
+    """
 
     def __init__(self) -> None:
         self.plan: FormPlan | None = None
@@ -43,7 +55,9 @@ class RankHoldings:
         self._block_to_ticket: dict[int, int] = {}
         self._block_to_name: dict[int, tuple[bytes, bytes]] = {}
         self._unfetched: set[int] = set()
-        """Blocks read from disk that no plan has fetched yet: where the cache is not the pool, they are not in it."""
+        """Blocks read from disk that no plan has fetched yet: where the cache is not the pool, they
+        are not in it.
+        """
         self._num_freed: Counter[int] = Counter()
         self._num_plans = 0
 
@@ -96,17 +110,23 @@ class RankHoldings:
                 for ticket, kv in self._ticket_to_kv.items()
             ),
             dict(self._num_freed),
-            named_blocks({
-                block: name for block, name in self._block_to_name.items() if block not in self._unfetched
-            }),
-        )  # fmt: skip
+            named_blocks(
+                {
+                    block: name
+                    for block, name in self._block_to_name.items()
+                    if block not in self._unfetched
+                }
+            ),
+        )
 
     def _join(self, join: Join) -> None:
         before = self._ticket_to_kv.get(join.ticket)
         num_before = before.num_pulled if before is not None else 0
         num_pulled = join.num_tokens if join.is_pulled else num_before
         self._drop(join.ticket)
-        self._ticket_to_kv[join.ticket] = _Kv(list(join.block_ids), join.num_tokens, num_pulled, self._num_plans)
+        self._ticket_to_kv[join.ticket] = _Kv(
+            list(join.block_ids), join.num_tokens, num_pulled, self._num_plans
+        )
         self._slot_to_ticket[join.slot] = join.ticket
         self._block_to_ticket.update(dict.fromkeys(join.block_ids, join.ticket))
 
@@ -130,8 +150,10 @@ class RankHoldings:
     def _flip(self, flip: LayerFlip) -> None:
         plan = self.plan
         assert plan is not None, "a step of no generation"
-        placement = Placement.from_bytes(plan.slot_to_expert, 0, plan.num_ranks, plan.num_slots, plan.weights)
+        placement = Placement.from_bytes(
+            plan.slot_to_expert, 0, plan.num_ranks, plan.num_slots, plan.weights
+        )
         placement = placement.with_layer(flip.layer, *flip_arrays(flip, plan.num_slots))
         self.plan = msgspec.structs.replace(
             plan, slot_to_expert=placement.to_bytes(), weights=placement.weights_bytes()
-        )  # fmt: skip
+        )

@@ -1,7 +1,8 @@
-"""The KV blocks of a unit's ranks: one allocator each, who lives, and what was freed, named and forgotten since the
-host and the front heard of it.
+"""The KV blocks of a unit's ranks: one allocator each, who lives, and what was freed, named and
+forgotten since the host and the front heard of it.
 
-Knows no requests: whoever holds blocks of a lost rank forgets them before the rank's allocator is replaced.
+Knows no requests: whoever holds blocks of a lost rank forgets them before the rank's allocator is
+replaced.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ from hadal.kv.blocks import BlockAllocator
 
 
 class RankPools:
-    """Ranks of a unit of several are dead until a RankReset names them fresh; a rank alone is alive from the start."""
+    """Ranks of a unit of several are dead until a RankReset names them fresh; a rank alone is alive
+    from the start.
+    """
 
-    def __init__(self, num_blocks: int, num_ranks: int = 1, name: str = "", *, tells_names: bool = False) -> None:
-        """`num_blocks`: of each rank, the scratch block included; `name`: of the pool of a rank alone. `tells_names`:
-        ranks are told what is named on them, for they may outlive whoever leads them."""
+    def __init__(
+        self, num_blocks: int, num_ranks: int = 1, name: str = "", *, tells_names: bool = False
+    ) -> None:
+        """`num_blocks`: of each rank, the scratch block included; `name`: of the pool of a rank
+        alone. `tells_names`: ranks are told what is named on them, for they may outlive whoever
+        leads them.
+        """
         if num_ranks < 1:
             raise ValueError(f"num_ranks is {num_ranks}; a unit has at least one.")
         self.num_ranks = num_ranks
@@ -33,7 +40,9 @@ class RankPools:
         self.living = [0] if num_ranks == 1 else []
         """The ranks that live, in their order."""
         self.names = [name if num_ranks == 1 else ""] * num_ranks
-        """By rank: under this name others find the pool's memory. New at every start of the rank."""
+        """By rank: under this name others find the pool's memory. New at every start of the
+        rank.
+        """
         self._untold: dict[int, list[bytes]] | None = {} if tells_names else None
         """By rank, names that came there since `take_named`; None: they are not told."""
         self._num_blocks = num_blocks
@@ -51,7 +60,9 @@ class RankPools:
         self._num_named = 0
         """Blocks that can be found, on all ranks, as `_settle` left it."""
         self._changed: dict[bytes, None] = {}
-        """Of those and of others, what came to the first rank or went from the last since `take_names`."""
+        """Of those and of others, what came to the first rank or went from the last since
+        `take_names`.
+        """
 
     def __getitem__(self, rank: int) -> BlockAllocator:
         return self._allocators[rank]
@@ -95,10 +106,13 @@ class RankPools:
         self._freed.setdefault(rank, []).extend(self._allocators[rank].free(block_ids, owner))
 
     def take_freed(self) -> list[Freed]:
-        """What was freed or evicted since the last call: to be told before a plan, a pull or a load that may write
-        these blocks."""
+        """What was freed or evicted since the last call: to be told before a plan, a pull or a load
+        that may write these blocks.
+        """
         self._settle()
-        effects = [Freed(tuple(blocks), rank) for rank, blocks in sorted(self._freed.items()) if blocks]
+        effects = [
+            Freed(tuple(blocks), rank) for rank, blocks in sorted(self._freed.items()) if blocks
+        ]
         self._freed.clear()
         return effects
 
@@ -149,7 +163,8 @@ class RankPools:
                 self._changed[name] = None
 
     def prefixes(self, chain: bytes) -> dict[int, int]:
-        """rank -> blocks of the longest prefix of the chain that it had at the last `take_freed`; no rank without any.
+        """rank -> blocks of the longest prefix of the chain that it had at the last `take_freed`;
+        no rank without any.
 
         One look at each name, however many ranks have it.
         """
@@ -167,7 +182,9 @@ class RankPools:
         return found | dict.fromkeys(_ranks_of(left), num)
 
     def take_names(self) -> tuple[bytes, bytes]:
-        """Names that can be found since the last call, and names that no longer can, on any rank."""
+        """Names that can be found since the last call, and names that no longer can, on any
+        rank.
+        """
         if not self._changed:
             return b"", b""
         added = b"".join(name for name in self._changed if name in self._names)
@@ -187,12 +204,15 @@ class RankPools:
         return self._num_named
 
     def lost(self, event: RankReset) -> list[int]:
-        """Ranks whose KV is gone with this reset: a living one that joins anew was lost without a word."""
+        """Ranks whose KV is gone with this reset: a living one that joins anew was lost without a
+        word.
+        """
         return sorted({*event.lost, *(rank for rank in event.fresh if self.is_living[rank])})
 
     def reset(self, event: RankReset) -> None:
-        """Take in who lives from now on. Ranks lost or fresh begin with empty pools, but for what is `held`: that is
-        owned by `held_by`, and all else is freed."""
+        """Take in who lives from now on. Ranks lost or fresh begin with empty pools, but for what
+        is `held`: that is owned by `held_by`, and all else is freed.
+        """
         self.generation = event.generation
         for rank in {*event.lost, *event.fresh}:
             self.is_living[rank] = rank in event.fresh
@@ -205,7 +225,9 @@ class RankPools:
             self._num_used_R[rank] = 0
         for rank, held in event.held.items():
             owners = {held_by(rank, kv): kv.block_ids for kv in held.kv}
-            self._freed[rank] = list(self._allocators[rank].take_over(held.num_freed, owners, names_of(held.named)))
+            self._freed[rank] = list(
+                self._allocators[rank].take_over(held.num_freed, owners, names_of(held.named))
+            )
             self._num_used_R[rank] = self._allocators[rank].num_used
         self._num_used = int(self._num_used_R.sum())
         self.living = [rank for rank, is_living in enumerate(self.is_living) if is_living]
@@ -217,19 +239,31 @@ class RankPools:
         problems = []
         self._settle()
         for rank, allocator in enumerate(self._allocators):
-            if self._num_used_R[rank] != allocator.num_used or self._num_used != self._num_used_R.sum():
-                problems.append(f"rank {rank} is said to have {self._num_used_R[rank]} blocks in use")
+            if (
+                self._num_used_R[rank] != allocator.num_used
+                or self._num_used != self._num_used_R.sum()
+            ):
+                problems.append(
+                    f"rank {rank} is said to have {self._num_used_R[rank]} blocks in use"
+                )
             problems += [f"rank {rank}: {problem}" for problem in allocator.check()]
             if not self.is_living[rank] and allocator.num_used:
                 problems.append(f"rank {rank} is dead and holds {allocator.num_used} blocks")
         num_told = sum(ranks.bit_count() for ranks in self._names.values())
         num_named = sum(allocator.num_named for allocator in self._allocators)
         if not num_told == num_named == self._num_named:
-            problems.append(f"{num_told} names are told of, and {num_named} blocks have one, not {self._num_named}")
+            problems.append(
+                f"{num_told} names are told of, and {num_named} blocks have one, not"
+                f" {self._num_named}"
+            )
         return problems
 
-    def check_owners(self, rank: int, holders: Iterable[tuple[Hashable, Sequence[int]]]) -> list[str]:
-        """Problems; empty when a rank's blocks are owned by those who say that they hold them, and by nobody else."""
+    def check_owners(
+        self, rank: int, holders: Iterable[tuple[Hashable, Sequence[int]]]
+    ) -> list[str]:
+        """Problems; empty when a rank's blocks are owned by those who say that they hold them, and
+        by nobody else.
+        """
         holders = list(holders)
         if self._allocators[rank].is_owned_as(holders):
             return []
@@ -239,9 +273,10 @@ class RankPools:
                 held.setdefault(block, []).append(owner)
         owned = self._allocators[rank].owners()
         wrong = [
-            block for block in held.keys() | owned.keys()
+            block
+            for block in held.keys() | owned.keys()
             if Counter(held.get(block, ())) != Counter(owned.get(block, ()))
-        ]  # fmt: skip
+        ]
         return [f"rank {rank}: blocks {sorted(wrong)} are owned but not held"] if wrong else []
 
 
@@ -259,7 +294,9 @@ def names_of(named: NamedBlocks) -> dict[int, tuple[bytes, bytes]]:
 
 
 def held_by(rank: int, kv: HeldKv) -> Hashable:
-    """Who owns what a rank has held since an earlier leader led it, until somebody goes on with it."""
+    """Who owns what a rank has held since an earlier leader led it, until somebody goes on with
+    it.
+    """
     return "held", rank, kv.ticket
 
 

@@ -9,7 +9,9 @@ from hadal.overlap.plan import COMBINE, DISPATCH
 
 
 def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) -> StepDone:
-    """Keys become the core's (`offsets`, by rank, are added); times are those of the slowest rank."""
+    """Keys become the core's (`offsets`, by rank, are added); times are those of the slowest
+    rank.
+    """
     keys: list[int] = []
     tokens: list[int] = []
     draws: dict[int, Draw] = {}
@@ -25,12 +27,20 @@ def merge(step_id: int, offsets: tuple[int, ...], parts: dict[int, StepDone]) ->
         for op_time in part.op_times:
             known = chosen.get(op_time.op)
             if known is not None:
-                # An exchange lasts until the last peer has sent: only where it is shortest is it the bytes' own time.
+                # An exchange lasts until the last peer has sent: only where it is shortest is it
+                # the bytes' own time.
                 pick = min if op_time.op in (DISPATCH, COMBINE) else max
                 op_time = pick(known, op_time, key=lambda one: one.seconds)
             chosen[op_time.op] = op_time
         events += [msgspec.structs.replace(event, rank=rank) for event in part.events]
     return StepDone(
-        step_id, tuple(keys), tuple(tokens), draws, max(part.elapsed_s for part in parts.values()), None, failed,
-        tuple(chosen.values()), tuple(events),
-    )  # fmt: skip
+        step_id,
+        tuple(keys),
+        tuple(tokens),
+        draws,
+        max(part.elapsed_s for part in parts.values()),
+        None,
+        failed,
+        tuple(chosen.values()),
+        tuple(events),
+    )

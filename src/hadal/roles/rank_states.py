@@ -1,7 +1,8 @@
-"""The states of a unit and of its ranks as tables: (state, move) -> state. A pair that is in none is a bug and raises.
+"""The states of a unit and of its ranks as tables: (state, move) -> state. A pair that is in none
+is a bug and raises.
 
-    rank   ABSENT -> UP -> FORMING -> MEMBER, from each of them to ABSENT (it ended) or DROPPED (to be killed)
-    unit   WAITING -> FORMING -> RUNNING -> DRAINING or BROKEN -> FORMING ...
+rank   ABSENT -> UP -> FORMING -> MEMBER, from each of them to ABSENT (it ended) or DROPPED (to be killed)
+unit   WAITING -> FORMING -> RUNNING -> DRAINING or BROKEN -> FORMING ...
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class RankView:
         return self.state in _LIVING
 
     def silent_s(self, now_s: float, *, must_move: bool) -> float:
-        """For how long it gave no sign. `must_move`: a step runs in which it takes part: heartbeats are not enough."""
+        """For how long it gave no sign. `must_move`: a step runs in which it takes part: heartbeats
+        are not enough.
+        """
         return now_s - (min(self.heard_s, self.moved_s) if must_move else self.heard_s)
 
     def forgive(self, gap_s: float) -> None:

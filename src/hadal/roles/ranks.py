@@ -1,13 +1,15 @@
-"""The leader of a unit of many ranks: a leader's core that knows nothing of processes, and the book of the ranks.
+"""The leader of a unit of many ranks: a leader's core that knows nothing of processes, and the book
+of the ranks.
 
     core --Execute--> RankStep to every member ... RankDone of every member --one StepDone--> core
          --Pull, LoadBlocks, StoreBlocks--> RankPull, RankLoad, RankStore ... RankAnswered --its outcome--> core
          --Freed, Named----> RankFreed, RankNamed  a new generation --------RankReset-> core
 
-The core hears of a step once: when every member did its part. A step that failed for want of a peer it never hears of;
-the RankReset that follows makes it plan those steps again. A step that failed for another reason it hears of as failed,
-so that its requests are given back; then the unit forms anew too, for peers may wait in the middle of that step.
-A core of many ranks holds them all for dead until the first reset, and says nothing of the unit before.
+The core hears of a step once: when every member did its part. A step that failed for want of a peer
+it never hears of; the RankReset that follows makes it plan those steps again. A step that failed
+for another reason it hears of as failed, so that its requests are given back; then the unit forms
+anew too, for peers may wait in the middle of that step. A core of many ranks holds them all for
+dead until the first reset, and says nothing of the unit before.
 """
 
 from __future__ import annotations
@@ -97,18 +99,28 @@ class _Step:
 class RankedLeader:
     """`num_slots`: slots of one rank, in a decode unit; a prefill core numbers chunks instead.
 
-    `step_timeout_s`: a step in which no rank's compute thread moves for so long is broken off; above the deadline of
-    an exchange. `growing_s` tells the seconds of the experts of one MoE layer in a step, as far as they grow with
-    tokens: without it nothing is gained by moving experts, and they stay.
+    `step_timeout_s`: a step in which no rank's compute thread moves for so long is broken off;
+    above the deadline of an exchange. `growing_s` tells the seconds of the experts of one MoE layer
+    in a step, as far as they grow with tokens: without it nothing is gained by moving experts, and
+    they stay.
     """
 
     def __init__(
-        self, unit: str, core: Core, book: RankBook, *, num_slots: int = 0, step_timeout_s: float = 15.0,
-        experts: ExpertBalancer | None = None, growing_s: Callable[[], float] = lambda: 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        unit: str,
+        core: Core,
+        book: RankBook,
+        *,
+        num_slots: int = 0,
+        step_timeout_s: float = 15.0,
+        experts: ExpertBalancer | None = None,
+        growing_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self.core = core
         self.book = book
-        self.experts = experts or ExpertBalancer(book.placement, (0,) * book.num_ranks, is_planning=False)
+        self.experts = experts or ExpertBalancer(
+            book.placement, (0,) * book.num_ranks, is_planning=False
+        )
         self._growing_s = growing_s
         self.num_stale = 0
         """Messages of older generations and processes, dropped."""
@@ -117,10 +129,14 @@ class RankedLeader:
         self._step_timeout_s = step_timeout_s
         self._in_flight: deque[_Step] = deque()
         self._held_writes: list[tuple[int, RankPull | RankLoad]] | None = None
-        """Not None after a failed step, whose blocks the core takes for free while other ranks may still compute in
-        them: what is to be copied into pools waits until the next generation is formed."""
+        """Not None after a failed step, whose blocks the core takes for free while other ranks may
+        still compute in them: what is to be copied into pools waits until the next generation is
+        formed.
+        """
         self._asked: dict[tuple[Hashable, ...], int] = {}
-        """Outcomes that the core waits for, of pulls and of what is read from disk or written there -> whose."""
+        """Outcomes that the core waits for, of pulls and of what is read from disk or written there
+        -> whose.
+        """
         self._core_members: dict[int, str] = {}
         """rank -> epoch, as the core knows them."""
         self._generation = 0
@@ -140,7 +156,9 @@ class RankedLeader:
         return notes
 
     def start(self, now_s: float) -> list[Effect]:
-        """The first effects of the process. The core says that the unit is up when a first generation is formed."""
+        """The first effects of the process. The core says that the unit is up when a first
+        generation is formed.
+        """
         self._out = []
         self._absence.called(now_s)
         self._apply(now_s, self.core.start(now_s))
@@ -175,8 +193,18 @@ class RankedLeader:
                 self._rank_staged(now_s, event)
             case Tick():
                 self._tick(now_s)
-            case StepDone() | Formed() | Staged() | KvPulled() | BlocksLoaded() | BlocksStored() | RankReset():
-                raise InvariantError(f"{self._unit}: no {type(event).__name__} is for a leader that is no rank.")
+            case (
+                StepDone()
+                | Formed()
+                | Staged()
+                | KvPulled()
+                | BlocksLoaded()
+                | BlocksStored()
+                | RankReset()
+            ):
+                raise InvariantError(
+                    f"{self._unit}: no {type(event).__name__} is for a leader that is no rank."
+                )
             case _:
                 self._feed(now_s, event)
         self._follow_book(now_s)
@@ -213,7 +241,9 @@ class RankedLeader:
                     self._out.append(Send(to, msgspec.structs.replace(audit, problems=problems)))
                 case Send(to, Load() as load):
                     living = self.book.living
-                    absent = tuple(rank for rank in range(self.book.num_ranks) if rank not in living)
+                    absent = tuple(
+                        rank for rank in range(self.book.num_ranks) if rank not in living
+                    )
                     load = msgspec.structs.replace(load, num_ranks=len(living), absent=absent)
                     self._out.append(Send(to, self.experts.seen(load)))
                 case Send(to, Trace() as trace):
@@ -223,7 +253,9 @@ class RankedLeader:
                 case _:
                     self._out.append(effect)
 
-    def _tell(self, rank: int, message: RankPull | RankFreed | RankNamed | RankLoad | RankStore) -> None:
+    def _tell(
+        self, rank: int, message: RankPull | RankFreed | RankNamed | RankLoad | RankStore
+    ) -> None:
         """To the process that the core means; if that is gone, the next RankReset will say so."""
         epoch = self._core_members.get(rank)
         if epoch is None or not self.book.is_member(rank, epoch):
@@ -234,7 +266,9 @@ class RankedLeader:
             self._send_rank(rank, message)
 
     def _send_rank(
-        self, rank: int, message: RankPull | RankFreed | RankNamed | RankStep | RankStage | RankLoad | RankStore
+        self,
+        rank: int,
+        message: RankPull | RankFreed | RankNamed | RankStep | RankStage | RankLoad | RankStore,
     ) -> None:
         self._out.append(Send(f"{self._unit}.{rank}", message))
 
@@ -275,9 +309,10 @@ class RankedLeader:
         while self._in_flight and self.book.is_running and self.book.generation == self._generation:
             step = self._in_flight[0]
             failed = [
-                f"rank {rank}: {part.error}" for rank, part in step.parts.items()
+                f"rank {rank}: {part.error}"
+                for rank, part in step.parts.items()
                 if part.error is not None and not part.error.startswith(PEER_ERRORS)
-            ]  # fmt: skip
+            ]
             if failed:
                 self._in_flight.popleft()
                 self.book.notes.append(f"step {step.step_id} failed: {'; '.join(failed)}")
@@ -321,7 +356,9 @@ class RankedLeader:
 
     # ---- generations ----
     def _follow_book(self, now_s: float) -> None:
-        """Do what the book decided: give up steps of an older generation, tell the core of a new one."""
+        """Do what the book decided: give up steps of an older generation, tell the core of a new
+        one.
+        """
         book = self.book
         if book.phase is Phase.DRAINING and not self._in_flight:
             book.form(now_s)
@@ -340,7 +377,9 @@ class RankedLeader:
             self.experts.began(book.generation, book.placement, addresses)
             self._reset_core(now_s)
         elif book.phase is Phase.WAITING and self._core_members:
-            self._reset_core(now_s)  # Nobody is left: what they held is given back now, not when they are replaced.
+            self._reset_core(
+                now_s
+            )  # Nobody is left: what they held is given back now, not when they are replaced.
 
     def _reset_core(self, now_s: float) -> None:
         before, now = self._core_members, dict(self.book.members)
@@ -352,9 +391,13 @@ class RankedLeader:
         for rank, message in held:
             if rank not in lost:
                 self._send_rank(rank, message)
-        pools = tuple(self.book.pool_of(rank) if rank in now else "" for rank in range(self.book.num_ranks))
+        pools = tuple(
+            self.book.pool_of(rank) if rank in now else "" for rank in range(self.book.num_ranks)
+        )
         taken = {rank: found for rank in fresh if (found := self.book.take_held(rank)) is not None}
-        self._feed(now_s, RankReset(lost, fresh, pools=pools, generation=self._generation, held=taken))
+        self._feed(
+            now_s, RankReset(lost, fresh, pools=pools, generation=self._generation, held=taken)
+        )
 
     # ---- time ----
     def _tick(self, now_s: float) -> None:
@@ -362,9 +405,13 @@ class RankedLeader:
             self._check_s = now_s + CHECK_S
             self.book.tick(now_s, bool(self._in_flight))
             self.experts.tick(now_s)
-            if self._in_flight and self.book.is_idle_since(self._in_flight[0].sent_s, now_s - self._step_timeout_s):
+            if self._in_flight and self.book.is_idle_since(
+                self._in_flight[0].sent_s, now_s - self._step_timeout_s
+            ):
                 step_id = self._in_flight[0].step_id
-                self.book.notes.append(f"step {step_id} is broken off: no rank moved for {self._step_timeout_s:g} s")
+                self.book.notes.append(
+                    f"step {step_id} is broken off: no rank moved for {self._step_timeout_s:g} s"
+                )
                 self.book.form(now_s)
         if now_s >= self._core_wake_s:
             self._core_wake_s = math.inf
@@ -372,7 +419,9 @@ class RankedLeader:
         self._plan_experts(now_s)
 
     def _wake(self, now_s: float) -> None:
-        wake_s = min(self._check_s, self._core_wake_s, now_s if self._may_plan_experts(now_s) else math.inf)
+        wake_s = min(
+            self._check_s, self._core_wake_s, now_s if self._may_plan_experts(now_s) else math.inf
+        )
         if self._wake_s <= now_s or wake_s < self._wake_s:
             self._wake_s = wake_s
             self._out.append(WakeAt(wake_s))
@@ -381,12 +430,18 @@ class RankedLeader:
         """Problems of the book and of the steps in flight; empty when they agree."""
         problems = [*self.book.check(), *self.experts.check()]
         if self._was_running and self.experts.placement is not self.book.placement:
-            problems.append("the placement that the ranks have is not the one that the unit would form with")
-        strangers = {rank for step in self._in_flight for rank in step.parts} - self.book.members.keys()
+            problems.append(
+                "the placement that the ranks have is not the one that the unit would form with"
+            )
+        strangers = {
+            rank for step in self._in_flight for rank in step.parts
+        } - self.book.members.keys()
         if strangers and self.book.generation == self._generation:
             problems.append(f"ranks {sorted(strangers)} did steps of a generation they are not in")
         if self._in_flight and not self.book.is_running:
-            problems.append(f"{len(self._in_flight)} steps are in flight while the unit is {self.book.phase}")
+            problems.append(
+                f"{len(self._in_flight)} steps are in flight while the unit is {self.book.phase}"
+            )
         return problems
 
 

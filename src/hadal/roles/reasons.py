@@ -10,7 +10,9 @@ from typing import NamedTuple
 from hadal.core.plans import NO_TOKEN
 
 BACKOFF_S = 0.05
-"""Before the first retry of an attempt that a unit gave back; doubled at each, up to BACKOFF_MAX_S."""
+"""Before the first retry of an attempt that a unit gave back; doubled at each, up to
+BACKOFF_MAX_S.
+"""
 BACKOFF_MAX_S = 2.0
 
 PREEMPTED = "preempted"
@@ -25,7 +27,8 @@ RANK_LOST = "rank lost"
 """The rank that held it is gone, and its KV with it. Counts as a retry."""
 TOO_LONG = "too long"
 """It can never fit in this unit. The front ends it with an error."""
-# Also core/plans.NO_TOKEN: nothing is left to draw, for the request's own numbers. The front ends it with an error.
+# Also core/plans.NO_TOKEN: nothing is left to draw, for the request's own numbers. The front ends
+# it with an error.
 
 
 def void(why: str) -> str:

@@ -1,11 +1,12 @@
-"""A role's life, written down: how it was made, and every call with what it was given and what it answered.
+"""A role's life, written down: how it was made, and every call with what it was given and what it
+answered.
 
     frame := length (4 bytes, big endian), msgpack        file := frame of an Opening, frames of Calls
 
-A role is a function of what it heard and when, so this is all it takes to live the same life again. Times are those of
-the host's monotone clock, which all processes of a host share; its readings are whole nanoseconds, and `ns_of` gets
-them back out of a float, so a time and a recorded delay make the very time that was read. Files are read and written
-elsewhere (runtime/recorder).
+A role is a function of what it heard and when, so this is all it takes to live the same life again.
+Times are those of the host's monotone clock, which all processes of a host share; its readings are
+whole nanoseconds, and `ns_of` gets them back out of a float, so a time and a recorded delay make
+the very time that was read. Files are read and written elsewhere (runtime/recorder).
 """
 
 from __future__ import annotations
@@ -138,19 +139,25 @@ def frame(value: Opening | Call) -> bytes:
 
 
 def canonical(call: Call) -> bytes:
-    """Equal for calls that a reader could not tell apart: 0 in a field of floats is 0.0, a list is a tuple."""
+    """Equal for calls that a reader could not tell apart: 0 in a field of floats is 0.0, a list is
+    a tuple.
+    """
     return encode(_call_decoder.decode(encode(call)))
 
 
 def parse(data: bytes) -> Recording:
-    """Read a file's bytes. A last frame that was cut off, as by `kill -9`, is left out. Raises RecordingError."""
+    """Read a file's bytes. A last frame that was cut off, as by `kill -9`, is left out. Raises
+    RecordingError.
+    """
     bodies = _frames(data)
     if not bodies:
         raise RecordingError("it is empty: the process ended before its role began.")
     try:
         opening = _opening_decoder.decode(bodies[0])
         if opening.version != VERSION:
-            raise RecordingError(f"its version is {opening.version}; this Hadal reads {VERSION}: record again.")
+            raise RecordingError(
+                f"its version is {opening.version}; this Hadal reads {VERSION}: record again."
+            )
         return Recording(opening, tuple(_call_decoder.decode(body) for body in bodies[1:]))
     except msgspec.MsgspecError as error:
         raise RecordingError(f"it is no recording, or another version's ({error}).") from error
@@ -163,12 +170,14 @@ def _frames(data: bytes) -> Sequence[bytes]:
         at += _LENGTH.size + length
         if at > len(data):
             break
-        bodies.append(data[at - length:at])
+        bodies.append(data[at - length : at])
     return bodies
 
 
 def ns_of(time_s: float) -> int:
-    """Whole nanoseconds, in exact arithmetic: a reading of a clock that counts them comes back from `seconds_of`."""
+    """Whole nanoseconds, in exact arithmetic: a reading of a clock that counts them comes back from
+    `seconds_of`.
+    """
     numerator, denominator = time_s.as_integer_ratio()
     return (2 * numerator * 1_000_000_000 + denominator) // (2 * denominator)
 

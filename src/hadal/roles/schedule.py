@@ -1,8 +1,9 @@
-"""The leader's choice for a step: which overlap schedule, one micro-batch or two, and where ranks cut their part.
+"""The leader's choice for a step: which overlap schedule, one micro-batch or two, and where ranks
+cut their part.
 
-The decision is one for all ranks of the unit and is made for the busiest one: the others wait for it anyway. Prices
-come from the steps that ran (perf/costs). They change slowly, so a choice for work of similar size is kept for a while:
-planning stays a small part of a step. Knows no requests.
+The decision is one for all ranks of the unit and is made for the busiest one: the others wait for
+it anyway. Prices come from the steps that ran (perf/costs). They change slowly, so a choice for
+work of similar size is kept for a while: planning stays a small part of a step. Knows no requests.
 """
 
 from __future__ import annotations
@@ -41,12 +42,19 @@ class Choice:
 
 
 class StepScheduler:
-    """`overlap` is a schedule's name or "auto"; `num_moe_layers` 0 says that nothing travels, and auto never splits."""
+    """`overlap` is a schedule's name or "auto"; `num_moe_layers` 0 says that nothing travels, and
+    auto never splits.
+    """
 
     def __init__(
-        self, num_ranks: int, overlap: str = AUTO, min_split_tokens: int = 32, *, num_layers: int = 0,
+        self,
+        num_ranks: int,
+        overlap: str = AUTO,
+        min_split_tokens: int = 32,
+        *,
+        num_layers: int = 0,
         num_moe_layers: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if overlap != AUTO and overlap not in SCHEDULES:
             raise ValueError(f"overlap is {overlap!r}; known are {AUTO}, {', '.join(SCHEDULES)}.")
         self.costs = StepCosts(num_layers, num_moe_layers)
@@ -63,7 +71,9 @@ class StepScheduler:
         self._in_flight: dict[int, tuple[Work, ...]] = {}
 
     def choose(self, step_id: int, rank_to_work: ArrayLike) -> Choice:
-        """Decide for step `step_id`; int [R, 2]: tokens, pairs of a token and a position that it attends to."""
+        """Decide for step `step_id`; int [R, 2]: tokens, pairs of a token and a position that it
+        attends to.
+        """
         rates = self.rates
         tokens_R, pairs_R = np.asarray(rank_to_work, np.int64).T
         busiest = int((rates.token_s * tokens_R + rates.pair_s * pairs_R).argmax())
@@ -71,8 +81,9 @@ class StepScheduler:
         schedule, num = self._decide(whole, int(tokens_R.max()))
         self._last = (schedule, num)
         works = (whole,) if num == 1 else halve_works(whole)
-        # Of each op the longest of all ranks' times comes back (roles/rank_results): what grows with tokens from the
-        # rank that has most of them, what grows with pairs from the one that has most of those.
+        # Of each op the longest of all ranks' times comes back (roles/rank_results): what grows
+        # with tokens from the rank that has most of them, what grows with pairs from the one that
+        # has most of those.
         longest = Work(int(tokens_R.max()), int(pairs_R.max()))
         self._in_flight[step_id] = (longest,) if num == 1 else halve_works(longest)
         return Choice(schedule.name, num, works)
@@ -90,9 +101,14 @@ class StepScheduler:
             if len(self._choices) >= _KEPT_CHOICES:
                 self._choices.clear()
             schedule, num = choose(
-                self.costs, whole, halve_works(whole), num_layers=self.costs.num_layers, allowed=_ALLOWED,
-                hysteresis=HYSTERESIS, current=kept[0] if kept is not None else self._current,
-            )  # fmt: skip
+                self.costs,
+                whole,
+                halve_works(whole),
+                num_layers=self.costs.num_layers,
+                allowed=_ALLOWED,
+                hysteresis=HYSTERESIS,
+                current=kept[0] if kept is not None else self._current,
+            )
             kept = self._choices[key] = (schedule, num, self.costs.num_steps)
         self._current = kept[0]
         return kept[0], kept[1]
@@ -102,7 +118,9 @@ class StepScheduler:
 
     @property
     def rates(self) -> StepRates:
-        """What the unit's time goes into, as the steps so far show; asked for again only now and then."""
+        """What the unit's time goes into, as the steps so far show; asked for again only now and
+        then.
+        """
         if self.costs.num_steps and (self._rates_at < 0 or self._is_old(self._rates_at)):
             found = self.costs.rates(*self._last)
             if found is not None and self._num_ranks == 1:  # All tokens of its experts are its own.
@@ -132,11 +150,14 @@ class StepScheduler:
         return split_chunks(chunks, self._split_token_s, self.rates.pair_s)
 
     def second_rows(self, lengths_RS: Ints, is_row_RS: Bools) -> Bools:
-        """Which rows of all ranks, by the positions they attend to, go into the second micro-batch: bool [R, S]."""
+        """Which rows of all ranks, by the positions they attend to, go into the second micro-batch:
+        bool [R, S].
+        """
         return split_ranks(lengths_RS, is_row_RS, self._split_token_s, self.rates.pair_s)
 
     @property
     def _split_token_s(self) -> float:
-        """Of a token in one micro-batch or the other. All ranks split alike, so where a rank has more of its tokens,
-        its experts have more of the others', too."""
+        """Of a token in one micro-batch or the other. All ranks split alike, so where a rank has
+        more of its tokens, its experts have more of the others', too.
+        """
         return self.rates.token_s + self.rates.mean_s

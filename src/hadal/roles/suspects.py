@@ -1,6 +1,8 @@
-"""Whom a judge suspects, and what their host saw of them since: the front watches units so, a leader its ranks.
+"""Whom a judge suspects, and what their host saw of them since: the front watches units so, a
+leader its ranks.
 
-    silent for a part of the timeout: Suspect -> supervisor ... Sighting -> the judge: frozen, or only starved?
+    silent for a part of the timeout: Suspect -> supervisor ... Sighting -> the judge: frozen, or
+    only starved?
 
 Whether to give one up is decided in policy/suspicion.
 """
@@ -52,18 +54,29 @@ class Suspects:
         self._name_to_seen: dict[str, _Seen] = {}
 
     def judge(self, now_s: float, name_to_silent_s: Mapping[str, float]) -> list[str]:
-        """Look at all who are watched, by how long they are silent. Returns those that are frozen."""
+        """Look at all who are watched, by how long they are silent. Returns those that are
+        frozen.
+        """
         is_together = are_all_late(name_to_silent_s.values(), self._timeout_s)
-        late = [name for name, silent_s in name_to_silent_s.items() if silent_s > ASK_SHARE * self._timeout_s]
+        late = [
+            name
+            for name, silent_s in name_to_silent_s.items()
+            if silent_s > ASK_SHARE * self._timeout_s
+        ]
         self._name_to_seen = {name: self._name_to_seen.get(name) or _Seen() for name in late}
         for name, seen in self._name_to_seen.items():
             if now_s - seen.asked_s >= _ASK_AGAIN_S:
                 seen.asked_s = now_s
                 self._effects.append(Send(SUPERVISOR, Suspect(name)))
         return [
-            name for name in late
-            if is_frozen(self._silence(name, name_to_silent_s[name]), self._timeout_s, are_all_late=is_together)
-        ]  # fmt: skip
+            name
+            for name in late
+            if is_frozen(
+                self._silence(name, name_to_silent_s[name]),
+                self._timeout_s,
+                are_all_late=is_together,
+            )
+        ]
 
     def take_effects(self) -> list[Send]:
         """What is to be sent since the last call."""
@@ -71,7 +84,9 @@ class Suspects:
         return effects
 
     def is_frozen(self, name: str, silent_s: float, timeout_s: float) -> bool:
-        """Whether a process is frozen by another timeout than `judge`'s: others who lost it are believed sooner."""
+        """Whether a process is frozen by another timeout than `judge`'s: others who lost it are
+        believed sooner.
+        """
         return is_frozen(self._silence(name, silent_s), timeout_s)
 
     def sighted(self, now_s: float, message: Sighting) -> None:
@@ -90,7 +105,11 @@ class Suspects:
         seen = self._name_to_seen.get(name)
         if seen is None or seen.starved is None:
             return ""
-        return ", stopped" if seen.is_stopped else f", {min(seen.starved, 1.0):.0%} of it without a processor"
+        return (
+            ", stopped"
+            if seen.is_stopped
+            else f", {min(seen.starved, 1.0):.0%} of it without a processor"
+        )
 
     def _silence(self, name: str, silent_s: float) -> Silence:
         seen = self._name_to_seen.get(name) or _Seen()

@@ -1,4 +1,6 @@
-"""Which of a unit's next steps are recorded, and the answer once they are done. Looks at no event itself."""
+"""Which of a unit's next steps are recorded, and the answer once they are done. Looks at no event
+itself.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,16 @@ class Tracer:
         return any(asked.num_planned < asked.num_steps for asked in self._asked)
 
     def planned(
-        self, step_id: int, schedule: str, num_micro_batches: int, num_tokens: int,
+        self,
+        step_id: int,
+        schedule: str,
+        num_micro_batches: int,
+        num_tokens: int,
         balance: dict[str, float] | None = None,
-    ) -> None:  # fmt: skip
-        """A plan that is recorded was made. `balance`: of its ranks, by objective (core/balance)."""
+    ) -> None:
+        """A plan that is recorded was made. `balance`: of its ranks, by objective
+        (core/balance).
+        """
         asked = next(asked for asked in self._asked if asked.num_planned < asked.num_steps)
         asked.num_planned += 1
         self._in_flight[step_id] = _Planned(schedule, num_micro_batches, num_tokens, balance or {})
@@ -67,7 +75,12 @@ class Tracer:
         asked = self._asked[0]
         asked.steps.append(
             TracedStep(
-                step_id, planned.schedule, planned.num_micro_batches, planned.num_tokens, events, planned.balance
+                step_id,
+                planned.schedule,
+                planned.num_micro_batches,
+                planned.num_tokens,
+                events,
+                planned.balance,
             )
         )
         if len(asked.steps) < asked.num_steps:

@@ -1,7 +1,8 @@
-"""What both kinds of leader do alike: say that they are up, report their load, and keep the heartbeat.
+"""What both kinds of leader do alike: say that they are up, report their load, and keep the
+heartbeat.
 
-Holds no request. A leader asks `beat` at the end of every event; it answers with what is due. A unit none of whose
-ranks has lived yet is silent: nobody could do anything with it.
+Holds no request. A leader asks `beat` at the end of every event; it answers with what is due. A
+unit none of whose ranks has lived yet is silent: nobody could do anything with it.
 """
 
 from __future__ import annotations
@@ -19,17 +20,27 @@ class UnitReporter:
     """The unit's name and voice towards the front."""
 
     def __init__(
-        self, unit: str, role: str, epoch: str, pools: RankPools, num_requests_max: int, heartbeat_s: float,
-        cache_totals: Callable[[], dict[str, int]] = dict, held: Callable[[], tuple[int, ...]] = tuple,
-    ) -> None:  # fmt: skip
-        """`num_requests_max`: of each rank. `cache_totals`: what the unit's KV cache counted, by the names in
-        core/cache; asked for each Load. `held`: tickets that UnitUp names."""
+        self,
+        unit: str,
+        role: str,
+        epoch: str,
+        pools: RankPools,
+        num_requests_max: int,
+        heartbeat_s: float,
+        cache_totals: Callable[[], dict[str, int]] = dict,
+        held: Callable[[], tuple[int, ...]] = tuple,
+    ) -> None:
+        """`num_requests_max`: of each rank. `cache_totals`: what the unit's KV cache counted, by
+        the names in core/cache; asked for each Load. `held`: tickets that UnitUp names.
+        """
         self.unit = unit
         self.role = role
         self.epoch = epoch
         self.meter = StepMeter()
         self.balance: dict[str, float] = {}
-        """Objective (core/balance) -> mean over maximum of the ranks, smoothed: the leader keeps it (BalanceMeter)."""
+        """Objective (core/balance) -> mean over maximum of the ranks, smoothed: the leader keeps it
+        (BalanceMeter).
+        """
         self.rates_s = (0.0, 0.0)
         """Seconds of a token and of a pair, measured; 0 while unknown. The leader keeps it."""
         self.step_s = 0.0
@@ -52,13 +63,23 @@ class UnitReporter:
         self._wake_s = math.inf
 
     def up(self) -> list[Effect]:
-        """Say that the unit is up, once somebody can work in it. The supervisor waits for it as the front does."""
+        """Say that the unit is up, once somebody can work in it. The supervisor waits for it as the
+        front does.
+        """
         self._is_known = self._pools.num_living > 0
         if not self._is_known:
             return []
         self._was_up = True
         pools, most = self._pools, self._num_requests_max * self._pools.num_living
-        up = UnitUp(self.unit, self.role, self.epoch, pools.num_usable, most, pools.num_blocks_request, self._held())
+        up = UnitUp(
+            self.unit,
+            self.role,
+            self.epoch,
+            pools.num_usable,
+            most,
+            pools.num_blocks_request,
+            self._held(),
+        )
         return [Send("front", up), Send(SUPERVISOR, up)]
 
     def reset(self) -> list[Effect]:
@@ -76,20 +97,31 @@ class UnitReporter:
         self._front_epoch = message.epoch
         return is_new
 
-    def beat(self, now_s: float, num_requests: int, num_tokens_waiting: int, deadline_s: float | None) -> list[Effect]:
-        """Load if it changed or is due, and the next wake-up if that changed. `deadline_s` is the leader's own."""
+    def beat(
+        self, now_s: float, num_requests: int, num_tokens_waiting: int, deadline_s: float | None
+    ) -> list[Effect]:
+        """Load if it changed or is due, and the next wake-up if that changed. `deadline_s` is the
+        leader's own.
+        """
         effects: list[Effect] = []
         pools = self._pools
         if self._busy_s is None or num_requests or num_tokens_waiting:
             self._busy_s = now_s
-        says = (pools.num_used, num_requests, num_tokens_waiting, pools.num_living, pools.generation)
+        says = (
+            pools.num_used,
+            num_requests,
+            num_tokens_waiting,
+            pools.num_living,
+            pools.generation,
+        )
         if says != self._said or now_s >= self._next_beat_s:
             self._said = says
             self._next_beat_s = now_s + self._heartbeat_s
             if self._was_up:
                 effects.append(Send("front", self._load(now_s - self._busy_s)))
         wake_s = self._next_beat_s if deadline_s is None else min(self._next_beat_s, deadline_s)
-        # A wake-up that is early does no harm, so it is moved only when it passed or became too late.
+        # A wake-up that is early does no harm, so it is moved only when it passed or became too
+        # late.
         if self._wake_s <= now_s or wake_s < self._wake_s:
             self._wake_s = wake_s
             effects.append(WakeAt(wake_s))
@@ -98,10 +130,23 @@ class UnitReporter:
     def _load(self, idle_s: float) -> Load:
         num_blocks_used, num_requests, num_tokens_waiting, num_ranks, generation = self._said
         return Load(
-            self.unit, self.epoch, self._pools.num_usable, num_blocks_used, num_requests,
-            self._num_requests_max * num_ranks, num_tokens_waiting, self.meter.num_steps, self.meter.step_ms,
-            num_ranks=num_ranks, generation=generation, num_blocks_request=self._pools.num_blocks_request,
-            token_s=self.rates_s[0], pair_s=self.rates_s[1], balance=dict(self.balance),
-            num_requests_moved=self.num_requests_moved, cache=self._cache_totals(), idle_s=idle_s,
+            self.unit,
+            self.epoch,
+            self._pools.num_usable,
+            num_blocks_used,
+            num_requests,
+            self._num_requests_max * num_ranks,
+            num_tokens_waiting,
+            self.meter.num_steps,
+            self.meter.step_ms,
+            num_ranks=num_ranks,
+            generation=generation,
+            num_blocks_request=self._pools.num_blocks_request,
+            token_s=self.rates_s[0],
+            pair_s=self.rates_s[1],
+            balance=dict(self.balance),
+            num_requests_moved=self.num_requests_moved,
+            cache=self._cache_totals(),
+            idle_s=idle_s,
             step_s=self.step_s,
-        )  # fmt: skip
+        )

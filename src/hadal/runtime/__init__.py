@@ -1,1 +1,3 @@
-"""Connects: processes, sockets, shared memory, real time. Hosts the roles, applies their effects, decides nothing."""
+"""Connects: processes, sockets, shared memory, real time. Hosts the roles, applies their effects,
+decides nothing.
+"""

@@ -1,4 +1,5 @@
-"""How a thread keeps out of the way of the one that computes: a lower priority, and a share of a core at most.
+"""How a thread keeps out of the way of the one that computes: a lower priority, and a share of a
+core at most.
 
 Knows nothing of what the threads do.
 """
@@ -10,29 +11,34 @@ import threading
 import time
 
 NICE = 5
-"""Of background threads, above the process's own, which is everybody else's. A third of the others' weight where cores
-are short (sched(7)). Not more: a thread that is put aside while it holds the interpreter holds up the computing thread
-as well."""
+"""Of background threads, above the process's own, which is everybody else's. A third of the others'
+weight where cores are short (sched(7)). Not more: a thread that is put aside while it holds the
+interpreter holds up the computing thread as well.
+"""
 NICE_MAX = 19
 """Of any thread (sched(7))."""
 SHARE = 0.1
-"""Of one core, at most. A rank's step waits for its slowest peer, so what one rank loses all lose, and ranks that share
-cores stage side by side: at a quarter, four of them on two cores made steps 1.5 times as long (bench/balance_live). A
-tenth of a core still moves an expert of 44 MB several times a second (bench/staging)."""
+"""Of one core, at most. A rank's step waits for its slowest peer, so what one rank loses all lose,
+and ranks that share cores stage side by side: at a quarter, four of them on two cores made steps
+1.5 times as long (bench/balance_live). A tenth of a core still moves an expert of 44 MB several
+times a second (bench/staging).
+"""
 MIN_REST_S = 0.001
 """Shorter rests are put off until they add up: waking takes a good part of it."""
 
 
 def lower_priority() -> None:
-    """Make the calling thread, and threads that it starts from now on, yield to the others. Linux: a priority is a
-    thread's own, and only the superuser may raise one."""
+    """Make the calling thread, and threads that it starts from now on, yield to the others. Linux:
+    a priority is a thread's own, and only the superuser may raise one.
+    """
     nice = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICE, NICE_MAX)
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 class Pace:
-    """Tells one thread when to rest, so that it takes `share` of a core over any stretch of work. Idle time before the
-    work is not saved up."""
+    """Tells one thread when to rest, so that it takes `share` of a core over any stretch of work.
+    Idle time before the work is not saved up.
+    """
 
     def __init__(self, share: float = SHARE) -> None:
         self._share = share

@@ -1,4 +1,5 @@
-"""What `hadal serve` shows at its start: who runs, which model, how much memory, and the line to try.
+"""What `hadal serve` shows at its start: who runs, which model, how much memory, and the line to
+try.
 
 In colour on a terminal, plain elsewhere. Formats values; looks at nothing itself.
 """
@@ -34,7 +35,9 @@ _PRECISIONS = {"F8_E4M3": "FP8 E4M3, block-scaled", "BF16": "BF16", "F32": "FP32
 class Banner:
     """Prints the plan when the processes are started, and one line when all are ready."""
 
-    def __init__(self, resolved: Resolved, *, needs_key: bool, console: Console | None = None) -> None:
+    def __init__(
+        self, resolved: Resolved, *, needs_key: bool, console: Console | None = None
+    ) -> None:
         self._resolved = resolved
         self._needs_key = needs_key
         self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
@@ -55,30 +58,70 @@ class Banner:
         resolved = self._resolved
         deployment, config, memory = resolved.deployment, resolved.config, resolved.memory
         rows = [
-            ("model", f"{deployment.model_name}: {_count(memory.num_parameters)} parameters, "
-                      f"{_count(memory.num_parameters_active)} for a token"),
-            ("", f"{config.num_hidden_layers} layers, {config.n_routed_experts} experts of which "
-                 f"{config.num_experts_per_tok}, context {config.max_position_embeddings}"),
-            ("", f"checkpoint {_PRECISIONS.get(resolved.precision, resolved.precision)}, computed in FP32"),
-        ]  # fmt: skip
+            (
+                "model",
+                (
+                    f"{deployment.model_name}: {_count(memory.num_parameters)} parameters, "
+                    f"{_count(memory.num_parameters_active)} for a token"
+                ),
+            ),
+            (
+                "",
+                (
+                    f"{config.num_hidden_layers} layers, {config.n_routed_experts} experts of which"
+                    f" {config.num_experts_per_tok}, context {config.max_position_embeddings}"
+                ),
+            ),
+            (
+                "",
+                (
+                    f"checkpoint {_PRECISIONS.get(resolved.precision, resolved.precision)},"
+                    " computed in FP32"
+                ),
+            ),
+        ]
         rows += [(name, text) for name, text in self._process_rows(status)]
         rows += [
-            ("memory", f"weights {_bytes(memory.weight_bytes)}, KV {_bytes(memory.kv_bytes)} shared"
-                       f" by {_plural(sum(memory.num_ranks), 'rank')}"),
-            ("", f"prefill {_blocks(memory.prefill.kv_blocks)}, decode {_blocks(memory.decode.kv_blocks)} a rank"),
+            (
+                "memory",
+                (
+                    f"weights {_bytes(memory.weight_bytes)}, KV {_bytes(memory.kv_bytes)} shared"
+                    f" by {_plural(sum(memory.num_ranks), 'rank')}"
+                ),
+            ),
+            (
+                "",
+                (
+                    f"prefill {_blocks(memory.prefill.kv_blocks)}, decode"
+                    f" {_blocks(memory.decode.kv_blocks)} a rank"
+                ),
+            ),
             *self._cache_rows(),
             ("ledger", self._ledger()),
             ("address", f"{status.url}/v1" + (" (needs an API key)" if self._needs_key else "")),
-        ]  # fmt: skip
+        ]
         if not is_near(deployment.host):
             opened = ["/health", *(["/metrics"] if deployment.gateway.open_metrics else [])]
-            asks = "; gateway.open_metrics = false asks for one" if deployment.gateway.open_metrics else ""
-            rows.append(("", f"{' and '.join(opened)} {'are' if asks else 'is'} open to whoever reaches it, without "
-                             f"a key{asks}"))  # fmt: skip
+            asks = (
+                "; gateway.open_metrics = false asks for one"
+                if deployment.gateway.open_metrics
+                else ""
+            )
+            rows.append(
+                (
+                    "",
+                    (
+                        f"{' and '.join(opened)} {'are' if asks else 'is'} open to whoever reaches"
+                        f" it, without a key{asks}"
+                    ),
+                )
+            )
         return rows
 
     def _cache_rows(self) -> Iterator[tuple[str, str]]:
-        for index, (where, text) in enumerate(cache_rows(self._resolved.deployment, self._resolved.memory)):
+        for index, (where, text) in enumerate(
+            cache_rows(self._resolved.deployment, self._resolved.memory)
+        ):
             yield ("" if index else "cache"), f"{where}: {text}"
 
     def _ledger(self) -> str:
@@ -111,12 +154,17 @@ class Banner:
         }
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._needs_key else ""
         data = shlex.quote(json.dumps(body))
-        return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d {data}"
+        return (
+            f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d"
+            f" {data}"
+        )
 
 
 def log_status(status: Status) -> None:
     """The same for a log that programs read: two lines with what a person would look for."""
-    known = fields(url=status.url, pids={name: process.pid for name, process in status.processes.items()})
+    known = fields(
+        url=status.url, pids={name: process.pid for name, process in status.processes.items()}
+    )
     if status.ready:
         log.info("ready in %.1f s", status.elapsed_s, extra=known)
     else:

@@ -1,4 +1,5 @@
-"""One process of a run as its supervisor sees it: how it starts, what it says, how it ends, when it may start again.
+"""One process of a run as its supervisor sees it: how it starts, what it says, how it ends, when it
+may start again.
 
 Knows no roles and no messages.
 """
@@ -30,14 +31,17 @@ FAILED_STARTS_MAX = 3
 START_TIMEOUT_S = 600.0
 """A process that is not ready by then is killed. Generous: a big checkpoint is read from a disk."""
 RESTART_TIMEOUT_S = 60.0
-"""Of one that has been ready before at least so much, and at least RESTART_FACTOR times what it took then."""
+"""Of one that has been ready before at least so much, and at least RESTART_FACTOR times what it
+took then.
+"""
 RESTART_FACTOR = 4.0
 _BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEADY_S = 10.0
 """A process that lived this long starts its back-off anew."""
 PUT_OFF_S = 15.0
-"""How long a process that should be given up rests while the others serve, before it is tried again. Each time that it
-was not ready in between it rests twice as long, up to PUT_OFF_MAX_S."""
+"""How long a process that should be given up rests while the others serve, before it is tried
+again. Each time that it was not ready in between it rests twice as long, up to PUT_OFF_MAX_S.
+"""
 PUT_OFF_MAX_S = 240.0
 _ENTRY = str(Path(__file__).with_name("entry.py"))
 
@@ -53,12 +57,21 @@ class Phase(StrEnum):
 
 
 class Child:
-    """A named process. The supervisor's loop calls `poll` and `start`; nothing here waits except `wait`."""
+    """A named process. The supervisor's loop calls `poll` and `start`; nothing here waits except
+    `wait`.
+    """
 
     def __init__(
-        self, name: str, role: str, arguments: Sequence[str], log_path: Path | None, log_format: str = TEXT
+        self,
+        name: str,
+        role: str,
+        arguments: Sequence[str],
+        log_path: Path | None,
+        log_format: str = TEXT,
     ) -> None:
-        """`arguments`: a module and what it is given. Output goes to `log_path`, or to the supervisor's stderr."""
+        """`arguments`: a module and what it is given. Output goes to `log_path`, or to the
+        supervisor's stderr.
+        """
         self.name = name
         self.role = role
         self.phase = Phase.WAITING
@@ -86,15 +99,24 @@ class Child:
         """The longest start that ended well; 0 before there was one."""
 
     def start(
-        self, now_s: float, environment: dict[str, str], pass_fds: tuple[int, ...] = (), more: tuple[str, ...] = ()
+        self,
+        now_s: float,
+        environment: dict[str, str],
+        pass_fds: tuple[int, ...] = (),
+        more: tuple[str, ...] = (),
     ) -> None:
-        """Start the process in a session of its own, so that Ctrl-C reaches the supervisor alone. `more`: arguments of
-        this start only."""
+        """Start the process in a session of its own, so that Ctrl-C reaches the supervisor alone.
+        `more`: arguments of this start only.
+        """
         self._process = subprocess.Popen(
             [sys.executable, "-P", _ENTRY, str(os.getpid()), *self._arguments, *more],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True, pass_fds=pass_fds, env=environment,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=pass_fds,
+            env=environment,
+        )
         self.pid = self._process.pid
         self.phase = Phase.STARTING
         self._is_replaced = False
@@ -102,7 +124,9 @@ class Child:
         self.started_s = self.moved_s = now_s
         self.doing = None
         assert self._process.stdout is not None
-        threading.Thread(target=self._relay, args=(self._process.stdout,), name=f"log-{self.name}", daemon=True).start()
+        threading.Thread(
+            target=self._relay, args=(self._process.stdout,), name=f"log-{self.name}", daemon=True
+        ).start()
 
     def is_ready(self, now_s: float) -> None:
         """It works: from now on its end is a crash, not a failed start."""
@@ -115,8 +139,9 @@ class Child:
 
     @property
     def start_timeout_s(self) -> float:
-        """How long the present start may take, on a processor, without a word of how far it is. One that freezes must
-        not be waited for as for a first, cold one."""
+        """How long the present start may take, on a processor, without a word of how far it is. One
+        that freezes must not be waited for as for a first, cold one.
+        """
         if not self._start_took_s:
             return START_TIMEOUT_S
         return min(START_TIMEOUT_S, max(RESTART_TIMEOUT_S, RESTART_FACTOR * self._start_took_s))
@@ -125,7 +150,9 @@ class Child:
         return ProcessStatus(self.role, self.phase.value, self.pid, self.num_starts)
 
     def poll(self, now_s: float) -> int | None:
-        """Return the exit code if it has just ended (negative: by that signal), else None. Plans the next start."""
+        """Return the exit code if it has just ended (negative: by that signal), else None. Plans
+        the next start.
+        """
         if self._process is None:
             return None
         code = self._process.poll()
@@ -175,7 +202,9 @@ class Child:
             self._process.send_signal(number)
 
     def replace(self) -> None:
-        """Kill it so that another starts at once: not its own fault, so it does not count as a crash."""
+        """Kill it so that another starts at once: not its own fault, so it does not count as a
+        crash.
+        """
         if self._process is not None:
             self._is_replaced = True
             self._process.kill()
@@ -212,7 +241,9 @@ class Child:
         return True
 
     def _relay(self, pipe: IO[bytes]) -> None:
-        """Copy its output line by line. In a thread, so that a slow terminal never stops the supervisor."""
+        """Copy its output line by line. In a thread, so that a slow terminal never stops the
+        supervisor.
+        """
         file = None if self._log_path is None else append_private(self._log_path)
         with pipe, file or contextlib.nullcontext():
             for line in pipe:

@@ -1,4 +1,6 @@
-"""The Clock seam, live: the machine's monotone clock. Every process of one host reads the same one."""
+"""The Clock seam, live: the machine's monotone clock. Every process of one host reads the same
+one.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
-"""The thread a unit computes in: plans in, results out, in order; it knows how long it stood idle for want of a plan.
+"""The thread a unit computes in: plans in, results out, in order; it knows how long it stood idle
+for want of a plan.
 
-While it computes, the host's thread receives messages, plans the next step and sends tokens. Knows no roles.
+While it computes, the host's thread receives messages, plans the next step and sends tokens. Knows
+no roles.
 
     plan 1 |#### step 1 ####|      |#### step 2 ####|#### step 3 ####|
-                             ^ idle ^ counts only if step 2 was asked for because of, or before the end of, step 1
+                             ^ idle ^ counts only if step 2 was asked for because of, or before the
+                             end of, step 1
 
-A FormPlan voids what was queued before it: steps of the old generation are answered with an error and never run.
+A FormPlan voids what was queued before it: steps of the old generation are answered with an error
+and never run.
 """
 
 from __future__ import annotations
@@ -25,15 +29,21 @@ from hadal.core.seams import MAX_STEPS_IN_FLIGHT, Runner
 MAX_FORMS_IN_FLIGHT = 16
 """A unit forms again when a rank is lost while it forms. More than this, and its leader is mad."""
 FOLLOWS_S = 0.05
-"""A rank's next step comes by message, without a word whether it answers the last one: it does if it comes so soon."""
+"""A rank's next step comes by message, without a word whether it answers the last one: it does if
+it comes so soon.
+"""
 IDLE = "idle"
-"""Name of the op time that tells how long a rank stood idle before the step: planning and messages."""
+"""Name of the op time that tells how long a rank stood idle before the step: planning and
+messages.
+"""
 _SMOOTHING = 0.1
 _WAIT_S = 1.0
 
 
 class Compute:
-    """Runs plans one at a time in a thread of its own. All methods are called from the host's thread."""
+    """Runs plans one at a time in a thread of its own. All methods are called from the host's
+    thread.
+    """
 
     def __init__(self, runner: Runner, wake: Callable[[], None]) -> None:
         """`wake` is called, from the computing thread, whenever a result is ready to be taken."""
@@ -41,7 +51,9 @@ class Compute:
         """Smoothed time per step that the runner stood idle though work was there."""
         self._runner = runner
         self._wake = wake
-        self._plans: queue.SimpleQueue[tuple[StepPlan | FormPlan, bool, int] | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[tuple[StepPlan | FormPlan, bool, int] | None] = (
+            queue.SimpleQueue()
+        )
         self._results: deque[StepDone | Formed | BaseException] = deque()
         self._num_in_flight = 0
         self._num_forms = 0
@@ -61,25 +73,35 @@ class Compute:
         return self._num_in_flight
 
     def submit(self, plan: StepPlan, *, follows: bool) -> None:
-        """Queue a plan. `follows`: it answers a finished step, so the time since that step's end is overhead."""
+        """Queue a plan. `follows`: it answers a finished step, so the time since that step's end is
+        overhead.
+        """
         if self._num_in_flight >= MAX_STEPS_IN_FLIGHT:
-            raise InvariantError(f"step {plan.step_id}: {MAX_STEPS_IN_FLIGHT} plans are in flight already")
+            raise InvariantError(
+                f"step {plan.step_id}: {MAX_STEPS_IN_FLIGHT} plans are in flight already"
+            )
         is_soon = self._generation > 0 and time.monotonic() - self._ended_s < FOLLOWS_S
         follows = follows or self._num_in_flight > 0 or is_soon
         self._num_in_flight += 1
         self._plans.put((plan, follows, self._generation))
 
     def form(self, plan: FormPlan) -> None:
-        """Break off what runs, void what waits, and form the generation. Needs a runner that can be aborted."""
+        """Break off what runs, void what waits, and form the generation. Needs a runner that can be
+        aborted.
+        """
         if self._num_forms >= MAX_FORMS_IN_FLIGHT:
-            raise InvariantError(f"generation {plan.generation}: {MAX_FORMS_IN_FLIGHT} generations are being formed")
+            raise InvariantError(
+                f"generation {plan.generation}: {MAX_FORMS_IN_FLIGHT} generations are being formed"
+            )
         self._num_forms += 1
         self._generation = plan.generation
         self._runner.abort()
         self._plans.put((plan, False, plan.generation))
 
     def abort_void(self) -> None:
-        """Break off a plan that was void when it began: it was taken in the instant a FormPlan was queued."""
+        """Break off a plan that was void when it began: it was taken in the instant a FormPlan was
+        queued.
+        """
         running = self._running_generation
         if running is not None and running < self._generation:
             self._runner.abort()
@@ -104,7 +126,9 @@ class Compute:
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     def stop(self, timeout_s: float) -> bool:
-        """Let the running step finish and end the thread. False if it has not within `timeout_s`."""
+        """Let the running step finish and end the thread. False if it has not within
+        `timeout_s`.
+        """
         self._stopping = True
         self._plans.put(None)
         self._thread.join(timeout_s)
@@ -129,13 +153,16 @@ class Compute:
             try:
                 result = self._execute(plan, generation, idle_s)
             except BaseException as error:
-                result = error  # A runner answers with its errors; one that raises is broken, and the host ends.
+                # A runner answers with its errors; one that raises is broken, and the host ends.
+                result = error
             self._ended_s = time.monotonic()
             self._busy_since_s = self._running_generation = None
             self._results.append(result)
             self._wake()
 
-    def _execute(self, plan: StepPlan | FormPlan, generation: int, idle_s: float) -> StepDone | Formed | BaseException:
+    def _execute(
+        self, plan: StepPlan | FormPlan, generation: int, idle_s: float
+    ) -> StepDone | Formed | BaseException:
         if generation < self._generation:
             void = f"generation {generation} is over"
             if isinstance(plan, FormPlan):
@@ -143,5 +170,7 @@ class Compute:
             return StepDone(plan.step_id, (), (), {}, 0.0, void)
         result = self._runner.execute(plan)
         if isinstance(result, StepDone) and result.op_times:
-            return msgspec.structs.replace(result, op_times=(*result.op_times, OpTime(IDLE, 1, idle_s)))
+            return msgspec.structs.replace(
+                result, op_times=(*result.op_times, OpTime(IDLE, 1, idle_s))
+            )
         return result

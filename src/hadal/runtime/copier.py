@@ -1,7 +1,9 @@
-"""Pulls of KV: small ones on this host at once, all others in threads, so that no copy delays anybody's tokens.
+"""Pulls of KV: small ones on this host at once, all others in threads, so that no copy delays
+anybody's tokens.
 
-A pull never overtakes an earlier one of its request, and a source is pulled from by one thread at a time: a source that
-is dead holds up one thread, and pulls from the others go on. Knows leases and own block ids, nothing of requests.
+A pull never overtakes an earlier one of its request, and a source is pulled from by one thread at a
+time: a source that is dead holds up one thread, and pulls from the others go on. Knows leases and
+own block ids, nothing of requests.
 """
 
 from __future__ import annotations
@@ -15,9 +17,13 @@ from hadal.core.seams import Pull
 from hadal.runtime.kv_wire import KvWire
 
 INLINE_BYTES = 2 * 1024 * 1024
-"""Up to this a copy takes less than a millisecond: what handing it to a thread and back costs on busy cores."""
+"""Up to this a copy takes less than a millisecond: what handing it to a thread and back costs on
+busy cores.
+"""
 NUM_THREADS = 4
-"""They wait for sockets or copy; several sources that die together hold up the others no longer than one does."""
+"""They wait for sockets or copy; several sources that die together hold up the others no longer
+than one does.
+"""
 _WAIT_S = 1.0
 
 
@@ -35,12 +41,17 @@ class Copier:
         self._waiting: deque[Pull] = deque()
         self._busy: list[Pull] = []
         self._stopping = False
-        self._threads = [threading.Thread(target=self._run, name=f"copy-{i}", daemon=True) for i in range(NUM_THREADS)]
+        self._threads = [
+            threading.Thread(target=self._run, name=f"copy-{i}", daemon=True)
+            for i in range(NUM_THREADS)
+        ]
         for thread in self._threads:
             thread.start()
 
     def submit(self, pull: Pull) -> None:
-        """Begin a pull; its outcome is among `take`'s. A pull never overtakes an earlier one of its request."""
+        """Begin a pull; its outcome is among `take`'s. A pull never overtakes an earlier one of its
+        request.
+        """
         is_inline = (
             not self._num_pending[pull.request_id]
             and len(pull.into) * self._block_bytes <= INLINE_BYTES
@@ -55,7 +66,9 @@ class Copier:
             self._changed.notify()
 
     def take(self) -> list[KvPulled]:
-        """Return the outcomes that are ready. Raises what broke a copying thread, if anything did."""
+        """Return the outcomes that are ready. Raises what broke a copying thread, if anything
+        did.
+        """
         done = []
         while self._results:
             result = self._results.popleft()
@@ -93,7 +106,9 @@ class Copier:
         """The first pull that may begin, once there is one; None: stop."""
         with self._changed:
             while not self._stopping:
-                held = {pull.request_id for pull in self._busy} | {pull.lease.source for pull in self._busy}
+                held = {pull.request_id for pull in self._busy} | {
+                    pull.lease.source for pull in self._busy
+                }
                 for index, pull in enumerate(self._waiting):
                     if held.isdisjoint((pull.request_id, pull.lease.source)):
                         del self._waiting[index]

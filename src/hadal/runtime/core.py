@@ -1,4 +1,6 @@
-"""What a deployment says of a unit that more than one process has to know: its deciding core, its first placement."""
+"""What a deployment says of a unit that more than one process has to know: its deciding core, its
+first placement.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,15 @@ from hadal.runtime.process import Run
 
 
 def make_core(
-    deployment: Deployment, config: ModelConfig, unit: str, role: str, epoch: str, pool_name: str = "", *,
+    deployment: Deployment,
+    config: ModelConfig,
+    unit: str,
+    role: str,
+    epoch: str,
+    pool_name: str = "",
+    *,
     fingerprint: str = "",
-) -> PrefillLeader | DecodeLeader:  # fmt: skip
+) -> PrefillLeader | DecodeLeader:
     """The same for a unit of one process and for the leader of many ranks.
 
     `pool_name`: of a unit that is one process; ranks bring their own. `fingerprint`: of the run.
@@ -27,21 +35,44 @@ def make_core(
     units = units_of(deployment, role)
     if role == PREFILL:
         return PrefillLeader(
-            unit, epoch, pool_name, units.kv_blocks, chunk_tokens=deployment.chunk_tokens,
-            num_requests_max=units.max_requests, num_waiting_max=units.max_waiting, lease_s=deployment.lease_s,
-            heartbeat_s=deployment.heartbeat_s, num_ranks=units.ranks, overlap=units.overlap,
-            min_split_tokens=units.min_split_tokens, num_layers=config.num_hidden_layers,
-            num_moe_layers=num_moe_layers(config), request_balance=units.request_balance,
-            keeps_blocks=deployment.cache.memory != OFF, has_disk=bool(deployment.cache.folder),
-            recompute=deployment.cache.recompute, early_pull=deployment.early_pull, tells_names=units.ranks > 1,
-        )  # fmt: skip
+            unit,
+            epoch,
+            pool_name,
+            units.kv_blocks,
+            chunk_tokens=deployment.chunk_tokens,
+            num_requests_max=units.max_requests,
+            num_waiting_max=units.max_waiting,
+            lease_s=deployment.lease_s,
+            heartbeat_s=deployment.heartbeat_s,
+            num_ranks=units.ranks,
+            overlap=units.overlap,
+            min_split_tokens=units.min_split_tokens,
+            num_layers=config.num_hidden_layers,
+            num_moe_layers=num_moe_layers(config),
+            request_balance=units.request_balance,
+            keeps_blocks=deployment.cache.memory != OFF,
+            has_disk=bool(deployment.cache.folder),
+            recompute=deployment.cache.recompute,
+            early_pull=deployment.early_pull,
+            tells_names=units.ranks > 1,
+        )
     return DecodeLeader(
-        unit, epoch, units.kv_blocks, num_slots=units.max_requests, num_waiting_max=units.max_waiting,
-        max_context=config.max_position_embeddings, heartbeat_s=deployment.heartbeat_s, num_ranks=units.ranks,
-        overlap=units.overlap, min_split_tokens=units.min_split_tokens, num_layers=config.num_hidden_layers,
-        num_moe_layers=num_moe_layers(config), request_balance=units.request_balance, lease_s=deployment.lease_s,
+        unit,
+        epoch,
+        units.kv_blocks,
+        num_slots=units.max_requests,
+        num_waiting_max=units.max_waiting,
+        max_context=config.max_position_embeddings,
+        heartbeat_s=deployment.heartbeat_s,
+        num_ranks=units.ranks,
+        overlap=units.overlap,
+        min_split_tokens=units.min_split_tokens,
+        num_layers=config.num_hidden_layers,
+        num_moe_layers=num_moe_layers(config),
+        request_balance=units.request_balance,
+        lease_s=deployment.lease_s,
         fingerprint=fingerprint if deployment.cache.folder else "",
-    )  # fmt: skip
+    )
 
 
 def make_view(run: Run, wake: Callable[[], None]) -> DiskView | None:
@@ -51,10 +82,16 @@ def make_view(run: Run, wake: Callable[[], None]) -> DiskView | None:
 
 
 def first_placement(deployment: Deployment, config: ModelConfig, role: str) -> Placement:
-    """Where a unit's experts lie at first: its leader and every rank of it have to mean the same."""
+    """Where a unit's experts lie at first: its leader and every rank of it have to mean the
+    same.
+    """
     units = units_of(deployment, role)
     sizes = num_moe_layers(config), config.n_routed_experts, units.ranks, units.redundant_experts
-    return spread_by_node(*sizes, num_nodes(units)) if keeps_groups(units, config, role) else spread(*sizes)
+    return (
+        spread_by_node(*sizes, num_nodes(units))
+        if keeps_groups(units, config, role)
+        else spread(*sizes)
+    )
 
 
 def num_nodes(units: UnitsConfig) -> int:
@@ -63,7 +100,14 @@ def num_nodes(units: UnitsConfig) -> int:
 
 
 def keeps_groups(units: UnitsConfig, config: ModelConfig, role: str) -> bool:
-    """Whether a group of experts stays on a node, so that a token goes to few nodes: prefill's traffic between nodes is
-    large, and a decode unit has more nodes than the gate has groups (DeepSeek EPLB's two policies)."""
+    """Whether a group of experts stays on a node, so that a token goes to few nodes: prefill's
+    traffic between nodes is large, and a decode unit has more nodes than the gate has groups
+    (DeepSeek EPLB's two policies).
+    """
     nodes = num_nodes(units)
-    return role == PREFILL and nodes > 1 and config.n_group % nodes == 0 and units.redundant_experts % nodes == 0
+    return (
+        role == PREFILL
+        and nodes > 1
+        and config.n_group % nodes == 0
+        and units.redundant_experts % nodes == 0
+    )

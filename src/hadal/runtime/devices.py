@@ -1,4 +1,5 @@
-"""The accelerators of this machine, asked without loading torch: the supervisor decides with it, ranks use them.
+"""The accelerators of this machine, asked without loading torch: the supervisor decides with it,
+ranks use them.
 
 Knows NVIDIA's tools only. A machine without them, or a torch without CUDA, has no GPUs.
 """
@@ -20,7 +21,9 @@ def gpus() -> tuple[int, ...]:
     if not Path("/dev/nvidiactl").exists() or not torch_has_cuda():
         return ()
     try:
-        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        done = subprocess.run(
+            _QUERY, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
         found = tuple(int(line) * 2**20 for line in done.stdout.splitlines() if line.strip())
     except (OSError, subprocess.SubprocessError, ValueError):
         return ()
@@ -31,7 +34,8 @@ def gpus() -> tuple[int, ...]:
 
 
 def take_gpu(index: int) -> None:
-    """Make the index-th GPU, counted round, the only one this process sees. Before its first call to CUDA.
+    """Make the index-th GPU, counted round, the only one this process sees. Before its first call
+    to CUDA.
 
     Whatever a thread or a library then takes for the present device is the rank's own.
     """

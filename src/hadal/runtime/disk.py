@@ -1,7 +1,9 @@
-"""The Disk seam, live, of a process with a KV pool: LoadBlocks and StoreBlocks effects, run beside the steps.
+"""The Disk seam, live, of a process with a KV pool: LoadBlocks and StoreBlocks effects, run beside
+the steps.
 
-Loads and stores have threads of their own, so a prompt never waits for what others write. It copies and verifies; what
-is worth keeping and loading, the roles decide. What is on disk, by whomever, leaders learn from runtime/disk_view.
+Loads and stores have threads of their own, so a prompt never waits for what others write. It copies
+and verifies; what is worth keeping and loading, the roles decide. What is on disk, by whomever,
+leaders learn from runtime/disk_view.
 """
 
 from __future__ import annotations
@@ -22,25 +24,41 @@ from hadal.runtime.process import Run
 from hadal.runtime.segment import Bytes
 
 PREFILL_PART = 0.6
-"""Of the budget, of all prefill ranks together. In DeepSeek's day prompts left 266 of 434 billion new tokens behind,
-generated text the others (608 billion in, of which 56.3 % were hit, and 168 billion out; the inference overview)."""
+"""Of the budget, of all prefill ranks together. In DeepSeek's day prompts left 266 of 434 billion
+new tokens behind, generated text the others (608 billion in, of which 56.3 % were hit, and 168
+billion out; the inference overview).
+"""
 
 
 class DiskStore:
     """Blocks of one pool to and from one folder. All methods are called from the host's thread."""
 
     def __init__(
-        self, folder: Path, fingerprint: str, blocks: Bytes, share_bytes: int, wake: Callable[[], None], *,
-        total_bytes: int | None = None, queue_bytes: int = QUEUE_BYTES, load_deadline_s: float = LOAD_DEADLINE_S,
-        store_deadline_s: float = STORE_DEADLINE_S, pause_s: float = PAUSE_S,
-    ) -> None:  # fmt: skip
-        """`blocks`: the pool, uint8 [blocks, block_bytes]. `share_bytes`: most that this writer keeps on disk;
-        `total_bytes`: all writers of its deployment."""
+        self,
+        folder: Path,
+        fingerprint: str,
+        blocks: Bytes,
+        share_bytes: int,
+        wake: Callable[[], None],
+        *,
+        total_bytes: int | None = None,
+        queue_bytes: int = QUEUE_BYTES,
+        load_deadline_s: float = LOAD_DEADLINE_S,
+        store_deadline_s: float = STORE_DEADLINE_S,
+        pause_s: float = PAUSE_S,
+    ) -> None:
+        """`blocks`: the pool, uint8 [blocks, block_bytes]. `share_bytes`: most that this writer
+        keeps on disk; `total_bytes`: all writers of its deployment.
+        """
         self.troubles = Troubles(folder)
         total_bytes = share_bytes if total_bytes is None else total_bytes
-        segments = OwnSegments(folder, fingerprint, blocks.shape[1], share_bytes, total_bytes, self.troubles)
+        segments = OwnSegments(
+            folder, fingerprint, blocks.shape[1], share_bytes, total_bytes, self.troubles
+        )
         own = OwnBlocks(segments, self.troubles)
-        self._writer = Writer(own, blocks, self.troubles, wake, queue_bytes, store_deadline_s, pause_s)
+        self._writer = Writer(
+            own, blocks, self.troubles, wake, queue_bytes, store_deadline_s, pause_s
+        )
         self._loader = Loader(folder, fingerprint, blocks, self.troubles, wake, load_deadline_s)
 
     def submit(self, effect: LoadBlocks | StoreBlocks) -> None:
@@ -51,7 +69,9 @@ class DiskStore:
             self._writer.submit(effect)
 
     def take(self) -> list[BlocksLoaded | BlocksStored]:
-        """The outcomes that are ready. To be called now and then even if nothing woke the host: deadlines end here."""
+        """The outcomes that are ready. To be called now and then even if nothing woke the host:
+        deadlines end here.
+        """
         return [*self._loader.take(), *self._writer.take()]
 
     def stop(self, timeout_s: float) -> None:
@@ -62,17 +82,23 @@ class DiskStore:
 
 
 def make_store(run: Run, role: str, blocks: Bytes, wake: Callable[[], None]) -> DiskStore | None:
-    """The store of a pool of one of the run's units, with its share of the budget; None where nothing is kept."""
+    """The store of a pool of one of the run's units, with its share of the budget; None where
+    nothing is kept.
+    """
     cache = run.deployment.cache
     if not cache.folder:
         return None
     total_bytes = cache.disk_mb * 1024 * 1024
     share_bytes = share_of(run.deployment, role)
-    return DiskStore(Path(cache.folder), run.fingerprint, blocks, share_bytes, wake, total_bytes=total_bytes)
+    return DiskStore(
+        Path(cache.folder), run.fingerprint, blocks, share_bytes, wake, total_bytes=total_bytes
+    )
 
 
 def share_of(deployment: Deployment, role: str) -> int:
     """Bytes on disk of one process with a pool, in units of this role."""
     part = PREFILL_PART if role == PREFILL else 1.0 - PREFILL_PART
     units = units_of(deployment, role)
-    return int(part * deployment.cache.disk_mb * 1024 * 1024) // (deployment.num_units_max(role) * units.ranks)
+    return int(part * deployment.cache.disk_mb * 1024 * 1024) // (
+        deployment.num_units_max(role) * units.ranks
+    )

@@ -2,9 +2,10 @@
 
     disk -> private buffer -> name and sum agree? -> pool
 
-A load is cut into pieces that several threads read side by side. A disk may hang: a load that has not moved for a while
-is answered with what it has. The thread stays where it is, with its own buffer, and what it reads late goes nowhere, so
-the blocks of the pool are free with the answer. While all threads hang, loads fail at once.
+A load is cut into pieces that several threads read side by side. A disk may hang: a load that has
+not moved for a while is answered with what it has. The thread stays where it is, with its own
+buffer, and what it reads late goes nowhere, so the blocks of the pool are free with the answer.
+While all threads hang, loads fail at once.
 
 Knows no names but those it is given: a block that is not where it is sought is gone.
 """
@@ -32,7 +33,9 @@ from hadal.runtime.segment import NAME, SEQUENCE, SUM, Bytes, Segment, SegmentEr
 NUM_THREADS = 3
 """One copies and verifies while the others' reads are with the disk."""
 PIECE_BYTES = 2 * 1024 * 1024
-"""Of a thread's buffer: large reads, and small enough that what was read is verified while it is in the cache."""
+"""Of a thread's buffer: large reads, and small enough that what was read is verified while it is in
+the cache.
+"""
 LOAD_DEADLINE_S = 10.0
 """A load that did not move for so long is given up."""
 LOAD_TOTAL_S = 60.0
@@ -68,7 +71,9 @@ class _Load:
 
 @dataclass
 class _Found:
-    """What a run of slots proved to hold: so many good blocks from its first one on, and what ended them."""
+    """What a run of slots proved to hold: so many good blocks from its first one on, and what ended
+    them.
+    """
 
     num_good: int
     num_damaged: int = 0
@@ -95,12 +100,19 @@ class _Thread:
 
 
 class Loader:
-    """Runs LoadBlocks effects in threads. submit, take and stop are called from the host's thread."""
+    """Runs LoadBlocks effects in threads. submit, take and stop are called from the host's
+    thread.
+    """
 
     def __init__(
-        self, folder: Path, fingerprint: str, blocks: Bytes, troubles: Troubles, wake: Callable[[], None],
+        self,
+        folder: Path,
+        fingerprint: str,
+        blocks: Bytes,
+        troubles: Troubles,
+        wake: Callable[[], None],
         deadline_s: float = LOAD_DEADLINE_S,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`blocks`: the pool, [blocks, block_bytes]."""
         self._folder = folder
         self._fingerprint = fingerprint
@@ -115,7 +127,9 @@ class Loader:
         self._results: list[BlocksLoaded] = []
         self._broken: BaseException | None = None
         self._stopping = False
-        self._threads = [_Thread(make_buffer(blocks.shape[1], PIECE_BYTES)) for _ in range(NUM_THREADS)]
+        self._threads = [
+            _Thread(make_buffer(blocks.shape[1], PIECE_BYTES)) for _ in range(NUM_THREADS)
+        ]
         self._running = [
             threading.Thread(target=self._run, args=(one,), name=f"disk-load-{index}", daemon=True)
             for index, one in enumerate(self._threads)
@@ -129,8 +143,10 @@ class Loader:
         pieces = _pieces(effect, len(self._threads[0].buffer))
         load = _Load(effect, list(split(effect.names)), now_s, now_s, [None] * len(pieces))
         if not len(load.names) == len(effect.places) == len(effect.into):
-            raise ValueError(f"load {effect.load_id} has {len(load.names)} names, {len(effect.places)} places, "
-                             f"{len(effect.into)} blocks")  # fmt: skip
+            raise ValueError(
+                f"load {effect.load_id} has {len(load.names)} names, {len(effect.places)} places, "
+                f"{len(effect.into)} blocks"
+            )
         with self._lock:
             self._loads.append(load)
             if not pieces:
@@ -141,7 +157,9 @@ class Loader:
             self._wake()
 
     def take(self) -> list[BlocksLoaded]:
-        """The outcomes that are ready; loads that the disk keeps waiting are given up here. Raises a thread's bug."""
+        """The outcomes that are ready; loads that the disk keeps waiting are given up here. Raises
+        a thread's bug.
+        """
         now_s = time.monotonic()
         with self._lock:
             if self._broken is not None:
@@ -152,14 +170,20 @@ class Loader:
                 is_stuck = load.is_running and not load.num_copying and stood_s > self._deadline_s
                 is_late = not load.num_copying and now_s - load.begun_s > LOAD_TOTAL_S
                 if is_stuck or is_late or (do_all_hang and not load.is_running):
-                    text = f"the disk has not answered for {stood_s:.0f} s" if not do_all_hang else "the disk hangs"
+                    text = (
+                        f"the disk has not answered for {stood_s:.0f} s"
+                        if not do_all_hang
+                        else "the disk hangs"
+                    )
                     self._troubles.note("hang", f"{text}; what is on it is computed instead")
                     self._end(load, text)
             done, self._results = self._results, []
         return done
 
     def stop(self, deadline_s: float) -> None:
-        """Let the threads end. `deadline_s`: by time.monotonic; one that hangs is left to the process's end."""
+        """Let the threads end. `deadline_s`: by time.monotonic; one that hangs is left to the
+        process's end.
+        """
         with self._lock:
             self._stopping = True  # A block that is being copied is copied to its end.
         for _ in self._running:
@@ -194,7 +218,11 @@ class Loader:
             own.load = load
             if not load.is_running:
                 load.is_running, load.moved_s = True, time.monotonic()
-        found = self._try_to_read(own, piece) if is_wanted else _Found(0, 0, "a block before it is missing")
+        found = (
+            self._try_to_read(own, piece)
+            if is_wanted
+            else _Found(0, 0, "a block before it is missing")
+        )
         if not self._may_copy(own, load):
             return
         into = list(load.effect.into[piece.begin : piece.begin + found.num_good])
@@ -241,7 +269,9 @@ class Loader:
         segment.read_blocks(first, own.buffer[:count])
         return self._verify(own, segment, first, records, load.names[begin:end])
 
-    def _verify(self, own: _Thread, segment: Segment, first: int, records: Words, names: list[bytes]) -> _Found:
+    def _verify(
+        self, own: _Thread, segment: Segment, first: int, records: Words, names: list[bytes]
+    ) -> _Found:
         is_good = segment.is_good(records, first)
         for index, name in enumerate(names):
             slot, record = first + index, records[index]
@@ -250,19 +280,25 @@ class Loader:
                 again = segment.table(slot, 1)
                 if not again.any() or segment.is_good(again, slot)[0]:
                     return _Found(index, 0, "it made room for another")
-                return _Found(index, 1, self._damaged(segment, slot, record, "its record is damaged"))
+                return _Found(
+                    index, 1, self._damaged(segment, slot, record, "its record is damaged")
+                )
             if record[NAME].tobytes() != name:
                 return _Found(index, 0, "it made room for another")
             if sum_of(own.buffer[index, : segment.block_bytes]) != record[SUM].tobytes():
                 if not np.array_equal(segment.table(slot, 1)[0], record):
                     return _Found(index, 0, "it made room for another")
-                return _Found(index, 1, self._damaged(segment, slot, record, "its bytes are damaged"))
+                return _Found(
+                    index, 1, self._damaged(segment, slot, record, "its bytes are damaged")
+                )
         return _Found(len(names))
 
     def _damaged(self, segment: Segment, slot: int, record: Words, what: str) -> str:
         """Nobody shall look there again."""
         text = f"slot {slot} of {segment.path.name}: {what}"
-        self._troubles.note("damaged", f"{text}; it is not used, and written anew when it is computed")
+        self._troubles.note(
+            "damaged", f"{text}; it is not used, and written anew when it is computed"
+        )
         try:
             segment.mark_damaged(slot, int(record[SEQUENCE]))
         except OSError as error:
@@ -270,7 +306,9 @@ class Loader:
         return what
 
     def _open(self, own: _Thread, number: int) -> Segment:
-        """Segments stay open: a file is looked up once. One that was removed is let go of, so that its room is free."""
+        """Segments stay open: a file is looked up once. One that was removed is let go of, so that
+        its room is free.
+        """
         known = own.segments.get(number)
         if known is not None and known.is_whole():
             own.segments.move_to_end(number)
@@ -299,12 +337,16 @@ class Loader:
         load.is_over = True
         self._loads.remove(load)
         found = load.outcome()
-        answer = BlocksLoaded(load.effect.load_id, found.num_good, found.num_damaged, found.error or error)
+        answer = BlocksLoaded(
+            load.effect.load_id, found.num_good, found.num_damaged, found.error or error
+        )
         self._results.append(answer)
 
 
 def _pieces(effect: LoadBlocks, most: int) -> list[tuple[int, int]]:
-    """Cut the places into stretches of adjacent slots: (first index, end), `most` of them at most."""
+    """Cut the places into stretches of adjacent slots: (first index, end), `most` of them at
+    most.
+    """
     return [
         (begin, min(begin + most, at + count))
         for at, count in runs([number_of(place.segment, place.slot) for place in effect.places])

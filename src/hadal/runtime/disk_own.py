@@ -1,5 +1,6 @@
-"""The blocks one writer of the disk cache keeps: kv/disk_slots says which slot, runtime/disk_segments which file; this
-puts the bytes there, in the order that survives `kill -9`, and reads the records back after it.
+"""The blocks one writer of the disk cache keeps: kv/disk_slots says which slot,
+runtime/disk_segments which file; this puts the bytes there, in the order that survives `kill -9`,
+and reads the records back after it.
 
 Knows nothing of pools, queues or deadlines.
 """
@@ -66,8 +67,10 @@ class OwnBlocks:
             self._take_up(segment)
 
     def place(self, blocks: list[Block]) -> bytes:
-        """Give blocks their slots. Returns the names that made room; blocks without a place found none, and those that
-        are somewhere already are not `is_new`. Raises OSError or SegmentError if there are no segments to be had."""
+        """Give blocks their slots. Returns the names that made room; blocks without a place found
+        none, and those that are somewhere already are not `is_new`. Raises OSError or SegmentError
+        if there are no segments to be had.
+        """
         if self._segments.make_folder():  # It was deleted, and the segments in it with it.
             self._troubles.note_gone()
             self._drop_lost()
@@ -85,24 +88,36 @@ class OwnBlocks:
         return dropped
 
     def _new(self, blocks: list[Block]) -> list[Block]:
-        return list({one.name: one for one in blocks if self._slots.find(one.name) is None}.values())
+        return list(
+            {one.name: one for one in blocks if self._slots.find(one.name) is None}.values()
+        )
 
     def write(self, blocks: list[Block], buffer: Bytes) -> None:
-        """Write new blocks, out of their rows of the buffer, and their records. From any thread, for it touches
-        nothing but files; then `fail` or `sync`, from the writer's. Raises OSError or SegmentError."""
+        """Write new blocks, out of their rows of the buffer, and their records. From any thread,
+        for it touches nothing but files; then `fail` or `sync`, from the writer's. Raises OSError
+        or SegmentError.
+        """
         for run in _runs([one for one in blocks if one.is_new]):
             assert run[0].place is not None
             segment, first = self._segments.segments[run[0].place.segment], run[0].place.slot
-            names, positions, sums = zip(*((one.name, one.position, one.sum) for one in run), strict=True)
+            names, positions, sums = zip(
+                *((one.name, one.position, one.sum) for one in run), strict=True
+            )
             records = segment.records(first, names, positions, sums, [one.sequence for one in run])
             segment.clear(first, len(run))
             segment.write_blocks(first, buffer[run[0].row : run[0].row + len(run)])
             segment.write_records(first, records)
 
     def fail(self, blocks: list[Block]) -> None:
-        """The disk did not take these blocks: their slots are free, and their records, if they got there, void."""
+        """The disk did not take these blocks: their slots are free, and their records, if they got
+        there, void.
+        """
         for block in blocks:
-            if not block.is_new or block.place is None or self._slots.find(block.name) != block.place:
+            if (
+                not block.is_new
+                or block.place is None
+                or self._slots.find(block.name) != block.place
+            ):
                 continue  # What was there before is there still.
             self._slots.drop([block.name])
             segment = self._segments.segments.get(block.place.segment)
@@ -110,11 +125,15 @@ class OwnBlocks:
                 if segment is not None:
                     segment.clear(block.place.slot, 1)
             except (OSError, SegmentError) as error:
-                self._troubles.note_error("clear", error)  # Its sum is of these bytes or it is not used.
+                self._troubles.note_error(
+                    "clear", error
+                )  # Its sum is of these bytes or it is not used.
             block.place = None
 
     def sync(self, blocks: list[Block]) -> None:
-        """Make written blocks durable and let readers know. Raises OSError or SegmentError if some of them are not."""
+        """Make written blocks durable and let readers know. Raises OSError or SegmentError if some
+        of them are not.
+        """
         trouble: OSError | SegmentError | None = None
         number_to_blocks: dict[int, list[Block]] = {}
         for block in blocks:
@@ -151,7 +170,9 @@ class OwnBlocks:
         segment.tell_change()
 
     def _drop_lost(self) -> None:
-        """Let go of segments that are gone from the folder, or were cut off: nobody finds what is in them."""
+        """Let go of segments that are gone from the folder, or were cut off: nobody finds what is
+        in them.
+        """
         for number, segment in list(self._segments.segments.items()):
             try:
                 is_whole = segment.is_whole()
@@ -163,7 +184,9 @@ class OwnBlocks:
                 self._segments.lose(number)
 
     def _grow(self, num_blocks: int) -> None:
-        """Have room for so many, as far as the share goes: dead writers' segments first, they hold something."""
+        """Have room for so many, as far as the share goes: dead writers' segments first, they hold
+        something.
+        """
         now_s = time.monotonic()
         while self._slots.num_free < num_blocks and now_s >= self._grow_at_s:
             try:
@@ -182,7 +205,9 @@ class OwnBlocks:
                     raise
 
     def _take_up(self, segment: Segment) -> None:
-        """Go on with an adopted segment. One whose index cannot be read is no reason to do without the others."""
+        """Go on with an adopted segment. One whose index cannot be read is no reason to do without
+        the others.
+        """
         try:
             self._restore(segment)
         except (OSError, SegmentError) as error:
@@ -199,12 +224,19 @@ class OwnBlocks:
         is_empty = ~records.any(axis=1)
         num_damaged = len(records) - int(is_empty.sum()) - len(slots)
         if num_damaged:
-            self._troubles.note("damaged", f"{segment.path.name}: {num_damaged} records are damaged and left out")
+            self._troubles.note(
+                "damaged", f"{segment.path.name}: {num_damaged} records are damaged and left out"
+            )
         self._slots.add_segment(segment.number, segment.num_slots)
         self._slots.restore(
-            segment.number, slots.tolist(), names_of(good), good[:, POSITION].tolist(), uses[slots].tolist()
-        )  # fmt: skip
-        # Beyond every one that may be known as damaged, or a new record in such a slot would not be believed.
+            segment.number,
+            slots.tolist(),
+            names_of(good),
+            good[:, POSITION].tolist(),
+            uses[slots].tolist(),
+        )
+        # Beyond every one that may be known as damaged, or a new record in such a slot would not be
+        # believed.
         used = *records[is_whole, SEQUENCE].tolist(), *damaged[damaged < _SEQUENCE_MAX].tolist()
         self._sequence = max(self._sequence, max(used, default=0) + 1)
         self._segment_to_uses[segment.number] = uses

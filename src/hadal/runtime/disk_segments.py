@@ -1,7 +1,9 @@
-"""The segments one writer of the disk cache owns: adopted from the dead or made, never beyond its share.
+"""The segments one writer of the disk cache owns: adopted from the dead or made, never beyond its
+share.
 
-Deletes nothing but dead writers' segments of its own model, and those only while all of that model's together exceed
-the deployment's budget; then oldest first. Knows nothing of which block lies where.
+Deletes nothing but dead writers' segments of its own model, and those only while all of that
+model's together exceed the deployment's budget; then oldest first. Knows nothing of which block
+lies where.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from hadal.runtime.segment import (
 )
 
 SEGMENT_BYTES = 256 * 1024 * 1024
-"""Of a new one, if the share is cut into PARTS by that: small enough that siblings can share what a dead writer left,
-large enough that there are few, for every leader holds all of them open."""
+"""Of a new one, if the share is cut into PARTS by that: small enough that siblings can share what a
+dead writer left, large enough that there are few, for every leader holds all of them open.
+"""
 PARTS = 8, 64
 """A share is cut into so many segments at least, at most."""
 ORPHAN_S = 60.0
@@ -41,7 +44,13 @@ class OwnSegments:
     """From the writer's thread alone. Methods raise OSError where the folder fails."""
 
     def __init__(
-        self, folder: Path, fingerprint: str, block_bytes: int, share_bytes: int, total_bytes: int, troubles: Troubles
+        self,
+        folder: Path,
+        fingerprint: str,
+        block_bytes: int,
+        share_bytes: int,
+        total_bytes: int,
+        troubles: Troubles,
     ) -> None:
         self._folder = folder
         self._fingerprint = fingerprint
@@ -60,17 +69,24 @@ class OwnSegments:
         return sum(segment.total_bytes for segment in self.segments.values())
 
     def enter(self) -> list[Segment]:
-        """Make the folder if need be, and adopt what the dead left, the newest first, up to the share."""
+        """Make the folder if need be, and adopt what the dead left, the newest first, up to the
+        share.
+        """
         self.make_folder()
-        # A folder with other things in it, a home perhaps, is let be: segments are 0600 wherever they lie.
+        # A folder with other things in it, a home perhaps, is let be: segments are 0600 wherever
+        # they lie.
         if all(path.suffix in (SUFFIX, NEW_SUFFIX) for path in self._folder.iterdir()):
-            with contextlib.suppress(PermissionError):  # Another user's, which the start has said (runtime/cache_plan).
+            with contextlib.suppress(
+                PermissionError
+            ):  # Another user's, which the start has said (runtime/cache_plan).
                 take_from_others(self._folder)
         remove_unfinished(self._folder)
         return self.adopt()
 
     def make_folder(self) -> bool:
-        """Make the folder where it is not, at first or because somebody deleted it; True if it was not there."""
+        """Make the folder where it is not, at first or because somebody deleted it; True if it was
+        not there.
+        """
         if self._folder.is_dir():
             return False
         # As the segments, for their owner alone: in whole, KV tells the prompts it is of.
@@ -78,10 +94,14 @@ class OwnSegments:
         return True
 
     def adopt(self, most: int | None = None) -> list[Segment]:
-        """Lock dead writers' segments as far as the share allows, `most` of them at most. Returns the new ones."""
+        """Lock dead writers' segments as far as the share allows, `most` of them at most. Returns
+        the new ones.
+        """
         adopted: list[Segment] = []
         for number in self._others(newest_first=True):
-            if len(adopted) == most or self._share_bytes - self.num_bytes < segment_bytes(1, self._block_bytes):
+            if len(adopted) == most or self._share_bytes - self.num_bytes < segment_bytes(
+                1, self._block_bytes
+            ):
                 break
             segment = self._adopt(number)
             if segment is None:
@@ -97,7 +117,8 @@ class OwnSegments:
         """Make an empty segment, as large as the share still allows; None if it allows none."""
         left_bytes = self._share_bytes - self.num_bytes
         slot_bytes = slot_bytes_of(self._block_bytes)
-        # Of a share that is more than the disk, parts could be too: then there would be room and nothing kept.
+        # Of a share that is more than the disk, parts could be too: then there would be room and
+        # nothing kept.
         share_bytes = min(self._share_bytes, _disk_bytes(self._folder) or self._share_bytes)
         wanted_bytes = max(min(SEGMENT_BYTES, share_bytes // PARTS[0]), share_bytes // PARTS[1])
         num_slots = min(MAX_SLOTS, max(1, wanted_bytes // slot_bytes))
@@ -119,7 +140,9 @@ class OwnSegments:
         self.lose(number)
 
     def sweep(self) -> None:
-        """Delete what the dead left and nobody took up, while there is more of this model than the budget."""
+        """Delete what the dead left and nobody took up, while there is more of this model than the
+        budget.
+        """
         now_s = time.monotonic()
         sizes: dict[int, int] = {}
         for number in self._others(newest_first=False):
@@ -178,13 +201,17 @@ class OwnSegments:
             segment.require(self._fingerprint, self._block_bytes)
         except OtherModelError as error:
             self._strangers.add(number)
-            self._troubles.note("another model", f"{error}; it stays, beside this model's and its budget")
+            self._troubles.note(
+                "another model", f"{error}; it stays, beside this model's and its budget"
+            )
             segment.close()
             return None
         return segment
 
 
 def _disk_bytes(folder: Path) -> int:
-    """Size of the file system, with what others have of it; 0 where it does not say. Raises OSError."""
+    """Size of the file system, with what others have of it; 0 where it does not say. Raises
+    OSError.
+    """
     status = os.statvfs(folder)
     return status.f_blocks * status.f_frsize

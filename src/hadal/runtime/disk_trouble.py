@@ -1,5 +1,6 @@
-"""Troubles with the folder of the disk cache: counted by kind, and each kind told in one line of the log of a process,
-whichever of its threads met with it and at what, and again only after a long while.
+"""Troubles with the folder of the disk cache: counted by kind, and each kind told in one line of
+the log of a process, whichever of its threads met with it and at what, and again only after a long
+while.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ REPEAT_S = 600.0
 GONE = "gone"
 _told_lock = threading.Lock()
 _told: dict[tuple[Path, str], float] = {}
-"""(folder, kind) -> when the log was told. Of the process: its store and its view meet with the same trouble."""
+"""(folder, kind) -> when the log was told. Of the process: its store and its view meet with the
+same trouble.
+"""
 
 
 class Troubles:
@@ -43,23 +46,36 @@ class Troubles:
 
     def note_gone(self) -> None:
         """The folder is not there."""
-        self.note(GONE, f"the folder {self._folder} is gone: what was in it is computed, and it is made again as soon "
-                        "as there is something to keep")  # fmt: skip
+        self.note(
+            GONE,
+            f"the folder {self._folder} is gone: what was in it is computed, and it is made again"
+            " as soon as there is something to keep",
+        )
 
     def note_error(self, what: str, error: Exception) -> str:
-        """The same of an exception; returns what to tell whoever asked. A cause is one kind, at whatever it is met."""
+        """The same of an exception; returns what to tell whoever asked. A cause is one kind, at
+        whatever it is met.
+        """
         number = error.errno if isinstance(error, OSError) else None
         if number in (None, errno.ENOENT) and not self._folder.exists():
             self.note_gone()
         elif number is not None:
             name = errno.errorcode.get(number, str(number))
-            self.note(name, f"the folder {self._folder} fails ({os.strerror(number)}): what cannot be read is "
-                            "computed, and nothing is kept until it works again")  # fmt: skip
+            self.note(
+                name,
+                f"the folder {self._folder} fails ({os.strerror(number)}): what cannot be read is "
+                "computed, and nothing is kept until it works again",
+            )
         else:
             self.note("segment", f"{error}; what was in it is computed")
         return f"{what}: {error}"
 
     def note_useless(self, error: Exception) -> None:
-        """The same of a segment that is whole no more, or never was one of ours: nobody of us deletes it."""
-        text = f"{error}; it takes room and is not used: delete it, unless another version of Hadal has it"
+        """The same of a segment that is whole no more, or never was one of ours: nobody of us
+        deletes it.
+        """
+        text = (
+            f"{error}; it takes room and is not used: delete it, unless another version of Hadal"
+            " has it"
+        )
         self.note("useless segment", text)

@@ -1,8 +1,10 @@
-"""What is on disk, by whomever: looks at the folder now and then and tells a leader what came and what went.
+"""What is on disk, by whomever: looks at the folder now and then and tells a leader what came and
+what went.
 
-A look reads the change words of every segment of this model, and the tables of those that changed. Uses that a leader
-reports are counted in the segments, where their writers find them. Any trouble with the folder means that what was in
-it is gone until it is better; the leader never waits for any of this.
+A look reads the change words of every segment of this model, and the tables of those that changed.
+Uses that a leader reports are counted in the segments, where their writers find them. Any trouble
+with the folder means that what was in it is gone until it is better; the leader never waits for any
+of this.
 
 Knows nothing of what blocks are for; reads no block.
 """
@@ -61,7 +63,9 @@ class _Known:
 class DiskView:
     """Of one folder, for one leader. take, mark and stop are called from the host's thread."""
 
-    def __init__(self, folder: Path, fingerprint: str, wake: Callable[[], None], look_s: float = LOOK_S) -> None:
+    def __init__(
+        self, folder: Path, fingerprint: str, wake: Callable[[], None], look_s: float = LOOK_S
+    ) -> None:
         self.troubles = Troubles(folder)
         self._folder = folder
         self._fingerprint = fingerprint
@@ -73,7 +77,9 @@ class DiskView:
         self._marks: queue.Queue[tuple[Place, ...]] = queue.Queue(MARKS_MAX)
         self._known: dict[int, _Known] = {}
         self._number_to_stat: dict[int, tuple[int, int]] = {}
-        """Segments that were opened, with size and time of change: one that was damaged is tried when those differ."""
+        """Segments that were opened, with size and time of change: one that was damaged is tried
+        when those differ.
+        """
         self._strangers: set[int] = set()
         """Segments of other models."""
         self._has_told = False
@@ -88,7 +94,9 @@ class DiskView:
         return sum(int(known.is_there.sum()) for known in list(self._known.values()))
 
     def take(self) -> list[DiskNews]:
-        """What changed since the last call. The first one comes soon after the start, even if there is nothing."""
+        """What changed since the last call. The first one comes soon after the start, even if there
+        is nothing.
+        """
         with self._lock:
             if self._broken is not None:
                 raise self._broken
@@ -114,7 +122,9 @@ class DiskView:
                 begun_s = time.monotonic()
                 self._look()
                 self._write_marks()
-                self._stopping.wait(max(self._look_s - (time.monotonic() - begun_s), self._look_s / 4))
+                self._stopping.wait(
+                    max(self._look_s - (time.monotonic() - begun_s), self._look_s / 4)
+                )
             for known in self._known.values():
                 known.segment.close()
         except BaseException as error:
@@ -172,7 +182,9 @@ class DiskView:
             self.troubles.note_useless(error)
             return None
         except OSError as error:
-            self._number_to_stat.pop(number, None)  # The next look may have more luck, with the file as it is.
+            self._number_to_stat.pop(
+                number, None
+            )  # The next look may have more luck, with the file as it is.
             self.troubles.note_error("open", error)
             return None
         try:
@@ -181,7 +193,9 @@ class DiskView:
             self._strangers.add(number)
             segment.close()
             return None
-        known = _Known(segment, np.zeros(segment.num_slots, _NAME), np.zeros(segment.num_slots, np.bool_))
+        known = _Known(
+            segment, np.zeros(segment.num_slots, _NAME), np.zeros(segment.num_slots, np.bool_)
+        )
         self._known[number] = known
         return known
 
@@ -248,7 +262,9 @@ class DiskView:
             if known is None:
                 continue
             try:
-                known.segment.mark_used(np.array([slot for slot in slots if slot < known.segment.num_slots], np.int64))
+                known.segment.mark_used(
+                    np.array([slot for slot in slots if slot < known.segment.num_slots], np.int64)
+                )
             except (OSError, SegmentError) as error:
                 self.troubles.note_error("count uses in", error)
 
@@ -262,7 +278,9 @@ def _first(names: _Names) -> Words:
     return np.ascontiguousarray(names).view("<u8")[::2]
 
 
-def _news(added: Iterable[tuple[int, NDArray[np.int64], _Names]], dropped: bytes) -> Iterable[DiskNews]:
+def _news(
+    added: Iterable[tuple[int, NDArray[np.int64], _Names]], dropped: bytes
+) -> Iterable[DiskNews]:
     """What is gone first, then what is there."""
     for at in range(0, len(dropped), 16 * NEWS_BLOCKS):
         yield DiskNews(b"", (), dropped[at : at + 16 * NEWS_BLOCKS])

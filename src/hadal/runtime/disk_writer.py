@@ -1,10 +1,11 @@
 """Writing blocks of a KV pool to the disk cache, behind the steps that made them.
 
-    pool -> private buffer, summed -> slots in own segments, neighbours in one write -> fdatasync -> answer
+    pool -> private buffer, summed -> slots in own segments, neighbours in one write -> fdatasync ->
+    answer
 
-What waits is bounded: beyond that a store is refused at once, and so is everything for a while after the disk failed.
-A store that stands still is answered too: the pool's blocks were copied before anything was written, so a late write
-takes nothing from them.
+What waits is bounded: beyond that a store is refused at once, and so is everything for a while
+after the disk failed. A store that stands still is answered too: the pool's blocks were copied
+before anything was written, so a late write takes nothing from them.
 
 Where blocks go, runtime/disk_own knows.
 """
@@ -34,7 +35,9 @@ STAGE_BYTES = 16 * 1024 * 1024
 BATCH_BYTES = 128 * 1024 * 1024
 """Made durable at a time, by one fdatasync a segment, if so much is there."""
 QUEUE_BYTES = 256 * 1024 * 1024
-"""More does not wait: the disk is slower than the steps, and blocks in the queue cannot be used for others."""
+"""More does not wait: the disk is slower than the steps, and blocks in the queue cannot be used for
+others.
+"""
 STORE_DEADLINE_S = 30.0
 """A store that stood still for so long is answered as if it had failed."""
 PAUSE_S = 5.0
@@ -79,8 +82,9 @@ class _Helper:
         self._todo.put((blocks, buffer))
 
     def end(self) -> tuple[list[Block], BaseException | None]:
-        """Wait for the piece. A disk that hangs hangs the writer's thread here; who waits for it is answered by
-        `Writer.take`."""
+        """Wait for the piece. A disk that hangs hangs the writer's thread here; who waits for it is
+        answered by `Writer.take`.
+        """
         if not self._is_busy:
             return [], None
         self._is_busy = False
@@ -100,12 +104,20 @@ class _Helper:
 
 
 class Writer:
-    """Runs StoreBlocks effects in a thread. submit, take and stop are called from the host's thread."""
+    """Runs StoreBlocks effects in a thread. submit, take and stop are called from the host's
+    thread.
+    """
 
     def __init__(
-        self, own: OwnBlocks, blocks: Bytes, troubles: Troubles, wake: Callable[[], None],
-        queue_bytes: int = QUEUE_BYTES, deadline_s: float = STORE_DEADLINE_S, pause_s: float = PAUSE_S,
-    ) -> None:  # fmt: skip
+        self,
+        own: OwnBlocks,
+        blocks: Bytes,
+        troubles: Troubles,
+        wake: Callable[[], None],
+        queue_bytes: int = QUEUE_BYTES,
+        deadline_s: float = STORE_DEADLINE_S,
+        pause_s: float = PAUSE_S,
+    ) -> None:
         """`blocks`: the pool, [blocks, block_bytes]."""
         self._own = own
         self._blocks = blocks
@@ -137,8 +149,10 @@ class Writer:
         """Queue a store, or refuse it at once; its outcome is among `take`'s."""
         names, now_s = list(split(effect.names)), time.monotonic()
         if not len(names) == len(effect.positions) == len(effect.block_ids):
-            raise ValueError(f"store {effect.store_id} has {len(names)} names, {len(effect.positions)} positions, "
-                             f"{len(effect.block_ids)} blocks")  # fmt: skip
+            raise ValueError(
+                f"store {effect.store_id} has {len(names)} names, {len(effect.positions)}"
+                f" positions, {len(effect.block_ids)} blocks"
+            )
         store = _Store(effect, names, now_s, [None] * len(names))
         num_bytes = len(names) * self._blocks.shape[1]
         with self._lock:
@@ -147,7 +161,9 @@ class Writer:
             if now_s < self._pause_until_s:
                 self._end(store, self._pause_reason)
             elif self._num_queued_bytes > max(self._queue_bytes, num_bytes):
-                self._troubles.note("behind", "the disk is slower than what is to be written; the rest is left out")
+                self._troubles.note(
+                    "behind", "the disk is slower than what is to be written; the rest is left out"
+                )
                 self._end(store, "the disk is behind")
             else:
                 self._queue.put(store)
@@ -155,20 +171,26 @@ class Writer:
         self._wake()
 
     def take(self) -> list[BlocksStored]:
-        """The outcomes that are ready; stores that the disk keeps waiting are given up here. Raises a thread's bug."""
+        """The outcomes that are ready; stores that the disk keeps waiting are given up here. Raises
+        a thread's bug.
+        """
         now_s = time.monotonic()
         with self._lock:
             if self._broken is not None:
                 raise self._broken
             for store in list(self._stores):
                 if not store.is_copying and now_s - store.moved_s > self._deadline_s:
-                    self._troubles.note("hang", f"nothing was written for {now_s - store.moved_s:.0f} s")
+                    self._troubles.note(
+                        "hang", f"nothing was written for {now_s - store.moved_s:.0f} s"
+                    )
                     self._end(store, "the disk hangs")
             done, self._results = self._results, []
         return done
 
     def stop(self, deadline_s: float) -> None:
-        """Write what waits and end, by `deadline_s` of time.monotonic; what is not written then is left out."""
+        """Write what waits and end, by `deadline_s` of time.monotonic; what is not written then is
+        left out.
+        """
         self._queue.put(None)
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         self._is_stopping = True
@@ -195,10 +217,14 @@ class Writer:
             self._wake()
 
     def _next_batch(self) -> list[_Store] | None:
-        """Stores that wait, BATCH_BYTES of them or a little more; empty if none came for a while; None: end."""
+        """Stores that wait, BATCH_BYTES of them or a little more; empty if none came for a while;
+        None: end.
+        """
         batch: list[_Store] = []
         num_bytes = 0
-        may_wait = self._has_entered or self._is_paused()  # Else what the dead left is adopted first.
+        may_wait = (
+            self._has_entered or self._is_paused()
+        )  # Else what the dead left is adopted first.
         while num_bytes < BATCH_BYTES:
             try:
                 store = self._queue.get(block=not batch and may_wait, timeout=_WAIT_S)
@@ -214,7 +240,9 @@ class Writer:
         return batch
 
     def _write(self, batch: list[_Store]) -> None:
-        """Write the stores' blocks, in pieces, and answer them all. One piece is copied while another is written."""
+        """Write the stores' blocks, in pieces, and answer them all. One piece is copied while
+        another is written.
+        """
         entries = [(store, index) for store in batch for index in range(len(store.names))]
         self._trouble = self._pause_reason if self._is_paused() else ""
         written: list[_Entry] = []
@@ -233,10 +261,14 @@ class Writer:
         self._sync(written)
         with self._lock:
             for store in batch:
-                self._end(store, (self._trouble or "there is no room") if None in store.places else None)
+                self._end(
+                    store, (self._trouble or "there is no room") if None in store.places else None
+                )
 
     def _copy(self, entries: list[tuple[_Store, int]], stage: Bytes) -> list[_Entry]:
-        """Copy and sum blocks of stores that were not given up. While that goes on, they cannot be."""
+        """Copy and sum blocks of stores that were not given up. While that goes on, they cannot
+        be.
+        """
         with self._lock:
             wanted = [(store, index) for store, index in entries if not store.is_over]
             for store, _ in wanted:
@@ -320,5 +352,7 @@ class Writer:
         store.is_over = True
         self._stores.remove(store)
         self._num_queued_bytes -= len(store.names) * self._blocks.shape[1]
-        answer = BlocksStored(store.effect.store_id, tuple(store.places), bytes(store.dropped), error)
+        answer = BlocksStored(
+            store.effect.store_id, tuple(store.places), bytes(store.dropped), error
+        )
         self._results.append(answer)

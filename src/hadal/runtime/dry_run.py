@@ -1,7 +1,8 @@
-"""What `hadal serve --dry-run` prints: where every rank would lie, what it would hold, and what would travel.
+"""What `hadal serve --dry-run` prints: where every rank would lie, what it would hold, and what
+would travel.
 
-In colour on a terminal, plain elsewhere. Builds the placement and the layouts that ranks would use; starts nothing,
-reads no weights, allocates no buffer.
+In colour on a terminal, plain elsewhere. Builds the placement and the layouts that ranks would use;
+starts nothing, reads no weights, allocates no buffer.
 """
 
 from __future__ import annotations
@@ -68,11 +69,21 @@ def _topology(resolved: Resolved, places: list[UnitPlace]) -> Iterator[Row]:
     nodes = num_nodes(places)
     yield "in all", f"{total} ranks ({where}) on {nodes} {'node' if nodes == 1 else 'nodes'}"
     yield "transport", f"{deployment.transport}, wire {deployment.wire}"
-    pulled = "when a prompt is done" if deployment.early_pull == OFF else "while a long prompt is computed"
+    pulled = (
+        "when a prompt is done"
+        if deployment.early_pull == OFF
+        else "while a long prompt is computed"
+    )
     yield "hand-over", f"{deployment.handover}, pulled {pulled}"
     if deployment.fleet.is_on:
-        counts = [f"{units_of(deployment, role).units} to {deployment.num_units_max(role)} {role}" for role in ROLES]
-        yield "fleet", f"{counts[0]} and {counts[1]} units, as they are needed; shown with all of them"
+        counts = [
+            f"{units_of(deployment, role).units} to {deployment.num_units_max(role)} {role}"
+            for role in ROLES
+        ]
+        yield (
+            "fleet",
+            f"{counts[0]} and {counts[1]} units, as they are needed; shown with all of them",
+        )
     for role in ROLES:
         of_role = [place for place in places if place.role == role]
         for place in of_role[:_SHOWN]:
@@ -87,7 +98,11 @@ def _nodes(place: UnitPlace) -> str:
     if first != last:
         return f"nodes {first}-{last}, {place.num_ranks // len(place.nodes)} ranks each"
     last_rank = place.first_device + place.num_ranks - 1
-    return f"node {first}, places {place.first_device}-{last_rank}" if place.num_ranks > 1 else f"node {first}"
+    return (
+        f"node {first}, places {place.first_device}-{last_rank}"
+        if place.num_ranks > 1
+        else f"node {first}"
+    )
 
 
 def _memory(role: str, resolved: Resolved, memory: RankMemory) -> Iterator[Row]:
@@ -95,14 +110,25 @@ def _memory(role: str, resolved: Resolved, memory: RankMemory) -> Iterator[Row]:
     units = units_of(deployment, role)
     is_fp8 = deployment.device == "cuda" and config.weight_block_size is not None
     precision = "FP8 matrices, the rest BF16" if is_fp8 else "FP32"
-    yield "weights", f"{gb(memory.weight_bytes)} ({precision}): {gb(memory.expert_bytes)} experts, " \
-                     f"{gb(memory.fixed_bytes)} all else"  # fmt: skip
+    yield (
+        "weights",
+        (
+            f"{gb(memory.weight_bytes)} ({precision}): {gb(memory.expert_bytes)} experts, "
+            f"{gb(memory.fixed_bytes)} all else"
+        ),
+    )
     tokens = (memory.kv_blocks - 1) * BLOCK_TOKENS
     yield "KV", f"{gb(memory.kv_bytes)}: {memory.kv_blocks} blocks, {tokens} tokens"
     if memory.comm_bytes:
-        yield "buffers", f"{gb(memory.comm_bytes)} for dispatch and combine, {mode_of(role, units)} mode"
+        yield (
+            "buffers",
+            f"{gb(memory.comm_bytes)} for dispatch and combine, {mode_of(role, units)} mode",
+        )
     if memory.staged_bytes:
-        yield "staging", f"{gb(memory.staged_bytes)}: one layer's experts once more, while replicas move"
+        yield (
+            "staging",
+            f"{gb(memory.staged_bytes)}: one layer's experts once more, while replicas move",
+        )
     limit = f" of {deployment.device_memory_gb:.0f} GB" if deployment.device_memory_gb else ""
     yield "together", f"{gb(memory.total_bytes)}{limit}"
     per_node = min(units.ranks, units.ranks_per_node)
@@ -119,7 +145,10 @@ def _experts(role: str, resolved: Resolved) -> Iterator[Row]:
     total = config.n_routed_experts + units.redundant_experts
     routed, shared = placement.num_slots, config.n_shared_experts
     yield "a rank", f"{routed} routed + {shared} shared, in each of {placement.num_layers} layers"
-    yield "replicas", f"{total} a layer: {config.n_routed_experts} experts, {units.redundant_experts} redundant"
+    yield (
+        "replicas",
+        f"{total} a layer: {config.n_routed_experts} experts, {units.redundant_experts} redundant",
+    )
     first_layer = config.first_k_dense_replace
     for rank in range(min(units.ranks, 2)):
         held = placement.slot_to_expert_LRS[0, rank].tolist()
@@ -153,14 +182,23 @@ def _wire(role: str, resolved: Resolved) -> Iterator[Row]:
         own = low_latency_buffers(layout, tokens, top_k, units.ranks, replicas // units.ranks).total
         deepep = deepep_buffer_bytes(tokens, config.hidden_size, replicas)
         used = "deepep" if deployment.transport == "deepep" else "ours"
-        yield "buffers", f"{tokens} tokens: DeepEP {deepep / 1e9:.2f} GB, ours {own / 1e9:.2f} GB ({used} used)"
+        yield (
+            "buffers",
+            f"{tokens} tokens: DeepEP {deepep / 1e9:.2f} GB, ours {own / 1e9:.2f} GB ({used} used)",
+        )
         pairs = tokens * top_k * (units.ranks - 1) / units.ranks
         out, back = pairs * layout.message_bytes, pairs * layout.back_bytes
     else:
         rows = (units.ranks - 1) * mean_rows(tokens, top_k, units.ranks)
         out = rows * layout.row_bytes
         back = tokens * top_k * (units.ranks - 1) / units.ranks * layout.back_bytes
-    yield "a layer", f"{gb(round(out))} out, {gb(round(back))} back for {tokens} tokens of a rank, spread evenly"
+    yield (
+        "a layer",
+        (
+            f"{gb(round(out))} out, {gb(round(back))} back for {tokens} tokens of a rank, spread"
+            " evenly"
+        ),
+    )
 
 
 def _schedule(units: UnitsConfig) -> Iterator[Row]:

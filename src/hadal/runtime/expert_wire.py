@@ -1,16 +1,17 @@
-"""Weights of experts from one rank's memory to another's, over TCP: every rank serves what it holds to whoever asks.
+"""Weights of experts from one rank's memory to another's, over TCP: every rank serves what it holds
+to whoever asks.
 
     both prove themselves (runtime/peers)
     asks     layer, expert
     answers  held? | dtype, both shapes, CRC-32 | bytes of gate_up | bytes of down
 
-The weights of (layer, expert) are constants of the model. Any holder's bytes are right, whatever generation it or the
-asker belongs to, so neither side knows generations, placements or plans. A port that was used
-again by another deployment's rank answers nobody here.
+The weights of (layer, expert) are constants of the model. Any holder's bytes are right, whatever
+generation it or the asker belongs to, so neither side knows generations, placements or plans. A
+port that was used again by another deployment's rank answers nobody here.
 
-One connection an expert: nothing is kept warm, and a failure leaves nothing behind. The asker says how many bytes it
-takes, so no answer is too big; it fills its tensors in place and trusts them once the sum is right. Device memory goes
-over the host's.
+One connection an expert: nothing is kept warm, and a failure leaves nothing behind. The asker says
+how many bytes it takes, so no answer is too big; it fills its tensors in place and trusts them once
+the sum is right. Device memory goes over the host's.
 """
 
 from __future__ import annotations
@@ -48,16 +49,22 @@ from hadal.runtime.peers import (
 log = logging.getLogger(__name__)
 
 Held = Callable[[int, int], tuple[Tensor, Tensor] | None]
-"""(MoE layer, expert) -> its gate_up [2I, D] and down [D, I], None if it is not held here. From any thread."""
+"""(MoE layer, expert) -> its gate_up [2I, D] and down [D, I], None if it is not held here. From any
+thread.
+"""
 
 PURPOSE = "experts 2"
 """Of the key (core/handshake.key_of)."""
 SILENCE_S = 1.0
 """A peer that is dead or frozen costs this long, connecting, asking or receiving."""
 MIN_BYTES_PER_S = 10e6
-"""A peer that trickles is given up: a transfer may take SILENCE_S and its bytes at this rate. A disk is faster."""
+"""A peer that trickles is given up: a transfer may take SILENCE_S and its bytes at this rate. A
+disk is faster.
+"""
 SHUN_S = 5.0
-"""Having failed once, a peer is not asked for this long: a layer's experts may all be due from it."""
+"""Having failed once, a peer is not asked for this long: a layer's experts may all be due from
+it.
+"""
 MAX_CONNECTIONS = 64
 """Served at once; more wait to be accepted."""
 PIECE_BYTES = 1 << 20
@@ -93,7 +100,9 @@ class ExpertServer:
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
-        """Break off what is being sent and free the port. False if the thread has not ended within `timeout_s`."""
+        """Break off what is being sent and free the port. False if the thread has not ended within
+        `timeout_s`.
+        """
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(timeout_s)
@@ -123,7 +132,8 @@ class ExpertServer:
         while True:
             try:
                 connection, _ = await self._loop.sock_accept(self._listener)
-            except OSError as error:  # Gone again, or no descriptor left. Peers that are not answered read their disk.
+            # Gone again, or no descriptor left. Peers that are not answered read their disk.
+            except OSError as error:
                 log.warning("a connection for experts was refused: %s", error)
                 await asyncio.sleep(SILENCE_S)
                 continue
@@ -141,7 +151,9 @@ class ExpertServer:
                 try:
                     async with asyncio.timeout(SILENCE_S):
                         seals = await self._prove(connection)
-                except OSError as error:  # Silence as well: whoever takes a place and says nothing is counted.
+                except (
+                    OSError
+                ) as error:  # Silence as well: whoever takes a place and says nothing is counted.
                     self.refusals.count(str(error) or type(error).__name__)
                     return
                 finally:
@@ -157,15 +169,21 @@ class ExpertServer:
 
     async def _prove(self, connection: socket.socket) -> tuple[Seal | None, Seal | None]:
         """What tags the asker's records, and ours; None on one host."""
-        handshake, answer = accepting(connection, self._key, await self._fill(connection, CHALLENGE_BYTES))
+        handshake, answer = accepting(
+            connection, self._key, await self._fill(connection, CHALLENGE_BYTES)
+        )
         await self._loop.sock_sendall(connection, answer)
         claimed(handshake, await self._fill(connection, CLAIM_BYTES))
         return handshake.seal(is_outgoing=False), handshake.seal(is_outgoing=True)
 
-    async def _answer(self, connection: socket.socket, asking: Seal | None, answering: Seal | None) -> None:
+    async def _answer(
+        self, connection: socket.socket, asking: Seal | None, answering: Seal | None
+    ) -> None:
         async with asyncio.timeout(SILENCE_S):
             asked = await self._fill(connection, _ASK.size)
-            if asking is not None and asking.tag((asked,)) != await self._fill(connection, TAG_BYTES):
+            if asking is not None and asking.tag((asked,)) != await self._fill(
+                connection, TAG_BYTES
+            ):
                 raise NotProven("what came was changed on its way")
         layer, expert = _ASK.unpack(asked)
         found = self._held(layer, expert)
@@ -224,10 +242,17 @@ class ExpertClient:
         self._shunned_until_s: dict[tuple[str, int], float] = {}
 
     def fetch(
-        self, layer: int, source: Source, gate_up: Tensor, down: Tensor, rest: Callable[[], None] = lambda: None
+        self,
+        layer: int,
+        source: Source,
+        gate_up: Tensor,
+        down: Tensor,
+        rest: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Fill gate_up [2I, D] and down [D, I] with the expert. False: it could not be had there, and what the tensors
-        hold is void. `rest` is called between pieces; what it raises is raised."""
+        """Fill gate_up [2I, D] and down [D, I] with the expert. False: it could not be had there,
+        and what the tensors hold is void. `rest` is called between pieces; what it raises is
+        raised.
+        """
         address = (source.host, source.port)
         if not source.port or time.monotonic() < self._shunned_until_s.get(address, 0.0):
             return False
@@ -235,18 +260,27 @@ class ExpertClient:
             return self._receive(address, layer, source.expert, gate_up, down, rest)
         except (OSError, BadAnswer) as error:
             log.warning(
-                "expert %d of MoE layer %d did not come from %s:%d, and is read from the model's files: %s",
-                source.expert, layer, *address, str(error) or type(error).__name__,
-            )  # fmt: skip
+                "expert %d of MoE layer %d did not come from %s:%d, and is read from the model's"
+                " files: %s",
+                source.expert,
+                layer,
+                *address,
+                str(error) or type(error).__name__,
+            )
             if len(self._shunned_until_s) >= _MAX_SHUNNED:
                 self._shunned_until_s.clear()
             self._shunned_until_s[address] = time.monotonic() + SHUN_S
             return False
 
     def _receive(
-        self, address: tuple[str, int], layer: int, expert: int, gate_up: Tensor, down: Tensor,
+        self,
+        address: tuple[str, int],
+        layer: int,
+        expert: int,
+        gate_up: Tensor,
+        down: Tensor,
         rest: Callable[[], None],
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         num_bytes = gate_up.nbytes + down.nbytes
         deadline_s = time.monotonic() + SILENCE_S + num_bytes / MIN_BYTES_PER_S
         with closing(open_channel(*address, self._key, "", deadline_s, SILENCE_S)) as channel:
@@ -323,8 +357,9 @@ def _from_host(host: Tensor, into: Tensor) -> None:
 
 
 def _beside(device: torch.device) -> torch.cuda.Stream:
-    """A stream after what is queued to compute so far (it may be writing, or still read what lay there before), and
-    which what is queued from now on does not wait for."""
+    """A stream after what is queued to compute so far (it may be writing, or still read what lay
+    there before), and which what is queued from now on does not wait for.
+    """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.default_stream(device))
     return stream

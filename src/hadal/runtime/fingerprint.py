@@ -1,9 +1,11 @@
-"""What KV depends on besides its text, in one word: the model's files, the layout of a block, the precision.
+"""What KV depends on besides its text, in one word: the model's files, the layout of a block, the
+precision.
 
-Equal fingerprints mean that a block of one deployment may be used by the other. Of a large checkpoint a page out of
-every tensor is read, and one of every PIECE_BYTES of a large tensor, so a fine-tune of equal shapes has another
-fingerprint even if it trained one tensor alone, and 700 GB take seconds. A few rows changed by hand may pass: rename
-the file. A file up to WHOLE_BYTES is read whole.
+Equal fingerprints mean that a block of one deployment may be used by the other. Of a large
+checkpoint a page out of every tensor is read, and one of every PIECE_BYTES of a large tensor, so a
+fine-tune of equal shapes has another fingerprint even if it trained one tensor alone, and 700 GB
+take seconds. A few rows changed by hand may pass: rename the file. A file up to WHOLE_BYTES is read
+whole.
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ from hadal.kv.names import VERSION
 
 FINGERPRINT_BYTES = 16
 KERNELS = "HADAL_KERNELS"
-"""Environment variable: plain torch and the compiled kernels round differently (kernels/library)."""
+"""Environment variable: plain torch and the compiled kernels round differently
+(kernels/library).
+"""
 WHOLE_BYTES = 16 * 1024 * 1024
 NUM_SAMPLES = 64
 """Of a larger file at least: over all of it, where it has not as many tensors."""
 SAMPLE_BYTES = 4096
 PIECE_BYTES = 16 * 1024 * 1024
 NUM_THREADS = 16
-"""They wait for reads: a disk answers as many at once, and one over a network takes a millisecond for each."""
+"""They wait for reads: a disk answers as many at once, and one over a network takes a millisecond
+for each.
+"""
 _HEADER_MAX_BYTES = 100_000_000
 """The format's own limit (safetensors)."""
 
@@ -45,7 +51,14 @@ def fingerprint_of(deployment: Deployment, config: ModelConfig, dtype: str) -> s
         return ""
     digest = blake2b(digest_size=FINGERPRINT_BYTES)
     layout = BLOCK_TOKENS, config.num_hidden_layers, config.latent_dim
-    _add(digest, VERSION, repr(layout).encode(), dtype.encode(), deployment.wire.encode(), deployment.device.encode())
+    _add(
+        digest,
+        VERSION,
+        repr(layout).encode(),
+        dtype.encode(),
+        deployment.wire.encode(),
+        deployment.device.encode(),
+    )
     _add(digest, os.environ.get(KERNELS, "").encode())
     folder = Path(deployment.model)
     try:
@@ -55,12 +68,16 @@ def fingerprint_of(deployment: Deployment, config: ModelConfig, dtype: str) -> s
             for of_file in threads.map(_digest_of, files):
                 _add(digest, of_file)
     except OSError as error:
-        raise CheckpointError(f"{error.filename or folder}: cannot be read ({error.strerror}).") from error
+        raise CheckpointError(
+            f"{error.filename or folder}: cannot be read ({error.strerror})."
+        ) from error
     return digest.hexdigest()
 
 
 def _add(digest: blake2b, *parts: bytes) -> None:
-    """Each with its length: what is at the end of one cannot be taken for the beginning of the next."""
+    """Each with its length: what is at the end of one cannot be taken for the beginning of the
+    next.
+    """
     for part in parts:
         digest.update(struct.pack("<Q", len(part)))
         digest.update(part)
@@ -84,19 +101,25 @@ def _digest_of(path: Path) -> bytes:
 
 
 def _sample_offsets(header: bytes, size: int) -> list[int]:
-    """Where to look: in the middle of every piece of every tensor, and over the file where there are few of them."""
+    """Where to look: in the middle of every piece of every tensor, and over the file where there
+    are few of them.
+    """
     data_at = 8 + len(header)
     spans: list[tuple[int, int]] = []
     with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
         # Where it is no header, the model's loader will say so, and samples over the whole do.
         spans = [
-            (data_at + begin, min(data_at + end, size)) for entry in json.loads(header).values()
-            if "data_offsets" in entry for begin, end in [entry["data_offsets"]] if 0 <= begin < end
-        ]  # fmt: skip
+            (data_at + begin, min(data_at + end, size))
+            for entry in json.loads(header).values()
+            if "data_offsets" in entry
+            for begin, end in [entry["data_offsets"]]
+            if 0 <= begin < end
+        ]
     offsets = {
         max(at, (at + min(at + PIECE_BYTES, end) - SAMPLE_BYTES) // 2)
-        for begin, end in spans for at in range(begin, end, PIECE_BYTES)
-    }  # fmt: skip
+        for begin, end in spans
+        for at in range(begin, end, PIECE_BYTES)
+    }
     num_more = max(0, NUM_SAMPLES - len(offsets))
     offsets |= {data_at + index * (size - data_at) // num_more for index in range(num_more)}
     return sorted(offsets)

@@ -1,6 +1,8 @@
-"""The fleet role at work on one host: units are processes of the supervisor, which it starts and stops.
+"""The fleet role at work on one host: units are processes of the supervisor, which it starts and
+stops.
 
-The role decides; this file only moves. A process that is not wanted rests: its child is there and does not run.
+The role decides; this file only moves. A process that is not wanted rests: its child is there and
+does not run.
 """
 
 from __future__ import annotations
@@ -12,7 +14,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from hadal.core.fleet import DrainUnit, KeepUnit
 from hadal.core.messages import UnitDown
-from hadal.core.seams import Event, FleetEffect, OfferNodes, Send, StartUnit, StopUnit, Tick, WakeAt, WithdrawNodes
+from hadal.core.seams import (
+    Event,
+    FleetEffect,
+    OfferNodes,
+    Send,
+    StartUnit,
+    StopUnit,
+    Tick,
+    WakeAt,
+    WithdrawNodes,
+)
 from hadal.core.wire import AnyMessage
 from hadal.roles.fleet import Fleet
 from hadal.runtime.child import Child, Phase
@@ -21,14 +33,20 @@ from hadal.runtime.topology import unit_of
 log = logging.getLogger("hadal.fleet")
 
 STOP_S = 10.0
-"""From SIGTERM to SIGKILL. The unit was drained: nothing waits for it but its last writes to disk."""
+"""From SIGTERM to SIGKILL. The unit was drained: nothing waits for it but its last writes to
+disk.
+"""
 
 
 class FleetExecutor:
     """All children but the gateway are units' processes. `send` puts a message on the wire."""
 
     def __init__(
-        self, role: Fleet, children: Mapping[str, Child], send: Callable[[str, AnyMessage], None], now_s: float
+        self,
+        role: Fleet,
+        children: Mapping[str, Child],
+        send: Callable[[str, AnyMessage], None],
+        now_s: float,
     ) -> None:
         self._role = role
         self._send = send
@@ -54,7 +72,9 @@ class FleetExecutor:
         self._apply(now_s, self._role.handle(now_s, event))
 
     def ended(self, now_s: float, unit: str, reason: str) -> bool:
-        """A unit's first process has ended. Whether it runs again is the role's to say; True if it was asked to end."""
+        """A unit's first process has ended. Whether it runs again is the role's to say; True if it
+        was asked to end.
+        """
         was_asked = self._kill_at_s.pop(unit, None) is not None
         for child in self._unit_to_children[unit]:
             child.dismiss()
@@ -80,9 +100,10 @@ class FleetExecutor:
         """Whether another unit of its role works, so that it can be done without for a while."""
         role = self._role.table.by_name[unit].role
         return any(
-            children[0].phase is Phase.READY for name, children in self._unit_to_children.items()
+            children[0].phase is Phase.READY
+            for name, children in self._unit_to_children.items()
             if name != unit and children[0].role == role
-        )  # fmt: skip
+        )
 
     def _apply(self, now_s: float, effects: Iterable[FleetEffect]) -> None:
         for effect in effects:
@@ -109,7 +130,9 @@ class FleetExecutor:
                 log.info("keeping %s", unit)
 
     def _why(self, step: str) -> str:
-        """What led to it, if the last decision was such a step; units that died are replaced without one."""
+        """What led to it, if the last decision was such a step; units that died are replaced
+        without one.
+        """
         decision = self._role.decision
         return f" ({decision.why})" if decision is not None and decision.why.step == step else ""
 

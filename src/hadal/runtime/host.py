@@ -1,9 +1,10 @@
-"""A leader or a rank at work: feeds one sans-IO role its messages, results and time, and applies what it asks for.
+"""A leader or a rank at work: feeds one sans-IO role its messages, results and time, and applies
+what it asks for.
 
-One thread receives, decides and sends; steps are computed in a second, long copies made in a third, layers staged in a
-fourth, and the disk cache has its own. The thread sleeps in one place only, until a message, a result, a timer or a
-signal comes. Knows no role from another; the leader of many ranks has neither runner nor pool, and only a rank of many
-has a stager.
+One thread receives, decides and sends; steps are computed in a second, long copies made in a third,
+layers staged in a fourth, and the disk cache has its own. The thread sleeps in one place only,
+until a message, a result, a timer or a signal comes. Knows no role from another; the leader of many
+ranks has neither runner nor pool, and only a rank of many has a stager.
 """
 
 from __future__ import annotations
@@ -50,9 +51,13 @@ from hadal.runtime.wire import ZmqWire
 log = logging.getLogger(__name__)
 
 STEP_DEADLINE_S = 120.0
-"""What a step may take. Its leader is not silent while it runs, so nobody else would end one that never ends."""
+"""What a step may take. Its leader is not silent while it runs, so nobody else would end one that
+never ends.
+"""
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread may hold the interpreter while another wants it; the default is 5 ms, several decode steps."""
+"""How long a thread may hold the interpreter while another wants it; the default is 5 ms, several
+decode steps.
+"""
 _MAX_WAIT_S = 0.5
 _TELL_REFUSED_S = 2.0
 _STOP_S = 2.0
@@ -100,20 +105,32 @@ Wake = Callable[[], None]
 
 
 class UnitHost:
-    """One role with what is its own from now on: wire, and unless it leads ranks elsewhere, runner and KV pool."""
+    """One role with what is its own from now on: wire, and unless it leads ranks elsewhere, runner
+    and KV pool.
+    """
 
     def __init__(
-        self, leader: Leader, runner: Runner | None, wire: ZmqWire, pool: KvPool | None, clock: Clock, *,
-        step_deadline_s: float, news: Callable[[float], list[Effect]] = lambda now_s: [],
+        self,
+        leader: Leader,
+        runner: Runner | None,
+        wire: ZmqWire,
+        pool: KvPool | None,
+        clock: Clock,
+        *,
+        step_deadline_s: float,
+        news: Callable[[float], list[Effect]] = lambda now_s: [],
         make_stager: Callable[[Wake], Stager] | None = None,
         make_disk: Callable[[Wake], DiskWriter | None] = lambda wake: None,
-        make_view: Callable[[Wake], DiskReader | None] = lambda wake: None, kv_wire: KvWire | None = None,
-    ) -> None:  # fmt: skip
-        """`step_deadline_s`: a step longer than this ends the process, so that the supervisor starts another.
+        make_view: Callable[[Wake], DiskReader | None] = lambda wake: None,
+        kv_wire: KvWire | None = None,
+    ) -> None:
+        """`step_deadline_s`: a step longer than this ends the process, so that the supervisor
+        starts another.
 
-        `news` feeds the role, before every tick and after every wake, what only the process can see: a rank's progress.
-        `make_stager` is given what wakes the host; None where nobody asks for a stage. So are `make_disk` and
-        `make_view`, which may make nothing. `kv_wire` pulls into the pool; None: from pools of this host alone.
+        `news` feeds the role, before every tick and after every wake, what only the process can
+        see: a rank's progress. `make_stager` is given what wakes the host; None where nobody asks
+        for a stage. So are `make_disk` and `make_view`, which may make nothing. `kv_wire` pulls
+        into the pool; None: from pools of this host alone.
         """
         self._leader = leader
         self._runner = runner
@@ -127,7 +144,9 @@ class UnitHost:
         self._kv_wire = kv_wire or (None if pool is None else KvWire(pool))
         self._compute = None if runner is None else Compute(runner, self.wake)
         self._copier = (
-            None if self._kv_wire is None or pool is None else Copier(self._kv_wire, pool.block_bytes, self.wake)
+            None
+            if self._kv_wire is None or pool is None
+            else Copier(self._kv_wire, pool.block_bytes, self.wake)
         )
         self._stager = make_stager(self.wake) if make_stager else None
         self._disk = make_disk(self.wake)
@@ -154,7 +173,9 @@ class UnitHost:
         self.wake()
 
     def run(self, first: Sequence[Effect] = ()) -> None:
-        """Apply `first`, then serve until `stop`. Whatever a leader, runner or effect raises is raised."""
+        """Apply `first`, then serve until `stop`. Whatever a leader, runner or effect raises is
+        raised.
+        """
         self._apply(first)
         while not self._stopping:
             messages = self._wire.receive(self._wait_s())
@@ -237,13 +258,19 @@ class UnitHost:
         if self._wake_at_s is not None and now_s >= self._wake_at_s:
             self._wake_at_s = None
             self._take_news()
-            # Read again: the news was told at a later time than `now_s`, and a role's time never goes back.
+            # Read again: the news was told at a later time than `now_s`, and a role's time never
+            # goes back.
             self._apply(self._leader.handle(self._clock.now(), Tick()))
 
     def _tell_refused(self) -> None:
-        """Tell of connections that were refused, if there ever was one: again and again, for gateways come and go."""
+        """Tell of connections that were refused, if there ever was one: again and again, for
+        gateways come and go.
+        """
         now_s = self._clock.now()
-        if now_s - self._told_refused_s >= _TELL_REFUSED_S and (kind_to_num := refused_here()) != self._refused_before:
+        if (
+            now_s - self._told_refused_s >= _TELL_REFUSED_S
+            and (kind_to_num := refused_here()) != self._refused_before
+        ):
             self._told_refused_s = now_s
             self._wire.send("front", Refused(self._wire.name, kind_to_num))
 
@@ -264,15 +291,21 @@ class UnitHost:
 
     def _end_if_stuck(self, busy_s: float) -> None:
         if busy_s > self._step_deadline_s:
-            log.critical("a step has run for %.0f s; its deadline is %.0f s. Ending.", busy_s, self._step_deadline_s)
+            log.critical(
+                "a step has run for %.0f s; its deadline is %.0f s. Ending.",
+                busy_s,
+                self._step_deadline_s,
+            )
             faulthandler.dump_traceback(all_threads=True)
             os._exit(EXIT_STUCK)  # The stuck thread would hold up any other way out.
 
 
 def run_host(make: Callable[[], tuple[UnitHost, Sequence[Effect]]]) -> int:
-    """Make a host with its first effects and let it serve until SIGTERM: the rest of a child process's main.
+    """Make a host with its first effects and let it serve until SIGTERM: the rest of a child
+    process's main.
 
-    Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL.
+    Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else
+    EXIT_FATAL.
     """
     try:
         host, first = make()  # Until there is a host to stop, SIGTERM ends the process as it is.

@@ -121,7 +121,12 @@ def receive_frame(channel: Channel, deadline_s: float, silence_s: float = SILENC
 
 
 def send_chunk(
-    channel: Channel, kind: int, deadline_s: float, chunk: int = 0, views: Sequence[memoryview] = (), digest: int = 0
+    channel: Channel,
+    kind: int,
+    deadline_s: float,
+    chunk: int = 0,
+    views: Sequence[memoryview] = (),
+    digest: int = 0,
 ) -> None:
     """Head and bytes, straight from where they lie. Raises OSError."""
     head = _CHUNK.pack(kind, chunk, sum(view.nbytes for view in views), digest)
@@ -142,8 +147,12 @@ def receive_bytes(channel: Channel, views: Sequence[memoryview], deadline_s: flo
     channel.fill(*views, deadline_s=deadline_s, silence_s=SILENCE_S)
 
 
-def connect(host: str, port: int, key: bytes, name: str, deadline_s: float) -> tuple[Channel, About]:
-    """A channel that asks can go over, and whose pool is there; `name`: who asks. Raises OSError, BadPeer."""
+def connect(
+    host: str, port: int, key: bytes, name: str, deadline_s: float
+) -> tuple[Channel, About]:
+    """A channel that asks can go over, and whose pool is there; `name`: who asks. Raises OSError,
+    BadPeer.
+    """
     channel = open_channel(host, port, key, name, deadline_s, SILENCE_S)
     try:
         about = receive_frame(channel, deadline_s)

@@ -1,12 +1,14 @@
 """Pulls with NIXL (UCX): one-sided reads of the owner's pool, which lies registered in its process.
 
-A read that was given up may still write: over TCP, a frozen owner that goes on sends into the reader's memory after its
-handle was released and its agent removed. So reads land in a buffer of the reader's own, from where they are copied
-into the pool once they are complete; a buffer with an unfinished read is never used again. The generations are read
-from the owner after the data: the same as leased, the data is what was leased.
+A read that was given up may still write: over TCP, a frozen owner that goes on sends into the
+reader's memory after its handle was released and its agent removed. So reads land in a buffer of
+the reader's own, from where they are copied into the pool once they are complete; a buffer with an
+unfinished read is never used again. The generations are read from the owner after the data: the
+same as leased, the data is what was leased.
 
-The agents are made when first needed, which takes a while. Their threads sleep in poll(2) up to POLL_US; the library's
-own Python wrapper leaves that at 0, which takes a whole core as long as the process lives.
+The agents are made when first needed, which takes a while. Their threads sleep in poll(2) up to
+POLL_US; the library's own Python wrapper leaves that at 0, which takes a whole core as long as the
+process lives.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _SPINS = 50
 _NAP_S, _NAP_MAX_S = 20e-6, 1e-3
 
-INSTALL = "pip install 'hadal[nixl]' (the package nixl), or set handover to \"tcp\" in the deployment file"
+INSTALL = (
+    "pip install 'hadal[nixl]' (the package nixl), or set handover to \"tcp\" in the deployment"
+    " file"
+)
 
 
 class NixlError(HadalError):
@@ -62,7 +67,9 @@ def require_nixl() -> None:
 
 
 class NixlAgent:
-    """This process's NIXL: what others read its pool through, and what it reads theirs with. From any thread."""
+    """This process's NIXL: what others read its pool through, and what it reads theirs with. From
+    any thread.
+    """
 
     def __init__(self, name: str) -> None:
         """`name`: of no other agent that it meets."""
@@ -87,7 +94,7 @@ class NixlAgent:
                     # Only now: what is told before memory is registered does not say where it is.
                     self._about = AboutNixl(
                         agent.getLocalMD(), pool.blocks.ctypes.data, pool.generations.ctypes.data
-                    )  # fmt: skip
+                    )
                 except self.errors() as error:
                     log.warning("the KV pool cannot be read with NIXL: %s", error)
                     self._about = AboutNixl(error=str(error) or type(error).__name__)
@@ -106,7 +113,9 @@ class NixlAgent:
         try:
             peer = agent.loadRemoteMD(about.agent)
         except self.errors() as error:
-            self.forget(agent, buffer)  # Memory that goes while it is registered is read into elsewhere later.
+            self.forget(
+                agent, buffer
+            )  # Memory that goes while it is registered is read into elsewhere later.
             raise NixlError(f"{type(error).__name__}: {error}") from error
         return NixlReader(self, agent, peer, about, buffer)
 
@@ -173,9 +182,13 @@ class Buffer:
 
 
 class NixlReader:
-    """Reads one pool of another process. One thread at a time may use it; after an error it is to be closed."""
+    """Reads one pool of another process. One thread at a time may use it; after an error it is to
+    be closed.
+    """
 
-    def __init__(self, agent: NixlAgent, handle: Any, peer: Any, about: AboutNixl, buffer: Buffer) -> None:
+    def __init__(
+        self, agent: NixlAgent, handle: Any, peer: Any, about: AboutNixl, buffer: Buffer
+    ) -> None:
         self._nixl = agent
         self._agent = handle
         self._peer = peer
@@ -185,7 +198,9 @@ class NixlReader:
         """Handles of reads that have not been seen to end."""
         self._is_closed = False
 
-    def pull(self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float) -> str | None:
+    def pull(
+        self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+    ) -> str | None:
         """Copy leased blocks and verify their generations. Returns None, or why the copy is void.
 
         Raises NixlError, TimeoutError: the reader is of no more use.
@@ -218,7 +233,9 @@ class NixlReader:
         else:
             self._nixl.retire(self._buffer)
 
-    def _pull(self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float) -> str | None:
+    def _pull(
+        self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+    ) -> str | None:
         per_half = self._buffer.half_bytes // own.block_bytes
         is_long = len(into) > per_half
         if is_long and not self._holds(lease, deadline_s):
@@ -243,7 +260,9 @@ class NixlReader:
         self._wait(handle, len(ids) * own.block_bytes, deadline_s)
         start = half * self._buffer.half_bytes
         for view in own.views(ids):
-            np.copyto(np.frombuffer(view, np.uint8), self._buffer.bytes[start : start + view.nbytes])
+            np.copyto(
+                np.frombuffer(view, np.uint8), self._buffer.bytes[start : start + view.nbytes]
+            )
             start += view.nbytes
 
     def _holds(self, lease: KvLease, deadline_s: float) -> bool:
@@ -270,7 +289,9 @@ class NixlReader:
     def _read(self, pieces: tuple[list[tuple[int, int]], list[tuple[int, int]]]) -> int:
         library = self._nixl.library
         here, there = (
-            library.nixlXferDList(library.DRAM_SEG, [(address, num_bytes, 0) for address, num_bytes in side])
+            library.nixlXferDList(
+                library.DRAM_SEG, [(address, num_bytes, 0) for address, num_bytes in side]
+            )
             for side in pieces
         )
         handle = int(self._agent.createXferReq(library.NIXL_READ, here, there, self._peer, b"", []))

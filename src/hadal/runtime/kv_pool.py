@@ -1,4 +1,5 @@
-"""A rank's KV pool in POSIX shared memory: its segment, its generations, and the copy out of one that is on this host.
+"""A rank's KV pool in POSIX shared memory: its segment, its generations, and the copy out of one
+that is on this host.
 
 A segment is a file in /dev/shm:
 
@@ -6,12 +7,13 @@ A segment is a file in /dev/shm:
     generations        int64 [P], raised by the owner whenever a block is freed
     cache              [P, L, S, D], page-aligned; a block's layers lie together, so a block is one copy
 
-The owner holds a lock on the file while it lives, so a segment nobody locks is a dead process's and may be unlinked by
-anyone. A puller reads the generations before and after the copy: a block that was freed meanwhile makes the copy void.
-(Loads are ordered by the interpreter's own locks, taken between the copy and the second look.)
+The owner holds a lock on the file while it lives, so a segment nobody locks is a dead process's and
+may be unlinked by anyone. A puller reads the generations before and after the copy: a block that
+was freed meanwhile makes the copy void. (Loads are ordered by the interpreter's own locks, taken
+between the copy and the second look.)
 
-Knows nothing of which block holds what, and of no other host (runtime/kv_wire). P blocks, L layers, S tokens of a
-block, D latent.
+Knows nothing of which block holds what, and of no other host (runtime/kv_wire). P blocks, L layers,
+S tokens of a block, D latent.
 """
 
 from __future__ import annotations
@@ -46,14 +48,17 @@ _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class KvPool:
-    """One segment, created by its owner or opened by a puller. `cache` is its blocks' bytes, where a KvCache lies."""
+    """One segment, created by its owner or opened by a puller. `cache` is its blocks' bytes, where
+    a KvCache lies.
+    """
 
     def __init__(self, name: str, fd: int, *, is_owner: bool) -> None:
         self.name = name
         self._fd = fd
         self._is_owner = is_owner
         if is_owner:
-            # Page tables filled in now: a first touch costs a microsecond a page, in the middle of a step.
+            # Page tables filled in now: a first touch costs a microsecond a page, in the middle of
+            # a step.
             populate = getattr(mmap, "MAP_POPULATE", 0)
             self._map = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | populate)
         else:
@@ -84,13 +89,20 @@ class KvPool:
         block_bytes = shape[1] * shape[2] * shape[3] * _DTYPES[dtype]
         offset = mmap.PAGESIZE * (1 + -(-shape[0] * 8 // mmap.PAGESIZE))
         size = offset + shape[0] * block_bytes
-        # Nameless until it is whole and locked: nobody sees half a pool, and a crash in here leaves nothing.
+        # Nameless until it is whole and locked: nobody sees half a pool, and a crash in here leaves
+        # nothing.
         fd = os.open(SHM_FOLDER, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)
             # Without the reservation a full /dev/shm would be a SIGBUS in the middle of a step.
             os.posix_fallocate(fd, 0, size)
-            os.pwrite(fd, _HEADER.pack(_MAGIC, offset, block_bytes, dtype.encode(), *shape, secrets.token_bytes(8)), 0)
+            os.pwrite(
+                fd,
+                _HEADER.pack(
+                    _MAGIC, offset, block_bytes, dtype.encode(), *shape, secrets.token_bytes(8)
+                ),
+                0,
+            )
             _name_it(fd, name)
         except OSError as error:
             os.close(fd)
@@ -101,7 +113,9 @@ class KvPool:
 
     @classmethod
     def open(cls, name: str) -> KvPool:
-        """Map another process's segment, to be read. Raises PoolError if it is not there or not a pool."""
+        """Map another process's segment, to be read. Raises PoolError if it is not there or not a
+        pool.
+        """
         if "/" in name or not name.startswith(PREFIX):
             raise PoolError(f"{name!r} is not the name of a KV pool")
         try:
@@ -120,7 +134,9 @@ class KvPool:
         np.add.at(self.generations, list(block_ids), 1)
 
     def copy_from(self, source: KvPool, lease: KvLease, into: tuple[int, ...]) -> str | None:
-        """Copy the leased blocks of `source` into own blocks. Returns None, or why the copy is void."""
+        """Copy the leased blocks of `source` into own blocks. Returns None, or why the copy is
+        void.
+        """
         wrong = self.mismatch(source.name, source.shape, source.dtype, lease, into)
         if wrong is not None:
             return wrong
@@ -136,28 +152,43 @@ class KvPool:
 
     def holds(self, block_ids: Sequence[int], generations: Sequence[int]) -> bool:
         """Whether none of the blocks was freed since it had this generation."""
-        return np.array_equal(self.generations[np.array(block_ids, np.int64)], np.array(generations, np.int64))
+        return np.array_equal(
+            self.generations[np.array(block_ids, np.int64)], np.array(generations, np.int64)
+        )
 
     def views(self, block_ids: Sequence[int]) -> list[memoryview]:
         """The blocks' bytes in order, shared with the pool; neighbours in one piece."""
         return [
-            self.cache[block_ids[at] * self.block_bytes : (block_ids[at] + count) * self.block_bytes]
+            self.cache[
+                block_ids[at] * self.block_bytes : (block_ids[at] + count) * self.block_bytes
+            ]
             for at, count in runs(block_ids)
         ]
 
-    def mismatch(self, name: str, shape: Shape, dtype: str, lease: KvLease, into: tuple[int, ...]) -> str | None:
-        """Why the leased blocks of pool `name` cannot be copied into own blocks; None if they can."""
+    def mismatch(
+        self, name: str, shape: Shape, dtype: str, lease: KvLease, into: tuple[int, ...]
+    ) -> str | None:
+        """Why the leased blocks of pool `name` cannot be copied into own blocks; None if they
+        can.
+        """
         ids = lease.block_ids
         if self.shape[1:] != shape[1:] or self.dtype != dtype:
             return f"{name} holds blocks of {dtype} {shape[1:]}, not {self.dtype} {self.shape[1:]}"
         if not len(ids) == len(into) == len(lease.generations):
-            return f"a lease of {len(ids)} blocks and {len(lease.generations)} generations for {len(into)} own blocks"
-        if any(not 0 <= i < shape[0] for i in ids) or any(not 0 <= i < self.num_blocks for i in into):
+            return (
+                f"a lease of {len(ids)} blocks and {len(lease.generations)} generations for"
+                f" {len(into)} own blocks"
+            )
+        if any(not 0 <= i < shape[0] for i in ids) or any(
+            not 0 <= i < self.num_blocks for i in into
+        ):
             return "a block id is outside its pool"
         return None
 
     def close(self) -> None:
-        """Owner: remove the segment. The memory itself goes with the last array that looks at it."""
+        """Owner: remove the segment. The memory itself goes with the last array that looks at
+        it.
+        """
         if self._fd < 0:
             return
         if self._is_owner:
@@ -176,7 +207,9 @@ class PoolError(HadalError):
 
 @dataclass(frozen=True)
 class PoolAddress:
-    """Where a pool is, as leases name it: NAME of the segment, or NAME#BIRTH@HOST:PORT of one that is served."""
+    """Where a pool is, as leases name it: NAME of the segment, or NAME#BIRTH@HOST:PORT of one that
+    is served.
+    """
 
     name: str
     birth: str = ""
@@ -199,18 +232,26 @@ class PoolAddress:
         name, has_more, more = text.partition("#")
         birth, _, where = more.partition("@")
         host, _, port = where.rpartition(":")
-        if "/" in name or not name.startswith(PREFIX) or (has_more and not (birth and host and port.isdecimal())):
+        if (
+            "/" in name
+            or not name.startswith(PREFIX)
+            or (has_more and not (birth and host and port.isdecimal()))
+        ):
             raise PoolError(f"{text!r} is not the address of a KV pool")
         return cls(name, birth, host, int(port)) if has_more else cls(name)
 
 
 def pool_name(run_id: str, unit: str, epoch: str) -> str:
-    """Name of a unit's segment, new at every start. Run and unit come first, so that what a dead one left is found."""
+    """Name of a unit's segment, new at every start. Run and unit come first, so that what a dead
+    one left is found.
+    """
     return f"{PREFIX}{run_id}.{unit}.{epoch}"
 
 
 def remove_segments(run_id: str, unit: str | None = None) -> list[str]:
-    """Unlink what a dead unit (None: any unit) of this run left. Call only when its process is known to be gone."""
+    """Unlink what a dead unit (None: any unit) of this run left. Call only when its process is
+    known to be gone.
+    """
     prefix = f"{PREFIX}{run_id}." + (f"{unit}." if unit else "")
     names = [name for name in _segments() if name.startswith(prefix)]
     for name in names:
@@ -242,22 +283,28 @@ def no_room(size: int) -> str:
     found = os.statvfs(SHM_FOLDER)
     free_mb = found.f_bavail * found.f_frsize >> 20
     return (
-        f"/dev/shm has {free_mb} MiB free; the KV needs {size >> 20} MiB more. Give the container more (--shm-size), "
-        "or lower kv_memory_mb under [prefill] and [decode] in the deployment file."
+        f"/dev/shm has {free_mb} MiB free; the KV needs {size >> 20} MiB more. Give the container"
+        " more (--shm-size), or lower kv_memory_mb under [prefill] and [decode] in the deployment"
+        " file."
     )
 
 
 def _name_it(fd: int, name: str) -> None:
     folder = os.open(SHM_FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # With a folder given, Python follows the link in /proc to the file itself (linkat(2), AT_SYMLINK_FOLLOW).
+        # With a folder given, Python follows the link in /proc to the file itself (linkat(2),
+        # AT_SYMLINK_FOLLOW).
         os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=folder)
     finally:
         os.close(folder)
 
 
 def _segments() -> list[str]:
-    return [name for name in os.listdir(SHM_FOLDER) if name.startswith(PREFIX)] if SHM_FOLDER.is_dir() else []
+    return (
+        [name for name in os.listdir(SHM_FOLDER) if name.startswith(PREFIX)]
+        if SHM_FOLDER.is_dir()
+        else []
+    )
 
 
 def _check_header(header: bytes, size: int, name: str) -> None:
@@ -269,5 +316,9 @@ def _check_header(header: bytes, size: int, name: str) -> None:
     item = _DTYPES.get(dtype.rstrip(b"\0").decode("ascii", "replace"))
     num_blocks, *rest = shape
     whole = item is not None and block_bytes == rest[0] * rest[1] * rest[2] * item
-    if not whole or offset < mmap.PAGESIZE + 8 * num_blocks or size < offset + num_blocks * block_bytes:
+    if (
+        not whole
+        or offset < mmap.PAGESIZE + 8 * num_blocks
+        or size < offset + num_blocks * block_bytes
+    ):
         raise PoolError(f"{name}: its header does not fit its {size} bytes")

@@ -1,12 +1,14 @@
-"""A pool's server: sends leased blocks to whoever of the run asks over TCP, and says how NIXL can read them.
+"""A pool's server: sends leased blocks to whoever of the run asks over TCP, and says how NIXL can
+read them.
 
-A thread accepts, and each connection has one of its own that ends with it: when the other closes or dies, is silent for
-IDLE_S between asks, or takes nothing for SILENCE_S in the middle of one. A chunk's checksum is taken before it is sent
-and counts if no block of it was freed until then, so bytes that change on their way are void by themselves; all
-generations are looked at again after the last byte.
+A thread accepts, and each connection has one of its own that ends with it: when the other closes or
+dies, is silent for IDLE_S between asks, or takes nothing for SILENCE_S in the middle of one. A
+chunk's checksum is taken before it is sent and counts if no block of it was freed until then, so
+bytes that change on their way are void by themselves; all generations are looked at again after the
+last byte.
 
-Whoever asks has proven itself and shows that the blocks are leased to it (runtime/grants). Knows leases' blocks and
-generations, nothing of requests.
+Whoever asks has proven itself and shows that the blocks are leased to it (runtime/grants). Knows
+leases' blocks and generations, nothing of requests.
 """
 
 from __future__ import annotations
@@ -52,9 +54,18 @@ class KvServer:
     """Answers from threads of its own until closed. `port` is where."""
 
     def __init__(
-        self, pool: KvPool, host: str, secret: bytes, grants: Grants, *, lease_s: float, nixl: NixlAgent | None = None
+        self,
+        pool: KvPool,
+        host: str,
+        secret: bytes,
+        grants: Grants,
+        *,
+        lease_s: float,
+        nixl: NixlAgent | None = None,
     ) -> None:
-        """`lease_s`: no answer takes longer. `nixl`: None where it cannot be had or is not wanted."""
+        """`lease_s`: no answer takes longer. `nixl`: None where it cannot be had or is not
+        wanted.
+        """
         self.refusals = Refusals("kv", f"the KV pool {pool.name}")
         self._pool = pool
         self._key = key_of(secret, PURPOSE)
@@ -80,7 +91,9 @@ class KvServer:
             return len(self._talks)
 
     def close(self, timeout_s: float) -> bool:
-        """Break off what is being sent and free the port. False if a thread has not ended within `timeout_s`."""
+        """Break off what is being sent and free the port. False if a thread has not ended within
+        `timeout_s`.
+        """
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             self._stopping = True
@@ -100,17 +113,23 @@ class KvServer:
             except OSError as error:
                 if self._stopping:
                     return
-                log.warning("a connection for KV was refused: %s", error)  # Gone again, or no descriptor left.
+                log.warning(
+                    "a connection for KV was refused: %s", error
+                )  # Gone again, or no descriptor left.
                 time.sleep(SILENCE_S)
                 continue
-            thread = threading.Thread(target=self._talk, args=(connection,), name="kv-send", daemon=True)
+            thread = threading.Thread(
+                target=self._talk, args=(connection,), name="kv-send", daemon=True
+            )
             with self._lock:
                 if self._stopping:
                     connection.close()
                     return
                 try:
                     thread.start()
-                except RuntimeError as error:  # No more threads may be had: the next one may be served again.
+                except (
+                    RuntimeError
+                ) as error:  # No more threads may be had: the next one may be served again.
                     log.warning("a connection for KV was refused: %s", error)
                     connection.close()
                     continue
@@ -138,7 +157,9 @@ class KvServer:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             channel = accept_channel(connection, self._key, time.monotonic() + SILENCE_S, SILENCE_S)
-        except OSError as error:  # Silence as well: whoever takes a place and says nothing is counted.
+        except (
+            OSError
+        ) as error:  # Silence as well: whoever takes a place and says nothing is counted.
             if not self._stopping:
                 self.refusals.count(error)
             return
@@ -156,7 +177,9 @@ class KvServer:
 
     def _serve(self, connection: Channel) -> None:
         pool = self._pool
-        send_frame(connection, About(pool.name, pool.birth, pool.shape, pool.dtype, self._nixl is not None))
+        send_frame(
+            connection, About(pool.name, pool.birth, pool.shape, pool.dtype, self._nixl is not None)
+        )
         while not self._stopping:
             ask = receive_frame(connection, time.monotonic() + IDLE_S, IDLE_S)
             if isinstance(ask, Ask):
@@ -174,7 +197,11 @@ class KvServer:
         is_granted = self._grants.allows(ask.grant, connection.name, self.address, ids, generations)
         if not is_granted:
             self.refusals.count(f"{connection.name} asks for blocks that are not leased to it")
-        if not is_granted or not is_sound or not all(0 <= chunk < num_chunks for chunk in ask.chunks):
+        if (
+            not is_granted
+            or not is_sound
+            or not all(0 <= chunk < num_chunks for chunk in ask.chunks)
+        ):
             send_chunk(connection, REFUSED, deadline_s)
             return
         for chunk in ask.chunks:

@@ -1,7 +1,9 @@
-"""Pulls over TCP: one connection to the owner's server, kept between pulls; chunks straight into own blocks.
+"""Pulls over TCP: one connection to the owner's server, kept between pulls; chunks straight into
+own blocks.
 
-A chunk counts once its checksum is right. A connection that breaks is made anew and asked for the chunks that are
-missing; a silent owner is given up. When `pull` returns, the connection is idle or closed: nothing more can arrive.
+A chunk counts once its checksum is right. A connection that breaks is made anew and asked for the
+chunks that are missing; a silent owner is given up. When `pull` returns, the connection is idle or
+closed: nothing more can arrive.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class KvLink:
         self._about: About | None = None
 
     def about(self, deadline_s: float) -> About:
-        """The pool, connecting first if that was not done yet. Raises OSError, BadPeer, PoolError."""
+        """The pool, connecting first if that was not done yet. Raises OSError, BadPeer,
+        PoolError.
+        """
         if self._about is None or self._connection is None:
             self._connect(deadline_s)
         assert self._about is not None
@@ -76,14 +80,20 @@ class KvLink:
                 raise
         raise AssertionError("unreachable")
 
-    def pull(self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float) -> str | None:
-        """Copy and verify leased blocks. Returns None, or why the copy is void. Raises OSError, BadPeer, PoolError."""
+    def pull(
+        self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+    ) -> str | None:
+        """Copy and verify leased blocks. Returns None, or why the copy is void. Raises OSError,
+        BadPeer, PoolError.
+        """
         missing = set(range(-(-len(into) // blocks_per_chunk(own.block_bytes))))
         for number in range(TRIES):
             try:
                 connection = self._connect(deadline_s)
                 assert self._about is not None
-                wrong = own.mismatch(self._address.name, self._about.shape, self._about.dtype, lease, into)
+                wrong = own.mismatch(
+                    self._address.name, self._about.shape, self._about.dtype, lease, into
+                )
                 if wrong is not None:
                     return wrong
                 send_frame(connection, self._ask(lease, missing))
@@ -118,7 +128,9 @@ class KvLink:
             self._connection = None
 
     def _ask(self, lease: KvLease, chunks: set[int]) -> Ask:
-        return Ask(lease.block_ids, lease.generations, tuple(sorted(chunks)), self._grants.of(lease))
+        return Ask(
+            lease.block_ids, lease.generations, tuple(sorted(chunks)), self._grants.of(lease)
+        )
 
     def _connect(self, deadline_s: float) -> Channel:
         if self._connection is None:
@@ -130,9 +142,16 @@ class KvLink:
         return self._connection
 
     def _receive(
-        self, connection: Channel, own: KvPool, into: tuple[int, ...], missing: set[int], deadline_s: float
+        self,
+        connection: Channel,
+        own: KvPool,
+        into: tuple[int, ...],
+        missing: set[int],
+        deadline_s: float,
     ) -> bool:
-        """Fill what comes into own blocks and take the sound chunks out of `missing`. True: blocks were freed."""
+        """Fill what comes into own blocks and take the sound chunks out of `missing`. True: blocks
+        were freed.
+        """
         per_chunk, asked = blocks_per_chunk(own.block_bytes), set(missing)
         while True:
             kind, chunk, num_bytes, digest = receive_head(connection, deadline_s)
@@ -146,7 +165,11 @@ class KvLink:
                 if checksum(views) == digest:
                     missing.discard(chunk)
                 else:
-                    log.warning("chunk %d from %s does not add up to its checksum", chunk, self._address.name)
+                    log.warning(
+                        "chunk %d from %s does not add up to its checksum",
+                        chunk,
+                        self._address.name,
+                    )
             elif kind in (END, FREED):
                 if kind == END and asked:
                     raise BadPeer(f"it ends with {len(asked)} chunks to come")

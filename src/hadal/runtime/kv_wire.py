@@ -1,13 +1,14 @@
-"""The Wire seam's bytes, live: the pull of leased blocks out of another process's KV pool, by whichever transport both
-ends can do.
+"""The Wire seam's bytes, live: the pull of leased blocks out of another process's KV pool, by
+whichever transport both ends can do.
 
     shm   the segment is on this host: mapped once and copied from             (runtime/kv_pool)
     nixl  both ends have NIXL: one-sided reads over UCX                        (runtime/kv_nixl)
     tcp   anything else: the owner's server sends                              (runtime/kv_tcp, runtime/kv_server)
 
-Always the reader copies, into blocks of its own, and when `pull` returns nothing more is written to them: no late write
-can land in somebody else's block. Freed blocks void a pull whatever the transport, by the generations the owner holds.
-A source that was silent once is not asked for SHUN_S, so that what else is due from it fails at once.
+Always the reader copies, into blocks of its own, and when `pull` returns nothing more is written to
+them: no late write can land in somebody else's block. Freed blocks void a pull whatever the
+transport, by the generations the owner holds. A source that was silent once is not asked for
+SHUN_S, so that what else is due from it fails at once.
 
 Knows nothing of requests.
 """
@@ -36,14 +37,23 @@ SHM, NIXL, TCP = "shm", "nixl", "tcp"
 
 
 class KvWire:
-    """Pulls into one own pool, from any other; and serves the own pool to others. `pull` from any thread."""
+    """Pulls into one own pool, from any other; and serves the own pool to others. `pull` from any
+    thread.
+    """
 
     def __init__(
-        self, pool: KvPool, handover: str = SHM, *, host: str = "127.0.0.1", secret: bytes = b"",
-        grants: Grants | None = None, lease_s: float = 30.0,
-    ) -> None:  # fmt: skip
-        """`host`: what the server listens on, and others find it at. `lease_s`: no pull takes longer. `secret` and
-        `grants` are needed for anything but shared memory, which the system itself keeps from other users.
+        self,
+        pool: KvPool,
+        handover: str = SHM,
+        *,
+        host: str = "127.0.0.1",
+        secret: bytes = b"",
+        grants: Grants | None = None,
+        lease_s: float = 30.0,
+    ) -> None:
+        """`host`: what the server listens on, and others find it at. `lease_s`: no pull takes
+        longer. `secret` and `grants` are needed for anything but shared memory, which the system
+        itself keeps from other users.
 
         Raises ConfigError if `handover` is "nixl" and it is not installed.
         """
@@ -63,7 +73,9 @@ class KvWire:
             self._nixl.about(pool)  # It will be asked for; better now than in the middle of a pull.
         if handover != SHM:
             if grants is None:
-                raise ValueError(f"{handover}: KV leaves the process only with a secret and grants.")
+                raise ValueError(
+                    f"{handover}: KV leaves the process only with a secret and grants."
+                )
             self._server = KvServer(pool, host, secret, grants, lease_s=lease_s, nixl=self._nixl)
             self.address = self._server.address
         self._lock = threading.Lock()
@@ -73,19 +85,25 @@ class KvWire:
     def pull(self, lease: KvLease, into: tuple[int, ...]) -> str | None:
         """Copy and verify leased blocks. Returns None, or what went wrong."""
         try:
-            return self._source(lease.source).pull(self._pool, lease, into, time.monotonic() + self._lease_s)
+            return self._source(lease.source).pull(
+                self._pool, lease, into, time.monotonic() + self._lease_s
+            )
         except PoolError as error:
             return str(error)
 
     def is_near(self, source: str) -> bool:
-        """Whether pulls from there wait for nobody: they are copies in memory. Takes no longer than opening a file."""
+        """Whether pulls from there wait for nobody: they are copies in memory. Takes no longer than
+        opening a file.
+        """
         try:
             return self._source(source).segment is not None
         except PoolError:
             return True  # And fail at once.
 
     def transport_of(self, source: str) -> str:
-        """Which transport the pulls from there take, as far as is known; "" before the first over a network."""
+        """Which transport the pulls from there take, as far as is known; "" before the first over a
+        network.
+        """
         return self._source(source).transport
 
     def close(self, timeout_s: float = SILENCE_S) -> None:
@@ -114,7 +132,12 @@ class _Source:
     """One pool of another process, and the way to it."""
 
     def __init__(
-        self, address: PoolAddress, handover: str, key: bytes, grants: Grants | None, nixl: NixlAgent | None
+        self,
+        address: PoolAddress,
+        handover: str,
+        key: bytes,
+        grants: Grants | None,
+        nixl: NixlAgent | None,
     ) -> None:
         """Raises PoolError if only shared memory may be used and it is not there."""
         self.address = address
@@ -133,11 +156,15 @@ class _Source:
         if self.segment is not None:
             self._take(SHM)
         elif grants is None:
-            raise PoolError(f"{address.name} is not on this host, and this process has no secret to ask for it")
+            raise PoolError(
+                f"{address.name} is not on this host, and this process has no secret to ask for it"
+            )
         else:
             self._link = KvLink(address, key, grants)
 
-    def pull(self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float) -> str | None:
+    def pull(
+        self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+    ) -> str | None:
         if self.segment is not None:
             return own.copy_from(self.segment, lease, into)
         if not into and not lease.block_ids:
@@ -159,7 +186,9 @@ class _Source:
                     self._let_go()
 
     def close(self) -> None:
-        """Nothing is pulled from it any more; a pull under way fails soon, and lets go by itself."""
+        """Nothing is pulled from it any more; a pull under way fails soon, and lets go by
+        itself.
+        """
         self._closing.set()
         if self.segment is not None:
             self.segment.close()
@@ -169,7 +198,9 @@ class _Source:
             self._let_go()
             self._lock.release()
 
-    def _pull(self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float) -> str | None:
+    def _pull(
+        self, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+    ) -> str | None:
         assert self._link is not None
         if self._nixl is not None and not self._nixl.is_full:
             try:
@@ -185,7 +216,13 @@ class _Source:
         return self._link.pull(own, lease, into, deadline_s)
 
     def _pull_nixl(
-        self, nixl: NixlAgent, link: KvLink, own: KvPool, lease: KvLease, into: tuple[int, ...], deadline_s: float
+        self,
+        nixl: NixlAgent,
+        link: KvLink,
+        own: KvPool,
+        lease: KvLease,
+        into: tuple[int, ...],
+        deadline_s: float,
     ) -> str | None:
         about = link.about(deadline_s)
         wrong = own.mismatch(about.name, about.shape, about.dtype, lease, into)
@@ -225,11 +262,13 @@ def live_wire(pool: KvPool, run: Run, grants: Grants, host: str) -> KvWire:
         handover = SHM  # Whoever pulls is on this host: nothing listens that nobody needs.
     return KvWire(
         pool, handover, host=host, secret=run.secret, grants=grants, lease_s=deployment.lease_s
-    )  # fmt: skip
+    )
 
 
 def _open_segment(address: PoolAddress, *, is_asked: bool) -> KvPool | None:
-    """The segment, if it is on this host. Raises PoolError if it is not and nothing else will do."""
+    """The segment, if it is on this host. Raises PoolError if it is not and nothing else will
+    do.
+    """
     try:
         segment = KvPool.open(address.name)
     except PoolError:

@@ -1,8 +1,9 @@
-"""The supervisor: the main process of `hadal serve`. Starts gateway and units, restarts what ends, stops all in order.
+"""The supervisor: the main process of `hadal serve`. Starts gateway and units, restarts what ends,
+stops all in order.
 
-It sleeps until a signal (a child's end is one), a message or a timer comes. It holds no request and does no work of the
-model: whether requests survive a crash is the front's business, who is told UnitDown at once, or LeaderDown where ranks
-wait for another leader.
+It sleeps until a signal (a child's end is one), a message or a timer comes. It holds no request and
+does no work of the model: whether requests survive a crash is the front's business, who is told
+UnitDown at once, or LeaderDown where ranks wait for another leader.
 
     SIGTERM, Ctrl-C   drain: the gateway finishes its streams and ends, then the units are ended
     the same again    end everything now
@@ -29,7 +30,16 @@ from hadal.core.errors import ConfigError
 from hadal.core.fleet import Demand
 from hadal.core.gateway_messages import GatewayBeat
 from hadal.core.handshake import MIN_SECRET_BYTES, SECRET_BYTES
-from hadal.core.messages import FRONT, SUPERVISOR, Drain, LeaderDown, Sighting, Suspect, UnitDown, UnitUp
+from hadal.core.messages import (
+    FRONT,
+    SUPERVISOR,
+    Drain,
+    LeaderDown,
+    Sighting,
+    Suspect,
+    UnitDown,
+    UnitUp,
+)
 from hadal.core.rank_messages import RankUp
 from hadal.policy.suspicion import start_is_over
 from hadal.roles.fleet_rules import make_fleet
@@ -40,7 +50,15 @@ from hadal.runtime.kv_pool import remove_segments, remove_stale_segments
 from hadal.runtime.listen import open_listener, url_of
 from hadal.runtime.logs import TEXT, about
 from hadal.runtime.private import make_private, read_private
-from hadal.runtime.process import API_KEYS, EXIT_CONFIG, HAS_SERVED, LISTEN_FD, RUN_FILE, Run, write_run
+from hadal.runtime.process import (
+    API_KEYS,
+    EXIT_CONFIG,
+    HAS_SERVED,
+    LISTEN_FD,
+    RUN_FILE,
+    Run,
+    write_run,
+)
 from hadal.runtime.recorder import recorded
 from hadal.runtime.resolve import Resolved
 from hadal.runtime.sight import look_at
@@ -55,11 +73,15 @@ log = logging.getLogger(__name__)
 
 EXIT_GAVE_UP = 1
 TAKEOVERS_MAX = 2
-"""Starts of a leader in vain, before the ranks that wait for it are ended, for it may be what they hold."""
+"""Starts of a leader in vain, before the ranks that wait for it are ended, for it may be what they
+hold.
+"""
 _MAX_WAIT_S = 0.5
 _STOP_S = 4.0
 _HUNG_S = 8 * GATEWAY_BEAT_S
-"""A gateway that says nothing for so long is killed: its connections wait for the next one in the listening socket."""
+"""A gateway that says nothing for so long is killed: its connections wait for the next one in the
+listening socket.
+"""
 _FOLDER_PREFIX = "hadal-"
 """Of run folders that nobody named."""
 _YOUNG_S = 60.0
@@ -83,7 +105,9 @@ class Options:
     has_bar: bool = False
     """Show the start as a bar at the foot of the terminal; else the log tells of it."""
     secret_file: Path | None = None
-    """What the deployment's processes prove themselves by, where several hosts need the same; None: drawn at start."""
+    """What the deployment's processes prove themselves by, where several hosts need the same; None:
+    drawn at start.
+    """
 
 
 Announce = Callable[[Status], None]
@@ -96,7 +120,11 @@ def serve(resolved: Resolved, options: Options, announce: Announce) -> int:
         log.info("removed %s, left by a run that is gone", name)
     _remove_stale_folders()
     host, port = resolved.deployment.host, resolved.deployment.port
-    with open_listener(host, port) as listener, _run_folder(options.run_folder) as folder, signal_pipe(_SIGNALS) as fd:
+    with (
+        open_listener(host, port) as listener,
+        _run_folder(options.run_folder) as folder,
+        signal_pipe(_SIGNALS) as fd,
+    ):
         supervisor = Supervisor(resolved, options, folder, listener, announce)
         try:
             return supervisor.run(fd)
@@ -108,7 +136,12 @@ class Supervisor:
     """One run: its children, its wire and what it is waiting for."""
 
     def __init__(
-        self, resolved: Resolved, options: Options, folder: Path, listener: socket.socket, announce: Announce
+        self,
+        resolved: Resolved,
+        options: Options,
+        folder: Path,
+        listener: socket.socket,
+        announce: Announce,
     ) -> None:
         self._deployment = resolved.deployment
         self._folder = folder
@@ -119,20 +152,27 @@ class Supervisor:
         self._started_s = time.monotonic()
         self._was_ready = False
         self._has_served = False
-        """Requests could be answered once: from then on they wait for what is missing, and nothing that cannot start
-        ends the server."""
+        """Requests could be answered once: from then on they wait for what is missing, and nothing
+        that cannot start ends the server.
+        """
         self._exit_code: int | None = None
         self._drain_until_s: float | None = None
         self._kill_at_once = False
         run = Run(
-            self._run_id, resolved.deployment, options.log_level, options.log_format,
-            resolved.fingerprint, _secret(options.secret_file),
-        )  # fmt: skip
+            self._run_id,
+            resolved.deployment,
+            options.log_level,
+            options.log_format,
+            resolved.fingerprint,
+            _secret(options.secret_file),
+        )
         write_run(folder, run)
         self._environment = _environment()
         self._api_keys = ",".join(options.api_keys)
         self._wire = ZmqWire(SUPERVISOR, folder)
-        self._children = {child.name: child for child in _children(resolved.deployment, folder, options)}
+        self._children = {
+            child.name: child for child in _children(resolved.deployment, folder, options)
+        }
         self._starting = Starting(self._children.values(), has_bar=options.has_bar)
         self._gateways = Watch(_HUNG_S, _MAX_WAIT_S)
         self._fleet = self._make_fleet()
@@ -199,7 +239,9 @@ class Supervisor:
         )
 
     def _is_ready(self) -> bool:
-        return all(child.phase is Phase.READY for child in self._children.values() if child.is_wanted)
+        return all(
+            child.phase is Phase.READY for child in self._children.values() if child.is_wanted
+        )
 
     def _can_serve(self) -> bool:
         """Whether a unit of each role works."""
@@ -212,8 +254,12 @@ class Supervisor:
         now_s = time.monotonic()
         made = MadeFleet(time.time() - now_s)
         fleet = recorded(
-            make_fleet(self._deployment, made.day_s), SUPERVISOR, made, self._run_id, self._deployment
-        )  # fmt: skip
+            make_fleet(self._deployment, made.day_s),
+            SUPERVISOR,
+            made,
+            self._run_id,
+            self._deployment,
+        )
         return FleetExecutor(fleet, self._children, self._wire.send, now_s)
 
     def _tell_fleet(self, message: Demand | UnitUp) -> None:
@@ -222,7 +268,9 @@ class Supervisor:
 
     def _start_due(self) -> None:
         now_s = time.monotonic()
-        due = [c for c in self._children.values() if c.phase is Phase.WAITING and c.start_at_s <= now_s]
+        due = [
+            c for c in self._children.values() if c.phase is Phase.WAITING and c.start_at_s <= now_s
+        ]
         for child in due:
             if child.role == GATEWAY:
                 fd = self._listener.fileno()
@@ -239,7 +287,9 @@ class Supervisor:
         if child is None or child.phase is not Phase.STARTING:
             return
         child.is_ready(time.monotonic())
-        log.info("%s is ready after %.1f s", name, child.ready_s - child.started_s, extra=about(name))
+        log.info(
+            "%s is ready after %.1f s", name, child.ready_s - child.started_s, extra=about(name)
+        )
         if name == GATEWAY and self._drain_until_s is not None:
             self._drain_front()
         self._has_served = self._has_served or self._can_serve()
@@ -256,8 +306,16 @@ class Supervisor:
             if code is None:
                 continue
             reason = _how(code)
-            if child.name == GATEWAY and self._drain_until_s is not None and not (code and self._other_gateways()):
-                log.log(logging.INFO if code == 0 else logging.WARNING, "the gateway has ended: %s", reason)
+            if (
+                child.name == GATEWAY
+                and self._drain_until_s is not None
+                and not (code and self._other_gateways())
+            ):
+                log.log(
+                    logging.INFO if code == 0 else logging.WARNING,
+                    "the gateway has ended: %s",
+                    reason,
+                )
                 child.phase = Phase.ENDED
                 self._exit_code = 0
                 continue
@@ -267,7 +325,12 @@ class Supervisor:
                 why = f"{child.name} cannot start"
             if why is None and self._has_successor(child):
                 self._wire.send(FRONT, LeaderDown(child.name, reason))
-                log.warning("%s ended: %s; its ranks wait for another", child.name, reason, extra=about(child.name))
+                log.warning(
+                    "%s ended: %s; its ranks wait for another",
+                    child.name,
+                    reason,
+                    extra=about(child.name),
+                )
                 self._write_status()
                 continue
             self._tell(child, reason)
@@ -277,9 +340,12 @@ class Supervisor:
             if why is not None and (self._has_served or self._can_spare(child)):
                 rest_s = child.put_off(now_s)
                 log.error(
-                    "%s (%s): the others go on without it; it is started again in %.0f s", why, reason, rest_s,
+                    "%s (%s): the others go on without it; it is started again in %.0f s",
+                    why,
+                    reason,
+                    rest_s,
                     extra=about(child.name),
-                )  # fmt: skip
+                )
             elif why is not None:
                 log.error("%s (%s): the server ends", why, reason, extra=about(child.name))
                 self._exit_code = EXIT_CONFIG if code == EXIT_CONFIG else EXIT_GAVE_UP
@@ -293,32 +359,46 @@ class Supervisor:
 
     def _ranks_of(self, unit: str) -> list[Child]:
         """Of a unit of many; empty for one that is a process by itself."""
-        return [other for other in self._children.values() if other.name != unit and unit_of(other.name)[0] == unit]
+        return [
+            other
+            for other in self._children.values()
+            if other.name != unit and unit_of(other.name)[0] == unit
+        ]
 
     def _has_successor(self, child: Child) -> bool:
-        """Whether it led ranks that live, and the next one may take them over: not if that was tried in vain."""
+        """Whether it led ranks that live, and the next one may take them over: not if that was
+        tried in vain.
+        """
         ranks_live = any(rank.phase is Phase.READY for rank in self._ranks_of(child.name))
         return child.is_wanted and ranks_live and child.num_failed_starts < TAKEOVERS_MAX
 
     def _can_spare(self, child: Child) -> bool:
-        """Whether it is a rank of a unit that works, with other ranks that do, or a unit beside others of a fleet."""
+        """Whether it is a rank of a unit that works, with other ranks that do, or a unit beside
+        others of a fleet.
+        """
         unit, rank = unit_of(child.name)
         if rank is None and self._fleet is not None and unit in self._fleet.units:
             return self._fleet.has_other(unit)
         if rank is None or self._children[unit].phase is not Phase.READY:
             return False
-        return any(other.phase is Phase.READY for other in self._ranks_of(unit) if other is not child)
+        return any(
+            other.phase is Phase.READY for other in self._ranks_of(unit) if other is not child
+        )
 
     def _clear_after(self, child: Child) -> None:
         """Remove what a dead process cannot."""
         name = FRONT if child.name == GATEWAY else child.name
         socket_path(self._folder, name).unlink(missing_ok=True)
         self._wire.forget(name)
-        if not self._ranks_of(child.name):  # A leader has none; its ranks' names begin with its own.
+        if not self._ranks_of(
+            child.name
+        ):  # A leader has none; its ranks' names begin with its own.
             remove_segments(self._run_id, child.name)
 
     def _tell(self, child: Child, reason: str) -> None:
-        """Say that a process is gone to whom it concerns: of a unit the front, of a rank its leader."""
+        """Say that a process is gone to whom it concerns: of a unit the front, of a rank its
+        leader.
+        """
         unit, rank = unit_of(child.name)
         if child.name == GATEWAY:
             return  # The next one's first message says it.
@@ -328,19 +408,29 @@ class Supervisor:
         self._wire.send(FRONT, UnitDown(child.name, reason))
         for other in self._ranks_of(unit):
             if other.pid:
-                log.warning("%s ends with its leader, which none takes over from", other.name, extra=about(other.name))
+                log.warning(
+                    "%s ends with its leader, which none takes over from",
+                    other.name,
+                    extra=about(other.name),
+                )
             other.replace()
 
     def _see(self, name: str) -> None:
-        """Tell a judge how one of its processes fares: of a unit the front, of a rank its leader."""
+        """Tell a judge how one of its processes fares: of a unit the front, of a rank its
+        leader.
+        """
         child = self._children.get(name)
         if child is None or not child.pid:
             return
         sight, (unit, rank) = look_at(child.pid), unit_of(name)
-        self._wire.send(FRONT if rank is None else unit, Sighting(name, sight.waited_s, sight.is_stopped))
+        self._wire.send(
+            FRONT if rank is None else unit, Sighting(name, sight.waited_s, sight.is_stopped)
+        )
 
     def _given_up(self, message: UnitDown) -> None:
-        """Kill a unit that the front, or a rank that its leader, finds silent or stuck. A stopped one dies as well."""
+        """Kill a unit that the front, or a rank that its leader, finds silent or stuck. A stopped
+        one dies as well.
+        """
         child = self._children.get(message.unit)
         if child is None or child.phase is not Phase.READY:
             return
@@ -348,7 +438,10 @@ class Supervisor:
         if is_unit and time.monotonic() - child.ready_s < self._deployment.unit_timeout_s:
             return  # It cannot have been silent that long: its predecessor was meant.
         log.warning(
-            "%s %s; its process is ended and started again", child.name, message.reason, extra=about(child.name)
+            "%s %s; its process is ended and started again",
+            child.name,
+            message.reason,
+            extra=about(child.name),
         )
         child.signal(signal.SIGKILL)
 
@@ -363,14 +456,19 @@ class Supervisor:
             waited_s = look_at(child.pid).waited_s
             if start_is_over(elapsed_s, waited_s, child.start_timeout_s):
                 log.error(
-                    "%s is not ready and came no nearer to it for %.0f s (%.0f s of them without a processor); "
-                    "its process is ended and started again",
-                    child.name, elapsed_s, min(waited_s, elapsed_s), extra=about(child.name),
-                )  # fmt: skip
+                    "%s is not ready and came no nearer to it for %.0f s (%.0f s of them without a"
+                    " processor); its process is ended and started again",
+                    child.name,
+                    elapsed_s,
+                    min(waited_s, elapsed_s),
+                    extra=about(child.name),
+                )
                 child.signal(signal.SIGKILL)
 
     def _begun_s(self, child: Child, now_s: float) -> float:
-        """Since when one that starts came no nearer to being ready, though it could: a leader cannot before a rank."""
+        """Since when one that starts came no nearer to being ready, though it could: a leader
+        cannot before a rank.
+        """
         ranks = self._ranks_of(child.name)
         ready_s = [rank.ready_s for rank in ranks if rank.phase is Phase.READY]
         return max(child.moved_s, min(ready_s, default=now_s)) if ranks else child.moved_s
@@ -382,14 +480,22 @@ class Supervisor:
             self._ready(beat.gateway)
 
     def _kill_hung_gateways(self) -> None:
-        """Kill gateways whose event loop stands still, or that are stopped. All that they said was heard before."""
+        """Kill gateways whose event loop stands still, or that are stopped. All that they said was
+        heard before.
+        """
         gateways = [self._children[name] for name in gateway_names(self._deployment)]
-        now_s, working = time.monotonic(), {child.name: child.pid for child in gateways if child.phase is Phase.READY}
+        now_s, working = (
+            time.monotonic(),
+            {child.name: child.pid for child in gateways if child.phase is Phase.READY},
+        )
         for name in self._gateways.frozen(now_s, working):
             log.warning(
-                "%s (pid %d) has not moved for %.1f s%s; its process is ended and started again", name, working[name],
-                _HUNG_S, self._gateways.why(name),
-            )  # fmt: skip
+                "%s (pid %d) has not moved for %.1f s%s; its process is ended and started again",
+                name,
+                working[name],
+                _HUNG_S,
+                self._gateways.why(name),
+            )
             self._children[name].signal(signal.SIGKILL)
             self._gateways.heard(now_s, name)  # It is killed once.
 
@@ -408,7 +514,10 @@ class Supervisor:
             self._exit_code = 0  # There is no stream to finish.
             return
         self._fleet = None  # What is there is enough for what runs.
-        log.info("ending: running streams have %.0f s to finish; the same signal again ends them now", timeout_s)
+        log.info(
+            "ending: running streams have %.0f s to finish; the same signal again ends them now",
+            timeout_s,
+        )
         for name in gateway_names(self._deployment)[1:]:
             child = self._children[name]
             child.dismiss()
@@ -421,10 +530,13 @@ class Supervisor:
         self._write_status()
 
     def _drain_front(self) -> None:
-        """Where the gateway with it is being started again, as soon as it is there: others' streams go on under it."""
+        """Where the gateway with it is being started again, as soon as it is there: others' streams
+        go on under it.
+        """
         self._wire.send(FRONT, Drain())
         if not self._other_gateways():  # Else another may have to be started.
-            self._listener.close()  # The gateway's copy is the last: when it closes it, connections are refused.
+            # The gateway's copy is the last: when it closes it, connections are refused.
+            self._listener.close()
 
     def _other_gateways(self) -> list[Child]:
         """Those that work, beside the one with the front."""
@@ -433,7 +545,9 @@ class Supervisor:
 
     def _end_drain_if_due(self) -> None:
         if self._drain_until_s is not None and time.monotonic() > self._drain_until_s:
-            log.warning("streams still run after %.0f s; ending them", self._deployment.drain_timeout_s)
+            log.warning(
+                "streams still run after %.0f s; ending them", self._deployment.drain_timeout_s
+            )
             self._exit_code = 0
 
     def _wait_s(self) -> float:
@@ -449,18 +563,32 @@ class Supervisor:
 def _children(deployment: Deployment, folder: Path, options: Options) -> Iterator[Child]:
     def child(name: str, role: str, module: str, *arguments: str) -> Child:
         log_path = None if options.log_dir is None else options.log_dir / f"{name}.log"
-        return Child(name, role, [module, *arguments, "--folder", str(folder)], log_path, options.log_format)
+        return Child(
+            name, role, [module, *arguments, "--folder", str(folder)], log_path, options.log_format
+        )
 
     if options.log_dir is not None:
         try:
             options.log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise ConfigError(f"--log-dir {options.log_dir}: cannot be made ({error.strerror}).") from error
+            raise ConfigError(
+                f"--log-dir {options.log_dir}: cannot be made ({error.strerror})."
+            ) from error
     # Units first: they take longest.
     for name, role, rank in process_names(deployment):
         unit, _ = unit_of(name)
         if rank is not None:
-            yield child(name, role, "hadal.runtime.rank", "--unit", unit, "--role", role, "--rank", str(rank))
+            yield child(
+                name,
+                role,
+                "hadal.runtime.rank",
+                "--unit",
+                unit,
+                "--role",
+                role,
+                "--rank",
+                str(rank),
+            )
         elif units_of(deployment, role).ranks > 1:
             yield child(name, role, "hadal.runtime.leader", "--unit", unit, "--role", role)
         else:
@@ -477,7 +605,8 @@ def _environment() -> dict[str, str]:
         **inherited,
         "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH", "")))),
         "PYTHONUNBUFFERED": "1",
-        # Units share the cores: a thread that spins for work takes them from the unit that has some.
+        # Units share the cores: a thread that spins for work takes them from the unit that has
+        # some.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
 
@@ -524,7 +653,11 @@ def _remove_stale_folders() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         try:
             is_old = time.time() - (folder / RUN_FILE).stat().st_mtime > _YOUNG_S
-            if is_old and folder.stat().st_uid == os.geteuid() and not _is_heard(folder / f"{SUPERVISOR}.sock"):
+            if (
+                is_old
+                and folder.stat().st_uid == os.geteuid()
+                and not _is_heard(folder / f"{SUPERVISOR}.sock")
+            ):
                 shutil.rmtree(folder)
         except OSError as error:  # None of a run's, or gone already.
             log.debug("%s stays: %s", folder, error)

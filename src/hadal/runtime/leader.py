@@ -1,6 +1,7 @@
-"""The process that leads a unit of many ranks. It holds no model and loads no torch; the ranks are elsewhere.
+"""The process that leads a unit of many ranks. It holds no model and loads no torch; the ranks are
+elsewhere.
 
-    python -m hadal.runtime.leader --unit decode-0 --role decode --folder RUN_FOLDER
+python -m hadal.runtime.leader --unit decode-0 --role decode --folder RUN_FOLDER
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ _SMOOTHING = 0.1
 
 
 def main() -> int:
-    """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL."""
+    """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help,
+    else EXIT_FATAL.
+    """
     asked = unit_arguments(__doc__)
     run = enter_child(asked.unit, asked.folder)
     return run_host(lambda: make_host(run, asked.unit, asked.role, asked.folder))
@@ -54,23 +57,37 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     epoch = f"{os.getpid()}-{time.time_ns():x}"
     config = read_model_config(Path(run.deployment.model))
-    leader = Spoken(recorded(
-        make_leader(run, unit, role, epoch, config), unit, MadeLeader(role, epoch, run.fingerprint, config),
-        run.run_id, run.deployment,
-    ))  # fmt: skip
+    leader = Spoken(
+        recorded(
+            make_leader(run, unit, role, epoch, config),
+            unit,
+            MadeLeader(role, epoch, run.fingerprint, config),
+            run.run_id,
+            run.deployment,
+        )
+    )
     gc.collect()
     gc.freeze()  # What is there now stays: no collection need look at it again.
     clock = LiveClock()
     tell_doing("waits for its ranks")
     host = UnitHost(
-        leader, None, ZmqWire(unit, folder, Grants(run.secret, unit)), None, clock,
-        step_deadline_s=STEP_DEADLINE_S, make_view=lambda wake: make_view(run, wake),
-    )  # fmt: skip
+        leader,
+        None,
+        ZmqWire(unit, folder, Grants(run.secret, unit)),
+        None,
+        clock,
+        step_deadline_s=STEP_DEADLINE_S,
+        make_view=lambda wake: make_view(run, wake),
+    )
     return host, leader.start(clock.now())
 
 
-def make_leader(run: Run, unit: str, role: str, epoch: str, config: ModelConfig | None = None) -> RankedLeader:
-    """The role's core, and the book of its ranks. `config` None: the deployment's model is read. Raises ConfigError."""
+def make_leader(
+    run: Run, unit: str, role: str, epoch: str, config: ModelConfig | None = None
+) -> RankedLeader:
+    """The role's core, and the book of its ranks. `config` None: the deployment's model is read.
+    Raises ConfigError.
+    """
     deployment, units = run.deployment, units_of(run.deployment, role)
     config = config or read_model_config(Path(deployment.model))
     core = make_core(deployment, config, unit, role, epoch, fingerprint=run.fingerprint)
@@ -78,21 +95,30 @@ def make_leader(run: Run, unit: str, role: str, epoch: str, config: ModelConfig 
     book = RankBook(unit, units.ranks, placement, rank_timeout_s=deployment.rank_timeout_s)
     nodes = tuple(rank // units.ranks_per_node for rank in range(units.ranks))
     experts = ExpertBalancer(
-        placement, nodes, is_planning=moves_experts(units),
+        placement,
+        nodes,
+        is_planning=moves_experts(units),
         num_groups=config.n_group if keeps_groups(units, config, role) else 0,
         terms=PREFILL_TERMS if role == PREFILL else None,
-    )  # fmt: skip
+    )
     num_slots = units.max_requests if role == DECODE else 0
     step_timeout_s = deployment.collective_timeout_s + deployment.rank_timeout_s
     costs = core.scheduler.costs
     return RankedLeader(
-        unit, core, book, num_slots=num_slots, step_timeout_s=step_timeout_s, experts=experts,
+        unit,
+        core,
+        book,
+        num_slots=num_slots,
+        step_timeout_s=step_timeout_s,
+        experts=experts,
         growing_s=lambda: costs.growing_s(EXPERTS),
-    )  # fmt: skip
+    )
 
 
 class Spoken:
-    """A RankedLeader whose notes go to the log, and whose Load tells how long its ranks waited for it."""
+    """A RankedLeader whose notes go to the log, and whose Load tells how long its ranks waited for
+    it.
+    """
 
     def __init__(self, leader: RankedLeader) -> None:
         self._leader = leader
@@ -114,7 +140,9 @@ class Spoken:
 
     def _measured(self, effect: Effect) -> Effect:
         if isinstance(effect, Send) and isinstance(effect.message, Load):
-            return Send(effect.to, msgspec.structs.replace(effect.message, overhead_ms=self._idle_ms))
+            return Send(
+                effect.to, msgspec.structs.replace(effect.message, overhead_ms=self._idle_ms)
+            )
         return effect
 
 

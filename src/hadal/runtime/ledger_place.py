@@ -1,7 +1,9 @@
-"""Where the ledger is: from what was asked to the URL of a database, and the folder of what waits for it.
+"""Where the ledger is: from what was asked to the URL of a database, and the folder of what waits
+for it.
 
-Asked is a URL, a path, "off" or "auto". "auto" is $HADAL_LEDGER, which may hold any of the others; without it, a file
-in the user's state folder ($XDG_STATE_HOME, else ~/.local/state), never in the working folder.
+Asked is a URL, a path, "off" or "auto". "auto" is $HADAL_LEDGER, which may hold any of the others;
+without it, a file in the user's state folder ($XDG_STATE_HOME, else ~/.local/state), never in the
+working folder.
 """
 
 from __future__ import annotations
@@ -21,12 +23,17 @@ from hadal.stats.ledger import LedgerError
 
 LEDGER_VARIABLE = "HADAL_LEDGER"
 FILE_NAME = "ledger.sqlite"
-_DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
+_DRIVERS = {
+    "sqlite": "sqlite",
+    "postgresql": "postgresql+psycopg",
+    "postgres": "postgresql+psycopg",
+}
 
 
 def ledger_url(asked: str) -> str:
-    """The database as a URL, a file's path absolute; "" for none: "off", or "auto" where nobody is at home. Raises
-    LedgerError."""
+    """The database as a URL, a file's path absolute; "" for none: "off", or "auto" where nobody is
+    at home. Raises LedgerError.
+    """
     asked = asked.strip()
     if asked in ("", AUTO):
         asked = os.environ.get(LEDGER_VARIABLE, "").strip()
@@ -40,14 +47,19 @@ def ledger_url(asked: str) -> str:
     try:
         url = sa.make_url(asked)
     except ArgumentError:
-        raise LedgerError("the ledger's URL cannot be read; take a path, or postgresql://USER:PASSWORD@HOST/NAME."
-                          ) from None
+        raise LedgerError(
+            "the ledger's URL cannot be read; take a path, or postgresql://USER:PASSWORD@HOST/NAME."
+        ) from None
     driver = _DRIVERS.get(url.get_backend_name())
     if driver is None:
-        raise LedgerError(f"the ledger is kept in SQLite or PostgreSQL, not in {url.get_backend_name()}.")
+        raise LedgerError(
+            f"the ledger is kept in SQLite or PostgreSQL, not in {url.get_backend_name()}."
+        )
     if driver == "sqlite":
         if not url.database or url.database == ":memory:":
-            raise LedgerError("the ledger's URL names no file; a ledger in memory would be gone with its process.")
+            raise LedgerError(
+                "the ledger's URL names no file; a ledger in memory would be gone with its process."
+            )
         return _file_url(Path(url.database))
     if importlib.util.find_spec("psycopg") is None:
         raise LedgerError("a ledger in PostgreSQL needs psycopg: pip install 'hadal[postgres]'.")
@@ -57,7 +69,11 @@ def ledger_url(asked: str) -> str:
 def shown(url: str) -> str:
     """The database for people's eyes: a path, or a URL without its password."""
     parsed = sa.make_url(url)
-    return parsed.database or "" if parsed.get_backend_name() == "sqlite" else parsed.render_as_string()
+    return (
+        parsed.database or ""
+        if parsed.get_backend_name() == "sqlite"
+        else parsed.render_as_string()
+    )
 
 
 def file_of(url: str) -> Path | None:
@@ -67,19 +83,24 @@ def file_of(url: str) -> Path | None:
 
 
 def spool_place(url: str) -> tuple[Path, str]:
-    """Folder and first part of the name of files with facts that wait for this database: beside its file, else in the
-    state folder."""
+    """Folder and first part of the name of files with facts that wait for this database: beside its
+    file, else in the state folder.
+    """
     path = file_of(url)
     if path is not None:
         return path.parent, path.name
     parsed = sa.make_url(url)
     place = f"{parsed.host}:{parsed.port}/{parsed.database}".encode()
-    return state_folder() or Path(tempfile.gettempdir()), f"ledger-{blake2b(place, digest_size=6).hexdigest()}"
+    return state_folder() or Path(
+        tempfile.gettempdir()
+    ), f"ledger-{blake2b(place, digest_size=6).hexdigest()}"
 
 
 def _file_url(path: Path) -> str:
     try:
         path = path.expanduser().absolute()
     except RuntimeError:
-        raise LedgerError(f"the ledger is to be at {path}; that user has no home here. Give the whole path.") from None
+        raise LedgerError(
+            f"the ledger is to be at {path}; that user has no home here. Give the whole path."
+        ) from None
     return sa.URL.create("sqlite", database=str(path)).render_as_string()

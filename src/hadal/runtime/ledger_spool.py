@@ -1,9 +1,11 @@
-"""Facts that wait for their database, in an append-only file beside it, flushed before they count as kept.
+"""Facts that wait for their database, in an append-only file beside it, flushed before they count
+as kept.
 
     record = length (4 bytes) | CRC-32 of the facts (4) | facts, msgpack
 
-A spool has one writer, which holds the file's lock while it lives; a dead writer's is read by whoever comes next. The
-file is there only while something waits. A record that was cut short by a crash was told to nobody as kept.
+A spool has one writer, which holds the file's lock while it lives; a dead writer's is read by
+whoever comes next. The file is there only while something waits. A record that was cut short by a
+crash was told to nobody as kept.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Spool:
         return self._num_bytes == 0
 
     def append(self, facts: PackedFacts) -> bool:
-        """Keep facts, durably. False if the file is full. Raises OSError if it cannot be written; nothing is kept then.
+        """Keep facts, durably. False if the file is full. Raises OSError if it cannot be written;
+        nothing is kept then.
         """
         body = _encode(facts)
         record = _HEAD.pack(len(body), zlib.crc32(body)) + body
@@ -91,12 +94,20 @@ class Spool:
             self.clear()
 
     def orphans(self) -> list[Path]:
-        """Spools of this ledger that other writers may have left. Those of a ledger whose name begins alike are not."""
-        name = re.compile(rf"{re.escape(self._stem)}\.[0-9a-f]{{{2 * _NAME_BYTES}}}{re.escape(SUFFIX)}")
+        """Spools of this ledger that other writers may have left. Those of a ledger whose name
+        begins alike are not.
+        """
+        name = re.compile(
+            rf"{re.escape(self._stem)}\.[0-9a-f]{{{2 * _NAME_BYTES}}}{re.escape(SUFFIX)}"
+        )
         try:
-            return sorted(p for p in self._folder.iterdir() if name.fullmatch(p.name) and p != self._path)
+            return sorted(
+                p for p in self._folder.iterdir() if name.fullmatch(p.name) and p != self._path
+            )
         except OSError:
-            return []  # There is no folder yet; or none that can be read, and what is in it says so when it is written.
+            # There is no folder yet; or none that can be read, and what is in it says so when it is
+            # written.
+            return []
 
     def _open(self) -> int:
         if self._fd is None:
@@ -106,7 +117,11 @@ class Spool:
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 if _is_at(fd, self._path):
                     break
-                os.close(fd)  # Somebody took the empty file for an orphan, and removed it, before it was locked.
+                os.close(
+                    fd
+                    # Somebody took the empty file for an orphan, and removed it, before it was
+                    # locked.
+                )
             _sync_folder(self._folder)
             self._fd = fd
         return self._fd
@@ -114,9 +129,11 @@ class Spool:
 
 @contextmanager
 def adopted(path: Path) -> Iterator[Iterator[PackedFacts] | None]:
-    """A dead writer's facts, removed when the block ends well; None if its writer lives, or somebody else was first.
+    """A dead writer's facts, removed when the block ends well; None if its writer lives, or
+    somebody else was first.
 
-    A file that cannot be read to its end is kept aside as `.damaged`: there may be more in it than was found.
+    A file that cannot be read to its end is kept aside as `.damaged`: there may be more in it than
+    was found.
     """
     try:
         fd = os.open(path, os.O_RDWR)
@@ -157,8 +174,9 @@ def _num_sound_bytes(fd: int) -> int:
 
 
 def _sound(fd: int) -> Iterator[tuple[int, PackedFacts]]:
-    """Whole records up to the first that is not, each with the place where it ends. Of the open file, not of a path:
-    what has been kept in it is there as long as it is open."""
+    """Whole records up to the first that is not, each with the place where it ends. Of the open
+    file, not of a path: what has been kept in it is there as long as it is open.
+    """
     end = 0
     with open(fd, "rb", closefd=False) as file:
         file.seek(0)

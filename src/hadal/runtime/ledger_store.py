@@ -1,7 +1,9 @@
-"""The ledger's database: one engine, its settings and deadlines, and its errors sorted by what is to be done.
+"""The ledger's database: one engine, its settings and deadlines, and its errors sorted by what is
+to be done.
 
-SQLite writes ahead into a log that is flushed at every commit (WAL, synchronous=FULL), and a write takes the lock at
-its beginning, so two processes take turns. What was committed is there after `kill -9` and after a power cut.
+SQLite writes ahead into a log that is flushed at every commit (WAL, synchronous=FULL), and a write
+takes the lock at its beginning, so two processes take turns. What was committed is there after
+`kill -9` and after a power cut.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ class Store:
         """Of the file that was prepared."""
 
     def prepare(self) -> None:
-        """Make file and tables where there are none. Raises LedgerError for what is no ledger of ours, StoreDown."""
+        """Make file and tables where there are none. Raises LedgerError for what is no ledger of
+        ours, StoreDown.
+        """
         if self._path is not None:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -84,10 +88,12 @@ class Store:
         self._identity = self._found()
 
     def write(self, facts: PackedFacts) -> Written:
-        """Write all or nothing, durably. Raises StoreDown, FactsRefused, and LedgerError if there is another database
-        now that is no ledger of ours."""
+        """Write all or nothing, durably. Raises StoreDown, FactsRefused, and LedgerError if there
+        is another database now that is no ledger of ours.
+        """
         if self._identity is not None and self._found() != self._identity:
-            # Somebody removed the file, or put it elsewhere. SQLite would go on to write what nobody can read.
+            # Somebody removed the file, or put it elsewhere. SQLite would go on to write what
+            # nobody can read.
             self._leave_file()
             self.prepare()
         with self._begin() as connection:
@@ -95,18 +101,22 @@ class Store:
             return ledger.write_requests(connection, facts.requests)
 
     def read(self, from_us: int, to_us: int, *, by: str = HOUR, utc_offset_s: int = 0) -> Window:
-        """As of one instant, with details of each of `by` (stats/report). Raises LedgerError where there is no ledger
-        of ours, StoreDown, ValueError for an unknown `by`."""
+        """As of one instant, with details of each of `by` (stats/report). Raises LedgerError where
+        there is no ledger of ours, StoreDown, ValueError for an unknown `by`.
+        """
         if self._path is not None and not is_file(self._path):
             raise LedgerError(f"there is no ledger at {self.place}.")
         try:
             with self._begin(is_reading=True) as connection:
                 ledger.check_schema(connection)
                 return Window(
-                    ledger.read_tally(connection, from_us, to_us), ledger.read_nodes(connection, from_us, to_us),
-                    ledger.read_details(connection, from_us, to_us, by=by, utc_offset_s=utc_offset_s),
+                    ledger.read_tally(connection, from_us, to_us),
+                    ledger.read_nodes(connection, from_us, to_us),
+                    ledger.read_details(
+                        connection, from_us, to_us, by=by, utc_offset_s=utc_offset_s
+                    ),
                     ledger.last_completed_us(connection),
-                )  # fmt: skip
+                )
         except LedgerError as error:
             raise LedgerError(f"{self.place}: {error}") from None
 
@@ -115,15 +125,19 @@ class Store:
         self._engine.dispose()
 
     def _leave_file(self) -> None:
-        """Let go of a file that is elsewhere now, with all that was written: a part may be in the log beside its old
-        place, which the next database there would remove. If there is one already it has done so."""
+        """Let go of a file that is elsewhere now, with all that was written: a part may be in the
+        log beside its old place, which the next database there would remove. If there is one
+        already it has done so.
+        """
         try:
             if self._found() is None:
                 connection = self._engine.raw_connection()
                 connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
                 connection.close()
         except (exc.SQLAlchemyError, sqlite3.Error) as error:
-            log.warning("%s is gone, and with it perhaps the latest facts: %s", self.place, _reason(error))
+            log.warning(
+                "%s is gone, and with it perhaps the latest facts: %s", self.place, _reason(error)
+            )
         self._engine.dispose()
 
     def _found(self) -> tuple[int, int] | None:
@@ -141,7 +155,12 @@ class Store:
                 yield connection
         except HadalError:
             raise
-        except (exc.DataError, exc.IntegrityError, OverflowError, ValueError) as error:  # Too large, no text, ...
+        except (
+            exc.DataError,
+            exc.IntegrityError,
+            OverflowError,
+            ValueError,
+        ) as error:  # Too large, no text, ...
             raise FactsRefused(f"{self.place}: {_reason(error)}") from error
         except exc.SQLAlchemyError as error:
             raise self._sorted(error) from error
@@ -160,12 +179,19 @@ def _reason(error: Exception) -> str:
 
 
 def _close_to_others(path: Path) -> None:
-    """The ledger tells who asked how much when: it is its owner's alone, also where it or its folder was there."""
+    """The ledger tells who asked how much when: it is its owner's alone, also where it or its
+    folder was there.
+    """
     try:
         with contextlib.suppress(FileExistsError):
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        # Never opened where it exists: closing it would drop the locks that SQLite holds on it in this process.
-        for beside in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+        # Never opened where it exists: closing it would drop the locks that SQLite holds on it in
+        # this process.
+        for beside in (
+            path,
+            path.with_name(f"{path.name}-wal"),
+            path.with_name(f"{path.name}-shm"),
+        ):
             with contextlib.suppress(FileNotFoundError):
                 take_from_others(beside)
     except OSError as error:
@@ -196,9 +222,13 @@ def _postgresql(url: str) -> sa.Engine:
     """Every wait is bounded: for a connection, for a statement, for a peer that went silent."""
     milliseconds = round(STATEMENT_S * 1e3)
     return sa.create_engine(
-        url, pool_size=1, max_overflow=0, pool_pre_ping=True,
+        url,
+        pool_size=1,
+        max_overflow=0,
+        pool_pre_ping=True,
         connect_args={
-            "connect_timeout": round(CONNECT_S), "tcp_user_timeout": milliseconds,
+            "connect_timeout": round(CONNECT_S),
+            "tcp_user_timeout": milliseconds,
             "options": f"-c statement_timeout={milliseconds} -c lock_timeout={milliseconds}",
         },
-    )  # fmt: skip
+    )

@@ -1,13 +1,15 @@
-"""Facts on their way into the ledger, behind the token path: `add` never waits, a thread writes and says what is kept.
+"""Facts on their way into the ledger, behind the token path: `add` never waits, a thread writes and
+says what is kept.
 
     add --queue, bounded--> thread --one transaction for all that came--> database          kept
                                    --database down--> spool, flushed; replayed when it is up again   kept
                                    --spool full or failing as well--> stays in the queue until either works
     add with the queue full: lost, counted, one log line for each spell
 
-So what can be lost: with `kill -9`, facts added in the last `LINGER_S` and one commit (they are in memory only); with
-database and spool both failing, what the queue has no room for. Facts that bill nothing give way first, at half of it.
-A fact may be written twice, after a crash between commit and answer: the ledger counts it once.
+So what can be lost: with `kill -9`, facts added in the last `LINGER_S` and one commit (they are in
+memory only); with database and spool both failing, what the queue has no room for. Facts that bill
+nothing give way first, at half of it. A fact may be written twice, after a crash between commit and
+answer: the ledger counts it once.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ LINGER_S = 0.02
 MAX_WAITING = 65_536
 MAX_BATCH = 2_000
 RETRY_S = (0.5, 30.0)
-"""The first and the longest pause before a failing database is tried again; each is twice the one before."""
+"""The first and the longest pause before a failing database is tried again; each is twice the one
+before.
+"""
 
 Kept = Callable[[Sequence[Fact]], None]
 
@@ -94,7 +98,9 @@ class LedgerWriter:
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
 
     def start(self) -> None:
-        """Begin to write. Raises LedgerError if the database is none of ours; one that is down now is waited for."""
+        """Begin to write. Raises LedgerError if the database is none of ours; one that is down now
+        is waited for.
+        """
         try:
             self._prepare()
         except StoreDown as error:
@@ -115,25 +121,34 @@ class LedgerWriter:
             is_news = is_lost and not self._is_losing
             self._is_losing |= is_lost
         if is_news:
-            log.error("the ledger has %d facts waiting and loses more until its database works", num_waiting)
+            log.error(
+                "the ledger has %d facts waiting and loses more until its database works",
+                num_waiting,
+            )
 
     @property
     def counts(self) -> LedgerCounts:
         """Up to now."""
         with self._changed:
             return replace(
-                self._counts, num_waiting=len(self._queue) + self._num_taken, is_down=self._pause_s > 0
+                self._counts,
+                num_waiting=len(self._queue) + self._num_taken,
+                is_down=self._pause_s > 0,
             )
 
     def close(self, timeout_s: float) -> None:
-        """Write what is left, or spool it, and end the thread; whatever is not done in time is lost, and said so."""
+        """Write what is left, or spool it, and end the thread; whatever is not done in time is
+        lost, and said so.
+        """
         with self._changed:
             self._is_closing = True
             self._changed.notify()
         self._thread.join(timeout_s)
         num_waiting = self.counts.num_waiting
         if num_waiting:
-            log.error("the ledger lost %d facts: %s does not answer", num_waiting, self._store.place)
+            log.error(
+                "the ledger lost %d facts: %s does not answer", num_waiting, self._store.place
+            )
         elif not self._thread.is_alive():
             self._spool.close()
             self._store.close()
@@ -153,7 +168,8 @@ class LedgerWriter:
                 self._on_kept(facts)
             with self._changed:
                 self._num_taken = 0
-                # Facts of both kinds come mixed, so a spell ends well below where the first ones are turned away.
+                # Facts of both kinds come mixed, so a spell ends well below where the first ones
+                # are turned away.
                 self._is_losing &= len(self._queue) > self._max_waiting // 4
                 if not kept:
                     self._queue.extendleft(reversed(facts))
@@ -161,7 +177,9 @@ class LedgerWriter:
                         return
 
     def _take(self) -> list[Fact] | None:
-        """The next facts to write, none if only the spool is to be emptied; None when all is done."""
+        """The next facts to write, none if only the spool is to be emptied; None when all is
+        done.
+        """
         with self._changed:
             while not self._is_closing:
                 now_s = time.monotonic()
@@ -227,8 +245,14 @@ class LedgerWriter:
                 with adopted(self._orphans[0]) as left:
                     for facts in left or ():
                         self._write(facts)
-            except OSError as error:  # Another user's, or a bad sector: no reason to keep new facts out.
-                log.error("facts of another writer wait in %s and cannot be read: %s", self._orphans[0], error)
+            except (
+                OSError
+            ) as error:  # Another user's, or a bad sector: no reason to keep new facts out.
+                log.error(
+                    "facts of another writer wait in %s and cannot be read: %s",
+                    self._orphans[0],
+                    error,
+                )
             self._orphans.pop(0)
 
     def _write(self, facts: PackedFacts) -> None:
@@ -242,14 +266,21 @@ class LedgerWriter:
                     self._write(PackedFacts(nodes=(nodes,)))
                 return
             log.error("the ledger refuses a fact for good: %s", error)
-            self._written(Written(refused_ids=tuple(request.request_id for request in facts.requests)))
+            self._written(
+                Written(refused_ids=tuple(request.request_id for request in facts.requests))
+            )
 
     def _written(self, written: Written) -> None:
         if written.refused_ids:
-            log.error("the ledger knows other facts of %s; the first ones stay", ", ".join(written.refused_ids[:3]))
+            log.error(
+                "the ledger knows other facts of %s; the first ones stay",
+                ", ".join(written.refused_ids[:3]),
+            )
         with self._changed:
             self._count(
-                num_written=written.num_new, num_same=written.num_same, num_refused=len(written.refused_ids)
+                num_written=written.num_new,
+                num_same=written.num_same,
+                num_refused=len(written.refused_ids),
             )
 
     def _down(self, error: Exception) -> None:
@@ -261,6 +292,6 @@ class LedgerWriter:
 
     def _count(self, **more: int) -> None:
         self._counts = replace(
-            self._counts, **{name: getattr(self._counts, name) + number for name, number in more.items()}
+            self._counts,
+            **{name: getattr(self._counts, name) + number for name, number in more.items()},
         )
-

@@ -1,6 +1,7 @@
 """The HTTP port: opened by the supervisor, used by the gateway, so that it outlives the gateway.
 
-While a crashed gateway is restarted, new connections wait in the socket's backlog instead of being refused.
+While a crashed gateway is restarted, new connections wait in the socket's backlog instead of being
+refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ def open_listener(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
-        raise ConfigError(f"host {host!r} is no address of this machine ({error.strerror}).") from error
+        raise ConfigError(
+            f"host {host!r} is no address of this machine ({error.strerror})."
+        ) from error
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -28,7 +31,9 @@ def open_listener(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} on {host} is in use. Choose another with --port (0: any).") from error
+            raise ConfigError(
+                f"port {port} on {host} is in use. Choose another with --port (0: any)."
+            ) from error
         raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}).") from error
     return listener
 

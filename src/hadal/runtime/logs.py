@@ -1,10 +1,12 @@
-"""How a line of the log reads in every process of `hadal serve`: as text for people, as JSON for programs.
+"""How a line of the log reads in every process of `hadal serve`: as text for people, as JSON for
+programs.
 
     2026-11-23T08:33:12.123Z decode-0.2   WARNING rank 1 is gone: its connection ended
-    {"time":"2026-11-23T08:33:12.123Z","level":"warning","process":"decode-0.2","message":"rank 1 ...","unit":"decode-0","rank":2}
+    {"time":"2026-11-23T08:33:12.123Z","level":"warning","process":"decode-0.2","message":"rank 1 ...","rank":2}
 
-What is known besides the message (`fields`) is told in JSON alone, all but the id of the request that a line is about.
-"""  # noqa: E501
+What is known besides the message (`fields`) is told in JSON alone, all but the id of the request
+that a line is about.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ _TELL_S = 0.2
 
 
 def start_log(process: str, level: str, form: str) -> None:
-    """Write what this process logs to its stderr, under its name. Raises ConfigError for no such level or form."""
+    """Write what this process logs to its stderr, under its name. Raises ConfigError for no such
+    level or form.
+    """
     if not isinstance(logging.getLevelNamesMapping().get(level.upper()), int):
         raise ConfigError(f"--log-level is {level!r}; debug, info, warning or error are known.")
     if form not in FORMS:
@@ -62,7 +66,9 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             write_line(f"{self.format(record)}\n".encode())
-        except Exception:  # A line that cannot be made is told of on stderr, and stops nobody's work.
+        except (
+            Exception
+        ):  # A line that cannot be made is told of on stderr, and stops nobody's work.
             self.handleError(record)
 
 
@@ -155,14 +161,17 @@ def doing_of(printed: bytes) -> Doing | None:
 
 
 def as_line(process: str, form: str, printed: bytes, unix_s: float) -> bytes:
-    """A line that a process printed: its log's as it is, any other (a library's, a crash's) as one of its log."""
+    """A line that a process printed: its log's as it is, any other (a library's, a crash's) as one
+    of its log.
+    """
     if _OUR_LINE.match(printed) or (form == TEXT and printed.startswith(_INDENT.encode())):
         return printed
     message = printed.decode("utf-8", "replace").rstrip()
     line = (
-        _text(unix_s, process, "WARNING", message) if form == TEXT
+        _text(unix_s, process, "WARNING", message)
+        if form == TEXT
         else _json(unix_s, process, "WARNING", message, _whereabouts(process))
-    )  # fmt: skip
+    )
     return f"{line}\n".encode()
 
 
@@ -170,8 +179,16 @@ def _text(unix_s: float, process: str, level: str, message: str) -> str:
     return f"{_time(unix_s)} {process:<12} {level:<7} " + message.replace("\n", f"\n{_INDENT}")
 
 
-def _json(unix_s: float, process: str, level: str, message: str, known: Mapping[str, object]) -> str:
-    line = {"time": _time(unix_s), "level": level.lower(), "process": process, "message": message, **known}
+def _json(
+    unix_s: float, process: str, level: str, message: str, known: Mapping[str, object]
+) -> str:
+    line = {
+        "time": _time(unix_s),
+        "level": level.lower(),
+        "process": process,
+        "message": message,
+        **known,
+    }
     return msgspec.json.encode(line).decode()
 
 
@@ -182,7 +199,10 @@ def _sound(text: str) -> str:
 
 def _time(unix_s: float) -> str:
     """ISO 8601, UTC. Milliseconds: what processes notice is compared by them."""
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.") + f"{int(unix_s * 1e3) % 1000:03d}Z"
+    return (
+        datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.")
+        + f"{int(unix_s * 1e3) % 1000:03d}Z"
+    )
 
 
 def _whereabouts(process: str) -> dict[str, object]:

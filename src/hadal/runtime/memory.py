@@ -1,6 +1,8 @@
-"""The memory plan: what the weights and KV pools of a deployment take, worked out before anything starts.
+"""The memory plan: what the weights and KV pools of a deployment take, worked out before anything
+starts.
 
-Pure arithmetic on config.json and one look at the checkpoint's header; loads no torch, allocates nothing.
+Pure arithmetic on config.json and one look at the checkpoint's header; loads no torch, allocates
+nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of a value by what it is. FP32 unless fused kernels are there: exact, and on CPUs BF16 is slower."""
+    """Bytes of a value by what it is. FP32 unless fused kernels are there: exact, and on CPUs BF16
+    is slower.
+    """
 
     matrix: float = 4.0
     """Projections and experts."""
@@ -37,8 +41,9 @@ class Precision:
 
 
 def precision_of(device: str, config: ModelConfig) -> Precision:
-    """On GPUs, an FP8 checkpoint is planned for fused kernels: matrices stay FP8 (with an FP32 scale a block), the rest
-    is BF16. All else is FP32, as it is served; see `ranks_in_fp32`."""
+    """On GPUs, an FP8 checkpoint is planned for fused kernels: matrices stay FP8 (with an FP32
+    scale a block), the rest is BF16. All else is FP32, as it is served; see `ranks_in_fp32`.
+    """
     if device != "cuda" or config.weight_block_size is None:
         return Precision()
     rows, columns = config.weight_block_size
@@ -52,7 +57,9 @@ class RankMemory:
     num_slots: int
     """Expert replicas in each MoE layer."""
     fixed_bytes: int
-    """Weights that every rank has: attention, shared expert, dense FFNs, gate, embedding and head."""
+    """Weights that every rank has: attention, shared expert, dense FFNs, gate, embedding and
+    head.
+    """
     expert_bytes: int
     kv_blocks: int
     """The scratch block included."""
@@ -60,7 +67,9 @@ class RankMemory:
     comm_bytes: int
     """Buffers of dispatch and combine; 0 in a unit of one rank."""
     staged_bytes: int = 0
-    """One MoE layer's experts once more: while replicas move, a layer is in memory as it was and as it will be."""
+    """One MoE layer's experts once more: while replicas move, a layer is in memory as it was and as
+    it will be.
+    """
 
     @property
     def weight_bytes(self) -> int:
@@ -87,7 +96,10 @@ class MemoryPlan:
 
     @property
     def weight_bytes(self) -> int:
-        return self.num_ranks[0] * self.prefill.weight_bytes + self.num_ranks[1] * self.decode.weight_bytes
+        return (
+            self.num_ranks[0] * self.prefill.weight_bytes
+            + self.num_ranks[1] * self.decode.weight_bytes
+        )
 
     @property
     def kv_bytes(self) -> int:
@@ -96,14 +108,17 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        return self.num_ranks[0] * self.prefill.total_bytes + self.num_ranks[1] * self.decode.total_bytes
+        return (
+            self.num_ranks[0] * self.prefill.total_bytes
+            + self.num_ranks[1] * self.decode.total_bytes
+        )
 
 
 def plan_memory(deployment: Deployment, config: ModelConfig) -> MemoryPlan:
     """Choose the blocks of each pool. `deployment.device` is not "auto" any more.
 
-    Raises ConfigError if a pool could not hold a single token's block, if experts do not divide by ranks, or if a rank
-    does not fit in `device_memory_gb`.
+    Raises ConfigError if a pool could not hold a single token's block, if experts do not divide by
+    ranks, or if a rank does not fit in `device_memory_gb`.
     """
     precision = precision_of(deployment.device, config)
     block_bytes = config.num_hidden_layers * BLOCK_TOKENS * config.latent_dim * precision.kv
@@ -112,14 +127,17 @@ def plan_memory(deployment: Deployment, config: ModelConfig) -> MemoryPlan:
     for kind in ROLES:
         units: UnitsConfig = getattr(deployment, kind)
         warnings += _check_blocks(kind, units, config, context_blocks)
-        rank = _rank_memory(kind, deployment, config, precision, _blocks(units, block_bytes, context_blocks))
+        rank = _rank_memory(
+            kind, deployment, config, precision, _blocks(units, block_bytes, context_blocks)
+        )
         _check_device_memory(kind, rank, deployment)
         ranks.append(rank)
         if deployment.device == "cuda" and config.weight_block_size is not None:
             now = ranks_in_fp32(deployment, config, rank.kv_blocks)[len(ranks) - 1]
             warnings.append(
-                f"{kind}: FP8 matrices take fused kernels; the plain torch ops that are there hold everything in FP32, "
-                f"{gb(now.total_bytes)} a rank instead of {gb(rank.total_bytes)}."
+                f"{kind}: FP8 matrices take fused kernels; the plain torch ops that are there hold"
+                f" everything in FP32, {gb(now.total_bytes)} a rank instead of"
+                f" {gb(rank.total_bytes)}."
             )
     total, active = count_parameters(config)
     return MemoryPlan(
@@ -133,13 +151,14 @@ def plan_memory(deployment: Deployment, config: ModelConfig) -> MemoryPlan:
             deployment.num_units_max(DECODE) * deployment.decode.ranks,
         ),
         warnings=tuple(warnings),
-    )  # fmt: skip
+    )
 
 
 def ranks_in_fp32(
     deployment: Deployment, config: ModelConfig, kv_blocks: int = 0
 ) -> tuple[RankMemory, RankMemory]:
-    """What a prefill and a decode rank hold with plain torch ops, on any device: weights and KV in FP32.
+    """What a prefill and a decode rank hold with plain torch ops, on any device: weights and KV in
+    FP32.
 
     `kv_blocks`: of each, if the deployment has not got them filled in.
     """
@@ -151,20 +170,23 @@ def ranks_in_fp32(
 
 
 def num_slots(kind: str, units: UnitsConfig, config: ModelConfig) -> int:
-    """Replicas of a rank in each MoE layer. Raises ConfigError saying which counts would divide evenly."""
+    """Replicas of a rank in each MoE layer. Raises ConfigError saying which counts would divide
+    evenly.
+    """
     total = config.n_routed_experts + units.redundant_experts
     if total % units.ranks:
         below = total // units.ranks * units.ranks - config.n_routed_experts
         nearest = [n for n in (below, below + units.ranks) if n >= 0]
         raise ConfigError(
-            f"{kind}: {config.n_routed_experts} experts and {units.redundant_experts} redundant ones do not divide "
-            f"evenly over {units.ranks} ranks. {kind}.redundant_experts = {' or '.join(map(str, nearest))} would."
+            f"{kind}: {config.n_routed_experts} experts and {units.redundant_experts} redundant"
+            f" ones do not divide evenly over {units.ranks} ranks. {kind}.redundant_experts ="
+            f" {' or '.join(map(str, nearest))} would."
         )
     slots = total // units.ranks
     if slots > config.n_routed_experts:
         raise ConfigError(
-            f"{kind}: {slots} replicas on a rank are more than the {config.n_routed_experts} experts there are. "
-            f"Lower {kind}.redundant_experts."
+            f"{kind}: {slots} replicas on a rank are more than the {config.n_routed_experts}"
+            f" experts there are. Lower {kind}.redundant_experts."
         )
     return slots
 
@@ -180,7 +202,9 @@ def mode_of(kind: str, units: UnitsConfig) -> str:
 
 
 def moves_experts(units: UnitsConfig) -> bool:
-    """Replicas may move to other ranks while the unit serves: its ranks serve their experts and stage layers."""
+    """Replicas may move to other ranks while the unit serves: its ranks serve their experts and
+    stage layers.
+    """
     return units.ranks > 1 and units.expert_balance != OFF
 
 
@@ -194,11 +218,16 @@ def with_blocks(deployment: Deployment, plan: MemoryPlan) -> Deployment:
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Return (all, used by one token) of the main model; the MTP module is not loaded for serving."""
+    """Return (all, used by one token) of the main model; the MTP module is not loaded for
+    serving.
+    """
     matrices, others, gates, expert = _parameters(config)
     fixed = matrices + others + gates
     num_moe = num_moe_layers(config)
-    return fixed + num_moe * config.n_routed_experts * expert, fixed + num_moe * config.num_experts_per_tok * expert
+    return (
+        fixed + num_moe * config.n_routed_experts * expert,
+        fixed + num_moe * config.num_experts_per_tok * expert,
+    )
 
 
 def num_moe_layers(config: ModelConfig) -> int:
@@ -206,7 +235,9 @@ def num_moe_layers(config: ModelConfig) -> int:
 
 
 def _parameters(config: ModelConfig) -> tuple[int, int, int, int]:
-    """(in matrices every rank has, in embedding, head and norms, in gates, in one expert of one layer)."""
+    """(in matrices every rank has, in embedding, head and norms, in gates, in one expert of one
+    layer).
+    """
     c = config
     dim, heads, num_moe = c.hidden_size, c.num_attention_heads, num_moe_layers(c)
     q_rows = heads * c.qk_head_dim
@@ -215,14 +246,19 @@ def _parameters(config: ModelConfig) -> tuple[int, int, int, int]:
     attention = query + latent + heads * c.v_head_dim * dim
     norms = (c.q_lora_rank or 0) + c.kv_lora_rank + 2 * dim
     expert = 3 * dim * c.moe_intermediate_size
-    matrices = c.num_hidden_layers * attention + (c.num_hidden_layers - num_moe) * 3 * dim * c.intermediate_size
+    matrices = (
+        c.num_hidden_layers * attention
+        + (c.num_hidden_layers - num_moe) * 3 * dim * c.intermediate_size
+    )
     matrices += num_moe * c.n_shared_experts * expert
     others = c.num_hidden_layers * norms + 2 * c.vocab_size * dim + dim
     return matrices, others, num_moe * c.n_routed_experts * (dim + 1), expert
 
 
 def checkpoint_precision(folder: Path) -> str:
-    """The dtype most of the checkpoint's first file is in, by its header. Raises CheckpointError naming the file."""
+    """The dtype most of the checkpoint's first file is in, by its header. Raises CheckpointError
+    naming the file.
+    """
     files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if not files:
         raise CheckpointError(f"{folder}: no *.safetensors file in it.")
@@ -231,7 +267,9 @@ def checkpoint_precision(folder: Path) -> str:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > _MAX_HEADER_BYTES:
-                raise CheckpointError(f"{path}: damaged or cut off; its header claims {length} bytes.")
+                raise CheckpointError(
+                    f"{path}: damaged or cut off; its header claims {length} bytes."
+                )
             header = parse_json(file.read(length), str(path), error=CheckpointError)
         num_bytes: Counter[str] = Counter()
         for name, entry in header.items():
@@ -240,25 +278,42 @@ def checkpoint_precision(folder: Path) -> str:
                 num_bytes[str(entry["dtype"])] += end - begin
     except CheckpointError:
         raise
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged or cut off, not a whole safetensors file ({error}).") from error
+    except (
+        OSError,
+        struct.error,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise CheckpointError(
+            f"{path}: damaged or cut off, not a whole safetensors file ({error})."
+        ) from error
     return num_bytes.most_common(1)[0][0] if num_bytes else "empty"
 
 
 def _blocks(units: UnitsConfig, block_bytes: int, context_blocks: int) -> int:
-    """As many as fit in `kv_memory_mb`, but never fewer than one whole context unless the file says so."""
+    """As many as fit in `kv_memory_mb`, but never fewer than one whole context unless the file says
+    so.
+    """
     return units.kv_blocks or max(units.kv_memory_mb * 1024 * 1024 // block_bytes, context_blocks)
 
 
-def _check_blocks(kind: str, units: UnitsConfig, config: ModelConfig, context_blocks: int) -> list[str]:
+def _check_blocks(
+    kind: str, units: UnitsConfig, config: ModelConfig, context_blocks: int
+) -> list[str]:
     asked = units.kv_blocks
     if 0 < asked < NUM_SCRATCH_BLOCKS + 1:
-        raise ConfigError(f"{kind}.kv_blocks is {asked}; one block is scratch, so at least 2 are needed.")
+        raise ConfigError(
+            f"{kind}.kv_blocks is {asked}; one block is scratch, so at least 2 are needed."
+        )
     if not 0 < asked < context_blocks:
         return []
     return [
-        f"{kind}.kv_blocks = {asked} holds {(asked - 1) * BLOCK_TOKENS} tokens, less than one whole context of "
-        f"{config.max_position_embeddings}; longer requests will fail. {context_blocks} blocks would hold one."
+        f"{kind}.kv_blocks = {asked} holds {(asked - 1) * BLOCK_TOKENS} tokens, less than one whole"
+        f" context of {config.max_position_embeddings}; longer requests will fail. {context_blocks}"
+        " blocks would hold one."
     ]
 
 
@@ -275,14 +330,20 @@ def _rank_memory(
         fixed_bytes=int(matrices * precision.matrix) + others * precision.other + 4 * gates,
         expert_bytes=int(replicas * expert * precision.matrix),
         kv_blocks=kv_blocks,
-        kv_bytes=kv_blocks * config.num_hidden_layers * BLOCK_TOKENS * config.latent_dim * precision.kv,
+        kv_bytes=kv_blocks
+        * config.num_hidden_layers
+        * BLOCK_TOKENS
+        * config.latent_dim
+        * precision.kv,
         comm_bytes=_comm_bytes(kind, deployment, config),
         staged_bytes=int(slots * expert * precision.matrix) if moves_experts(units) else 0,
     )
 
 
 def _comm_bytes(kind: str, deployment: Deployment, config: ModelConfig) -> int:
-    """Fixed buffers in low-latency mode; in normal mode what two micro-batches hold when choices spread evenly."""
+    """Fixed buffers in low-latency mode; in normal mode what two micro-batches hold when choices
+    spread evenly.
+    """
     units: UnitsConfig = getattr(deployment, kind)
     if units.ranks == 1:
         return 0
@@ -292,27 +353,40 @@ def _comm_bytes(kind: str, deployment: Deployment, config: ModelConfig) -> int:
         replicas = config.n_routed_experts + units.redundant_experts
         if deployment.transport == "deepep":
             return deepep_buffer_bytes(tokens, config.hidden_size, replicas)
-        return low_latency_buffers(layout, tokens, top_k, units.ranks, replicas // units.ranks).total
+        return low_latency_buffers(
+            layout, tokens, top_k, units.ranks, replicas // units.ranks
+        ).total
     rows = round((units.ranks - 1) * mean_rows(tokens, top_k, units.ranks))
     pairs = tokens * top_k
     # Out and in, back and forth; and the received rows decoded for the experts.
-    return 2 * rows * layout.row_bytes + 2 * pairs * layout.back_bytes + 4 * rows * config.hidden_size
+    return (
+        2 * rows * layout.row_bytes + 2 * pairs * layout.back_bytes + 4 * rows * config.hidden_size
+    )
 
 
 def _check_device_memory(kind: str, rank: RankMemory, deployment: Deployment) -> None:
     limit_bytes = deployment.device_memory_gb * 1e9
     if deployment.device != "cuda" or not limit_bytes or rank.total_bytes <= limit_bytes:
         return
-    parts = f"weights {gb(rank.weight_bytes)}, KV {gb(rank.kv_bytes)}, buffers {gb(rank.comm_bytes)}"
+    parts = (
+        f"weights {gb(rank.weight_bytes)}, KV {gb(rank.kv_bytes)}, buffers {gb(rank.comm_bytes)}"
+    )
     if rank.staged_bytes:
         parts += f", a layer being staged {gb(rank.staged_bytes)}"
     if rank.total_bytes - rank.kv_bytes < limit_bytes:
         excess_mb = (rank.total_bytes - limit_bytes) / 2**20
-        remedy = f"Lower {kind}.kv_memory_mb by {excess_mb:.0f} or more (below a whole context: {kind}.kv_blocks)."
+        remedy = (
+            f"Lower {kind}.kv_memory_mb by {excess_mb:.0f} or more (below a whole context:"
+            f" {kind}.kv_blocks)."
+        )
     else:
-        remedy = f"The weights alone do not fit: raise {kind}.ranks, or take GPUs with more memory (device_memory_gb)."
+        remedy = (
+            f"The weights alone do not fit: raise {kind}.ranks, or take GPUs with more memory"
+            " (device_memory_gb)."
+        )
     raise ConfigError(
-        f"a {kind} rank needs {gb(rank.total_bytes)} ({parts}), and a GPU has {gb(int(limit_bytes))}. {remedy}"
+        f"a {kind} rank needs {gb(rank.total_bytes)} ({parts}), and a GPU has"
+        f" {gb(int(limit_bytes))}. {remedy}"
     )
 
 

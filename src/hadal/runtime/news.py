@@ -1,7 +1,8 @@
-"""What only a rank's process sees: how far its runner is, and which peers are gone. For its role, and for its log.
+"""What only a rank's process sees: how far its runner is, and which peers are gone. For its role,
+and for its log.
 
-Knows no steps. A peer's process that is gone gets one line in the log, whoever saw it first: the group's thread, a step
-that failed, or the leader, who goes on without it.
+Knows no steps. A peer's process that is gone gets one line in the log, whoever saw it first: the
+group's thread, a step that failed, or the leader, who goes on without it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class News:
             self.wake()
 
     def forming(self, plan: FormPlan) -> None:
-        """The leader starts a generation. A member that is none any more is gone, if nobody here saw it before."""
+        """The leader starts a generation. A member that is none any more is gone, if nobody here
+        saw it before.
+        """
         if plan.generation <= self._generation:
             return
         self._generation = plan.generation
@@ -70,8 +73,9 @@ class News:
         return Progress(runner.num_ops, runner.is_computing, lost)
 
     def _say(self) -> None:
-        """Tell the log, from the host's thread: where all end together, it knows that before it hears of the peers that
-        ended first, and says nothing."""
+        """Tell the log, from the host's thread: where all end together, it knows that before it
+        hears of the peers that ended first, and says nothing.
+        """
         with self._lock:
             unsaid, self._unsaid = self._unsaid, []
         for peer, reason in unsaid if not self.is_stopping() else ():

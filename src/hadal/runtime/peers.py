@@ -1,12 +1,12 @@
-"""What direct connections between processes of a run have in common: proving themselves, and sending and receiving
-exactly so many bytes within a deadline.
+"""What direct connections between processes of a run have in common: proving themselves, and
+sending and receiving exactly so many bytes within a deadline.
 
     connector  magic, nonce ->
                <- magic, nonce, proof                     (silence where the other is not of this deployment)
     its name, proof ->
 
-Knows neither what is asked nor what is answered (runtime/expert_wire, runtime/kv_frames). Why a proof is one:
-core/handshake.
+Knows neither what is asked nor what is answered (runtime/expert_wire, runtime/kv_frames). Why a
+proof is one: core/handshake.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class NotProven(ConnectionError):
 
 
 class Channel:
-    """A socket whose other end proved itself; `name` is what it calls itself. Every record is tagged if the other end
-    is on another host. Raises OSError: silence for `silence_s`, the deadline, an end in the middle, NotProven."""
+    """A socket whose other end proved itself; `name` is what it calls itself. Every record is
+    tagged if the other end is on another host. Raises OSError: silence for `silence_s`, the
+    deadline, an end in the middle, NotProven.
+    """
 
     def __init__(self, connection: socket.socket, handshake: Handshake, name: str) -> None:
         self.connection = connection
@@ -45,7 +47,9 @@ class Channel:
         self._out = handshake.seal(is_outgoing=True)
         self._in = handshake.seal(is_outgoing=False)
 
-    def send(self, *records: Sequence[memoryview | bytes], deadline_s: float, silence_s: float) -> None:
+    def send(
+        self, *records: Sequence[memoryview | bytes], deadline_s: float, silence_s: float
+    ) -> None:
         """Send records, straight from where they lie."""
         left: list[memoryview] = []
         for record in records:
@@ -85,7 +89,9 @@ def connecting(connection: socket.socket, key: bytes) -> tuple[Handshake, bytes]
 
 
 def answered(handshake: Handshake, answer: bytes, name: str) -> bytes:
-    """Check the acceptor's answer; what the connector, called `name`, says last. Raises NotProven."""
+    """Check the acceptor's answer; what the connector, called `name`, says last. Raises
+    NotProven.
+    """
     challenge, proof = answer[:CHALLENGE_BYTES], answer[CHALLENGE_BYTES:]
     _challenged(handshake, challenge)
     if not handshake.is_proof(proof):
@@ -95,7 +101,9 @@ def answered(handshake: Handshake, answer: bytes, name: str) -> bytes:
 
 
 def accepting(connection: socket.socket, key: bytes, challenge: bytes) -> tuple[Handshake, bytes]:
-    """The acceptor's side, once the connector's challenge is here, and its answer. Raises NotProven."""
+    """The acceptor's side, once the connector's challenge is here, and its answer. Raises
+    NotProven.
+    """
     host, port = connection.getpeername()[0], connection.getsockname()[1]
     nonce = secrets.token_bytes(NONCE_BYTES)
     handshake = Handshake(key, nonce, is_connector=False, port=port, is_sealed=not is_near(host))
@@ -111,7 +119,9 @@ def claimed(handshake: Handshake, claim: bytes) -> str:
     return name.rstrip(b"\0").decode("utf-8", "replace")
 
 
-def open_channel(host: str, port: int, key: bytes, name: str, deadline_s: float, silence_s: float) -> Channel:
+def open_channel(
+    host: str, port: int, key: bytes, name: str, deadline_s: float, silence_s: float
+) -> Channel:
     """Connect, and prove to each other who is who. Raises OSError."""
     timeout_s = min(silence_s, max(0.001, deadline_s - time.monotonic()))
     connection = socket.create_connection((host, port), timeout=timeout_s)
@@ -128,7 +138,9 @@ def open_channel(host: str, port: int, key: bytes, name: str, deadline_s: float,
     return Channel(connection, handshake, "")
 
 
-def accept_channel(connection: socket.socket, key: bytes, deadline_s: float, silence_s: float) -> Channel:
+def accept_channel(
+    connection: socket.socket, key: bytes, deadline_s: float, silence_s: float
+) -> Channel:
     """The same from the acceptor's side. Raises OSError; the caller closes the connection."""
     challenge, claim = bytearray(CHALLENGE_BYTES), bytearray(CLAIM_BYTES)
     fill(connection, memoryview(challenge), deadline_s, silence_s)
@@ -139,7 +151,9 @@ def accept_channel(connection: socket.socket, key: bytes, deadline_s: float, sil
 
 
 def fill(connection: socket.socket, view: memoryview, deadline_s: float, silence_s: float) -> None:
-    """Receive exactly these bytes. Raises OSError: silence for `silence_s`, the deadline, or an end in the middle."""
+    """Receive exactly these bytes. Raises OSError: silence for `silence_s`, the deadline, or an end
+    in the middle.
+    """
     while view:
         wait(connection, deadline_s, silence_s)
         count = connection.recv_into(view)
@@ -149,7 +163,9 @@ def fill(connection: socket.socket, view: memoryview, deadline_s: float, silence
 
 
 def wait(connection: socket.socket, deadline_s: float, silence_s: float) -> None:
-    """Let the next call on the connection wait for `silence_s`, and not beyond the deadline. Raises TimeoutError."""
+    """Let the next call on the connection wait for `silence_s`, and not beyond the deadline. Raises
+    TimeoutError.
+    """
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("it is too slow")

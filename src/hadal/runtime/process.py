@@ -28,11 +28,17 @@ EXIT_FATAL = 71
 MAX_DESCRIPTORS = 1 << 16
 RUN_FILE = "run.json"
 LISTEN_FD = "HADAL_LISTEN_FD"
-"""Environment variable: the gateway's listening socket, opened by the supervisor so that it outlives the gateway."""
+"""Environment variable: the gateway's listening socket, opened by the supervisor so that it
+outlives the gateway.
+"""
 HAS_SERVED = "--has-served"
-"""Argument of a gateway that follows another: requests wait for what is missing, as they did before."""
+"""Argument of a gateway that follows another: requests wait for what is missing, as they did
+before.
+"""
 API_KEYS = "HADAL_API_KEYS"
-"""Environment variable: the keys that the gateway lets in, with commas between. Empty: everybody is let in."""
+"""Environment variable: the keys that the gateway lets in, with commas between. Empty: everybody is
+let in.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,15 +53,22 @@ class Run:
     fingerprint: str = ""
     """What KV depends on besides its text (runtime/fingerprint); empty where the cache is off."""
     secret: bytes = field(default=b"", repr=False)
-    """What its processes prove themselves by (core/handshake). It stands in `run.json` alone: in no name, argument,
-    environment, log or recording."""
+    """What its processes prove themselves by (core/handshake). It stands in `run.json` alone: in no
+    name, argument, environment, log or recording.
+    """
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Write `run.json`, for this user alone: it holds the secret, and the ledger's URL may hold a password."""
+    """Write `run.json`, for this user alone: it holds the secret, and the ledger's URL may hold a
+    password.
+    """
     path = folder / RUN_FILE
-    path.unlink(missing_ok=True)  # Whoever has an older one open, or made it a link, reads nothing of this one.
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+    path.unlink(
+        missing_ok=True
+    )  # Whoever has an older one open, or made it a link, reads nothing of this one.
+    with os.fdopen(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb"
+    ) as file:
         file.write(msgspec.json.format(msgspec.json.encode(run)))
 
 
@@ -70,8 +83,12 @@ def read_run(folder: Path) -> Run:
 
 def unit_arguments(description: str | None, *, of_rank: bool = False) -> argparse.Namespace:
     """The command line of a unit's process: unit, role, folder and, `of_rank`, rank."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--unit", required=True, help="the unit's name on the wire, such as decode-0")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--unit", required=True, help="the unit's name on the wire, such as decode-0"
+    )
     parser.add_argument("--role", required=True, choices=ROLES)
     if of_rank:
         parser.add_argument("--rank", required=True, type=int, help="place in the unit, from 0")
@@ -89,8 +106,10 @@ def enter_child(name: str, folder: Path) -> Run:
 
 
 def raise_descriptor_limit() -> None:
-    """Be allowed MAX_DESCRIPTORS open files, or as many as may be had: a leader holds every segment of the disk cache
-    open, and where the soft limit is the usual 1,024 it would run out at sixteen writers."""
+    """Be allowed MAX_DESCRIPTORS open files, or as many as may be had: a leader holds every segment
+    of the disk cache open, and where the soft limit is the usual 1,024 it would run out at sixteen
+    writers.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,8 +1,10 @@
-"""A rank's process: loads its share of the model, joins its unit's exchanges, and does what the unit's leader says.
+"""A rank's process: loads its share of the model, joins its unit's exchanges, and does what the
+unit's leader says.
 
     python -m hadal.runtime.rank --unit decode-0 --role decode --rank 2 --folder RUN_FOLDER
 
-It listens for its peers before it says that it is ready; who they are it learns with the first FormPlan.
+It listens for its peers before it says that it is ready; who they are it learns with the first
+FormPlan.
 """
 
 from __future__ import annotations
@@ -61,14 +63,20 @@ ADDRESS = "127.0.0.1"
 
 
 def main() -> int:
-    """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL."""
+    """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help,
+    else EXIT_FATAL.
+    """
     asked = unit_arguments(__doc__, of_rank=True)
     run = enter_child(rank_name(asked.unit, asked.rank), asked.folder)
     return run_host(lambda: make_host(run, asked.unit, asked.role, asked.rank, asked.folder))
 
 
-def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[UnitHost, list[Effect]]:
-    """Load this rank's part and put it together; also return its first effects. Raises ConfigError."""
+def make_host(
+    run: Run, unit: str, role: str, rank: int, folder: Path
+) -> tuple[UnitHost, list[Effect]]:
+    """Load this rank's part and put it together; also return its first effects. Raises
+    ConfigError.
+    """
     deployment = run.deployment
     units = units_of(deployment, role)
     torch.set_num_threads(units.threads)
@@ -81,9 +89,7 @@ def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[
     pool = KvPool.create(pool_name(run.run_id, name, epoch), shape)
     news = News()
     try:
-        group = make_group(
-            run, rank, epoch, news, folder=folder / "groups" / unit, device=device
-        )
+        group = make_group(run, rank, epoch, news, folder=folder / "groups" / unit, device=device)
     except ConfigError:
         pool.close()
         raise
@@ -98,21 +104,33 @@ def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[
     clock = LiveClock()
     port = group.port if isinstance(group, MeshGroup) else 0  # The others meet in a file.
     # Its experts stay where they are, or others may have them: then it needs theirs as well.
-    wire = ExpertWire(ADDRESS, key_of(run.secret, PURPOSE), store.expert) if moves_experts(units) else None
+    wire = (
+        ExpertWire(ADDRESS, key_of(run.secret, PURPOSE), store.expert)
+        if moves_experts(units)
+        else None
+    )
     grants = Grants(run.secret, name)
     kv_wire = live_wire(pool, run, grants, ADDRESS)
     expert_port = wire.port if wire else 0
     rank_role = recorded(
-        RankRole(unit, rank, epoch, ADDRESS, port, kv_wire.address, expert_port=expert_port), name,
-        MadeRank(unit, rank, epoch, ADDRESS, port, kv_wire.address, expert_port), run.run_id, deployment,
-    )  # fmt: skip
+        RankRole(unit, rank, epoch, ADDRESS, port, kv_wire.address, expert_port=expert_port),
+        name,
+        MadeRank(unit, rank, epoch, ADDRESS, port, kv_wire.address, expert_port),
+        run.run_id,
+        deployment,
+    )
     host = UnitHost(
-        Noticing(rank_role, news), runner, ZmqWire(name, folder, grants), pool, clock,
+        Noticing(rank_role, news),
+        runner,
+        ZmqWire(name, folder, grants),
+        pool,
+        clock,
         step_deadline_s=STEP_DEADLINE_S,
         news=lambda now_s: rank_role.handle(now_s, news.take(runner)),
         make_stager=(lambda wake: Stager(store.stage, wire, wake)) if wire else None,
-        make_disk=lambda wake: make_store(run, role, pool.blocks, wake), kv_wire=kv_wire,
-    )  # fmt: skip
+        make_disk=lambda wake: make_store(run, role, pool.blocks, wake),
+        kv_wire=kv_wire,
+    )
     news.wake, news.is_stopping = host.wake, lambda: host.is_stopping
     return host, rank_role.start(clock.now())
 
@@ -120,28 +138,43 @@ def make_host(run: Run, unit: str, role: str, rank: int, folder: Path) -> tuple[
 def make_group(
     run: Run, rank: int, epoch: str, news: News, *, folder: Path, device: str = "cpu"
 ) -> MeshGroup | TorchGroup:
-    """Get ready for the peers; `folder`: where the unit's ranks meet. Raises ConfigError if there is no such transport.
+    """Get ready for the peers; `folder`: where the unit's ranks meet. Raises ConfigError if there
+    is no such transport.
 
-    The mesh tells `news` of a broken connection at once; torch's groups notice a peer only in an exchange with it, and
-    an idle unit hears of its loss from the leader.
+    The mesh tells `news` of a broken connection at once; torch's groups notice a peer only in an
+    exchange with it, and an idle unit hears of its loss from the leader.
     """
     deployment, deadline_s = run.deployment, run.deployment.collective_timeout_s
     if deployment.transport == "tcp":
         key = key_of(run.secret, MESH_PURPOSE)
-        return MeshGroup(rank, epoch, host=ADDRESS, deadline_s=deadline_s, on_lost=news.peer_lost, key=key)
+        return MeshGroup(
+            rank, epoch, host=ADDRESS, deadline_s=deadline_s, on_lost=news.peer_lost, key=key
+        )
     try:
         return TorchGroup(
-            rank, backend=deployment.transport, folder=folder, deadline_s=deadline_s, device=device, host=ADDRESS
+            rank,
+            backend=deployment.transport,
+            folder=folder,
+            deadline_s=deadline_s,
+            device=device,
+            host=ADDRESS,
         )
     except ValueError as error:
         raise ConfigError(f"transport {deployment.transport!r} cannot be had: {error}") from error
 
 
 def make_runner(
-    deployment: Deployment, config: ModelConfig, role: str, rank: int, group: Group, pool: KvPool, device: str = "cpu"
+    deployment: Deployment,
+    config: ModelConfig,
+    role: str,
+    rank: int,
+    group: Group,
+    pool: KvPool,
+    device: str = "cpu",
 ) -> tuple[ModelRunner, ExpertStore]:
-    """The model with this rank's experts of the full placement, and its membership in `group`; also what keeps those
-    experts. Raises ConfigError."""
+    """The model with this rank's experts of the full placement, and its membership in `group`; also
+    what keeps those experts. Raises ConfigError.
+    """
     units, started_s = units_of(deployment, role), time.monotonic()
     placement = first_placement(deployment, config, role)
     slots_LS = placement.slot_to_expert_LRS[:, rank]
@@ -152,25 +185,39 @@ def make_runner(
     model = DeepseekV3(weights, KvCache(config, units.kv_blocks, pool.cache, device=device), comm)
     store = ExpertStore(folder, weights, slots_LS)
     log.info(
-        "weights loaded in %.1f s, %d of %d experts of a layer; threads: %d, %s, %s", time.monotonic() - started_s,
-        placement.num_slots, config.n_routed_experts, units.threads, device, deployment.transport,
-    )  # fmt: skip
+        "weights loaded in %.1f s, %d of %d experts of a layer; threads: %d, %s, %s",
+        time.monotonic() - started_s,
+        placement.num_slots,
+        config.n_routed_experts,
+        units.threads,
+        device,
+        deployment.transport,
+    )
     return ModelRunner(model, units.max_requests, Membership(rank, group, comm, store)), store
 
 
 def prepare_kernels() -> None:
-    """Compile them now where they are not yet, with the supervisor knowing what this start waits for."""
+    """Compile them now where they are not yet, with the supervisor knowing what this start waits
+    for.
+    """
     prepare(Teller("compiles the kernels for this machine"))
 
 
 def make_comm(
     deployment: Deployment, config: ModelConfig, role: str, group: Group | None, device: str
 ) -> ExpertComm:
-    """What a step's tokens go through on their way to experts; `group` None: of a unit that is one process."""
+    """What a step's tokens go through on their way to experts; `group` None: of a unit that is one
+    process.
+    """
     return ExpertComm(
-        group, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire=deployment.wire,
-        mode=mode_of(role, units_of(deployment, role)), max_tokens=max_step_tokens(role, deployment), device=device,
-    )  # fmt: skip
+        group,
+        hidden_size=config.hidden_size,
+        top_k=config.num_experts_per_tok,
+        wire=deployment.wire,
+        mode=mode_of(role, units_of(deployment, role)),
+        max_tokens=max_step_tokens(role, deployment),
+        device=device,
+    )
 
 
 if __name__ == "__main__":

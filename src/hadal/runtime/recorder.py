@@ -1,7 +1,9 @@
-"""Records what roles hear and answer, where HADAL_RECORD names a folder; else nothing is here at all.
+"""Records what roles hear and answer, where HADAL_RECORD names a folder; else nothing is here at
+all.
 
-Every process that hosts a role writes a file of its own, `PROCESS-PID.rec` (format: roles/recording), call by call, so
-that `kill -9` loses at most the call it interrupts. A recording holds prompts and answers: it is for its owner alone.
+Every process that hosts a role writes a file of its own, `PROCESS-PID.rec` (format:
+roles/recording), call by call, so that `kill -9` loses at most the call it interrupts. A recording
+holds prompts and answers: it is for its owner alone.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from typing import Any, Protocol, TypeVar
 from hadal.core.config import Deployment
 from hadal.core.documents import is_folder
 from hadal.core.errors import ConfigError
-from hadal.roles.recording import VERSION, Call, Made, Opening, Recording, RecordingError, frame, parse
+from hadal.roles.recording import (
+    VERSION,
+    Call,
+    Made,
+    Opening,
+    Recording,
+    RecordingError,
+    frame,
+    parse,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +51,8 @@ R = TypeVar("R", bound=Recordable)
 
 
 def recorded(role: R, process: str, made: Made, run_id: str, deployment: Deployment) -> R:
-    """Return the role. Where recordings are wanted, its calls are written down from now on; else it is as it was.
+    """Return the role. Where recordings are wanted, its calls are written down from now on; else it
+    is as it was.
 
     `process`: its name on the wire. Raises ConfigError if the folder cannot be written to.
     """
@@ -48,10 +60,13 @@ def recorded(role: R, process: str, made: Made, run_id: str, deployment: Deploym
     if not folder:
         return role
     # The ledger's URL may hold a password, and no role asks for it.
-    deployment = dataclasses.replace(deployment, ledger=dataclasses.replace(deployment.ledger, url=""))
+    deployment = dataclasses.replace(
+        deployment, ledger=dataclasses.replace(deployment.ledger, url="")
+    )
     tape = Tape(partial(_append, _open(Path(folder), process)))
     tape.write(Opening(VERSION, run_id, process, made, deployment))
-    # On the object itself: it stays what it is to everybody who has more to ask of it than these two.
+    # On the object itself: it stays what it is to everybody who has more to ask of it than these
+    # two.
     for name in ("start", "handle"):
         setattr(role, name, tape.noting(getattr(role, name)))
     log.info("recording into %s", folder)
@@ -59,14 +74,18 @@ def recorded(role: R, process: str, made: Made, run_id: str, deployment: Deploym
 
 
 class Tape:
-    """One process's file. One that cannot be written any more ends the recording, not the process."""
+    """One process's file. One that cannot be written any more ends the recording, not the
+    process.
+    """
 
     def __init__(self, append: Callable[[bytes], object]) -> None:
         """`append` puts bytes at the file's end."""
         self._append: Callable[[bytes], object] | None = append
 
     def noting(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call(now_s, *events)`, written down with what comes of it; what it raises is noted and raised."""
+        """`call(now_s, *events)`, written down with what comes of it; what it raises is noted and
+        raised.
+        """
 
         def noted(now_s: float, *events: Any) -> Any:
             try:
@@ -93,7 +112,7 @@ class Tape:
 def _append(descriptor: int, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
-        rest = rest[os.write(descriptor, rest):]
+        rest = rest[os.write(descriptor, rest) :]
 
 
 def _open(folder: Path, process: str) -> int:
@@ -105,11 +124,15 @@ def _open(folder: Path, process: str) -> int:
     except FileExistsError:
         raise ConfigError(f"{path} is there already: give {RECORD} an empty folder.") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error}): give {RECORD} another folder.") from error
+        raise ConfigError(
+            f"{path} cannot be written ({error}): give {RECORD} another folder."
+        ) from error
 
 
 def read_recordings(folder: Path) -> list[Recording]:
-    """Read all recordings of one run, by process and time. Raises RecordingError that says what is wrong with which."""
+    """Read all recordings of one run, by process and time. Raises RecordingError that says what is
+    wrong with which.
+    """
     recordings = []
     for path in sorted(folder.glob(f"*{SUFFIX}")) if is_folder(folder) else ():
         try:
@@ -121,5 +144,7 @@ def read_recordings(folder: Path) -> list[Recording]:
     if not recordings:
         raise RecordingError(f"{folder} has no {SUFFIX} files: serve with {RECORD}={folder} first.")
     if len({recording.opening.run_id for recording in recordings}) > 1:
-        raise RecordingError(f"{folder} holds recordings of several runs: give each a folder of its own.")
+        raise RecordingError(
+            f"{folder} holds recordings of several runs: give each a folder of its own."
+        )
     return sorted(recordings, key=lambda r: (r.process, r.calls[0].now_s if r.calls else 0.0))

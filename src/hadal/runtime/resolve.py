@@ -1,4 +1,5 @@
-"""From what was asked to what will run: every derived field of a deployment filled in, every early mistake named.
+"""From what was asked to what will run: every derived field of a deployment filled in, every early
+mistake named.
 
 Looks at the model's folder and at this machine; starts nothing and loads no torch.
 """
@@ -21,14 +22,23 @@ from hadal.runtime.fingerprint import fingerprint_of
 from hadal.runtime.kv_nixl import require_nixl
 from hadal.runtime.kv_pool import POOL_DTYPE, SHM_FOLDER, no_room
 from hadal.runtime.ledger_place import ledger_url
-from hadal.runtime.memory import MemoryPlan, checkpoint_precision, gb, plan_memory, ranks_in_fp32, with_blocks
+from hadal.runtime.memory import (
+    MemoryPlan,
+    checkpoint_precision,
+    gb,
+    plan_memory,
+    ranks_in_fp32,
+    with_blocks,
+)
 from hadal.runtime.topology import device_index, place_units, why_not_here
 from hadal.stats.prices import micro_usd, price_list
 
 MODEL_VARIABLE = "HADAL_MODEL"
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIPPED = (_PACKAGE / "models" / "hadal-tiny").resolve()
-"""Part of the package, so that a wheel has it; in a checkout a link leads to the folder beside src/."""
+"""Part of the package, so that a wheel has it; in a checkout a link leads to the folder beside
+src/.
+"""
 _CONFIGS = (_PACKAGE / "configs").resolve()
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
@@ -43,13 +53,16 @@ class Resolved:
     precision: str
     """Of the checkpoint, as its files say; empty where only config.json was read."""
     fingerprint: str = ""
-    """What KV depends on besides its text; empty where the cache is off, or only config.json was read."""
+    """What KV depends on besides its text; empty where the cache is off, or only config.json was
+    read.
+    """
 
 
 def plan(deployment: Deployment) -> Resolved:
     """Fill in what is left to be derived, from config.json and this machine; needs no weights.
 
-    Raises ConfigError or CheckpointError, one line that says what to change, if the deployment cannot work anywhere.
+    Raises ConfigError or CheckpointError, one line that says what to change, if the deployment
+    cannot work anywhere.
     """
     folder = model_folder(deployment.model)
     config = read_model_config(folder)
@@ -58,9 +71,17 @@ def plan(deployment: Deployment) -> Resolved:
     device = "cpu" if deployment.device == "auto" else deployment.device
     transport = deployment.transport
     if transport == "auto":
-        transport = "tcp" if device == "cpu" else "gloo" if 0 < len(found) < _most_ranks(deployment) else "nccl"
+        transport = (
+            "tcp"
+            if device == "cpu"
+            else "gloo"
+            if 0 < len(found) < _most_ranks(deployment)
+            else "nccl"
+        )
     if device == "cpu" and transport in ("nccl", "deepep"):
-        raise ConfigError(f"transport {transport!r} needs GPUs, and this machine has none. CPUs take tcp or gloo.")
+        raise ConfigError(
+            f"transport {transport!r} needs GPUs, and this machine has none. CPUs take tcp or gloo."
+        )
     deployment = dataclasses.replace(
         deployment,
         model=str(folder),
@@ -70,11 +91,15 @@ def plan(deployment: Deployment) -> Resolved:
         device_memory_gb=deployment.device_memory_gb or min(found, default=0) / 1e9,
         prefill=_with_threads(deployment.prefill),
         decode=_with_threads(deployment.decode),
-        cache=dataclasses.replace(deployment.cache, folder=absolute_folder(deployment.cache.folder)),
+        cache=dataclasses.replace(
+            deployment.cache, folder=absolute_folder(deployment.cache.folder)
+        ),
         ledger=_ledger(deployment.ledger),
     )
     memory = plan_memory(deployment, config)
-    memory = dataclasses.replace(memory, warnings=(*memory.warnings, *cache_warnings(deployment, memory)))
+    memory = dataclasses.replace(
+        memory, warnings=(*memory.warnings, *cache_warnings(deployment, memory))
+    )
     return Resolved(with_blocks(deployment, memory), config, memory, "")
 
 
@@ -99,23 +124,31 @@ def why_not_run(resolved: Resolved) -> list[str]:
     if deployment.device == "cuda":
         prefill, decode = ranks_in_fp32(deployment, resolved.config)
         kv_bytes = memory.num_ranks[0] * prefill.kv_bytes + memory.num_ranks[1] * decode.kv_bytes
-        reasons += _gpus_too_small(deployment, found, {PREFILL: prefill.total_bytes, DECODE: decode.total_bytes})
+        reasons += _gpus_too_small(
+            deployment, found, {PREFILL: prefill.total_bytes, DECODE: decode.total_bytes}
+        )
     shm = os.statvfs(SHM_FOLDER)
     if kv_bytes > shm.f_bavail * shm.f_frsize:
         reasons.append(no_room(kv_bytes))
     return reasons
 
 
-def _gpus_too_small(deployment: Deployment, found: tuple[int, ...], role_to_bytes: dict[str, int]) -> list[str]:
+def _gpus_too_small(
+    deployment: Deployment, found: tuple[int, ...], role_to_bytes: dict[str, int]
+) -> list[str]:
     """Ranks of all units may lie on one GPU; what they hold together must fit."""
     held = [0] * len(found)
     for place in place_units(deployment):
         for rank in range(place.num_ranks):
-            held[device_index(deployment, place.name, rank) % len(found)] += role_to_bytes[place.role]
+            held[device_index(deployment, place.name, rank) % len(found)] += role_to_bytes[
+                place.role
+            ]
     return [
-        f"its ranks on GPU {index} hold {gb(needed)} in FP32 (plain torch ops), and the GPU has {gb(there)}."
-        for index, (needed, there) in enumerate(zip(held, found, strict=True)) if needed > there
-    ]  # fmt: skip
+        f"its ranks on GPU {index} hold {gb(needed)} in FP32 (plain torch ops), and the GPU has"
+        f" {gb(there)}."
+        for index, (needed, there) in enumerate(zip(held, found, strict=True))
+        if needed > there
+    ]
 
 
 def _most_ranks(deployment: Deployment) -> int:
@@ -133,13 +166,15 @@ def resolve(deployment: Deployment) -> Resolved:
         require_nixl()
     precision = checkpoint_precision(folder)
     if not (folder / "tokenizer.json").is_file():
-        raise CheckpointError(f"{folder / 'tokenizer.json'}: not found; the gateway needs it to read prompts.")
+        raise CheckpointError(
+            f"{folder / 'tokenizer.json'}: not found; the gateway needs it to read prompts."
+        )
     make_cache_folder(deployment.cache.folder)
     available = available_bytes()
     if deployment.device == "cpu" and available is not None and memory.total_bytes > available:
         text = (
-            f"{memory.total_bytes / 2**30:.1f} GiB are needed and {available / 2**30:.1f} GiB are free: "
-            "processes may be killed for want of memory."
+            f"{memory.total_bytes / 2**30:.1f} GiB are needed and {available / 2**30:.1f} GiB are"
+            " free: processes may be killed for want of memory."
         )
         memory = dataclasses.replace(memory, warnings=(*memory.warnings, text))
     fingerprint = fingerprint_of(deployment, resolved.config, POOL_DTYPE)
@@ -147,27 +182,42 @@ def resolve(deployment: Deployment) -> Resolved:
 
 
 def model_folder(model: str) -> Path:
-    """The folder asked for, else $HADAL_MODEL, else the model that ships with Hadal. Raises ConfigError."""
+    """The folder asked for, else $HADAL_MODEL, else the model that ships with Hadal. Raises
+    ConfigError.
+    """
     asked = model or os.environ.get(MODEL_VARIABLE, "")
     try:
         folder = Path(asked).expanduser().absolute() if asked else _SHIPPED
     except RuntimeError:
-        raise ConfigError(f"--model {asked}: that user has no home here. Give the whole path.") from None
+        raise ConfigError(
+            f"--model {asked}: that user has no home here. Give the whole path."
+        ) from None
     if not is_folder(folder):
         if asked:
-            raise ConfigError(f"{folder}: no such folder. --model takes a Hugging Face folder of a DeepSeek-V3 model.")
-        raise ConfigError(f"{folder}: the model that ships with Hadal is not there. Give one with --model.")
+            raise ConfigError(
+                f"{folder}: no such folder. --model takes a Hugging Face folder of a DeepSeek-V3"
+                " model."
+            )
+        raise ConfigError(
+            f"{folder}: the model that ships with Hadal is not there. Give one with --model."
+        )
     return folder
 
 
 def deployment_file(asked: Path) -> Path:
-    """The file asked for; a bare name such as laptop_ep is that of a deployment which ships with Hadal."""
+    """The file asked for; a bare name such as laptop_ep is that of a deployment which ships with
+    Hadal.
+    """
     shipped = _CONFIGS / f"{asked}.toml"
-    return shipped if asked.name == str(asked) and not asked.exists() and shipped.is_file() else asked
+    return (
+        shipped if asked.name == str(asked) and not asked.exists() and shipped.is_file() else asked
+    )
 
 
 def num_cores() -> int:
-    """Cores this process may use: its affinity, or fewer where a container's share of time is less (cgroup v2)."""
+    """Cores this process may use: its affinity, or fewer where a container's share of time is less
+    (cgroup v2).
+    """
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = _CPU_MAX.read_text(encoding="ascii").split()
@@ -191,4 +241,6 @@ def available_bytes() -> int | None:
 def _with_threads(units: UnitsConfig) -> UnitsConfig:
     """All cores for the ranks of one unit: units take turns, ranks of a unit work together."""
     num_ranks_here = min(units.ranks, units.ranks_per_node)
-    return dataclasses.replace(units, threads=units.threads or max(1, num_cores() // num_ranks_here))
+    return dataclasses.replace(
+        units, threads=units.threads or max(1, num_cores() // num_ranks_here)
+    )

@@ -1,4 +1,5 @@
-"""A segment: one preallocated file of the disk cache. Blocks of KV lie in its slots, and its table is their index.
+"""A segment: one preallocated file of the disk cache. Blocks of KV lie in its slots, and its table
+is their index.
 
     page 0    header: magic, version, sizes, number, fingerprint, check; then, by themselves, two change words
     table     a record of 64 bytes a slot: name, position, XXH3 of the block, sequence, check of the record
@@ -6,15 +7,16 @@
     damaged   uint64 a slot: the sequence of a record whose block was read and was not what the record says
     data      the slots, each a multiple of a page
 
-One process writes: it holds a lock on the file while it lives (flock(2)), so a segment that nobody locks is a dead
-process's, and whoever locks it next goes on with it. Everybody reads. A slot is overwritten in this order, so that
-after `kill -9` a record names only what is whole:
+One process writes: it holds a lock on the file while it lives (flock(2)), so a segment that nobody
+locks is a dead process's, and whoever locks it next goes on with it. Everybody reads. A slot is
+overwritten in this order, so that after `kill -9` a record names only what is whole:
 
     clear the record | write the block | write the record | fdatasync | say that it is durable
 
-Power that fails, or a disk that lies, may keep the record and lose the block: the sum tells. Records are checked with
-their place, so none is believed where it was not written. Nothing is mapped: of a file that shrinks or a disk that
-fails, a read tells with an error, a mapping with SIGBUS.
+Power that fails, or a disk that lies, may keep the record and lose the block: the sum tells.
+Records are checked with their place, so none is believed where it was not written. Nothing is
+mapped: of a file that shrinks or a disk that fails, a read tells with an error, a mapping with
+SIGBUS.
 
 Knows nothing of what is in a block, of budgets or of which block should go.
 """
@@ -74,16 +76,22 @@ class OtherModelError(SegmentError):
 
 
 class Segment:
-    """One open segment. Methods raise OSError where the disk fails and SegmentError where the file ends too early."""
+    """One open segment. Methods raise OSError where the disk fails and SegmentError where the file
+    ends too early.
+    """
 
-    def __init__(self, path: Path, fd: int, header: tuple[int, int, int, int, str], *, is_owner: bool) -> None:
+    def __init__(
+        self, path: Path, fd: int, header: tuple[int, int, int, int, str], *, is_owner: bool
+    ) -> None:
         self.path = path
         self.num_slots, self.number, self.block_bytes, self.slot_bytes, self.fingerprint = header
         self.is_owner = is_owner
         self._fd = fd
         self._data_fd = -1
         """Opened when a block is read or written: who reads tables alone needs none."""
-        self._uses_at, self._damaged_at, self._data_at, self.total_bytes = _layout(self.num_slots, self.slot_bytes)
+        self._uses_at, self._damaged_at, self._data_at, self.total_bytes = _layout(
+            self.num_slots, self.slot_bytes
+        )
 
     @classmethod
     def create(cls, folder: Path, fingerprint: str, block_bytes: int, num_slots: int) -> Segment:
@@ -99,7 +107,13 @@ class Segment:
             # Reserved now: a full disk is noticed here and not in the middle of a block.
             os.posix_fallocate(fd, 0, _layout(num_slots, slot_bytes)[-1])
             packed = _HEADER.pack(
-                _MAGIC, _VERSION, num_slots, number, block_bytes, slot_bytes, fingerprint.encode("ascii")
+                _MAGIC,
+                _VERSION,
+                num_slots,
+                number,
+                block_bytes,
+                slot_bytes,
+                fingerprint.encode("ascii"),
             )
             os.pwrite(fd, packed + struct.pack("<Q", xxhash.xxh3_64_intdigest(packed)), 0)
             os.fsync(fd)
@@ -109,7 +123,9 @@ class Segment:
             new.unlink(missing_ok=True)
             os.close(fd)
             raise
-        return cls(path, fd, (num_slots, number, block_bytes, slot_bytes, fingerprint), is_owner=True)
+        return cls(
+            path, fd, (num_slots, number, block_bytes, slot_bytes, fingerprint), is_owner=True
+        )
 
     @classmethod
     def open(cls, folder: Path, number: int) -> Segment:
@@ -118,7 +134,9 @@ class Segment:
 
     @classmethod
     def adopt(cls, folder: Path, number: int) -> Segment:
-        """Lock a dead writer's segment and go on with it. Raises SegmentTakenError if its writer lives."""
+        """Lock a dead writer's segment and go on with it. Raises SegmentTakenError if its writer
+        lives.
+        """
         return cls._open(segment_path(folder, number), is_owner=True)
 
     @classmethod
@@ -153,10 +171,16 @@ class Segment:
 
     def is_good(self, records: Words, first: int = 0) -> NDArray[np.bool_]:
         """Which records are whole and were written for these slots. Empty ones are not."""
-        return np.asarray((records[:, SEQUENCE] != 0) & (records[:, CHECK] == self._checks(records, first)))
+        return np.asarray(
+            (records[:, SEQUENCE] != 0) & (records[:, CHECK] == self._checks(records, first))
+        )
 
     def records(
-        self, first: int, names: Sequence[bytes], positions: Sequence[int], sums: Sequence[bytes],
+        self,
+        first: int,
+        names: Sequence[bytes],
+        positions: Sequence[int],
+        sums: Sequence[bytes],
         sequences: Sequence[int],
     ) -> Words:
         """The records of blocks in adjacent slots. `sums`: of `sum_of`."""
@@ -181,7 +205,9 @@ class Segment:
         self._read(into, self._data_at + first * self.slot_bytes, self._direct_fd())
 
     def write_blocks(self, first: int, blocks: Bytes) -> None:
-        """Write adjacent slots, whole, out of memory that begins with a page. Their records must be empty."""
+        """Write adjacent slots, whole, out of memory that begins with a page. Their records must be
+        empty.
+        """
         self._write(blocks, self._data_at + first * self.slot_bytes, self._direct_fd())
 
     def sync(self) -> None:
@@ -213,14 +239,17 @@ class Segment:
         return sequences
 
     def mark_damaged(self, slot: int, sequence: int) -> None:
-        """Say that the slot's block is not what its record, of this sequence, says. A record written since is not
-        meant."""
+        """Say that the slot's block is not what its record, of this sequence, says. A record
+        written since is not meant.
+        """
         os.pwrite(self._fd, struct.pack("<Q", sequence), self._damaged_at + 8 * slot)
         # Drawn and not counted: of two readers that count at once, one would be lost.
         os.pwrite(self._fd, struct.pack("<Q", secrets.randbits(64)), _CHANGES_AT + 8)
 
     def changes(self) -> tuple[int, int]:
-        """Two words that differ from before if the table, or what is known to be damaged, may have changed."""
+        """Two words that differ from before if the table, or what is known to be damaged, may have
+        changed.
+        """
         writers, readers = struct.unpack("<QQ", _pread(self._fd, 16, _CHANGES_AT, self.path))
         return writers, readers
 
@@ -245,8 +274,12 @@ class Segment:
         return self._data_fd
 
     def _checks(self, records: Words, first: int) -> Words:
-        """A sum of each record and its place. Any change of one word changes it: every step can be undone."""
-        mixed = np.arange(first + 1, first + 1 + len(records), dtype=np.uint64) * _PRIME ^ np.uint64(self.number)
+        """A sum of each record and its place. Any change of one word changes it: every step can be
+        undone.
+        """
+        mixed = np.arange(
+            first + 1, first + 1 + len(records), dtype=np.uint64
+        ) * _PRIME ^ np.uint64(self.number)
         for column in range(CHECK):
             mixed = (mixed ^ records[:, column]) * _PRIME
             mixed ^= mixed >> _SHIFT
@@ -255,7 +288,9 @@ class Segment:
     def _read(self, into: NDArray[np.generic], offset: int, fd: int | None = None) -> None:
         view, done = into.data.cast("B"), 0
         while done < len(view):
-            num = os.preadv(self._fd if fd is None else fd, [view[done : done + _PREAD_MAX]], offset + done)
+            num = os.preadv(
+                self._fd if fd is None else fd, [view[done : done + _PREAD_MAX]], offset + done
+            )
             if num == 0:
                 raise SegmentError(f"{self.path.name} is cut off")
             done += num
@@ -263,7 +298,9 @@ class Segment:
     def _write(self, array: NDArray[np.generic], offset: int, fd: int | None = None) -> None:
         view, done = array.data.cast("B"), 0
         while done < len(view):
-            done += os.pwrite(self._fd if fd is None else fd, view[done : done + _PREAD_MAX], offset + done)
+            done += os.pwrite(
+                self._fd if fd is None else fd, view[done : done + _PREAD_MAX], offset + done
+            )
 
 
 def sum_of(block: Bytes) -> bytes:
@@ -296,7 +333,9 @@ def segment_numbers(folder: Path) -> list[int]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove segments whose makers died before they were whole; others' files stay. Raises OSError."""
+    """Remove segments whose makers died before they were whole; others' files stay. Raises
+    OSError.
+    """
     for number in _numbers(folder, NEW_SUFFIX):
         path = segment_path(folder, number).with_suffix(NEW_SUFFIX)
         try:
@@ -313,12 +352,16 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _numbers(folder: Path, suffix: str) -> list[int]:
-    """Of the files with names as we give them. The folder may hold anything else: that is left alone."""
+    """Of the files with names as we give them. The folder may hold anything else: that is left
+    alone.
+    """
     numbers = []
     with os.scandir(folder) as entries:
         for entry in entries:
             stem, dot, end = entry.name.partition(".")
-            is_ours = dot + end == suffix and len(stem) == 16 and not set(stem) - set("0123456789abcdef")
+            is_ours = (
+                dot + end == suffix and len(stem) == 16 and not set(stem) - set("0123456789abcdef")
+            )
             if is_ours and entry.is_file(follow_symlinks=False):
                 numbers.append(int(stem, 16))
     return sorted(numbers)
@@ -342,8 +385,10 @@ def _open_to_mark(path: Path, is_owner: bool) -> int:
 
 
 def _open_direct(fd: int, is_owner: bool) -> int:
-    """A second descriptor of the same file, for the blocks: past the kernel's own copies, which cost as much to make
-    as the disk takes, and push out what others need. Where the file system has no such thing, through them."""
+    """A second descriptor of the same file, for the blocks: past the kernel's own copies, which
+    cost as much to make as the disk takes, and push out what others need. Where the file system has
+    no such thing, through them.
+    """
     flags = (os.O_RDWR if is_owner else os.O_RDONLY) | os.O_CLOEXEC
     try:
         return os.open(f"/proc/self/fd/{fd}", flags | os.O_DIRECT)
@@ -352,7 +397,9 @@ def _open_direct(fd: int, is_owner: bool) -> int:
 
 
 def _lock(fd: int, path: Path) -> None:
-    """Take the file, or raise SegmentTakenError: its writer lives, or somebody removed it meanwhile."""
+    """Take the file, or raise SegmentTakenError: its writer lives, or somebody removed it
+    meanwhile.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -363,16 +410,26 @@ def _lock(fd: int, path: Path) -> None:
 
 def _read_header(fd: int, path: Path) -> tuple[int, int, int, int, str]:
     packed = _pread(fd, _HEADER.size + 8, 0, path)
-    magic, version, num_slots, number, block_bytes, slot_bytes, fingerprint = _HEADER.unpack_from(packed)
+    magic, version, num_slots, number, block_bytes, slot_bytes, fingerprint = _HEADER.unpack_from(
+        packed
+    )
     if magic != _MAGIC or version != _VERSION:
-        raise SegmentError(f"{path.name} is not a segment of this version (it starts with {magic!r})")
+        raise SegmentError(
+            f"{path.name} is not a segment of this version (it starts with {magic!r})"
+        )
     (check,) = struct.unpack_from("<Q", packed, _HEADER.size)
     is_named = segment_path(path.parent, number) == path
-    if check != xxhash.xxh3_64_intdigest(packed[: _HEADER.size]) or not is_named or num_slots > MAX_SLOTS:
+    if (
+        check != xxhash.xxh3_64_intdigest(packed[: _HEADER.size])
+        or not is_named
+        or num_slots > MAX_SLOTS
+    ):
         raise SegmentError(f"{path.name}: its header is damaged")
     size = os.fstat(fd).st_size
     if size < _layout(num_slots, slot_bytes)[-1]:
-        raise SegmentError(f"{path.name} is cut off: {size} bytes of {_layout(num_slots, slot_bytes)[-1]}")
+        raise SegmentError(
+            f"{path.name} is cut off: {size} bytes of {_layout(num_slots, slot_bytes)[-1]}"
+        )
     return num_slots, number, block_bytes, slot_bytes, fingerprint.rstrip(b"\0").decode("ascii")
 
 

@@ -1,4 +1,6 @@
-"""What a host sees of a process of its own, in /proc: whether it could run. Linux; elsewhere nothing is seen."""
+"""What a host sees of a process of its own, in /proc: whether it could run. Linux; elsewhere
+nothing is seen.
+"""
 
 from __future__ import annotations
 
@@ -39,5 +41,9 @@ def _state(path: Path) -> str:
 def _waited_ns(path: Path) -> int:
     try:
         return int(path.read_text(encoding="ascii").split()[1])
-    except (OSError, IndexError, ValueError):  # The thread has ended, or this kernel does not count it.
+    except (
+        OSError,
+        IndexError,
+        ValueError,
+    ):  # The thread has ended, or this kernel does not count it.
         return 0

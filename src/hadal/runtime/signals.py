@@ -12,7 +12,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def signal_pipe(numbers: Sequence[signal.Signals]) -> Iterator[int]:
-    """A descriptor that can be read when one of these signals came. As before when the block ends."""
+    """A descriptor that can be read when one of these signals came. As before when the block
+    ends.
+    """
     receiver, sender = socket.socketpair()
     receiver.setblocking(False)
     sender.setblocking(False)

@@ -1,10 +1,12 @@
-"""The thread that gets layers ready for a flip: StagePlans in, Staged out, in order, beside the steps that run.
+"""The thread that gets layers ready for a flip: StagePlans in, Staged out, in order, beside the
+steps that run.
 
     host thread     submit(plan) ........................ take() -> Staged
     stage thread              fetch rest fetch rest ... |
 
-It is slow on purpose (runtime/background): nobody waits for a better placement, everybody waits for a late step. Knows
-neither weights nor placements; the store (model/experts) builds the layer, this hands it a way to fetch experts.
+It is slow on purpose (runtime/background): nobody waits for a better placement, everybody waits for
+a late step. Knows neither weights nor placements; the store (model/experts) builds the layer, this
+hands it a way to fetch experts.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Stager:
     """
 
     def __init__(self, stage: Stage, wire: Wire, wake: Callable[[], None]) -> None:
-        """`wire` is the stager's from now on. `wake` is called, from the thread, when there is something to take."""
+        """`wire` is the stager's from now on. `wake` is called, from the thread, when there is
+        something to take.
+        """
         self._stage = stage
         self._wire = wire
         self._wake = wake
@@ -61,7 +65,9 @@ class Stager:
         self._thread.start()
 
     def submit(self, plan: StagePlan) -> None:
-        """Queue a plan; its outcome is among `take`'s. One that waits for the same layer is replaced by it."""
+        """Queue a plan; its outcome is among `take`'s. One that waits for the same layer is
+        replaced by it.
+        """
         self.void(plan.generation)
         with self._changed:
             if plan.generation < self._generation:
@@ -76,7 +82,9 @@ class Stager:
                 self._changed.notify_all()
 
     def void(self, generation: int) -> None:
-        """This generation begins: drop what waits for older ones, and break off what is being staged for one."""
+        """This generation begins: drop what waits for older ones, and break off what is being
+        staged for one.
+        """
         with self._changed:
             if generation > self._generation:
                 self._generation = generation
@@ -94,7 +102,9 @@ class Stager:
         return done
 
     def stop(self, timeout_s: float) -> bool:
-        """Break off what is being staged, end the thread and close the wire. False: not within `timeout_s` each."""
+        """Break off what is being staged, end the thread and close the wire. False: not within
+        `timeout_s` each.
+        """
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -112,7 +122,8 @@ class Stager:
             try:
                 result = self._stage(plan, *self._means(plan))
             except BaseException as error:
-                result = error  # A store answers with its errors; one that raises is broken, and the host ends.
+                # A store answers with its errors; one that raises is broken, and the host ends.
+                result = error
             if not self._is_void(plan):
                 self._results.append(result)
                 self._wake()

@@ -1,7 +1,7 @@
 """What those see who wait for processes that start: how many are ready, and what the others do.
 
-At the first start a bar at the foot of the terminal, where there is one; else, and whenever a process starts again, a
-line of the log every 10 s.
+At the first start a bar at the foot of the terminal, where there is one; else, and whenever a
+process starts again, a line of the log every 10 s.
 """
 
 from __future__ import annotations
@@ -66,6 +66,10 @@ class Starting:
         shares = []
         for child in self._children:
             if child.is_wanted:
-                of_told = child.doing.done / child.doing.total if child.doing and child.doing.total else 0.0
+                of_told = (
+                    child.doing.done / child.doing.total
+                    if child.doing and child.doing.total
+                    else 0.0
+                )
                 shares.append(1.0 if child.phase is Phase.READY else _OF_A_START * of_told)
         return sum(shares) / len(shares) if shares else 1.0

@@ -1,4 +1,6 @@
-"""What runs, as `status.json` in the run folder: for operators, scripts and tests. Written by the supervisor alone."""
+"""What runs, as `status.json` in the run folder: for operators, scripts and tests. Written by the
+supervisor alone.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Which ranks a deployment has and on which nodes they lie; whether this host can run them. Pure arithmetic.
+"""Which ranks a deployment has and on which nodes they lie; whether this host can run them. Pure
+arithmetic.
 
-A unit that is larger than a node takes nodes of its own. Smaller ones share nodes: GPUs are counted, CPU ranks are
-processes and share one host.
+A unit that is larger than a node takes nodes of its own. Smaller ones share nodes: GPUs are
+counted, CPU ranks are processes and share one host.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def unit_of(name: str) -> tuple[str, int | None]:
 
 
 def process_names(deployment: Deployment) -> Iterator[tuple[str, str, int | None]]:
-    """Yield (name, role, rank) of every process of all units there may be; rank None: the leader, or a unit that is one
-    process."""
+    """Yield (name, role, rank) of every process of all units there may be; rank None: the leader,
+    or a unit that is one process.
+    """
     for role in ROLES:
         units = units_of(deployment, role)
         for index in range(deployment.num_units_max(role)):
@@ -55,7 +57,9 @@ def process_names(deployment: Deployment) -> Iterator[tuple[str, str, int | None
 
 
 def place_units(deployment: Deployment) -> list[UnitPlace]:
-    """Put units on nodes in order: whole nodes for large ones, the first node with room for small ones."""
+    """Put units on nodes in order: whole nodes for large ones, the first node with room for small
+    ones.
+    """
     places: list[UnitPlace] = []
     used: list[int] = []
     """Devices taken on each node; a node of a large unit is full."""
@@ -69,7 +73,11 @@ def place_units(deployment: Deployment) -> list[UnitPlace]:
                 places.append(UnitPlace(name, role, units.ranks, nodes, 0))
                 continue
             is_counted = deployment.device == "cuda"
-            roomy = [n for n, taken in enumerate(used) if not is_counted or taken + units.ranks <= per_node]
+            roomy = [
+                n
+                for n, taken in enumerate(used)
+                if not is_counted or taken + units.ranks <= per_node
+            ]
             node = roomy[0] if roomy else len(used)
             if node == len(used):
                 used.append(0)
@@ -79,7 +87,9 @@ def place_units(deployment: Deployment) -> list[UnitPlace]:
 
 
 def device_index(deployment: Deployment, unit: str, rank: int) -> int:
-    """Place of a rank among those of its node; counted round where the node has fewer GPUs: ranks then share them."""
+    """Place of a rank among those of its node; counted round where the node has fewer GPUs: ranks
+    then share them.
+    """
     (place,) = (place for place in place_units(deployment) if place.name == unit)
     return (place.first_device + rank) % units_of(deployment, place.role).ranks_per_node
 
@@ -99,17 +109,21 @@ def why_not_here(deployment: Deployment, num_cores: int, num_gpus: int) -> list[
     reasons = []
     if nodes > 1:
         reasons.append(
-            f"it needs {nodes} nodes of {most} {device}; this is one host with {host}, and `hadal serve` starts the "
-            "processes of one host so far."
+            f"it needs {nodes} nodes of {most} {device}; this is one host with {host}, and `hadal"
+            " serve` starts the processes of one host so far."
         )
     elif deployment.device == "cuda" and not num_gpus:
         reasons.append(f"device is 'cuda'; this host has {host}.")
     elif largest > 1 and deployment.transport == "deepep":
         reasons.append("transport 'deepep' is not there for `hadal serve` yet; take nccl.")
     elif largest > 1 and deployment.device == "cuda" and deployment.transport == "tcp":
-        reasons.append("transport 'tcp' moves the memory of CPUs; GPUs take nccl, or gloo where they are shared.")
+        reasons.append(
+            "transport 'tcp' moves the memory of CPUs; GPUs take nccl, or gloo where they are"
+            " shared."
+        )
     elif largest > 1 and deployment.transport == "nccl" and num_gpus < largest:
         reasons.append(
-            f"a unit needs {largest} GPUs, one a rank (nccl); this host has {host}. With gloo ranks may share them."
+            f"a unit needs {largest} GPUs, one a rank (nccl); this host has {host}. With gloo ranks"
+            " may share them."
         )
     return reasons

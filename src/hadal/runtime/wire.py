@@ -1,14 +1,18 @@
-"""The Wire seam's messages, live: pyzmq PUSH/PULL over Unix sockets in the run folder, msgpack inside.
+"""The Wire seam's messages, live: pyzmq PUSH/PULL over Unix sockets in the run folder, msgpack
+inside.
 
-A process owns one PULL socket at `<folder>/<name>.sock`; every peer that sends to it has one PUSH socket. Nothing here
-blocks or retries: a message to a process that is absent or does not read is dropped and counted, and the roles'
-deadlines recover. Knows nothing of what messages mean.
+A process owns one PULL socket at `<folder>/<name>.sock`; every peer that sends to it has one PUSH
+socket. Nothing here blocks or retries: a message to a process that is absent or does not read is
+dropped and counted, and the roles' deadlines recover. Knows nothing of what messages mean.
 
-What a restart must not do is hand a successor what was meant for the dead, or let the dead speak after the successor:
+What a restart must not do is hand a successor what was meant for the dead, or let the dead speak
+after the successor:
 
-- PUSH sockets never reconnect. A sender looks at the socket file's identity before it sends; a new file is a new
-  process, so the old socket goes, with its queue. The file appears by rename once it listens, so seeing it is enough.
-- Every frame carries its sender's name and start time. Once a later start was heard, earlier ones are dropped.
+- PUSH sockets never reconnect. A sender looks at the socket file's identity before it sends; a new
+  file is a new process, so the old socket goes, with its queue. The file appears by rename once it
+  listens, so seeing it is enough.
+- Every frame carries its sender's name and start time. Once a later start was heard, earlier ones
+  are dropped.
 
 One thread at a time may use a wire.
 """
@@ -30,7 +34,9 @@ from hadal.core.wire import AnyMessage
 from hadal.runtime.grants import Grants
 
 MAX_QUEUED = 4096
-"""Messages held for one peer that does not read. A decode step is one message, so this is minutes of steps."""
+"""Messages held for one peer that does not read. A decode step is one message, so this is minutes
+of steps.
+"""
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A prompt of a million tokens is 5 MB; anything beyond is not ours."""
 MAX_BATCH = 256
@@ -53,8 +59,9 @@ class ZmqWire:
     """Messages to and from the processes of one run folder. `counts` tells what became of them."""
 
     def __init__(self, name: str, folder: Path, grants: Grants | None = None) -> None:
-        """Own the name `name`; `grants` go beside the messages that hand leases on. Raises ConfigError if the folder's
-        path is too long for a Unix socket."""
+        """Own the name `name`; `grants` go beside the messages that hand leases on. Raises
+        ConfigError if the folder's path is too long for a Unix socket.
+        """
         self.name = name
         self.counts: Counter[str] = Counter()
         """"sent", "received", and dropped: "absent", "full", "malformed", "stale"."""
@@ -96,11 +103,15 @@ class ZmqWire:
         self.counts["sent"] += 1
 
     def wake_on(self, fd: int) -> None:
-        """Let `receive` return early when this file descriptor is readable (an eventfd, a signal's pipe)."""
+        """Let `receive` return early when this file descriptor is readable (an eventfd, a signal's
+        pipe).
+        """
         self._poller.register(fd, zmq.POLLIN)
 
     def receive(self, timeout_s: float) -> list[AnyMessage]:
-        """Return what has come, at most MAX_BATCH; wait up to `timeout_s` for the first or a `wake_on` descriptor."""
+        """Return what has come, at most MAX_BATCH; wait up to `timeout_s` for the first or a
+        `wake_on` descriptor.
+        """
         messages = self._drain()
         if messages or timeout_s <= 0:
             return messages
@@ -115,7 +126,8 @@ class ZmqWire:
             return messages
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()
-        # zmq's descriptor tells of new messages only once all old ones were taken, which _drain just did.
+        # zmq's descriptor tells of new messages only once all old ones were taken, which _drain
+        # just did.
         descriptor = self._pull.FD
         loop.add_reader(descriptor, _resolve, readable)
         try:
@@ -179,7 +191,10 @@ class ZmqWire:
                 self.counts["stale"] += 1
                 return None
             message = self._decoder.decode(body)
-        except (ValueError, msgspec.MsgspecError):  # A wrong number of frames, or frames that are not ours.
+        except (
+            ValueError,
+            msgspec.MsgspecError,
+        ):  # A wrong number of frames, or frames that are not ours.
             self.counts["malformed"] += 1
             return None
         self._started_ns_of[sender] = started_ns
@@ -192,7 +207,10 @@ def socket_path(folder: Path, name: str) -> Path:
     """Where `name` listens. Raises ConfigError if a Unix socket's address cannot hold the path."""
     path = folder / f"{name}.sock"
     if len(os.fsencode(path)) > _MAX_PATH:
-        raise ConfigError(f"{path}: longer than a Unix socket's {_MAX_PATH} bytes. Set TMPDIR to a shorter folder.")
+        raise ConfigError(
+            f"{path}: longer than a Unix socket's {_MAX_PATH} bytes. Set TMPDIR to a shorter"
+            " folder."
+        )
     return path
 
 

@@ -1,6 +1,7 @@
-"""A unit's process: loads the model, makes its KV pool and its leader, and hosts the leader until told to end.
+"""A unit's process: loads the model, makes its KV pool and its leader, and hosts the leader until
+told to end.
 
-    python -m hadal.runtime.worker --unit prefill-0 --role prefill --folder RUN_FOLDER
+python -m hadal.runtime.worker --unit prefill-0 --role prefill --folder RUN_FOLDER
 """
 
 from __future__ import annotations
@@ -43,14 +44,18 @@ log = logging.getLogger("hadal.unit")
 
 
 def main() -> int:
-    """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help, else EXIT_FATAL."""
+    """Returns the exit code: 0 when told to end, EXIT_CONFIG when starting again would not help,
+    else EXIT_FATAL.
+    """
     asked = unit_arguments(__doc__)
     run = enter_child(asked.unit, asked.folder)
     return run_host(lambda: make_host(run, asked.unit, asked.role, asked.folder))
 
 
 def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, list[Effect]]:
-    """Load the model and put the unit together; also return its first effects. Raises ConfigError."""
+    """Load the model and put the unit together; also return its first effects. Raises
+    ConfigError.
+    """
     deployment = run.deployment
     units = units_of(deployment, role)
     torch.set_num_threads(units.threads)
@@ -72,26 +77,45 @@ def make_host(run: Run, unit: str, role: str, folder: Path) -> tuple[UnitHost, l
         raise
     gc.collect()
     gc.freeze()  # What is there now stays: no collection need look at it again.
-    log.info("weights loaded in %.1f s; threads: %d, %s", time.monotonic() - started_s, units.threads, device)
+    log.info(
+        "weights loaded in %.1f s; threads: %d, %s",
+        time.monotonic() - started_s,
+        units.threads,
+        device,
+    )
     grants = Grants(run.secret, unit)
     kv_wire = live_wire(pool, run, grants, ADDRESS)
     leader = recorded(
-        make_core(deployment, config, unit, role, epoch, kv_wire.address, fingerprint=run.fingerprint),
-        unit, MadeCore(role, epoch, kv_wire.address, run.fingerprint, config), run.run_id, deployment,
-    )  # fmt: skip
+        make_core(
+            deployment, config, unit, role, epoch, kv_wire.address, fingerprint=run.fingerprint
+        ),
+        unit,
+        MadeCore(role, epoch, kv_wire.address, run.fingerprint, config),
+        run.run_id,
+        deployment,
+    )
     clock = LiveClock()
     wire = ZmqWire(unit, folder, grants)
     host = UnitHost(
-        leader, runner, wire, pool, clock, step_deadline_s=STEP_DEADLINE_S,
-        make_disk=lambda wake: make_store(run, role, pool.blocks, wake), make_view=lambda wake: make_view(run, wake),
+        leader,
+        runner,
+        wire,
+        pool,
+        clock,
+        step_deadline_s=STEP_DEADLINE_S,
+        make_disk=lambda wake: make_store(run, role, pool.blocks, wake),
+        make_view=lambda wake: make_view(run, wake),
         kv_wire=kv_wire,
-    )  # fmt: skip
+    )
     return host, leader.start(clock.now())
 
 
-def lone_comm(deployment: Deployment, config: ModelConfig, role: str, device: str = "cpu") -> ExpertComm | None:
-    """What rounds tokens on their way to experts as ranks' messages would, so that the wire's format alone decides what
-    comes out, not the number of ranks. None where nothing is rounded."""
+def lone_comm(
+    deployment: Deployment, config: ModelConfig, role: str, device: str = "cpu"
+) -> ExpertComm | None:
+    """What rounds tokens on their way to experts as ranks' messages would, so that the wire's
+    format alone decides what comes out, not the number of ranks. None where nothing is rounded.
+    """
     if deployment.wire == "fp32":
         return None
     comm = make_comm(deployment, config, role, None, device)

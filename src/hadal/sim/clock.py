@@ -1,4 +1,6 @@
-"""Simulated time: a queue of things to do, in the order of their times; equal times keep the order of their making."""
+"""Simulated time: a queue of things to do, in the order of their times; equal times keep the order
+of their making.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ class SimClock:
         return self._now_s
 
     def at(self, time_s: float, action: Action) -> None:
-        heappush(self._queue, (time_s if time_s > self._now_s else self._now_s, next(self._numbers), action))
+        heappush(
+            self._queue,
+            (time_s if time_s > self._now_s else self._now_s, next(self._numbers), action),
+        )
 
     def after(self, delay_s: float, action: Action) -> None:
         self.at(self._now_s + delay_s, action)

@@ -1,8 +1,10 @@
-"""A simulated day in the ledger: requests and units as facts of the kind that serving writes, and the report of them.
+"""A simulated day in the ledger: requests and units as facts of the kind that serving writes, and
+the report of them.
 
-Requests are the sample of the day (sim/day_load), each as long as it was drawn, with its tokens as fast as its hour had
-them; counters are then as many times as the sample is smaller. Units are what the fluid day owned, minute by minute.
-What a day came to is so counted, priced and reported by the code that does it for what was really served.
+Requests are the sample of the day (sim/day_load), each as long as it was drawn, with its tokens as
+fast as its hour had them; counters are then as many times as the sample is smaller. Units are what
+the fluid day owned, minute by minute. What a day came to is so counted, priced and reported by the
+code that does it for what was really served.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _US = 1_000_000
 
 
 def day_tally(study: Study, load: DayLoad, first_token_s: Floats, token_s: Floats) -> Tally:
-    """What was completed in the day, priced. `first_token_s`, `token_s`: by hour [24], of requests that come then."""
+    """What was completed in the day, priced. `first_token_s`, `token_s`: by hour [24], of requests
+    that come then.
+    """
     came = load.workload
     hour = hour_index(came.arrival_s)
     first_s = came.arrival_s + first_token_s[hour]
@@ -43,13 +47,24 @@ def day_tally(study: Study, load: DayLoad, first_token_s: Floats, token_s: Float
     today = (end_s >= 0) & (end_s < DAY_S)
     tokens_in, tokens_out = came.tokens_in[today], came.tokens_out[today]
     hit = np.rint(load.tokens_hit[today]).astype(np.int64)
-    first_us, end_us = (np.rint((BEGIN_S + column[today]) * _US).astype(np.int64) for column in (first_s, end_s))
+    first_us, end_us = (
+        np.rint((BEGIN_S + column[today]) * _US).astype(np.int64) for column in (first_s, end_s)
+    )
     tally = Tally()
-    tally.add_columns(Columns(
-        completed_us=end_us, first_token_us=first_us, last_token_us=end_us, tokens_hit=hit, tokens_miss=tokens_in - hit,
-        tokens_out=tokens_out, kv_tokens=tokens_out * tokens_in + tokens_out * (tokens_out - 1) // 2,
-        model_index=came.model[today].astype(np.int64), tenant_index=np.zeros(len(hit), np.int64), models=MODEL_NAMES,
-    ))  # fmt: skip
+    tally.add_columns(
+        Columns(
+            completed_us=end_us,
+            first_token_us=first_us,
+            last_token_us=end_us,
+            tokens_hit=hit,
+            tokens_miss=tokens_in - hit,
+            tokens_out=tokens_out,
+            kv_tokens=tokens_out * tokens_in + tokens_out * (tokens_out - 1) // 2,
+            model_index=came.model[today].astype(np.int64),
+            tenant_index=np.zeros(len(hit), np.int64),
+            models=MODEL_NAMES,
+        )
+    )
     return tally.times(load.scale).priced(study.price_book())
 
 
@@ -58,21 +73,33 @@ def nodes_facts(study: Study, fluid: FluidResult) -> list[NodesFact]:
     rules, gpus = study.rules(), hardware_named(study.hardware).gpus_per_node
     facts = []
     for role, nodes, size in (
-        (PREFILL, fluid.prefill_nodes, rules.prefill.unit_nodes), (DECODE, fluid.decode_nodes, rules.decode.unit_nodes)
-    ):  # fmt: skip
+        (PREFILL, fluid.prefill_nodes, rules.prefill.unit_nodes),
+        (DECODE, fluid.decode_nodes, rules.decode.unit_nodes),
+    ):
         for index in range(int(nodes.max()) // size):
             for first, last in _runs(nodes >= (index + 1) * size):
-                facts.append(NodesFact(
-                    f"{role}-{index}", f"{first}", role, size * gpus, gpus, BEGIN_S + first * STEP_S,
-                    BEGIN_S + last * STEP_S, study.hardware, micro_usd(study.gpu_hour_usd),
-                ))  # fmt: skip
+                facts.append(
+                    NodesFact(
+                        f"{role}-{index}",
+                        f"{first}",
+                        role,
+                        size * gpus,
+                        gpus,
+                        BEGIN_S + first * STEP_S,
+                        BEGIN_S + last * STEP_S,
+                        study.hardware,
+                        micro_usd(study.gpu_hour_usd),
+                    )
+                )
     return facts
 
 
 def day_report(tally: Tally, nodes: Sequence[NodesFact], by: str = HOUR) -> Report:
     """The published table of the day."""
     begin_us = round(BEGIN_S * _US)
-    return report(tally, nodes, begin_us, begin_us + round(DAY_S) * _US, by=by, utc_offset_s=BEIJING_S)
+    return report(
+        tally, nodes, begin_us, begin_us + round(DAY_S) * _US, by=by, utc_offset_s=BEIJING_S
+    )
 
 
 def _runs(is_up: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,9 @@
-"""A study's day as a liquid: how many units there are at every minute, under the fleet role that serves.
+"""A study's day as a liquid: how many units there are at every minute, under the fleet role that
+serves.
 
-Begins some hours early with an empty fleet, so that what comes of that is not the day's. Its clock is that of Beijing,
-as the fleet is told; hours are counted from second 0, noon, as everywhere else here.
+Begins some hours early with an empty fleet, so that what comes of that is not the day's. Its clock
+is that of Beijing, as the fleet is told; hours are counted from second 0, noon, as everywhere else
+here.
 """
 
 from __future__ import annotations
@@ -63,18 +65,29 @@ def fluid_day(study: Study, curves: UnitCurves, load: DayLoad) -> FluidResult:
         raise ConfigError(f"{study.name}: {error}") from error
     demand, fleet_study = load.demand(), study.fleet
     fleet = Fleet(
-        study.rules(), prefill_tokens_per_s=curves.prefill_tokens_per_s, decode_tokens_per_s=decode_tokens_per_s,
+        study.rules(),
+        prefill_tokens_per_s=curves.prefill_tokens_per_s,
+        decode_tokens_per_s=decode_tokens_per_s,
         shape=demand.shape,
-    )  # fmt: skip
+    )
     faults = Faults(
-        fleet_study.start_s, fleet_study.start_spread, fleet_study.start_fail_share,
+        fleet_study.start_s,
+        fleet_study.start_spread,
+        fleet_study.start_fail_share,
         node_failures_per_s=1.0 / (3600.0 * fleet_study.hours_between_failures)
-        if fleet_study.hours_between_failures else 0.0, noise=fleet_study.noise,
-    )  # fmt: skip
+        if fleet_study.hours_between_failures
+        else 0.0,
+        noise=fleet_study.noise,
+    )
     fluid = FluidDay(
-        fleet, demand, curves.unit_model(), faults, generator(study, "fluid"),
-        start=HOUR_S * (FIRST_HOUR - EARLY_HOURS), step_s=STEP_S,
-    )  # fmt: skip
+        fleet,
+        demand,
+        curves.unit_model(),
+        faults,
+        generator(study, "fluid"),
+        start=HOUR_S * (FIRST_HOUR - EARLY_HOURS),
+        step_s=STEP_S,
+    )
     fluid.run(round(EARLY_HOURS * HOUR_S / STEP_S))
     hours = Hours(fluid.engine, fleet)
     nodes: list[tuple[int, int]] = []
@@ -88,8 +101,12 @@ def fluid_day(study: Study, curves: UnitCurves, load: DayLoad) -> FluidResult:
             middles.append(_middle(fluid, demand.requests_per_s(fluid.now_s)))
     prefill_nodes, decode_nodes = np.array(nodes, np.int64).T
     return FluidResult(
-        hours.done(), prefill_nodes, decode_nodes, tuple(middles), (curves.prefill_tokens_per_s, decode_tokens_per_s)
-    )  # fmt: skip
+        hours.done(),
+        prefill_nodes,
+        decode_nodes,
+        tuple(middles),
+        (curves.prefill_tokens_per_s, decode_tokens_per_s),
+    )
 
 
 def _middle(fluid: FluidDay, requests_per_s: float) -> Middle:
@@ -98,5 +115,8 @@ def _middle(fluid: FluidDay, requests_per_s: float) -> Middle:
     batch = sum(engine.held.values()) / max(1, len(engine.held)) / model.decode_ranks
     could = max(1, units.prefill) * model.prefill_tokens_per_s
     return Middle(
-        units, batch, 1.0 / float(model.tpot_s(np.array(batch))), requests_per_s * engine.tokens_in_request / could
+        units,
+        batch,
+        1.0 / float(model.tpot_s(np.array(batch))),
+        requests_per_s * engine.tokens_in_request / could,
     )

@@ -1,7 +1,8 @@
 """What a day asks for, in sum: a sample of its requests, and what a finite cache will have of each.
 
-One session in SAMPLE is drawn whole, so that the day's totals come out of the workload's parameters with little noise.
-How likely a text is still in the cache is taken from a day through the cache's own ledgers (sim/cache_day).
+One session in SAMPLE is drawn whole, so that the day's totals come out of the workload's parameters
+with little noise. How likely a text is still in the cache is taken from a day through the cache's
+own ledgers (sim/cache_day).
 
 Shapes: N requests of the sample, 24 hours from second 0 on (12:00 in Beijing).
 """
@@ -60,14 +61,18 @@ class DayLoad:
     scale: int
     """One session in so many is among them."""
     eviction_age_s: float
-    """How long what made room in the cache had not been used, mean of the day; inf: nothing had to."""
+    """How long what made room in the cache had not been used, mean of the day; inf: nothing had
+    to.
+    """
 
     def with_cache(self, cache: CacheDay | None) -> DayLoad:
         """The same requests, and what another cache will have of them."""
         if cache is None:
             return replace(self, tokens_hit=np.zeros(len(self.workload)), eviction_age_s=np.inf)
         return replace(
-            self, tokens_hit=cache.tokens_expected(self.workload), eviction_age_s=cache.eviction_age_mean_s
+            self,
+            tokens_hit=cache.tokens_expected(self.workload),
+            eviction_age_s=cache.eviction_age_mean_s,
         )
 
     @property
@@ -98,34 +103,46 @@ class DayLoad:
         """In short."""
         count = self.counts.sum()
         return LoadFigures(
-            tuple((self.counts / HOUR_S).tolist()), float(self.tokens_in.sum() / count),
-            float(self.tokens_hit_by_hour.sum() / count), float(self.tokens_out.sum() / count),
+            tuple((self.counts / HOUR_S).tolist()),
+            float(self.tokens_in.sum() / count),
+            float(self.tokens_hit_by_hour.sum() / count),
+            float(self.tokens_out.sum() / count),
             self.workload.kv_length_mean,
-        )  # fmt: skip
+        )
 
     def demand(self) -> DemandCurve:
         """The same as a liquid."""
         tokens_in, shares = self.tokens_in, self.tokens_in / self.tokens_in.sum()
         shape = DayShape(tuple(np.roll(shares, FIRST_HOUR).tolist()))
         return DemandCurve(
-            float(tokens_in.sum()), float(self.tokens_out.sum()), float(tokens_in.sum() / self.counts.sum()), shape,
+            float(tokens_in.sum()),
+            float(self.tokens_out.sum()),
+            float(tokens_in.sum() / self.counts.sum()),
+            shape,
             LoadClock(shares.tolist()).rate,
         )
 
     def _by_hour(self, column: Floats) -> Floats:
         arrival_s = self.workload.arrival_s
         today = (arrival_s >= 0) & (arrival_s < DAY_S)
-        return np.asarray(np.bincount(hour_index(arrival_s[today]), column[today], 24) * float(self.scale))
+        return np.asarray(
+            np.bincount(hour_index(arrival_s[today]), column[today], 24) * float(self.scale)
+        )
 
 
 def cache_day(study: Study) -> CacheDay:
-    """The day through the cache's ledgers. One session in `cache.sample`, or more of them if there are few."""
+    """The day through the cache's ledgers. One session in `cache.sample`, or more of them if there
+    are few.
+    """
     cache = study.cache
     sample = max(1.0, min(cache.sample, study.workload.sessions_per_day / CACHE_SESSIONS_MIN))
     return simulate_cache(
-        study.workload, generator(study, "cache"), budget_bytes=cache.disk_pb * PB, scale=sample,
+        study.workload,
+        generator(study, "cache"),
+        budget_bytes=cache.disk_pb * PB,
+        scale=sample,
         policy=CACHE_POLICIES[cache.policy],
-    )  # fmt: skip
+    )
 
 
 def sample_of(params: WorkloadParams) -> int:
@@ -134,7 +151,8 @@ def sample_of(params: WorkloadParams) -> int:
 
 
 def day_load(study: Study, cache: CacheDay | None, scale: int = 0) -> DayLoad:
-    """Draw the sample. `cache`: None if there is none; then nothing hits. `scale`: 0: see `sample_of`.
+    """Draw the sample. `cache`: None if there is none; then nothing hits. `scale`: 0: see
+    `sample_of`.
 
     Raises ConfigError if an hour of it has no request.
     """
@@ -142,7 +160,9 @@ def day_load(study: Study, cache: CacheDay | None, scale: int = 0) -> DayLoad:
     workload = generate(study.workload, -EARLY_S, DAY_S, generator(study, "load"), scale)
     load = DayLoad(workload, np.zeros(len(workload)), scale, np.inf).with_cache(cache)
     if not load.counts.all():
-        raise ConfigError("an hour of the day has no request at all: raise workload.sessions_per_day.")
+        raise ConfigError(
+            "an hour of the day has no request at all: raise workload.sessions_per_day."
+        )
     return load
 
 

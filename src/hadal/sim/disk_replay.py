@@ -1,7 +1,8 @@
-"""The disk cache's ledgers driven by names alone: one writer's slots and one leader's index, as they serve, no file.
+"""The disk cache's ledgers driven by names alone: one writer's slots and one leader's index, as
+they serve, no file.
 
-What the live system does to them in the same order: a leader looks a chain up and counts uses, every two seconds the
-writer hears of those, and blocks are given slots 32 at a time.
+What the live system does to them in the same order: a leader looks a chain up and counts uses,
+every two seconds the writer hears of those, and blocks are given slots 32 at a time.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class DiskReplay:
         return len(found)
 
     def store(self, chain: bytes, first: int = 0) -> tuple[list[bytes], list[bytes]]:
-        """Write the chain's blocks from number `first` on that are not here. Return which were, and which made room."""
+        """Write the chain's blocks from number `first` on that are not here. Return which were, and
+        which made room.
+        """
         rest = chain[first * NAME_BYTES :]
         new = [(name, at) for at, name in enumerate(split(rest), first) if name not in self.index]
         written: list[bytes] = []
@@ -58,19 +61,25 @@ class DiskReplay:
         return written, dropped
 
     def check(self) -> list[str]:
-        """Problems; empty when the slots are in order and the index knows exactly what is in them."""
+        """Problems; empty when the slots are in order and the index knows exactly what is in
+        them.
+        """
         problems = self.slots.check()
         if len(self.slots) != len(self.index):
             problems.append(f"{len(self.slots)} blocks have slots, {len(self.index)} can be found")
         return problems
 
-    def _store(self, names: Sequence[bytes], positions: Sequence[int]) -> tuple[list[bytes], list[bytes]]:
+    def _store(
+        self, names: Sequence[bytes], positions: Sequence[int]
+    ) -> tuple[list[bytes], list[bytes]]:
         places, dropped = self.slots.take(names, positions)
         self.index.drop(dropped)
         self.index.put(b"".join(names), places)
         kept = [name for name, place in zip(names, places, strict=True) if place is not None]
         self.slots.wrote(kept)
         at = [place.slot for place in places if place is not None]
-        self.num_runs += sum(slot - 1 != before for slot, before in zip(at, [-9, *at], strict=False))
+        self.num_runs += sum(
+            slot - 1 != before for slot, before in zip(at, [-9, *at], strict=False)
+        )
         self.num_written += len(at)
         return kept, list(split(dropped))

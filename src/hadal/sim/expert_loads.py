@@ -1,20 +1,22 @@
-"""What a policy of expert placement leaves of imbalance: loads drawn as skewed as measured ones, the real code on them.
+"""What a policy of expert placement leaves of imbalance: loads drawn as skewed as measured ones,
+the real code on them.
 
     shares = expert_share("auto", "decode", 144, 32, rng)       policy/expert_balance on drawn loads
     StepModel(144, placed=shares.imbalance)                     what perf/step calls `placed`
     shares.one_micro_batch(mean_rows, rng)                      rows by rank, chance included
 
-An expert's load is log-normal: in each layer a deviate of its group (of the gate's neighbours) and one of its own,
-both stretched by a factor of the layer. The deviations are fitted to SGLang's published loads of DeepSeek-V3/R1, 256
-experts in 58 layers (five prefill and three decode workloads of its reproduction kit for large-scale expert
-parallelism): to the mean over layers of maximum over mean of ranks, with experts in order and with our placement, and
-to the heaviest experts. Maximum over mean of 32 prefill ranks in order 1.78 (drawn 1.74), with groups kept on nodes
-1.16 (1.15), as the balancer that serves places them 1.01 (1.01); of 144 decode ranks in order 3.72 (3.77), placed 1.15
-(1.14). Groups come out more unequal than measured (deviation of the
-logarithm of their loads 0.31 and 0.37, drawn 0.38 and 0.44). `python -m bench expert_skew` prints both side by side.
+An expert's load is log-normal: in each layer a deviate of its group (of the gate's neighbours) and
+one of its own, both stretched by a factor of the layer. The deviations are fitted to SGLang's
+published loads of DeepSeek-V3/R1, 256 experts in 58 layers (five prefill and three decode workloads
+of its reproduction kit for large-scale expert parallelism): to the mean over layers of maximum over
+mean of ranks, with experts in order and with our placement, and to the heaviest experts. Maximum
+over mean of 32 prefill ranks in order 1.78 (drawn 1.74), with groups kept on nodes 1.16 (1.15), as
+the balancer that serves places them 1.01 (1.01); of 144 decode ranks in order 3.72 (3.77), placed
+1.15 (1.14). Groups come out more unequal than measured (deviation of the logarithm of their loads
+0.31 and 0.37, drawn 0.38 and 0.44). `python -m bench expert_skew` prints both side by side.
 
-Knows no workload: a real one has hot experts that stay hot, so loads are drawn once for a day, not for each step.
-Shapes: L MoE layers, E experts, R ranks.
+Knows no workload: a real one has hot experts that stay hot, so loads are drawn once for a day, not
+for each step. Shapes: L MoE layers, E experts, R ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ from hadal.policy.expert_balance import Cluster, ExpertPlan, balance, rank_loads
 Floats = NDArray[np.float64]
 
 POLICIES = (AUTO, OFF)
-NUM_LAYERS, NUM_EXPERTS, NUM_GROUPS = num_moe_layers(DEEPSEEK_V3), DEEPSEEK_V3.n_routed_experts, DEEPSEEK_V3.n_group
+NUM_LAYERS, NUM_EXPERTS, NUM_GROUPS = (
+    num_moe_layers(DEEPSEEK_V3),
+    DEEPSEEK_V3.n_routed_experts,
+    DEEPSEEK_V3.n_group,
+)
 RANKS_PER_NODE = 8
 
 
@@ -62,7 +68,9 @@ class ExpertRanks:
 
     @cached_property
     def imbalance(self) -> float:
-        """Mean over layers of maximum over mean, at least 1: every layer waits for its busiest rank."""
+        """Mean over layers of maximum over mean, at least 1: every layer waits for its busiest
+        rank.
+        """
         return max(1.0, float(self.share_LR.max(axis=1).mean()))
 
     @property
@@ -71,16 +79,22 @@ class ExpertRanks:
         order = np.argsort(self.share_LR.max(axis=1), kind="stable")
         return int(order[len(order) // 2])
 
-    def one_micro_batch(self, mean_rows: float, rng: np.random.Generator, layer: int | None = None) -> Floats:
-        """Rows that ranks receive over their mean [R], in one layer (None: the typical one) of one micro-batch.
+    def one_micro_batch(
+        self, mean_rows: float, rng: np.random.Generator, layer: int | None = None
+    ) -> Floats:
+        """Rows that ranks receive over their mean [R], in one layer (None: the typical one) of one
+        micro-batch.
 
-        `mean_rows` (token, expert) pairs a rank, thrown at random by the ranks' shares. Raises ValueError if there is
-        less than one in all.
+        `mean_rows` (token, expert) pairs a rank, thrown at random by the ranks' shares. Raises
+        ValueError if there is less than one in all.
         """
         share_R = self.share_LR[self.typical_layer if layer is None else layer]
         num_rows = round(mean_rows * share_R.size)
         if num_rows < 1:
-            raise ValueError(f"{mean_rows} rows a rank are none on {share_R.size} ranks; at least one row is needed.")
+            raise ValueError(
+                f"{mean_rows} rows a rank are none on {share_R.size} ranks; at least one row is"
+                " needed."
+            )
         rows_R = rng.multinomial(num_rows, share_R / share_R.sum())
         return np.asarray(rows_R / rows_R.mean())
 
@@ -109,10 +123,11 @@ def expert_share(
 ) -> ExpertRanks:
     """Draw a unit's loads, place its experts, and say what its ranks receive.
 
-    `auto`: our balancer as roles/experts asks it: a gate's group stays on its node where ranks can be level like that
-    (`keeps_groups`), replicas split their expert's tokens as it says; but from scratch, whatever that moves. `off`:
-    experts in order, replicas evenly chosen, without a look at the loads.
-    Raises ValueError for other policies and phases, and for experts and replicas that do not divide over the ranks.
+    `auto`: our balancer as roles/experts asks it: a gate's group stays on its node where ranks can
+    be level like that (`keeps_groups`), replicas split their expert's tokens as it says; but from
+    scratch, whatever that moves. `off`: experts in order, replicas evenly chosen, without a look at
+    the loads. Raises ValueError for other policies and phases, and for experts and replicas that do
+    not divide over the ranks.
     """
     if policy not in POLICIES:
         raise ValueError(f"expert policy {policy!r} is unknown; {' or '.join(POLICIES)}.")
@@ -128,15 +143,21 @@ def expert_share(
     return ExpertRanks(np.asarray(loads_LR / loads_LR.mean(axis=1, keepdims=True)))
 
 
-def _balanced(loads_LE: Floats, phase: str, like: Placement, num_redundant: int, ranks_per_node: int) -> ExpertPlan:
+def _balanced(
+    loads_LE: Floats, phase: str, like: Placement, num_redundant: int, ranks_per_node: int
+) -> ExpertPlan:
     nodes = tuple(rank // ranks_per_node for rank in range(like.num_ranks))
     cluster = Cluster((like.num_slots,) * like.num_ranks, nodes)
     by_nodes = keeps_groups(phase, like.num_ranks, num_redundant, ranks_per_node)
     mode = "hybrid" if by_nodes else "global"
-    return balance(loads_LE, cluster, mode=mode, num_groups=NUM_GROUPS if by_nodes else 1, weighted=True)
+    return balance(
+        loads_LE, cluster, mode=mode, num_groups=NUM_GROUPS if by_nodes else 1, weighted=True
+    )
 
 
 def keeps_groups(phase: str, num_ranks: int, num_redundant: int, ranks_per_node: int) -> bool:
-    """Whether a group of experts stays on one node: the rule by which a unit is launched (runtime/core)."""
+    """Whether a group of experts stays on one node: the rule by which a unit is launched
+    (runtime/core).
+    """
     nodes = -(-num_ranks // ranks_per_node)
     return phase == PREFILL and nodes > 1 and NUM_GROUPS % nodes == 0 and num_redundant % nodes == 0

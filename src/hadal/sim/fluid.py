@@ -1,8 +1,8 @@
 """The day as a liquid: demand flows through units that the real fleet role starts and drains.
 
-Between simulated windows, in which every request is one, this says how many nodes there are at each minute, and what
-waits. The fleet is roles/fleet with policy/scaling, told what a front would tell it; units take time to start, fail to,
-die. One generator, given in, is all that is random.
+Between simulated windows, in which every request is one, this says how many nodes there are at each
+minute, and what waits. The fleet is roles/fleet with policy/scaling, told what a front would tell
+it; units take time to start, fail to, die. One generator, given in, is all that is random.
 """
 
 from __future__ import annotations
@@ -44,12 +44,21 @@ class Faults:
 
 
 class FluidDay:
-    """One run. `start` is a time by the clock of the day, and so is everything the fleet is told."""
+    """One run. `start` is a time by the clock of the day, and so is everything the fleet is
+    told.
+    """
 
     def __init__(
-        self, fleet: Fleet, demand: DemandCurve, model: UnitModel, faults: Faults, random: np.random.Generator, *,
-        start: float = 0.0, step_s: float = 60.0,
-    ) -> None:  # fmt: skip
+        self,
+        fleet: Fleet,
+        demand: DemandCurve,
+        model: UnitModel,
+        faults: Faults,
+        random: np.random.Generator,
+        *,
+        start: float = 0.0,
+        step_s: float = 60.0,
+    ) -> None:
         self.fleet = fleet
         self.engine = Engine(model, demand.tokens_in_request, demand.tokens_out_request)
         self.now_s = start
@@ -122,7 +131,11 @@ class FluidDay:
                 case StartUnit(unit, role):
                     spread = self._faults.start_spread * float(self._random.uniform(-1.0, 1.0))
                     fails = self._random.random() < self._faults.start_fail_share
-                    event = UnitDown(unit, "it did not start") if fails else UnitUp(unit, role, f"{self.now_s}", 1, 1)
+                    event = (
+                        UnitDown(unit, "it did not start")
+                        if fails
+                        else UnitUp(unit, role, f"{self.now_s}", 1, 1)
+                    )
                     self._later(self._faults.start_s * (1.0 + spread), event)
                 case StopUnit(unit):
                     self._stop(unit)
@@ -165,16 +178,22 @@ class FluidDay:
             raise InvariantError(f"after {type(event).__name__} at {self.now_s:g} s: {problems}")
 
     def _report(self) -> Demand:
-        """As roles/front_fleet would say it. Less than one request is none: a liquid never quite runs out."""
+        """As roles/front_fleet would say it. Less than one request is none: a liquid never quite
+        runs out.
+        """
         engine = self.engine
         units = tuple(
-            UnitFacts(unit, role, int(engine.held.get(unit, 0.0)), self._drains.get(unit, (0.0, 0))[1])
+            UnitFacts(
+                unit, role, int(engine.held.get(unit, 0.0)), self._drains.get(unit, (0.0, 0))[1]
+            )
             for role in ROLES
             for unit in (engine.decode_units if role == DECODE else engine.prefill_units)
-        )  # fmt: skip
+        )
         return Demand(
-            "fluid", round(engine.num_arrived * engine.tokens_in_request), round(engine.tokens_out),
+            "fluid",
+            round(engine.num_arrived * engine.tokens_in_request),
+            round(engine.tokens_out),
             round(engine.prefill_queue * engine.tokens_in_request),
-            round(engine.decode_queue * engine.tokens_out_request), units,
-        )  # fmt: skip
-
+            round(engine.decode_queue * engine.tokens_out_request),
+            units,
+        )

@@ -1,15 +1,17 @@
-"""Prefill and decode units as vessels: requests are a liquid, which flows in, is worked on and flows out.
+"""Prefill and decode units as vessels: requests are a liquid, which flows in, is worked on and
+flows out.
 
     arrivals -> prefill queue -> decode queue -> N requests on each decode unit -> finished
                      ^______________ given back: a drain's deadline, a unit that died
 
-A decode unit with N requests gives each a token every tpot(N / ranks) seconds, so they leave at N / (tokens of one x
-tpot) (Little's law), and over a step with an even inflow
+A decode unit with N requests gives each a token every tpot(N / ranks) seconds, so they leave at N /
+(tokens of one x tpot) (Little's law), and over a step with an even inflow
 
     N(t + dt) = N_inf + (N - N_inf) e^(-dt / tau),   tau = tokens of a request x tpot,   N_inf = inflow x tau
 
-What flows out is what flowed in less what stayed, so that nothing is lost by rounding. A request that is given back has
-on average as much before it as a new one: lengths are taken to be exponential.
+What flows out is what flowed in less what stayed, so that nothing is lost by rounding. A request
+that is given back has on average as much before it as a new one: lengths are taken to be
+exponential.
 """
 
 from __future__ import annotations
@@ -112,8 +114,13 @@ class Engine:
             batch = np.minimum(0.5 * (held + guess) / num_ranks, self.model.batch_max)
             tau_s = self.tokens_out_request * self.model.tpot_s(batch)
             stay = np.exp(-step_s / tau_s)
-            per_request = tau_s / step_s * (1.0 - stay)  # Of what flows in, so much is there at the end.
-            room = np.maximum(0.0, (self.model.batch_max * num_ranks - held * stay) / per_request) * is_open
+            per_request = (
+                tau_s / step_s * (1.0 - stay)
+            )  # Of what flows in, so much is there at the end.
+            room = (
+                np.maximum(0.0, (self.model.batch_max * num_ranks - held * stay) / per_request)
+                * is_open
+            )
             inflow = _level(held * stay, per_request, room, self.decode_queue)
             guess = held * stay + inflow * per_request
         self.decode_queue = max(0.0, self.decode_queue - float(inflow.sum()))
@@ -125,7 +132,8 @@ class Engine:
 
 
 def _level(bottom: Floats, per_request: Floats, room: Floats, num_requests: float) -> Floats:
-    """Pour requests into vessels so that they end up equally full (the front chooses the emptier unit each time).
+    """Pour requests into vessels so that they end up equally full (the front chooses the emptier
+    unit each time).
 
     Args:
         bottom: [units] what is there already at the end of the step.
@@ -137,7 +145,8 @@ def _level(bottom: Floats, per_request: Floats, room: Floats, num_requests: floa
     """
     if num_requests >= room.sum():
         return room
-    # What is poured rises with the level in straight pieces: a vessel begins to take at its bottom and ends when full.
+    # What is poured rises with the level in straight pieces: a vessel begins to take at its bottom
+    # and ends when full.
     levels = np.concatenate([bottom, bottom + room * per_request])
     order = np.argsort(levels)
     slopes = np.cumsum(np.concatenate([1.0 / per_request, -1.0 / per_request])[order])

@@ -34,7 +34,9 @@ class Hour:
     tokens_per_s_user: float
     """While a request is in decode."""
     wait_s_max: float
-    """How long the longest queue would take the units that were up then, prefill's and decode's together."""
+    """How long the longest queue would take the units that were up then, prefill's and decode's
+    together.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,11 @@ class Day:
     @property
     def tokens_per_s_user(self) -> float:
         """Mean over output tokens: tokens over the seconds that requests were in decode."""
-        held_s = sum(hour.tokens_out / hour.tokens_per_s_user for hour in self.hours if hour.tokens_per_s_user)
+        held_s = sum(
+            hour.tokens_out / hour.tokens_per_s_user
+            for hour in self.hours
+            if hour.tokens_per_s_user
+        )
         return self.tokens_out / held_s if held_s else 0.0
 
     @property
@@ -111,15 +117,30 @@ class Hours:
         """A step of `step_s` has just ended."""
         engine, before = self._engine, self._before
         self._before = now = self._counters()
-        num_arrived, num_prefilled, num_finished, held_s = (b - a for a, b in zip(before, now, strict=True))
+        num_arrived, num_prefilled, num_finished, held_s = (
+            b - a for a, b in zip(before, now, strict=True)
+        )
         prefill_s, decode_s = len(engine.prefill_units) * step_s, len(engine.decode_units) * step_s
-        could_prefill = max(prefill_s, step_s) * engine.model.prefill_tokens_per_s / engine.tokens_in_request
+        could_prefill = (
+            max(prefill_s, step_s) * engine.model.prefill_tokens_per_s / engine.tokens_in_request
+        )
         wait_s = engine.prefill_queue / could_prefill + engine.decode_queue / max(num_finished, 1.0)
         nodes = self._fleet.role_to_nodes()
-        self._steps.append(_Step(
-            int((now_s - 0.5 * step_s) % DAY_S // HOUR_S), step_s, nodes[PREFILL], nodes[DECODE], num_arrived,
-            num_prefilled, num_finished, held_s, prefill_s, decode_s, wait_s * step_s,
-        ))  # fmt: skip
+        self._steps.append(
+            _Step(
+                int((now_s - 0.5 * step_s) % DAY_S // HOUR_S),
+                step_s,
+                nodes[PREFILL],
+                nodes[DECODE],
+                num_arrived,
+                num_prefilled,
+                num_finished,
+                held_s,
+                prefill_s,
+                decode_s,
+                wait_s * step_s,
+            )
+        )
         self._num_changes += self._fleet.wanted != self._wanted
         self._wanted = self._fleet.wanted
 
@@ -127,7 +148,10 @@ class Hours:
         """The run so far. Raises ValueError for one without a step."""
         if not self._steps:
             raise ValueError("nothing ran: a day needs one step at least.")
-        hours = tuple(self._hour(hour, list(steps)) for hour, steps in groupby(self._steps, key=lambda step: step.hour))
+        hours = tuple(
+            self._hour(hour, list(steps))
+            for hour, steps in groupby(self._steps, key=lambda step: step.hour)
+        )
         nodes = tuple(step.prefill_nodes + step.decode_nodes for step in self._steps)
         node_s = sum(num * step.step_s for num, step in zip(nodes, self._steps, strict=True))
         return Day(hours, node_s / HOUR_S, max(nodes), min(nodes), self._num_changes, nodes)
@@ -144,9 +168,18 @@ class Hours:
         tokens_out = total.num_finished * engine.tokens_out_request
         can_prefill = total.prefill_unit_s * engine.model.prefill_tokens_per_s
         return Hour(
-            hour, prefill_nodes + decode_nodes, max(step.prefill_nodes + step.decode_nodes for step in steps),
-            prefill_nodes, decode_nodes, total.num_arrived * engine.tokens_in_request, tokens_prefilled, tokens_out,
+            hour,
+            prefill_nodes + decode_nodes,
+            max(step.prefill_nodes + step.decode_nodes for step in steps),
+            prefill_nodes,
+            decode_nodes,
+            total.num_arrived * engine.tokens_in_request,
+            tokens_prefilled,
+            tokens_out,
             tokens_prefilled / can_prefill if can_prefill else 0.0,
-            total.held_s / (total.decode_unit_s * engine.model.decode_ranks) if total.decode_unit_s else 0.0,
-            tokens_out / total.held_s if total.held_s else 0.0, max(step.wait_s for step in steps),
-        )  # fmt: skip
+            total.held_s / (total.decode_unit_s * engine.model.decode_ranks)
+            if total.decode_unit_s
+            else 0.0,
+            tokens_out / total.held_s if total.held_s else 0.0,
+            max(step.wait_s for step in steps),
+        )

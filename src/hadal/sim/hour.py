@@ -1,9 +1,10 @@
-"""One hour of the day at full fleet size: every request is one, and the roles that serve decide about all of them.
+"""One hour of the day at full fleet size: every request is one, and the roles that serve decide
+about all of them.
 
     settle | measured seconds |        what runs at the start is there already, as far as it would have come
 
-The fleet is the one that the fluid day has at the middle of the hour. A value goes in and a value comes out, so that
-hours can be looked at in other processes.
+The fleet is the one that the fluid day has at the middle of the hour. A value goes in and a value
+comes out, so that hours can be looked at in other processes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class HourSetting:
     """Hours since second 0."""
     units: Units
     token_s: float
-    """Seconds per output token before the start: it says how far what runs has come, and how much of it there is."""
+    """Seconds per output token before the start: it says how far what runs has come, and how much
+    of it there is.
+    """
     first_token_s: float
 
 
@@ -51,7 +54,9 @@ class HourWindow:
     setting: HourSetting
     reading: Reading
     hit_share: float
-    """Of the prompt tokens of those that came in it: on disk, less what was computed all the same."""
+    """Of the prompt tokens of those that came in it: on disk, less what was computed all the
+    same.
+    """
     num_running: int
     """Requests that had output at the start,"""
     num_came: int
@@ -74,8 +79,9 @@ def run_hour(
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Let nobody look for garbage meanwhile: a fleet is millions of objects that stay and hardly a cycle, and to look
-    through them again and again took a third of the time."""
+    """Let nobody look for garbage meanwhile: a fleet is millions of objects that stay and hardly a
+    cycle, and to look through them again and again took a third of the time.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -91,37 +97,60 @@ def _run_hour(
     begin_s = (setting.index + 0.5) * HOUR_S
     settle_s, seconds = study.window.settle_s, study.window.seconds
     drawn = window(
-        with_tokens_at(study.workload, setting.token_s, setting.first_token_s), begin_s, begin_s + settle_s + seconds,
-        study.window.back_s, generator(study, "window", setting.index), cache,
-    )  # fmt: skip
+        with_tokens_at(study.workload, setting.token_s, setting.first_token_s),
+        begin_s,
+        begin_s + settle_s + seconds,
+        study.window.back_s,
+        generator(study, "window", setting.index),
+        cache,
+    )
     world = FleetWorld(
         study.deployment(setting.units.prefill, setting.units.decode),
         {role: study.step_model(role, placed[role]) for role in (PREFILL, DECODE)},
-        requests_of(drawn, begin_s, has_cache=cache is not None), mtp_tokens=study.mtp_tokens,
-        mtp_accept=study.mtp_accept, sample_s=SAMPLE_S,
-    )  # fmt: skip
+        requests_of(drawn, begin_s, has_cache=cache is not None),
+        mtp_tokens=study.mtp_tokens,
+        mtp_accept=study.mtp_accept,
+        sample_s=SAMPLE_S,
+    )
     world.run(settle_s + seconds)
     processes = world.processes.values()
-    num_events, num_steps = sum(p.num_events for p in processes), sum(p.num_steps for p in processes)
+    num_events, num_steps = (
+        sum(p.num_events for p in processes),
+        sum(p.num_steps for p in processes),
+    )
     num_running = int(world.requests.is_running.sum())
     return HourWindow(
-        setting, world.read(settle_s, settle_s + seconds), _hit_share(world), num_running,
-        len(world.requests) - num_running, num_events, num_steps, world.last_steps(), tuple(world.check()),
-    )  # fmt: skip
+        setting,
+        world.read(settle_s, settle_s + seconds),
+        _hit_share(world),
+        num_running,
+        len(world.requests) - num_running,
+        num_events,
+        num_steps,
+        world.last_steps(),
+        tuple(world.check()),
+    )
 
 
 def requests_of(drawn: Window, begin_s: float, *, has_cache: bool) -> Requests:
-    """A window's requests as a world takes them: second 0 is `begin_s`, and what came before it comes then."""
+    """A window's requests as a world takes them: second 0 is `begin_s`, and what came before it
+    comes then.
+    """
     came = drawn.workload
     cached = drawn.tokens_cached if has_cache else np.zeros(len(came), np.int64)
     return Requests(
-        np.maximum(came.arrival_s - begin_s, 0.0), came.tokens_in, came.tokens_out,
-        cached // BLOCK_TOKENS * BLOCK_TOKENS, drawn.tokens_done,
-    )  # fmt: skip
+        np.maximum(came.arrival_s - begin_s, 0.0),
+        came.tokens_in,
+        came.tokens_out,
+        cached // BLOCK_TOKENS * BLOCK_TOKENS,
+        drawn.tokens_done,
+    )
 
 
 def _hit_share(world: FleetWorld) -> float:
-    """Those that are done are more often those that had little to compute, so they alone would tell too much."""
+    """Those that are done are more often those that had little to compute, so they alone would tell
+    too much.
+    """
     asked, seen = world.requests, world.seen
     came = ~asked.is_running
     done = came & np.isfinite(seen.first_token_s)

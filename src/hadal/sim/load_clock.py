@@ -1,10 +1,12 @@
-"""How a day's load is spread over its hours, as a clock: one that runs fast when there is much to do.
+"""How a day's load is spread over its hours, as a clock: one that runs fast when there is much to
+do.
 
     load clock   B(t) = 86,400 s x the part of a day's load that came in [0, t),  B(t + 1 day) = B(t) + 86,400 s
 
-Whatever arrives at a constant rate by that clock arrives by the shape of the day in seconds, and a pause that is drawn
-by it ends when people are awake. Between the hours B is a monotone cubic (Fritsch and Carlson, SIAM J. Numer. Anal. 17,
-1980, with harmonic means as slopes), so its rate is continuous and every hour has exactly the share it was given.
+Whatever arrives at a constant rate by that clock arrives by the shape of the day in seconds, and a
+pause that is drawn by it ends when people are awake. Between the hours B is a monotone cubic
+(Fritsch and Carlson, SIAM J. Numer. Anal. 17, 1980, with harmonic means as slopes), so its rate is
+continuous and every hour has exactly the share it was given.
 
 Second 0 is the start of the published window: 12:00 in Beijing.
 """
@@ -33,12 +35,15 @@ class LoadClock:
     """The load clock of a day that repeats."""
 
     def __init__(self, shares: Sequence[float] = DEEPSEEK_SHARES) -> None:
-        """`shares`: of each of 24 hours, the first one beginning at second 0; they are scaled to a sum of 1.
+        """`shares`: of each of 24 hours, the first one beginning at second 0; they are scaled to a
+        sum of 1.
 
         Raises ValueError unless there are 24, all positive.
         """
         if len(shares) != 24 or min(shares) <= 0:
-            raise ValueError(f"{len(shares)} shares, the smallest {min(shares, default=0)}: give 24 above 0.")
+            raise ValueError(
+                f"{len(shares)} shares, the smallest {min(shares, default=0)}: give 24 above 0."
+            )
         self.shares = np.asarray(shares, dtype=np.float64) / np.sum(shares)
         self._seconds = np.arange(0.0, DAY_S + STEP_S, STEP_S)
         self._loads = _cumulative(self.shares, self._seconds)
@@ -75,11 +80,15 @@ def _cumulative(shares: Floats, seconds: Floats) -> Floats:
     edges[-1] = DAY_S
     secant = shares * 24  # Load per second within each hour.
     before = np.roll(secant, 1)
-    slope = 2 * before * secant / (before + secant)  # Where an hour begins: never more than twice the smaller.
+    slope = (
+        2 * before * secant / (before + secant)
+    )  # Where an hour begins: never more than twice the smaller.
     hour = np.minimum(seconds // HOUR_S, 23).astype(np.int64)
     x = seconds / HOUR_S - hour
     first, last = slope[hour], np.roll(slope, -1)[hour]
     rise = (
-        (first - 2 * secant[hour] + last) * x**3 + (3 * secant[hour] - 2 * first - last) * x**2 + first * x
-    ) * HOUR_S  # fmt: skip
+        (first - 2 * secant[hour] + last) * x**3
+        + (3 * secant[hour] - 2 * first - last) * x**2
+        + first * x
+    ) * HOUR_S
     return np.asarray(edges[hour] + rise)

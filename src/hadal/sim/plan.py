@@ -1,9 +1,11 @@
-"""The cheapest deployment that keeps a promise on latency: every pair of units, over a day of the traffic, priced.
+"""The cheapest deployment that keeps a promise on latency: every pair of units, over a day of the
+traffic, priced.
 
     units of each role within the promise (plan_units)  ->  their number over the day (plan_day)  ->  dollars a day
 
-Both roles run on one kind of hardware. Roles grow by themselves, so a pair costs what its parts cost, and all pairs of
-a hardware are one outer sum. Knows no files and simulates nothing: sim/plan_verify does.
+Both roles run on one kind of hardware. Roles grow by themselves, so a pair costs what its parts
+cost, and all pairs of a hardware are one outer sum. Knows no files and simulates nothing:
+sim/plan_verify does.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class RolePlan:
 
     @property
     def rounded_share(self) -> float:
-        """GPU-hours that come of whole units, over those of the need without any fleet: 1 is none."""
+        """GPU-hours that come of whole units, over those of the need without any fleet: 1 is
+        none.
+        """
         return self.gpu_hours / (24.0 * self.need_mean * self.num_ranks)
 
 
@@ -98,17 +102,26 @@ class Plan:
     @property
     def nodes_peak(self) -> float:
         """If both roles have their most at once."""
-        return self.prefill.num_peak * self.prefill.unit_nodes + self.decode.num_peak * self.decode.unit_nodes
+        return (
+            self.prefill.num_peak * self.prefill.unit_nodes
+            + self.decode.num_peak * self.decode.unit_nodes
+        )
 
     @property
     def usd_per_million_out(self) -> float:
         """Cost over output tokens, prefill's share in."""
-        return self.cost_usd / (self.traffic.requests_per_s * self.traffic.tokens_out * 86_400.0) * 1e6
+        return (
+            self.cost_usd / (self.traffic.requests_per_s * self.traffic.tokens_out * 86_400.0) * 1e6
+        )
 
     @property
     def extrapolated(self) -> tuple[str, ...]:
         """What of it lies outside of what the step model was fitted to."""
-        return tuple(dict.fromkeys((*self.prefill_unit.price.extrapolated, *self.decode_unit.price.extrapolated)))
+        return tuple(
+            dict.fromkeys(
+                (*self.prefill_unit.price.extrapolated, *self.decode_unit.price.extrapolated)
+            )
+        )
 
     def __str__(self) -> str:
         return f"{self.hardware.name}: prefill {self.prefill_unit}; decode {self.decode_unit}"
@@ -131,19 +144,32 @@ class HardwarePlans:
 
     @property
     def cost_PD(self) -> Floats:
-        hours = [np.array([plan.gpu_hours for plan in plans]) for plans in (self.prefill_plans, self.decode_plans)]
+        hours = [
+            np.array([plan.gpu_hours for plan in plans])
+            for plans in (self.prefill_plans, self.decode_plans)
+        ]
         return np.asarray(self.rent.usd * (hours[0][:, None] + hours[1][None, :]))
 
     def pair(self, prefill: int, decode: int) -> Plan:
         """The pair of these two."""
         pricing = self.pricing
         return Plan(
-            pricing.hardware, self.rent, pricing.traffic, pricing.slo, self.prefill[prefill], self.decode[decode],
-            self.prefill_plans[prefill], self.decode_plans[decode], self.choice.rules, pricing.mtp_accept,
-        )  # fmt: skip
+            pricing.hardware,
+            self.rent,
+            pricing.traffic,
+            pricing.slo,
+            self.prefill[prefill],
+            self.decode[decode],
+            self.prefill_plans[prefill],
+            self.decode_plans[decode],
+            self.choice.rules,
+            pricing.mtp_accept,
+        )
 
     def ranked(self) -> list[Plan]:
-        """The cheapest pair of each two widths, cheapest first. Ties go to what was tried first: the smaller one."""
+        """The cheapest pair of each two widths, cheapest first. Ties go to what was tried first:
+        the smaller one.
+        """
         found: dict[tuple[int, int], Plan] = {}
         costs = self.cost_PD
         for flat in np.argsort(costs, axis=None, kind="stable"):
@@ -162,10 +188,16 @@ def price_hardware(pricing: Pricing, rent: Rent, choice: Options) -> HardwarePla
     )
     num_tried = (len(prefill) + len(no_prefill)) * (len(decode) + len(no_decode))
     return HardwarePlans(
-        pricing, rent, choice, tuple(prefill), tuple(decode),
-        tuple(role_plans(pricing, prefill, choice.rules)), tuple(role_plans(pricing, decode, choice.rules)),
-        (*no_prefill, *no_decode), num_tried,
-    )  # fmt: skip
+        pricing,
+        rent,
+        choice,
+        tuple(prefill),
+        tuple(decode),
+        tuple(role_plans(pricing, prefill, choice.rules)),
+        tuple(role_plans(pricing, decode, choice.rules)),
+        (*no_prefill, *no_decode),
+        num_tried,
+    )
 
 
 def role_plans(
@@ -184,18 +216,25 @@ def role_plans(
     needs = needs_of(np.array(means), ranks, rules.level(traffic.shape))
     return [
         RolePlan(
-            unit.tokens_per_s, uses[i], means[i], float(needs.peak[i]), int(needs.num_peak[i]),
-            int(needs.num_least[i]), float(needs.gpu_hours[i]), unit.model.num_ranks, pricing.hardware.gpus_per_node,
+            unit.tokens_per_s,
+            uses[i],
+            means[i],
+            float(needs.peak[i]),
+            int(needs.num_peak[i]),
+            int(needs.num_least[i]),
+            float(needs.gpu_hours[i]),
+            unit.model.num_ranks,
+            pricing.hardware.gpus_per_node,
         )
         for i, unit in enumerate(units)
-    ]  # fmt: skip
+    ]
 
 
 def use_of(unit: PrefillUnit | DecodeUnit, traffic: Traffic) -> float:
     """How busy units may be on average at the peak, so that what comes unevenly still has room.
 
-    Of N requests at once (Little's law), N + 2 sqrt(N) are to fit: their number is Poisson's, and in prefill the work
-    of each varies as well.
+    Of N requests at once (Little's law), N + 2 sqrt(N) are to fit: their number is Poisson's, and
+    in prefill the work of each varies as well.
     """
     per_s = traffic.requests_per_s * traffic.peak
     if isinstance(unit, DecodeUnit):
@@ -208,7 +247,9 @@ def _with_room(num_requests: float, variation: float) -> float:
 
 
 def _tokens_per_s(unit: PrefillUnit | DecodeUnit, traffic: Traffic) -> float:
-    return traffic.requests_per_s * (traffic.tokens_out if isinstance(unit, DecodeUnit) else traffic.tokens_in)
+    return traffic.requests_per_s * (
+        traffic.tokens_out if isinstance(unit, DecodeUnit) else traffic.tokens_in
+    )
 
 
 def _sorted(found: Iterable[_Unit | Rejected]) -> tuple[list[_Unit], list[Rejected]]:

@@ -1,9 +1,11 @@
-"""How many units of a role a day takes, and their GPU-hours: what the fleet's policy comes to, without running it.
+"""How many units of a role a day takes, and their GPU-hours: what the fleet's policy comes to,
+without running it.
 
-    units(t) = whole units for the most that is needed between t - hold and t + start-up + hold, 1 at least
+    units(t) = whole units for the most that is needed between t - hold and t + start-up + hold, 1
+    at least
 
-which is when policy/scaling gives a unit up; it starts one later than that, so this is a little more. `fluid_day` runs
-the role itself.
+which is when policy/scaling gives a unit up; it starts one later than that, so this is a little
+more. `fluid_day` runs the role itself.
 """
 
 from __future__ import annotations
@@ -45,12 +47,16 @@ class DayRules:
         if self.is_static:
             return np.full(len(times), rates.max())
         back, ahead = int(self.hold_s // STEP_S), int(-(-(self.start_s + self.hold_s) // STEP_S))
-        return np.asarray(np.max([np.roll(rates, shift) for shift in range(-ahead, back + 1)], axis=0))
+        return np.asarray(
+            np.max([np.roll(rates, shift) for shift in range(-ahead, back + 1)], axis=0)
+        )
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one role's candidates, [candidates]: units at the peak, the least over the day, and GPU-hours of it."""
+    """Of one role's candidates, [candidates]: units at the peak, the least over the day, and
+    GPU-hours of it.
+    """
 
     peak: Floats
     """Not rounded."""
@@ -60,31 +66,48 @@ class Needs:
 
 
 def needs_of(mean: Floats, num_ranks: Ints, level: Floats) -> Needs:
-    """`mean`: units needed at the day's mean rate, not rounded [candidates]; `level` as DayRules says."""
+    """`mean`: units needed at the day's mean rate, not rounded [candidates]; `level` as DayRules
+    says.
+    """
     units = np.maximum(1, np.ceil(mean[:, None] * level[None, :] - _EPSILON)).astype(np.int64)
     hours = units.mean(axis=1) * num_ranks * DAY_S / HOUR_S
     return Needs(mean * level.max(), units.max(axis=1), units.min(axis=1), hours)
 
 
-def bundled_hours(means: Sequence[float], num_ranks: Sequence[int], sizes: Sequence[int], level: Floats) -> float:
-    """GPU-hours if roles grow together: `means`, `num_ranks` and units of a bundle, `sizes`, by role."""
-    each = [np.ceil(mean * level / size - _EPSILON) for mean, size in zip(means, sizes, strict=True)]
+def bundled_hours(
+    means: Sequence[float], num_ranks: Sequence[int], sizes: Sequence[int], level: Floats
+) -> float:
+    """GPU-hours if roles grow together: `means`, `num_ranks` and units of a bundle, `sizes`, by
+    role.
+    """
+    each = [
+        np.ceil(mean * level / size - _EPSILON) for mean, size in zip(means, sizes, strict=True)
+    ]
     bundles = np.maximum(1, np.max(each, axis=0))
     per_bundle = sum(ranks * size for ranks, size in zip(num_ranks, sizes, strict=True))
     return float(bundles.mean()) * per_bundle * DAY_S / HOUR_S
 
 
 def fluid_day(
-    traffic: Traffic, rules: DayRules, model: UnitModel, prefill: RoleRules, decode: RoleRules,
-    decode_tokens_per_s: float, rng: np.random.Generator,
-) -> Day:  # fmt: skip
+    traffic: Traffic,
+    rules: DayRules,
+    model: UnitModel,
+    prefill: RoleRules,
+    decode: RoleRules,
+    decode_tokens_per_s: float,
+    rng: np.random.Generator,
+) -> Day:
     """The traffic's day under the real fleet role, as a liquid."""
     nodes = prefill.num_max * prefill.unit_nodes + decode.num_max * decode.unit_nodes
     scaling = ScalingRules(prefill, decode, nodes, start_s=rules.start_s, hold_s=rules.hold_s)
     fleet = Fleet(
-        scaling, prefill_tokens_per_s=model.prefill_tokens_per_s, decode_tokens_per_s=decode_tokens_per_s,
+        scaling,
+        prefill_tokens_per_s=model.prefill_tokens_per_s,
+        decode_tokens_per_s=decode_tokens_per_s,
         shape=traffic.shape,
-    )  # fmt: skip
-    fluid = FluidDay(fleet, traffic.curve(), model, Faults(start_s=rules.start_s), rng, start=-60.0 * _WARM_STEPS)
+    )
+    fluid = FluidDay(
+        fleet, traffic.curve(), model, Faults(start_s=rules.start_s), rng, start=-60.0 * _WARM_STEPS
+    )
     fluid.run(_WARM_STEPS)
     return fluid.run_day()

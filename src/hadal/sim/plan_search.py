@@ -1,8 +1,9 @@
-"""The search as a whole: every hardware priced, the best simulated, and what missed its promise planned anew.
+"""The search as a whole: every hardware priced, the best simulated, and what missed its promise
+planned anew.
 
-    price all  ->  cheapest  ->  simulate  -- keeps it -->  a plan
-                      ^             | misses it by r: of this hardware, less is believed of that role
-                      |_____________|
+price all  ->  cheapest  ->  simulate  -- keeps it -->  a plan
+                  ^             | misses it by r: of this hardware, less is believed of that role
+                  |_____________|
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from hadal.sim.plan_verify import Measured, measure
 TRIES = 4
 """Plans of one search that are simulated for each that is to be verified, at most."""
 NODES_MAX = 10_000
-"""At the peak: more is a mistake in a file, and a fleet of equal parts costs what its parts cost."""
+"""At the peak: more is a mistake in a file, and a fleet of equal parts costs what its parts
+cost.
+"""
 _SAFETY = 0.98
 """Of what would just have kept the promise, so that a re-plan does not miss it by a hair again."""
 _SHARE_MIN = 0.3
@@ -46,7 +49,10 @@ class Search:
 
     def ranked(self) -> list[Plan]:
         """The cheapest pair of each two widths of each hardware, cheapest first."""
-        return sorted((plan for found in self.found for plan in found.ranked()), key=lambda plan: plan.cost_usd)
+        return sorted(
+            (plan for found in self.found for plan in found.ranked()),
+            key=lambda plan: plan.cost_usd,
+        )
 
     def of(self, plan: Plan) -> HardwarePlans:
         """The pairs of this plan's hardware."""
@@ -56,14 +62,17 @@ class Search:
         return any(_key(plan) == _key(other) for other, _ in self.verified)
 
     def verify(self, num: int, rng: Generator, progress: Callable[[Plan, float], None]) -> None:
-        """Simulate the cheapest plans until `num` of them, the very cheapest among them, keep their promise.
+        """Simulate the cheapest plans until `num` of them, the very cheapest among them, keep their
+        promise.
 
-        What misses it changes what is believed of its hardware, and so the order. After TRIES x `num` it is left at
-        what there is.
+        What misses it changes what is believed of its hardware, and so the order. After TRIES x
+        `num` it is left at what there is.
         """
         seen: dict[tuple[object, ...], Measured] = {}
         for _ in range(TRIES * num):
-            self.verified = [(plan, seen[_key(plan)]) for plan in self.ranked()[:num] if _key(plan) in seen]
+            self.verified = [
+                (plan, seen[_key(plan)]) for plan in self.ranked()[:num] if _key(plan) in seen
+            ]
             plan = next((plan for plan in self.ranked()[:num] if _key(plan) not in seen), None)
             if plan is None:
                 return
@@ -74,7 +83,9 @@ class Search:
                 continue
             self.refuted.append(Rejection(plan, measured, problem))
             self._believe_less(plan, measured)
-        self.verified = [(plan, seen[_key(plan)]) for plan in self.ranked()[:num] if _key(plan) in seen]
+        self.verified = [
+            (plan, seen[_key(plan)]) for plan in self.ranked()[:num] if _key(plan) in seen
+        ]
 
     def _believe_less(self, plan: Plan, measured: Measured) -> None:
         found = self.of(plan)
@@ -84,8 +95,10 @@ class Search:
             ttft = tpot = 0.9
         changed = replace(
             pricing,
-            prefill_share=pricing.prefill_share * (max(_SHARE_MIN, ttft) * _SAFETY if ttft < 1.0 else 1.0),
-            decode_share=pricing.decode_share * (max(_SHARE_MIN, tpot) * _SAFETY if tpot < 1.0 else 1.0),
+            prefill_share=pricing.prefill_share
+            * (max(_SHARE_MIN, ttft) * _SAFETY if ttft < 1.0 else 1.0),
+            decode_share=pricing.decode_share
+            * (max(_SHARE_MIN, tpot) * _SAFETY if tpot < 1.0 else 1.0),
         )
         self.found[self.found.index(found)] = price_hardware(changed, found.rent, found.choice)
 
@@ -95,8 +108,9 @@ def too_large(plan: Plan) -> str:
     if plan.nodes_peak <= NODES_MAX:
         return ""
     return (
-        f"{plan} takes {plan.nodes_peak:,.0f} nodes at the peak, and at most {NODES_MAX:,} are planned: plan one of "
-        f"{math.ceil(plan.nodes_peak / NODES_MAX):,} equal parts of the traffic, with so much less of requests_per_s."
+        f"{plan} takes {plan.nodes_peak:,.0f} nodes at the peak, and at most {NODES_MAX:,} are"
+        f" planned: plan one of {math.ceil(plan.nodes_peak / NODES_MAX):,} equal parts of the"
+        " traffic, with so much less of requests_per_s."
     )
 
 
@@ -111,8 +125,10 @@ def impossible(found: Sequence[HardwarePlans]) -> str:
                     lines.append(f"{one.pricing.hardware.name} cannot have any {role} unit.")
                     continue
                 nearest = min(rejected, key=lambda reject: reject.shortfall)
-                lines.append(f"{one.pricing.hardware.name} has no {role} unit for it; the nearest is {nearest.what}: "
-                             f"{nearest.why}.")  # fmt: skip
+                lines.append(
+                    f"{one.pricing.hardware.name} has no {role} unit for it; the nearest is"
+                    f" {nearest.what}: {nearest.why}."
+                )
     return " ".join(lines)
 
 

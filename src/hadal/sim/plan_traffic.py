@@ -1,7 +1,8 @@
-"""What a deployment is planned for: how many requests, how long, how much of them cached, and at which hours.
+"""What a deployment is planned for: how many requests, how long, how much of them cached, and at
+which hours.
 
-From a table of figures (a TOML file's), or from a trace's requests. Lengths are log-normal with a given mean and
-spread where only those are known; a trace's own are drawn from where there is one.
+From a table of figures (a TOML file's), or from a trace's requests. Lengths are log-normal with a
+given mean and spread where only those are known; a trace's own are drawn from where there is one.
 """
 
 from __future__ import annotations
@@ -29,9 +30,17 @@ NUM_QUANTILES = 256
 REQUESTS_PER_S_MAX = 1e6
 """Some 500 of DeepSeek's published days at once: more is a mistake in a file."""
 _FIELDS = (
-    "requests_per_s", "tokens_in_day", "tokens_in", "tokens_out", "cached_share", "variation_in", "variation_out",
-    "kv_length", "shape", "name",
-)  # fmt: skip
+    "requests_per_s",
+    "tokens_in_day",
+    "tokens_in",
+    "tokens_out",
+    "cached_share",
+    "variation_in",
+    "variation_out",
+    "kv_length",
+    "shape",
+    "name",
+)
 EXAMPLE = """\
 # What users ask of a deployment, for `hadal plan --traffic FILE`. Every line may be left out: what stands here is
 # DeepSeek's published day (DeepSeek-V3/R1 inference system overview, 2025-02-27), and it is what is taken then.
@@ -71,17 +80,23 @@ class Traffic:
     def __post_init__(self) -> None:
         for name in ("requests_per_s", "tokens_in", "tokens_out"):
             if not (getattr(self, name) > 0.0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"traffic: {name} is {getattr(self, name):g}; it must be above 0 and finite.")
+                raise ValueError(
+                    f"traffic: {name} is {getattr(self, name):g}; it must be above 0 and finite."
+                )
         if self.requests_per_s > REQUESTS_PER_S_MAX:
             raise ValueError(
-                f"traffic: requests_per_s is {self.requests_per_s:g}; at most {REQUESTS_PER_S_MAX:,.0f} are planned "
-                "for (DeepSeek's published day has 1,852)."
+                f"traffic: requests_per_s is {self.requests_per_s:g}; at most"
+                f" {REQUESTS_PER_S_MAX:,.0f} are planned for (DeepSeek's published day has 1,852)."
             )
         if not 0.0 <= self.cached_share < 1.0:
-            raise ValueError(f"traffic: cached_share is {self.cached_share:g}; from 0 to below 1 is possible.")
+            raise ValueError(
+                f"traffic: cached_share is {self.cached_share:g}; from 0 to below 1 is possible."
+            )
         for name in ("variation_in", "variation_out", "kv_length"):
             if not (getattr(self, name) >= 0.0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"traffic: {name} is {getattr(self, name):g}; it cannot be negative.")
+                raise ValueError(
+                    f"traffic: {name} is {getattr(self, name):g}; it cannot be negative."
+                )
 
     @property
     def tokens_new(self) -> float:
@@ -91,7 +106,9 @@ class Traffic:
     @property
     def kv_length_mean(self) -> float:
         """E[O (I + O / 2)] / E[O] for lengths that do not depend on each other, or as given."""
-        return self.kv_length or self.tokens_in + 0.5 * self.tokens_out * (1.0 + self.variation_out**2)
+        return self.kv_length or self.tokens_in + 0.5 * self.tokens_out * (
+            1.0 + self.variation_out**2
+        )
 
     @property
     def peak(self) -> float:
@@ -103,7 +120,9 @@ class Traffic:
         middles = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
         if self.lengths is not None:
             return np.asarray(np.quantile(self.lengths[0], middles) * (1.0 - self.cached_share))
-        return np.array([_log_normal_at(self.tokens_new, self.variation_in, float(at)) for at in middles])
+        return np.array(
+            [_log_normal_at(self.tokens_new, self.variation_in, float(at)) for at in middles]
+        )
 
     def draw(self, size: int, rng: Generator) -> tuple[Ints, Ints]:
         """(tokens in, tokens out) of so many requests."""
@@ -121,11 +140,15 @@ class Traffic:
     def curve(self) -> DemandCurve:
         """The day as the liquid takes it (sim/fluid)."""
         in_day = self.requests_per_s * DAY_S * self.tokens_in
-        return DemandCurve(in_day, in_day * self.tokens_out / self.tokens_in, self.tokens_in, self.shape)
+        return DemandCurve(
+            in_day, in_day * self.tokens_out / self.tokens_in, self.tokens_in, self.shape
+        )
 
 
 def traffic_of(table: Mapping[str, Any]) -> Traffic:
-    """From a TOML file's table (EXAMPLE has every field). Raises ValueError naming the field that is wrong."""
+    """From a TOML file's table (EXAMPLE has every field). Raises ValueError naming the field that
+    is wrong.
+    """
     for name in table:
         if name not in _FIELDS:
             raise ValueError(f"traffic: unknown field {shown(name)}. Known: {', '.join(_FIELDS)}.")
@@ -151,26 +174,34 @@ def traffic_of(table: Mapping[str, Any]) -> Traffic:
 
 
 def shape_of(value: object) -> DayShape:
-    """A shape by name, or of 24 hours from midnight on; hours too steep for a shape are smoothed. Raises ValueError."""
+    """A shape by name, or of 24 hours from midnight on; hours too steep for a shape are smoothed.
+    Raises ValueError.
+    """
     if isinstance(value, str) and value in SHAPES:
         return SHAPES[value]
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 24:
-        raise ValueError(f"traffic: shape is {shown(value)}; take {', '.join(SHAPES)}, or 24 numbers, one per hour.")
+        raise ValueError(
+            f"traffic: shape is {shown(value)}; take {', '.join(SHAPES)}, or 24 numbers, one per"
+            " hour."
+        )
     if not all(isinstance(hour, int | float) and 0.0 <= hour < math.inf for hour in value):
         raise ValueError("traffic: shape has an hour that is no number from 0 on.")
     return learned_shape([float(hour) for hour in value])
 
 
 def traffic_from(workload: Workload, name: str) -> Traffic:
-    """What a trace asks for: its rate, lengths and what a cache would have of it, over the time that it covers.
+    """What a trace asks for: its rate, lengths and what a cache would have of it, over the time
+    that it covers.
 
-    The shape is that of its hours if it covers a day; less is taken as a flat day. Raises ValueError for a trace of
-    fewer than two requests, or of no time.
+    The shape is that of its hours if it covers a day; less is taken as a flat day. Raises
+    ValueError for a trace of fewer than two requests, or of no time.
     """
     size = len(workload)
     span_s = float(workload.arrival_s[-1] - workload.arrival_s[0]) if size > 1 else 0.0
     if span_s <= 0.0:
-        raise ValueError(f"{name}: {size} requests in {span_s:g} s show no rate; give a longer trace.")
+        raise ValueError(
+            f"{name}: {size} requests in {span_s:g} s show no rate; give a longer trace."
+        )
     tokens_in, tokens_out = workload.tokens_in, workload.tokens_out
     mean_in, mean_out = float(tokens_in.mean()), float(tokens_out.mean())
     shape = FLAT
@@ -178,11 +209,17 @@ def traffic_from(workload: Workload, name: str) -> Traffic:
         hours = (workload.arrival_s % DAY_S // HOUR_S).astype(np.int64)
         shape = learned_shape(np.bincount(hours, minlength=24).astype(np.float64).tolist())
     return Traffic(
-        requests_per_s=(size - 1) / span_s, tokens_in=mean_in, tokens_out=mean_out,
+        requests_per_s=(size - 1) / span_s,
+        tokens_in=mean_in,
+        tokens_out=mean_out,
         cached_share=float(workload.tokens_findable.sum() / tokens_in.sum()),
-        variation_in=float(tokens_in.std() / mean_in), variation_out=float(tokens_out.std() / mean_out),
-        kv_length=workload.kv_length_mean, shape=shape, name=name, lengths=(tokens_in, tokens_out),
-    )  # fmt: skip
+        variation_in=float(tokens_in.std() / mean_in),
+        variation_out=float(tokens_out.std() / mean_out),
+        kv_length=workload.kv_length_mean,
+        shape=shape,
+        name=name,
+        lengths=(tokens_in, tokens_out),
+    )
 
 
 def _log_normal(mean: float, variation: float, normal: Floats) -> Ints:

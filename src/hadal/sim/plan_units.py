@@ -1,8 +1,10 @@
-"""Every unit that could be: what it does within a promise on latency, by the step model, or why it cannot.
+"""Every unit that could be: what it does within a promise on latency, by the step model, or why it
+cannot.
 
-A decode unit's batch is the largest that keeps TPOT and fits in memory; TPOT rises with the batch, so it is found by
-bisection. A prefill unit takes what waits into its next step, so its steps are as long as the load makes them: a prompt
-waits for half a step, for the one that was planned meanwhile, and for its own, which bounds how long steps may be.
+A decode unit's batch is the largest that keeps TPOT and fits in memory; TPOT rises with the batch,
+so it is found by bisection. A prefill unit takes what waits into its next step, so its steps are as
+long as the load makes them: a prompt waits for half a step, for the one that was planned meanwhile,
+and for its own, which bounds how long steps may be.
 """
 
 from __future__ import annotations
@@ -33,10 +35,30 @@ from hadal.sim.plan_traffic import Traffic
 from hadal.sim.world_units import HBM_SHARE
 
 DECODE_UNITS = (
-    (4, 0), (8, 0), (8, 32), (16, 0), (16, 32), (32, 0), (32, 32), (64, 0), (64, 64), (72, 32), (72, 104), (96, 32),
-    (96, 128), (128, 0), (128, 128), (144, 32), (144, 176), (192, 128), (288, 32), (320, 64),
-)  # fmt: skip
-"""(ranks, redundant experts) that are tried. Where some redundancy makes ranks even, more of it only takes memory."""
+    (4, 0),
+    (8, 0),
+    (8, 32),
+    (16, 0),
+    (16, 32),
+    (32, 0),
+    (32, 32),
+    (64, 0),
+    (64, 64),
+    (72, 32),
+    (72, 104),
+    (96, 32),
+    (96, 128),
+    (128, 0),
+    (128, 128),
+    (144, 32),
+    (144, 176),
+    (192, 128),
+    (288, 32),
+    (320, 64),
+)
+"""(ranks, redundant experts) that are tried. Where some redundancy makes ranks even, more of it
+only takes memory.
+"""
 PREFILL_UNITS = ((4, 0), (8, 0), (16, 0), (32, 0), (32, 32), (64, 64), (72, 32))
 """The same; 72 where all of them are in one NVLink domain."""
 CHUNKS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -50,17 +72,23 @@ KV_USE = 0.9
 KV_UNEVEN = 1.03
 """Core attention of the busiest decode rank over the mean."""
 TOKENS_UNEVEN, PAIRS_UNEVEN, UNEVEN_POWER = 1.3, 1.1, 0.75
-"""How far the busiest prefill rank's tokens, and its (token, position) pairs, are above the mean, in units of
-expected_maximum(ranks) x sqrt((1 + variation^2) / 2) / (prompts of a rank's step) ^ power. Fitted by `python -m
-bench.plan_fit` to simulated units of 8, 16 and 32 H800 or GB200, at 0.3 to 2.5 prompts a rank, of log-normal lengths.
-A step of as many tokens is then priced 1 % too short on average, 27 % too short to 33 % too long: at one rate, two
-seeds' steps are up to twice apart. A larger power fits as well, and prices heavy steps too short."""
+"""How far the busiest prefill rank's tokens, and its (token, position) pairs, are above the mean,
+in units of expected_maximum(ranks) x sqrt((1 + variation^2) / 2) / (prompts of a rank's step) ^
+power. Fitted by `python -m bench.plan_fit` to simulated units of 8, 16 and 32 H800 or GB200, at 0.3
+to 2.5 prompts a rank, of log-normal lengths. A step of as many tokens is then priced 1 % too short
+on average, 27 % too short to 33 % too long: at one rate, two seeds' steps are up to twice apart. A
+larger power fits as well, and prices heavy steps too short.
+"""
 STEPS_BEFORE = 3.4
-"""Before a prompt's own: half of the one that runs, the one that was planned while it ran (two are in flight), and what
-is put off so that ranks take equal time. Of the same simulated units: 2.7 to 4.7, 3.35 on average."""
+"""Before a prompt's own: half of the one that runs, the one that was planned while it ran (two are
+in flight), and what is put off so that ranks take equal time. Of the same simulated units: 2.7 to
+4.7, 3.35 on average.
+"""
 TTFT_TAIL = 0.6
-"""A quantile q of TTFT is taken to be so many times ln(1 / (1 - q)) of the mean: 1.38 for p90, 2.76 for p99. The same
-units had p90 at 1.17 to 1.78 times the mean, p99 at 1.9 to 4.1 times; 0.58 fits them best."""
+"""A quantile q of TTFT is taken to be so many times ln(1 / (1 - q)) of the mean: 1.38 for p90, 2.76
+for p99. The same units had p90 at 1.17 to 1.78 times the mean, p99 at 1.9 to 4.1 times; 0.58 fits
+them best.
+"""
 _IDLE = 16.0
 """A unit is looked at down to so many times less than a prompt in each step."""
 SPARE_SIGMAS = 2.0
@@ -88,7 +116,11 @@ class DecodeUnit:
         return self.tokens_per_s / self.model.num_ranks
 
     def __str__(self) -> str:
-        drafts = f", {self.mtp_tokens} draft{'s' if self.mtp_tokens > 1 else ''}" if self.mtp_tokens else ""
+        drafts = (
+            f", {self.mtp_tokens} draft{'s' if self.mtp_tokens > 1 else ''}"
+            if self.mtp_tokens
+            else ""
+        )
         return f"EP{self.model.num_ranks}+{self.model.num_redundant}{_dtype(self.model)}{drafts}"
 
 
@@ -120,7 +152,10 @@ class PrefillUnit:
 
     def __str__(self) -> str:
         model = self.model
-        return f"EP{model.num_ranks}+{model.num_redundant}{_dtype(model)}, steps of {self.chunk_tokens // 1024}K"
+        return (
+            f"EP{model.num_ranks}+{model.num_redundant}{_dtype(model)}, steps of"
+            f" {self.chunk_tokens // 1024}K"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +171,9 @@ class Rejected:
     why: str
     """A sentence without its full stop."""
     shortfall: float = math.inf
-    """How many times over the promise it is: the least of them is the next best. inf: it does not fit."""
+    """How many times over the promise it is: the least of them is the next best. inf: it does not
+    fit.
+    """
 
 
 @dataclass(frozen=True)
@@ -149,7 +186,9 @@ class Pricing:
     slo: Slo
     mtp_accept: float = MTP_ACCEPT
     decode_share: float = 1.0
-    """Of what the step model promises, what is believed: a simulation that took longer than planned lowers it."""
+    """Of what the step model promises, what is believed: a simulation that took longer than planned
+    lowers it.
+    """
     prefill_share: float = 1.0
     tokens_uneven: float = TOKENS_UNEVEN
     pairs_uneven: float = PAIRS_UNEVEN
@@ -160,7 +199,9 @@ class Pricing:
         return self.traffic.new_quantiles()
 
     # ---- decode ----
-    def decode_units(self, mtp_tokens: int, dtypes: tuple[str, ...] = (FP8,)) -> Iterator[DecodeUnit | Rejected]:
+    def decode_units(
+        self, mtp_tokens: int, dtypes: tuple[str, ...] = (FP8,)
+    ) -> Iterator[DecodeUnit | Rejected]:
         """All of them."""
         for dtype in dtypes:
             for num_ranks, num_redundant in DECODE_UNITS:
@@ -174,15 +215,25 @@ class Pricing:
 
         def no(why: str, shortfall: float = math.inf) -> Rejected:
             what = f"EP{model.num_ranks}+{model.num_redundant}{_dtype(model)}{draft}"
-            return Rejected("decode", self.hardware.name, model.num_ranks, model.num_redundant, what, why, shortfall)
+            return Rejected(
+                "decode",
+                self.hardware.name,
+                model.num_ranks,
+                model.num_redundant,
+                what,
+                why,
+                shortfall,
+            )
 
         most = self._batch_in_memory(model, mtp_tokens)
         if most < 1:
             return no(self._no_room(model, mtp_tokens))
-        if self._kv_bytes(model, mtp_tokens) < self._context_tokens * kv_bytes_per_token(self.model):
+        if self._kv_bytes(model, mtp_tokens) < self._context_tokens * kv_bytes_per_token(
+            self.model
+        ):
             return no(
-                f"a whole context of {self.model.max_position_embeddings:,} tokens does not fit beside "
-                f"{_gb(model.hbm_bytes(0, mtp_tokens))} of weights"
+                f"a whole context of {self.model.max_position_embeddings:,} tokens does not fit"
+                f" beside {_gb(model.hbm_bytes(0, mtp_tokens))} of weights"
             )
         limit_s = self.slo.tpot_s * self.decode_share
 
@@ -207,7 +258,11 @@ class Pricing:
 
     def _decode_price(self, model: StepModel, batch: int, mtp_tokens: int) -> StepPrice:
         return model.decode(
-            batch, self.traffic.kv_length_mean, mtp_tokens, mtp_accept=self.mtp_accept, attention_imbalance=KV_UNEVEN
+            batch,
+            self.traffic.kv_length_mean,
+            mtp_tokens,
+            mtp_accept=self.mtp_accept,
+            attention_imbalance=KV_UNEVEN,
         )
 
     def _batch_in_memory(self, model: StepModel, mtp_tokens: int) -> int:
@@ -226,7 +281,9 @@ class Pricing:
                 if model is not None:
                     yield from self.prefill_sizes(model)
 
-    def prefill_sizes(self, model: StepModel, chunks: tuple[int, ...] = CHUNKS) -> list[PrefillUnit | Rejected]:
+    def prefill_sizes(
+        self, model: StepModel, chunks: tuple[int, ...] = CHUNKS
+    ) -> list[PrefillUnit | Rejected]:
         """This unit with steps of so many tokens a rank at most, each."""
 
         @cache
@@ -235,26 +292,45 @@ class Pricing:
 
         return [self._prefill(model, chunk, at) for chunk in chunks]
 
-    def _prefill(self, model: StepModel, chunk_tokens: int, at: Callable[[float], StepPrice]) -> PrefillUnit | Rejected:
+    def _prefill(
+        self, model: StepModel, chunk_tokens: int, at: Callable[[float], StepPrice]
+    ) -> PrefillUnit | Rejected:
         traffic, slo = self.traffic, self.slo
 
         def no(why: str, shortfall: float = math.inf) -> Rejected:
-            what = f"EP{model.num_ranks}+{model.num_redundant}{_dtype(model)}, steps of {chunk_tokens // 1024}K"
-            return Rejected("prefill", self.hardware.name, model.num_ranks, model.num_redundant, what, why, shortfall)
+            what = (
+                f"EP{model.num_ranks}+{model.num_redundant}{_dtype(model)}, steps of"
+                f" {chunk_tokens // 1024}K"
+            )
+            return Rejected(
+                "prefill",
+                self.hardware.name,
+                model.num_ranks,
+                model.num_redundant,
+                what,
+                why,
+                shortfall,
+            )
 
-        # Three steps' prompts at once: computed, planned, and computed but not yet pulled by decode.
-        needed = max(3.0 * chunk_tokens / (1.0 - traffic.cached_share), 3.0 * traffic.tokens_in, self._context_tokens)
+        # Three steps' prompts at once: computed, planned, and computed but not yet pulled by
+        # decode.
+        needed = max(
+            3.0 * chunk_tokens / (1.0 - traffic.cached_share),
+            3.0 * traffic.tokens_in,
+            self._context_tokens,
+        )
         if needed * kv_bytes_per_token(self.model) > prefill_kv_bytes(model, chunk_tokens):
             if self._kv_bytes(model, 0) <= 0:
                 return no(self._no_room(model, 0))
             return no(
-                f"KV of {needed:,.0f} tokens and buffers for steps of {chunk_tokens:,} do not fit beside "
-                f"{_gb(model.hbm_bytes(0))} of weights"
+                f"KV of {needed:,.0f} tokens and buffers for steps of {chunk_tokens:,} do not fit"
+                f" beside {_gb(model.hbm_bytes(0))} of weights"
             )
         tail = 1.0 if slo.ttft_quantile == MEAN else tail_of(slo.ttft_quantile)
         limit_s = slo.ttft_s * self.prefill_share / tail
 
-        # With less than one prompt in a unit's step the unit is idle between: less waits, and a step is one prompt's.
+        # With less than one prompt in a unit's step the unit is idle between: less waits, and a
+        # step is one prompt's.
         one_tokens = min(float(chunk_tokens), traffic.tokens_new / model.num_ranks)
         own_steps = self.own_steps(chunk_tokens)
 
@@ -267,7 +343,10 @@ class Pricing:
         expected = [ttft_s(size)[1] for size in sizes]
         if min(expected) > limit_s:
             least_s = min(expected) * tail
-            return no(f"TTFT {least_s:.2f} s > {limit_s * tail:.2f} s even when idle", min(expected) / limit_s)
+            return no(
+                f"TTFT {least_s:.2f} s > {limit_s * tail:.2f} s even when idle",
+                min(expected) / limit_s,
+            )
         whole = at(sizes[-1])
         full_s, expected_s = ttft_s(sizes[-1])
         tokens_per_s = whole.tokens_per_s_gpu * model.num_ranks / (1.0 - traffic.cached_share)
@@ -284,33 +363,46 @@ class Pricing:
         return PrefillUnit(model, chunk_tokens, tokens_per_s, use, step_s, expected_s * tail, whole)
 
     def own_steps(self, chunk_tokens: int) -> float:
-        """Steps that compute a prompt, mean over prompts, if a rank takes no more than so many tokens in one."""
+        """Steps that compute a prompt, mean over prompts, if a rank takes no more than so many
+        tokens in one.
+        """
         return float(np.maximum(1.0, self._new / chunk_tokens).mean())
 
     def prefill_price(self, model: StepModel, tokens: float) -> StepPrice:
-        """A step of so many tokens a rank, attention as the busiest rank has it, under the cheapest schedule."""
+        """A step of so many tokens a rank, attention as the busiest rank has it, under the cheapest
+        schedule.
+        """
         traffic = self.traffic
         cached = traffic.tokens_in * traffic.cached_share
         prompts = tokens / traffic.tokens_new
-        spread = expected_maximum(model.num_ranks) * math.sqrt(0.5 * (1.0 + traffic.variation_in**2))
+        spread = expected_maximum(model.num_ranks) * math.sqrt(
+            0.5 * (1.0 + traffic.variation_in**2)
+        )
         spread /= prompts**self.uneven_power
-        uneven = [min(float(model.num_ranks), 1.0 + by * spread) for by in (self.tokens_uneven, self.pairs_uneven)]
+        uneven = [
+            min(float(model.num_ranks), 1.0 + by * spread)
+            for by in (self.tokens_uneven, self.pairs_uneven)
+        ]
         pairs = prompts * causal_pairs(traffic.tokens_new, cached)
         prices = []
         for schedule in SCHEDULES.values():
             num = 1 if schedule.offset is None else 2
             imbalance = model.expected_imbalance(PREFILL, tokens / num, traffic.tokens_new)
             batch = MicroBatch(
-                tokens / num * uneven[0], pairs / num * uneven[1], tokens / num * uneven[0] * traffic.tokens_in /
-                traffic.tokens_new, tokens / num, imbalance,
-            )  # fmt: skip
+                tokens / num * uneven[0],
+                pairs / num * uneven[1],
+                tokens / num * uneven[0] * traffic.tokens_in / traffic.tokens_new,
+                tokens / num,
+                imbalance,
+            )
             prices.append(model.price_works(PREFILL, schedule, [batch] * num, num_rows=prompts))
         best = min(prices, key=lambda price: price.seconds)
         return best.finished(
-            tokens_per_s_gpu=tokens / best.seconds, tokens_per_s_user=None,
+            tokens_per_s_gpu=tokens / best.seconds,
+            tokens_per_s_user=None,
             extrapolated=prefill_flags(model, best.micro_batches[0], traffic.tokens_in),
             hbm_bytes=model.hbm_bytes(prompts * traffic.tokens_in),
-        )  # fmt: skip
+        )
 
     # ---- both ----
     @property
@@ -318,23 +410,37 @@ class Pricing:
         """A pool holds the longest context at least (runtime/memory), and a spare block or two."""
         return self.model.max_position_embeddings + 4 * BLOCK_TOKENS
 
-    def step_model(self, role: str, num_ranks: int, num_redundant: int, dtype: str = FP8) -> StepModel | None:
-        """How steps of such a unit are priced. None: there is no such unit of this hardware, or of this model."""
+    def step_model(
+        self, role: str, num_ranks: int, num_redundant: int, dtype: str = FP8
+    ) -> StepModel | None:
+        """How steps of such a unit are priced. None: there is no such unit of this hardware, or of
+        this model.
+        """
         per_node = self.hardware.gpus_per_node
-        if (self.model.n_routed_experts + num_redundant) % num_ranks or (num_ranks > per_node and num_ranks % per_node):
+        if (self.model.n_routed_experts + num_redundant) % num_ranks or (
+            num_ranks > per_node and num_ranks % per_node
+        ):
             return None
         if dtype == FP4 and not self.hardware.fp4_flops:
             return None
         placed = left_by_placement(role, num_ranks, num_redundant, self.hardware.nvlink_domain)
         return StepModel(
-            num_ranks, self.hardware, self.model, num_redundant=num_redundant, placed=placed, expert_dtype=dtype
+            num_ranks,
+            self.hardware,
+            self.model,
+            num_redundant=num_redundant,
+            placed=placed,
+            expert_dtype=dtype,
         )
 
     def _kv_bytes(self, model: StepModel, mtp_tokens: int) -> float:
         return HBM_SHARE * self.hardware.hbm_bytes - model.hbm_bytes(0, mtp_tokens)
 
     def _no_room(self, model: StepModel, mtp_tokens: int) -> str:
-        return f"does not fit: weights {_gb(model.hbm_bytes(0, mtp_tokens))} of {_gb(self.hardware.hbm_bytes)}"
+        return (
+            f"does not fit: weights {_gb(model.hbm_bytes(0, mtp_tokens))} of"
+            f" {_gb(self.hardware.hbm_bytes)}"
+        )
 
 
 def tail_of(quantile: float) -> float:
@@ -344,22 +450,30 @@ def tail_of(quantile: float) -> float:
 
 @cache
 def left_by_placement(role: str, num_ranks: int, num_redundant: int, node_ranks: int) -> float:
-    """Maximum over mean of what ranks receive over a whole run, as the expert balancer leaves it."""
+    """Maximum over mean of what ranks receive over a whole run, as the expert balancer leaves
+    it.
+    """
     rng = np.random.default_rng(1)  # The same loads for all, so that units differ by what they are.
-    return expert_share(AUTO, role, num_ranks, num_redundant, rng, ranks_per_node=node_ranks).imbalance
+    return expert_share(
+        AUTO, role, num_ranks, num_redundant, rng, ranks_per_node=node_ranks
+    ).imbalance
 
 
 def prefill_kv_bytes(model: StepModel, chunk_tokens: int) -> float:
-    """Of a prefill rank's pool: what weights leave, and the buffers that its tokens and their results travel through.
+    """Of a prefill rank's pool: what weights leave, and the buffers that its tokens and their
+    results travel through.
 
-    Each of a step's tokens takes top_k rows in FP8 and BF16, out, in and decoded: 10 bytes a channel (runtime/memory).
+    Each of a step's tokens takes top_k rows in FP8 and BF16, out, in and decoded: 10 bytes a
+    channel (runtime/memory).
     """
     hbm_bytes, weights = model.hardware.hbm_bytes, model.hbm_bytes(0)
     buffers = 10.1 * chunk_tokens * model.model.num_experts_per_tok * model.model.hidden_size
     return min(HBM_SHARE * hbm_bytes, HBM_FULL * hbm_bytes - buffers) - weights
 
 
-def _longest(ttft_s: Callable[[float], tuple[float, float]], limit_s: float, low: float, high: float) -> float:
+def _longest(
+    ttft_s: Callable[[float], tuple[float, float]], limit_s: float, low: float, high: float
+) -> float:
     """Tokens of a step with which the promise is just kept: by `low`, not by `high`."""
     for _ in range(12):
         middle = 0.5 * (low + high)

@@ -1,7 +1,9 @@
-"""A plan in the simulator: its units under the roles that serve, at the load of the busiest hour, beside its promise.
+"""A plan in the simulator: its units under the roles that serve, at the load of the busiest hour,
+beside its promise.
 
-A part of the fleet that has its proportions runs with its part of the peak's requests. It starts as if it had run for
-hours: requests are on the decode units with what such a moment has of ages and lengths. Generators are passed in.
+A part of the fleet that has its proportions runs with its part of the peak's requests. It starts as
+if it had run for hours: requests are on the decode units with what such a moment has of ages and
+lengths. Generators are passed in.
 """
 
 from __future__ import annotations
@@ -37,10 +39,14 @@ RUNNING_MAX = 16_000
 RANKS_MAX = 1024
 """Of the part of the fleet that is simulated; one unit of each role it is at least."""
 SECONDS_MAX, REQUESTS_MAX = 600.0, 60_000
-"""Simulated at most, and requests that come meanwhile or run at the start. Where a promise of minutes would take longer
-it is looked at for less time; where more come in the least time, units have less than their load, which is said."""
+"""Simulated at most, and requests that come meanwhile or run at the start. Where a promise of
+minutes would take longer it is looked at for less time; where more come in the least time, units
+have less than their load, which is said.
+"""
 FLUID_UNITS_MAX = 400
-"""At the peak of the day that is run: it takes a second for a hundred units, and more than in proportion."""
+"""At the peak of the day that is run: it takes a second for a hundred units, and more than in
+proportion.
+"""
 CONTEXT_MAX = 131_072
 LOAD_MIN = 0.95
 """Of its planned load: a role that had less was not tried at what it promises, and that is said."""
@@ -68,7 +74,9 @@ class Measured:
     num_decode: int
     requests_per_s: float
     prefill_load: float
-    """Of what these units are planned to take at the peak; less where whole units do not have the proportions."""
+    """Of what these units are planned to take at the peak; less where whole units do not have the
+    proportions.
+    """
     decode_load: float
     seconds: float
     num_requests: int
@@ -111,10 +119,16 @@ class FleetDay:
 
 
 def part_of(plan: Plan) -> tuple[int, int]:
-    """(prefill, decode) units to simulate: the fleet if it is small, else the part that has its proportions best."""
+    """(prefill, decode) units to simulate: the fleet if it is small, else the part that has its
+    proportions best.
+    """
     prefill, decode = plan.prefill, plan.decode
-    most_decode = max(1, min(decode.num_peak, RUNNING_MAX // (decode.num_ranks * plan.decode_unit.batch)))
-    most_prefill = max(1, min(prefill.num_peak, (RANKS_MAX - decode.num_ranks) // prefill.num_ranks))
+    most_decode = max(
+        1, min(decode.num_peak, RUNNING_MAX // (decode.num_ranks * plan.decode_unit.batch))
+    )
+    most_prefill = max(
+        1, min(prefill.num_peak, (RANKS_MAX - decode.num_ranks) // prefill.num_ranks)
+    )
     found: list[tuple[float, int, int]] = []
     for num_decode in range(1, most_decode + 1):
         wanted = prefill.need_peak * num_decode / decode.need_peak
@@ -129,38 +143,59 @@ def part_of(plan: Plan) -> tuple[int, int]:
     return num_prefill, num_decode
 
 
-def measure(plan: Plan, rng: Generator, progress: Callable[[float], None] = lambda share: None) -> Measured:
-    """Run a part of the plan at the peak's load. `progress` is told the share of simulated time that is done."""
+def measure(
+    plan: Plan, rng: Generator, progress: Callable[[float], None] = lambda share: None
+) -> Measured:
+    """Run a part of the plan at the peak's load. `progress` is told the share of simulated time
+    that is done.
+    """
     num_prefill, num_decode = part_of(plan)
     unit, peak_per_s = plan.decode_unit, plan.traffic.requests_per_s * plan.traffic.peak
     share = min(1.0, num_prefill / plan.prefill.need_peak, num_decode / plan.decode.need_peak)
     per_s, settle_s, measure_s = within_limits(plan, share * peak_per_s)
     share, end_s = per_s / peak_per_s, settle_s + measure_s
-    # What is found of a prompt is told beforehand and read from the disk: prefill's memory has nothing to keep.
+    # What is found of a prompt is told beforehand and read from the disk: prefill's memory has
+    # nothing to keep.
     config = replace(
-        deployment_of(plan, num_prefill=num_prefill, num_decode=num_decode), cache=CacheConfig(memory=OFF)
+        deployment_of(plan, num_prefill=num_prefill, num_decode=num_decode),
+        cache=CacheConfig(memory=OFF),
     )
     world = FleetWorld(
         config,
-        {PREFILL: plan.prefill_unit.model, DECODE: unit.model}, requests_of(plan, per_s, end_s, rng),
-        max_context=CONTEXT_MAX, mtp_tokens=unit.mtp_tokens, mtp_accept=plan.mtp_accept,
-    )  # fmt: skip
+        {PREFILL: plan.prefill_unit.model, DECODE: unit.model},
+        requests_of(plan, per_s, end_s, rng),
+        max_context=CONTEXT_MAX,
+        mtp_tokens=unit.mtp_tokens,
+        mtp_accept=plan.mtp_accept,
+    )
     for step in range(1, _STEPS + 1):
         world.run(end_s * step / _STEPS)
         progress(step / _STEPS)
     seen = world.read(settle_s, end_s)
     ttft, tpot = _latency(seen.ttft_s), _latency(seen.decode.seconds_K, seen.decode.tokens_K)
     return Measured(
-        num_prefill, num_decode, per_s, share * plan.prefill.need_peak / num_prefill,
-        share * plan.decode.need_peak / num_decode, measure_s, len(seen.ttft_s), seen.num_failed, ttft, tpot,
+        num_prefill,
+        num_decode,
+        per_s,
+        share * plan.prefill.need_peak / num_prefill,
+        share * plan.decode.need_peak / num_decode,
+        measure_s,
+        len(seen.ttft_s),
+        seen.num_failed,
+        ttft,
+        tpot,
         _promised(plan.slo.ttft_quantile, ttft.mean, seen.ttft_s, None),
         _promised(plan.slo.tpot_quantile, tpot.mean, seen.decode.seconds_K, seen.decode.tokens_K),
-        seen.decode.requests_per_rank, seen.decode.positions_per_token, seen.prefill.busy_share,
-    )  # fmt: skip
+        seen.decode.requests_per_rank,
+        seen.decode.positions_per_token,
+        seen.prefill.busy_share,
+    )
 
 
 def within_limits(plan: Plan, per_s: float) -> tuple[float, float, float]:
-    """(requests/s, seconds before and while it is measured): as wanted, or as near to it as the limits allow."""
+    """(requests/s, seconds before and while it is measured): as wanted, or as near to it as the
+    limits allow.
+    """
     settle_s = max(SETTLE_S, TTFTS_SETTLE * plan.slo.ttft_s)
     measure_s = max(MEASURE_S, TTFTS_MEASURE * plan.slo.ttft_s)
     least_s, running_s = SETTLE_S + MEASURE_S, plan.traffic.tokens_out * plan.decode_unit.tpot_s
@@ -170,17 +205,29 @@ def within_limits(plan: Plan, per_s: float) -> tuple[float, float, float]:
 
 
 def fluid_of(plan: Plan, rng: Generator) -> FleetDay:
-    """The plan's day as a liquid, under the fleet role that serves; a large fleet's is that of its equal parts."""
+    """The plan's day as a liquid, under the fleet role that serves; a large fleet's is that of its
+    equal parts.
+    """
     unit, traffic = plan.decode_unit, plan.traffic
     num_parts = math.ceil((plan.prefill.num_peak + plan.decode.num_peak) / FLUID_UNITS_MAX)
     batch_max = float(deployment_of(plan).decode.max_requests)
     batches = np.unique(np.concatenate(([1.0], np.linspace(4.0, max(5.0, batch_max), 12))))
-    tpots = np.array([
-        1.0 / (unit.model.decode(
-            float(batch), traffic.kv_length_mean, unit.mtp_tokens, mtp_accept=plan.mtp_accept,
-            attention_imbalance=KV_UNEVEN,
-        ).tokens_per_s_user or math.inf) for batch in batches
-    ])  # fmt: skip
+    tpots = np.array(
+        [
+            1.0
+            / (
+                unit.model.decode(
+                    float(batch),
+                    traffic.kv_length_mean,
+                    unit.mtp_tokens,
+                    mtp_accept=plan.mtp_accept,
+                    attention_imbalance=KV_UNEVEN,
+                ).tokens_per_s_user
+                or math.inf
+            )
+            for batch in batches
+        ]
+    )
 
     def rules(role: RolePlan) -> RoleRules:
         num_peak = math.ceil(role.num_peak / num_parts)
@@ -188,13 +235,26 @@ def fluid_of(plan: Plan, rng: Generator) -> FleetDay:
         return RoleRules(math.ceil(role.unit_nodes), role.use, num_min, 2 * num_peak)
 
     model = UnitModel(
-        plan.prefill.unit_tokens_per_s, plan.decode.num_ranks, lambda batch: np.interp(batch, batches, tpots), batch_max
+        plan.prefill.unit_tokens_per_s,
+        plan.decode.num_ranks,
+        lambda batch: np.interp(batch, batches, tpots),
+        batch_max,
     )
     day = fluid_day(
-        replace(traffic, requests_per_s=traffic.requests_per_s / num_parts), plan.rules, model, rules(plan.prefill),
-        rules(plan.decode), plan.decode.unit_tokens_per_s, rng,
-    )  # fmt: skip
-    return FleetDay(num_parts * day.nodes_mean, num_parts * day.nodes_peak, day.tokens_per_s_user, day.wait_s_max)
+        replace(traffic, requests_per_s=traffic.requests_per_s / num_parts),
+        plan.rules,
+        model,
+        rules(plan.prefill),
+        rules(plan.decode),
+        plan.decode.unit_tokens_per_s,
+        rng,
+    )
+    return FleetDay(
+        num_parts * day.nodes_mean,
+        num_parts * day.nodes_peak,
+        day.tokens_per_s_user,
+        day.wait_s_max,
+    )
 
 
 def requests_of(plan: Plan, per_s: float, until_s: float, rng: Generator) -> Requests:
@@ -203,25 +263,35 @@ def requests_of(plan: Plan, per_s: float, until_s: float, rng: Generator) -> Req
     running_in, running_out, done = _running(plan, num_running, rng)
     come = arrivals(plan.traffic, per_s, until_s, rng)
     return Requests(
-        np.concatenate([np.full(len(done), -1.0), come.arrival_s]), np.concatenate([running_in, come.tokens_in]),
-        np.concatenate([running_out, come.tokens_out]), np.concatenate([np.zeros_like(done), come.tokens_cached]),
+        np.concatenate([np.full(len(done), -1.0), come.arrival_s]),
+        np.concatenate([running_in, come.tokens_in]),
+        np.concatenate([running_out, come.tokens_out]),
+        np.concatenate([np.zeros_like(done), come.tokens_cached]),
         np.concatenate([done, come.tokens_done]),
-    )  # fmt: skip
+    )
 
 
 def arrivals(traffic: Traffic, per_s: float, until_s: float, rng: Generator) -> Requests:
-    """Poisson arrivals of this traffic's prompts, as much of each in the cache as of the mean one."""
+    """Poisson arrivals of this traffic's prompts, as much of each in the cache as of the mean
+    one.
+    """
     size = int(rng.poisson(per_s * until_s))
     tokens_in, tokens_out = (_bounded(column) for column in traffic.draw(size, rng))
     cached = np.minimum(
         np.rint(traffic.cached_share * tokens_in / BLOCK_TOKENS), (tokens_in - 1) // BLOCK_TOKENS
     ).astype(np.int64)
-    return Requests(np.sort(rng.uniform(0.0, until_s, size)), tokens_in, tokens_out, BLOCK_TOKENS * cached)
+    return Requests(
+        np.sort(rng.uniform(0.0, until_s, size)), tokens_in, tokens_out, BLOCK_TOKENS * cached
+    )
 
 
 def _running(plan: Plan, num: int, rng: Generator) -> tuple[Ints, Ints, Ints]:
-    """(tokens in, out, done) of requests met at a random moment: the longer one's output, the likelier it is met."""
-    tokens_in, tokens_out = (_bounded(column) for column in plan.traffic.draw(max(4 * num, 1000), rng))
+    """(tokens in, out, done) of requests met at a random moment: the longer one's output, the
+    likelier it is met.
+    """
+    tokens_in, tokens_out = (
+        _bounded(column) for column in plan.traffic.draw(max(4 * num, 1000), rng)
+    )
     weights = np.maximum(tokens_out - 1, 0).astype(np.float64)
     if not num or not weights.any():
         return (np.zeros(0, np.int64),) * 3
@@ -237,7 +307,9 @@ def _bounded(column: Ints) -> Ints:
 def _latency(seconds: Floats, weights: Floats | None = None) -> Latency:
     if not len(seconds):
         return Latency(*(math.nan,) * 4)
-    return Latency(float(np.average(seconds, weights=weights)), *quantiles(seconds, (0.5, 0.9, 0.99), weights))
+    return Latency(
+        float(np.average(seconds, weights=weights)), *quantiles(seconds, (0.5, 0.9, 0.99), weights)
+    )
 
 
 def _promised(quantile: float, mean: float, seconds: Floats, weights: Floats | None) -> float:

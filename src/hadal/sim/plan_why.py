@@ -37,18 +37,24 @@ def why(plan: Plan, best: Plan) -> str:
     if plan.hardware != best.hardware:
         if plan.rent.usd != best.rent.usd:
             reasons.append(f"${plan.rent.usd:g} instead of ${best.rent.usd:g} a GPU-hour")
-        reasons.append(f"{plan.gpu_hours / 24:,.0f} GPUs on average instead of {best.gpu_hours / 24:,.0f}")
+        reasons.append(
+            f"{plan.gpu_hours / 24:,.0f} GPUs on average instead of {best.gpu_hours / 24:,.0f}"
+        )
     is_same = plan.hardware == best.hardware
     if not is_same or plan.decode_unit != best.decode_unit:
         reasons += _decode(plan.decode_unit, best.decode_unit)
     if not is_same or plan.prefill_unit != best.prefill_unit:
         reasons += _prefill(plan.prefill_unit, best.prefill_unit)
     if is_same:
-        for name, role, other in (("prefill", plan.prefill, best.prefill), ("decode", plan.decode, best.decode)):
+        for name, role, other in (
+            ("prefill", plan.prefill, best.prefill),
+            ("decode", plan.decode, best.decode),
+        ):
             if role.rounded_share / other.rounded_share > 1.0 + _SMALL:
                 reasons.append(
-                    f"in {name} units of {role.num_ranks} GPUs the day takes {role.rounded_share - 1.0:.0%} more than "
-                    f"is needed, in units of {other.num_ranks} {other.rounded_share - 1.0:.0%}"
+                    f"in {name} units of {role.num_ranks} GPUs the day takes"
+                    f" {role.rounded_share - 1.0:.0%} more than is needed, in units of"
+                    f" {other.num_ranks} {other.rounded_share - 1.0:.0%}"
                 )
     more = plan.cost_usd / best.cost_usd - 1.0
     if abs(more) < 5e-4 and not reasons:
@@ -62,8 +68,13 @@ def _decode(unit: DecodeUnit, best: DecodeUnit) -> list[str]:
         return []
     limit = ", for no more fit in memory," if unit.is_memory_bound else ""
     return [
-        f"decode {unit} holds {unit.batch} requests a GPU at {unit.tpot_s * 1e3:.0f} ms{limit} instead of {best.batch}"
-        + (f" at {best.tpot_s * 1e3:.0f} ms" if best.is_memory_bound or unit.is_memory_bound else "")
+        f"decode {unit} holds {unit.batch} requests a GPU at {unit.tpot_s * 1e3:.0f} ms{limit}"
+        f" instead of {best.batch}"
+        + (
+            f" at {best.tpot_s * 1e3:.0f} ms"
+            if best.is_memory_bound or unit.is_memory_bound
+            else ""
+        )
     ]
 
 
@@ -71,23 +82,38 @@ def _prefill(unit: PrefillUnit, best: PrefillUnit) -> list[str]:
     if abs(unit.tokens_per_s_gpu / best.tokens_per_s_gpu - 1.0) < _SMALL:
         return []
     return [
-        f"prefill {unit} takes {unit.tokens_per_s_gpu:,.0f} prompt tokens/s a GPU within the TTFT instead of "
-        f"{best.tokens_per_s_gpu:,.0f}"
+        f"prefill {unit} takes {unit.tokens_per_s_gpu:,.0f} prompt tokens/s a GPU within the TTFT"
+        f" instead of {best.tokens_per_s_gpu:,.0f}"
     ]
 
 
 def dimension_rows(best: Plan, found: HardwarePlans) -> Iterator[Row]:
-    """For each dimension of the best plan the next best value, and what of the narrowest units cannot be."""
+    """For each dimension of the best plan the next best value, and what of the narrowest units
+    cannot be.
+    """
     prefill, decode = best.prefill_unit, best.decode_unit
     dimensions: tuple[tuple[str, Callable[[PrefillUnit, DecodeUnit], bool]], ...] = (
         ("decode width", lambda p, d: d.model.num_ranks != decode.model.num_ranks),
-        ("decode redundancy", lambda p, d: d.model.num_ranks == decode.model.num_ranks
-         and d.model.num_redundant != decode.model.num_redundant),
+        (
+            "decode redundancy",
+            lambda p, d: (
+                d.model.num_ranks == decode.model.num_ranks
+                and d.model.num_redundant != decode.model.num_redundant
+            ),
+        ),
         ("prefill width", lambda p, d: p.model.num_ranks != prefill.model.num_ranks),
-        ("prefill redundancy", lambda p, d: p.model.num_ranks == prefill.model.num_ranks
-         and p.model.num_redundant != prefill.model.num_redundant),
-        ("prefill step", lambda p, d: p.model == prefill.model and p.chunk_tokens != prefill.chunk_tokens),
-    )  # fmt: skip
+        (
+            "prefill redundancy",
+            lambda p, d: (
+                p.model.num_ranks == prefill.model.num_ranks
+                and p.model.num_redundant != prefill.model.num_redundant
+            ),
+        ),
+        (
+            "prefill step",
+            lambda p, d: p.model == prefill.model and p.chunk_tokens != prefill.chunk_tokens,
+        ),
+    )
     costs = found.cost_PD
     for name, is_other in dimensions:
         fits = np.array([[is_other(p, d) for d in found.decode] for p in found.prefill])
@@ -100,7 +126,9 @@ def dimension_rows(best: Plan, found: HardwarePlans) -> Iterator[Row]:
 
 
 def rejected_rows(rejected: Sequence[Rejected]) -> Iterator[Row]:
-    """Of each role and width that cannot be at all or that some variant of cannot be, the one that came nearest."""
+    """Of each role and width that cannot be at all or that some variant of cannot be, the one that
+    came nearest.
+    """
     nearest: dict[tuple[str, int], Rejected] = {}
     for one in rejected:
         key = one.role, one.num_ranks
@@ -126,11 +154,15 @@ def what_if_rows(best: Plan, found: HardwarePlans) -> Iterator[Row]:
         yield _bundles(best)
     if 1 not in choice.mtp_tokens:
         yield from row(
-            "MTP", "1 draft", replace(choice, mtp_tokens=(1,)),
+            "MTP",
+            "1 draft",
+            replace(choice, mtp_tokens=(1,)),
             f"{pricing.mtp_accept:.0%} of drafts accepted; `hadal serve` makes none yet",
-        )  # fmt: skip
+        )
     if FP4 not in choice.dtypes and pricing.hardware.fp4_flops:
-        yield from row("experts", "FP4", replace(choice, dtypes=(FP8, FP4)), "`hadal serve` loads none yet")
+        yield from row(
+            "experts", "FP4", replace(choice, dtypes=(FP8, FP4)), "`hadal serve` loads none yet"
+        )
 
 
 def _bundles(best: Plan) -> Row:
@@ -138,9 +170,14 @@ def _bundles(best: Plan) -> Row:
     ratio = best.prefill.need_peak / best.decode.need_peak
     sizes = (max(1, round(ratio)), 1) if ratio >= 1.0 else (1, max(1, round(1.0 / ratio)))
     hours = bundled_hours(
-        [role.need_mean for role in roles], [role.num_ranks for role in roles], sizes,
+        [role.need_mean for role in roles],
+        [role.num_ranks for role in roles],
+        sizes,
         best.rules.level(best.traffic.shape),
-    )  # fmt: skip
+    )
     cost = best.rent.usd * hours
-    text = f"{cost / best.cost_usd - 1.0:+.1%}: the scarcer role makes both grow, and units come in lots"
+    text = (
+        f"{cost / best.cost_usd - 1.0:+.1%}: the scarcer role makes both grow, and units come in"
+        " lots"
+    )
     return Row("fleet", f"bundles of {sizes[0]} prefill + {sizes[1]} decode", None, cost, text)

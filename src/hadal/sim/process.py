@@ -1,7 +1,8 @@
-"""A simulated process: a role with its mailbox, its timer and, for a leader, the Runner of its unit.
+"""A simulated process: a role with its mailbox, its timer and, for a leader, the Runner of its
+unit.
 
-What arrives within `look_s` of the first of it is handed to the role together, as a socket's reader would find it.
-Applies effects as the live hosts do, and decides nothing.
+What arrives within `look_s` of the first of it is handed to the role together, as a socket's reader
+would find it. Applies effects as the live hosts do, and decides nothing.
 """
 
 from __future__ import annotations
@@ -50,15 +51,24 @@ class UnitRunner(Protocol):
 
 
 class Process:
-    """One role at work. `send(to, message)` puts a message on the wire; `pull_s(effect)` says how long a copy takes."""
+    """One role at work. `send(to, message)` puts a message on the wire; `pull_s(effect)` says how
+    long a copy takes.
+    """
 
     def __init__(
-        self, name: str, role: Role, clock: SimClock, send: Callable[[str, AnyMessage], None], *,
-        look_s: float = 0.0, runner: UnitRunner | None = None, pull_s: Callable[[Pull], float] | None = None,
+        self,
+        name: str,
+        role: Role,
+        clock: SimClock,
+        send: Callable[[str, AnyMessage], None],
+        *,
+        look_s: float = 0.0,
+        runner: UnitRunner | None = None,
+        pull_s: Callable[[Pull], float] | None = None,
         deliver: Callable[[Deliver], None] | None = None,
         disk: Callable[[LoadBlocks | StoreBlocks], DiskAnswer] | None = None,
         pull_error: Callable[[Pull], str | None] = lambda effect: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`pull_error`: asked when a copy ends, why it is void."""
         self.name = name
         self.role = role
@@ -131,7 +141,9 @@ class Process:
         """A rank is asked for something: it answers, unless it dies."""
         life = self._num_deaths[rank]
         if rank not in self._dead:
-            self._clock.after(delay_s, lambda: self.post(answer()) if self._num_deaths[rank] == life else None)
+            self._clock.after(
+                delay_s, lambda: self.post(answer()) if self._num_deaths[rank] == life else None
+            )
 
     def _apply(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -146,7 +158,9 @@ class Process:
                 if self._is_forming:
                     continue  # The next generation makes it void.
                 self._plans.append(effect.plans)
-                assert len(self._plans) <= MAX_STEPS_IN_FLIGHT, f"{self.name} has too many plans in flight"
+                assert len(self._plans) <= MAX_STEPS_IN_FLIGHT, (
+                    f"{self.name} has too many plans in flight"
+                )
                 if len(self._plans) == 1:
                     self._run()
             elif isinstance(effect, WakeAt):
@@ -157,14 +171,17 @@ class Process:
                 delay_s, answer = self._disk(effect)
                 self._answer(effect.rank, delay_s, partial(_same, answer))
             else:
-                assert isinstance(effect, Freed | UsedBlocks), f"{self.name} asks for {type(effect).__name__}"
+                assert isinstance(effect, Freed | UsedBlocks), (
+                    f"{self.name} asks for {type(effect).__name__}"
+                )
 
     def _pull(self, effect: Pull) -> None:
         assert self._pull_s is not None, f"{self.name} has no wire for KV"
         self._answer(
-            effect.rank, self._pull_s(effect),
+            effect.rank,
+            self._pull_s(effect),
             lambda: KvPulled(effect.request_id, effect.attempt, self._pull_error(effect)),
-        )  # fmt: skip
+        )
 
     def _run(self) -> None:
         assert self._runner is not None, f"{self.name} has no runner"

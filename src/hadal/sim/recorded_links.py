@@ -1,4 +1,5 @@
-"""What caused each call in recordings of a live run, and how long after its cause it came: all that a world measures.
+"""What caused each call in recordings of a live run, and how long after its cause it came: all that
+a world measures.
 
     cause                    call                        measured
     Send                     a message, elsewhere        its way: from the sender's call to the receiver's
@@ -7,8 +8,9 @@
     WakeAt                   Tick                        how late the host's timer was
     none                     from outside                the moment: requests, clients that leave, a process that died
 
-An effect without a consequence had none: a message to a process that was not there yet, a timer that was replaced, what
-was under way when the recording ended. Delays are whole nanoseconds (roles/recording).
+An effect without a consequence had none: a message to a process that was not there yet, a timer
+that was replaced, what was under way when the recording ended. Delays are whole nanoseconds
+(roles/recording).
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Consequence:
 
 @dataclass
 class Links:
-    """The causes of all events. An effect is (index of its recording, its number among all effects there)."""
+    """The causes of all events. An effect is (index of its recording, its number among all effects
+    there).
+    """
 
     effect_to_consequence: dict[tuple[int, int], Consequence] = field(default_factory=dict)
     outside: list[tuple[int, int, int]] = field(default_factory=list)
@@ -55,7 +59,9 @@ class _Ask:
 
 
 _Mail = dict[tuple[str, bytes], deque[tuple[int, int, int]]]
-"""(receiver, content) -> (sent at, index of the sender, number of the effect), in the order of sending."""
+"""(receiver, content) -> (sent at, index of the sender, number of the effect), in the order of
+sending.
+"""
 
 
 def link(recordings: Sequence[Recording]) -> Links:
@@ -68,7 +74,11 @@ def link(recordings: Sequence[Recording]) -> Links:
         for number, call in enumerate(recording.calls):
             at_ns = ns_of(call.now_s)
             for place, event in enumerate(call.events):
-                letters = mail.get((recording.process, _content(event))) if isinstance(event, Message) else None
+                letters = (
+                    mail.get((recording.process, _content(event)))
+                    if isinstance(event, Message)
+                    else None
+                )
                 if letters and letters[0][0] <= at_ns:
                     cause_ns, sender, effect = letters.popleft()
                     num_received += 1
@@ -77,7 +87,9 @@ def link(recordings: Sequence[Recording]) -> Links:
                 else:
                     links.outside.append((index, number, place))
                     continue
-                links.effect_to_consequence[sender, effect] = Consequence(index, number, place, at_ns - cause_ns)
+                links.effect_to_consequence[sender, effect] = Consequence(
+                    index, number, place, at_ns - cause_ns
+                )
             causes.add(at_ns, call.effects)
     links.num_lost = num_sent - num_received
     return links
@@ -102,7 +114,9 @@ class _Causes:
             self._num_effects += 1
 
     def of(self, at_ns: int, event: AnyEvent) -> _Ask | None:
-        """Take the effect that this is the outcome of; for steps, with the time at which the Runner was free for it."""
+        """Take the effect that this is the outcome of; for steps, with the time at which the Runner
+        was free for it.
+        """
         if isinstance(event, Tick):
             timer, self._timer = self._timer, None
             return None if timer is None else _Ask(timer[0], ns_of(timer[1]))
@@ -134,7 +148,9 @@ def _mail(recordings: Sequence[Recording]) -> _Mail:
 
 def _content(message: Message) -> bytes:
     if isinstance(message, Load):
-        message = msgspec.structs.replace(message, overhead_ms=0.0)  # Put in by the host, on the way.
+        message = msgspec.structs.replace(
+            message, overhead_ms=0.0
+        )  # Put in by the host, on the way.
     return encode(message)
 
 

@@ -1,4 +1,6 @@
-"""One role that lives a recorded life again: each call is compared with the recorded one, time, heard and decided."""
+"""One role that lives a recorded life again: each call is compared with the recorded one, time,
+heard and decided.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from typing import Any, Protocol
 import msgspec
 
 from hadal.core.seams import Send
-from hadal.roles.recording import AnyEffect, AnyEvent, Call, Opening, Recording, canonical, encode, ns_of
+from hadal.roles.recording import (
+    AnyEffect,
+    AnyEvent,
+    Call,
+    Opening,
+    Recording,
+    canonical,
+    encode,
+    ns_of,
+)
 from hadal.sim.recorded_links import Consequence
 
 _SHOWN = 400
@@ -87,7 +98,9 @@ class Life:
             path, old, new = _narrowed("events", wanted.events, events)
             return self._differ(now_s, f"it heard something else: {path}", _shown(old), _shown(new))
         if error != wanted.error:
-            return self._differ(now_s, "it raised something else", wanted.error or "nothing", error or "nothing")
+            return self._differ(
+                now_s, "it raised something else", wanted.error or "nothing", error or "nothing"
+            )
         return self._first_effect(now_s, made, wanted)
 
     def _first_effect(self, now_s: float, made: Call, wanted: Call) -> Difference:
@@ -95,12 +108,19 @@ class Life:
         for index, (new, old) in enumerate(zip(made.effects, wanted.effects, strict=False)):
             if encode(new) != encode(old):
                 path, old, new = _narrowed(f"{_name(old)}", old, new)
-                return self._differ(now_s, f"{heard} something else, effect {index}: {path}", _shown(old), _shown(new))
+                return self._differ(
+                    now_s,
+                    f"{heard} something else, effect {index}: {path}",
+                    _shown(old),
+                    _shown(new),
+                )
         most = min(len(made.effects), len(wanted.effects))
         return self._differ(
-            now_s, f"{heard} {len(made.effects)} things, not {len(wanted.effects)}",
-            _shown(wanted.effects[most:]), _shown(made.effects[most:]),
-        )  # fmt: skip
+            now_s,
+            f"{heard} {len(made.effects)} things, not {len(wanted.effects)}",
+            _shown(wanted.effects[most:]),
+            _shown(made.effects[most:]),
+        )
 
     def missing(self) -> Difference | None:
         """The first recorded call that never came."""
@@ -112,12 +132,18 @@ class Life:
 
     def _differ(self, now_s: float, what: str, recorded: str, replayed: str) -> Difference:
         number = max(self.num_calls - 1, 0)
-        return Difference(self.recording.process, number, now_s - self._begin_s, what, recorded, replayed)
+        return Difference(
+            self.recording.process, number, now_s - self._begin_s, what, recorded, replayed
+        )
 
 
 def replay_alone(recording: Recording, make_role: MakeRole) -> Difference | None:
     """Let a fresh role hear what one process heard; the first answer that differs."""
-    life = Life(recording, make_role(recording.opening), recording.calls[0].now_s if recording.calls else 0.0)
+    life = Life(
+        recording,
+        make_role(recording.opening),
+        recording.calls[0].now_s if recording.calls else 0.0,
+    )
     for call in recording.calls:
         if (difference := life.call(call.now_s, *call.events)) is not None:
             return difference
@@ -137,9 +163,14 @@ def _narrowed(path: str, old: Any, new: Any) -> tuple[str, Any, Any]:
     """The part in which two unequal values differ first, and where it is."""
     parts: list[tuple[str, Any, Any]] = []
     if isinstance(old, msgspec.Struct) and type(old) is type(new):
-        parts = [(f"{path}.{name}", getattr(old, name), getattr(new, name)) for name in old.__struct_fields__]
+        parts = [
+            (f"{path}.{name}", getattr(old, name), getattr(new, name))
+            for name in old.__struct_fields__
+        ]
     elif isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
-        parts = [(f"{path}[{index}]", *pair) for index, pair in enumerate(zip(old, new, strict=True))]
+        parts = [
+            (f"{path}[{index}]", *pair) for index, pair in enumerate(zip(old, new, strict=True))
+        ]
     for part in parts:
         if encode(part[1]) != encode(part[2]):
             return _narrowed(*part)

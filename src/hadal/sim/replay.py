@@ -1,11 +1,14 @@
-"""A recorded live run once more: fresh roles of the serving classes, under the simulated clock, deciding anew.
+"""A recorded live run once more: fresh roles of the serving classes, under the simulated clock,
+deciding anew.
 
-`replay` gives all roles of a run nothing but what came from outside: what they say to each other is what they say now,
-and only how long it took (messages, steps, copies, late timers) and what was computed (tokens, measured op times) is as
-it was recorded. Every call is compared with the recorded one (sim/relived); the first that differs ends it.
+`replay` gives all roles of a run nothing but what came from outside: what they say to each other is
+what they say now, and only how long it took (messages, steps, copies, late timers) and what was
+computed (tokens, measured op times) is as it was recorded. Every call is compared with the recorded
+one (sim/relived); the first that differs ends it.
 
-What makes it exact: recorded are the bounds of every call, so what a role was told together it is told together again;
-and the monotone clock counts nanoseconds, so a time plus a recorded delay is the very time that was read.
+What makes it exact: recorded are the bounds of every call, so what a role was told together it is
+told together again; and the monotone clock counts nanoseconds, so a time plus a recorded delay is
+the very time that was read.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ class Steps:
     elapsed_ms: float
     """Mean, inside the Runner."""
     answered_ms: float
-    """Mean from a step's start to when the role heard of its end: what the host adds is the difference."""
+    """Mean from a step's start to when the role heard of its end: what the host adds is the
+    difference.
+    """
 
 
 @dataclass(frozen=True)
@@ -79,9 +84,13 @@ class ReplayReport:
 
 
 def replay(
-    recordings: Sequence[Recording], make_role: MakeRole, advance: Callable[[int, int], None] = lambda done, of: None
+    recordings: Sequence[Recording],
+    make_role: MakeRole,
+    advance: Callable[[int, int], None] = lambda done, of: None,
 ) -> ReplayReport:
-    """Let all roles of a run live together again. `advance` is told how many calls are made, of how many."""
+    """Let all roles of a run live together again. `advance` is told how many calls are made, of how
+    many.
+    """
     return _Run(recordings, make_role, advance).run()
 
 
@@ -89,7 +98,10 @@ class _Run:
     """All lives of a run under one clock."""
 
     def __init__(
-        self, recordings: Sequence[Recording], make_role: MakeRole, advance: Callable[[int, int], None]
+        self,
+        recordings: Sequence[Recording],
+        make_role: MakeRole,
+        advance: Callable[[int, int], None],
     ) -> None:
         recordings = [recording for recording in recordings if recording.calls]
         if not recordings:
@@ -99,10 +111,17 @@ class _Run:
         self._advance = advance
         self._clock = SimClock()
         self._links = link(recordings)
-        self._lives = [Life(recording, make_role(recording.opening), begin_s) for recording in recordings]
-        self._report = ReplayReport(len(recordings), sum(len(r.calls) for r in recordings), end_s - begin_s)
+        self._lives = [
+            Life(recording, make_role(recording.opening), begin_s) for recording in recordings
+        ]
+        self._report = ReplayReport(
+            len(recordings), sum(len(r.calls) for r in recordings), end_s - begin_s
+        )
         self._report.num_lost = self._links.num_lost
-        self._report.steps, self._report.ways = _steps(recordings, self._links), _ways(recordings, self._links)
+        self._report.steps, self._report.ways = (
+            _steps(recordings, self._links),
+            _ways(recordings, self._links),
+        )
 
     def run(self) -> ReplayReport:
         report = self._report
@@ -114,7 +133,9 @@ class _Run:
             self._at(ns_of(call.now_s), Consequence(index, number, place, 0), call.events[place])
         self._clock.run(float("inf"), lambda: report.difference is not None)
         if report.difference is None:
-            missing = [difference for life in self._lives if (difference := life.missing()) is not None]
+            missing = [
+                difference for life in self._lives if (difference := life.missing()) is not None
+            ]
             report.difference = min(missing, key=lambda difference: difference.at_s, default=None)
         return report
 
@@ -159,10 +180,13 @@ class _Run:
         if isinstance(effect, WakeAt):
             self._at(ns_of(effect.time_s) + came.delay_ns, came, recorded)
         elif isinstance(effect, Send):
-            # The replayed message, not the recorded one, by the wire's encoding: what is in a role's hands stays there.
+            # The replayed message, not the recorded one, by the wire's encoding: what is in a
+            # role's hands stays there.
             message = _wire.decode(encode(effect.message))
             if isinstance(message, Load) and isinstance(recorded, Load):
-                message = msgspec.structs.replace(message, overhead_ms=recorded.overhead_ms)  # The host measures it.
+                message = msgspec.structs.replace(
+                    message, overhead_ms=recorded.overhead_ms
+                )  # The host measures it.
             self._at(now_ns + came.delay_ns, came, message)
         elif is_of_runner(effect):
             life.plans.append(came)
@@ -182,7 +206,9 @@ class _Run:
 def decision_of(effect: AnyEffect) -> str | None:
     """Name of a decision; None for timers and for what only reports."""
     if isinstance(effect, Send):
-        return None if isinstance(effect.message, Load | RankBeat) else type(effect.message).__name__
+        return (
+            None if isinstance(effect.message, Load | RankBeat) else type(effect.message).__name__
+        )
     return None if isinstance(effect, WakeAt) else type(effect).__name__
 
 
@@ -195,11 +221,12 @@ def _steps(recordings: Sequence[Recording], links: Links) -> dict[str, Steps]:
             times[recording.process].append((event.elapsed_s, consequence.delay_ns))
     return {
         process: Steps(
-            len(of), 1e3 * statistics.fmean(elapsed_s for elapsed_s, _ in of),
+            len(of),
+            1e3 * statistics.fmean(elapsed_s for elapsed_s, _ in of),
             statistics.fmean(delay_ns for _, delay_ns in of) / 1e6,
         )
         for process, of in sorted(times.items())
-    }  # fmt: skip
+    }
 
 
 def _ways(recordings: Sequence[Recording], links: Links) -> dict[tuple[str, str], Way]:
@@ -208,4 +235,7 @@ def _ways(recordings: Sequence[Recording], links: Links) -> dict[tuple[str, str]
         if sender != consequence.index:
             pair = recordings[sender].process, recordings[consequence.index].process
             delays[pair].append(consequence.delay_ns)
-    return {pair: Way(len(of), statistics.median(of) / 1e6, max(of) / 1e6) for pair, of in sorted(delays.items())}
+    return {
+        pair: Way(len(of), statistics.median(of) / 1e6, max(of) / 1e6)
+        for pair, of in sorted(delays.items())
+    }

@@ -1,9 +1,11 @@
-"""The Runner seam of a whole unit, without a model: plans of all ranks in, results and a priced time out.
+"""The Runner seam of a whole unit, without a model: plans of all ranks in, results and a priced
+time out.
 
-A step takes what perf/step says of the very plans: the micro-batches the leader cut, each as its slowest rank has it,
-under the schedule it chose. Op times go back to the leader as a rank would have measured them, so its own choice of
-schedules, balances and moves is made from the same numbers as live. Tokens are 0 until a request's output is as long
-as its user wanted it; then the stop id is drawn, and the leader notices one plan late, as it does live.
+A step takes what perf/step says of the very plans: the micro-batches the leader cut, each as its
+slowest rank has it, under the schedule it chose. Op times go back to the leader as a rank would
+have measured them, so its own choice of schedules, balances and moves is made from the same numbers
+as live. Tokens are 0 until a request's output is as long as its user wanted it; then the stop id is
+drawn, and the leader notices one plan late, as it does live.
 
 Shapes: R ranks, S slots of a rank.
 """
@@ -43,7 +45,9 @@ class StepWork(NamedTuple):
     tokens: int
     """Prefill: computed. Decode: requests, a token each."""
     positions: int
-    """Prefill: (token, position that it attends to) pairs. Decode: positions in the cache, the new one among them."""
+    """Prefill: (token, position that it attends to) pairs. Decode: positions in the cache, the new
+    one among them.
+    """
     texts: int
     """Prefill: chunks. Decode: requests."""
     most_tokens: int
@@ -53,7 +57,9 @@ class StepWork(NamedTuple):
     """Of experts, the mean of the micro-batches."""
     num_micro_batches: int
     context_tokens: int
-    """Whose KV is read: prefill's once a chunk, so new ones and those before them. Decode: the positions."""
+    """Whose KV is read: prefill's once a chunk, so new ones and those before them. Decode: the
+    positions.
+    """
 
 
 NO_WORK = StepWork(0, 0, 0, 0, 0, 1.0, 1, 0)
@@ -75,7 +81,9 @@ class PrefillRunner:
         self._model = model
         self._output_tokens = output_tokens
         self._pairs_token = pairs_per_token(model)
-        """So many positions that are attended to take a rank as long as a token: which rank is the slowest."""
+        """So many positions that are attended to take a rank as long as a token: which rank is the
+        slowest.
+        """
 
     def run(self, plans: Sequence[PrefillPlan]) -> StepDone:
         """The step's result; it is done `elapsed_s` after it began."""
@@ -83,7 +91,11 @@ class PrefillRunner:
         if plans[0].num_micro_batches == 2:
             halves.append([plan.second for plan in plans])
         chunks = list(chain.from_iterable(chain(plan.chunks, plan.second) for plan in plans))
-        drawn = [(key, chunk, chunk.sampling) for key, chunk in enumerate(chunks) if chunk.sampling is not None]
+        drawn = [
+            (key, chunk, chunk.sampling)
+            for key, chunk in enumerate(chunks)
+            if chunk.sampling is not None
+        ]
         works = [_works_of(half) for half in halves]
         batches = [self._micro_batch(half) for half in works]
         self.ranks = _sums_of(works)
@@ -94,7 +106,11 @@ class PrefillRunner:
             return self._model.price_works(PREFILL, schedule, batches, num_rows=num_rows)
 
         self.price = price = price_of(batches)
-        part = _slowed(price, self.slow, lambda rank: price_of([self._micro_batch(half, rank) for half in works]))
+        part = _slowed(
+            price,
+            self.slow,
+            lambda rank: price_of([self._micro_batch(half, rank) for half in works]),
+        )
         ops = _op_times(price_of(_longest(self.work, batches)), part)
         tokens = tuple(
             STOP_ID if chunk.output_index + 1 >= self._output_tokens(sampling.seed) else WORD_ID
@@ -109,11 +125,19 @@ class PrefillRunner:
 
     def _micro_batch(self, works: Sequence[_RankWork], rank: int | None = None) -> MicroBatch:
         """As its slowest rank has it, or as `rank` has."""
-        slowest = max(works, key=lambda work: work[1] + self._pairs_token * work[0]) if rank is None else works[rank]
+        slowest = (
+            max(works, key=lambda work: work[1] + self._pairs_token * work[0])
+            if rank is None
+            else works[rank]
+        )
         num_tokens = sum(work[0] for work in works)
         mean_tokens = num_tokens / self._num_living
         num_texts = sum(work[3] for work in works)
-        imbalance = self._model.expected_imbalance(PREFILL, mean_tokens, num_tokens / num_texts) if num_texts else 1.0
+        imbalance = (
+            self._model.expected_imbalance(PREFILL, mean_tokens, num_tokens / num_texts)
+            if num_texts
+            else 1.0
+        )
         return MicroBatch(*slowest[:3], mean_tokens, imbalance)
 
 
@@ -123,31 +147,47 @@ _RankWork = tuple[int, int, int, int]
 
 def _works_of(rank_to_chunks: Sequence[Sequence[Chunk]]) -> list[_RankWork]:
     return [
-        (sum(len(c.tokens) for c in chunks), sum(num_pairs_of(c.start, len(c.tokens)) for c in chunks),
-         sum(c.start + len(c.tokens) for c in chunks), len(chunks))
+        (
+            sum(len(c.tokens) for c in chunks),
+            sum(num_pairs_of(c.start, len(c.tokens)) for c in chunks),
+            sum(c.start + len(c.tokens) for c in chunks),
+            len(chunks),
+        )
         for chunks in rank_to_chunks
-    ]  # fmt: skip
+    ]
 
 
 def _sums_of(halves: Sequence[Sequence[_RankWork]]) -> tuple[list[int], list[int]]:
     """Of both micro-batches, by rank: tokens and pairs."""
-    tokens, pairs = ([sum(half[rank][of] for half in halves) for rank in range(len(halves[0]))] for of in (0, 1))
+    tokens, pairs = (
+        [sum(half[rank][of] for half in halves) for rank in range(len(halves[0]))] for of in (0, 1)
+    )
     return tokens, pairs
 
 
 def _work_of(
-    halves: Sequence[Sequence[_RankWork]], ranks: tuple[list[int], list[int]], batches: Sequence[MicroBatch]
+    halves: Sequence[Sequence[_RankWork]],
+    ranks: tuple[list[int], list[int]],
+    batches: Sequence[MicroBatch],
 ) -> StepWork:
     tokens, pairs = ranks
     return StepWork(
-        sum(tokens), sum(pairs), sum(work[3] for half in halves for work in half), max(tokens), max(pairs),
-        sum(batch.expert_imbalance for batch in batches) / len(batches), len(batches),
+        sum(tokens),
+        sum(pairs),
+        sum(work[3] for half in halves for work in half),
+        max(tokens),
+        max(pairs),
+        sum(batch.expert_imbalance for batch in batches) / len(batches),
+        len(batches),
         sum(work[2] for half in halves for work in half),
-    )  # fmt: skip
+    )
 
 
 def pairs_per_token(model: StepModel) -> float:
-    """How many (token, position) pairs of core attention take as long as what else a rank does with a token."""
+    """How many (token, position) pairs of core attention take as long as what else a rank does with
+    a token.
+    """
+
     def own_s(num_tokens: float, num_pairs: float) -> float:
         batch = MicroBatch(num_tokens, num_pairs, num_tokens, 4096.0, 1.0)
         ops = op_seconds(model.kernels(PREFILL, batch, is_overlapped=model.num_ranks > 1), 0.0)
@@ -158,26 +198,39 @@ def pairs_per_token(model: StepModel) -> float:
 
 
 def _longest(work: StepWork, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """What a unit's op times are of: each op is as long as on the rank on which it is longest (roles/rank_results)."""
+    """What a unit's op times are of: each op is as long as on the rank on which it is longest
+    (roles/rank_results).
+    """
     num = len(batches)
     return [
-        MicroBatch(work.most_tokens / num, work.most_positions / num, batch.context_tokens, batch.mean_tokens,
-                   batch.expert_imbalance)
+        MicroBatch(
+            work.most_tokens / num,
+            work.most_positions / num,
+            batch.context_tokens,
+            batch.mean_tokens,
+            batch.expert_imbalance,
+        )
         for batch in batches
-    ]  # fmt: skip
+    ]
 
 
 class DecodeRunner:
     """Executes a decode unit's steps. Its ranks' tables are arrays, slot by slot.
 
-    With `mtp_tokens` drafts a step is one that verifies them, and takes a request on by `tokens_per_step` tokens: the
-    leader plans token by token, so each of its steps is that part of a verified one.
+    With `mtp_tokens` drafts a step is one that verifies them, and takes a request on by
+    `tokens_per_step` tokens: the leader plans token by token, so each of its steps is that part of
+    a verified one.
     """
 
     def __init__(
-        self, model: StepModel, num_slots: int, output_tokens: OutputTokens, *, mtp_tokens: int = 0,
+        self,
+        model: StepModel,
+        num_slots: int,
+        output_tokens: OutputTokens,
+        *,
+        mtp_tokens: int = 0,
         mtp_accept: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.work = NO_WORK
         """Of the last step."""
         self.price: StepPrice | None = None
@@ -215,16 +268,25 @@ class DecodeRunner:
 
         def price_of(batches: Sequence[MicroBatch]) -> StepPrice:
             schedule = SCHEDULES[plans[0].schedule]
-            return self._model.price_works(DECODE, schedule, batches, num_rows=num_rows, mtp_tokens=self._mtp_tokens)
+            return self._model.price_works(
+                DECODE, schedule, batches, num_rows=num_rows, mtp_tokens=self._mtp_tokens
+            )
 
         self.price = price = price_of(batches)
         # All of it by the same part, or the leader would take its ops for longer than its step.
-        part = _slowed(price, self.slow, lambda rank: price_of([self._micro_batch(half, rank) for half in is_in]))
+        part = _slowed(
+            price,
+            self.slow,
+            lambda rank: price_of([self._micro_batch(half, rank) for half in is_in]),
+        )
         part /= self._tokens_step
-        # Arrays, where a rank's process sends tuples: nothing but lengths and elements is asked of them.
+        # Arrays, where a rank's process sends tuples: nothing but lengths and elements is asked of
+        # them.
         keys, values = cast("tuple[int, ...]", slots), cast("tuple[int, ...]", tokens)
         elapsed_s = price.seconds * part
-        return StepDone(plans[0].step_id, keys, values, {}, elapsed_s, op_times=_op_times(price, part))
+        return StepDone(
+            plans[0].step_id, keys, values, {}, elapsed_s, op_times=_op_times(price, part)
+        )
 
     def formed(self, num_living: int) -> None:
         """So many ranks take part from now on, and nobody is in their tables."""
@@ -242,9 +304,15 @@ class DecodeRunner:
         requests_R = np.bincount(ranks, minlength=self._model.num_ranks)
         positions_R = np.bincount(ranks, lengths, minlength=self._model.num_ranks)
         self.work = StepWork(
-            slots.size, int(lengths.sum()), slots.size, int(requests_R.max()), int(positions_R.max()),
-            sum(batch.expert_imbalance for batch in batches) / len(batches), len(batches), int(lengths.sum()),
-        )  # fmt: skip
+            slots.size,
+            int(lengths.sum()),
+            slots.size,
+            int(requests_R.max()),
+            int(positions_R.max()),
+            sum(batch.expert_imbalance for batch in batches) / len(batches),
+            len(batches),
+            int(lengths.sum()),
+        )
 
     def _change(self, first: int, plan: DecodePlan) -> None:
         for slot in plan.leaves:
@@ -280,12 +348,22 @@ class DecodeRunner:
         return MicroBatch(num_tokens, context * queries, context, mean_tokens, imbalance)
 
 
-def _slowed(price: StepPrice, slow: Mapping[int, float], price_of: Callable[[int], StepPrice]) -> float:
-    """How many times `price` a step takes whose other ranks wait for the slow ones. `price_of`: as a rank has it."""
-    return max([1.0, *(factor * price_of(rank).seconds / price.seconds for rank, factor in slow.items())])
+def _slowed(
+    price: StepPrice, slow: Mapping[int, float], price_of: Callable[[int], StepPrice]
+) -> float:
+    """How many times `price` a step takes whose other ranks wait for the slow ones. `price_of`: as
+    a rank has it.
+    """
+    return max(
+        [1.0, *(factor * price_of(rank).seconds / price.seconds for rank, factor in slow.items())]
+    )
 
 
 def _op_times(price: StepPrice, part: float) -> tuple[OpTime, ...]:
     """Of a step that takes `part` of its price."""
     times = price.op_times()
-    return times if part == 1.0 else tuple(OpTime(time.op, time.count, time.seconds * part) for time in times)
+    return (
+        times
+        if part == 1.0
+        else tuple(OpTime(time.op, time.count, time.seconds * part) for time in times)
+    )

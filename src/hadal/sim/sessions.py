@@ -1,18 +1,22 @@
-"""Conversations as DeepSeek's published day may have seen them: a few parameters, each with a reading and a source.
+"""Conversations as DeepSeek's published day may have seen them: a few parameters, each with a
+reading and a source.
 
-A session is some turns with one model. Each turn's prompt is everything before it (what the model reasoned left out)
-and a new message, sometimes with a document in it. Between two turns somebody reads and types, in seconds. A session
-may also rest for longer, which is measured by the load clock: it is taken up when people are awake.
+A session is some turns with one model. Each turn's prompt is everything before it (what the model
+reasoned left out) and a new message, sometimes with a document in it. Between two turns somebody
+reads and types, in seconds. A session may also rest for longer, which is measured by the load
+clock: it is taken up when people are awake.
 
     sitting 0               rest           sitting 1
     turn 0 . turn 1 . turn 2 --------------- turn 3 . turn 4
     |answer|think|                                              arrival = begin of the sitting + answers and thinking
 
-Sittings begin at a constant rate by the load clock, first and later ones alike, so every moment is in the steady state.
+Sittings begin at a constant rate by the load clock, first and later ones alike, so every moment is
+in the steady state.
 
-Four parameters were fitted, each on one published figure (`python -m bench.cache_day`): share_r1 on the mean KV length,
-document_share on input over output, continue_share on the share of hits, sessions_per_day on the day's input. All else
-is measured elsewhere or said to be assumed. Nothing here knows those figures.
+Four parameters were fitted, each on one published figure (`python -m bench.cache_day`): share_r1 on
+the mean KV length, document_share on input over output, continue_share on the share of hits,
+sessions_per_day on the day's input. All else is measured elsewhere or said to be assumed. Nothing
+here knows those figures.
 """
 
 from __future__ import annotations
@@ -63,57 +67,85 @@ class WorkloadParams:
     sessions_per_day: float = 103.0e6
     """That begin. Fitted on the published 608 B tokens in."""
     share_r1: float = 0.533
-    """Of sessions, with R1; the others with V3. Fitted on the published mean KV length per output token, 4,989."""
+    """Of sessions, with R1; the others with V3. Fitted on the published mean KV length per output
+    token, 4,989.
+    """
     continue_share: float = 0.3187
-    """Probability that a first turn is followed by another, mean over sessions. Fitted on the published hits, 56.3 % of
-    tokens in."""
+    """Probability that a first turn is followed by another, mean over sessions. Fitted on the
+    published hits, 56.3 % of tokens in.
+    """
     continue_samples: float = 5.0
-    """How much alike sessions are in that: each one's probability is drawn from a beta distribution as narrow as after
-    so many observations, so those that went on go on. After the first to the sixth turn that is 0.32, 0.43, 0.51, 0.57,
-    0.62, 0.66, and 1.66 turns a session; in Mooncake's hour of conversations 0.38, 0.31, 0.45, 0.53, 0.61, 0.65, and
-    1.63."""
+    """How much alike sessions are in that: each one's probability is drawn from a beta distribution
+    as narrow as after so many observations, so those that went on go on. After the first to the
+    sixth turn that is 0.32, 0.43, 0.51, 0.57, 0.62, 0.66, and 1.66 turns a session; in Mooncake's
+    hour of conversations 0.38, 0.31, 0.45, 0.53, 0.61, 0.65, and 1.63.
+    """
     document_share: float = 0.1465
-    """Of messages that bring a document. Fitted on the published 608 / 168 tokens in per token out. 10 % of ServeGen's
-    prompts are longer than 2,000 tokens."""
+    """Of messages that bring a document. Fitted on the published 608 / 168 tokens in per token out.
+    10 % of ServeGen's prompts are longer than 2,000 tokens.
+    """
     message: LogNormal = LogNormal(130, 1.2, 8_000)
-    """What people type. ServeGen's prompts to R1, nine in ten of them a first turn, have a median of 187, documents and
-    system prompts included."""
+    """What people type. ServeGen's prompts to R1, nine in ten of them a first turn, have a median
+    of 187, documents and system prompts included.
+    """
     document: LogNormal = LogNormal(5_000, 0.9, 48_000)
-    """39 % beyond 6,500 tokens and 6 % beyond 21,000: 5.7 % and 0.8 % of all messages, where ServeGen's prompts have
-    5 % and 1 %."""
+    """39 % beyond 6,500 tokens and 6 % beyond 21,000: 5.7 % and 0.8 % of all messages, where
+    ServeGen's prompts have 5 % and 1 %.
+    """
     output_v3: LogNormal = LogNormal(350, 0.86, 8_192)
     """Median of Mooncake's conversations, spread of Azure's of 2023; the API's limit then."""
     output_r1: LogNormal = LogNormal(875, 0.97, 32_768)
-    """ServeGen's DeepSeek-R1: median, spread of the logarithm; the API's limit then. Reasoning included."""
+    """ServeGen's DeepSeek-R1: median, spread of the logarithm; the API's limit then. Reasoning
+    included.
+    """
     reason_short: tuple[float, float, float] = (0.34, 12.0, 18.0)
-    """Reasoning's part of R1's output has two humps in ServeGen: this share of turns is of the lower, a beta
-    distribution with these two parameters (mean 0.40)."""
+    """Reasoning's part of R1's output has two humps in ServeGen: this share of turns is of the
+    lower, a beta distribution with these two parameters (mean 0.40).
+    """
     reason_long: tuple[float, float] = (16.0, 2.8)
     """The upper (mean 0.85); 0.70 for both together."""
     think_s: LogNormal = LogNormal(75, 1.5, 12 * 3600)
-    """From the end of an answer to the next message. With the time of the answer, 9 in 10 of those come within 10
-    minutes; Mooncake's gaps above 10 s have a median of two minutes. Assumed otherwise."""
+    """From the end of an answer to the next message. With the time of the answer, 9 in 10 of those
+    come within 10 minutes; Mooncake's gaps above 10 s have a median of two minutes. Assumed
+    otherwise.
+    """
     rest_from_s: float = 600.0
     """Whoever thinks for longer rests. Assumed."""
     return_share: float = 0.12
-    """Of further turns that come much later instead. 0.12 x none and 0.88 x 9 in 10 are the 80 % of reuses within 10
-    minutes that Alibaba's chat service sees (Wang et al., "KVCache Cache in the Wild", 2025)."""
+    """Of further turns that come much later instead. 0.12 x none and 0.88 x 9 in 10 are the 80 % of
+    reuses within 10 minutes that Alibaba's chat service sees (Wang et al., "KVCache Cache in the
+    Wild", 2025).
+    """
     return_s: LogNormal = LogNormal(8 * 3600, 1.2, 3 * DAY_S)
-    """How long it rests by the load clock: later that day or on one of the next. Assumed: no public trace has it."""
+    """How long it rests by the load clock: later that day or on one of the next. Assumed: no public
+    trace has it.
+    """
     system_prompts: tuple[SystemPrompt, ...] = (
-        SystemPrompt(0.45, 0), SystemPrompt(0.20, 200), SystemPrompt(0.15, 400),
-        SystemPrompt(0.10, 700), SystemPrompt(0.06, 1200), SystemPrompt(0.04, 2500),
-    )  # fmt: skip
-    """One for each tenant, in order. Assumed: a few popular ones of some hundred tokens, and most chats without."""
+        SystemPrompt(0.45, 0),
+        SystemPrompt(0.20, 200),
+        SystemPrompt(0.15, 400),
+        SystemPrompt(0.10, 700),
+        SystemPrompt(0.06, 1200),
+        SystemPrompt(0.04, 2500),
+    )
+    """One for each tenant, in order. Assumed: a few popular ones of some hundred tokens, and most
+    chats without.
+    """
     context: int = 65_536
-    """A session ends before the turn whose prompt and answer would be longer: the API's limit then."""
+    """A session ends before the turn whose prompt and answer would be longer: the API's limit
+    then.
+    """
     first_token_s: float = 1.5
     token_s: float = 1 / 21
-    """How fast answers come, for when the next turn does. Published: 20 to 22 tokens a second per user."""
+    """How fast answers come, for when the next turn does. Published: 20 to 22 tokens a second per
+    user.
+    """
     shares: tuple[float, ...] = DEEPSEEK_SHARES
     """Of the day's load, by hour from 12:00 Beijing time."""
     lead_s: float = 240.0
-    """So much earlier than that sittings begin: their tokens come later, in the mean. Fitted on the shares."""
+    """So much earlier than that sittings begin: their tokens come later, in the mean. Fitted on the
+    shares.
+    """
 
     def __post_init__(self) -> None:
         for name in ("share_r1", "continue_share", "document_share", "return_share"):
@@ -122,24 +154,43 @@ class WorkloadParams:
         if self.sessions_per_day <= 0:
             raise ValueError(f"sessions_per_day is {self.sessions_per_day}; it has to be above 0.")
         if self.continue_samples * (1 - self.continue_share) <= 1:
-            raise ValueError("continue_samples x (1 - continue_share) has to be above 1, or the mean is no number.")
-        if not self.system_prompts or abs(sum(prompt.share for prompt in self.system_prompts) - 1) > 1e-6:
+            raise ValueError(
+                "continue_samples x (1 - continue_share) has to be above 1, or the mean is no"
+                " number."
+            )
+        if (
+            not self.system_prompts
+            or abs(sum(prompt.share for prompt in self.system_prompts) - 1) > 1e-6
+        ):
             raise ValueError("the shares of the system prompts have to come to 1.")
         for name in ("message", "document", "output_v3", "output_r1", "think_s", "return_s"):
             spread: LogNormal = getattr(self, name)
             if spread.median <= 0 or spread.sigma < 0 or spread.limit <= 0:
-                raise ValueError(f"{name} is {spread}: median and limit above 0, and sigma of 0 or more, are needed.")
+                raise ValueError(
+                    f"{name} is {spread}: median and limit above 0, and sigma of 0 or more, are"
+                    " needed."
+                )
         share, *short = self.reason_short if len(self.reason_short) == 3 else (-1.0,)
         if not 0 <= share <= 1 or len(self.reason_long) != 2 or min(*short, *self.reason_long) <= 0:
-            raise ValueError("reason_short is a probability and two numbers above 0, and reason_long two of those.")
+            raise ValueError(
+                "reason_short is a probability and two numbers above 0, and reason_long two of"
+                " those."
+            )
         if min(min(prompt.share, prompt.tokens) for prompt in self.system_prompts) < 0:
             raise ValueError("a system prompt has a share and a number of tokens, both 0 or more.")
         if len(self.shares) != 24 or min(self.shares) <= 0:
-            raise ValueError(f"shares has {len(self.shares)} numbers; 24 above 0 are needed, the first from noon on.")
-        if self.context < 2 or self.token_s <= 0 or min(self.first_token_s, self.rest_from_s, self.lead_s) < 0:
             raise ValueError(
-                "context of 2 or more, token_s above 0, and first_token_s, rest_from_s and lead_s of 0 or more are "
-                "needed."
+                f"shares has {len(self.shares)} numbers; 24 above 0 are needed, the first from"
+                " noon on."
+            )
+        if (
+            self.context < 2
+            or self.token_s <= 0
+            or min(self.first_token_s, self.rest_from_s, self.lead_s) < 0
+        ):
+            raise ValueError(
+                "context of 2 or more, token_s above 0, and first_token_s, rest_from_s and lead_s"
+                " of 0 or more are needed."
             )
 
 
@@ -169,7 +220,9 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """When the turns of whole sessions come after each other, before anything is said of their lengths."""
+    """When the turns of whole sessions come after each other, before anything is said of their
+    lengths.
+    """
 
     num_turns: Ints
     """By session; the other columns by turn."""
@@ -183,7 +236,9 @@ class Rhythm:
     def of(self, wanted: Bools) -> Rhythm:
         """These sessions only: `wanted` by session."""
         turns = np.repeat(wanted, self.num_turns)
-        return Rhythm(self.num_turns[wanted], self.think_s[turns], self.pause_s[turns], self.rested_s[turns])
+        return Rhythm(
+            self.num_turns[wanted], self.think_s[turns], self.pause_s[turns], self.rested_s[turns]
+        )
 
 
 def draw_rhythm(params: WorkloadParams, num_sessions: int, rng: Generator) -> Rhythm:
@@ -195,7 +250,12 @@ def draw_rhythm(params: WorkloadParams, num_sessions: int, rng: Generator) -> Rh
     think_s[is_return] = params.return_s.draw(rng, int(is_return.sum()))
     rests = ~is_first & (is_return | (think_s > params.rest_from_s))
     pause_s = np.where(rests, think_s, 0.0)
-    return Rhythm(num_turns, np.where(rests | is_first, 0.0, think_s), pause_s, _running(pause_s, begin, session))
+    return Rhythm(
+        num_turns,
+        np.where(rests | is_first, 0.0, think_s),
+        pause_s,
+        _running(pause_s, begin, session),
+    )
 
 
 def draw_turns(params: WorkloadParams, rhythm: Rhythm, rng: Generator) -> Turns:
@@ -223,27 +283,48 @@ def draw_turns(params: WorkloadParams, rhythm: Rhythm, rng: Generator) -> Turns:
     too_long = np.where(tokens_in + output > params.context, turn, MAX_TURNS + 1)
     stays = turn < np.minimum.reduceat(too_long, begin)[session] if count else is_first
     columns = (
-        session, turn, sitting, tokens_in, output, reasoning, tokens_seen, tenant, model, rhythm.pause_s,
-        rhythm.rested_s, wait_s, _running(wait_s, begin, session),
-    )  # fmt: skip
+        session,
+        turn,
+        sitting,
+        tokens_in,
+        output,
+        reasoning,
+        tokens_seen,
+        tenant,
+        model,
+        rhythm.pause_s,
+        rhythm.rested_s,
+        wait_s,
+        _running(wait_s, begin, session),
+    )
     return Turns(*[np.asarray(column)[stays] for column in columns])
 
 
 def generate(
-    params: WorkloadParams, start_s: float, end_s: float, rng: Generator, scale: float = 1.0, *,
+    params: WorkloadParams,
+    start_s: float,
+    end_s: float,
+    rng: Generator,
+    scale: float = 1.0,
+    *,
     history_s: float = 6 * DAY_S,
-) -> Workload:  # fmt: skip
+) -> Workload:
     """Every request that comes in [start_s, end_s), of one session in `scale`.
 
-    Sessions that began up to `history_s` earlier are there with their later turns, so the first second is like any
-    other: with the default, one token in a thousand of those that should come is missing. To draw sessions at a
-    `scale`th of the rate is to sample them by a hash of their numbers, which mean nothing (see Workload.sample).
-    Raises ValueError for an empty window or a scale below 1.
+    Sessions that began up to `history_s` earlier are there with their later turns, so the first
+    second is like any other: with the default, one token in a thousand of those that should come is
+    missing. To draw sessions at a `scale`th of the rate is to sample them by a hash of their
+    numbers, which mean nothing (see Workload.sample). Raises ValueError for an empty window or a
+    scale below 1.
     """
     if not start_s < end_s or scale < 1:
-        raise ValueError(f"[{start_s}, {end_s}) and scale {scale}: the window is empty or the scale below 1.")
+        raise ValueError(
+            f"[{start_s}, {end_s}) and scale {scale}: the window is empty or the scale below 1."
+        )
     shape = LoadClock(params.shares)
-    first, last = (float(shape.load_s(at_s + params.lead_s)) for at_s in (start_s - history_s, end_s))
+    first, last = (
+        float(shape.load_s(at_s + params.lead_s)) for at_s in (start_s - history_s, end_s)
+    )
     num_sessions = int(rng.poisson(params.sessions_per_day / scale * (last - first) / DAY_S))
     begins = rng.uniform(first, last, num_sessions)
     rhythm = draw_rhythm(params, num_sessions, rng)
@@ -263,10 +344,17 @@ MAX_SITTING_S = DAY_S / 4
 
 
 def placed(
-    params: WorkloadParams, turns: Turns, rows: Ints, load_s: Floats, shape: LoadClock, start_s: float, end_s: float
+    params: WorkloadParams,
+    turns: Turns,
+    rows: Ints,
+    load_s: Floats,
+    shape: LoadClock,
+    start_s: float,
+    end_s: float,
 ) -> Workload:
-    """The requests of these turns that come in [start_s, end_s), by arrival. `load_s`: when their sittings begin, by
-    the load clock."""
+    """The requests of these turns that come in [start_s, end_s), by arrival. `load_s`: when their
+    sittings begin, by the load clock.
+    """
     lag_s = turns.lag_s[rows]
     arrival_s = shape.at_s(load_s) - params.lead_s + lag_s
     inside = (arrival_s >= start_s) & (arrival_s < end_s)
@@ -274,14 +362,28 @@ def placed(
     order = np.argsort(arrival_s, kind="stable")
     rows, load_s, arrival_s = rows[order], load_s[order], arrival_s[order]
     is_first = turns.turn[rows] == 0
-    before_s = shape.at_s(load_s - turns.pause_s[rows]) - params.lead_s + turns.lag_s[rows] - turns.wait_s[rows]
+    before_s = (
+        shape.at_s(load_s - turns.pause_s[rows])
+        - params.lead_s
+        + turns.lag_s[rows]
+        - turns.wait_s[rows]
+    )
     tenant = turns.tenant[rows]
     system = np.array([prompt.tokens for prompt in params.system_prompts])[tenant]
     return Workload(
-        arrival_s, turns.session[rows], turns.turn[rows], turns.tokens_in[rows], turns.tokens_out[rows],
-        turns.tokens_reasoning[rows], np.where(system > 0, tenant, NO_PREFIX), system, turns.tokens_seen[rows],
-        np.where(is_first, np.inf, arrival_s - before_s), tenant, turns.model[rows],
-    )  # fmt: skip
+        arrival_s,
+        turns.session[rows],
+        turns.turn[rows],
+        turns.tokens_in[rows],
+        turns.tokens_out[rows],
+        turns.tokens_reasoning[rows],
+        np.where(system > 0, tenant, NO_PREFIX),
+        system,
+        turns.tokens_seen[rows],
+        np.where(is_first, np.inf, arrival_s - before_s),
+        tenant,
+        turns.model[rows],
+    )
 
 
 def _layout(num_turns: Ints) -> tuple[Ints, Ints, Bools]:
@@ -297,7 +399,10 @@ def _draw_lengths(params: WorkloadParams, num_sessions: int, rng: Generator) -> 
     """Turns of each session: geometric, each with a probability of its own."""
     if not params.continue_share:
         return np.ones(num_sessions, dtype=np.int64)
-    yes, no = params.continue_share * params.continue_samples, (1 - params.continue_share) * params.continue_samples
+    yes, no = (
+        params.continue_share * params.continue_samples,
+        (1 - params.continue_share) * params.continue_samples,
+    )
     return np.minimum(rng.geometric(rng.beta(no, yes, num_sessions)), MAX_TURNS)
 
 
@@ -309,7 +414,9 @@ def _draw_outputs(params: WorkloadParams, model: Ints, rng: Generator) -> tuple[
     output[is_r1] = params.output_r1.tokens(rng, num_r1)
     output[~is_r1] = params.output_v3.tokens(rng, len(model) - num_r1)
     share, yes, no = params.reason_short
-    parts = np.where(rng.random(num_r1) < share, rng.beta(yes, no, num_r1), rng.beta(*params.reason_long, num_r1))
+    parts = np.where(
+        rng.random(num_r1) < share, rng.beta(yes, no, num_r1), rng.beta(*params.reason_long, num_r1)
+    )
     reasoning = np.zeros(len(model), dtype=np.int64)
     reasoning[is_r1] = np.minimum(output[is_r1] * parts, output[is_r1] - 1)
     return output, reasoning

@@ -6,8 +6,9 @@
     compute mb1                ......aaacccg>......EEE>.                 its exchanges, and exposed waits
     requests, KV positions, expert imbalance: counters
 
-What a step does outside of its MoE layers stands in the track of the step itself; drafts' layers are drawn with the
-MoE layers, and their projection after them. A price is of the slowest rank, and so is what is counted here.
+What a step does outside of its MoE layers stands in the track of the step itself; drafts' layers
+are drawn with the MoE layers, and their projection after them. A price is of the slowest rank, and
+so is what is counted here.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ _SLACK_S = 1e-9
 
 
 def steps_trace(unit: str, steps: Sequence[tuple[float, StepPrice]]) -> dict[str, Any]:
-    """A Trace Event Format object of (begin in seconds, price) of successive steps; times in us from the first's begin.
+    """A Trace Event Format object of (begin in seconds, price) of successive steps; times in us
+    from the first's begin.
 
-    A step that begins before the one before it is over is not drawn, only counted: where drafts are verified, several
-    of a leader's steps are one that ran. Raises ValueError for times that are not finite or go back.
+    A step that begins before the one before it is over is not drawn, only counted: where drafts are
+    verified, several of a leader's steps are one that ran. Raises ValueError for times that are not
+    finite or go back.
     """
     begins = [begin_s for begin_s, _ in steps]
     if not all(map(math.isfinite, begins)) or begins != sorted(begins):
@@ -48,7 +51,8 @@ def steps_trace(unit: str, steps: Sequence[tuple[float, StepPrice]]) -> dict[str
     for begin_s, price in steps:
         ts = round((begin_s - begins[0]) * 1e6, 3)
         found["traceEvents"] += [
-            {"ph": "C", "pid": 0, "name": name, "ts": ts, "args": {name: value}} for name, value in _counted(price)
+            {"ph": "C", "pid": 0, "name": name, "ts": ts, "args": {name: value}}
+            for name, value in _counted(price)
         ]
     return found
 
@@ -66,10 +70,12 @@ def traced_step(number: int, begin_s: float, price: StepPrice) -> TracedStep:
     events += [
         msgspec.structs.replace(event, start_s=moe_s + event.start_s, end_s=moe_s + event.end_s)
         for event in step.events
-    ]  # fmt: skip
+    ]
     now_s = moe_s + price.walked.total_s
     for part in after:
-        events.append(TraceEvent(0, STEP, part.name, 0, price.num_layers, now_s, now_s + part.seconds))
+        events.append(
+            TraceEvent(0, STEP, part.name, 0, price.num_layers, now_s, now_s + part.seconds)
+        )
         now_s += part.seconds
     return msgspec.structs.replace(step, step_id=number, events=tuple(events))
 
@@ -78,8 +84,9 @@ def _counted(price: StepPrice) -> Iterator[tuple[str, float]]:
     """(name, value) of what the step had on its slowest rank."""
     batches = price.micro_batches
     tokens, context = (
-        sum(batch.num_tokens for batch in batches), sum(batch.context_tokens for batch in batches),
-    )  # fmt: skip
+        sum(batch.num_tokens for batch in batches),
+        sum(batch.context_tokens for batch in batches),
+    )
     if price.phase == DECODE:
         # Each request's row attends to its whole context once for itself and once for each draft.
         pairs = sum(batch.num_pairs for batch in batches)
@@ -87,4 +94,7 @@ def _counted(price: StepPrice) -> Iterator[tuple[str, float]]:
     else:
         yield "tokens", round(tokens, 3)
     yield "KV positions", round(context, 3)
-    yield "expert imbalance", round(max((batch.expert_imbalance for batch in batches), default=1.0), 4)
+    yield (
+        "expert imbalance",
+        round(max((batch.expert_imbalance for batch in batches), default=1.0), 4),
+    )

@@ -1,7 +1,9 @@
-"""What is simulated, as one frozen value: hardware, prices, load, units, balancers, cache and fleet.
+"""What is simulated, as one frozen value: hardware, prices, load, units, balancers, cache and
+fleet.
 
-Every field can be changed, by a TOML file or one by one; nothing that comes out is among them. The default is the day
-that DeepSeek published (DeepSeek-V3/R1 inference overview): its units, its load and its price for a GPU.
+Every field can be changed, by a TOML file or one by one; nothing that comes out is among them. The
+default is the day that DeepSeek published (DeepSeek-V3/R1 inference overview): its units, its load
+and its price for a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +14,15 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from hadal.core.balance import AUTO, NO_MOVES, OFF, TURNS
-from hadal.core.config import PREFILL, ROLES, CacheConfig, Deployment, FleetConfig, LimitsConfig, UnitsConfig
+from hadal.core.config import (
+    PREFILL,
+    ROLES,
+    CacheConfig,
+    Deployment,
+    FleetConfig,
+    LimitsConfig,
+    UnitsConfig,
+)
 from hadal.perf.hardware import hardware_named
 from hadal.perf.step import MTP_ACCEPT, StepModel
 from hadal.policy.eviction import Arc, Lru
@@ -87,7 +97,9 @@ class WindowStudy:
     seconds: float = 4.0
     """Measured."""
     prefill_seconds: float = 30.0
-    """The same where a prefill unit is measured by itself: few long prompts are much of its work."""
+    """The same where a prefill unit is measured by itself: few long prompts are much of its
+    work.
+    """
     settle_s: float = 4.0
     """Before that: what runs already finds its place."""
     first_token_s: float = 3.5
@@ -106,16 +118,23 @@ class Study:
     prices: str = "deepseek-reasoner-flat"
     """A list's name, or HIT/MISS/OUT in dollars per million tokens."""
     tpot_ms: float = 200.0 / 3.0
-    """Promised per output token, whenever: 15 tokens/s. No promise was published, only what it comes to in the mean."""
+    """Promised per output token, whenever: 15 tokens/s. No promise was published, only what it
+    comes to in the mean.
+    """
     chunk_tokens: int = 24_576
-    """Most of a rank in a prefill step; ranks are given two thirds of it in the mean (roles/prefill_prompts), which is
-    the 16K a GPU of the published prefill profile."""
+    """Most of a rank in a prefill step; ranks are given two thirds of it in the mean
+    (roles/prefill_prompts), which is the 16K a GPU of the published prefill profile.
+    """
     mtp_tokens: int = 1
     """Drafts that a decode step verifies. Not published; DeepSeek's profile of decode shows one."""
     mtp_accept: float = MTP_ACCEPT
     seed: int = 1
-    prefill: UnitsStudy = UnitsStudy(32, 32, 64, bundle=3, extra=2, units_min=5, units_max=200, use=1.0)
-    decode: UnitsStudy = UnitsStudy(144, 32, 160, bundle=1, extra=0, units_min=1, units_max=64, use=1.0)
+    prefill: UnitsStudy = UnitsStudy(
+        32, 32, 64, bundle=3, extra=2, units_min=5, units_max=200, use=1.0
+    )
+    decode: UnitsStudy = UnitsStudy(
+        144, 32, 160, bundle=1, extra=0, units_min=1, units_max=64, use=1.0
+    )
     workload: WorkloadParams = field(default_factory=WorkloadParams)
     cache: CacheStudy = field(default_factory=CacheStudy)
     fleet: FleetStudy = field(default_factory=FleetStudy)
@@ -126,13 +145,15 @@ class Study:
         price_list(self.prices)
         micro_usd(self.gpu_hour_usd)
         if self.cache.policy not in CACHE_POLICIES:
-            raise ValueError(f"cache.policy is {self.cache.policy!r}; known are {', '.join(CACHE_POLICIES)}.")
+            raise ValueError(
+                f"cache.policy is {self.cache.policy!r}; known are {', '.join(CACHE_POLICIES)}."
+            )
         for role, units in (("prefill", self.prefill), ("decode", self.decode)):
             known = (AUTO, OFF, TURNS) if role == "prefill" else (AUTO, NO_MOVES, OFF, TURNS)
             if units.request_balance not in known or units.expert_balance not in (AUTO, OFF):
                 raise ValueError(
-                    f"{role}: request_balance is {units.request_balance!r}, of {', '.join(known)}; expert_balance is "
-                    f"{units.expert_balance!r}, of {AUTO}, {OFF}."
+                    f"{role}: request_balance is {units.request_balance!r}, of {', '.join(known)};"
+                    f" expert_balance is {units.expert_balance!r}, of {AUTO}, {OFF}."
                 )
         _check_numbers(self)
         self.rules()
@@ -150,19 +171,32 @@ class Study:
 
         def role(units: UnitsStudy) -> RoleRules:
             return RoleRules(
-                -(-units.ranks // gpus), units.use, units.units_min, units.units_max, units.bundle, units.extra
+                -(-units.ranks // gpus),
+                units.use,
+                units.units_min,
+                units.units_max,
+                units.bundle,
+                units.extra,
             )
 
         return ScalingRules(
-            role(self.prefill), role(self.decode), self.fleet.nodes_max, start_s=self.fleet.start_s,
+            role(self.prefill),
+            role(self.decode),
+            self.fleet.nodes_max,
+            start_s=self.fleet.start_s,
             hold_s=self.fleet.hold_s,
-        )  # fmt: skip
+        )
 
     def step_model(self, role: str, placed: float) -> StepModel:
-        """Of a unit; `placed`: what its expert balancer leaves of imbalance over a run, maximum over mean."""
+        """Of a unit; `placed`: what its expert balancer leaves of imbalance over a run, maximum
+        over mean.
+        """
         units = self.units_of(role)
         return StepModel(
-            units.ranks, hardware_named(self.hardware), num_redundant=units.redundant_experts, placed=placed
+            units.ranks,
+            hardware_named(self.hardware),
+            num_redundant=units.redundant_experts,
+            placed=placed,
         )
 
     def deployment(self, num_prefill: int, num_decode: int) -> Deployment:
@@ -170,18 +204,25 @@ class Study:
 
         def units(count: int, study: UnitsStudy) -> UnitsConfig:
             return UnitsConfig(
-                count, ranks=study.ranks, ranks_per_node=hardware_named(self.hardware).gpus_per_node,
-                redundant_experts=study.redundant_experts, request_balance=study.request_balance,
-                expert_balance=study.expert_balance, max_requests=study.max_requests, max_waiting=_NUM_MAX,
-            )  # fmt: skip
+                count,
+                ranks=study.ranks,
+                ranks_per_node=hardware_named(self.hardware).gpus_per_node,
+                redundant_experts=study.redundant_experts,
+                request_balance=study.request_balance,
+                expert_balance=study.expert_balance,
+                max_requests=study.max_requests,
+                max_waiting=_NUM_MAX,
+            )
 
         return Deployment(
-            prefill=units(num_prefill, self.prefill), decode=units(num_decode, self.decode),
+            prefill=units(num_prefill, self.prefill),
+            decode=units(num_decode, self.decode),
             limits=LimitsConfig(max_running=_NUM_MAX, max_queued=_NUM_MAX),
             cache=CacheConfig(memory=OFF),
             fleet=FleetConfig(start_s=self.fleet.start_s, hold_s=self.fleet.hold_s),
-            chunk_tokens=self.chunk_tokens, early_pull=OFF,
-        )  # fmt: skip
+            chunk_tokens=self.chunk_tokens,
+            early_pull=OFF,
+        )
 
     def price_book(self) -> PriceBook:
         """Of what is sold."""
@@ -195,30 +236,44 @@ def _check_numbers(study: Study) -> None:
         if not math.isfinite(value):
             raise ValueError(f"{name} is {value}: a finite number is needed.")
     for name, value, least in (
-        ("seed", study.seed, 0), ("mtp_tokens", study.mtp_tokens, 0), ("chunk_tokens", study.chunk_tokens, 1),
-        ("cache.disk_pb", cache.disk_pb, 0), ("cache.sample", cache.sample, 1), ("fleet.noise", fleet.noise, 0),
-        ("fleet.hours_between_failures", fleet.hours_between_failures, 0), ("window.settle_s", window.settle_s, 0),
-        ("window.first_token_s", window.first_token_s, 0), ("window.back_s", window.back_s, 0),
+        ("seed", study.seed, 0),
+        ("mtp_tokens", study.mtp_tokens, 0),
+        ("chunk_tokens", study.chunk_tokens, 1),
+        ("cache.disk_pb", cache.disk_pb, 0),
+        ("cache.sample", cache.sample, 1),
+        ("fleet.noise", fleet.noise, 0),
+        ("fleet.hours_between_failures", fleet.hours_between_failures, 0),
+        ("window.settle_s", window.settle_s, 0),
+        ("window.first_token_s", window.first_token_s, 0),
+        ("window.back_s", window.back_s, 0),
         ("prefill.redundant_experts", study.prefill.redundant_experts, 0),
         ("decode.redundant_experts", study.decode.redundant_experts, 0),
-    ):  # fmt: skip
+    ):
         if value < least:
             raise ValueError(f"{name} is {value}: {least} or more is needed.")
     for name, value in (("tpot_ms", study.tpot_ms), ("window.seconds", window.seconds)):
         if value <= 0:
             raise ValueError(f"{name} is {value}: more than 0 is needed.")
-    for name, value in (("mtp_accept", study.mtp_accept), ("fleet.start_spread", fleet.start_spread)):
+    for name, value in (
+        ("mtp_accept", study.mtp_accept),
+        ("fleet.start_spread", fleet.start_spread),
+    ):
         if not 0 <= value <= 1:
             raise ValueError(f"{name} is {value}: 0 to 1 can be.")
     if not 0 <= fleet.start_fail_share < 1:
-        raise ValueError(f"fleet.start_fail_share is {fleet.start_fail_share}: 0 or more, and less than 1, can be.")
+        raise ValueError(
+            f"fleet.start_fail_share is {fleet.start_fail_share}: 0 or more, and less than 1,"
+            " can be."
+        )
 
 
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
     """All numbers in it, with their names."""
     if is_dataclass(value):
         for one in fields(value):
-            yield from _numbers(getattr(value, one.name), f"{path}.{one.name}" if path else one.name)
+            yield from _numbers(
+                getattr(value, one.name), f"{path}.{one.name}" if path else one.name
+            )
     elif isinstance(value, tuple):
         for index, inner in enumerate(value):
             yield from _numbers(inner, f"{path}[{index}]")

@@ -1,7 +1,8 @@
-"""Published traces as workloads. Text comes in, as lines or as what JSON made of it: opening files is the caller's.
+"""Published traces as workloads. Text comes in, as lines or as what JSON made of it: opening files
+is the caller's.
 
-What a trace does not tell is not made up: without ids of blocks nothing is a prefix of anything, and every request is a
-session by itself.
+What a trace does not tell is not made up: without ids of blocks nothing is a prefix of anything,
+and every request is a session by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from hadal.sim.workload import NO_PREFIX, R1, V3, Parts, Workload
 MOONCAKE_PART_TOKENS = 512
 SERVEGEN_BIN_S = 600.0
 _NEVER = (0, 0, 1 << 62)
-_TIME = re.compile(r"\s*([0-9]{4}-[0-9]{2}-[0-9]{2}[ T][0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,9})?)(?:Z|\+00:00)?\s*")
+_TIME = re.compile(
+    r"\s*([0-9]{4}-[0-9]{2}-[0-9]{2}["
+    r" T][0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,9})?)(?:Z|\+00:00)?\s*"
+)
 _MOST_TOKENS, _MOST_S = 1 << 30, 1e10
 """Of a request, and of a trace: 300 years. More is a damaged file."""
 
@@ -33,36 +37,52 @@ class MooncakeRow(NamedTuple):
     tokens_in: int
     tokens_out: int
     parts: tuple[int, ...]
-    """Numbers of its 512-token parts, the last one perhaps not full; equal numbers: equal text from the first token."""
+    """Numbers of its 512-token parts, the last one perhaps not full; equal numbers: equal text from
+    the first token.
+    """
 
 
 def mooncake_rows(lines: Iterable[str]) -> Iterator[MooncakeRow]:
-    """Mooncake's JSON lines (FAST'25 release), one by one. Raises ValueError naming the line and what is wrong in it:
-    a field, or that it has fewer parts than its length."""
+    """Mooncake's JSON lines (FAST'25 release), one by one. Raises ValueError naming the line and
+    what is wrong in it: a field, or that it has fewer parts than its length.
+    """
     for number, line in enumerate(lines, 1):
         where = f"line {number}"
         row = parse_json(line, where)
         if not isinstance(row, dict):
-            raise ConfigError(f"{where} is {shown(row)}: not one of Mooncake's traces, whose lines are objects.")
+            raise ConfigError(
+                f"{where} is {shown(row)}: not one of Mooncake's traces, whose lines are objects."
+            )
         length = _count(row.get("input_length"), f"{where}: input_length")
         num_out = _count(row.get("output_length"), f"{where}: output_length")
         at_ms, parts = row.get("timestamp"), row.get("hash_ids")
-        if isinstance(at_ms, bool) or not isinstance(at_ms, int | float) or not 0 <= at_ms <= _MOST_S * 1e3:
-            raise ConfigError(f"{where}: timestamp is {shown(at_ms)}; milliseconds from 0 on are needed.")
+        if (
+            isinstance(at_ms, bool)
+            or not isinstance(at_ms, int | float)
+            or not 0 <= at_ms <= _MOST_S * 1e3
+        ):
+            raise ConfigError(
+                f"{where}: timestamp is {shown(at_ms)}; milliseconds from 0 on are needed."
+            )
         if not isinstance(parts, list) or not all(type(part) is int for part in parts):
             raise ConfigError(f"{where}: hash_ids is {shown(parts)}; a list of numbers is needed.")
         if len(parts) * MOONCAKE_PART_TOKENS < length:
-            raise ConfigError(f"{where}: {len(parts)} parts for {length} tokens: not one of Mooncake's traces.")
+            raise ConfigError(
+                f"{where}: {len(parts)} parts for {length} tokens: not one of Mooncake's traces."
+            )
         yield MooncakeRow(at_ms / 1e3, length, num_out, tuple(parts))
 
 
 def mooncake(lines: Iterable[str]) -> Workload:
-    """A Mooncake trace. The first request that begins with all full parts of an earlier one and is longer than that and
-    its answer is that session's next turn; what else of its text was there before counts as seen all the same.
-    `idle_s`: since its deepest known part was used."""
+    """A Mooncake trace. The first request that begins with all full parts of an earlier one and is
+    longer than that and its answer is that session's next turn; what else of its text was there
+    before counts as seen all the same. `idle_s`: since its deepest known part was used.
+    """
     rows = sorted(mooncake_rows(lines), key=lambda row: row.at_s)
     end_to_turn: dict[int, tuple[int, int, int]] = {}
-    """By the last full part of a prompt nobody went on from: session, turn, tokens with the answer."""
+    """By the last full part of a prompt nobody went on from: session, turn, tokens with the
+    answer.
+    """
     part_to_use: dict[int, tuple[int, float]] = {}
     """Tokens of it that were computed, 512 but where a prompt ends, and when last."""
     sessions, turns, seen, idle_s = [], [], [], []
@@ -71,31 +91,50 @@ def mooncake(lines: Iterable[str]) -> Workload:
         known = list(takewhile(part_to_use.__contains__, row.parts))
         seen.append(sum(part_to_use[part][0] for part in known))
         idle_s.append(row.at_s - part_to_use[known[-1]][1] if known else np.inf)
-        end = next((part for part in reversed(full) if end_to_turn.get(part, _NEVER)[2] <= row.tokens_in), None)
+        end = next(
+            (part for part in reversed(full) if end_to_turn.get(part, _NEVER)[2] <= row.tokens_in),
+            None,
+        )
         session, turn, _ = (number, -1, 0) if end is None else end_to_turn.pop(end)
         sessions.append(session)
         turns.append(turn + 1)
         part_to_use.update(dict.fromkeys(full, (MOONCAKE_PART_TOKENS, row.at_s)))
-        part_to_use.update(dict.fromkeys(row.parts[len(full) :], (row.tokens_in % MOONCAKE_PART_TOKENS, row.at_s)))
+        part_to_use.update(
+            dict.fromkeys(row.parts[len(full) :], (row.tokens_in % MOONCAKE_PART_TOKENS, row.at_s))
+        )
         if full:
             end_to_turn[full[-1]] = (session, turn + 1, row.tokens_in + row.tokens_out)
     first = np.cumsum([0, *(len(row.parts) for row in rows)])
-    parts = Parts(MOONCAKE_PART_TOKENS, first, np.array([part for row in rows for part in row.parts], dtype=np.int64))
+    parts = Parts(
+        MOONCAKE_PART_TOKENS,
+        first,
+        np.array([part for row in rows for part in row.parts], dtype=np.int64),
+    )
     at_s = np.array([row.at_s for row in rows])
     return _workload(
-        at_s, _ints(row.tokens_in for row in rows), _ints(row.tokens_out for row in rows),
-        session=_ints(sessions), turn=_ints(turns), tokens_seen=_ints(seen), idle_s=np.array(idle_s), parts=parts,
-    )  # fmt: skip
+        at_s,
+        _ints(row.tokens_in for row in rows),
+        _ints(row.tokens_out for row in rows),
+        session=_ints(sessions),
+        turn=_ints(turns),
+        tokens_seen=_ints(seen),
+        idle_s=np.array(idle_s),
+        parts=parts,
+    )
 
 
 def azure(lines: Iterable[str]) -> Workload:
-    """Azure's LLM inference traces: CSV with TIMESTAMP, ContextTokens, GeneratedTokens. Second 0: the first arrival."""
+    """Azure's LLM inference traces: CSV with TIMESTAMP, ContextTokens, GeneratedTokens. Second 0:
+    the first arrival.
+    """
     try:
         rows = list(csv.DictReader(lines))
     except csv.Error as error:
         raise ConfigError(f"cannot be read as CSV ({error}).") from error
     if not rows or not {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= rows[0].keys():
-        raise ConfigError("no rows with TIMESTAMP, ContextTokens and GeneratedTokens: not one of Azure's traces.")
+        raise ConfigError(
+            "no rows with TIMESTAMP, ContextTokens and GeneratedTokens: not one of Azure's traces."
+        )
     at = np.array([_time(row["TIMESTAMP"], f"line {number}") for number, row in enumerate(rows, 2)])
     tokens_in, tokens_out = (
         _ints(_count(row[name], f"line {number}: {name}") for number, row in enumerate(rows, 2))
@@ -111,7 +150,9 @@ def _count(value: Any, what: str) -> int:
     if isinstance(value, str) and re.fullmatch(r" *[0-9]{1,10} *", value):
         value = int(value)
     if type(value) is not int or not 0 <= value <= _MOST_TOKENS:
-        raise ConfigError(f"{what} is {shown(value)}; a number of tokens, {_MOST_TOKENS:,} at most, is needed.")
+        raise ConfigError(
+            f"{what} is {shown(value)}; a number of tokens, {_MOST_TOKENS:,} at most, is needed."
+        )
     return value
 
 
@@ -123,12 +164,17 @@ def _time(value: Any, where: str) -> np.datetime64:
             return np.datetime64(found[1], "ns")
         except ValueError:  # The 31st of February.
             pass
-    raise ConfigError(f"{where}: TIMESTAMP is {shown(value)}; a time such as 2023-11-16 18:15:46.6805900 is needed.")
+    raise ConfigError(
+        f"{where}: TIMESTAMP is {shown(value)}; a time such as 2023-11-16 18:15:46.6805900 is"
+        " needed."
+    )
 
 
 def servegen(summary: Mapping[str, Any], rng: Generator, scale: float = 1.0) -> Workload:
-    """A day like ServeGen's of DeepSeek-R1, from the summary of its clients: a Poisson process with the rate of each 10
-    minutes over `scale`, lengths and the part of reasoning drawn from their histograms, each by itself."""
+    """A day like ServeGen's of DeepSeek-R1, from the summary of its clients: a Poisson process with
+    the rate of each 10 minutes over `scale`, lengths and the part of reasoning drawn from their
+    histograms, each by itself.
+    """
     begin_s, rates = np.array(summary["rate_600s"], dtype=np.float64).T
     counts = rng.poisson(rates * SERVEGEN_BIN_S / scale)
     at_s = np.sort(np.repeat(begin_s, counts) + rng.uniform(0, SERVEGEN_BIN_S, int(counts.sum())))
@@ -148,20 +194,36 @@ def _draw_lengths(histogram: Sequence[Sequence[float]], rng: Generator, count: i
 
 
 def _workload(
-    at_s: Floats, tokens_in: Ints, tokens_out: Ints, *, session: Ints | None = None, turn: Ints | None = None,
-    tokens_seen: Ints | None = None, tokens_reasoning: Ints | None = None, idle_s: Floats | None = None,
-    parts: Parts | None = None, model: int = V3,
-) -> Workload:  # fmt: skip
+    at_s: Floats,
+    tokens_in: Ints,
+    tokens_out: Ints,
+    *,
+    session: Ints | None = None,
+    turn: Ints | None = None,
+    tokens_seen: Ints | None = None,
+    tokens_reasoning: Ints | None = None,
+    idle_s: Floats | None = None,
+    parts: Parts | None = None,
+    model: int = V3,
+) -> Workload:
     """Of one tenant, without system prompts."""
     assert all(a <= b for a, b in pairwise(at_s)), "arrivals are in order"
     zeros = np.zeros(len(at_s), dtype=np.int64)
     return Workload(
-        at_s, np.arange(len(at_s)) if session is None else session, zeros if turn is None else turn,
-        tokens_in, tokens_out,
-        zeros if tokens_reasoning is None else tokens_reasoning, zeros + NO_PREFIX, zeros,
-        zeros if tokens_seen is None else tokens_seen, np.full(len(at_s), np.inf) if idle_s is None else idle_s,
-        zeros, zeros + model, parts,
-    )  # fmt: skip
+        at_s,
+        np.arange(len(at_s)) if session is None else session,
+        zeros if turn is None else turn,
+        tokens_in,
+        tokens_out,
+        zeros if tokens_reasoning is None else tokens_reasoning,
+        zeros + NO_PREFIX,
+        zeros,
+        zeros if tokens_seen is None else tokens_seen,
+        np.full(len(at_s), np.inf) if idle_s is None else idle_s,
+        zeros,
+        zeros + model,
+        parts,
+    )
 
 
 def _ints(values: Iterable[int]) -> Ints:

@@ -1,8 +1,9 @@
 """What units do, measured in a simulated world of few of them under the leaders that serve.
 
-A decode unit is loaded with some requests a rank, as a window of the day has them, and its time per token is read off;
-a prefill unit is given more than it can do. So what balancers leave of imbalance is in these curves, and the fleet that
-is sized by them (sim/fluid) knows what its balancers are worth. One point is one call: callers may spread them.
+A decode unit is loaded with some requests a rank, as a window of the day has them, and its time per
+token is read off; a prefill unit is given more than it can do. So what balancers leave of imbalance
+is in these curves, and the fleet that is sized by them (sim/fluid) knows what its balancers are
+worth. One point is one call: callers may spread them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from hadal.sim.world_units import kv_blocks
 REQUESTS_PER_RANK = (24.0, 56.0, 88.0, 112.0, 136.0)
 """At which a decode unit is looked at, as far as it can have so many; see `points_at`."""
 NEAR = 1.05
-"""Two points are told apart if the batch of one is so many times the other's: between nearer ones noise is a slope."""
+"""Two points are told apart if the batch of one is so many times the other's: between nearer ones
+noise is a slope.
+"""
 OVERLOAD = 1.5
 """Of what a prefill unit is priced to do, given to it where it is looked at."""
 _AT_S = 0.4 * DAY_S
@@ -59,7 +62,9 @@ class UnitCurves:
         return self.prefill_computed_per_s / (1.0 - self.hit_share)
 
     def tpot_s(self, batch: Floats) -> Floats:
-        """Seconds per output token with `batch` requests on a rank: straight between what was measured and beyond."""
+        """Seconds per output token with `batch` requests on a rank: straight between what was
+        measured and beyond.
+        """
         at, tpot_s = (np.array(column) for column in zip(*self.decode, strict=True))
         tpot_s = np.maximum.accumulate(tpot_s)
         slope = (tpot_s[-1] - tpot_s[-2]) / (at[-1] - at[-2])
@@ -71,12 +76,17 @@ class UnitCurves:
         return np.asarray(np.where(batch > at[-1], above, np.where(batch < at[0], below, inside)))
 
     def decode_tokens_per_s(self, tpot_s: float) -> float:
-        """Of a unit whose requests are promised a token every so many seconds. Raises ValueError if none is so fast."""
+        """Of a unit whose requests are promised a token every so many seconds. Raises ValueError if
+        none is so fast.
+        """
         batches = np.arange(1.0, self.batch_max + 1.0)
-        return decode_capacity([
-            DecodePoint(float(tpot), float(self.decode_ranks * batch / tpot))
-            for batch, tpot in zip(batches, self.tpot_s(batches), strict=True)
-        ], tpot_s)  # fmt: skip
+        return decode_capacity(
+            [
+                DecodePoint(float(tpot), float(self.decode_ranks * batch / tpot))
+                for batch, tpot in zip(batches, self.tpot_s(batches), strict=True)
+            ],
+            tpot_s,
+        )
 
     def unit_model(self) -> UnitModel:
         """As the liquid has it."""
@@ -84,8 +94,9 @@ class UnitCurves:
 
 
 def points_at(batch_max: float, promised: float = math.inf) -> tuple[float, ...]:
-    """Requests of a rank at which a unit that can have so many is looked at, and with which it should keep its promise
-    (`batch_within`): if these are few, there are two points for them."""
+    """Requests of a rank at which a unit that can have so many is looked at, and with which it
+    should keep its promise (`batch_within`): if these are few, there are two points for them.
+    """
     found = sorted({min(at, batch_max) for at in REQUESTS_PER_RANK})
     if len(found) < 3 or found[-1] < NEAR * found[-2]:
         found = [share * batch_max for share in (0.2, 0.4, 0.6, 0.8, 1.0)]
@@ -95,16 +106,17 @@ def points_at(batch_max: float, promised: float = math.inf) -> tuple[float, ...]
 
 
 def batch_within(study: Study, placed: float, kv_length: float) -> float:
-    """Requests of a decode rank, at most, whose step is priced within the promised TPOT; `placed`: see
-    Study.step_model. Raises ConfigError if one is too many already."""
+    """Requests of a decode rank, at most, whose step is priced within the promised TPOT; `placed`:
+    see Study.step_model. Raises ConfigError if one is too many already.
+    """
     model, promised_s = study.step_model(DECODE, placed), study.tpot_ms / 1e3
     low, high = 1.0, float(max(1, study.decode.max_requests))
     fastest_s = _priced_tpot_s(study, model, low, kv_length)
     if promised_s < fastest_s:
         raise ConfigError(
-            f"{study.name}: no batch reaches a TPOT of {study.tpot_ms:g} ms: with one request a rank, a decode unit of "
-            f"{study.decode.ranks} {study.hardware.upper()} takes {fastest_s * 1e3:.1f} ms. Promise more (tpot_ms), or "
-            "take faster hardware."
+            f"{study.name}: no batch reaches a TPOT of {study.tpot_ms:g} ms: with one request a"
+            f" rank, a decode unit of {study.decode.ranks} {study.hardware.upper()} takes"
+            f" {fastest_s * 1e3:.1f} ms. Promise more (tpot_ms), or take faster hardware."
         )
     if _priced_tpot_s(study, model, high, kv_length) <= promised_s:
         return high
@@ -115,52 +127,84 @@ def batch_within(study: Study, placed: float, kv_length: float) -> float:
     return low
 
 
-def _priced_tpot_s(study: Study, model: StepModel, requests_per_rank: float, kv_length: float) -> float:
-    priced = model.decode(requests_per_rank, kv_length, study.mtp_tokens, mtp_accept=study.mtp_accept)
+def _priced_tpot_s(
+    study: Study, model: StepModel, requests_per_rank: float, kv_length: float
+) -> float:
+    priced = model.decode(
+        requests_per_rank, kv_length, study.mtp_tokens, mtp_accept=study.mtp_accept
+    )
     assert priced.tokens_per_s_user is not None
     return 1.0 / priced.tokens_per_s_user
 
 
 def decode_curve(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """What was measured, as `UnitCurves.decode` has it. Raises ConfigError if a line cannot be drawn through it."""
+    """What was measured, as `UnitCurves.decode` has it. Raises ConfigError if a line cannot be
+    drawn through it.
+    """
     found: list[tuple[float, float]] = []
     for at, tpot_s in sorted(points):
         if not found or at >= NEAR * found[-1][0]:
             found.append((at, tpot_s))
     if len(found) < 2:
         raise ConfigError(
-            "decode could not be measured at two batches: give decode.max_requests more, or let window.back_s and "
-            "window.seconds be longer."
+            "decode could not be measured at two batches: give decode.max_requests more, or let"
+            " window.back_s and window.seconds be longer."
         )
     return tuple(found)
 
 
 def decode_point(
-    study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None, requests_per_rank: float
+    study: Study,
+    placed: Mapping[str, float],
+    load: LoadFigures,
+    cache: CacheDay | None,
+    requests_per_rank: float,
 ) -> tuple[float, float]:
-    """Measure one decode unit with about so many requests on a rank: (how many there were, seconds per token)."""
+    """Measure one decode unit with about so many requests on a rank: (how many there were, seconds
+    per token).
+    """
     ranks = study.decode.ranks
-    token_s = _priced_tpot_s(study, study.step_model(DECODE, placed[DECODE]), requests_per_rank, load.kv_length)
+    token_s = _priced_tpot_s(
+        study, study.step_model(DECODE, placed[DECODE]), requests_per_rank, load.kv_length
+    )
     requests_per_s = ranks * requests_per_rank / (load.tokens_out * token_s)
     num_prefill = math.ceil(requests_per_s / (0.5 * _prefill_requests_per_s(study, placed, load)))
     seconds = study.window.seconds
-    world = _world(study, placed, load, cache, num_prefill, requests_per_s, token_s, int(requests_per_rank), seconds)
+    world = _world(
+        study,
+        placed,
+        load,
+        cache,
+        num_prefill,
+        requests_per_s,
+        token_s,
+        int(requests_per_rank),
+        seconds,
+    )
     reading = world.read(study.window.settle_s, study.window.settle_s + seconds)
     if not reading.decode.tokens:
         raise _nothing_seen(DECODE)
     return reading.decode.requests_per_rank, reading.decode.token_s
 
 
-def prefill_point(study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None) -> float:
-    """Measure one prefill unit that has always something to do: tokens that it computes in a second."""
+def prefill_point(
+    study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None
+) -> float:
+    """Measure one prefill unit that has always something to do: tokens that it computes in a
+    second.
+    """
     reading = prefill_reading(study, prefill_world(study, placed, load, cache))
     return reading.tokens / (study.window.prefill_seconds * reading.busy_share)
 
 
-def prefill_world(study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None) -> FleetWorld:
+def prefill_world(
+    study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None
+) -> FleetWorld:
     """Such a unit, when what is measured is over."""
     requests_per_s = OVERLOAD * _prefill_requests_per_s(study, placed, load)
-    return _world(study, placed, load, cache, 1, requests_per_s, 1e-6, 0, study.window.prefill_seconds)
+    return _world(
+        study, placed, load, cache, 1, requests_per_s, 1e-6, 0, study.window.prefill_seconds
+    )
 
 
 def prefill_reading(study: Study, world: FleetWorld) -> StepReading:
@@ -174,33 +218,51 @@ def prefill_reading(study: Study, world: FleetWorld) -> StepReading:
 
 def _nothing_seen(role: str) -> ConfigError:
     return ConfigError(
-        f"{role} had nothing to do while it was measured: let window.back_s and window.seconds be longer."
+        f"{role} had nothing to do while it was measured: let window.back_s and window.seconds be"
+        " longer."
     )
 
 
 def _prefill_requests_per_s(study: Study, placed: Mapping[str, float], load: LoadFigures) -> float:
     """About what a prefill unit does, as its steps are priced."""
-    priced = study.step_model(PREFILL, placed[PREFILL]).prefill(study.chunk_tokens, load.tokens_in, load.tokens_hit)
+    priced = study.step_model(PREFILL, placed[PREFILL]).prefill(
+        study.chunk_tokens, load.tokens_in, load.tokens_hit
+    )
     return study.prefill.ranks * priced.tokens_per_s_gpu / (load.tokens_in - load.tokens_hit)
 
 
 def _world(
-    study: Study, placed: Mapping[str, float], load: LoadFigures, cache: CacheDay | None, num_prefill: int,
-    requests_per_s: float, token_s: float, number: int, seconds: float,
-) -> FleetWorld:  # fmt: skip
+    study: Study,
+    placed: Mapping[str, float],
+    load: LoadFigures,
+    cache: CacheDay | None,
+    num_prefill: int,
+    requests_per_s: float,
+    token_s: float,
+    number: int,
+    seconds: float,
+) -> FleetWorld:
     """One decode unit and some prefill units, from the start to the end of what is measured."""
     settle_s = study.window.settle_s
     scale = load.requests_per_s[int(_AT_S // 3600.0)] / requests_per_s
     params = with_tokens_at(study.workload, token_s, study.window.first_token_s)
     drawn = window(
-        replace(params, sessions_per_day=params.sessions_per_day / min(1.0, scale)), _AT_S, _AT_S + settle_s + seconds,
-        study.window.back_s, generator(study, "curve", number), cache, scale=max(1.0, scale),
-    )  # fmt: skip
+        replace(params, sessions_per_day=params.sessions_per_day / min(1.0, scale)),
+        _AT_S,
+        _AT_S + settle_s + seconds,
+        study.window.back_s,
+        generator(study, "curve", number),
+        cache,
+        scale=max(1.0, scale),
+    )
     models = {role: study.step_model(role, placed[role]) for role in (PREFILL, DECODE)}
     world = FleetWorld(
-        study.deployment(num_prefill, 1), models, requests_of(drawn, _AT_S, has_cache=cache is not None),
-        mtp_tokens=study.mtp_tokens, mtp_accept=study.mtp_accept,
-    )  # fmt: skip
+        study.deployment(num_prefill, 1),
+        models,
+        requests_of(drawn, _AT_S, has_cache=cache is not None),
+        mtp_tokens=study.mtp_tokens,
+        mtp_accept=study.mtp_accept,
+    )
     with uncollected():
         world.run(settle_s + seconds)
     problems = world.check()
@@ -210,6 +272,8 @@ def _world(
 
 
 def batch_max(study: Study, load: LoadFigures) -> float:
-    """Requests of a decode rank, at most: as many as it has slots, or room for their KV. Raises ValueError for none."""
+    """Requests of a decode rank, at most: as many as it has slots, or room for their KV. Raises
+    ValueError for none.
+    """
     blocks = kv_blocks(study.step_model(DECODE, 1.0))
     return min(float(study.decode.max_requests), blocks / (load.kv_length / BLOCK_TOKENS + 1.0))

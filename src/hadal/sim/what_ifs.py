@@ -1,7 +1,7 @@
 """Other days: a study with one thing changed, to see what it is worth.
 
-Each is a whole study of its own, so it goes through the same stages; what it has in common with the first is not
-measured twice (`same_units`, `same_cache`).
+Each is a whole study of its own, so it goes through the same stages; what it has in common with the
+first is not measured twice (`same_units`, `same_cache`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,27 @@ from hadal.stats.prices import R1
 
 
 def what_ifs(study: Study) -> list[tuple[str, Study]]:
-    """(what is changed, the study), the balancers first. What is so already, or cannot be with these units (they may
-    not fit the other hardware), is left out."""
+    """(what is changed, the study), the balancers first. What is so already, or cannot be with
+    these units (they may not fit the other hardware), is left out.
+    """
     other = "h800" if study.hardware.lower() == "h200" else "h200"
     wanted: list[tuple[str, dict[str, Any]]] = [
-        ("requests to ranks in turn (round-robin)", {
-            role: replace(study.units_of(role), request_balance=TURNS) for role in ROLES
-        }),
-        ("no expert balancer", {role: replace(study.units_of(role), expert_balance=OFF) for role in ROLES}),
-        (f"{other.upper()} at ${RENTS[other].usd:.2f} an hour", {
-            "hardware": other, "gpu_hour_usd": RENTS[other].usd
-        }),
+        (
+            "requests to ranks in turn (round-robin)",
+            {role: replace(study.units_of(role), request_balance=TURNS) for role in ROLES},
+        ),
+        (
+            "no expert balancer",
+            {role: replace(study.units_of(role), expert_balance=OFF) for role in ROLES},
+        ),
+        (
+            f"{other.upper()} at ${RENTS[other].usd:.2f} an hour",
+            {"hardware": other, "gpu_hour_usd": RENTS[other].usd},
+        ),
         ("a tenth of the cache", {"cache": replace(study.cache, disk_pb=study.cache.disk_pb / 10)}),
         ("R1's prices as charged, cheaper at night", {"prices": R1.name}),
         ("no drafts in decode", {"mtp_tokens": 0}),
-    ]  # fmt: skip
+    ]
     found = []
     for name, changes in wanted:
         try:
@@ -59,6 +65,12 @@ def _units(study: Study) -> tuple[object, ...]:
         for of in (study.prefill, study.decode)
     )
     return (
-        study.hardware, study.chunk_tokens, study.mtp_tokens, study.mtp_accept, units, study.workload, study.window,
+        study.hardware,
+        study.chunk_tokens,
+        study.mtp_tokens,
+        study.mtp_accept,
+        units,
+        study.workload,
+        study.window,
         study.seed,
-    )  # fmt: skip
+    )

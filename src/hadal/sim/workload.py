@@ -1,8 +1,9 @@
 """Requests as columns: when they come, how long they are, and what of their text was there before.
 
-Nothing reads the text, so there is none. A block's name (kv/names) says "this text, from the first token on, under this
-model, of this tenant", and two names are equal exactly if all of that is. Whoever makes up the requests knows when it
-is, so a name is made of where the block stands instead of a hash of what it holds:
+Nothing reads the text, so there is none. A block's name (kv/names) says "this text, from the first
+token on, under this model, of this tenant", and two names are equal exactly if all of that is.
+Whoever makes up the requests knows when it is, so a name is made of where the block stands instead
+of a hash of what it holds:
 
     system prompt   (model, prompt) + position      equal in all sessions that begin with it
     a conversation  session + position              its text only grows: position i always holds the same tokens
@@ -13,8 +14,9 @@ is, so a name is made of where the block stands instead of a hash of what it hol
     turn k + 1  | system prompt | message 1 | answer 1 | message 2 | answer 2 | message 3 |
                  ---- the same tokens, as long as turn k's prompt ---> from here on others
 
-As with hashes, a block that has the end of the system prompt in it belongs to the session, only full blocks have names,
-and the last token of a text, which was drawn but never computed, fills none.
+As with hashes, a block that has the end of the system prompt in it belongs to the session, only
+full blocks have names, and the last token of a text, which was drawn but never computed, fills
+none.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a trace says of its prompts' texts: numbers of parts, all equally long, equal if the text so far is."""
+    """What a trace says of its prompts' texts: numbers of parts, all equally long, equal if the
+    text so far is.
+    """
 
     tokens_part: int
     first: Ints
@@ -68,8 +72,10 @@ class Workload:
     """Number of the system prompt it begins with, or NO_PREFIX."""
     prefix_tokens: Ints
     tokens_seen: Ints
-    """First tokens of the prompt whose KV was computed before: for the last turn of its session, or for anybody with
-    this system prompt. What a cache that forgets nothing would have, but for what is no full block."""
+    """First tokens of the prompt whose KV was computed before: for the last turn of its session, or
+    for anybody with this system prompt. What a cache that forgets nothing would have, but for what
+    is no full block.
+    """
     idle_s: Floats
     """Since the session's last request came; inf if this is the first."""
     tenant: Ints
@@ -82,8 +88,12 @@ class Workload:
 
     @property
     def tokens_findable(self) -> Ints:
-        """What a cache could have of each prompt: full blocks, and never the prompt's last token."""
-        return np.asarray(np.minimum(self.tokens_in - 1, self.tokens_seen) // BLOCK_TOKENS * BLOCK_TOKENS)
+        """What a cache could have of each prompt: full blocks, and never the prompt's last
+        token.
+        """
+        return np.asarray(
+            np.minimum(self.tokens_in - 1, self.tokens_seen) // BLOCK_TOKENS * BLOCK_TOKENS
+        )
 
     @property
     def kv_length_mean(self) -> float:
@@ -92,12 +102,15 @@ class Workload:
         return float(weights @ (self.tokens_in + self.tokens_out / 2))
 
     def chain(self, index: int, *, with_output: bool = False) -> bytes:
-        """Names of a prompt's full blocks, in order, as core/cache has them; `with_output`: and of what its answer
-        fills behind it."""
+        """Names of a prompt's full blocks, in order, as core/cache has them; `with_output`: and of
+        what its answer fills behind it.
+        """
         num_prompt = int(self.tokens_in[index]) // BLOCK_TOKENS
         num_blocks = num_prompt
         if with_output:
-            num_blocks = max(num_prompt, int(self.tokens_in[index] + self.tokens_out[index] - 1) // BLOCK_TOKENS)
+            num_blocks = max(
+                num_prompt, int(self.tokens_in[index] + self.tokens_out[index] - 1) // BLOCK_TOKENS
+            )
         session, turn = int(self.session[index]) + 1 << _TURN_BITS, int(self.turn[index]) + 1
         names = np.empty((num_blocks, 2), dtype=">u8")
         names[:, 1] = np.arange(num_blocks)
@@ -116,14 +129,24 @@ class Workload:
     def take(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Workload:
         """These requests only, in the order of `rows`: indices, or a mask."""
         rows = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows.astype(np.intp)
-        columns = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "parts"}
-        return replace(self, **columns, parts=None if self.parts is None else _take_parts(self.parts, rows))
+        columns = {
+            field.name: getattr(self, field.name)[rows]
+            for field in fields(self)
+            if field.name != "parts"
+        }
+        return replace(
+            self, **columns, parts=None if self.parts is None else _take_parts(self.parts, rows)
+        )
 
     def sample(self, scale: int) -> Workload:
-        """One session in `scale`, whole, chosen by a hash of its number: with a cache that is as much smaller it finds
-        what all of them find (spatially hashed sampling: Waldspurger et al., "SHARDS", FAST 2015)."""
+        """One session in `scale`, whole, chosen by a hash of its number: with a cache that is as
+        much smaller it finds what all of them find (spatially hashed sampling: Waldspurger et al.,
+        "SHARDS", FAST 2015).
+        """
         if scale < 1:
-            raise ValueError(f"scale is {scale}; one session in so many stays, so it is at least 1.")
+            raise ValueError(
+                f"scale is {scale}; one session in so many stays, so it is at least 1."
+            )
         return self.take(_hash(self.session) <= np.uint64(((1 << 64) - 1) // scale))
 
     @staticmethod
@@ -138,8 +161,9 @@ def concatenate(workloads: list[Workload]) -> Workload:
     """All their requests, by arrival; ties in the order given. None of them may have parts."""
     columns: dict[str, Any] = {
         field.name: np.concatenate([getattr(workload, field.name) for workload in workloads])
-        for field in fields(Workload) if field.name != "parts"
-    }  # fmt: skip
+        for field in fields(Workload)
+        if field.name != "parts"
+    }
     return Workload(**columns).take(np.argsort(columns["arrival_s"], kind="stable"))
 
 

@@ -1,13 +1,15 @@
-"""A fleet at work in simulated time: one front, units of many ranks, all of them the roles that serve, priced steps.
+"""A fleet at work in simulated time: one front, units of many ranks, all of them the roles that
+serve, priced steps.
 
     requests -> front <-> prefill-0 .. decode-0 ..      every arrow a wire with a delay; KV over the ranks' NICs
                              |  ^
                              v  |  disk (sim/world_disk): what it has of each prompt is told beforehand
 
-The same requests, deployment and models make the same run. What is simulated is what costs time: steps (sim/runners),
-messages, KV on its way, reads and writes of the disk. Text is not: a prompt is a range of its length, a block is named
-by its place (sim/world_requests), and tokens are counted where they would be delivered. Requests that ran before are
-placed at the start (sim/world_warm), so that seconds of an hour can be looked at without the hour before.
+The same requests, deployment and models make the same run. What is simulated is what costs time:
+steps (sim/runners), messages, KV on its way, reads and writes of the disk. Text is not: a prompt is
+a range of its length, a block is named by its place (sim/world_requests), and tokens are counted
+where they would be delivered. Requests that ran before are placed at the start (sim/world_warm), so
+that seconds of an hour can be looked at without the hour before.
 """
 
 from __future__ import annotations
@@ -40,23 +42,38 @@ from hadal.sim.world_warm import PLACED_HOPS, SUBMIT_HOPS, WARM, WarmUnit
 
 
 class FleetWorld:
-    """One run. `models`: by role, whose ranks must be the deployment's. `max_context`: longest prompt and output.
+    """One run. `models`: by role, whose ranks must be the deployment's. `max_context`: longest
+    prompt and output.
 
-    `wire_s`: a message's way. `look_s`: how long a process collects what arrives. `mtp_tokens`, `mtp_accept`: drafts in
-    decode (sim/runners). `disk`: of the cache that `Requests.tokens_cached` tells of; `stores`: what is computed and
-    generated is written to it, else it is not. `sample_s`: how often KV use is looked at; 0: never. `faults`: what goes
-    wrong (sim/world_faults); a unit that dies is started again, as by a supervisor.
+    `wire_s`: a message's way. `look_s`: how long a process collects what arrives. `mtp_tokens`,
+    `mtp_accept`: drafts in decode (sim/runners). `disk`: of the cache that `Requests.tokens_cached`
+    tells of; `stores`: what is computed and generated is written to it, else it is not. `sample_s`:
+    how often KV use is looked at; 0: never. `faults`: what goes wrong (sim/world_faults); a unit
+    that dies is started again, as by a supervisor.
     """
 
     def __init__(
-        self, config: Deployment, models: Mapping[str, StepModel], requests: Requests, *, max_context: int = 65_536,
-        wire_s: float = 0.0005, look_s: float = 0.005, mtp_tokens: int = 0, mtp_accept: float = 0.0,
-        disk: DiskSpeed | None = None, stores: bool = False, sample_s: float = 0.0,
+        self,
+        config: Deployment,
+        models: Mapping[str, StepModel],
+        requests: Requests,
+        *,
+        max_context: int = 65_536,
+        wire_s: float = 0.0005,
+        look_s: float = 0.005,
+        mtp_tokens: int = 0,
+        mtp_accept: float = 0.0,
+        disk: DiskSpeed | None = None,
+        stores: bool = False,
+        sample_s: float = 0.0,
         faults: WorldFaults | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         for role in ROLES:
             if models[role].num_ranks != units_of(config, role).ranks:
-                raise ValueError(f"the {role} model has {models[role].num_ranks} ranks, the deployment another number.")
+                raise ValueError(
+                    f"the {role} model has {models[role].num_ranks} ranks, the deployment another"
+                    " number."
+                )
         self.clock = SimClock()
         self.requests = requests
         self.processes: dict[str, Process] = {}
@@ -79,8 +96,11 @@ class FleetWorld:
         self._num_lives = 0
         self._token_bytes = kv_bytes_per_token(models[DECODE].model)
         self.disk = WorldDisk(
-            requests.blocks_cached, BLOCK_TOKENS * self._token_bytes, disk or DiskSpeed(), self._num_loaded
-        )  # fmt: skip
+            requests.blocks_cached,
+            BLOCK_TOKENS * self._token_bytes,
+            disk or DiskSpeed(),
+            self._num_loaded,
+        )
         self._nic_free_s: dict[tuple[str, int], float] = {}
         """When a rank's NIC is done with what it pulls."""
         self._is_running = requests.is_running
@@ -108,10 +128,14 @@ class FleetWorld:
         """What happened in [begin_s, end_s), of what has happened so far."""
         config = self._config
         return read(
-            begin_s, end_s, self.log, self.seen, self.requests,
+            begin_s,
+            end_s,
+            self.log,
+            self.seen,
+            self.requests,
             {role: units_of(config, role).units for role in ROLES},
             {role: units_of(config, role).ranks for role in ROLES},
-        )  # fmt: skip
+        )
 
     def check(self) -> list[str]:
         """Problems of all ledgers; empty when everything adds up."""
@@ -132,10 +156,17 @@ class FleetWorld:
     # ---- processes ----
     def _start(self, name: str, role: Role, runner: LoggedRunner | None = None) -> Process:
         process = self.processes[name] = Process(
-            name, role, self.clock, self._send, look_s=self._look_s, runner=runner, deliver=self._deliver,
-            pull_s=lambda effect: self._pull_s(name, effect), disk=lambda effect: self._disk(name, effect),
+            name,
+            role,
+            self.clock,
+            self._send,
+            look_s=self._look_s,
+            runner=runner,
+            deliver=self._deliver,
+            pull_s=lambda effect: self._pull_s(name, effect),
+            disk=lambda effect: self._disk(name, effect),
             pull_error=self._pull_error,
-        )  # fmt: skip
+        )
         process.start()
         return process
 
@@ -149,7 +180,9 @@ class FleetWorld:
         if self._arriving.size:
             # Or all that wait would go to the unit whose word that it is up comes first.
             up_s = self.clock.now() + SUBMIT_HOPS * (self._wire_s + self._look_s)
-            self.clock.at(max(up_s, float(self.requests.arrival_s[self._arriving[0]])), self._submit)
+            self.clock.at(
+                max(up_s, float(self.requests.arrival_s[self._arriving[0]])), self._submit
+            )
 
     def _start_units(self, role: str) -> None:
         for index in range(units_of(self._config, role).units):
@@ -166,12 +199,18 @@ class FleetWorld:
         epoch = f"{name}-{self._num_lives}"
         leader: PrefillLeader | DecodeLeader
         if role == PREFILL:
-            leader = prefill_leader(name, epoch, config, model, self.disk.view(), stores=self._stores)
+            leader = prefill_leader(
+                name, epoch, config, model, self.disk.view(), stores=self._stores
+            )
         else:
-            leader = decode_leader(name, epoch, config, model, self._max_context, stores=self._stores)
+            leader = decode_leader(
+                name, epoch, config, model, self._max_context, stores=self._stores
+            )
         runner = runner_of(role, model, config, self._output_tokens, self._drafts)
         process = self._start(name, leader, LoggedRunner(name, role, runner, self.clock, self.log))
-        unit = SimUnit(name, self._num_lives, process, runner, self._unit_to_ranks[name], self._pools)
+        unit = SimUnit(
+            name, self._num_lives, process, runner, self._unit_to_ranks[name], self._pools
+        )
         self._units[name] = unit
         unit.begin()
 
@@ -179,8 +218,10 @@ class FleetWorld:
     def _unit_to_ranks(self) -> dict[str, int]:
         return {
             f"{role}-{index}": units.ranks
-            for role in ROLES for units in (units_of(self._config, role),) for index in range(units.units)
-        }  # fmt: skip
+            for role in ROLES
+            for units in (units_of(self._config, role),)
+            for index in range(units.units)
+        }
 
     # ---- faults ----
     def _set_faults(self) -> None:
@@ -230,7 +271,9 @@ class FleetWorld:
             leader, runner = unit.process.role, unit.runner
             if isinstance(leader, DecodeLeader) and isinstance(runner, DecodeRunner):
                 share_R = leader.blocks.num_used_R / leader.blocks.num_blocks_rank
-                self.log.ranks.append((self.clock.now(), name, share_R, runner.requests_R.astype(np.float64)))
+                self.log.ranks.append(
+                    (self.clock.now(), name, share_R, runner.requests_R.astype(np.float64))
+                )
         self.clock.after(self._sample_s, self._sample)
 
     # ---- wires ----
@@ -245,11 +288,16 @@ class FleetWorld:
         now_s, key = self.clock.now(), (name, effect.rank)
         if effect.lease.source == WARM:
             return self._wire_s  # It was there before.
-        free_s = max(self._nic_free_s.get(key, 0.0), now_s) + num_bytes / self._models[DECODE].hardware.nic_bytes_per_s
+        free_s = (
+            max(self._nic_free_s.get(key, 0.0), now_s)
+            + num_bytes / self._models[DECODE].hardware.nic_bytes_per_s
+        )
         self._nic_free_s[key] = free_s
         return free_s - now_s + self._wire_s
 
-    def _disk(self, unit: str, effect: LoadBlocks | StoreBlocks) -> tuple[float, BlocksLoaded | BlocksStored]:
+    def _disk(
+        self, unit: str, effect: LoadBlocks | StoreBlocks
+    ) -> tuple[float, BlocksLoaded | BlocksStored]:
         """Until a read or write of a unit's rank is done, and what comes of it."""
         now_s = self.clock.now()
         if isinstance(effect, StoreBlocks):
@@ -280,16 +328,20 @@ class FleetWorld:
             self.clock.at(float(self.requests.arrival_s[self._arriving[self._next]]), self._submit)
 
     def _submit_running(self) -> None:
-        """Those that run at the start: together, for the queue behind each is then looked at once and not for each,
-        but no more at once than decode lets wait."""
+        """Those that run at the start: together, for the queue behind each is then looked at once
+        and not for each, but no more at once than decode lets wait.
+        """
         numbers = np.flatnonzero(self._is_running).tolist()
         most = max(1, self._config.decode.max_waiting * self._config.decode.units // 2)
         hop_s, at_s = self._wire_s + self._look_s, 0.0
         for batch, first in enumerate(range(0, len(numbers), most)):
             at_s = (SUBMIT_HOPS + batch) * hop_s
-            self.clock.at(at_s, lambda some=numbers[first : first + most]: self.processes["front"].handle(  # type: ignore[misc]
-                *(self._submitted(number) for number in some)
-            ))  # fmt: skip
+            self.clock.at(
+                at_s,
+                lambda some=numbers[first : first + most]: self.processes["front"].handle(  # type: ignore[misc]
+                    *(self._submitted(number) for number in some)
+                ),
+            )
         self.clock.at(at_s + PLACED_HOPS * hop_s, self._begin)
 
     def _deliver(self, deliver: Deliver) -> None:

@@ -1,11 +1,13 @@
-"""The disk cache of a simulated world: which blocks it has, and what reading and writing them takes.
+"""The disk cache of a simulated world: which blocks it has, and what reading and writing them
+takes.
 
     leader: find (View) -> LoadBlocks --> queue of the rank's node --> BlocksLoaded
-                           StoreBlocks -> queue of the rank's node --> BlocksStored, found from then on
+                           StoreBlocks -> queue of the rank's node --> BlocksStored, found from then
+                           on
 
-What there is is a number for each request: so many first blocks of it. A node's ranks share its storage NIC, one read
-behind the other, and writes beside the reads, for a link carries both ways at once. Nothing is read or written: a
-block's text is its name.
+What there is is a number for each request: so many first blocks of it. A node's ranks share its
+storage NIC, one read behind the other, and writes beside the reads, for a link carries both ways at
+once. Nothing is read or written: a block's text is its name.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class DiskSpeed:
     """Of the storage network, by node. Raises ValueError for a speed that is none."""
 
     read_bytes_per_s: float = 40.0 * GIB
-    """Peak of the KV cache's clients (3FS README), of a NIC of 400 Gb/s that only storage uses (arXiv 2505.09343)."""
+    """Peak of the KV cache's clients (3FS README), of a NIC of 400 Gb/s that only storage uses
+    (arXiv 2505.09343).
+    """
     write_bytes_per_s: float = 40.0 * GIB
     """Taken to be the same: the NIC's other direction."""
     latency_s: float = 0.0
@@ -42,14 +46,21 @@ class DiskSpeed:
     """That share a NIC."""
 
     def __post_init__(self) -> None:
-        if min(self.read_bytes_per_s, self.write_bytes_per_s) <= 0.0 or self.latency_s < 0.0 or self.node_ranks < 1:
-            raise ValueError(f"{self}: bytes/s and ranks of a node must be above 0, the latency not below.")
+        if (
+            min(self.read_bytes_per_s, self.write_bytes_per_s) <= 0.0
+            or self.latency_s < 0.0
+            or self.node_ranks < 1
+        ):
+            raise ValueError(
+                f"{self}: bytes/s and ranks of a node must be above 0, the latency not below."
+            )
 
 
 class View:
     """What a leader takes for what is on disk: has the methods of kv/disk_index.
 
-    `num_blocks`: by request, shared by all views. What a read did not find is not looked for again by this leader.
+    `num_blocks`: by request, shared by all views. What a read did not find is not looked for again
+    by this leader.
     """
 
     def __init__(self, num_blocks: Ints) -> None:
@@ -64,7 +75,8 @@ class View:
         return self.find(name) is not None
 
     def put(self, names: bytes, places: Sequence[Place | None]) -> None:
-        """These are on disk, where the blocks before them are, too: there is no telling that some in between are not.
+        """These are on disk, where the blocks before them are, too: there is no telling that some
+        in between are not.
         """
         for name, place in zip(split(names), places, strict=True):
             known = self._known(name)
@@ -92,14 +104,21 @@ class View:
         """Where those of these blocks are that are here."""
         known = self._known(names[:NAME_BYTES]) if names else None
         end = num_names(names)
-        if known is not None and names == chain_of(known[0], known[1] + end)[known[1] * NAME_BYTES :]:
-            return (_HERE,) * min(end, max(0, self._end_of(known[0]) - known[1]))  # As always: a part of one text.
+        if (
+            known is not None
+            and names == chain_of(known[0], known[1] + end)[known[1] * NAME_BYTES :]
+        ):
+            return (_HERE,) * min(
+                end, max(0, self._end_of(known[0]) - known[1])
+            )  # As always: a part of one text.
         return tuple(place for name in split(names) if (place := self.find(name)) is not None)
 
     def num_found(self, chain: bytes) -> int:
         """How many of the chain's first blocks are here, up to one that is not."""
         known = self._known(chain[:NAME_BYTES]) if chain else None
-        return 0 if known is None else min(num_names(chain), max(0, self._end_of(known[0]) - known[1]))
+        return (
+            0 if known is None else min(num_names(chain), max(0, self._end_of(known[0]) - known[1]))
+        )
 
     def lookup(self, chain: bytes) -> tuple[Place, ...]:
         """The places of the longest prefix of the chain that is here."""
@@ -137,9 +156,14 @@ class WorldDisk:
     """
 
     def __init__(
-        self, num_blocks: Ints, block_bytes: float, speed: DiskSpeed,
-        loads: Callable[[float, str, LoadBlocks], int] = lambda now_s, unit, effect: len(effect.into),
-    ) -> None:  # fmt: skip
+        self,
+        num_blocks: Ints,
+        block_bytes: float,
+        speed: DiskSpeed,
+        loads: Callable[[float, str, LoadBlocks], int] = lambda now_s, unit, effect: len(
+            effect.into
+        ),
+    ) -> None:
         self.num_blocks = num_blocks
         """By request."""
         self._block_bytes = block_bytes
@@ -152,8 +176,12 @@ class WorldDisk:
         """Of one more leader."""
         return View(self.num_blocks)
 
-    def load(self, now_s: float, unit: str, effect: LoadBlocks) -> tuple[float, float, BlocksLoaded]:
-        """When a read begins and ends, and what comes of it. One that fails does so at its first missing block."""
+    def load(
+        self, now_s: float, unit: str, effect: LoadBlocks
+    ) -> tuple[float, float, BlocksLoaded]:
+        """When a read begins and ends, and what comes of it. One that fails does so at its first
+        missing block.
+        """
         num = self._loads(now_s, unit, effect)
         node = unit, effect.rank // self._node_ranks
         begin_s, end_s = self._reads.ask(now_s, node, num * self._block_bytes)
@@ -163,5 +191,7 @@ class WorldDisk:
     def store(self, now_s: float, unit: str, effect: StoreBlocks) -> tuple[float, BlocksStored]:
         """When a write ends, and what comes of it."""
         num = len(effect.block_ids)
-        _, end_s = self._writes.ask(now_s, (unit, effect.rank // self._node_ranks), num * self._block_bytes)
+        _, end_s = self._writes.ask(
+            now_s, (unit, effect.rank // self._node_ranks), num * self._block_bytes
+        )
         return end_s, BlocksStored(effect.store_id, (_HERE,) * num)

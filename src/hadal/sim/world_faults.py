@@ -1,7 +1,8 @@
-"""What goes wrong in a simulated world, and when: ranks and nodes that die, ranks that are slow, disks that fail, units
-that die or start late.
+"""What goes wrong in a simulated world, and when: ranks and nodes that die, ranks that are slow,
+disks that fail, units that die or start late.
 
-Values only; sim/world plays them. Units are named as they are on the wire ("decode-0"), times are the world's.
+Values only; sim/world plays them. Units are named as they are on the wire ("decode-0"), times are
+the world's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class RanksDie:
     form_s: float = 2.0
     """Until the unit works without them."""
     back_s: float = 60.0
-    """Until they are back with empty pools, counted from their death; it is later than the forming."""
+    """Until they are back with empty pools, counted from their death; it is later than the
+    forming.
+    """
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,9 @@ class WorldFaults:
     def __post_init__(self) -> None:
         for one in self.ranks:
             if not one.ranks or not 0.0 <= one.form_s < one.back_s:
-                raise ValueError(f"{one}: somebody has to die, and come back after the unit has formed.")
+                raise ValueError(
+                    f"{one}: somebody has to die, and come back after the unit has formed."
+                )
         for slow in self.slow:
             if slow.factor < 1.0 or slow.end_s <= slow.begin_s:
                 raise ValueError(f"{slow}: a slow rank takes longer, for some time.")
@@ -96,8 +101,12 @@ class WorldFaults:
         named += [(one.unit, (one.rank,)) for one in self.slow]
         named += [(one.unit, ()) for some in (self.disks, self.units, self.late) for one in some]
         for unit, ranks in named:
-            if unit not in unit_to_ranks or any(not 0 <= rank < unit_to_ranks[unit] for rank in ranks):
-                raise ValueError(f"a fault is of {unit}, ranks {tuple(ranks)}; there are {dict(unit_to_ranks)}.")
+            if unit not in unit_to_ranks or any(
+                not 0 <= rank < unit_to_ranks[unit] for rank in ranks
+            ):
+                raise ValueError(
+                    f"a fault is of {unit}, ranks {tuple(ranks)}; there are {dict(unit_to_ranks)}."
+                )
 
     def start_s(self, unit: str) -> float:
         """When a unit may be up first."""
@@ -106,7 +115,8 @@ class WorldFaults:
     def is_disk_lost(self, now_s: float, unit: str, node: int) -> bool:
         """Whether reads of a unit's node fail now."""
         return any(
-            one.unit == unit and one.node in (None, node) and one.begin_s <= now_s < one.end_s for one in self.disks
+            one.unit == unit and one.node in (None, node) and one.begin_s <= now_s < one.end_s
+            for one in self.disks
         )
 
 
@@ -126,7 +136,9 @@ class FaultRates:
     """The most that a slow rank is slow."""
 
 
-def draw_faults(rates: FaultRates, unit_to_ranks: Mapping[str, int], until_s: float, rng: Generator) -> WorldFaults:
+def draw_faults(
+    rates: FaultRates, unit_to_ranks: Mapping[str, int], until_s: float, rng: Generator
+) -> WorldFaults:
     """Faults at random times before `until_s`, each on any unit."""
     units = sorted(unit_to_ranks)
 
@@ -150,12 +162,16 @@ def draw_faults(rates: FaultRates, unit_to_ranks: Mapping[str, int], until_s: fl
     def slow(at_s: float) -> RankSlow:
         name = unit()
         rank = int(rng.integers(unit_to_ranks[name]))
-        return RankSlow(at_s, at_s + lasts_s(), name, rank, float(rng.uniform(1.0, rates.slow_factor)))
+        return RankSlow(
+            at_s, at_s + lasts_s(), name, rank, float(rng.uniform(1.0, rates.slow_factor))
+        )
 
     return WorldFaults(
         ranks=tuple(ranks(at_s, 1) for at_s in times(rates.rank_every_s))
         + tuple(ranks(at_s, NODE_RANKS) for at_s in times(rates.node_every_s)),
         slow=tuple(slow(at_s) for at_s in times(rates.slow_every_s)),
         disks=tuple(DiskLost(at_s, at_s + lasts_s(), unit()) for at_s in times(rates.disk_every_s)),
-        units=tuple(UnitDies(at_s, unit(), 0.05, 0.05 + lasts_s()) for at_s in times(rates.unit_every_s)),
+        units=tuple(
+            UnitDies(at_s, unit(), 0.05, 0.05 + lasts_s()) for at_s in times(rates.unit_every_s)
+        ),
     )

@@ -1,9 +1,11 @@
-"""What users ask of a simulated world, and how their blocks are named: by request and place, as there is no text.
+"""What users ask of a simulated world, and how their blocks are named: by request and place, as
+there is no text.
 
     name of block i of request n = n and i in 8 bytes, n in 8 more
 
-The names of live serving are hashes of text (kv/names); nothing in the roles looks into one. So a disk can be asked for
-a block of a request (sim/world_disk) without a table of all blocks there are: the published fleet's has billions.
+The names of live serving are hashes of text (kv/names); nothing in the roles looks into one. So a
+disk can be asked for a block of a request (sim/world_disk) without a table of all blocks there are:
+the published fleet's has billions.
 """
 
 from __future__ import annotations
@@ -35,10 +37,13 @@ class Requests:
     tokens_out: Ints
     """At which length the model draws its stop id."""
     tokens_cached: Ints = field(default_factory=lambda: _NONE)
-    """First tokens of the prompt that are on disk when it comes: full blocks. Left out: none of any. Those that run at
-    the start have all of theirs there."""
+    """First tokens of the prompt that are on disk when it comes: full blocks. Left out: none of
+    any. Those that run at the start have all of theirs there.
+    """
     tokens_done: Ints = field(default_factory=lambda: _NONE)
-    """Output tokens made before the start: more than 0 for those that run then. Left out: none does."""
+    """Output tokens made before the start: more than 0 for those that run then. Left out: none
+    does.
+    """
 
     def __post_init__(self) -> None:
         for name in ("tokens_cached", "tokens_done"):
@@ -47,8 +52,12 @@ class Requests:
         lengths = (self.tokens_in, self.tokens_out, self.tokens_cached, self.tokens_done)
         if any(len(self.arrival_s) != len(column) for column in lengths):
             raise ValueError("requests need as many arrivals as lengths.")
-        if (np.diff(self.arrival_s) < 0).any() or (np.concatenate([self.tokens_in, self.tokens_out]) < 1).any():
-            raise ValueError("requests must come in the order of arrival, with at least one token in and out.")
+        if (np.diff(self.arrival_s) < 0).any() or (
+            np.concatenate([self.tokens_in, self.tokens_out]) < 1
+        ).any():
+            raise ValueError(
+                "requests must come in the order of arrival, with at least one token in and out."
+            )
         cached = self.tokens_cached
         if ((cached % BLOCK_TOKENS != 0) | (cached < 0) | (cached > self.tokens_in)).any():
             raise ValueError("tokens_cached must be full blocks of the prompt.")
@@ -65,7 +74,9 @@ class Requests:
 
     @property
     def blocks_cached(self) -> Ints:
-        """By request: blocks that are on disk at the start; of one that runs then, all that are full."""
+        """By request: blocks that are on disk at the start; of one that runs then, all that are
+        full.
+        """
         full = (self.tokens_in + self.tokens_done) // BLOCK_TOKENS
         return np.where(self.is_running, full, self.tokens_cached // BLOCK_TOKENS)
 
@@ -74,13 +85,22 @@ class Requests:
         num_in, num_done = int(self.tokens_in[number]), int(self.tokens_done[number])
         prompt, output = (cast("tuple[int, ...]", range(size)) for size in (num_in, num_done))
         return Generation(
-            str(number), prompt, output, max(max_context - num_in, 1), (STOP_ID,), 0, Sampling(seed=number), 0,
+            str(number),
+            prompt,
+            output,
+            max(max_context - num_in, 1),
+            (STOP_ID,),
+            0,
+            Sampling(seed=number),
+            0,
             chain=chain_of(number, num_named),
-        )  # fmt: skip
+        )
 
 
 def chain_of(number: int, num_blocks: int) -> bytes:
-    """Names of a request's first blocks. The front's summary keeps 8 bytes of each: they differ, too."""
+    """Names of a request's first blocks. The front's summary keeps 8 bytes of each: they differ,
+    too.
+    """
     if not num_blocks:
         return b""
     names = np.empty((num_blocks, 2), np.int64)
@@ -90,7 +110,9 @@ def chain_of(number: int, num_blocks: int) -> bytes:
 
 
 def block_of(name: bytes) -> tuple[int, int] | None:
-    """(request, which of its blocks) that a name is of; None if it is another's, as a hash of text is."""
+    """(request, which of its blocks) that a name is of; None if it is another's, as a hash of text
+    is.
+    """
     first = int.from_bytes(name[:8], "little")
     number = first >> _INDEX_BITS
     if len(name) != NAME_BYTES or number != int.from_bytes(name[8:], "little"):

@@ -1,7 +1,8 @@
 """What a simulated world saw, and what that comes to between two points in time.
 
-Everything is kept as it happened and added up afterwards, so that any interval can be read: a step counts for the part
-of it that lies inside. Values are plain arrays and can be pickled. Knows neither roles nor clocks.
+Everything is kept as it happened and added up afterwards, so that any interval can be read: a step
+counts for the part of it that lies inside. Values are plain arrays and can be pickled. Knows
+neither roles nor clocks.
 
 Shapes: N requests, K steps, R ranks of a unit.
 """
@@ -39,7 +40,12 @@ class Seen:
 
 def nothing_seen(size: int) -> Seen:
     """Of `size` requests, before anything happened."""
-    return Seen(np.full(size, np.nan), np.full(size, np.nan), np.zeros(size, np.bool_), np.zeros(size, np.int64))
+    return Seen(
+        np.full(size, np.nan),
+        np.full(size, np.nan),
+        np.zeros(size, np.bool_),
+        np.zeros(size, np.int64),
+    )
 
 
 @dataclass
@@ -51,18 +57,24 @@ class WorldLog:
     )
     """By role: (unit, begin, seconds, work), as steps began."""
     prefill_ranks: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
-    """Of each of prefill's steps, as they are in `steps`: tokens and (token, position) pairs of each rank [R]."""
+    """Of each of prefill's steps, as they are in `steps`: tokens and (token, position) pairs of
+    each rank [R].
+    """
     reads: list[tuple[float, float, float, int, int]] = field(default_factory=list)
     """Of the disk: (asked, begin, end, tokens wanted, tokens that came), in the order of asking."""
     writes: list[tuple[float, float, int]] = field(default_factory=list)
     """To the disk: (asked, end, tokens)."""
     ranks: list[tuple[float, str, Floats, Floats]] = field(default_factory=list)
-    """Samples: (time, decode unit, part of each rank's blocks that is used [R], requests of each rank [R])."""
+    """Samples: (time, decode unit, part of each rank's blocks that is used [R], requests of each
+    rank [R]).
+    """
 
 
 @dataclass(frozen=True)
 class StepReading:
-    """Steps of one role's units. Imbalances are maximum over mean of a unit's ranks, means over time at work."""
+    """Steps of one role's units. Imbalances are maximum over mean of a unit's ranks, means over
+    time at work.
+    """
 
     num_steps: float
     tokens: float
@@ -110,7 +122,9 @@ class Reading:
     ttft_s: Floats
     """Of requests whose first token came; those that ran at the start are not among them."""
     tpot_s: Floats
-    """Of requests that ended: mean time from token to token, of those that had at least TPOT_TOKENS to make here."""
+    """Of requests that ended: mean time from token to token, of those that had at least TPOT_TOKENS
+    to make here.
+    """
     tokens_in: int
     """Of the prompts of those whose first token came,"""
     tokens_hit: int
@@ -138,9 +152,14 @@ class Reading:
 
 
 def read(
-    begin_s: float, end_s: float, log: WorldLog, seen: Seen, requests: Requests, num_units: Mapping[str, int],
+    begin_s: float,
+    end_s: float,
+    log: WorldLog,
+    seen: Seen,
+    requests: Requests,
+    num_units: Mapping[str, int],
     num_ranks: Mapping[str, int],
-) -> Reading:  # fmt: skip
+) -> Reading:
     """Add up [begin_s, end_s). Raises ValueError if it is empty."""
     if not begin_s < end_s:
         raise ValueError(f"[{begin_s}, {end_s}) is empty.")
@@ -156,24 +175,34 @@ def read(
     steps = {
         role: _read_steps(log.steps[role], begin_s, end_s, num_units[role], num_ranks[role])
         for role in (PREFILL, DECODE)
-    }  # fmt: skip
+    }
     samples = [one for one in log.ranks if begin_s <= one[0] < end_s]
     prefill_tokens, prefill_pairs = _rank_sums(log, begin_s, end_s)
     reads = [one for one in log.reads if begin_s <= one[2] < end_s]
     return Reading(
-        begin_s, end_s, steps[PREFILL], steps[DECODE],
-        num_arrived=int(arrived.sum()), tokens_arrived=int(requests.tokens_in[arrived].sum()),
+        begin_s,
+        end_s,
+        steps[PREFILL],
+        steps[DECODE],
+        num_arrived=int(arrived.sum()),
+        tokens_arrived=int(requests.tokens_in[arrived].sum()),
         num_ended=int(ended.sum()),
-        num_failed=int((ended & seen.is_failed).sum()), ttft_s=(seen.first_token_s - arrival_s)[first],
+        num_failed=int((ended & seen.is_failed).sum()),
+        ttft_s=(seen.first_token_s - arrival_s)[first],
         tpot_s=(seen.end_s - seen.first_token_s)[paced] / (tokens_left[paced] - 1),
-        tokens_in=int(requests.tokens_in[first].sum()), tokens_hit=int(seen.tokens_hit[first].sum()),
+        tokens_in=int(requests.tokens_in[first].sum()),
+        tokens_hit=int(seen.tokens_hit[first].sum()),
         disk_tokens=sum(one[4] for one in reads),
         disk_wait_s=float(np.mean([one[1] - one[0] for one in reads])) if reads else 0.0,
         disk_read_s=float(np.mean([one[2] - one[0] for one in reads])) if reads else 0.0,
-        disk_tokens_written=sum(tokens for _, at_s, tokens in log.writes if begin_s <= at_s < end_s),
-        kv_share=_means([one[1:3] for one in samples]), requests=_means([(one[1], one[3]) for one in samples]),
-        prefill_tokens=prefill_tokens, prefill_pairs=prefill_pairs,
-    )  # fmt: skip
+        disk_tokens_written=sum(
+            tokens for _, at_s, tokens in log.writes if begin_s <= at_s < end_s
+        ),
+        kv_share=_means([one[1:3] for one in samples]),
+        requests=_means([(one[1], one[3]) for one in samples]),
+        prefill_tokens=prefill_tokens,
+        prefill_pairs=prefill_pairs,
+    )
 
 
 def _means(samples: Sequence[tuple[str, Floats]]) -> dict[str, Floats]:
@@ -183,17 +212,25 @@ def _means(samples: Sequence[tuple[str, Floats]]) -> dict[str, Floats]:
     return {unit: np.mean(some, axis=0) for unit, some in sorted(by_unit.items())}
 
 
-def part_inside(at_s: Floats | float, seconds: Floats | float, begin_s: float, end_s: float) -> Floats:
-    """Of steps that begin at `at_s` and take `seconds`: the part of each that lies in [begin_s, end_s)."""
+def part_inside(
+    at_s: Floats | float, seconds: Floats | float, begin_s: float, end_s: float
+) -> Floats:
+    """Of steps that begin at `at_s` and take `seconds`: the part of each that lies in [begin_s,
+    end_s).
+    """
     inside_s = np.minimum(np.add(at_s, seconds), end_s) - np.maximum(at_s, begin_s)
     return np.asarray(np.maximum(inside_s, 0.0) / seconds)
 
 
-def _rank_sums(log: WorldLog, begin_s: float, end_s: float) -> tuple[dict[str, Floats], dict[str, Floats]]:
+def _rank_sums(
+    log: WorldLog, begin_s: float, end_s: float
+) -> tuple[dict[str, Floats], dict[str, Floats]]:
     """Prefill unit -> [R], tokens and pairs: of a step that lies partly inside, that part."""
     tokens: dict[str, Floats] = {}
     pairs: dict[str, Floats] = {}
-    for (unit, at_s, seconds, _), of_ranks in zip(log.steps[PREFILL], log.prefill_ranks, strict=True):
+    for (unit, at_s, seconds, _), of_ranks in zip(
+        log.steps[PREFILL], log.prefill_ranks, strict=True
+    ):
         part = float(part_inside(at_s, seconds, begin_s, end_s))
         if part > 0.0:
             for found, amounts in zip((tokens, pairs), of_ranks, strict=True):
@@ -202,7 +239,11 @@ def _rank_sums(log: WorldLog, begin_s: float, end_s: float) -> tuple[dict[str, F
 
 
 def _read_steps(
-    steps: Sequence[tuple[str, float, float, StepWork]], begin_s: float, end_s: float, num_units: int, num_ranks: int
+    steps: Sequence[tuple[str, float, float, StepWork]],
+    begin_s: float,
+    end_s: float,
+    num_units: int,
+    num_ranks: int,
 ) -> StepReading:
     inside = [one for one in steps if one[1] < end_s and one[1] + one[2] > begin_s]
     if not inside:
@@ -216,23 +257,33 @@ def _read_steps(
 
     def over_mean(most: Floats, amount: Floats) -> float:
         has = amount > 0.0
-        return float(np.average(most[has] * num_ranks / amount[has], weights=part_s[has])) if has.any() else 1.0
+        return (
+            float(np.average(most[has] * num_ranks / amount[has], weights=part_s[has]))
+            if has.any()
+            else 1.0
+        )
 
     return StepReading(
-        num_steps=float(part.sum()), tokens=float(made.sum()), positions=float((positions * part).sum()),
+        num_steps=float(part.sum()),
+        tokens=float(made.sum()),
+        positions=float((positions * part).sum()),
         busy_share=float(part_s.sum()) / ((end_s - begin_s) * num_units),
         step_s=float(part_s.sum() / part.sum()),
         token_s=float(np.average(seconds, weights=made)) if made.any() else 0.0,
         requests_per_rank=float(np.average(texts, weights=part_s)) / num_ranks,
-        tokens_imbalance=over_mean(most_tokens, tokens), positions_imbalance=over_mean(most_positions, positions),
+        tokens_imbalance=over_mean(most_tokens, tokens),
+        positions_imbalance=over_mean(most_positions, positions),
         expert_imbalance=float(np.average(imbalance, weights=part_s)),
         two_micro_batches_share=float(np.average(num_micro_batches > 1, weights=part_s)),
-        seconds_K=seconds, tokens_K=made,
-    )  # fmt: skip
+        seconds_K=seconds,
+        tokens_K=made,
+    )
 
 
 def quantiles(values: Floats, at: Sequence[float], weights: Floats | None = None) -> list[float]:
-    """Those of the values, each counted as often as its weight says. Raises ValueError if there are none."""
+    """Those of the values, each counted as often as its weight says. Raises ValueError if there are
+    none.
+    """
     if not len(values):
         raise ValueError("nothing has no quantiles.")
     order = np.argsort(values)

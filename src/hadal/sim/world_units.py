@@ -1,7 +1,8 @@
-"""The units of a simulated world: a leader of the class that serves, and a Runner that prices its steps.
+"""The units of a simulated world: a leader of the class that serves, and a Runner that prices its
+steps.
 
-What a deployment says of a unit is said to its leader here, as runtime/leader does live. Knows neither wires nor
-requests.
+What a deployment says of a unit is said to its leader here, as runtime/leader does live. Knows
+neither wires nor requests.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ FINGERPRINT = "simulated"
 
 
 def kv_blocks(model: StepModel) -> int:
-    """Blocks of a rank's KV pool: what its memory has beside the weights. Raises ValueError if that is nothing."""
+    """Blocks of a rank's KV pool: what its memory has beside the weights. Raises ValueError if that
+    is nothing.
+    """
     free_bytes = HBM_SHARE * model.hardware.hbm_bytes - model.hbm_bytes(0)
     num_blocks = int(free_bytes // (BLOCK_TOKENS * kv_bytes_per_token(model.model)))
     if num_blocks < 2:
         raise ValueError(
-            f"{model.hardware.name} has no memory left for KV with {model.num_slots} experts on a rank: "
-            "units of more ranks have fewer."
+            f"{model.hardware.name} has no memory left for KV with {model.num_slots} experts on a"
+            " rank: units of more ranks have fewer."
         )
     return num_blocks
 
@@ -51,13 +54,26 @@ def prefill_leader(
     """`view`: of the disk; `stores`: what is computed is written there."""
     units = units_of(config, PREFILL)
     leader = PrefillLeader(
-        name, epoch, "", kv_blocks(model), chunk_tokens=config.chunk_tokens, num_requests_max=units.max_requests,
-        num_waiting_max=units.max_waiting, lease_s=config.lease_s, heartbeat_s=config.heartbeat_s,
-        num_ranks=units.ranks, overlap=units.overlap, min_split_tokens=units.min_split_tokens,
-        num_layers=model.model.num_hidden_layers, num_moe_layers=model.num_moe_layers,
-        request_balance=units.request_balance, keeps_blocks=config.cache.memory != OFF, has_disk=stores,
-        recompute=config.cache.recompute, early_pull=config.early_pull,
-    )  # fmt: skip
+        name,
+        epoch,
+        "",
+        kv_blocks(model),
+        chunk_tokens=config.chunk_tokens,
+        num_requests_max=units.max_requests,
+        num_waiting_max=units.max_waiting,
+        lease_s=config.lease_s,
+        heartbeat_s=config.heartbeat_s,
+        num_ranks=units.ranks,
+        overlap=units.overlap,
+        min_split_tokens=units.min_split_tokens,
+        num_layers=model.model.num_hidden_layers,
+        num_moe_layers=model.num_moe_layers,
+        request_balance=units.request_balance,
+        keeps_blocks=config.cache.memory != OFF,
+        has_disk=stores,
+        recompute=config.cache.recompute,
+        early_pull=config.early_pull,
+    )
     leader.cache.stores.index = cast(DiskIndex, view)
     return leader
 
@@ -68,22 +84,39 @@ def decode_leader(
     """`stores`: blocks that generated text fills are written to disk."""
     units = config.decode
     return DecodeLeader(
-        name, epoch, kv_blocks(model), num_slots=units.max_requests, num_waiting_max=units.max_waiting,
-        max_context=max_context, heartbeat_s=config.heartbeat_s, num_ranks=units.ranks, overlap=units.overlap,
-        min_split_tokens=units.min_split_tokens, num_layers=model.model.num_hidden_layers,
-        num_moe_layers=model.num_moe_layers, request_balance=units.request_balance, lease_s=config.lease_s,
+        name,
+        epoch,
+        kv_blocks(model),
+        num_slots=units.max_requests,
+        num_waiting_max=units.max_waiting,
+        max_context=max_context,
+        heartbeat_s=config.heartbeat_s,
+        num_ranks=units.ranks,
+        overlap=units.overlap,
+        min_split_tokens=units.min_split_tokens,
+        num_layers=model.model.num_hidden_layers,
+        num_moe_layers=model.num_moe_layers,
+        request_balance=units.request_balance,
+        lease_s=config.lease_s,
         fingerprint=FINGERPRINT if stores else "",
-    )  # fmt: skip
+    )
 
 
 class SimUnit:
     """One life of a unit: which of its ranks live, and what its leader is told of that.
 
-    `pools`: names of all pools there are, shared with the other units; `number`: new for each life of any unit.
+    `pools`: names of all pools there are, shared with the other units; `number`: new for each life
+    of any unit.
     """
 
     def __init__(
-        self, name: str, number: int, process: Process, runner: Runner, num_ranks: int, pools: set[str]
+        self,
+        name: str,
+        number: int,
+        process: Process,
+        runner: Runner,
+        num_ranks: int,
+        pools: set[str],
     ) -> None:
         self.name = name
         self.process = process
@@ -124,7 +157,9 @@ class SimUnit:
             self._form(())
 
     def come(self, ranks: Iterable[int]) -> None:
-        """Ranks that are dead are back, with empty pools; what steps were in flight is done again."""
+        """Ranks that are dead are back, with empty pools; what steps were in flight is done
+        again.
+        """
         fresh = tuple(rank for rank in ranks if not self._rank_to_pool[rank])
         if not fresh or not self.is_alive:
             return
@@ -170,7 +205,11 @@ class LoggedRunner:
 
 
 def runner_of(
-    role: str, model: StepModel, config: Deployment, output_tokens: OutputTokens, drafts: tuple[int, float]
+    role: str,
+    model: StepModel,
+    config: Deployment,
+    output_tokens: OutputTokens,
+    drafts: tuple[int, float],
 ) -> Runner:
     """`drafts`: how many in a step, and how often one is accepted (decode)."""
     if role == PREFILL:

@@ -1,12 +1,15 @@
-"""How requests that ran before a simulated world began come to run in it: a unit that has prefilled them all.
+"""How requests that ran before a simulated world began come to run in it: a unit that has prefilled
+them all.
 
     0 hops         decode units up, and this one instead of those of prefill
     SUBMIT_HOPS    all of them enter through the front, which chooses their decode units
-                   this one answers at once: the next token, and a lease on KV that takes no time to pull
+                   this one answers at once: the next token, and a lease on KV that takes no time to
+                   pull
     PLACED_HOPS    later this one is down, and prefill's units are up; who comes from now on is prefilled by them
 
-So front and decode leaders place them as they would place any others, together, and no step has only some of them.
-The KV of each was there before; its prefill cost nobody anything. Knows the messages of a prefill leader and no ranks.
+So front and decode leaders place them as they would place any others, together, and no step has
+only some of them. The KV of each was there before; its prefill cost nobody anything. Knows the
+messages of a prefill leader and no ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +18,16 @@ from collections.abc import Callable
 
 from hadal.core.config import PREFILL
 from hadal.core.errors import InvariantError
-from hadal.core.messages import FrontUp, Generation, KvLease, Prefill, PrefillDone, Release, Token, UnitUp
+from hadal.core.messages import (
+    FrontUp,
+    Generation,
+    KvLease,
+    Prefill,
+    PrefillDone,
+    Release,
+    Token,
+    UnitUp,
+)
 from hadal.core.seams import Effect, Event, Send, Tick
 from hadal.kv.blocks import blocks_for
 from hadal.roles.ending import finish_of
@@ -24,7 +36,9 @@ from hadal.sim.runners import STOP_ID, WORD_ID
 WARM = "prefill-warm"
 """The unit's name, and that of its pool."""
 SUBMIT_HOPS = 2
-"""A hop: what a message takes until somebody looks at it. This unit's word that it is up has one to go."""
+"""A hop: what a message takes until somebody looks at it. This unit's word that it is up has one to
+go.
+"""
 PLACED_HOPS = 6
 """To this unit, to the front, to decode, a pull, and to the front again."""
 _ENDLESS = 1 << 40

@@ -1,8 +1,10 @@
-"""The ledger's tables and what is asked of them, on a connection that is given in: SQLite or PostgreSQL.
+"""The ledger's tables and what is asked of them, on a connection that is given in: SQLite or
+PostgreSQL.
 
-A request's row is written once: the same fact again changes nothing, another fact under the same id is refused and
-counted, whichever process writes it and whenever. Times are whole microseconds, money whole pico-dollars. Engines,
-files and threads are runtime/ledger_store's business; every function here runs in the caller's transaction.
+A request's row is written once: the same fact again changes nothing, another fact under the same id
+is refused and counted, whichever process writes it and whenever. Times are whole microseconds,
+money whole pico-dollars. Engines, files and threads are runtime/ledger_store's business; every
+function here runs in the caller's transaction.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _LOCK = 0x4841444C
 metadata = sa.MetaData()
 _schema = sa.Table("hadal_schema", metadata, sa.Column("version", sa.Integer, primary_key=True))
 _requests = sa.Table(
-    "hadal_requests", metadata,
+    "hadal_requests",
+    metadata,
     sa.Column("request_id", sa.Text, primary_key=True),
     sa.Column("tenant", sa.Text, nullable=False),
     sa.Column("model", sa.Text, nullable=False),
@@ -48,9 +51,10 @@ _requests = sa.Table(
     sa.Column("num_retries", sa.BigInteger, nullable=False),
     sa.Column("income_pico_usd", sa.BigInteger, nullable=False),
     sqlite_with_rowid=False,
-)  # fmt: skip
+)
 _nodes = sa.Table(
-    "hadal_nodes", metadata,
+    "hadal_nodes",
+    metadata,
     sa.Column("unit", sa.Text, primary_key=True),
     sa.Column("epoch", sa.Text, primary_key=True),
     sa.Column("role", sa.Text, nullable=False),
@@ -62,16 +66,17 @@ _nodes = sa.Table(
     sa.Column("gpu_hour_micro_usd", sa.BigInteger, nullable=False),
     sa.Column("model", sa.Text, nullable=False),
     sqlite_with_rowid=False,
-)  # fmt: skip
+)
 _tallies = sa.Table(
-    "hadal_tallies", metadata,
+    "hadal_tallies",
+    metadata,
     sa.Column("batch_id", sa.Text, primary_key=True),
     sa.Column("bucket", sa.BigInteger, primary_key=True),
     sa.Column("model", sa.Text, primary_key=True),
     sa.Column("tenant", sa.Text, primary_key=True),
     *(sa.Column(name, sa.BigInteger, nullable=False) for name in COUNTERS),
     sqlite_with_rowid=False,
-)  # fmt: skip
+)
 
 
 class LedgerError(ConfigError):
@@ -91,7 +96,9 @@ class Written:
 
 def prepare(connection: sa.Connection) -> None:
     """Make the tables where there are none. Raises LedgerError for a ledger of another schema."""
-    if connection.dialect.name == "postgresql":  # SQLite's transaction holds the only lock there is.
+    if (
+        connection.dialect.name == "postgresql"
+    ):  # SQLite's transaction holds the only lock there is.
         connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
     if not sa.inspect(connection).has_table(_schema.name):
         metadata.create_all(connection)
@@ -107,8 +114,8 @@ def check_schema(connection: sa.Connection) -> None:
     if versions != [SCHEMA]:
         found = ", ".join(map(str, versions)) or "none"
         raise LedgerError(
-            f"it is a ledger of schema {found}, and this Hadal writes and reads schema {SCHEMA}. Use the Hadal that "
-            "wrote it, or another ledger."
+            f"it is a ledger of schema {found}, and this Hadal writes and reads schema {SCHEMA}."
+            " Use the Hadal that wrote it, or another ledger."
         )
 
 
@@ -126,7 +133,11 @@ def write_requests(connection: sa.Connection, facts: Iterable[RequestFact]) -> W
     ids = sorted(id_to_row)
     for start in range(0, len(ids), MAX_ROWS):
         rows = [id_to_row[one] for one in ids[start : start + MAX_ROWS]]
-        insert = _insert(connection, _requests).on_conflict_do_nothing().returning(_requests.c.request_id)
+        insert = (
+            _insert(connection, _requests)
+            .on_conflict_do_nothing()
+            .returning(_requests.c.request_id)
+        )
         new = {request_id for (request_id,) in connection.execute(insert, rows)}
         num_new += len(new)
         old = [row for row in rows if row["request_id"] not in new]
@@ -143,17 +154,22 @@ def write_nodes(connection: sa.Connection, facts: Iterable[NodesFact]) -> None:
     for fact in sorted(facts, key=lambda fact: (fact.unit, fact.epoch)):
         insert = _insert(connection, _nodes).values(_nodes_row(fact))
         to_us, from_us = insert.excluded.to_us, insert.excluded.from_us
-        connection.execute(insert.on_conflict_do_update(
-            index_elements=[_nodes.c.unit, _nodes.c.epoch],
-            set_={
-                "from_us": sa.case((from_us < _nodes.c.from_us, from_us), else_=_nodes.c.from_us),
-                "to_us": sa.case((to_us > _nodes.c.to_us, to_us), else_=_nodes.c.to_us),
-            },
-        ))  # fmt: skip
+        connection.execute(
+            insert.on_conflict_do_update(
+                index_elements=[_nodes.c.unit, _nodes.c.epoch],
+                set_={
+                    "from_us": sa.case(
+                        (from_us < _nodes.c.from_us, from_us), else_=_nodes.c.from_us
+                    ),
+                    "to_us": sa.case((to_us > _nodes.c.to_us, to_us), else_=_nodes.c.to_us),
+                },
+            )
+        )
 
 
 def write_tally(connection: sa.Connection, batch_id: str, tally: Tally) -> int:
-    """Add counters of facts that have no row of their own; a batch that is known already is not added again.
+    """Add counters of facts that have no row of their own; a batch that is known already is not
+    added again.
 
     Returns how many keys were new. A batch is written whole, in one call.
     """
@@ -161,7 +177,11 @@ def write_tally(connection: sa.Connection, batch_id: str, tally: Tally) -> int:
     if connection.execute(known).first() is not None:
         return 0
     rows = [
-        {"batch_id": batch_id, **key._asdict(), **{name: getattr(counts, name) for name in COUNTERS}}
+        {
+            "batch_id": batch_id,
+            **key._asdict(),
+            **{name: getattr(counts, name) for name in COUNTERS},
+        }
         for key, counts in tally
     ]
     for start in range(0, len(rows), MAX_ROWS):
@@ -194,7 +214,10 @@ def read_tally(connection: sa.Connection, from_us: int, to_us: int) -> Tally:
     )
     _add_rows(tally, rows)
     batches = sa.select(
-        _tallies.c.bucket, _tallies.c.model, _tallies.c.tenant, *(_tallies.c[name] for name in COUNTERS)
+        _tallies.c.bucket,
+        _tallies.c.model,
+        _tallies.c.tenant,
+        *(_tallies.c[name] for name in COUNTERS),
     ).where(_tallies.c.bucket >= -(-from_us // BUCKET_US), _tallies.c.bucket * BUCKET_US < to_us)
     _add_rows(tally, connection.execute(batches))
     return tally
@@ -203,7 +226,8 @@ def read_tally(connection: sa.Connection, from_us: int, to_us: int) -> Tally:
 def read_details(
     connection: sa.Connection, from_us: int, to_us: int, *, by: str = HOUR, utc_offset_s: int = 0
 ) -> Details:
-    """Quantiles and errors of what completed in [from_us, to_us) and has a row: batches have sums only.
+    """Quantiles and errors of what completed in [from_us, to_us) and has a row: batches have sums
+    only.
 
     Raises ValueError for an unknown `by`.
     """
@@ -221,30 +245,53 @@ def _details(
 ) -> dict[Any, Detail]:
     of = _requests.c
     ttft_us = of.first_token_us - of.received_us
-    tpot_ns = (of.last_token_us - of.first_token_us) * 1000 // sa.case((of.tokens_out > 1, of.tokens_out - 1))
-    key_to_ttft, key_to_tpot = (_quantiles(connection, key, value, within) for value in (ttft_us, tpot_ns))
-    rows = sa.select(key.label("key"), of.end).where(within, of.end.not_in((*FINISHES, CANCELLED))).subquery()
+    tpot_ns = (
+        (of.last_token_us - of.first_token_us)
+        * 1000
+        // sa.case((of.tokens_out > 1, of.tokens_out - 1))
+    )
+    key_to_ttft, key_to_tpot = (
+        _quantiles(connection, key, value, within) for value in (ttft_us, tpot_ns)
+    )
+    rows = (
+        sa.select(key.label("key"), of.end)
+        .where(within, of.end.not_in((*FINISHES, CANCELLED)))
+        .subquery()
+    )
     ends = sa.select(rows.c.key, rows.c.end, sa.func.count()).group_by(rows.c.key, rows.c.end)
     key_to_errors: dict[Any, dict[str, int]] = {}
     for found, end, number in connection.execute(ends.order_by(rows.c.key, rows.c.end)):
         key_to_errors.setdefault(found, {})[end] = int(number)
     return {
-        found: Detail(key_to_ttft.get(found, ()), key_to_tpot.get(found, ()), key_to_errors.get(found, {}))
+        found: Detail(
+            key_to_ttft.get(found, ()), key_to_tpot.get(found, ()), key_to_errors.get(found, {})
+        )
         for found in key_to_ttft | key_to_tpot | key_to_errors
     }
 
 
 def _quantiles(
-    connection: sa.Connection, key: sa.ColumnElement[Any], value: sa.ColumnElement[int], within: sa.ColumnElement[bool]
+    connection: sa.Connection,
+    key: sa.ColumnElement[Any],
+    value: sa.ColumnElement[int],
+    within: sa.ColumnElement[bool],
 ) -> dict[Any, tuple[int, ...]]:
-    """Key -> nearest-rank QUANTILES of the values that are there: the p-th of N is the ceil(p N / 100)-th smallest."""
+    """Key -> nearest-rank QUANTILES of the values that are there: the p-th of N is the ceil(p N /
+    100)-th smallest.
+    """
     rows = sa.select(key.label("key"), value.label("value")).where(within).subquery()
     place = sa.func.row_number().over(partition_by=rows.c.key, order_by=rows.c.value).label("place")
     number = sa.func.count().over(partition_by=rows.c.key).label("number")
-    ranked = sa.select(rows.c.key, rows.c.value, place, number).where(rows.c.value.is_not(None)).subquery()
+    ranked = (
+        sa.select(rows.c.key, rows.c.value, place, number)
+        .where(rows.c.value.is_not(None))
+        .subquery()
+    )
     wanted = [(ranked.c.number * percent + 99) // 100 for percent in QUANTILES]
     key_to_values: dict[Any, tuple[int, ...]] = {}
-    found = sa.select(ranked.c.key, ranked.c.value, ranked.c.place, *wanted).where(ranked.c.place.in_(wanted))
+    found = sa.select(ranked.c.key, ranked.c.value, ranked.c.place, *wanted).where(
+        ranked.c.place.in_(wanted)
+    )
     for one, least, at, *places in connection.execute(found.order_by(ranked.c.key, ranked.c.place)):
         values = key_to_values.setdefault(one, ())
         key_to_values[one] = values + (int(least),) * places.count(at)
@@ -254,15 +301,20 @@ def _quantiles(
 def read_nodes(connection: sa.Connection, from_us: int, to_us: int) -> list[NodesFact]:
     """Intervals that touch [from_us, to_us), whole."""
     rows = connection.execute(
-        sa.select(_nodes).where(_nodes.c.to_us > from_us, _nodes.c.from_us < to_us)
+        sa.select(_nodes)
+        .where(_nodes.c.to_us > from_us, _nodes.c.from_us < to_us)
         .order_by(_nodes.c.from_us, _nodes.c.unit, _nodes.c.epoch)
-    ).mappings()  # fmt: skip
+    ).mappings()
     return [
-        NodesFact(**{
-            **{name: value for name, value in row.items() if name not in ("from_us", "to_us")},
-            "from_s": row["from_us"] / 1e6, "to_s": row["to_us"] / 1e6,
-        }) for row in rows
-    ]  # fmt: skip
+        NodesFact(
+            **{
+                **{name: value for name, value in row.items() if name not in ("from_us", "to_us")},
+                "from_s": row["from_us"] / 1e6,
+                "to_s": row["to_us"] / 1e6,
+            }
+        )
+        for row in rows
+    ]
 
 
 def last_completed_us(connection: sa.Connection) -> int | None:
@@ -283,7 +335,9 @@ def _count(condition: sa.ColumnElement[bool]) -> sa.ColumnElement[int]:
 
 
 def _rows_by_id(connection: sa.Connection, ids: list[str]) -> dict[str, dict[str, Any]]:
-    rows = connection.execute(sa.select(_requests).where(_requests.c.request_id.in_(ids))).mappings()
+    rows = connection.execute(
+        sa.select(_requests).where(_requests.c.request_id.in_(ids))
+    ).mappings()
     return {row["request_id"]: dict(row) for row in rows}
 
 
@@ -294,21 +348,38 @@ def _insert(connection: sa.Connection, table: sa.Table) -> sqlite.Insert | postg
 
 def _request_row(fact: RequestFact) -> dict[str, Any]:
     return {
-        "request_id": fact.request_id, "tenant": fact.tenant, "model": fact.model, "tokens_hit": fact.tokens_hit,
-        "tokens_miss": fact.tokens_miss, "tokens_out": fact.tokens_out, "kv_tokens": fact.kv_tokens, "end": fact.end,
-        "received_us": micros(fact.received_s), "completed_us": micros(fact.completed_s),
-        "first_token_us": _micros(fact.first_token_s), "last_token_us": _micros(fact.last_token_s),
-        "prefill_unit": fact.prefill_unit, "decode_unit": fact.decode_unit, "num_retries": fact.num_retries,
+        "request_id": fact.request_id,
+        "tenant": fact.tenant,
+        "model": fact.model,
+        "tokens_hit": fact.tokens_hit,
+        "tokens_miss": fact.tokens_miss,
+        "tokens_out": fact.tokens_out,
+        "kv_tokens": fact.kv_tokens,
+        "end": fact.end,
+        "received_us": micros(fact.received_s),
+        "completed_us": micros(fact.completed_s),
+        "first_token_us": _micros(fact.first_token_s),
+        "last_token_us": _micros(fact.last_token_s),
+        "prefill_unit": fact.prefill_unit,
+        "decode_unit": fact.decode_unit,
+        "num_retries": fact.num_retries,
         "income_pico_usd": fact.income_pico_usd,
-    }  # fmt: skip
+    }
 
 
 def _nodes_row(fact: NodesFact) -> dict[str, Any]:
     return {
-        "unit": fact.unit, "epoch": fact.epoch, "role": fact.role, "num_ranks": fact.num_ranks,
-        "ranks_per_node": fact.ranks_per_node, "from_us": micros(fact.from_s), "to_us": micros(fact.to_s),
-        "gpu": fact.gpu, "gpu_hour_micro_usd": fact.gpu_hour_micro_usd, "model": fact.model,
-    }  # fmt: skip
+        "unit": fact.unit,
+        "epoch": fact.epoch,
+        "role": fact.role,
+        "num_ranks": fact.num_ranks,
+        "ranks_per_node": fact.ranks_per_node,
+        "from_us": micros(fact.from_s),
+        "to_us": micros(fact.to_s),
+        "gpu": fact.gpu,
+        "gpu_hour_micro_usd": fact.gpu_hour_micro_usd,
+        "model": fact.model,
+    }
 
 
 def _micros(time_s: float | None) -> int | None:

@@ -1,16 +1,21 @@
-"""The table DeepSeek published of a day, from counters and node intervals: a pure function of what the ledger holds.
+"""The table DeepSeek published of a day, from counters and node intervals: a pure function of what
+the ledger holds.
 
-The same for what was really served and for what was simulated. Sources of the definitions: DeepSeek's overview of its
-inference system (2025-02-27), whose figures come out of them to all digits printed:
+The same for what was really served and for what was simulated. Sources of the definitions:
+DeepSeek's overview of its inference system (2025-02-27), whose figures come out of them to all
+digits printed:
 
-- nodes: ranks over ranks per node, while the unit is up; the mean is over the whole window, idle or not.
-- tokens/s per node: tokens of the window over the node-seconds of that role. Prefill counts prompt tokens found in the
-  cache as well, decode counts output.
-- tokens/s per user: output tokens after each generation's first, over the time from first to last token, both added up.
+- nodes: ranks over ranks per node, while the unit is up; the mean is over the whole window, idle or
+  not.
+- tokens/s per node: tokens of the window over the node-seconds of that role. Prefill counts prompt
+  tokens found in the cache as well, decode counts output.
+- tokens/s per user: output tokens after each generation's first, over the time from first to last
+  token, both added up.
 - KV length: the mean over output tokens of the positions each was drawn over.
 - margin: income less cost, over cost.
 
-Beyond that table: quantiles of times and errors by kind, which are read from single rows and not added up (`Detail`).
+Beyond that table: quantiles of times and errors by kind, which are read from single rows and not
+added up (`Detail`).
 """
 
 from __future__ import annotations
@@ -56,7 +61,9 @@ class NodeUse:
 
 
 def use_of(nodes: Iterable[NodesFact], from_us: int, to_us: int) -> NodeUse:
-    """What intervals add up to between two times. A unit that ends in the instant another begins is not both."""
+    """What intervals add up to between two times. A unit that ends in the instant another begins is
+    not both.
+    """
     role_to_node_us: dict[str, Fraction] = {}
     cost = Fraction(0)
     changes: list[tuple[int, Fraction]] = []
@@ -65,7 +72,9 @@ def use_of(nodes: Iterable[NodesFact], from_us: int, to_us: int) -> NodeUse:
         if last <= first:
             continue
         size = Fraction(fact.num_ranks, fact.ranks_per_node)
-        role_to_node_us[fact.role] = role_to_node_us.get(fact.role, Fraction(0)) + size * (last - first)
+        role_to_node_us[fact.role] = role_to_node_us.get(fact.role, Fraction(0)) + size * (
+            last - first
+        )
         cost += rent_pico_usd(fact.num_ranks * (last - first), fact.gpu_hour_micro_usd)
         changes += [(first, size), (last, -size)]
     now = peak = Fraction(0)
@@ -77,19 +86,26 @@ def use_of(nodes: Iterable[NodesFact], from_us: int, to_us: int) -> NodeUse:
 
 @dataclass(frozen=True)
 class Detail:
-    """What single generations tell and sums do not. Quantiles are nearest-rank, by QUANTILES; empty: of nothing."""
+    """What single generations tell and sums do not. Quantiles are nearest-rank, by QUANTILES;
+    empty: of nothing.
+    """
 
     ttft_us: tuple[int, ...] = ()
     """Time from the receipt of a request to its first token, waiting included."""
     tpot_ns: tuple[int, ...] = ()
-    """Time from the first token to the last, over the tokens after the first, of generations with at least two."""
+    """Time from the first token to the last, over the tokens after the first, of generations with
+    at least two.
+    """
     error_to_num: Mapping[str, int] = field(default_factory=dict)
     """HTTP status -> generations that ended with it, refused or failed."""
 
     def as_json(self) -> dict[str, Any]:
         """Flat, null for quantiles of nothing."""
         found: dict[str, Any] = {}
-        for name, values, divisor in (("ttft_ms", self.ttft_us, 1e3), ("tpot_ms", self.tpot_ns, 1e6)):
+        for name, values, divisor in (
+            ("ttft_ms", self.ttft_us, 1e3),
+            ("tpot_ms", self.tpot_ns, 1e6),
+        ):
             for index, percent in enumerate(QUANTILES):
                 found[f"{name}_p{percent}"] = values[index] / divisor if values else None
         return {**found, "errors": dict(self.error_to_num)}
@@ -97,7 +113,9 @@ class Detail:
 
 @dataclass(frozen=True)
 class Details:
-    """Details of a whole window, and of each model, tenant, or hour since 1970 in the report's time zone."""
+    """Details of a whole window, and of each model, tenant, or hour since 1970 in the report's time
+    zone.
+    """
 
     total: Detail
     key_to_detail: Mapping[Any, Detail]
@@ -213,21 +231,32 @@ def check_by(by: str) -> None:
 
 
 def report(
-    tally: Tally, nodes: Sequence[NodesFact], from_us: int, to_us: int, *, by: str = HOUR, utc_offset_s: int = 0,
+    tally: Tally,
+    nodes: Sequence[NodesFact],
+    from_us: int,
+    to_us: int,
+    *,
+    by: str = HOUR,
+    utc_offset_s: int = 0,
     details: Details | None = None,
-) -> Report:  # fmt: skip
+) -> Report:
     """Make the tables of the time from `from_us` up to `to_us` (unix microseconds).
 
-    `tally` holds what completed in that time. `utc_offset_s` says whose hours they are (Beijing: 28,800).
-    `details` of the same window, `by` and offset; None where there are sums only.
-    Raises ValueError for a window without time, an unknown `by`, or an offset that is no whole quarter hour.
+    `tally` holds what completed in that time. `utc_offset_s` says whose hours they are (Beijing:
+    28,800). `details` of the same window, `by` and offset; None where there are sums only. Raises
+    ValueError for a window without time, an unknown `by`, or an offset that is no whole quarter
+    hour.
     """
     if to_us <= from_us:
         raise ValueError("a report needs a window that ends after it begins.")
     check_by(by)
     if utc_offset_s % BUCKET_S:
-        raise ValueError(f"hours begin on a quarter hour of UTC; an offset of {utc_offset_s} s has none.")
-    total = Line(TOTAL, _sum(tally, lambda key: TOTAL).get(TOTAL, Counts()), use_of(nodes, from_us, to_us))
+        raise ValueError(
+            f"hours begin on a quarter hour of UTC; an offset of {utc_offset_s} s has none."
+        )
+    total = Line(
+        TOTAL, _sum(tally, lambda key: TOTAL).get(TOTAL, Counts()), use_of(nodes, from_us, to_us)
+    )
     if by == HOUR:
         lines = _by_hour(tally, nodes, from_us, to_us, utc_offset_s)
     elif by == MODEL:
@@ -251,7 +280,9 @@ def _with_detail(line: Line, details: Details, utc_offset_s: int) -> Line:
 def _by_hour(
     tally: Tally, nodes: Sequence[NodesFact], from_us: int, to_us: int, utc_offset_s: int
 ) -> list[Line]:
-    """Every hour of the window, the empty ones too; the first and the last only as far as they lie in it."""
+    """Every hour of the window, the empty ones too; the first and the last only as far as they lie
+    in it.
+    """
     offset_us = utc_offset_s * 1_000_000
     hours = _sum(tally, lambda key: (key.bucket * BUCKET_US + offset_us) // _HOUR_US)
     # Each hour looks at the units it had, not at all of a year.
@@ -263,8 +294,12 @@ def _by_hour(
     lines = []
     for hour in range((from_us + offset_us) // _HOUR_US, -((-to_us - offset_us) // _HOUR_US)):
         start_us = hour * _HOUR_US - offset_us
-        use = use_of(hour_to_nodes.get(hour, ()), max(from_us, start_us), min(to_us, start_us + _HOUR_US))
-        lines.append(Line(iso(start_us, utc_offset_s), hours.get(hour, Counts()), use, start_us // 1_000_000))
+        use = use_of(
+            hour_to_nodes.get(hour, ()), max(from_us, start_us), min(to_us, start_us + _HOUR_US)
+        )
+        lines.append(
+            Line(iso(start_us, utc_offset_s), hours.get(hour, Counts()), use, start_us // 1_000_000)
+        )
     return lines
 
 

@@ -1,7 +1,9 @@
-"""Counters by quarter hour, model and tenant: what facts add up to. One way in for one fact, for columns of millions
-and for counters that were added up elsewhere, so that the live ledger and a simulated day are counted by the same code.
+"""Counters by quarter hour, model and tenant: what facts add up to. One way in for one fact, for
+columns of millions and for counters that were added up elsewhere, so that the live ledger and a
+simulated day are counted by the same code.
 
-All counters are integers and only ever added: the order and the grouping of what comes in change nothing.
+All counters are integers and only ever added: the order and the grouping of what comes in change
+nothing.
 """
 
 from __future__ import annotations
@@ -109,10 +111,16 @@ class Columns:
     tenants: Sequence[str] = ("",)
 
     def __post_init__(self) -> None:
-        shapes = {name: value.shape for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        shapes = {
+            name: value.shape for name, value in vars(self).items() if isinstance(value, np.ndarray)
+        }
         if len(set(shapes.values())) > 1 or len(self.completed_us.shape) != 1:
             raise ValueError(f"columns of one length are needed, not {shapes}.")
-        if not all(value.dtype == np.int64 for value in vars(self).values() if isinstance(value, np.ndarray)):
+        if not all(
+            value.dtype == np.int64
+            for value in vars(self).values()
+            if isinstance(value, np.ndarray)
+        ):
             raise ValueError("columns are arrays of int64; others would lose tokens.")
 
 
@@ -132,7 +140,9 @@ class Tally:
 
     def add(self, fact: RequestFact) -> None:
         """One fact, under the time of its completion."""
-        self.add_counts(Key(micros(fact.completed_s) // BUCKET_US, fact.model, fact.tenant), counts_of(fact))
+        self.add_counts(
+            Key(micros(fact.completed_s) // BUCKET_US, fact.model, fact.tenant), counts_of(fact)
+        )
 
     def add_facts(self, facts: Iterable[RequestFact]) -> None:
         for fact in facts:
@@ -151,7 +161,9 @@ class Tally:
             self.add_counts(key, counts)
 
     def add_columns(self, columns: Columns) -> None:
-        """The same as adding a fact for each entry, finished at its first attempt and not charged; see `priced`."""
+        """The same as adding a fact for each entry, finished at its first attempt and not charged;
+        see `priced`.
+        """
         if not len(columns.completed_us):
             return
         buckets = columns.completed_us // BUCKET_US
@@ -174,17 +186,23 @@ class Tally:
         }
         for group, (bucket, model, tenant) in enumerate(keys[:, starts].T.tolist()):
             counters: dict[str, Any] = {name: int(values[group]) for name, values in sums.items()}
-            self.add_counts(Key(bucket, columns.models[model], columns.tenants[tenant]), Counts(**counters))
+            self.add_counts(
+                Key(bucket, columns.models[model], columns.tenants[tenant]), Counts(**counters)
+            )
 
     def times(self, factor: int) -> Tally:
         """A copy with every counter so many times: what a sample stands for."""
         tally = Tally()
         for key, counts in self.key_to_counts.items():
-            tally.key_to_counts[key] = Counts(**{name: factor * getattr(counts, name) for name in COUNTERS})
+            tally.key_to_counts[key] = Counts(
+                **{name: factor * getattr(counts, name) for name in COUNTERS}
+            )
         return tally
 
     def priced(self, book: PriceBook) -> Tally:
-        """A copy with everything charged by these prices: a tier begins on a quarter hour, so this is exact."""
+        """A copy with everything charged by these prices: a tier begins on a quarter hour, so this
+        is exact.
+        """
         tally = Tally()
         for key, counts in self.key_to_counts.items():
             tally.add_counts(key, counts)

@@ -1,4 +1,6 @@
-"""Groups of several ranks for tests: in threads of this process, or in processes of their own. All over loopback."""
+"""Groups of several ranks for tests: in threads of this process, or in processes of their own. All
+over loopback.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def member(group: MeshGroup) -> Member:
 
 
 def run_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Call all at once, each in its thread; return what each returned, or raise what the first to fail raised."""
+    """Call all at once, each in its thread; return what each returned, or raise what the first to
+    fail raised.
+    """
     results: list[Any] = [None] * len(functions)
     errors: list[BaseException] = []
 
@@ -35,7 +39,9 @@ def run_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(len(functions))]
+    threads = [
+        threading.Thread(target=call, args=(index,), daemon=True) for index in range(len(functions))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -53,9 +59,16 @@ def form_all(groups: Sequence[MeshGroup], generation: int) -> None:
 
 
 @contextlib.contextmanager
-def mesh_threads(num_ranks: int, deadline_s: float = DEADLINE_S, **options: Any) -> Iterator[list[MeshGroup]]:
-    """Groups of `num_ranks` ranks in this process, formed as generation 1. Use each in one thread (`run_threads`)."""
-    groups = [MeshGroup(rank, f"e{rank}", key=KEY, deadline_s=deadline_s, **options) for rank in range(num_ranks)]
+def mesh_threads(
+    num_ranks: int, deadline_s: float = DEADLINE_S, **options: Any
+) -> Iterator[list[MeshGroup]]:
+    """Groups of `num_ranks` ranks in this process, formed as generation 1. Use each in one thread
+    (`run_threads`).
+    """
+    groups = [
+        MeshGroup(rank, f"e{rank}", key=KEY, deadline_s=deadline_s, **options)
+        for rank in range(num_ranks)
+    ]
     try:
         form_all(groups, 1)
         yield groups
@@ -64,13 +77,17 @@ def mesh_threads(num_ranks: int, deadline_s: float = DEADLINE_S, **options: Any)
             group.close()
 
 
-def _rank_main(function: Callable[..., Any], rank: int, pipe: Connection, arguments: tuple[Any, ...]) -> None:
+def _rank_main(
+    function: Callable[..., Any], rank: int, pipe: Connection, arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     group = MeshGroup(rank, f"e{rank}", key=KEY, deadline_s=DEADLINE_S)
     try:
         pipe.send(group.port)
         ports = pipe.recv()
-        group.form(1, [Member(peer, f"e{peer}", "127.0.0.1", port) for peer, port in enumerate(ports)])
+        group.form(
+            1, [Member(peer, f"e{peer}", "127.0.0.1", port) for peer, port in enumerate(ports)]
+        )
         pipe.send(("ok", function(group, *arguments)))
         pipe.recv()  # All are done: a rank that leaves ends the others' generation.
     except BaseException as error:
@@ -81,7 +98,8 @@ def _rank_main(function: Callable[..., Any], rank: int, pipe: Connection, argume
 
 
 def run_processes(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call `function(group, *arguments)` on every rank, each a spawned process; return the results by rank.
+    """Call `function(group, *arguments)` on every rank, each a spawned process; return the results
+    by rank.
 
     The function is of a module's top level, and what it takes and returns can be pickled.
     """
@@ -90,7 +108,9 @@ def run_processes(num_ranks: int, function: Callable[..., Any], *arguments: Any)
     try:
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(function, rank, theirs, arguments), daemon=True)
+            process = context.Process(
+                target=_rank_main, args=(function, rank, theirs, arguments), daemon=True
+            )
             process.start()
             theirs.close()
             pipes.append(ours)

@@ -1,4 +1,6 @@
-"""A Group of ranks in threads over queues: real exchanges without sockets, in an order of arrival drawn from a seed."""
+"""A Group of ranks in threads over queues: real exchanges without sockets, in an order of arrival
+drawn from a seed.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class QueueGroup:
     def form(self, generation: int, members: Sequence[Member]) -> None:
         raise NotImplementedError
 
-    def exchange(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None) -> QueueExchange:
+    def exchange(
+        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor] | None = None
+    ) -> QueueExchange:
         assert set(sends) == set(self.members) - {self.rank}
         assert recvs is None or set(recvs) == set(sends)
         for peer, tensor in sends.items():
@@ -81,7 +85,10 @@ def queue_groups(members: Sequence[int], seed: int = 0) -> dict[int, QueueGroup]
     queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {
         (a, b): queue.SimpleQueue() for a in members for b in members if a != b
     }
-    return {rank: QueueGroup(rank, tuple(members), queues, random.Random(seed * 97 + rank)) for rank in members}
+    return {
+        rank: QueueGroup(rank, tuple(members), queues, random.Random(seed * 97 + rank))
+        for rank in members
+    }
 
 
 def in_threads(work: Callable[[int], T], ranks: Sequence[int]) -> dict[int, T]:

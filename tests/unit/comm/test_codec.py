@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from hadal.comm.codec import LOW_LATENCY, NORMAL, Codec, MessageError, check_size, ints, read_head, write_head
+from hadal.comm.codec import (
+    LOW_LATENCY,
+    NORMAL,
+    Codec,
+    MessageError,
+    check_size,
+    ints,
+    read_head,
+    write_head,
+)
 from hadal.comm.layout import HEAD_BYTES, WIRES, WireLayout
 
 
@@ -20,7 +29,9 @@ def test_rows_at_any_address(wire: str, start: int) -> None:
     out_ND = torch.empty(4, 200)
     codec.decode(message, start, stride, out_ND)
     bound = {"fp32": 0.0, "fp8": 1 / 16, "fp8_pow2": 1 / 16}[wire]
-    torch.testing.assert_close(out_ND, x_TD[token_N.long()], rtol=bound, atol=0.02 if bound else 0.0)
+    torch.testing.assert_close(
+        out_ND, x_TD[token_N.long()], rtol=bound, atol=0.02 if bound else 0.0
+    )
     assert (message[:start] == 7).all()
     assert (message[start:].view(4, stride)[:, -4:] == 7).all()
     codec.encode(x_TD[:0], None, message, len(message), stride)  # Nothing, at the very end.
@@ -37,7 +48,9 @@ def test_combine_of_rows_that_came_back(wire: str) -> None:
     weights_TK = torch.rand(3, 2, generator=torch.Generator().manual_seed(3))
     want = (y_PD[at_TK.long()] * weights_TK[:, :, None]).sum(1)
     tolerance = 1e-6 if wire == "fp32" else 3e-2
-    torch.testing.assert_close(codec.combine(back, at_TK, ids_TK, weights_TK), want, rtol=0, atol=tolerance)
+    torch.testing.assert_close(
+        codec.combine(back, at_TK, ids_TK, weights_TK), want, rtol=0, atol=tolerance
+    )
     assert codec.combine(back[:0], at_TK[:0], ids_TK[:0], weights_TK[:0]).shape == (0, 64)
 
 

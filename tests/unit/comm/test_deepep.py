@@ -1,4 +1,6 @@
-"""The DeepEP backend where there is none: it says why, and what it computes before it calls DeepEP is right."""
+"""The DeepEP backend where there is none: it says why, and what it computes before it calls DeepEP
+is right.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,10 @@ def replicas(lost: tuple[int, ...] = ()) -> Replicas:
         placement = without(placement, lost)
     slots_EM, counts_E = placement.replicas(0)
     return Replicas(
-        torch.from_numpy(slots_EM).int(), torch.from_numpy(counts_E).int(), placement.num_ranks, placement.num_slots
+        torch.from_numpy(slots_EM).int(),
+        torch.from_numpy(counts_E).int(),
+        placement.num_ranks,
+        placement.num_slots,
     )
 
 
@@ -29,7 +34,14 @@ def test_it_says_why_not() -> None:
     if reason is not None:
         with pytest.raises(RuntimeError, match=r"\w"):
             deepep.DeepEpComm(
-                None, (0, 1), hidden_size=7168, top_k=8, wire="fp8", mode="normal", max_tokens=128, num_slots=2
+                None,
+                (0, 1),
+                hidden_size=7168,
+                top_k=8,
+                wire="fp8",
+                mode="normal",
+                max_tokens=128,
+                num_slots=2,
             )
 
 

@@ -1,5 +1,6 @@
-"""Dispatch and combine between ranks in threads: the same bits for every width, placement, mode and order of arrival,
-the slow twin's result, and the bytes that the formula says."""
+"""Dispatch and combine between ranks in threads: the same bits for every width, placement, mode and
+order of arrival, the slow twin's result, and the bytes that the formula says.
+"""
 
 from __future__ import annotations
 
@@ -51,28 +52,41 @@ def scene(seed: int, num_tokens: int = TOKENS, num_experts: int = EXPERTS) -> Sc
     used = num_experts - 1  # One expert gets no token.
     ids = [torch.randperm(used, generator=g)[:TOP_K] for _ in range(num_tokens)]
     return Scene(
-        torch.randn(num_tokens, HIDDEN, generator=g), torch.stack(ids), torch.rand(num_tokens, TOP_K, generator=g),
+        torch.randn(num_tokens, HIDDEN, generator=g),
+        torch.stack(ids),
+        torch.rand(num_tokens, TOP_K, generator=g),
         torch.randn(num_experts, HIDDEN, generator=g),
-    )  # fmt: skip
+    )
 
 
 def cuts(num_ranks: int, seed: int) -> list[slice]:
     """Which tokens are whose: unevenly, and the last rank of several has none."""
-    inner = np.sort(np.random.default_rng(seed).integers(0, TOKENS + 1, max(num_ranks - 2, 0))).tolist()
+    inner = np.sort(
+        np.random.default_rng(seed).integers(0, TOKENS + 1, max(num_ranks - 2, 0))
+    ).tolist()
     borders = [0, *inner, TOKENS] + ([TOKENS] if num_ranks > 1 else [])
     return [slice(a, b) for a, b in itertools.pairwise(borders)]
 
 
 def make(group: QueueGroup | None, wire: str, mode: str, placement: Placement) -> ExpertComm:
-    comm = ExpertComm(group, hidden_size=HIDDEN, top_k=TOP_K, wire=wire, mode=mode, max_tokens=TOKENS)
+    comm = ExpertComm(
+        group, hidden_size=HIDDEN, top_k=TOP_K, wire=wire, mode=mode, max_tokens=TOKENS
+    )
     comm.install(placement)
     return comm
 
 
 def run(
-    scene: Scene, wire: str, mode: str, placement: Placement, lost: tuple[int, ...] = (), seed: int = 0
+    scene: Scene,
+    wire: str,
+    mode: str,
+    placement: Placement,
+    lost: tuple[int, ...] = (),
+    seed: int = 0,
 ) -> tuple[Tensor, dict[int, QueueGroup]]:
-    """Routed [L, T, D] of all tokens, computed by the living ranks, two micro-batches interleaved."""
+    """Routed [L, T, D] of all tokens, computed by the living ranks, two micro-batches
+    interleaved.
+    """
     members = [rank for rank in range(placement.num_ranks) if rank not in lost]
     groups = queue_groups(members, seed)
     shares = dict(zip(members, cuts(len(members), seed), strict=True))
@@ -83,7 +97,9 @@ def run(
         comm = make(groups[rank] if placement.num_ranks > 1 else None, wire, mode, placement)
         layers = []
         for layer in range(placement.num_layers):
-            slot_to_expert = torch.from_numpy(placement.slot_to_expert_LRS[layer, rank].astype(np.int64))
+            slot_to_expert = torch.from_numpy(
+                placement.slot_to_expert_LRS[layer, rank].astype(np.int64)
+            )
             parts = [slice(own.start, half), slice(half, own.stop)]
             handles = [comm.dispatch(scene.x_TD[part], scene.ids_TK[part], layer) for part in parts]
             for handle in handles:
@@ -91,7 +107,10 @@ def run(
                 handle.start_combine(
                     scene.expert(slot_to_expert[received.slot_M], received.x_ND[received.row_M])
                 )
-            routed = [h.finish_combine(scene.weights_TK[part]) for h, part in zip(handles, parts, strict=True)]
+            routed = [
+                h.finish_combine(scene.weights_TK[part])
+                for h, part in zip(handles, parts, strict=True)
+            ]
             layers.append(torch.cat(routed))
             assert (handles[0].dispatch_interval is None) == (len(members) == 1)
             assert (handles[1].combine_interval is None) == (len(members) == 1)
@@ -108,7 +127,9 @@ def test_same_bits_for_every_width_placement_mode_and_arrival(wire: str, seed: i
     base, _ = run(tokens, wire, "normal", spread(LAYERS, EXPERTS, 1))
     for mode in MODES:
         for num_ranks, redundant in ((1, 0), (2, 0), (4, 4), (8, 0), (8, 16)):
-            got, _ = run(tokens, wire, mode, spread(LAYERS, EXPERTS, num_ranks, redundant), seed=seed)
+            got, _ = run(
+                tokens, wire, mode, spread(LAYERS, EXPERTS, num_ranks, redundant), seed=seed
+            )
             assert torch.equal(got, base), (mode, num_ranks, redundant, seed)
 
 
@@ -138,8 +159,10 @@ def test_equals_the_slow_twin(wire: str, mode: str) -> None:
         {rank: tokens.x_TD[own] for rank, own in shares.items()},
         {rank: tokens.ids_TK[own] for rank, own in shares.items()},
         {rank: tokens.weights_TK[own] for rank, own in shares.items()},
-        tokens.expert, there, back,
-    )  # fmt: skip
+        tokens.expert,
+        there,
+        back,
+    )
     got, _ = run(tokens, wire, mode, spread(1, EXPERTS, 4, 4), seed=3)
     assert torch.equal(got[0], torch.cat(list(want.values())))
 
@@ -149,7 +172,10 @@ def through(rows: Tensor, wire: str) -> Tensor:
     if wire == "fp32":
         return rows
     layout = WireLayout(wire, rows.shape[1])
-    encoded, out = torch.empty((len(rows), layout.row_bytes), dtype=torch.uint8), torch.empty_like(rows)
+    encoded, out = (
+        torch.empty((len(rows), layout.row_bytes), dtype=torch.uint8),
+        torch.empty_like(rows),
+    )
     slow.encode(rows, None, encoded, wire)
     slow.decode(encoded, out, wire)
     return out
@@ -182,10 +208,15 @@ def test_bytes_are_the_formulas(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_over_the_mesh(mode: str) -> None:
-    """Real sockets, one rank without tokens: the same bits as one rank, and the bytes of the formula within 2 %."""
+    """Real sockets, one rank without tokens: the same bits as one rank, and the bytes of the
+    formula within 2 %.
+    """
     hidden, num_tokens, top_k = 512, 64, 4
     g = torch.Generator().manual_seed(8)
-    x_TD, weights_TK = torch.randn(num_tokens, hidden, generator=g), torch.rand(num_tokens, top_k, generator=g)
+    x_TD, weights_TK = (
+        torch.randn(num_tokens, hidden, generator=g),
+        torch.rand(num_tokens, top_k, generator=g),
+    )
     ids_TK = torch.stack([torch.randperm(EXPERTS, generator=g)[:top_k] for _ in range(num_tokens)])
 
     def routed(group: MeshGroup | None, placement: Placement) -> tuple[Tensor, int]:
@@ -200,7 +231,9 @@ def test_over_the_mesh(mode: str) -> None:
             handle = comm.dispatch(x_TD[own], ids_TK[own], 0)
             received = handle.finish_dispatch()
             slots = torch.from_numpy(placement.slot_to_expert_LRS[0, comm.rank].astype(np.int64))
-            handle.start_combine(received.x_ND[received.row_M] * (1 + slots[received.slot_M])[:, None])
+            handle.start_combine(
+                received.x_ND[received.row_M] * (1 + slots[received.slot_M])[:, None]
+            )
             outputs.append(handle.finish_combine(weights_TK[own]))
         assert torch.equal(outputs[0], outputs[2])
         return outputs[0], (group.bytes_sent if group is not None else 0) - before
@@ -226,7 +259,9 @@ def test_over_the_mesh(mode: str) -> None:
 
 def test_replicas_share_the_load() -> None:
     placement = spread(1, 4, 2, 4)
-    comm = ExpertComm(queue_groups([0, 1])[0], hidden_size=4, top_k=1, wire="fp32", mode="normal", max_tokens=64)
+    comm = ExpertComm(
+        queue_groups([0, 1])[0], hidden_size=4, top_k=1, wire="fp32", mode="normal", max_tokens=64
+    )
     comm.install(placement)
     handle = comm.dispatch(torch.zeros(64, 4), torch.ones(64, 1, dtype=torch.int64), 0)
     assert handle._route.num_pairs_R == [32, 32]
@@ -239,7 +274,9 @@ def test_what_callers_can_get_wrong_is_said() -> None:
     with pytest.raises(ValueError, match="expert id"):
         comm.dispatch(tokens.x_TD, tokens.ids_TK + EXPERTS, 0)
     with pytest.raises(ValueError, match="buffers hold"):
-        comm.dispatch(torch.zeros(TOKENS + 1, HIDDEN), torch.zeros(TOKENS + 1, TOP_K, dtype=torch.int64), 0)
+        comm.dispatch(
+            torch.zeros(TOKENS + 1, HIDDEN), torch.zeros(TOKENS + 1, TOP_K, dtype=torch.int64), 0
+        )
     with pytest.raises(ValueError, match="do not fit"):
         comm.dispatch(tokens.x_TD[:, :-1], tokens.ids_TK, 0)
     handle = comm.dispatch(tokens.x_TD, tokens.ids_TK, 0)
@@ -261,7 +298,9 @@ def test_what_callers_can_get_wrong_is_said() -> None:
         make(None, "fp8", "normal", spread(1, EXPERTS, 2))
 
 
-@pytest.mark.parametrize(("modes", "layers"), [(("normal", "normal"), (0, 1)), (("normal", "low_latency"), (0, 0))])
+@pytest.mark.parametrize(
+    ("modes", "layers"), [(("normal", "normal"), (0, 1)), (("normal", "low_latency"), (0, 0))]
+)
 def test_ranks_out_of_step_notice(modes: tuple[str, str], layers: tuple[int, int]) -> None:
     tokens, groups, placement = scene(6), queue_groups([0, 1]), spread(2, EXPERTS, 2)
 

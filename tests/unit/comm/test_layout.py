@@ -2,7 +2,13 @@
 
 import pytest
 
-from hadal.comm.layout import WireLayout, deepep_buffer_bytes, low_latency_buffers, mean_rows, most_pairs
+from hadal.comm.layout import (
+    WireLayout,
+    deepep_buffer_bytes,
+    low_latency_buffers,
+    mean_rows,
+    most_pairs,
+)
 
 V3 = 7168
 
@@ -28,7 +34,9 @@ def test_deepep_low_latency_buffer() -> None:
 
 
 def test_own_low_latency_buffers_of_v3() -> None:
-    """A frame per peer for two held replicas: what is received is as much as DeepEP's, less the own rank's part."""
+    """A frame per peer for two held replicas: what is received is as much as DeepEP's, less the own
+    rank's part.
+    """
     buffers = low_latency_buffers(WireLayout("fp8", V3), 128, 8, 144, 2)
     assert buffers.recv == 143 * (16 + 128 * 2 * 7_408)
     assert buffers.send == 144 * 16 + 128 * 8 * 7_408
@@ -42,17 +50,23 @@ def test_own_low_latency_buffers_of_v3() -> None:
 
 def test_bytes_of_a_step() -> None:
     layout = WireLayout("fp8", V3)
-    assert layout.expected_bytes("low_latency", [128, 0], [256, 0]) == (2 * 16 + 256 * 7_408, 256 * 14_336)
-    assert layout.expected_bytes("normal", [128, 0], [256, 0]) == (2 * 16 + 256 * 8 + 128 * 7_392, 256 * 14_336)
+    assert layout.expected_bytes("low_latency", [128, 0], [256, 0]) == (
+        2 * 16 + 256 * 7_408,
+        256 * 14_336,
+    )
+    assert layout.expected_bytes("normal", [128, 0], [256, 0]) == (
+        2 * 16 + 256 * 8 + 128 * 7_392,
+        256 * 14_336,
+    )
 
 
 @pytest.mark.parametrize("hidden", [1024, V3])
 def test_low_precision_saves(hidden: int) -> None:
     """Both ways together, FP8 out and BF16 back against FP32.
 
-    At most 40 % always in low-latency mode, and in normal mode where a token has few experts on one rank (EP32). In
-    narrower units a token travels once for several rows that come back, so BF16 weighs more (EP4: 42 %); against plain
-    all-to-all, FP32 and a copy per pair, it is always below.
+    At most 40 % always in low-latency mode, and in normal mode where a token has few experts on one
+    rank (EP32). In narrower units a token travels once for several rows that come back, so BF16
+    weighs more (EP4: 42 %); against plain all-to-all, FP32 and a copy per pair, it is always below.
     """
 
     def share(mode: str, num_ranks: int, top_k: int, plain_mode: str) -> float:

@@ -1,4 +1,6 @@
-"""The TCP mesh: every byte where it belongs, in any order of posting, and every failure told to all who wait."""
+"""The TCP mesh: every byte where it belongs, in any order of posting, and every failure told to all
+who wait.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,23 @@ def size_of(seed: int, sender: int, receiver: int, step: int) -> int:
 
 
 def shuffle(group: MeshGroup, seed: int, num_steps: int, first: int = 0) -> tuple[int, int]:
-    """Random exchanges, up to three in flight, every other one into fixed buffers. Return bytes sent, received."""
+    """Random exchanges, up to three in flight, every other one into fixed buffers. Return bytes
+    sent, received.
+    """
     peers = [rank for rank in group.members if rank != group.rank]
     pace = random.Random(f"{seed} {group.rank}")
     flying: list[tuple[int, object, Callable[[], dict[int, Tensor]]]] = []
     out = into = 0
     for step in range(first, first + num_steps):
-        sends = {peer: pattern(group.rank, peer, step, size_of(seed, group.rank, peer, step)) for peer in peers}
-        recvs = {peer: torch.zeros(max(SIZES), dtype=torch.uint8) for peer in peers} if step % 2 else None
+        sends = {
+            peer: pattern(group.rank, peer, step, size_of(seed, group.rank, peer, step))
+            for peer in peers
+        }
+        recvs = (
+            {peer: torch.zeros(max(SIZES), dtype=torch.uint8) for peer in peers}
+            if step % 2
+            else None
+        )
         out += sum(tensor.numel() for tensor in sends.values())
         flying.append((step, recvs, group.exchange(sends, recvs).wait))
         while len(flying) > pace.randrange(4) or (step == first + num_steps - 1 and flying):
@@ -56,7 +67,11 @@ def shuffle(group: MeshGroup, seed: int, num_steps: int, first: int = 0) -> tupl
             for peer, got in wait().items():
                 expected = pattern(peer, group.rank, at, size_of(seed, peer, group.rank, at))
                 assert torch.equal(got, expected), (seed, at, peer)
-                assert buffers is None or got.numel() == 0 or got.data_ptr() == buffers[peer].data_ptr()  # type: ignore[index]
+                assert (
+                    buffers is None
+                    or got.numel() == 0
+                    or got.data_ptr() == buffers[peer].data_ptr()
+                )  # type: ignore[index]
                 into += got.numel()
     return out, into
 
@@ -66,7 +81,12 @@ def shuffle(group: MeshGroup, seed: int, num_steps: int, first: int = 0) -> tupl
 def test_every_byte_arrives_where_it_belongs(num_ranks: int, seed: int) -> None:
     print("seed", seed)
     with mesh_threads(num_ranks) as groups:
-        counts = run_threads([lambda group=group: shuffle(group, seed, 6 if num_ranks < 8 else 2) for group in groups])  # type: ignore[misc]
+        counts = run_threads(
+            [
+                lambda group=group: shuffle(group, seed, 6 if num_ranks < 8 else 2)
+                for group in groups
+            ]
+        )  # type: ignore[misc]
         assert [(group.bytes_sent, group.bytes_received) for group in groups] == counts
         assert sum(out for out, _ in counts) == sum(into for _, into in counts)
 
@@ -80,7 +100,9 @@ def exchange_sized(group: MeshGroup, size: int, room: int | None = None) -> None
 
 
 def test_a_rank_may_be_ahead_by_exchanges_not_posted_yet() -> None:
-    """Early payloads: small ones, large ones, into fixed buffers and not; and one still coming when it is posted."""
+    """Early payloads: small ones, large ones, into fixed buffers and not; and one still coming when
+    it is posted.
+    """
     sizes = [10, 4_000_000, 0, 300_000]
 
     def ahead(group: MeshGroup) -> None:
@@ -103,7 +125,10 @@ def test_what_comes_too_early_and_too_much_waits_in_the_socket() -> None:
     sizes = [50 << 20, 30 << 20, 1000]
 
     def ahead(group: MeshGroup) -> None:
-        waits = [group.exchange({1: torch.full((size,), step, dtype=torch.uint8)}) for step, size in enumerate(sizes)]
+        waits = [
+            group.exchange({1: torch.full((size,), step, dtype=torch.uint8)})
+            for step, size in enumerate(sizes)
+        ]
         for exchange in waits:
             exchange.wait()
 
@@ -119,9 +144,14 @@ def test_what_comes_too_early_and_too_much_waits_in_the_socket() -> None:
 
 
 def test_bytes_travel_while_both_compute() -> None:
-    """Nobody waits, and yet it is done: the mesh's own thread moved it, and the interval says when."""
+    """Nobody waits, and yet it is done: the mesh's own thread moved it, and the interval says
+    when.
+    """
     with mesh_threads(2) as groups:
-        exchanges = [group.exchange({1 - group.rank: torch.zeros(8 << 20, dtype=torch.uint8)}) for group in groups]
+        exchanges = [
+            group.exchange({1 - group.rank: torch.zeros(8 << 20, dtype=torch.uint8)})
+            for group in groups
+        ]
         limit_s = time.monotonic() + DEADLINE_S
         while not all(exchange.is_done for exchange in exchanges):
             assert time.monotonic() < limit_s
@@ -136,7 +166,13 @@ def lose(group: MeshGroup, act: Callable[[], object]) -> PeerLost:
     with pytest.raises(PeerLost) as caught:
         act()
     with pytest.raises(PeerLost):  # And so does every later one.
-        group.exchange({peer: torch.empty(0, dtype=torch.uint8) for peer in group.members if peer != group.rank})
+        group.exchange(
+            {
+                peer: torch.empty(0, dtype=torch.uint8)
+                for peer in group.members
+                if peer != group.rank
+            }
+        )
     return caught.value
 
 
@@ -144,9 +180,12 @@ def lose(group: MeshGroup, act: Callable[[], object]) -> PeerLost:
 def test_a_payload_too_large_fails_the_generation_and_harms_nothing(sizes: tuple[int, int]) -> None:
     with mesh_threads(2) as groups:
         size, room = sizes
-        errors = run_threads([
-            lambda group=group: lose(group, lambda: exchange_sized(group, size, room)) for group in groups
-        ])  # type: ignore[misc]  # fmt: skip
+        errors = run_threads(
+            [
+                lambda group=group: lose(group, lambda: exchange_sized(group, size, room))
+                for group in groups
+            ]
+        )  # type: ignore[misc]
         assert all(f"{size} bytes for a buffer of {room}" in str(error) for error in errors)
         form_all(groups, 2)  # The connections are as good as before.
         run_threads([lambda group=group: exchange_sized(group, size) for group in groups])  # type: ignore[misc]
@@ -158,9 +197,12 @@ def test_abort_ends_what_is_under_way_on_all_ranks() -> None:
         timer = threading.Timer(0.2, groups[0].abort)
         timer.start()
         start_s = time.monotonic()
-        errors = run_threads([
-            lambda group=group: lose(group, lambda: exchange_sized(group, 6_000_000)) for group in groups[:2]
-        ])  # type: ignore[misc]  # fmt: skip
+        errors = run_threads(
+            [
+                lambda group=group: lose(group, lambda: exchange_sized(group, 6_000_000))
+                for group in groups[:2]
+            ]
+        )  # type: ignore[misc]
         timer.join()
         assert time.monotonic() - start_s < DEADLINE_S / 2
         assert [error.ranks for error in errors] == [(), ()]
@@ -189,7 +231,9 @@ def test_an_idle_loss_is_told_and_the_place_is_taken_by_another() -> None:
     with mesh_threads(3, on_lost=told.append) as groups:
         groups[2].close()
         limit_s = time.monotonic() + DEADLINE_S
-        while any(group.lost() != (2,) for group in groups[:2]) or len(told) < 2:  # It is told after it is known.
+        while (
+            any(group.lost() != (2,) for group in groups[:2]) or len(told) < 2
+        ):  # It is told after it is known.
             assert time.monotonic() < limit_s
             time.sleep(0.01)
         assert told == [2, 2]
@@ -201,13 +245,18 @@ def test_an_idle_loss_is_told_and_the_place_is_taken_by_another() -> None:
         run_threads([lambda group=group: exchange_sized(group, 1000) for group in groups])  # type: ignore[misc]
 
 
-def test_a_loss_in_the_generation_before_does_not_end_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread sees a connection end, and before it can say so the others have formed anew without that rank."""
+def test_a_loss_in_the_generation_before_does_not_end_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread sees a connection end, and before it can say so the others have formed anew without
+    that rank.
+    """
     with mesh_threads(3) as groups:
         fail, held, seen, go_on = groups[0]._fail, [], threading.Event(), threading.Event()
 
         def late(*arguments: object, **options: object) -> None:
-            # What it sees itself: when rank 1 is faster to say so, the thread hears it inside that connection's lock.
+            # What it sees itself: when rank 1 is faster to say so, the thread hears it inside that
+            # connection's lock.
             if not held and options.get("tell", True):
                 held.append(arguments)
                 seen.set()
@@ -225,22 +274,27 @@ def test_a_loss_in_the_generation_before_does_not_end_this_one(monkeypatch: pyte
 
 def test_a_silent_peer_is_named_at_the_deadline() -> None:
     with mesh_threads(3, deadline_s=0.4) as groups:
-        errors = run_threads([
-            lambda group=group: lose(group, lambda: exchange_sized(group, 10)) for group in groups[:2]
-        ])  # type: ignore[misc]  # fmt: skip
+        errors = run_threads(
+            [
+                lambda group=group: lose(group, lambda: exchange_sized(group, 10))
+                for group in groups[:2]
+            ]
+        )  # type: ignore[misc]
         assert [error.ranks for error in errors] == [(2,), (2,)]
 
 
 @pytest.mark.parametrize("absent", [0, 2])
 def test_forming_names_who_is_not_reached(absent: int) -> None:
-    """A dead peer that would connect to us is missed at the deadline; one that we connect to refuses at once."""
+    """A dead peer that would connect to us is missed at the deadline; one that we connect to
+    refuses at once.
+    """
     with mesh_threads(3, deadline_s=0.5) as groups:
         members = [member(group) for group in groups]
         groups[absent].close()
         living = [group for group in groups if group.rank != absent]
-        errors = run_threads([
-            lambda group=group: lose(group, lambda: group.form(2, members)) for group in living
-        ])  # type: ignore[misc]  # fmt: skip
+        errors = run_threads(
+            [lambda group=group: lose(group, lambda: group.form(2, members)) for group in living]
+        )  # type: ignore[misc]
         assert [error.ranks for error in errors] == [(absent,), (absent,)]
 
 
@@ -248,8 +302,13 @@ def test_who_is_someone_else_is_not_let_in() -> None:
     with mesh_threads(2, deadline_s=0.5) as groups:
         wrong = [member(groups[0]), Member(1, "older", "127.0.0.1", groups[1].port)]
         assert lose(groups[0], lambda: groups[0].form(2, wrong)).ranks == (1,)
-        for data in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", frames.pack_header(frames.DATA, 1, 0, 5) + b"12345"):
-            with socket.create_connection(("127.0.0.1", groups[0].port), timeout=DEADLINE_S) as stranger:
+        for data in (
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+            frames.pack_header(frames.DATA, 1, 0, 5) + b"12345",
+        ):
+            with socket.create_connection(
+                ("127.0.0.1", groups[0].port), timeout=DEADLINE_S
+            ) as stranger:
                 stranger.sendall(data)
                 with contextlib.suppress(ConnectionResetError):
                     while stranger.recv(1 << 12):  # Its challenge, and no more.
@@ -288,12 +347,16 @@ def test_nothing_is_left_behind() -> None:
 
 
 class Stranger:
-    """One who knows all that is public of a rank, connected to its port, and does not hold the key."""
+    """One who knows all that is public of a rank, connected to its port, and does not hold the
+    key.
+    """
 
     def __init__(self, port: int, key: bytes = b"not the key of the groups ......") -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
         head = self.socket.recv(frames.HEADER_BYTES, socket.MSG_WAITALL)
-        self.challenge = self.socket.recv(frames.unpack_header(memoryview(head), 0).num_bytes, socket.MSG_WAITALL)
+        self.challenge = self.socket.recv(
+            frames.unpack_header(memoryview(head), 0).num_bytes, socket.MSG_WAITALL
+        )
         self.handshake = Handshake(key, os.urandom(NONCE_BYTES), is_connector=True, port=port)
         self.handshake.challenged(self.challenge)
         self.claim = frames.hello_claim(1, frames.Hello(1, "e1", 0, "e0"))
@@ -314,7 +377,9 @@ def test_who_knows_everything_but_the_secret_is_refused_and_disturbs_nobody() ->
     """Hellos that are forged, replayed, reflected and altered, beside exchanges that go on."""
     with mesh_threads(2) as groups:
         port = groups[0].port
-        true = Stranger(port, KEY)  # What one would have overheard: a hello that is right, on its own connection.
+        true = Stranger(
+            port, KEY
+        )  # What one would have overheard: a hello that is right, on its own connection.
         abort = frames.pack_abort(1, (1,), "give up")
         data = frames.pack_header(frames.DATA, 1, 0, 5) + b"12345"
         for number in range(40):
@@ -322,9 +387,15 @@ def test_who_knows_everything_but_the_secret_is_refused_and_disturbs_nobody() ->
             altered = bytearray(true.hello)
             altered[frames.HEADER_BYTES + number % (len(altered) - frames.HEADER_BYTES)] ^= 1
             lies: list[tuple[bytes, ...]] = [
-                (stranger.hello,), (true.hello,), (bytes(altered),), (abort,), (data,), (stranger.hello, abort, data),
-                (frames.pack_hello(1, stranger.claim, b""),), (frames.pack_challenge(stranger.challenge),),
-            ]  # fmt: skip
+                (stranger.hello,),
+                (true.hello,),
+                (bytes(altered),),
+                (abort,),
+                (data,),
+                (stranger.hello, abort, data),
+                (frames.pack_hello(1, stranger.claim, b""),),
+                (frames.pack_challenge(stranger.challenge),),
+            ]
             stranger.say(*lies[number % len(lies)])
             assert stranger.is_thrown_out()
             run_threads([lambda group=group: exchange_sized(group, 1000) for group in groups])  # type: ignore[misc]
@@ -336,12 +407,19 @@ def test_who_knows_everything_but_the_secret_is_refused_and_disturbs_nobody() ->
 
 def test_strangers_that_only_connect_keep_nobody_out() -> None:
     with mesh_threads(2) as groups:
-        idle = [socket.create_connection(("127.0.0.1", groups[1].port), timeout=DEADLINE_S) for _ in range(300)]
+        idle = [
+            socket.create_connection(("127.0.0.1", groups[1].port), timeout=DEADLINE_S)
+            for _ in range(300)
+        ]
         form_all(groups, 2)
-        with contextlib.closing(MeshGroup(0, "another", key=KEY, deadline_s=DEADLINE_S)) as successor:
+        with contextlib.closing(
+            MeshGroup(0, "another", key=KEY, deadline_s=DEADLINE_S)
+        ) as successor:
             groups[0].close()
             form_all([successor, groups[1]], 3)
-            run_threads([lambda group=group: exchange_sized(group, 10) for group in (successor, groups[1])])  # type: ignore[misc]
+            run_threads(
+                [lambda group=group: exchange_sized(group, 10) for group in (successor, groups[1])]
+            )  # type: ignore[misc]
         for connection in idle:
             connection.close()
 
@@ -357,7 +435,9 @@ def test_between_hosts_every_frame_is_tagged(monkeypatch: pytest.MonkeyPatch, si
 
 
 @pytest.mark.parametrize("how", ["changed", "left out", "repeated"])
-def test_between_hosts_a_frame_that_was_spoiled_ends_the_generation(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_between_hosts_a_frame_that_was_spoiled_ends_the_generation(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     monkeypatch.setattr(mesh_poller, "is_near", lambda host: False)
     push = Link._push
 
@@ -366,7 +446,9 @@ def test_between_hosts_a_frame_that_was_spoiled_ends_the_generation(monkeypatch:
             assert link._tx_seal is not None
             if how == "changed":
                 item.views[1] = memoryview(bytes(item.views[1])[:-1] + b"\xff")
-                item.views.append(memoryview(link._tx_seal.tag([item.views[0], bytes(len(item.views[1]))])))
+                item.views.append(
+                    memoryview(link._tx_seal.tag([item.views[0], bytes(len(item.views[1]))]))
+                )
                 item.is_tagged = True
             elif how == "left out":
                 link._tx_seal.begin()
@@ -377,19 +459,26 @@ def test_between_hosts_a_frame_that_was_spoiled_ends_the_generation(monkeypatch:
 
     with mesh_threads(2) as groups:
         monkeypatch.setattr(Link, "_push", spoiled)
-        errors = run_threads([
-            lambda group=group: lose(group, lambda: [exchange_sized(group, 1000) for _ in range(2)])
-            for group in groups
-        ])  # type: ignore[misc]  # fmt: skip
+        errors = run_threads(
+            [
+                lambda group=group: lose(
+                    group, lambda: [exchange_sized(group, 1000) for _ in range(2)]
+                )
+                for group in groups
+            ]
+        )  # type: ignore[misc]
         assert all(isinstance(error, PeerLost) for error in errors)
 
 
 def test_an_abort_follows_the_hello_also_where_the_peer_is_slow_to_challenge() -> None:
-    """Heard before the HELLO it would be a stranger's: the peer would hang up, and be blamed for it."""
+    """Heard before the HELLO it would be a stranger's: the peer would hang up, and be blamed for
+    it.
+    """
     told: list[int] = []
     groups = [
-        MeshGroup(rank, f"e{rank}", key=KEY, deadline_s=DEADLINE_S, on_lost=told.append) for rank in range(2)
-    ]  # fmt: skip
+        MeshGroup(rank, f"e{rank}", key=KEY, deadline_s=DEADLINE_S, on_lost=told.append)
+        for rank in range(2)
+    ]
     with contextlib.closing(groups[0]), contextlib.closing(groups[1]):
         members = [member(group) for group in groups]
         starved = threading.Event()
@@ -400,7 +489,9 @@ def test_an_abort_follows_the_hello_also_where_the_peer_is_slow_to_challenge() -
             accept()
 
         groups[1]._poller._accept = late  # type: ignore[method-assign]
-        forming = threading.Thread(target=lambda: lose(groups[0], lambda: groups[0].form(1, members)))
+        forming = threading.Thread(
+            target=lambda: lose(groups[0], lambda: groups[0].form(1, members))
+        )
         forming.start()
         while not groups[0]._links:
             time.sleep(0.001)
@@ -409,7 +500,9 @@ def test_an_abort_follows_the_hello_also_where_the_peer_is_slow_to_challenge() -
         starved.set()
 
         def begin() -> None:
-            groups[1].form(1, members)  # Done with the HELLO alone where the abort is read a moment later.
+            groups[1].form(
+                1, members
+            )  # Done with the HELLO alone where the abort is read a moment later.
             exchange_sized(groups[1], 1000)
 
         # The peer hears that this generation failed, and whose connection it was.
@@ -425,7 +518,10 @@ def test_between_hosts_the_peers_challenge_may_be_here_before_ours_has_left() ->
     """Ours must carry no tag then either: some formings failed."""
     ours, theirs = socket.socketpair()
     nonce = os.urandom(NONCE_BYTES)
-    with contextlib.closing(MeshGroup(0, "e0", key=KEY, deadline_s=1.0)) as owner, contextlib.closing(theirs):
+    with (
+        contextlib.closing(MeshGroup(0, "e0", key=KEY, deadline_s=1.0)) as owner,
+        contextlib.closing(theirs),
+    ):
         link = Link(ours, owner, Handshake(KEY, nonce, is_connector=True, port=1, is_sealed=True))
         link.challenged(os.urandom(NONCE_BYTES))
         challenge, abort = frames.pack_challenge(nonce), frames.pack_abort(1, (), "")

@@ -1,4 +1,6 @@
-"""What slots received, counted on the way, is what counting by hand gives; and follows a layer that is placed anew."""
+"""What slots received, counted on the way, is what counting by hand gives; and follows a layer that
+is placed anew.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,18 @@ from hadal.core.placement import SPLIT_PARTS, Placement, spread
 from hadal.kernels import library
 from tests.fresh import fresh
 from tests.unit.comm.queues import in_threads, queue_groups
-from tests.unit.comm.test_expert_comm import EXPERTS, HIDDEN, LAYERS, MODES, TOKENS, TOP_K, Scene, cuts, make, scene
+from tests.unit.comm.test_expert_comm import (
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    MODES,
+    TOKENS,
+    TOP_K,
+    Scene,
+    cuts,
+    make,
+    scene,
+)
 
 SEEDS = [1, fresh().randrange(1 << 30)]
 NUM_ROUNDS = 3
@@ -31,7 +44,9 @@ def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         pytest.skip("no kernels on this machine (the log says why)")
 
 
-def by_hand(tokens: Scene, shares: dict[int, slice], placement: Placement, layer: int) -> np.ndarray:
+def by_hand(
+    tokens: Scene, shares: dict[int, slice], placement: Placement, layer: int
+) -> np.ndarray:
     """[R, S] of all ranks' tokens in one layer, two micro-batches each, pair by pair."""
     counts = np.zeros((placement.num_ranks, placement.num_slots), np.int64)
     slots_EM, turns_E = placement.replicas(layer)
@@ -57,7 +72,9 @@ def serve(comm: ExpertComm, tokens: Scene, own: slice, layer: int) -> None:
 
 
 def random_split(placement: Placement, seed: int) -> Placement:
-    """Every second replica takes other parts than its siblings: 3 of them, and the first the rest."""
+    """Every second replica takes other parts than its siblings: 3 of them, and the first the
+    rest.
+    """
     slots = placement.slot_to_expert_LRS
     weights = np.ones(slots.shape, np.uint8)
     rng = np.random.default_rng(seed)
@@ -75,8 +92,13 @@ def random_split(placement: Placement, seed: int) -> Placement:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("wire", ["fp32", "fp8"])
 @pytest.mark.parametrize(("num_ranks", "redundant"), [(1, 0), (4, 8)])
-def test_counts_are_those_made_by_hand(wire: str, mode: str, num_ranks: int, redundant: int, seed: int) -> None:
-    tokens, placement = scene(seed), random_split(spread(LAYERS, EXPERTS, num_ranks, redundant), seed)
+def test_counts_are_those_made_by_hand(
+    wire: str, mode: str, num_ranks: int, redundant: int, seed: int
+) -> None:
+    tokens, placement = (
+        scene(seed),
+        random_split(spread(LAYERS, EXPERTS, num_ranks, redundant), seed),
+    )
     groups, shares = queue_groups(range(num_ranks), seed), dict(enumerate(cuts(num_ranks, seed)))
 
     def work(rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -102,13 +124,17 @@ def test_counts_are_those_made_by_hand(wire: str, mode: str, num_ranks: int, red
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_new_split_moves_tokens_as_its_parts_say(mode: str) -> None:
-    """Two ranks, every expert on both, every token for expert 1: 16 parts of it, first 12 and 4, then 4 and 12."""
+    """Two ranks, every expert on both, every token for expert 1: 16 parts of it, first 12 and 4,
+    then 4 and 12.
+    """
     placement = spread(2, 4, 2, 4)
     num_tokens, groups = 2 * SPLIT_PARTS, queue_groups([0, 1])
     tokens = Scene(
-        torch.randn(num_tokens, HIDDEN), torch.tensor([[1, 2, 3]]).repeat(num_tokens, 1), torch.ones(num_tokens, TOP_K),
+        torch.randn(num_tokens, HIDDEN),
+        torch.tensor([[1, 2, 3]]).repeat(num_tokens, 1),
+        torch.ones(num_tokens, TOP_K),
         torch.ones(4, HIDDEN),
-    )  # fmt: skip
+    )
     slots_RS = placement.slot_to_expert_LRS[0]
     at = [int(np.flatnonzero(slots == 1)[0]) for slots in slots_RS]
 
@@ -138,7 +164,9 @@ def test_a_new_split_moves_tokens_as_its_parts_say(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layer_placed_anew_changes_no_bit_and_no_buffer(mode: str) -> None:
-    """Rank 0 fills slots that were empty: more arrives there than ever could before, in the same buffers."""
+    """Rank 0 fills slots that were empty: more arrives there than ever could before, in the same
+    buffers.
+    """
     tokens, groups = scene(SEEDS[-1], num_experts=4), queue_groups([0, 1])
     slots = np.array([[[0, 1, -1, -1], [2, 3, -1, -1]]] * LAYERS, np.int16)
     before = Placement(4, slots)
@@ -153,12 +181,16 @@ def test_a_layer_placed_anew_changes_no_bit_and_no_buffer(mode: str) -> None:
             held = torch.from_numpy(placement.slot_to_expert_LRS[1, rank].astype(np.int64))
             handle = comm.dispatch(tokens.x_TD, tokens.ids_TK, 1)
             received = handle.finish_dispatch()
-            handle.start_combine(tokens.expert(held[received.slot_M], received.x_ND[received.row_M]))
+            handle.start_combine(
+                tokens.expert(held[received.slot_M], received.x_ND[received.row_M])
+            )
             results.append(handle.finish_combine(tokens.weights_TK))
         assert comm._low_latency is low_latency
         counts = comm.take_counts()
         assert counts[0].sum() == 0
-        assert counts[1].sum() == (2 * TOKENS * TOP_K if rank == 0 else 0), "of before the flip nothing is left"
+        assert counts[1].sum() == (2 * TOKENS * TOP_K if rank == 0 else 0), (
+            "of before the flip nothing is left"
+        )
         return torch.equal(*results)
 
     assert all(in_threads(work, [0, 1]).values()), SEEDS[-1]
@@ -176,7 +208,9 @@ def test_a_layer_that_cannot_be_leaves_the_old_one() -> None:
     with pytest.raises(ValueError, match="no replica"):
         comm.install_layer(0, placement.with_layer(0, holes, None))
     serve(comm, tokens, slice(0, TOKENS), 0)
-    assert np.array_equal(comm.take_counts()[0, None], by_hand(tokens, {0: slice(0, TOKENS)}, placement, 0))
+    assert np.array_equal(
+        comm.take_counts()[0, None], by_hand(tokens, {0: slice(0, TOKENS)}, placement, 0)
+    )
 
 
 def test_counts_are_taken_once_and_cleared_by_layer() -> None:

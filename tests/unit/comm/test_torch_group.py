@@ -1,4 +1,6 @@
-"""The exchange over gloo: the same bytes as over the mesh, in threads of this process; forming anew; its deadline."""
+"""The exchange over gloo: the same bytes as over the mesh, in threads of this process; forming
+anew; its deadline.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def members(ranks: list[int], epoch: str = "e") -> list[Member]:
 def gloo_threads(num_ranks: int, deadline_s: float = DEADLINE_S) -> Iterator[list[TorchGroup]]:
     with tempfile.TemporaryDirectory() as folder:
         groups = [
-            TorchGroup(rank, backend="gloo", folder=Path(folder), deadline_s=deadline_s) for rank in range(num_ranks)
+            TorchGroup(rank, backend="gloo", folder=Path(folder), deadline_s=deadline_s)
+            for rank in range(num_ranks)
         ]
         try:
             form_all(groups, 1)
@@ -55,8 +58,14 @@ def shuffle(group: TorchGroup, seed: int, num_steps: int) -> None:
 
     flying = []
     for step in range(num_steps):
-        recvs = {peer: torch.empty(max(SIZES), dtype=torch.uint8) for peer in peers} if step % 2 else None
-        flying.append((step, group.exchange({peer: data(group.rank, peer, step) for peer in peers}, recvs)))
+        recvs = (
+            {peer: torch.empty(max(SIZES), dtype=torch.uint8) for peer in peers}
+            if step % 2
+            else None
+        )
+        flying.append(
+            (step, group.exchange({peer: data(group.rank, peer, step) for peer in peers}, recvs))
+        )
         while len(flying) > (1 if step + 1 < num_steps else 0):
             at, exchange = flying.pop(0)
             got = exchange.wait()
@@ -113,7 +122,10 @@ def test_an_abort_ends_forming() -> None:
 
 def test_a_number_used_by_other_processes_before_is_no_obstacle(tmp_path: Path) -> None:
     for epoch in ("old", "new"):
-        groups = [TorchGroup(rank, backend="gloo", folder=tmp_path, deadline_s=DEADLINE_S) for rank in range(2)]
+        groups = [
+            TorchGroup(rank, backend="gloo", folder=tmp_path, deadline_s=DEADLINE_S)
+            for rank in range(2)
+        ]
         form_all(groups, 1, epoch)
         run_threads([lambda group=group: shuffle(group, SEED, 2) for group in groups])  # type: ignore[misc]
         run_threads([group.close for group in groups])

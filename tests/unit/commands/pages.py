@@ -1,4 +1,6 @@
-"""A page read back: its text, its tags, its tooltips, with html.parser, which knows nothing of how it was made."""
+"""A page read back: its text, its tags, its tooltips, with html.parser, which knows nothing of how
+it was made.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ class Page(HTMLParser):
         return sum(
             name == tag and (class_ is None or class_ in (attrs.get("class") or "").split())
             for name, attrs in self.tags
-        )  # fmt: skip
+        )
 
     def row(self, first: str) -> list[str]:
         """The first row whose first cell says this."""

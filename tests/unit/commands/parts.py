@@ -1,4 +1,6 @@
-"""Parts of a simulation that has none: what processes do in tests. Imports little, for each process imports it anew."""
+"""Parts of a simulation that has none: what processes do in tests. Imports little, for each process
+imports it anew.
+"""
 
 from __future__ import annotations
 

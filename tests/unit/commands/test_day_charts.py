@@ -1,4 +1,6 @@
-"""Parts of charts: round ticks, axes that hold what lies beyond them, lines with gaps, treads, thinning."""
+"""Parts of charts: round ticks, axes that hold what lies beyond them, lines with gaps, treads,
+thinning.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadal.commands.day_charts import Axis, Box, around, from_zero, path, round_values, stepped, thinned
+from hadal.commands.day_charts import (
+    Axis,
+    Box,
+    around,
+    from_zero,
+    path,
+    round_values,
+    stepped,
+    thinned,
+)
 
 FINITE = st.floats(-1e15, 1e15, allow_nan=False)
 BOX = Box(400.0, 200.0)
@@ -41,14 +52,28 @@ def test_round_values_are_round() -> None:
 @given(st.lists(FINITE, min_size=1, max_size=30))
 def test_axes_hold_every_value_within_the_plot(values: list[float]) -> None:
     for axis in (from_zero(BOX, values), around(BOX, values)):
-        assert all(BOX.top - 1e-6 <= axis.at(value) <= BOX.bottom_px + 1e-6 for value in [*values, -1e300, 1e300])
+        assert all(
+            BOX.top - 1e-6 <= axis.at(value) <= BOX.bottom_px + 1e-6
+            for value in [*values, -1e300, 1e300]
+        )
 
 
 def test_an_axis_is_straight_or_logarithmic() -> None:
     assert Axis(0.0, 10.0, 100.0, 0.0).at(2.5) == 75.0
     axis = Axis(0.01, 10.0, 0.0, 300.0, is_log=True)
     assert axis.at(0.1) == pytest.approx(100.0)
-    assert [round(tick, 9) for tick in axis.ticks()] == [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
+    assert [round(tick, 9) for tick in axis.ticks()] == [
+        0.01,
+        0.02,
+        0.05,
+        0.1,
+        0.2,
+        0.5,
+        1.0,
+        2.0,
+        5.0,
+        10.0,
+    ]
 
 
 def test_a_line_breaks_at_gaps_and_a_lonely_point_is_a_dot() -> None:
@@ -60,7 +85,12 @@ def test_a_line_breaks_at_gaps_and_a_lonely_point_is_a_dot() -> None:
 
 def test_treads_join_equal_neighbours() -> None:
     x, y = Axis(0.0, 4.0, 0.0, 40.0), Axis(0.0, 10.0, 10.0, 0.0)
-    assert stepped(x, y, [1.0, 1.0, 3.0, 3.0]) == [(0.0, 9.0), (20.0, 9.0), (20.0, 7.0), (40.0, 7.0)]
+    assert stepped(x, y, [1.0, 1.0, 3.0, 3.0]) == [
+        (0.0, 9.0),
+        (20.0, 9.0),
+        (20.0, 7.0),
+        (40.0, 7.0),
+    ]
     assert stepped(x, y, []) == []
 
 

@@ -28,9 +28,10 @@ RESULT = result()
 def bars(page: Page, class_: str) -> list[dict[str, float]]:
     keys = ("x", "y", "width", "height")
     return [
-        {key: float(attrs[key] or "nan") for key in keys} for tag, attrs in page.tags
+        {key: float(attrs[key] or "nan") for key in keys}
+        for tag, attrs in page.tags
         if tag == "rect" and attrs.get("class") == class_
-    ]  # fmt: skip
+    ]
 
 
 def drawn(chart: str | None) -> Page:
@@ -43,7 +44,9 @@ def test_income_and_cost_stand_side_by_side_in_every_hour() -> None:
     income, cost = bars(page, "income"), bars(page, "cost")
     assert len(income) == len(cost) == 24
     for hour, high, low in zip(RESULT["hours"], income, cost, strict=True):
-        assert high["height"] / low["height"] == pytest.approx(hour["income_usd"] / hour["cost_usd"], rel=0.01)
+        assert high["height"] / low["height"] == pytest.approx(
+            hour["income_usd"] / hour["cost_usd"], rel=0.01
+        )
         assert high["x"] + high["width"] <= low["x"]
     assert "12:00 income $26,840" in page.titles[0].replace("  ", " ")
 
@@ -57,7 +60,9 @@ def test_nodes_by_the_minute_are_in_tooltips_with_their_roles() -> None:
         prefill, decode = minutes["prefill_nodes"][at], minutes["decode_nodes"][at]
         assert f"{prefill + decode} nodes: {prefill} prefill, {decode} decode" in page.titles[index]
         assert page.titles[index].startswith(f"{(12 + index // 4) % 24:02}:{15 * (index % 4):02}")
-    assert page.num("path", "prefill") == page.num("path", "decode") == page.num("path", "demand") == 1
+    assert (
+        page.num("path", "prefill") == page.num("path", "decode") == page.num("path", "demand") == 1
+    )
 
 
 def test_nodes_without_roles_and_minutes_without_demand_are_shown() -> None:
@@ -68,7 +73,13 @@ def test_nodes_without_roles_and_minutes_without_demand_are_shown() -> None:
 
 
 def test_bars_of_a_histogram_have_their_shares_as_heights() -> None:
-    histogram = {"edges": [0.0, 1.0, 2.0, 3.0, 4.0], "counts": [0, 30, 60, 10], "p50": 2.3, "p90": 2.9, "p99": 3.8}
+    histogram = {
+        "edges": [0.0, 1.0, 2.0, 3.0, 4.0],
+        "counts": [0, 30, 60, 10],
+        "p50": 2.3,
+        "p90": 2.9,
+        "p99": 3.8,
+    }
     page = drawn(distribution(histogram, "TTFT"))
     heights = [bar["height"] for bar in bars(page, "histogram")]
     assert [height / heights[0] for height in heights] == pytest.approx([1.0, 2.0, 1 / 3], rel=0.01)
@@ -89,7 +100,9 @@ def test_a_wide_histogram_has_a_logarithmic_axis() -> None:
     assert [bar["width"] for bar in found] == pytest.approx([found[0]["width"]] * 10, rel=0.01)
 
 
-@pytest.mark.parametrize("broken", [{}, {"edges": [1], "counts": []}, {"edges": [0, 1], "counts": [0]}])
+@pytest.mark.parametrize(
+    "broken", [{}, {"edges": [1], "counts": []}, {"edges": [0, 1], "counts": [0]}]
+)
 def test_no_histogram_where_nothing_was_counted(broken: dict[str, Any]) -> None:
     assert distribution(broken, "x") is None
 
@@ -114,7 +127,9 @@ def test_hours_have_a_line_and_dots_of_windows() -> None:
     page = drawn(hit_rate(RESULT["hours"], 56.2))
     first = RESULT["hours"][0]
     assert page.num("circle", "window") == 24
-    assert f"12:00  cache day: {100 * first['tokens_hit'] / first['tokens_in']:.1f} %" in page.titles
+    assert (
+        f"12:00  cache day: {100 * first['tokens_hit'] / first['tokens_in']:.1f} %" in page.titles
+    )
     assert f"12:00  windows: {first['window']['hit_percent']:.1f} %" in page.titles
     hours = [{**hour, "window": None} for hour in RESULT["hours"]]
     page = drawn(users_speed(hours, None))
@@ -133,11 +148,14 @@ def test_cases_are_measured_against_the_first() -> None:
 
 @pytest.mark.parametrize("width", [WIDE, HALF])
 def test_charts_across_the_page_fit_a_phone_as_well(width: float) -> None:
-    """Bars and the labels of axes stay within the chart, and apart: seven pixels a letter at a phone's size of text."""
+    """Bars and the labels of axes stay within the chart, and apart: seven pixels a letter at a
+    phone's size of text.
+    """
     for chart in (
-        load_and_nodes(RESULT["minutes"], 12, width), income_and_cost(RESULT["hours"], width),
+        load_and_nodes(RESULT["minutes"], 12, width),
+        income_and_cost(RESULT["hours"], width),
         what_ifs(RESULT["what_ifs"], width),
-    ):  # fmt: skip
+    ):
         page = drawn(chart)
         [view] = [attrs["viewbox"] for tag, attrs in page.tags if tag == "svg"]
         assert (view or "").split()[2] == f"{width:g}"
@@ -146,16 +164,23 @@ def test_charts_across_the_page_fit_a_phone_as_well(width: float) -> None:
                 x = float(attrs["x"] or "nan")
                 assert 0 <= x <= x + float(attrs["width"] or 0) <= width
         places = sorted(
-            float(attrs["x"] or "nan") for tag, attrs in page.tags
+            float(attrs["x"] or "nan")
+            for tag, attrs in page.tags
             if tag == "text" and attrs.get("text-anchor") == "middle"
-        )  # fmt: skip
+        )
         assert all(right - left > 5 * 8 for left, right in pairwise(places))
 
 
 def test_labels_of_quantiles_stand_below_each_other_and_hide_lines() -> None:
-    page = drawn(distribution({"edges": [1, 2, 3], "counts": [1, 1], "p50": 2.0, "p90": 2.1, "p99": 2.2}, "times"))
+    page = drawn(
+        distribution(
+            {"edges": [1, 2, 3], "counts": [1, 1], "p50": 2.0, "p90": 2.1, "p99": 2.2}, "times"
+        )
+    )
     heights = [float(attrs["y"] or 0) for tag, attrs in page.tags if attrs.get("class") == "label"]
-    assert [low - high for high, low in pairwise(heights)] == [17.0, 17.0], "15 is a phone's size of text"
+    assert [low - high for high, low in pairwise(heights)] == [17.0, 17.0], (
+        "15 is a phone's size of text"
+    )
     kinds = [attrs.get("class") or "" for tag, attrs in page.tags if tag in ("line", "text")]
     assert kinds[-3:] == ["label"] * 3, "drawn last"
 
@@ -163,8 +188,12 @@ def test_labels_of_quantiles_stand_below_each_other_and_hide_lines() -> None:
 def test_every_chart_tells_its_values_where_one_points() -> None:
     """As tooltips, without a script."""
     for chart in (
-        load_and_nodes(RESULT["minutes"], 12), income_and_cost(RESULT["hours"]), users_speed(RESULT["hours"], 21.0),
-        hit_rate(RESULT["hours"], 56.0), distribution(RESULT["ttft_s"], "times"),
-        by_rank(RESULT["ranks"]["kv_share"], "KV", "decode"), what_ifs(RESULT["what_ifs"]),
-    ):  # fmt: skip
+        load_and_nodes(RESULT["minutes"], 12),
+        income_and_cost(RESULT["hours"]),
+        users_speed(RESULT["hours"], 21.0),
+        hit_rate(RESULT["hours"], 56.0),
+        distribution(RESULT["ttft_s"], "times"),
+        by_rank(RESULT["ranks"]["kv_share"], "KV", "decode"),
+        what_ifs(RESULT["what_ifs"]),
+    ):
         assert len(drawn(chart).titles) >= 2

@@ -15,9 +15,16 @@ from tests.unit.commands.day_result import result
 from tests.unit.commands.pages import Page
 
 SECTIONS = (
-    "The day", "Load and nodes", "Income and cost", "What users get, and what the cache saves", "Latency",
-    "Balance over ranks", "Fluid beside windows", "What if", "Assumptions",
-)  # fmt: skip
+    "The day",
+    "Load and nodes",
+    "Income and cost",
+    "What users get, and what the cache saves",
+    "Latency",
+    "Balance over ranks",
+    "Fluid beside windows",
+    "What if",
+    "Assumptions",
+)
 NUMBERS = (-1e300, 1e300, 5e-324, -1e-300, 10**400, math.nan, math.inf, 0, True)
 DAMAGE = (None, "<b>", *NUMBERS, [], {}, [None], {"p50": 1.0})
 BAD = "<script>alert('&\"')</script>"
@@ -28,7 +35,11 @@ def damaged(value: Any, rng: np.random.Generator, share: float) -> Any:
     if rng.random() < share:
         return DAMAGE[int(rng.integers(len(DAMAGE)))]
     if isinstance(value, dict):
-        return {key: damaged(inner, rng, share) for key, inner in value.items() if rng.random() > share / 4}
+        return {
+            key: damaged(inner, rng, share)
+            for key, inner in value.items()
+            if rng.random() > share / 4
+        }
     return [damaged(inner, rng, share) for inner in value] if isinstance(value, list) else value
 
 
@@ -48,9 +59,15 @@ def test_a_page_has_every_section_and_stays_small() -> None:
     page = Page(text)
     assert len(text.encode()) < 300_000
     assert all(section in page.words for section in SECTIONS)
-    assert page.num("svg") == 13 + 3, "nodes, income, two by hour, two latencies, six by rank, what-ifs; three twice"
-    assert page.num("div", "at-narrow") == page.num("div", "at-wide") == 3, "charts that a phone would cut"
-    assert all(attrs["role"] == "img" and attrs["aria-label"] for tag, attrs in page.tags if tag == "svg")
+    assert page.num("svg") == 13 + 3, (
+        "nodes, income, two by hour, two latencies, six by rank, what-ifs; three twice"
+    )
+    assert page.num("div", "at-narrow") == page.num("div", "at-wide") == 3, (
+        "charts that a phone would cut"
+    )
+    assert all(
+        attrs["role"] == "img" and attrs["aria-label"] for tag, attrs in page.tags if tag == "svg"
+    )
     assert "Decode with 1 draft token is outside" in page.text
     assert page.row("fleet.bundle") == ["fleet.bundle", "[3, 1]"]
 
@@ -104,13 +121,22 @@ def test_an_empty_result_and_one_hour_are_pages() -> None:
 
 def test_without_windows_the_rest_is_there() -> None:
     hours = [{**hour, "window": None} for hour in RESULT["hours"]]
-    page = Page(report_html({**RESULT, "hours": hours, "ttft_s": None, "tpot_s": {}, "ranks": None, "what_ifs": []}))
+    page = Page(
+        report_html(
+            {**RESULT, "hours": hours, "ttft_s": None, "tpot_s": {}, "ranks": None, "what_ifs": []}
+        )
+    )
     assert page.num("svg") == 4 + 2
     assert page.text.count("No window ran") == 4
     assert "No other case was asked for." in page.text
 
 
 def test_a_page_of_a_huge_unit_stays_readable() -> None:
-    ranks = {key: value * 20 if isinstance(value, list) else value for key, value in RESULT["ranks"].items()}
-    cases = [{**RESULT["what_ifs"][1], "name": f"case {index} " + "long " * 40} for index in range(20)]
+    ranks = {
+        key: value * 20 if isinstance(value, list) else value
+        for key, value in RESULT["ranks"].items()
+    }
+    cases = [
+        {**RESULT["what_ifs"][1], "name": f"case {index} " + "long " * 40} for index in range(20)
+    ]
     assert len(report_html({**RESULT, "ranks": ranks, "what_ifs": cases}).encode()) < 400_000

@@ -1,4 +1,6 @@
-"""Tables of the report: differences from what was published, fluid beside windows, cases, the study."""
+"""Tables of the report: differences from what was published, fluid beside windows, cases, the
+study.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ def test_the_day_beside_what_was_published() -> None:
     page = Page(headline(RESULT))
     assert page.row("Nodes, mean") == ["Nodes, mean", "226.10", "226.75", "−0.29 %"]
     assert page.row("Hit rate") == ["Hit rate", "56.2 %", "56.3 %", "−0.06 points"]
-    assert page.row("Output tokens/s of a user") == ["Output tokens/s of a user", "21.1", "20.0 to 22.0", "within"]
+    assert page.row("Output tokens/s of a user") == [
+        "Output tokens/s of a user",
+        "21.1",
+        "20.0 to 22.0",
+        "within",
+    ]
     assert page.row("Prefill nodes, mean")[2:] == ["–", "–"]
     outside = Page(headline({**RESULT, "tokens_per_s_user": 18.0}))
     assert outside.row("Output tokens/s of a user")[3] == "−10.00 %", "of the nearer end"
@@ -36,18 +43,58 @@ def test_without_published_figures_there_are_no_columns_for_them() -> None:
 
 def test_every_hour_has_its_row() -> None:
     assert len(Page(by_hour(RESULT["hours"])).rows) == 25
-    hour = {"hour_beijing": 3, "nodes_mean": 60.0, "tokens_in": 200, "tokens_hit": 50, "cost_usd": 960.0}
-    assert Page(by_hour([hour])).row("03:00") == ["03:00", "60.0", "–", "–", "–", "200", "25.0 %", "–", "$960.00", "–"]
+    hour = {
+        "hour_beijing": 3,
+        "nodes_mean": 60.0,
+        "tokens_in": 200,
+        "tokens_hit": 50,
+        "cost_usd": 960.0,
+    }
+    assert Page(by_hour([hour])).row("03:00") == [
+        "03:00",
+        "60.0",
+        "–",
+        "–",
+        "–",
+        "200",
+        "25.0 %",
+        "–",
+        "$960.00",
+        "–",
+    ]
 
 
 def test_fluid_and_window_differ_by_what_is_said() -> None:
     hour = {
-        "hour_beijing": 12, "fluid": {"tokens_per_s_user": 20.0, "requests_per_rank": 80.0, "prefill_use": 0.5},
-        "window": {"prefill_units": 29, "decode_units": 9, "tokens_per_s_user": 21.0, "requests_per_rank": 78.0},
-    }  # fmt: skip
+        "hour_beijing": 12,
+        "fluid": {"tokens_per_s_user": 20.0, "requests_per_rank": 80.0, "prefill_use": 0.5},
+        "window": {
+            "prefill_units": 29,
+            "decode_units": 9,
+            "tokens_per_s_user": 21.0,
+            "requests_per_rank": 78.0,
+        },
+    }
     row = Page(fluid_and_windows([hour])).row("12:00")
-    assert row == ["12:00", "29 + 9", "20.0", "21.0", "+5.0 %", "80.0", "78.0", "−2.5 %", "50.0 %", "–", "–"]
-    assert Page(fluid_and_windows([{**hour, "window": None}])).row("12:00")[1:5] == ["–", "20.0", "–", "–"]
+    assert row == [
+        "12:00",
+        "29 + 9",
+        "20.0",
+        "21.0",
+        "+5.0 %",
+        "80.0",
+        "78.0",
+        "−2.5 %",
+        "50.0 %",
+        "–",
+        "–",
+    ]
+    assert Page(fluid_and_windows([{**hour, "window": None}])).row("12:00")[1:5] == [
+        "–",
+        "20.0",
+        "–",
+        "–",
+    ]
 
 
 def test_windows_show_latency_and_balance() -> None:

@@ -16,7 +16,9 @@ def test_text_and_attributes_are_escaped_and_markup_is_not() -> None:
 
 def test_names_of_attributes_and_empty_elements() -> None:
     assert element("meta", http_equiv="X", name="n") == '<meta http-equiv="X" name="n">'
-    assert element("svg", viewBox="0 0 1 1", class_="a") == '<svg viewBox="0 0 1 1" class="a"></svg>'
+    assert (
+        element("svg", viewBox="0 0 1 1", class_="a") == '<svg viewBox="0 0 1 1" class="a"></svg>'
+    )
 
 
 def test_coordinates_keep_two_decimals_at_most() -> None:

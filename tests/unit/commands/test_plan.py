@@ -12,7 +12,9 @@ from hadal.cli import app
 from hadal.core.config import read_deployment
 from hadal.sim.plan_traffic import EXAMPLE
 
-SMALL = 'requests_per_s = 20\ntokens_in = 1500\ntokens_out = 200\nshape = "flat"\nvariation_in = 0.5\n'
+SMALL = (
+    'requests_per_s = 20\ntokens_in = 1500\ntokens_out = 200\nshape = "flat"\nvariation_in = 0.5\n'
+)
 
 
 def run(*arguments: str) -> Result:
@@ -28,7 +30,17 @@ def traffic(tmp_path: Path) -> str:
 
 def test_json_and_files_of_a_plan_that_was_simulated(traffic: str, tmp_path: Path) -> None:
     out = tmp_path / "plans"
-    result = run("--traffic", traffic, "--hardware", "h200", "--slo", "ttft=2s,tpot=40ms", "--out", str(out), "--json")
+    result = run(
+        "--traffic",
+        traffic,
+        "--hardware",
+        "h200",
+        "--slo",
+        "ttft=2s,tpot=40ms",
+        "--out",
+        str(out),
+        "--json",
+    )
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["is_verified"]
@@ -37,13 +49,18 @@ def test_json_and_files_of_a_plan_that_was_simulated(traffic: str, tmp_path: Pat
     costs = [plan["cost_usd_day"] for plan in found["plans"]]
     assert costs == sorted(costs)
     assert len(costs) == 3
-    assert {"hardware", "decode width", "prefill width", "MTP"} & {row["dimension"] for row in found["tried"]}
+    assert {"hardware", "decode width", "prefill width", "MTP"} & {
+        row["dimension"] for row in found["tried"]
+    }
     assert json.loads((out / "plan.json").read_text()) == found
     files = sorted(out.glob("*.toml"))
     assert len(files) == 3
     for path, plan in zip(files, found["plans"], strict=True):
         made = read_deployment(path)
-        assert (made.prefill.ranks, made.decode.ranks) == (plan["prefill"]["ranks"], plan["decode"]["ranks"])
+        assert (made.prefill.ranks, made.decode.ranks) == (
+            plan["prefill"]["ranks"],
+            plan["decode"]["ranks"],
+        )
         assert made.fleet.decode_tokens_per_s == round(plan["decode"]["tokens_per_s"])
 
 
@@ -51,8 +68,16 @@ def test_the_table_says_why_others_lose(traffic: str) -> None:
     result = run("--traffic", traffic, "--hardware", "h200,h800", "--no-verify")
     assert result.exit_code == 0, result.stderr
     words = " ".join(result.stdout.split())
-    for said in ("deployments priced", "Not simulated", "decode width", "prefill width", "does not fit", "MTP",
-                 "the peak's units", "A GPU-hour of"):  # fmt: skip
+    for said in (
+        "deployments priced",
+        "Not simulated",
+        "decode width",
+        "prefill width",
+        "does not fit",
+        "MTP",
+        "the peak's units",
+        "A GPU-hour of",
+    ):
         assert said in words
 
 
@@ -70,14 +95,22 @@ def test_the_example_can_be_planned_with(tmp_path: Path) -> None:
     assert run("--example-traffic").stdout == EXAMPLE
     path = tmp_path / "example.toml"
     path.write_text(EXAMPLE, encoding="utf-8")
-    found = json.loads(run("--traffic", str(path), "--hardware", "h800", "--no-verify", "--json", "--top", "1").stdout)
+    found = json.loads(
+        run(
+            "--traffic", str(path), "--hardware", "h800", "--no-verify", "--json", "--top", "1"
+        ).stdout
+    )
     assert found["traffic"]["requests_per_s"] == pytest.approx(1851.9)
     assert len(found["plans"]) == 1
 
 
 @pytest.mark.parametrize(
-    ("rate", "why"), [("1e9", "requests_per_s is 1e+09; at most 1,000,000"), ("1e6", "nodes at the peak, and at most")]
-)  # fmt: skip
+    ("rate", "why"),
+    [
+        ("1e9", "requests_per_s is 1e+09; at most 1,000,000"),
+        ("1e6", "nodes at the peak, and at most"),
+    ],
+)
 def test_traffic_of_a_slip_of_the_pen_is_one_line(rate: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / "absurd.toml"
     path.write_text(f"requests_per_s = {rate}\n", encoding="utf-8")
@@ -94,7 +127,9 @@ def test_where_nothing_can_be_written_nothing_is_searched(tmp_path: Path) -> Non
     for out, there in ((file, file), (file / "plans", file), (gone, gone)):
         result = run("--out", str(out), "--hardware", "h900")
         assert result.exit_code == 2
-        assert f"--out {out} cannot be written: {there} is not a folder" in result.stderr, "before hardware is"
+        assert f"--out {out} cannot be written: {there} is not a folder" in result.stderr, (
+            "before hardware is"
+        )
     result = run("--out", str(tmp_path / ("long" * 100)), "--hardware", "h900")
     assert "file name too long" in result.stderr
 
@@ -107,18 +142,33 @@ def test_a_search_that_finds_nothing_makes_no_folder(tmp_path: Path) -> None:
 
 def test_traces_are_read(tmp_path: Path) -> None:
     azure = tmp_path / "trace.csv"
-    azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
-        f"2023-11-16 18:15:{second:02}.0,{400 + second},{50 + second}\n" for second in range(60)
-    ))  # fmt: skip
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        + "".join(
+            f"2023-11-16 18:15:{second:02}.0,{400 + second},{50 + second}\n" for second in range(60)
+        )
+    )
     mooncake = tmp_path / "trace.jsonl"
-    mooncake.write_text("".join(
-        json.dumps({"timestamp": 1000 * i, "input_length": 1000, "output_length": 100, "hash_ids": [0, i + 1]}) + "\n"
-        for i in range(50)
-    ))  # fmt: skip
+    mooncake.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "timestamp": 1000 * i,
+                    "input_length": 1000,
+                    "output_length": 100,
+                    "hash_ids": [0, i + 1],
+                }
+            )
+            + "\n"
+            for i in range(50)
+        )
+    )
     for path, cached in ((azure, 0.0), (mooncake, 0.5)):
         result = run("--traffic", str(path), "--hardware", "h200", "--no-verify", "--json")
         assert result.exit_code == 0, result.stderr
-        assert json.loads(result.stdout)["traffic"]["cached_share"] == pytest.approx(cached, abs=0.03)
+        assert json.loads(result.stdout)["traffic"]["cached_share"] == pytest.approx(
+            cached, abs=0.03
+        )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +187,7 @@ def test_traces_are_read(tmp_path: Path) -> None:
         (("--hardware", "h800", "--slo", "ttft=10ms,tpot=50ms"), "TTFT"),
         (("--start", "90000"), "--start is 90000"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_line(arguments: tuple[str, ...], why: str) -> None:
     result = run(*arguments, "--no-verify")
     assert result.exit_code == 2
@@ -149,12 +199,19 @@ def test_a_mistake_is_one_line(arguments: tuple[str, ...], why: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("a.toml", "rate = 1", "unknown field 'rate'"), ("a.toml", "= 1", "a.toml:"), ("a.txt", "", "is needed"),
-        ("a.jsonl", "{}", "line 1: input_length is None"), ("a.jsonl", "nothing", "a.jsonl:"),
+        ("a.toml", "rate = 1", "unknown field 'rate'"),
+        ("a.toml", "= 1", "a.toml:"),
+        ("a.txt", "", "is needed"),
+        ("a.jsonl", "{}", "line 1: input_length is None"),
+        ("a.jsonl", "nothing", "a.jsonl:"),
         ("a.csv", "a,b\n1,2\n", "not one of Azure's"),
-        ("a.jsonl", '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [1]}', "show no rate"),
+        (
+            "a.jsonl",
+            '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [1]}',
+            "show no rate",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_none_is_said(name: str, text: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
@@ -167,10 +224,13 @@ def test_a_file_that_is_none_is_said(name: str, text: str, why: str, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "data", "why"),
     [
-        ("a.toml", b"\xff\xfe\x00", "not text in UTF-8"), ("a.jsonl.gz", b"\x1f\x8b\x08\x00", "damaged or cut off"),
+        ("a.toml", b"\xff\xfe\x00", "not text in UTF-8"),
+        ("a.jsonl.gz", b"\x1f\x8b\x08\x00", "damaged or cut off"),
     ],
-)  # fmt: skip
-def test_a_file_that_nobody_can_plan_with_is_said(name: str, data: bytes, why: str, tmp_path: Path) -> None:
+)
+def test_a_file_that_nobody_can_plan_with_is_said(
+    name: str, data: bytes, why: str, tmp_path: Path
+) -> None:
     path = tmp_path / name
     path.write_bytes(data)
     result = run("--traffic", str(path), "--hardware", "h800", "--no-verify")

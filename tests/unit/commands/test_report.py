@@ -1,4 +1,6 @@
-"""`hadal report`: what it reads, what it prints, and what it says when there is nothing to print."""
+"""`hadal report`: what it reads, what it prints, and what it says when there is nothing to
+print.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,39 @@ def now_s() -> float:
 
 @pytest.fixture
 def ledger(tmp_path: Path, now_s: float) -> str:
-    """Of a request a minute for two days, until now, of two tenants and two models, on one unit of each role."""
+    """Of a request a minute for two days, until now, of two tenants and two models, on one unit of
+    each role.
+    """
     path = str(tmp_path / "l.sqlite")
     store = Store(ledger_url(path))
     store.prepare()
     requests = []
     for index in range(2 * 24 * 60):
         completed_s = now_s - 60 * index - 30
-        requests.append(RequestFact(
-            f"r{index}", f"t{index % 2}", f"m{index % 2}", 64, 36, 11, 11 * 105, "stop", completed_s - 3, completed_s,
-            completed_s - 2, completed_s - 1, "prefill-0", "decode-0", 0, R1.flat().charge(0, 64, 36, 11),
-        ))  # fmt: skip
+        requests.append(
+            RequestFact(
+                f"r{index}",
+                f"t{index % 2}",
+                f"m{index % 2}",
+                64,
+                36,
+                11,
+                11 * 105,
+                "stop",
+                completed_s - 3,
+                completed_s,
+                completed_s - 2,
+                completed_s - 1,
+                "prefill-0",
+                "decode-0",
+                0,
+                R1.flat().charge(0, 64, 36, 11),
+            )
+        )
     nodes = [
         NodesFact(f"{role}-0", "e", role, 8, 8, now_s - 2 * 86_400, now_s, "cpu", 2_000_000, "m0")
         for role in ("prefill", "decode")
-    ]  # fmt: skip
+    ]
     store.write(PackedFacts(tuple(requests), tuple(nodes)))
     store.close()
     return path
@@ -71,31 +91,48 @@ def test_the_last_day_as_json(ledger: str) -> None:
 
 
 def test_a_shorter_time_and_other_lines(ledger: str) -> None:
-    fields = json.loads(call("--json", "--ledger", ledger, "--last", "90m", "--by", "tenant").stdout)
+    fields = json.loads(
+        call("--json", "--ledger", ledger, "--last", "90m", "--by", "tenant").stdout
+    )
     assert 89 <= fields["requests"] <= 90
     assert [line["tenant"] for line in fields["tenants"]] == ["t0", "t1"]
     fields = json.loads(call("--json", "--ledger", ledger, "--by", "model").stdout)
-    assert [(line["model"], line["nodes_peak"]) for line in fields["models"]] == [("m0", 2.0), ("m1", 0.0)]
+    assert [(line["model"], line["nodes_peak"]) for line in fields["models"]] == [
+        ("m0", 2.0),
+        ("m1", 0.0),
+    ]
 
 
 def test_times_and_errors(ledger: str, now_s: float) -> None:
-    """A request each minute takes 1 s to its first token and 100 ms for each other; three were refused or failed."""
+    """A request each minute takes 1 s to its first token and 100 ms for each other; three were
+    refused or failed.
+    """
     store = Store(ledger_url(ledger))
-    store.write(PackedFacts(tuple(
-        RequestFact(f"e{index}", "t1", "m1", 0, 0, 0, 0, end, now_s - 90, now_s - 60)
-        for index, end in enumerate(("429", "429", "504"))
-    )))  # fmt: skip
+    store.write(
+        PackedFacts(
+            tuple(
+                RequestFact(f"e{index}", "t1", "m1", 0, 0, 0, 0, end, now_s - 90, now_s - 60)
+                for index, end in enumerate(("429", "429", "504"))
+            )
+        )
+    )
     store.close()
     fields = json.loads(call("--json", "--ledger", ledger, "--by", "tenant").stdout)
     for line in (fields, *fields["tenants"]):
-        assert [line[f"ttft_ms_p{percent}"] for percent in (50, 99)] == pytest.approx([1000.0, 1000.0])
-        assert [line[f"tpot_ms_p{percent}"] for percent in (50, 99)] == pytest.approx([100.0, 100.0])
+        assert [line[f"ttft_ms_p{percent}"] for percent in (50, 99)] == pytest.approx(
+            [1000.0, 1000.0]
+        )
+        assert [line[f"tpot_ms_p{percent}"] for percent in (50, 99)] == pytest.approx(
+            [100.0, 100.0]
+        )
     assert fields["errors"] == fields["tenants"][1]["errors"] == {"429": 2, "504": 1}
     assert fields["tenants"][0]["errors"] == {}
     text = call("--ledger", ledger, "--by", "tenant").stdout
     assert re.search(r"errors +3 +2 x 429 Too Many Requests, 1 x 504 Gateway Timeout", text)
     assert re.search(r"time to first token, p50 +1 s +p99 1 s; waiting included", text)
-    assert re.search(r"t1 +1 s +1 s +100 ms +100 ms +2 x 429 Too Many Requests, 1 x 504 Gateway Timeout", text)
+    assert re.search(
+        r"t1 +1 s +1 s +100 ms +100 ms +2 x 429 Too Many Requests, 1 x 504 Gateway Timeout", text
+    )
 
 
 def test_a_dash_has_a_reason(ledger: str, tmp_path: Path, now_s: float) -> None:
@@ -127,7 +164,11 @@ def test_the_table(ledger: str, now_s: float, by: str) -> None:
     assert re.search(r"tokens/s per user +10\.0", text)
     assert "UTC" in text
     assert ledger in text.replace("\n", "")
-    assert {"hour": time.strftime("%m-%d %H:00", time.gmtime(now_s - 30)), "model": "m1", "tenant": "t1"}[by] in text
+    assert {
+        "hour": time.strftime("%m-%d %H:00", time.gmtime(now_s - 30)),
+        "model": "m1",
+        "tenant": "t1",
+    }[by] in text
 
 
 def test_no_ledger_says_how_to_get_one_and_makes_none(tmp_path: Path) -> None:
@@ -145,15 +186,23 @@ def test_an_empty_ledger_says_what_to_do(tmp_path: Path) -> None:
     result = call("--ledger", str(tmp_path / "l.sqlite"))
     assert result.exit_code == 0
     assert "No request has ended yet" in result.stdout
-    assert json.loads(call("--ledger", str(tmp_path / "l.sqlite"), "--json").stdout)["requests"] == 0
+    assert (
+        json.loads(call("--ledger", str(tmp_path / "l.sqlite"), "--json").stdout)["requests"] == 0
+    )
 
 
 def test_a_quiet_time_says_when_the_last_request_was(
     ledger: str, now_s: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = run(
-        last="1h", by="hour", as_json=False, ledger=ledger, prices="", is_utc=True, now_s=now_s + 10 * 86_400
-    )  # fmt: skip
+        last="1h",
+        by="hour",
+        as_json=False,
+        ledger=ledger,
+        prices="",
+        is_utc=True,
+        now_s=now_s + 10 * 86_400,
+    )
     assert code == 0
     text = capsys.readouterr().out
     assert "No request ended in this time; the last one did at" in text
@@ -187,5 +236,9 @@ def test_the_environment_says_which_ledger(ledger: str, monkeypatch: pytest.Monk
 
 def test_times() -> None:
     assert [seconds_of(text) for text in ("90m", "24h", "24", "7d", " 2 W ")] == [
-        5400, 86_400, 86_400, 604_800, 1_209_600
-    ]  # fmt: skip
+        5400,
+        86_400,
+        86_400,
+        604_800,
+        1_209_600,
+    ]

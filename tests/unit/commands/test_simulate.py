@@ -26,9 +26,19 @@ def test_a_day_in_two_processes(tmp_path: Path) -> None:
     study = small(workload=replace(WORKLOAD, sessions_per_day=1e5), window=short)
     config.write_text(study_toml(study), encoding="utf-8")
     result = run(
-        "--config", str(config), "--hours", "20", "--window", "1", "--no-what-ifs", "--jobs", "2", "--json", "--out",
+        "--config",
+        str(config),
+        "--hours",
+        "20",
+        "--window",
+        "1",
+        "--no-what-ifs",
+        "--jobs",
+        "2",
+        "--json",
+        "--out",
         str(out),
-    )  # fmt: skip
+    )
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert found == json.loads((out / "result.json").read_text())
@@ -37,18 +47,42 @@ def test_a_day_in_two_processes(tmp_path: Path) -> None:
     assert [one["name"] for one in found["what_ifs"]] == ["as asked"]
     assert found["seconds"] > 0
     page = (out / "report.html").read_text()
-    assert all(said in page for said in ("small", "Tokens a second, prefill", "Core attention, prefill"))
+    assert all(
+        said in page for said in ("small", "Tokens a second, prefill", "Core attention, prefill")
+    )
     trace = json.loads((out / "step.trace.json").read_text())
     assert trace["traceEvents"]
-    assert sorted(path.name for path in out.iterdir()) == ["report.html", "result.json", "step.trace.json"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "report.html",
+        "result.json",
+        "step.trace.json",
+    ]
 
 
 def test_all_that_can_be_set_is_printed() -> None:
-    result = run("--print-config", "--hardware", "h20", "--gpu-hour-usd", "1.5", "--cache-pb", "2", "--seed", "9",
-                 "--prices", "1/2/3", "--window", "7")  # fmt: skip
+    result = run(
+        "--print-config",
+        "--hardware",
+        "h20",
+        "--gpu-hour-usd",
+        "1.5",
+        "--cache-pb",
+        "2",
+        "--seed",
+        "9",
+        "--prices",
+        "1/2/3",
+        "--window",
+        "7",
+    )
     assert result.exit_code == 0
     said = tomllib.loads(result.stdout)
-    assert (said["hardware"], said["gpu_hour_usd"], said["seed"], said["prices"]) == ("h20", 1.5, 9, "1/2/3")
+    assert (said["hardware"], said["gpu_hour_usd"], said["seed"], said["prices"]) == (
+        "h20",
+        1.5,
+        9,
+        "1/2/3",
+    )
     assert (said["cache"]["disk_pb"], said["window"]["seconds"]) == (2.0, 7.0)
 
 
@@ -71,8 +105,10 @@ def test_help_says_what_it_does() -> None:
         (("--prices", "1/2"), "HIT/MISS/OUT"),
         (("--gpu-hour-usd", "0.00000001"), "at most 6 decimals"),
     ],
-)  # fmt: skip
-def test_a_mistake_is_one_line_and_makes_no_folder(arguments: tuple[str, ...], why: str, tmp_path: Path) -> None:
+)
+def test_a_mistake_is_one_line_and_makes_no_folder(
+    arguments: tuple[str, ...], why: str, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     result = run(*arguments, "--out", str(out))
     assert result.exit_code == 2
@@ -106,7 +142,9 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
         assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("arguments", [("--window", "0"), ("--cache-pb", "-1"), ("--seed", "-1"), ("--jobs", "-1")])
+@pytest.mark.parametrize(
+    "arguments", [("--window", "0"), ("--cache-pb", "-1"), ("--seed", "-1"), ("--jobs", "-1")]
+)
 def test_numbers_below_their_least_are_refused(arguments: tuple[str, ...]) -> None:
     result = run(*arguments)
     assert result.exit_code == 2

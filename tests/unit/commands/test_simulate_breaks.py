@@ -1,4 +1,6 @@
-"""What a newcomer does to `hadal simulate`: narrow terminals show every figure, a strange file is one line."""
+"""What a newcomer does to `hadal simulate`: narrow terminals show every figure, a strange file is
+one line.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,22 @@ from hadal.commands.simulate_table import HOURS, hours_tables
 
 def hour(index: int) -> dict[str, Any]:
     return {
-        "hour_beijing": index, "nodes_mean": 226.75, "tokens_in": 25.31e9, "tokens_out": 7.04e9, "tokens_hit": 14.25e9,
+        "hour_beijing": index,
+        "nodes_mean": 226.75,
+        "tokens_in": 25.31e9,
+        "tokens_out": 7.04e9,
+        "tokens_hit": 14.25e9,
         "income_usd": 23_456.0,
         "fluid": {"tokens_per_s_user": 21.4, "requests_per_rank": 87.6, "prefill_use": 0.84},
         "window": {
-            "tokens_per_s_user": 20.9, "requests_per_rank": 90.1, "prefill_use": 0.81, "prefill_units": 29,
-            "decode_units": 9, "ttft_s": {"p50": 1.4, "p99": 12.3},
+            "tokens_per_s_user": 20.9,
+            "requests_per_rank": 90.1,
+            "prefill_use": 0.81,
+            "prefill_units": 29,
+            "decode_units": 9,
+            "ttft_s": {"p50": 1.4, "p99": 12.3},
         },
-    }  # fmt: skip
+    }
 
 
 RESULT = {"hours": [hour(index) for index in range(24)]}
@@ -40,8 +50,18 @@ def test_no_figure_of_an_hour_is_cut(width: int, num_tables: int) -> None:
     assert "\u2026" not in said
     assert all(name in said for name in HOURS)
     assert said.count("17:00") == num_tables
-    for figure in ("227", "25.31", "7.04", "56.3 %", "23,456", "21.4 | 20.9", "88 | 90", "84% | 81%", "1.4, 12.3 s",
-                   "29 + 9"):  # fmt: skip
+    for figure in (
+        "227",
+        "25.31",
+        "7.04",
+        "56.3 %",
+        "23,456",
+        "21.4 | 20.9",
+        "88 | 90",
+        "84% | 81%",
+        "1.4, 12.3 s",
+        "29 + 9",
+    ):
         assert said.count(figure) == 24
 
 

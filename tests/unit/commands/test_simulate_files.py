@@ -41,12 +41,20 @@ def test_everything_is_printed() -> None:
 
 
 def test_a_part_of_a_table_leaves_the_rest(file: Path) -> None:
-    made = read(file, "gpu_hour_usd = 3\n[decode]\nuse = 0.9\n[workload]\nshare_r1 = 0.1\nmessage = { sigma = 0.5 }\n")
+    made = read(
+        file,
+        "gpu_hour_usd = 3\n[decode]\nuse = 0.9\n[workload]\nshare_r1 = 0.1\nmessage = { sigma ="
+        " 0.5 }\n",
+    )
     day = Study()
     assert made == dataclasses.replace(
-        day, gpu_hour_usd=3.0, decode=dataclasses.replace(day.decode, use=0.9),
-        workload=dataclasses.replace(day.workload, share_r1=0.1, message=LogNormal(130, 0.5, 8_000)),
-    )  # fmt: skip
+        day,
+        gpu_hour_usd=3.0,
+        decode=dataclasses.replace(day.decode, use=0.9),
+        workload=dataclasses.replace(
+            day.workload, share_r1=0.1, message=LogNormal(130, 0.5, 8_000)
+        ),
+    )
     whole = read(file, "[workload.message]\nmedian = 99.0\nsigma = 1.0\nlimit = 500.0\n")
     assert whole.workload.message == LogNormal(99.0, 1.0, 500.0)
     listed = read(file, "[workload]\nsystem_prompts = [{ share = 1.0, tokens = 7 }]\n")
@@ -55,8 +63,15 @@ def test_a_part_of_a_table_leaves_the_rest(file: Path) -> None:
 
 def test_options_go_before_the_file_and_both_before_the_preset(file: Path) -> None:
     text = "seed = 5\nhardware = 'h200'\n[cache]\ndisk_pb = 3.0\npolicy = 'lru'\n"
-    made = read(file, text, **{"seed": 7, "cache.disk_pb": 1.0, "window.seconds": 2.0, "prices": None})
-    assert (made.seed, made.hardware, made.cache.disk_pb, made.cache.policy) == (7, "h200", 1.0, "lru")
+    made = read(
+        file, text, **{"seed": 7, "cache.disk_pb": 1.0, "window.seconds": 2.0, "prices": None}
+    )
+    assert (made.seed, made.hardware, made.cache.disk_pb, made.cache.policy) == (
+        7,
+        "h200",
+        1.0,
+        "lru",
+    )
     assert made.window == dataclasses.replace(Study().window, seconds=2.0)
     assert made.prices == Study().prices
     assert read_study(PRESET, None, {"seed": None}) == Study()
@@ -65,16 +80,19 @@ def test_options_go_before_the_file_and_both_before_the_preset(file: Path) -> No
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("= 1", "day.toml: not a TOML file"), ("spped = 1", "unknown field 'spped'. Known: name, hardware"),
-        ("[decode]\nrank = 1", "day.toml: decode: unknown field 'rank'"), ("seed = 'a'", "a value of type int"),
-        ("cache = 5", "cache must be a table"), ("[workload]\nmessage = 3", "message must be a table"),
+        ("= 1", "day.toml: not a TOML file"),
+        ("spped = 1", "unknown field 'spped'. Known: name, hardware"),
+        ("[decode]\nrank = 1", "day.toml: decode: unknown field 'rank'"),
+        ("seed = 'a'", "a value of type int"),
+        ("cache = 5", "cache must be a table"),
+        ("[workload]\nmessage = 3", "message must be a table"),
         ("[workload.message]\nmode = 3", "unknown field 'mode'. Known: median, sigma, limit"),
         ("[workload]\nshares = [1.0]", "day.toml: shares has 1 numbers"),
         ("hardware = 'h900'", "day.toml: hardware 'h900' is not known; known are"),
         ("[window]\nseconds = 0", "window.seconds is 0.0: more than 0"),
         ("[decode]\nranks = 100", "do not divide over 100"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_none_is_said(text: str, why: str, file: Path) -> None:
     with pytest.raises(ConfigError) as error:
         read(file, text)
@@ -88,7 +106,9 @@ def test_an_option_for_what_the_file_has_as_no_table_is_said(file: Path) -> None
 
 
 def test_a_preset_that_is_none_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"--preset 'monday' is unknown; known are deepseek-day\."):
+    with pytest.raises(
+        ConfigError, match=r"--preset 'monday' is unknown; known are deepseek-day\."
+    ):
         read_study("monday", None, {})
     with pytest.raises(ConfigError, match=r"options: .*HIT/MISS/OUT"):
         read_study(PRESET, None, {"prices": "1/2"})
@@ -96,9 +116,15 @@ def test_a_preset_that_is_none_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("text", "hours"),
-    [("12", (0,)), ("11", (23,)), ("0-5,14", (2, 12, 13, 14, 15, 16, 17)), (" 13 , 12-13,", (0, 1)), ("", ()),
-     ("0-23", tuple(range(24)))],
-)  # fmt: skip
+    [
+        ("12", (0,)),
+        ("11", (23,)),
+        ("0-5,14", (2, 12, 13, 14, 15, 16, 17)),
+        (" 13 , 12-13,", (0, 1)),
+        ("", ()),
+        ("0-23", tuple(range(24))),
+    ],
+)
 def test_hours_are_those_of_beijing(text: str, hours: tuple[int, ...]) -> None:
     assert hours_of(text) == hours
 
@@ -110,5 +136,8 @@ def test_hours_that_are_none_are_said(text: str) -> None:
 
 
 def test_json_has_no_infinite_numbers() -> None:
-    given = {"a": [1.0, float("inf"), (float("nan"), "x", None, 3)], "b": {"c": -float("inf"), "d": True}}
+    given = {
+        "a": [1.0, float("inf"), (float("nan"), "x", None, 3)],
+        "b": {"c": -float("inf"), "d": True},
+    }
     assert _finite(given) == {"a": [1.0, None, [None, "x", None, 3]], "b": {"c": None, "d": True}}

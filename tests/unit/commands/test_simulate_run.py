@@ -1,4 +1,6 @@
-"""The stages of a simulated day, run inline by a real executor; what is shared is measured once, what dies is told."""
+"""The stages of a simulated day, run inline by a real executor; what is shared is measured once,
+what dies is told.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ import pytest
 
 import hadal.commands.simulate_run as simulate_run
 from hadal.commands.day_html import report_html
-from hadal.commands.simulate_run import Plan, Simulated, Stages, check_promise, expert_ranks, simulate
+from hadal.commands.simulate_run import (
+    Plan,
+    Simulated,
+    Stages,
+    check_promise,
+    expert_ranks,
+    simulate,
+)
 from hadal.core.config import DECODE, PREFILL
 from hadal.core.errors import ConfigError, HadalError
 from hadal.sim.study import Study
@@ -43,18 +52,21 @@ class Inline(Executor):
 def tiny(**changes: Any) -> Study:
     """A few requests a second, and prefill units that are to be idle, so that there are several."""
     parts = {
-        "workload": replace(WORKLOAD, sessions_per_day=1e5), "prefill": replace(small().prefill, use=0.005),
+        "workload": replace(WORKLOAD, sessions_per_day=1e5),
+        "prefill": replace(small().prefill, use=0.005),
         "window": replace(small().window, seconds=0.5, settle_s=0.3, back_s=600.0),
-    }  # fmt: skip
+    }
     return small(**{**parts, **changes})
 
 
 def alternatives() -> tuple[tuple[str, Study], ...]:
     return (
-        ("dearer", tiny(gpu_hour_usd=5.0)), ("no promise", tiny(tpot_ms=1.0)),
-        ("small cache", tiny(cache=replace(tiny().cache, disk_pb=1e-4))), ("no drafts", tiny(mtp_tokens=0)),
+        ("dearer", tiny(gpu_hour_usd=5.0)),
+        ("no promise", tiny(tpot_ms=1.0)),
+        ("small cache", tiny(cache=replace(tiny().cache, disk_pb=1e-4))),
+        ("no drafts", tiny(mtp_tokens=0)),
         ("neither", tiny(mtp_tokens=0, tpot_ms=1.0)),
-    )  # fmt: skip
+    )
 
 
 @cache
@@ -62,7 +74,11 @@ def ran() -> tuple[Simulated, Counter[str], list[tuple[str, float]]]:
     """One day with a window and five alternatives."""
     pool, told = Inline(), list[tuple[str, float]]()
     plan = Plan(tiny(), (8,), alternatives(), 1)
-    return Stages(plan, pool, lambda what, work_s: told.append((what, work_s))).run(), pool.calls, told
+    return (
+        Stages(plan, pool, lambda what, work_s: told.append((what, work_s))).run(),
+        pool.calls,
+        told,
+    )
 
 
 def row(name: str) -> dict[str, Any]:
@@ -73,7 +89,9 @@ def test_a_day_is_simulated_and_can_be_shown() -> None:
     made, _, told = ran()
     found = {**made.json, "seconds": 1.0}
     assert json.loads(json.dumps(found, allow_nan=False))["hours"][8]["window"]["problems"] == []
-    assert [window is not None for window in made.result.windows] == [index == 8 for index in range(24)]
+    assert [window is not None for window in made.result.windows] == [
+        index == 8 for index in range(24)
+    ]
     page = report_html(found)
     assert 10_000 < len(page) < 300_000
     assert "dearer" in page
@@ -92,20 +110,30 @@ def test_the_window_has_the_liquids_units() -> None:
 
 
 def test_what_alternatives_share_is_measured_once() -> None:
-    """One has another cache, one other units; two only other prices and promises. One with other units cannot keep its
-    promise, and nothing is measured for it."""
+    """One has another cache, one other units; two only other prices and promises. One with other
+    units cannot keep its promise, and nothing is measured for it.
+    """
     num_points = len(points_at(32.0))
-    assert ran()[1] == {"cache_day": 2, "prefill_point": 2, "decode_point": 2 * num_points, "run_hour": 1}
+    assert ran()[1] == {
+        "cache_day": 2,
+        "prefill_point": 2,
+        "decode_point": 2 * num_points,
+        "run_hour": 1,
+    }
 
 
 def test_alternatives_are_compared_with_the_same_without_windows() -> None:
-    asked, dearer, smaller, slower = (row(name) for name in ("as asked", "dearer", "small cache", "no drafts"))
+    asked, dearer, smaller, slower = (
+        row(name) for name in ("as asked", "dearer", "small cache", "no drafts")
+    )
     for key in ("nodes_mean", "tokens_in", "tokens_hit", "income_usd", "tokens_per_s_user"):
         assert dearer[key] == asked[key]
     assert dearer["cost_usd"] == pytest.approx(2 * asked["cost_usd"], abs=1e-5)
     assert smaller["hit_percent"] < asked["hit_percent"] - 1
     assert smaller["tokens_in"] == asked["tokens_in"]
-    assert smaller["prefill_nodes_mean"] > 1.1 * asked["prefill_nodes_mean"], "what is not found is computed"
+    assert smaller["prefill_nodes_mean"] > 1.1 * asked["prefill_nodes_mean"], (
+        "what is not found is computed"
+    )
     assert slower["tokens_per_s_user"] < asked["tokens_per_s_user"]
 
 
@@ -119,11 +147,17 @@ def test_an_alternative_that_cannot_be_says_why_and_ends_nothing() -> None:
 
 def test_what_was_asked_and_cannot_be_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no batch reaches a TPOT"):
-        Stages(Plan(tiny(tpot_ms=1.0, cache=replace(tiny().cache, disk_pb=0.0)), (), (), 1), Inline(), _tell).run()
+        Stages(
+            Plan(tiny(tpot_ms=1.0, cache=replace(tiny().cache, disk_pb=0.0)), (), (), 1),
+            Inline(),
+            _tell,
+        ).run()
 
 
 def test_a_promise_that_no_unit_keeps_is_refused_before_anything_is_measured() -> None:
-    with pytest.raises(ConfigError, match=r"with one request a rank, a decode unit of 16 H200 takes 1\d\.\d ms"):
+    with pytest.raises(
+        ConfigError, match=r"with one request a rank, a decode unit of 16 H200 takes 1\d\.\d ms"
+    ):
         check_promise(tiny(tpot_ms=1.0))
     check_promise(tiny())
     with pytest.raises(ConfigError, match="144 H20 takes"):
@@ -134,7 +168,9 @@ def test_a_promise_that_no_unit_keeps_is_refused_before_anything_is_measured() -
 
 def test_without_a_cache_none_is_simulated() -> None:
     pool = Inline()
-    made = Stages(Plan(tiny(cache=replace(tiny().cache, disk_pb=0.0)), (), (), 1), pool, _tell).run()
+    made = Stages(
+        Plan(tiny(cache=replace(tiny().cache, disk_pb=0.0)), (), (), 1), pool, _tell
+    ).run()
     assert "cache_day" not in pool.calls
     assert "run_hour" not in pool.calls
     assert made.json["tokens_hit"] == 0
@@ -144,10 +180,17 @@ def test_without_a_cache_none_is_simulated() -> None:
 
 def test_experts_are_loaded_alike_whatever_the_policy() -> None:
     auto, off = (
-        expert_ranks(replace(Study(), **{
-            role: replace(Study().units_of(role), expert_balance=balance) for role in (PREFILL, DECODE)
-        })) for balance in ("auto", "off")
-    )  # fmt: skip
+        expert_ranks(
+            replace(
+                Study(),
+                **{
+                    role: replace(Study().units_of(role), expert_balance=balance)
+                    for role in (PREFILL, DECODE)
+                },
+            )
+        )
+        for balance in ("auto", "off")
+    )
     for role in (PREFILL, DECODE):
         assert 1.0 <= auto[role].imbalance < 0.7 * off[role].imbalance
     again = expert_ranks(Study())

@@ -1,4 +1,6 @@
-"""The tables in the terminal, of a made-up day: figures beside what was published, hours, alternatives, gaps."""
+"""The tables in the terminal, of a made-up day: figures beside what was published, hours,
+alternatives, gaps.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,16 @@ def test_the_days_figures_stand_beside_the_published_ones() -> None:
     assert "deepseek-day on H800" in text
     assert line(text, "nodes, mean") == ["nodes, mean", "226.75", "226.10", "-0.3%"]
     assert line(text, "tokens in, 10^9") == ["tokens in, 10^9", "608.0", "608.3", "+0.1%"]
-    assert line(text, "tokens/s for a user") == ["tokens/s for a user", "20 to 22", "21.1", "within"]
+    assert line(text, "tokens/s for a user") == [
+        "tokens/s for a user",
+        "20 to 22",
+        "21.1",
+        "within",
+    ]
     assert line(text, "cost, $") == ["cost, $", "87,072", "86,822", "-0.3%"]
-    assert len([one for one in text.splitlines() if one.startswith(tuple(label for label, *_ in ROWS))]) == len(ROWS)
+    assert len(
+        [one for one in text.splitlines() if one.startswith(tuple(label for label, *_ in ROWS))]
+    ) == len(ROWS)
 
 
 def test_beyond_a_published_range_is_outside() -> None:

@@ -1,4 +1,6 @@
-"""`hadal step`: the JSON's keys, a table for people, a trace for Perfetto, one line for a mistake."""
+"""`hadal step`: the JSON's keys, a table for people, a trace for Perfetto, one line for a
+mistake.
+"""
 
 import json
 from pathlib import Path
@@ -14,10 +16,28 @@ def run(*arguments: str) -> Result:
 
 
 def test_json_of_a_decode_step() -> None:
-    result = run("--phase", "decode", "--ep", "144", "--batch", "88", "--kv", "4989", "--hardware", "h800", "--json")
+    result = run(
+        "--phase",
+        "decode",
+        "--ep",
+        "144",
+        "--batch",
+        "88",
+        "--kv",
+        "4989",
+        "--hardware",
+        "h800",
+        "--json",
+    )
     assert result.exit_code == 0
     found = json.loads(result.stdout)
-    assert {"step_ms", "tokens_per_s_gpu", "tokens_per_s_user", "stages", "extrapolated"} <= found.keys()
+    assert {
+        "step_ms",
+        "tokens_per_s_gpu",
+        "tokens_per_s_user",
+        "stages",
+        "extrapolated",
+    } <= found.keys()
     assert found["tokens_per_s_gpu"] == pytest.approx(88e3 / found["step_ms"])
     assert found["tokens_per_s_user"] == pytest.approx(1e3 / found["step_ms"])
     assert sum(stage["share"] for stage in found["stages"]) == pytest.approx(1.0)
@@ -37,14 +57,23 @@ def test_balanced_routing_stands_beside_what_is_expected() -> None:
     expected = json.loads(run("--phase", "prefill", "--json").stdout)
     even = json.loads(run("--phase", "prefill", "--expert-imbalance", "1", "--json").stdout)
     assert expected["expert_imbalance"] > even["expert_imbalance"] == 1.0
-    assert expected["balanced_step_ms"] == even["balanced_step_ms"] == even["step_ms"] < expected["step_ms"]
+    assert (
+        expected["balanced_step_ms"]
+        == even["balanced_step_ms"]
+        == even["step_ms"]
+        < expected["step_ms"]
+    )
     assert "Were routing balanced" in run("--phase", "prefill").stdout
-    assert "Were routing balanced" not in run("--phase", "prefill", "--expert-imbalance", "1").stdout
+    assert (
+        "Were routing balanced" not in run("--phase", "prefill", "--expert-imbalance", "1").stdout
+    )
 
 
 def test_drafts_and_plans() -> None:
     plain = json.loads(run("--json", "--plan", "sequential").stdout)
-    drafts = json.loads(run("--json", "--plan", "sequential", "--mtp-tokens", "1", "--mtp-accept", "0.8").stdout)
+    drafts = json.loads(
+        run("--json", "--plan", "sequential", "--mtp-tokens", "1", "--mtp-accept", "0.8").stdout
+    )
     assert plain["plan"] == drafts["plan"] == "sequential"
     assert drafts["step_ms"] > plain["step_ms"]
     assert drafts["tokens_per_s_user"] == pytest.approx(1.8e3 / drafts["step_ms"])
@@ -53,7 +82,15 @@ def test_drafts_and_plans() -> None:
 def test_the_table_explains_the_step() -> None:
     result = run("--ep", "128", "--batch", "128", "--kv", "4096", "--hardware", "h100")
     assert result.exit_code == 0
-    for words in ("core attention", "dispatch", "output head", "ms a step", "link mb0", "extrapolated", "of HBM"):
+    for words in (
+        "core attention",
+        "dispatch",
+        "output head",
+        "ms a step",
+        "link mb0",
+        "extrapolated",
+        "of HBM",
+    ):
         assert words in result.stdout
     assert "…" not in result.stdout, "fits 80 columns"
     assert "it does not fit" in run("--batch", "400").stdout

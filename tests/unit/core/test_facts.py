@@ -19,16 +19,25 @@ def test_kv_lengths_add_up_token_by_token(num_prompt: int, num_output: int) -> N
 @pytest.mark.parametrize(
     "change",
     [
-        {"tokens_hit": -1}, {"tokens_out": -1}, {"kv_tokens": -5}, {"num_retries": -1}, {"request_id": ""},
-        {"tokens_out": 0}, {"first_token_s": None}, {"last_token_s": None}, {"last_token_s": 1.5},
+        {"tokens_hit": -1},
+        {"tokens_out": -1},
+        {"kv_tokens": -5},
+        {"num_retries": -1},
+        {"request_id": ""},
+        {"tokens_out": 0},
+        {"first_token_s": None},
+        {"last_token_s": None},
+        {"last_token_s": 1.5},
     ],
-)  # fmt: skip
+)
 def test_a_request_that_cannot_be_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="fact"):
         RequestFact(**{**msgspec.structs.asdict(REQUEST), **change})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("change", [{"num_ranks": 0}, {"ranks_per_node": 0}, {"gpu_hour_micro_usd": -1}, {"to_s": 0.5}])
+@pytest.mark.parametrize(
+    "change", [{"num_ranks": 0}, {"ranks_per_node": 0}, {"gpu_hour_micro_usd": -1}, {"to_s": 0.5}]
+)
 def test_nodes_that_cannot_be_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="decode-0"):
         NodesFact(**{**msgspec.structs.asdict(NODES), **change})  # type: ignore[arg-type]

@@ -13,10 +13,17 @@ KEY = key_of(SECRET, "test")
 
 
 def pair(
-    key: bytes = KEY, other: bytes = KEY, ports: tuple[int, int] = (7, 7), sealed: tuple[bool, bool] = (False, False)
+    key: bytes = KEY,
+    other: bytes = KEY,
+    ports: tuple[int, int] = (7, 7),
+    sealed: tuple[bool, bool] = (False, False),
 ) -> tuple[Handshake, Handshake]:
-    connector = Handshake(key, os.urandom(NONCE_BYTES), is_connector=True, port=ports[0], is_sealed=sealed[0])
-    acceptor = Handshake(other, os.urandom(NONCE_BYTES), is_connector=False, port=ports[1], is_sealed=sealed[1])
+    connector = Handshake(
+        key, os.urandom(NONCE_BYTES), is_connector=True, port=ports[0], is_sealed=sealed[0]
+    )
+    acceptor = Handshake(
+        other, os.urandom(NONCE_BYTES), is_connector=False, port=ports[1], is_sealed=sealed[1]
+    )
     connector.challenged(acceptor.nonce)
     acceptor.challenged(connector.nonce)
     return connector, acceptor
@@ -34,11 +41,13 @@ def test_who_holds_the_secret_is_believed_what_it_claims_and_nothing_else() -> N
 @pytest.mark.parametrize(
     "options",
     [
-        {"other": key_of(SECRET, "another purpose")}, {"other": key_of(bytes(32), "test")}, {"ports": (7, 8)},
+        {"other": key_of(SECRET, "another purpose")},
+        {"other": key_of(bytes(32), "test")},
+        {"ports": (7, 8)},
         {"sealed": (True, False)},
     ],
     ids=["purpose", "secret", "port", "seal"],
-)  # fmt: skip
+)
 def test_another_secret_purpose_port_or_idea_of_the_way_is_refused(options: dict) -> None:  # type: ignore[type-arg]
     connector, acceptor = pair(**options)
     assert not acceptor.is_proof(connector.proof(b"x"), b"x")

@@ -8,7 +8,15 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from hadal.core.placement import EMPTY, SPLIT_PARTS, Placement, parts_of, spread, spread_by_node, without
+from hadal.core.placement import (
+    EMPTY,
+    SPLIT_PARTS,
+    Placement,
+    parts_of,
+    spread,
+    spread_by_node,
+    without,
+)
 from tests.fresh import fresh
 
 SEEDS = [0, 1, fresh().randrange(2**32)]
@@ -24,7 +32,9 @@ def counts(placement: Placement, layer: int) -> list[int]:
 
 @pytest.mark.parametrize(("num_ranks", "num_slots"), [(32, 9), (144, 2)])
 def test_published_units(num_ranks: int, num_slots: int) -> None:
-    """256 experts and 32 redundant ones in 58 layers: 9 replicas a rank in prefill, 2 in decode (DAY6)."""
+    """256 experts and 32 redundant ones in 58 layers: 9 replicas a rank in prefill, 2 in decode
+    (DAY6).
+    """
     placement = spread(58, 256, num_ranks, 32)
     assert placement.slot_to_expert_LRS.shape == (58, num_ranks, num_slots)
     assert placement.check() == []
@@ -37,7 +47,18 @@ def test_published_units(num_ranks: int, num_slots: int) -> None:
 
 @pytest.mark.parametrize(
     ("num_experts", "num_ranks", "num_redundant"),
-    [(8, 1, 0), (8, 2, 0), (8, 4, 0), (8, 8, 0), (8, 4, 4), (8, 2, 8), (8, 8, 8), (16, 3, 2), (6, 4, 6), (4, 4, 12)],
+    [
+        (8, 1, 0),
+        (8, 2, 0),
+        (8, 4, 0),
+        (8, 8, 0),
+        (8, 4, 4),
+        (8, 2, 8),
+        (8, 8, 8),
+        (16, 3, 2),
+        (6, 4, 6),
+        (4, 4, 12),
+    ],
 )
 def test_spread(num_experts: int, num_ranks: int, num_redundant: int) -> None:
     placement = spread(5, num_experts, num_ranks, num_redundant)
@@ -66,7 +87,9 @@ def test_spread_of_any_size_is_sound_or_refused(seed: int) -> None:
     assert len(refused) < 40
 
 
-@pytest.mark.parametrize(("num_experts", "num_ranks", "num_redundant"), [(8, 3, 0), (8, 4, 2), (8, 0, 0), (8, 2, -2)])
+@pytest.mark.parametrize(
+    ("num_experts", "num_ranks", "num_redundant"), [(8, 3, 0), (8, 4, 2), (8, 0, 0), (8, 2, -2)]
+)
 def test_uneven_sizes_are_refused(num_experts: int, num_ranks: int, num_redundant: int) -> None:
     with pytest.raises(ValueError, match="do not divide evenly"):
         spread(1, num_experts, num_ranks, num_redundant)
@@ -96,8 +119,12 @@ def test_replicas_agree_with_the_slots() -> None:
 
 
 def test_check_finds_what_is_wrong() -> None:
-    assert Placement(3, np.array([[[0, 1], [0, EMPTY]]], np.int16)).check() == ["layer 0: no replica of experts [2]"]
-    assert Placement(2, np.array([[[0, 0], [1, EMPTY]]], np.int16)).check() == ["layer 0: rank 0 holds an expert twice"]
+    assert Placement(3, np.array([[[0, 1], [0, EMPTY]]], np.int16)).check() == [
+        "layer 0: no replica of experts [2]"
+    ]
+    assert Placement(2, np.array([[[0, 0], [1, EMPTY]]], np.int16)).check() == [
+        "layer 0: rank 0 holds an expert twice"
+    ]
     assert Placement(2, np.array([[[0, 1], [EMPTY, EMPTY]]], np.int16)).check() == []
     assert Placement(2, np.array([[[0], [1]], [[0], [0]]], np.int16)).missing() == [set(), {1}]
 
@@ -115,7 +142,12 @@ def check_without(before: Placement, lost: list[int]) -> Placement:
             kept = held(before, layer, rank)
             assert mine[: len(kept)] == kept
             # And it took over nothing that another survivor still has.
-            others = {e for r in range(before.num_ranks) if r != rank and r not in lost for e in held(before, layer, r)}
+            others = {
+                e
+                for r in range(before.num_ranks)
+                if r != rank and r not in lost
+                for e in held(before, layer, r)
+            }
             assert not others & set(mine[len(kept) :])
     return after
 
@@ -158,9 +190,13 @@ def test_without_nobody() -> None:
 
 
 def test_without_is_repeatable_and_in_any_order() -> None:
-    """Losing two at once or one by one: sound either way, and equal inputs give equal placements."""
+    """Losing two at once or one by one: sound either way, and equal inputs give equal
+    placements.
+    """
     before = spread(3, 8, 4, 4)
-    assert (without(before, [1, 3]).slot_to_expert_LRS == without(before, {3, 1}).slot_to_expert_LRS).all()
+    assert (
+        without(before, [1, 3]).slot_to_expert_LRS == without(before, {3, 1}).slot_to_expert_LRS
+    ).all()
     check_without(check_without(before, [1]), [1, 3])
 
 
@@ -186,7 +222,9 @@ def test_bytes_round_trip(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_parts_follow_a_split(seed: int) -> None:
-    """Turns deal an expert's tokens out as the split says, to within a part, and evenly along the way."""
+    """Turns deal an expert's tokens out as the split says, to within a part, and evenly along the
+    way.
+    """
     rng = np.random.default_rng(seed)
     even = spread(2, 16, 4, 8)
     slots = even.slot_to_expert_LRS[1]
@@ -208,7 +246,9 @@ def test_parts_follow_a_split(seed: int) -> None:
     # The layer beside it goes on evenly, with its turns as they were.
     for ours, theirs in zip(placement.replicas(0), even.replicas(0), strict=True):
         assert np.array_equal(ours, theirs)
-    again = Placement.from_bytes(placement.to_bytes(), 16, 4, placement.num_slots, placement.weights_bytes())
+    again = Placement.from_bytes(
+        placement.to_bytes(), 16, 4, placement.num_slots, placement.weights_bytes()
+    )
     assert np.array_equal(again.replicas(1)[0], table)
 
 
@@ -217,7 +257,9 @@ def test_equal_splits_take_equal_turns() -> None:
     slots = even.slot_to_expert_LRS[0]
     parts = parts_of(slots, np.full(slots.shape, 0.5))
     assert (parts == 1).all()
-    for ours, theirs in zip(even.with_layer(0, slots, parts).replicas(0), even.replicas(0), strict=True):
+    for ours, theirs in zip(
+        even.with_layer(0, slots, parts).replicas(0), even.replicas(0), strict=True
+    ):
         assert np.array_equal(ours, theirs)
 
 

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from hadal.core.rates import StepRates
 
-rates = st.builds(StepRates, st.floats(1e-6, 1e-3), st.sampled_from([0.0, 1e-10, 1e-8, 1e-6]), st.floats(0, 1e-4))
+rates = st.builds(
+    StepRates, st.floats(1e-6, 1e-3), st.sampled_from([0.0, 1e-10, 1e-8, 1e-6]), st.floats(0, 1e-4)
+)
 
 
 @given(rates, st.integers(0, 200_000), st.integers(0, 40_000), st.floats(0, 100))
@@ -28,9 +30,16 @@ def test_a_token_costs_the_unit_what_others_do_for_it_as_well() -> None:
     assert of.whole_s(10, 2) == of.chunk_s(10, 2) + 2 * (2.0 + 4.0)
 
 
-@pytest.mark.parametrize("wrong", [
-    (0.0, 1e-8), (1e-5, -1.0), (1e-5, 0.0, -1.0), (1e-5, 0.0, 0.0, -1.0), (1e-5, 0.0, 0.0, 0.0, -1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (0.0, 1e-8),
+        (1e-5, -1.0),
+        (1e-5, 0.0, -1.0),
+        (1e-5, 0.0, 0.0, -1.0),
+        (1e-5, 0.0, 0.0, 0.0, -1.0),
+    ],
+)
 def test_what_cannot_be_is_refused(wrong: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="token_s"):
         StepRates(*wrong)

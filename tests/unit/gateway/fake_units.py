@@ -1,8 +1,9 @@
-"""A prefill and a decode unit in this process: they speak the messages of real ones and compute nothing.
+"""A prefill and a decode unit in this process: they speak the messages of real ones and compute
+nothing.
 
-What a reply consists of is a function of the prompt and the output so far, so a retry goes on where the stream stopped.
-The prefill unit's cache is the names of what it was asked for: nothing is ever evicted. They are also the wire: the
-front's host sends to them and receives from them.
+What a reply consists of is a function of the prompt and the output so far, so a retry goes on where
+the stream stopped. The prefill unit's cache is the names of what it was asked for: nothing is ever
+evicted. They are also the wire: the front's host sends to them and receives from them.
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ class FakeUnits:
         """Positions that need no computing: whole blocks, and never the last position."""
         num_tokens = len(generation.prompt) + len(generation.output)
         names = list(split(generation.chain))
-        found = list(itertools.takewhile(self.names.__contains__, names[: (num_tokens - 1) // BLOCK_TOKENS]))
+        found = list(
+            itertools.takewhile(self.names.__contains__, names[: (num_tokens - 1) // BLOCK_TOKENS])
+        )
         self.names.update(names)
         return len(found) * BLOCK_TOKENS
 
@@ -167,7 +170,13 @@ class FakeUnits:
         wanted = generation.sampling.num_logprobs
         top = tuple((value + rank, -0.25 - rank) for rank in range(max(wanted, 0)))
         return Token(
-            generation.request_id, generation.attempt, index, value, finish, -0.25 if wanted >= 0 else None, top
+            generation.request_id,
+            generation.attempt,
+            index,
+            value,
+            finish,
+            -0.25 if wanted >= 0 else None,
+            top,
         )
 
 

@@ -8,27 +8,84 @@ from typing import Any
 from hypothesis import strategies as st
 
 CHAT_FIELDS = [
-    "model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p",
-    "top_k", "min_p", "n", "stop", "stop_token_ids", "seed", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "logprobs", "top_logprobs", "min_tokens", "ignore_eos", "user",
-    "priority", "cache_salt", "response_format", "tools", "thinking", "chat_template_kwargs", "unknown",
-]  # fmt: skip
+    "model",
+    "messages",
+    "stream",
+    "stream_options",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "logprobs",
+    "top_logprobs",
+    "min_tokens",
+    "ignore_eos",
+    "user",
+    "priority",
+    "cache_salt",
+    "response_format",
+    "tools",
+    "thinking",
+    "chat_template_kwargs",
+    "unknown",
+]
 COMPLETION_FIELDS = ["prompt", "echo", "suffix", "best_of", *CHAT_FIELDS]
 _NUMBERS = [
-    0, -1, 1, 2**31, 2**63, 2**64, 10**40, -(10**40), 0.5, 1e308, -1e308, 5e-324,
-    float("nan"), float("inf"), -float("inf"),
-]  # fmt: skip
+    0,
+    -1,
+    1,
+    2**31,
+    2**63,
+    2**64,
+    10**40,
+    -(10**40),
+    0.5,
+    1e308,
+    -1e308,
+    5e-324,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+]
 
 scalars = st.one_of(
-    st.none(), st.booleans(), st.sampled_from(_NUMBERS), st.text(max_size=8),
-    st.sampled_from(["", "\ud800", "\x00", "</think>", "<｜User｜>", "user", "system", "text", "enabled", "public"]),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.sampled_from(_NUMBERS),
+    st.text(max_size=8),
+    st.sampled_from(
+        [
+            "",
+            "\ud800",
+            "\x00",
+            "</think>",
+            "<｜User｜>",
+            "user",
+            "system",
+            "text",
+            "enabled",
+            "public",
+        ]
+    ),
+)
 values = st.recursive(
     scalars,
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.dictionaries(
-            st.sampled_from(["role", "content", "type", "text", "include_usage", "0", "1", ""]), inner, max_size=4
+            st.sampled_from(["role", "content", "type", "text", "include_usage", "0", "1", ""]),
+            inner,
+            max_size=4,
         ),
     ),
     max_leaves=12,
@@ -37,7 +94,9 @@ values = st.recursive(
 
 @st.composite
 def bodies(draw: st.DrawFn, valid: dict[str, Any], fields: list[str]) -> bytes:
-    """Start from a valid body; put wrong values in, leave fields out, or break the bytes themselves."""
+    """Start from a valid body; put wrong values in, leave fields out, or break the bytes
+    themselves.
+    """
     body = dict(valid)
     for name in draw(st.lists(st.sampled_from(fields), max_size=4, unique=True)):
         if draw(st.integers(0, 5)) == 0:

@@ -1,4 +1,6 @@
-"""A small model folder without weights: what the gateway reads of a model. Its tokenizer is trained on the spot."""
+"""A small model folder without weights: what the gateway reads of a model. Its tokenizer is trained
+on the spot.
+"""
 
 from __future__ import annotations
 
@@ -46,18 +48,42 @@ def tokenizer_fields(*, think_tokens: bool = True) -> dict:
     return json.loads(tokenizer.to_str())
 
 
-def write_model_folder(folder: Path, *, think_tokens: bool = True, template: str = TEMPLATE) -> Path:
-    """Write config.json, tokenizer.json and tokenizer_config.json of a small DeepSeek-V3 architecture."""
+def write_model_folder(
+    folder: Path, *, think_tokens: bool = True, template: str = TEMPLATE
+) -> Path:
+    """Write config.json, tokenizer.json and tokenizer_config.json of a small DeepSeek-V3
+    architecture.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "model_type": "deepseek_v3", "vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2,
-        "first_k_dense_replace": 1, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 8,
-        "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "num_attention_heads": 2,
-        "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-        "max_position_embeddings": CONTEXT, "bos_token_id": 0, "eos_token_id": 1, "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 1.0, "rms_norm_eps": 1e-6,
+        "model_type": "deepseek_v3",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_attention_heads": 2,
+        "q_lora_rank": None,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_fields(think_tokens=think_tokens)))
     (folder / "tokenizer_config.json").write_text(

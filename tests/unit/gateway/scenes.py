@@ -17,7 +17,9 @@ TEXT = "Easy.</think>\n\nThe answer is 4. 🙂"
 CHAT = {"model": "small", "messages": [{"role": "user", "content": "2 + 2?"}]}
 
 
-def play(model: ServedModel, scene: Callable[[World], Awaitable[None]], text: str = TEXT, **options: Any) -> None:
+def play(
+    model: ServedModel, scene: Callable[[World], Awaitable[None]], text: str = TEXT, **options: Any
+) -> None:
     """Run a scene in a fresh world, and leave it empty."""
     then_stop = options.pop("then_stop", True)
 

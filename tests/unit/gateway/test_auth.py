@@ -12,12 +12,19 @@ from hadal.gateway.tenants import RIGHTS, Tenant, salt_of
 
 def test_without_keys_everybody_is_let_in() -> None:
     for keys in (Keys(()), Keys(("",))):
-        assert keys.check(None) == keys.check("nonsense") == Tenant(salt_of(b""), RIGHTS), "one tenant"
+        assert keys.check(None) == keys.check("nonsense") == Tenant(salt_of(b""), RIGHTS), (
+            "one tenant"
+        )
 
 
 @pytest.mark.parametrize(
     ("header", "key"),
-    [("Bearer one", "one"), ("bearer two", "two"), ("BEARER  two ", "two"), ("Bearer k\u00c3\u00a9y", "kéy")],
+    [
+        ("Bearer one", "one"),
+        ("bearer two", "two"),
+        ("BEARER  two ", "two"),
+        ("Bearer k\u00c3\u00a9y", "kéy"),
+    ],
 )
 def test_known_keys(header: str, key: str) -> None:
     """The last is how a header in UTF-8 arrives. Each key is a tenant, by its own salt."""
@@ -26,7 +33,9 @@ def test_known_keys(header: str, key: str) -> None:
 
 def test_rights_stand_behind_a_key() -> None:
     keys = Keys(("one", " two  priority ", "three operator priority", "two operator"))
-    assert [tenant.rights for tenant in keys.tenants] == [frozenset(), RIGHTS, RIGHTS], "of one key, all its lines'"
+    assert [tenant.rights for tenant in keys.tenants] == [frozenset(), RIGHTS, RIGHTS], (
+        "of one key, all its lines'"
+    )
     assert keys.check("Bearer one").rights == frozenset()
     assert keys.check("Bearer three").rights == RIGHTS
     for line in ("one two", "one priority,", "one Priority"):
@@ -40,7 +49,18 @@ def test_who_is_alone_has_all_rights() -> None:
 
 
 @pytest.mark.parametrize(
-    "header", [None, "", "one", "Bearer", "Bearer ", "Basic one", "Bearer One", "Bearer one two", "Bearer \u4f60"]
+    "header",
+    [
+        None,
+        "",
+        "one",
+        "Bearer",
+        "Bearer ",
+        "Basic one",
+        "Bearer One",
+        "Bearer one two",
+        "Bearer \u4f60",
+    ],
 )
 def test_unknown_keys(header: str | None) -> None:
     with pytest.raises(ApiError) as caught:

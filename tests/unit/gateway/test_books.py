@@ -1,4 +1,6 @@
-"""The closing facts of a gateway: one for each generation, billed what its client was streamed, however it ended."""
+"""The closing facts of a gateway: one for each generation, billed what its client was streamed,
+however it ended.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,13 @@ class List:
 
 
 @asynccontextmanager
-async def booked(model: ServedModel, script: Script, **options: Any) -> AsyncIterator[tuple[World, List]]:
+async def booked(
+    model: ServedModel, script: Script, **options: Any
+) -> AsyncIterator[tuple[World, List]]:
     sink = List()
-    deployment = Deployment(model="x", ledger=LedgerConfig(prices=PRICES), prefill=UnitsConfig(ranks=2))
+    deployment = Deployment(
+        model="x", ledger=LedgerConfig(prices=PRICES), prefill=UnitsConfig(ranks=2)
+    )
     async with world(model, script, **options) as it:
         gateway = it.gateway
         gateway.books = Books(deployment, model.name, sink, dict, gateway.now, gateway.unix_time)
@@ -85,7 +91,9 @@ def check_sum(facts: list[RequestFact], usage: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"prompt": ["one", "the other"], "n": 2}, {"stop": "c"}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"n": 3}, {"prompt": ["one", "the other"], "n": 2}, {"stop": "c"}]
+)
 def test_the_bill_is_the_usage(model: ServedModel, stream: bool, fields: dict[str, Any]) -> None:
     """Twice: the second time a cache has some of it."""
     usages: list[dict[str, Any]] = []
@@ -99,7 +107,11 @@ def test_the_bill_is_the_usage(model: ServedModel, stream: bool, fields: dict[st
             reply = await it.client.post("/v1/completions", json=asked)
             assert reply.status_code == 200
             if stream:
-                chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+                chunks = [
+                    json.loads(line[6:])
+                    for line in reply.text.splitlines()
+                    if line.startswith("data: {")
+                ]
                 usages.append(next(chunk["usage"] for chunk in chunks if chunk.get("usage")))
             else:
                 usages.append(reply.json()["usage"])
@@ -129,7 +141,9 @@ def test_kv_lengths_are_those_of_every_token(model: ServedModel) -> None:
         reply = await it.client.post("/v1/completions", json=body(n=2))
         usage = reply.json()["usage"]
         num_prompt, num_output = usage["prompt_tokens"], usage["completion_tokens"] // 2
-        assert [fact.kv_tokens for fact in sink.requests] == [sum_kv_tokens(num_prompt, num_output)] * 2
+        assert [fact.kv_tokens for fact in sink.requests] == [
+            sum_kv_tokens(num_prompt, num_output)
+        ] * 2
 
     run(model, spell(model, "abcdefghij"), steps)
 
@@ -155,25 +169,39 @@ def test_a_client_that_leaves_pays_for_what_was_streamed(model: ServedModel) -> 
                 leave.set()
 
         scope = {
-            "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"", "query_string": b"",
-            "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
-            "root_path": "", "server": ("test", 80), "client": ("test", 1),
-        }  # fmt: skip
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "raw_path": b"",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "http_version": "1.1",
+            "scheme": "http",
+            "root_path": "",
+            "server": ("test", 80),
+            "client": ("test", 1),
+        }
         await asyncio.wait_for(it.app(scope, receive, send), 10)
 
     [fact] = run(model, spell(model, "abcdefghij", then_stop=False), steps, step_s=0.001)
-    chunks = [json.loads(line[6:]) for line in b"".join(seen).split(b"\n") if line.startswith(b"data: {")]
+    chunks = [
+        json.loads(line[6:]) for line in b"".join(seen).split(b"\n") if line.startswith(b"data: {")
+    ]
     streamed = [token for chunk in chunks for token in chunk["choices"][0]["logprobs"]["tokens"]]
     assert fact.end == "cancelled"
     assert 0 < fact.tokens_out == len(streamed)
     assert fact.tokens_in > 0
-    assert (fact.prefill_unit, fact.decode_unit) == ("prefill-0", "decode-0"), "known although nobody took the end"
+    assert (fact.prefill_unit, fact.decode_unit) == ("prefill-0", "decode-0"), (
+        "known although nobody took the end"
+    )
 
 
 def test_refusals_bill_nothing_and_are_counted(model: ServedModel) -> None:
     async def steps(it: World, sink: List) -> None:
         it.units.go.clear()
-        asked = [asyncio.create_task(it.client.post("/v1/completions", json=body())) for _ in range(2)]
+        asked = [
+            asyncio.create_task(it.client.post("/v1/completions", json=body())) for _ in range(2)
+        ]
         while it.gateway.num_requests < 2:
             await asyncio.sleep(0.001)
         refused = await it.client.post("/v1/completions", json=body())
@@ -191,11 +219,19 @@ def test_refusals_bill_nothing_and_are_counted(model: ServedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"prompt": 7}, {"model": "other"}, {"max_tokens": -1}, {"prompt": "word " * 5000, "max_tokens": 1}]
+    "wrong",
+    [
+        {"prompt": 7},
+        {"model": "other"},
+        {"max_tokens": -1},
+        {"prompt": "word " * 5000, "max_tokens": 1},
+    ],
 )
 def test_what_never_was_a_generation_is_no_fact(model: ServedModel, wrong: dict[str, Any]) -> None:
     async def steps(it: World, sink: List) -> None:
-        assert 400 <= (await it.client.post("/v1/completions", json=body(**wrong))).status_code < 500
+        assert (
+            400 <= (await it.client.post("/v1/completions", json=body(**wrong))).status_code < 500
+        )
 
     assert run(model, spell(model, "abc"), steps) == []
 
@@ -204,7 +240,9 @@ def test_tenants_have_names_that_are_no_secret(model: ServedModel) -> None:
     async def steps(it: World, sink: List) -> None:
         for key in ("key-one", "key-two", "key-one"):
             headers = {"authorization": f"Bearer {key}"}
-            assert (await it.client.post("/v1/completions", json=body(), headers=headers)).status_code == 200
+            assert (
+                await it.client.post("/v1/completions", json=body(), headers=headers)
+            ).status_code == 200
         assert (await it.client.post("/v1/completions", json=body())).status_code == 401
         one, two = (tenant.name for tenant in it.gateway.keys.tenants)
         assert (one, two) == (name_of(salt_of(b"key-one")), name_of(salt_of(b"key-two")))
@@ -241,9 +279,12 @@ def test_units_are_followed_from_their_coming_to_their_end() -> None:
     """A fraction of a node for ranks that do not fill one; a restart is another interval."""
     sink, clock, up = List(), Clock(), dict[str, Unit]()
     deployment = Deployment(
-        model="x", device="cpu", prefill=UnitsConfig(ranks=2), decode=UnitsConfig(ranks=16, ranks_per_node=8),
+        model="x",
+        device="cpu",
+        prefill=UnitsConfig(ranks=2),
+        decode=UnitsConfig(ranks=16, ranks_per_node=8),
         ledger=LedgerConfig(gpu_hour_usd=1.5),
-    )  # fmt: skip
+    )
     books = Books(deployment, "small", sink, lambda: up, lambda: 0.0, lambda: clock.unix_s)
 
     def unit(name: str, role: str, epoch: str) -> Unit:
@@ -261,8 +302,10 @@ def test_units_are_followed_from_their_coming_to_their_end() -> None:
     assert sink.closed
     last = {(fact.unit, fact.epoch): fact for fact in sink.nodes}
     assert {key: (fact.from_s, fact.to_s) for key, fact in last.items()} == {
-        ("prefill-0", "a"): (1000.0, 1025.0), ("decode-0", "b"): (1010.0, 1030.0), ("prefill-0", "c"): (1025.0, 1030.0)
-    }  # fmt: skip
+        ("prefill-0", "a"): (1000.0, 1025.0),
+        ("decode-0", "b"): (1010.0, 1030.0),
+        ("prefill-0", "c"): (1025.0, 1030.0),
+    }
     decode = last["decode-0", "b"]
     assert (decode.role, decode.num_ranks, decode.ranks_per_node) == (DECODE, 16, 8)
     assert (decode.gpu, decode.gpu_hour_micro_usd, decode.model) == ("cpu", 1_500_000, "small")
@@ -273,7 +316,9 @@ def test_the_host_tells_when_units_come_and_go(model: ServedModel) -> None:
 
     async def steps() -> None:
         async with world(model, spell(model, "abc")) as it:
-            it.gateway.host._on_units = lambda: told.append(sum(map(len, it.gateway.snapshot().role_to_units.values())))
+            it.gateway.host._on_units = lambda: told.append(
+                sum(map(len, it.gateway.snapshot().role_to_units.values()))
+            )
             it.units.tell(UnitDown("decode-0", "killed"))
             while not told:
                 await asyncio.sleep(0.001)

@@ -1,4 +1,6 @@
-"""Chat prompts: equal to what the tokenizers library makes of the rendered template, and impossible to forge."""
+"""Chat prompts: equal to what the tokenizers library makes of the rendered template, and impossible
+to forge.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,30 @@ CHAT = [
     Turn("assistant", "<think>\nEasy.</think>\n\n4"),
     Turn("user", "你好 🙂"),
 ]
-PIECES = [USER, ASSISTANT, EOS, BOS, "<think>", "</think>", "<", ">", "｜", "a", " ", "\n", "é", "\ufdd0"]
+PIECES = [
+    USER,
+    ASSISTANT,
+    EOS,
+    BOS,
+    "<think>",
+    "</think>",
+    "<",
+    ">",
+    "｜",
+    "a",
+    " ",
+    "\n",
+    "é",
+    "\ufdd0",
+]
 
 
 def rendered(turns: list[Turn]) -> str:
     """The template by plain jinja2, as transformers renders it."""
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-    messages = [{"role": turn.role, "content": turn.content.rpartition("</think>")[2]} for turn in turns]
+    messages = [
+        {"role": turn.role, "content": turn.content.rpartition("</think>")[2]} for turn in turns
+    ]
     return environment.from_string(TEMPLATE).render(
         messages=messages, add_generation_prompt=True, bos_token=BOS, eos_token=EOS
     )
@@ -50,7 +69,10 @@ def test_reasoning_of_earlier_turns_is_dropped(model: ServedModel) -> None:
     assert "Easy" not in model.vocabulary.decode(model.chat.prompt(CHAT, max_tokens=MAX).ids)
 
 
-@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.sampled_from(["system", "user", "assistant"]))
+@given(
+    st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
+    st.sampled_from(["system", "user", "assistant"]),
+)
 def test_texts_hold_no_control_token(model: ServedModel, text: str, role: str) -> None:
     controls = set(model.vocabulary.control_ids.values())
 
@@ -60,14 +82,23 @@ def test_texts_hold_no_control_token(model: ServedModel, text: str, role: str) -
 
     assert controls_with(text) == controls_with("harmless")
     if role != "assistant":  # Of a reply, what precedes the last </think> is dropped.
-        assert text in model.vocabulary.decode(model.chat.prompt([Turn(role, text)], max_tokens=MAX).ids)
+        assert text in model.vocabulary.decode(
+            model.chat.prompt([Turn(role, text)], max_tokens=MAX).ids
+        )
 
 
 def test_control_words_in_the_ordinary_vocabulary(folder: Path, tmp_path: Path) -> None:
-    """With `ignore_merges` a word of the vocabulary is taken whole, a control token among them too."""
+    """With `ignore_merges` a word of the vocabulary is taken whole, a control token among them
+    too.
+    """
     fields = json.loads((folder / "tokenizer.json").read_text())
     fields["model"]["ignore_merges"] = True
-    fields["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    fields["pre_tokenizer"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     close = next(token["id"] for token in fields["added_tokens"] if token["content"] == "</think>")
     fields["model"]["vocab"]["</think>"] = close
     (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
@@ -105,7 +136,7 @@ def test_template_kwargs_cannot_forge(model: ServedModel) -> None:
         "{{ range(10 ** 9) }}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
-)  # fmt: skip
+)
 def test_template_that_fails(model: ServedModel, template: str) -> None:
     chat = ChatFormat(model.vocabulary, template, BOS, EOS, "test")
     with pytest.raises(RequestError, match="template") as caught:
@@ -126,10 +157,17 @@ def test_template_files(folder: Path, tmp_path: Path) -> None:
     assert vocabulary.decode(prompt.ids) == "hi!"
     assert not prompt.thinks
     (tmp_path / "chat_template.jinja").unlink()
-    fields = {"chat_template": [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]}
+    fields = {
+        "chat_template": [
+            {"name": "tools", "template": "no"},
+            {"name": "default", "template": "yes"},
+        ]
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
     assert (
-        vocabulary.decode(read_chat_format(tmp_path, vocabulary).prompt([Turn("user", "hi")], max_tokens=MAX).ids)
+        vocabulary.decode(
+            read_chat_format(tmp_path, vocabulary).prompt([Turn("user", "hi")], max_tokens=MAX).ids
+        )
         == "yes"
     )
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -142,7 +180,12 @@ def test_raw_prompts_are_their_authors(model: ServedModel) -> None:
     ids = raw_prompt(vocabulary, f"{USER}hi{ASSISTANT}", model.bos_id, max_tokens=MAX).ids
     assert ids[0] == vocabulary.control_ids[BOS]
     assert ids[1] == vocabulary.control_ids[USER]
-    assert raw_prompt(vocabulary, BOS + "hi", model.bos_id, max_tokens=MAX).ids.count(vocabulary.control_ids[BOS]) == 1
+    assert (
+        raw_prompt(vocabulary, BOS + "hi", model.bos_id, max_tokens=MAX).ids.count(
+            vocabulary.control_ids[BOS]
+        )
+        == 1
+    )
 
 
 def test_what_is_far_too_long_is_not_tokenised(model: ServedModel) -> None:
@@ -155,17 +198,23 @@ def test_what_is_far_too_long_is_not_tokenised(model: ServedModel) -> None:
 
 LONG = "Never say so. " * 20
 HOISTING = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}{% endif %}{% endfor %}"
-    "{% for m in messages %}{% if m['role'] != 'system' %}" + USER + "{{ m['content'] }}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}{% endif"
+    " %}{% endfor %}{% for m in messages %}{% if m['role'] != 'system' %}"
+    + USER
+    + "{{ m['content'] }}{% endif %}{% endfor %}"
 )
 """As hadal-tiny's: system messages stand first, wherever they come."""
 MERGING = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 """Nothing between the messages: the last token of one may reach into the next."""
 
 
-def num_public(folder: Path, template: str, *turns: tuple[str, str], **options: Any) -> tuple[int, tuple[int, ...]]:
+def num_public(
+    folder: Path, template: str, *turns: tuple[str, str], **options: Any
+) -> tuple[int, tuple[int, ...]]:
     chat = ChatFormat(read_vocabulary(folder), template, BOS, EOS, "here")
-    prompt = chat.prompt([Turn(*turn) for turn in turns], max_tokens=10**6, is_public=True, **options)
+    prompt = chat.prompt(
+        [Turn(*turn) for turn in turns], max_tokens=10**6, is_public=True, **options
+    )
     return prompt.num_public, prompt.ids
 
 
@@ -173,12 +222,18 @@ def num_public(folder: Path, template: str, *turns: tuple[str, str], **options: 
 def test_what_is_public_is_bos_and_the_leading_system_messages(folder: Path, template: str) -> None:
     encode = read_vocabulary(folder).encode_controlled
     for system in ("Be brief.", LONG):
-        number, ids = num_public(folder, template, ("system", system), ("system", "More."), ("user", LONG))
-        assert list(ids[:number]) == encode(BOS + system + "More."), "all of both, and nothing of the user's"
+        number, ids = num_public(
+            folder, template, ("system", system), ("system", "More."), ("user", LONG)
+        )
+        assert list(ids[:number]) == encode(BOS + system + "More."), (
+            "all of both, and nothing of the user's"
+        )
         number, _ = num_public(folder, template, ("system", system))
         assert number == len(encode(BOS + system)), "what opens the reply belongs to no message"
         # A later one is not leading, and whether there is one tells nothing of what comes first.
-        number, _ = num_public(folder, template, ("system", system), ("user", LONG), ("system", "Later."))
+        number, _ = num_public(
+            folder, template, ("system", system), ("user", LONG), ("system", "Later.")
+        )
         assert number <= len(encode(BOS + system))
         assert number >= len(encode(BOS + system)) - 1
 
@@ -187,7 +242,9 @@ def test_without_system_messages_in_front_nothing_is_public(folder: Path) -> Non
     assert num_public(folder, TEMPLATE, ("user", LONG))[0] == 0
     assert num_public(folder, HOISTING, ("user", "a"), ("system", LONG))[0] == 0
     vocabulary = read_vocabulary(folder)
-    prompt = ChatFormat(vocabulary, TEMPLATE, BOS, EOS, "here").prompt([Turn("system", LONG)], max_tokens=10**6)
+    prompt = ChatFormat(vocabulary, TEMPLATE, BOS, EOS, "here").prompt(
+        [Turn("system", LONG)], max_tokens=10**6
+    )
     assert prompt.num_public == 0, "nobody asked"
 
 
@@ -204,15 +261,25 @@ def test_a_token_that_reaches_into_the_next_message_is_not_public(folder: Path) 
 def test_texts_given_to_the_template_are_not_public(folder: Path) -> None:
     template = "{{ bos_token }}{{ name }}{% if thinking %}T{% endif %}" + HOISTING
     values: dict[str, Any] = {"name": "Ann"}
-    assert num_public(folder, template, ("system", LONG), ("user", "a"), template_kwargs=values)[0] == 1
+    assert (
+        num_public(folder, template, ("system", LONG), ("user", "a"), template_kwargs=values)[0]
+        == 1
+    )
     values = {"name": 7}
-    assert num_public(folder, template, ("system", LONG), ("user", "a"), template_kwargs=values)[0] == 1
+    assert (
+        num_public(folder, template, ("system", LONG), ("user", "a"), template_kwargs=values)[0]
+        == 1
+    )
     number, ids = num_public(folder, template, ("system", LONG), ("user", "a"), thinking=True)
-    assert list(ids[:number]) == read_vocabulary(folder).encode_controlled(BOS + "T" + BOS + LONG), "a switch is"
+    assert list(ids[:number]) == read_vocabulary(folder).encode_controlled(
+        BOS + "T" + BOS + LONG
+    ), "a switch is"
 
 
 def test_a_template_that_takes_no_system_messages_alone_says_so(folder: Path) -> None:
-    picky = "{% if messages[-1]['role'] != 'user' %}{{ raise_exception('Ask') }}{% endif %}" + TEMPLATE
+    picky = (
+        "{% if messages[-1]['role'] != 'user' %}{{ raise_exception('Ask') }}{% endif %}" + TEMPLATE
+    )
     with pytest.raises(RequestError, match="no system messages alone") as caught:
         num_public(folder, picky, ("system", LONG), ("user", "a"))
     assert caught.value.param == "cache_salt"

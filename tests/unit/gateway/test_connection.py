@@ -46,8 +46,12 @@ def post(body: dict[str, Any]) -> bytes:
     return head + b"Content-Length: %d\r\n\r\n" % len(data) + data
 
 
-@pytest.mark.parametrize("data", [b"", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET /h"])
-def test_headers_that_do_not_end(model: ServedModel, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+@pytest.mark.parametrize(
+    "data", [b"", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET /h"]
+)
+def test_headers_that_do_not_end(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
     monkeypatch.setattr(connection, "HEADERS_S", 0.1)
     with serving(model, spell(model, "a")) as it, connect(it, data) as made:
         assert b" 408 Request Timeout\r\n" in read_all(made)
@@ -74,7 +78,10 @@ def test_headers_that_come_all_at_once_are_counted_too(model: ServedModel) -> No
 @pytest.mark.parametrize("cut", [1, 20, 150, 10_000])
 def test_an_offer_of_http_2_keeps_the_body(model: ServedModel, cut: int) -> None:
     """As `curl --http2` and Java's client send it; the body was lost, and the answer was 400."""
-    offer = b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+    offer = (
+        b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings:"
+        b" AAMAAABkAAQAAP__\r\n"
+    )
     data = post({**CHAT, "max_tokens": 3}).replace(b"Host: a\r\n", b"Host: a\r\n" + offer)
     with serving(model, spell(model, "a")) as it, connect(it, data[:cut]) as made:
         time.sleep(0.05)
@@ -90,16 +97,25 @@ def test_two_requests_in_one_packet(model: ServedModel) -> None:
 
 
 def test_no_http(model: ServedModel) -> None:
-    with serving(model, spell(model, "a")) as it, connect(it, b"\x16\x03\x01nonsense\r\n\r\n") as made:
+    with (
+        serving(model, spell(model, "a")) as it,
+        connect(it, b"\x16\x03\x01nonsense\r\n\r\n") as made,
+    ):
         head, _, body = read_all(made).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400 ")
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
 def test_requests_one_after_the_other(model: ServedModel) -> None:
-    with serving(model, spell(model, "a")) as it, httpx.Client(base_url=it.url, timeout=10) as client:
+    with (
+        serving(model, spell(model, "a")) as it,
+        httpx.Client(base_url=it.url, timeout=10) as client,
+    ):
         for _ in range(5):
-            assert client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 3}).status_code == 200
+            assert (
+                client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 3}).status_code
+                == 200
+            )
             assert client.post("/v1/chat/completions", content=b"{").status_code == 400
 
 
@@ -116,7 +132,14 @@ def test_client_that_leaves(model: ServedModel, stream: bool) -> None:
 def test_client_that_does_not_read(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers fill up; then the request is cancelled and the kernel ends the connection."""
     monkeypatch.setattr(connection, "UNREAD_S", 0.3)
-    body = {**CHAT, "stream": True, "max_tokens": 4000, "logprobs": True, "top_logprobs": 20, "n": 8}
+    body = {
+        **CHAT,
+        "stream": True,
+        "max_tokens": 4000,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "n": 8,
+    }
     with serving(model, spell(model, "abc", then_stop=False), patience=Patience(send_s=0.2)) as it:
         made = socket.socket()
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -130,7 +153,14 @@ def test_client_that_does_not_read(model: ServedModel, monkeypatch: pytest.Monke
 
 def test_port_without_a_reader_is_stopped_before_much_waits_for_it(model: ServedModel) -> None:
     """Long before its deadline for sending."""
-    slow = {**CHAT, "stream": True, "max_tokens": 4000, "logprobs": True, "top_logprobs": 20, "n": 8}
+    slow = {
+        **CHAT,
+        "stream": True,
+        "max_tokens": 4000,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "n": 8,
+    }
     slow["ignore_eos"] = True
     script = spell(model, "abc", then_stop=False)
     with serving(model, script, patience=Patience(send_s=600.0)) as it, connect(it, post(slow)):
@@ -140,12 +170,23 @@ def test_port_without_a_reader_is_stopped_before_much_waits_for_it(model: Served
 
 def test_port_without_a_reader_is_not_missed_by_others(model: ServedModel) -> None:
     """A stream that nobody reads holds up no other."""
-    slow = {**CHAT, "stream": True, "max_tokens": 4000, "logprobs": True, "top_logprobs": 20, "n": 4}
+    slow = {
+        **CHAT,
+        "stream": True,
+        "max_tokens": 4000,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "n": 4,
+    }
     slow["ignore_eos"] = True  # Else it ends by itself: it goes round in circles.
     script = spell(model, "abc", then_stop=False)
     with serving(model, script, patience=Patience(send_s=60.0)) as it, connect(it, post(slow)):
-        wait_until(lambda: len(it.world.units.submitted) == 4)  # What lasts: a fast unit has decoded it in .3 s.
+        wait_until(
+            lambda: len(it.world.units.submitted) == 4
+        )  # What lasts: a fast unit has decoded it in .3 s.
         for _ in range(3):
-            reply = httpx.post(f"{it.url}/v1/chat/completions", json={**CHAT, "max_tokens": 20}, timeout=10)
+            reply = httpx.post(
+                f"{it.url}/v1/chat/completions", json={**CHAT, "max_tokens": 20}, timeout=10
+            )
             assert reply.json()["usage"]["completion_tokens"] == 20
         wait_until(lambda: it.world.gateway.num_requests == 1)

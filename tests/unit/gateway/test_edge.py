@@ -1,4 +1,6 @@
-"""What holds for every request: its id, the names and pages that are answered, and its line in the access log."""
+"""What holds for every request: its id, the names and pages that are answered, and its line in the
+access log.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,24 @@ def test_a_local_server_without_keys_answers_to_its_own_names(model: ServedModel
     """A page whose name was made to point here (DNS rebinding) sends that name."""
 
     async def scene(it: World) -> None:
-        for host in ("localhost:8000", "127.0.0.1", "127.0.0.2:80", "[::1]:8000", "a.localhost", "box.lan", "BOX.lan"):
+        for host in (
+            "localhost:8000",
+            "127.0.0.1",
+            "127.0.0.2:80",
+            "[::1]:8000",
+            "a.localhost",
+            "box.lan",
+            "BOX.lan",
+        ):
             assert (await it.client.get("/v1/models", headers={"Host": host})).status_code == 200
-        for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example:8000", "", "[::2]", "10.0.0.1"):
+        for host in (
+            "evil.example",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example:8000",
+            "",
+            "[::2]",
+            "10.0.0.1",
+        ):
             for path in ("/v1/models", "/health", "/metrics", "/audit"):
                 error_of(await it.client.get(path, headers={"Host": host}), 421, "unknown_host")
         assert it.units.submitted == []
@@ -53,22 +70,32 @@ def test_pages_of_other_origins(model: ServedModel) -> None:
         names = "authorization, x-stainless-os"
         asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": names}
         for origin in ("http://localhost:3000", "http://127.0.0.1:5173", "https://chat.example"):
-            reply = await it.client.options("/v1/chat/completions", headers={**headers(origin), **asks})
+            reply = await it.client.options(
+                "/v1/chat/completions", headers={**headers(origin), **asks}
+            )
             assert reply.status_code == 204
             assert reply.headers["access-control-allow-origin"] == origin
             assert "POST" in reply.headers["access-control-allow-methods"]
             assert reply.headers["access-control-allow-headers"] == names
             reply = await it.client.post("/v1/chat/completions", json=CHAT, headers=headers(origin))
-            assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, origin)
+            assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (
+                200,
+                origin,
+            )
         for origin in ("https://evil.example", "null", "http://localhost.evil.example"):
             for reply in (
-                await it.client.options("/v1/chat/completions", headers={**headers(origin), **asks}),
+                await it.client.options(
+                    "/v1/chat/completions", headers={**headers(origin), **asks}
+                ),
                 await it.client.post("/v1/chat/completions", json=CHAT, headers=headers(origin)),
             ):
                 error_of(reply, 403, "origin_not_allowed")
                 assert "access-control-allow-origin" not in reply.headers
         assert len(it.units.submitted) == 3
-        for path, methods in (("/v1/models", {"GET", "HEAD", "OPTIONS"}), ("/v1/completions", {"POST", "OPTIONS"})):
+        for path, methods in (
+            ("/v1/models", {"GET", "HEAD", "OPTIONS"}),
+            ("/v1/completions", {"POST", "OPTIONS"}),
+        ):
             reply = await it.client.options(path, headers={"Host": "localhost"})
             assert reply.status_code == 204
             assert set(reply.headers["allow"].split(", ")) == methods
@@ -83,12 +110,16 @@ def test_request_ids_come_back(model: ServedModel) -> None:
             assert (reply.status_code, reply.headers["x-request-id"]) == (status, "mine-1")
         made = set()
         for bad in ("", "a b", "x" * 129, "\u00e9"):
-            reply = await it.client.post("/v1/completions", content=b"{", headers={"X-Request-Id": bad.encode()})
+            reply = await it.client.post(
+                "/v1/completions", content=b"{", headers={"X-Request-Id": bad.encode()}
+            )
             made.add(reply.headers["x-request-id"])
         assert len(made) == 4
         assert all(len(one) == 32 for one in made)
         body = {**CHAT, "stream": True}
-        reply = await it.client.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "s"})
+        reply = await it.client.post(
+            "/v1/chat/completions", json=body, headers={"X-Request-Id": "s"}
+        )
         assert events(reply)
         assert reply.headers["x-request-id"] == "s"
 
@@ -100,7 +131,9 @@ def test_access_log(model: ServedModel, caplog: pytest.LogCaptureFixture, kind: 
     async def scene(it: World) -> None:
         with caplog.at_level(logging.INFO, "hadal.access"):
             headers = {"X-Request-Id": "mine-1"}
-            num = (await it.client.post("/v1/chat/completions", json=CHAT, headers=headers)).json()["usage"]
+            num = (await it.client.post("/v1/chat/completions", json=CHAT, headers=headers)).json()[
+                "usage"
+            ]
             await it.client.get("/no%0Athing")
             await it.client.get("/health")
         records = [record for record in caplog.records if record.name == "hadal.access"]
@@ -125,7 +158,9 @@ def test_lines_about_a_request_carry_its_id(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         it.units.go.clear()
         headers = {"X-Request-Id": "mine-1"}
-        asking = asyncio.create_task(it.client.post("/v1/chat/completions", json=CHAT, headers=headers))
+        asking = asyncio.create_task(
+            it.client.post("/v1/chat/completions", json=CHAT, headers=headers)
+        )
         while not it.units.prefilling:
             await asyncio.sleep(0)
         ((name, attempt),) = it.units.prefilling
@@ -138,8 +173,10 @@ def test_lines_about_a_request_carry_its_id(model: ServedModel) -> None:
         assert (back["unit"], back["level"]) == ("prefill-0", "info")
         assert "no luck" in back["message"]
         assert (access["status"], access["path"], access["tokens"]) == (
-            200, "/v1/chat/completions", reply.json()["usage"]["completion_tokens"],
-        )  # fmt: skip
+            200,
+            "/v1/chat/completions",
+            reply.json()["usage"]["completion_tokens"],
+        )
         assert access["reply_id"] == reply.json()["id"]
         assert access["process"] == "gateway"
 
@@ -157,7 +194,9 @@ def test_the_addresses_that_people_try(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         for path in ("/", "/v1", "/v1/"):
             assert "POST /v1/chat/completions" in (await it.client.get(path)).json()["endpoints"]
-        assert (await it.client.get("/v1/models/")).json() == (await it.client.get("/v1/models")).json()
+        assert (await it.client.get("/v1/models/")).json() == (
+            await it.client.get("/v1/models")
+        ).json()
 
     play(model, scene)
 
@@ -166,14 +205,31 @@ def test_what_counts_all_tenants_is_for_operators(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         for path in ("/audit", "/trace", "/metrics"):
             error_of(await it.client.get(path), 401, "missing_api_key")
-            error_of(await it.client.get(path, headers={"Authorization": "Bearer one"}), 403, "not_an_operator")
+            error_of(
+                await it.client.get(path, headers={"Authorization": "Bearer one"}),
+                403,
+                "not_an_operator",
+            )
         assert (await it.client.get("/health")).status_code == 200
 
         for path in ("/audit", "/metrics"):
-            assert (await it.client.get(path, headers={"Authorization": "Bearer three"})).status_code == 200
+            assert (
+                await it.client.get(path, headers={"Authorization": "Bearer three"})
+            ).status_code == 200
 
-    play(model, scene, keys=("one", "two", "three operator"), settings=GatewayConfig(open_metrics=False))
+    play(
+        model,
+        scene,
+        keys=("one", "two", "three operator"),
+        settings=GatewayConfig(open_metrics=False),
+    )
 
 
 def test_host_names() -> None:
-    assert [host_name(host) for host in ("A:1", "[::1]:8", "[::1", "", "a")] == ["a", "::1", "::1", "", "a"]
+    assert [host_name(host) for host in ("A:1", "[::1]:8", "[::1", "", "a")] == [
+        "a",
+        "::1",
+        "::1",
+        "",
+        "a",
+    ]

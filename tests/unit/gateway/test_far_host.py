@@ -1,4 +1,6 @@
-"""Two gateways: the application of the one without the front, with a real front that comes and goes behind it."""
+"""Two gateways: the application of the one without the front, with a real front that comes and goes
+behind it.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,18 @@ from .world import spell
 
 NAME = "gateway-1"
 TEXT = "The answer is four. To add two numbers, write them below each other."
-COMPLETION = {"model": "small", "prompt": "2 + 2? " * 40, "stream": True, "stream_options": {"include_usage": True}}
+COMPLETION = {
+    "model": "small",
+    "prompt": "2 + 2? " * 40,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
 
 
 class _Units(FakeUnits):
-    """Units of one life of the front, and its wire: what it says to the other gateway goes to `far`."""
+    """Units of one life of the front, and its wire: what it says to the other gateway goes to
+    `far`.
+    """
 
     def __init__(self, script: Script, step_s: float, far: _FarWire) -> None:
         super().__init__(script, step_s)
@@ -92,22 +101,33 @@ class Pair:
     def gateway(self, host: Host | FarHost, name: str) -> Gateway:
         snapshot = host.snapshot if isinstance(host, FarHost) else self.front.snapshot
         return Gateway(
-            service=Service(self.model, self.limits, FrontNames(self.deployment.cache, "f0")), host=host,
-            snapshot=snapshot, metrics=Metrics(snapshot, gateway=name), keys=Keys(()), now=time.monotonic, created=1,
-            unix_time=time.time, deployment=self.deployment, was_ready=True,
-        )  # fmt: skip
+            service=Service(self.model, self.limits, FrontNames(self.deployment.cache, "f0")),
+            host=host,
+            snapshot=snapshot,
+            metrics=Metrics(snapshot, gateway=name),
+            keys=Keys(()),
+            now=time.monotonic,
+            created=1,
+            unix_time=time.time,
+            deployment=self.deployment,
+            was_ready=True,
+        )
 
     def start_front(self) -> None:
         """Another life of the front."""
         self.num_lives += 1
         epoch = f"epoch {self.num_lives}"
         self.units = _Units(self.script, self.step_s, self.wire)
-        self.front = Front(self.deployment, epoch=epoch, max_context=self.model.context_tokens, fingerprint="f0")
+        self.front = Front(
+            self.deployment, epoch=epoch, max_context=self.model.context_tokens, fingerprint="f0"
+        )
         self.host = Host(self.front, self.units, time.monotonic, epoch=epoch, others=(NAME,))
         self.front_gateway = self.gateway(self.host, "gateway")
         make_app(self.front_gateway)
         self.wire.front = self.units
-        self.tasks = [asyncio.create_task(work) for work in (self.host.run(), self.units.run(), self._beat())]
+        self.tasks = [
+            asyncio.create_task(work) for work in (self.host.run(), self.units.run(), self._beat())
+        ]
 
     async def kill_front(self) -> None:
         self.wire.front = None
@@ -125,7 +145,9 @@ class Pair:
     async def drawn(self, num_tokens: int) -> None:
         """Wait until so many tokens of a generation are drawn."""
         async with asyncio.timeout(5):
-            while not any(len(running.output) >= num_tokens for running in self.units.decoding.values()):
+            while not any(
+                len(running.output) >= num_tokens for running in self.units.decoding.values()
+            ):
                 await asyncio.sleep(0.001)
 
     async def settle(self) -> None:
@@ -136,7 +158,12 @@ class Pair:
 
 @asynccontextmanager
 async def pair(
-    model: ServedModel, script: Script, *, limits: LimitsConfig | None = None, step_s: float = 0.0, starts: bool = True
+    model: ServedModel,
+    script: Script,
+    *,
+    limits: LimitsConfig | None = None,
+    step_s: float = 0.0,
+    starts: bool = True,
 ) -> AsyncIterator[Pair]:
     it = Pair(model, script, limits or LimitsConfig(), step_s)
     serving = asyncio.create_task(it.far.run())
@@ -162,7 +189,11 @@ def run(scene: Callable[[], Awaitable[None]]) -> None:
 
 
 def usage_of(stream: str) -> dict[str, Any]:
-    events = [json.loads(line.removeprefix("data: ")) for line in stream.split("\n\n") if line.startswith("data: {")]
+    events = [
+        json.loads(line.removeprefix("data: "))
+        for line in stream.split("\n\n")
+        if line.startswith("data: {")
+    ]
     [usage] = [event["usage"] for event in events if event.get("usage")]
     assert isinstance(usage, dict)
     return usage
@@ -174,7 +205,9 @@ def test_a_reply_is_the_same_through_a_gateway_without_the_front(model: ServedMo
             for num_choices in (1, 3):
                 body = {**COMPLETION, "stream": False, "n": num_choices}
                 reply = await it.client.post("/v1/completions", json=body)
-                assert [choice["text"] for choice in reply.json()["choices"]] == [TEXT] * num_choices
+                assert [choice["text"] for choice in reply.json()["choices"]] == [
+                    TEXT
+                ] * num_choices
             await it.settle()
             assert it.front.totals.finished == 4
 
@@ -208,7 +241,10 @@ def test_a_stream_goes_on_under_the_next_front(model: ServedModel) -> None:
 def test_requests_wait_for_a_front(model: ServedModel) -> None:
     async def scene() -> None:
         async with pair(model, spell(model, TEXT), starts=False) as it:
-            asking = [asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION)) for _ in range(3)]
+            asking = [
+                asyncio.create_task(it.client.post("/v1/completions", json=COMPLETION))
+                for _ in range(3)
+            ]
             await asyncio.sleep(0.1)
             it.start_front()
             assert [text_of((await reply).text) for reply in asking] == [TEXT] * 3
@@ -219,7 +255,9 @@ def test_requests_wait_for_a_front(model: ServedModel) -> None:
 
 def test_one_without_a_front_for_too_long_is_told(model: ServedModel) -> None:
     async def scene() -> None:
-        async with pair(model, spell(model, TEXT), limits=LimitsConfig(request_timeout_s=0.2), starts=False) as it:
+        async with pair(
+            model, spell(model, TEXT), limits=LimitsConfig(request_timeout_s=0.2), starts=False
+        ) as it:
             body = {**COMPLETION, "stream": False, "stream_options": None}
             assert (await it.client.post("/v1/completions", json=body)).status_code == 504
 
@@ -245,11 +283,15 @@ def test_a_front_with_no_room_answers_as_to_its_own(model: ServedModel) -> None:
     run(scene)
 
 
-def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with_its_units(model: ServedModel) -> None:
+def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with_its_units(
+    model: ServedModel,
+) -> None:
     async def scene() -> None:
         async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
             work = await it.far_gateway.service.completion(
-                json.dumps({**COMPLETION, "max_tokens": 1000}).encode(), "r", it.far_gateway.keys.check(None)
+                json.dumps({**COMPLETION, "max_tokens": 1000}).encode(),
+                "r",
+                it.far_gateway.keys.check(None),
             )
             mailbox = it.far.open(choice.generation for choice in work.choices)
             await it.drawn(5)
@@ -281,7 +323,9 @@ def test_a_client_that_leaves_frees_what_it_holds_and_is_written_down_with_its_u
 def test_the_end_of_a_gateway_is_the_end_of_its_generations(model: ServedModel) -> None:
     async def scene() -> None:
         async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
-            asking = asyncio.create_task(it.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 1000}))
+            asking = asyncio.create_task(
+                it.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 1000})
+            )
             await it.drawn(5)
             it.units.tell(Drain())
             assert not await it.host.wait_idle(0.1)
@@ -305,7 +349,9 @@ def test_tokens_of_nobody_are_stopped_at_their_source(model: ServedModel) -> Non
 
     async def scene() -> None:
         async with pair(model, spell(model, "abc", then_stop=False), step_s=0.002) as it:
-            asking = asyncio.create_task(it.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 1000}))
+            asking = asyncio.create_task(
+                it.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 1000})
+            )
             await it.drawn(5)
             it.far._sent.clear()
             async with asyncio.timeout(5):
@@ -339,7 +385,10 @@ def test_what_the_front_s_process_knows_is_asked_of_it(model: ServedModel) -> No
                     await asyncio.sleep(0.005)
             text = (await it.client.get("/metrics")).text
             assert "hadal_output_tokens_total" in text
-            assert 'hadal_requests_total{endpoint="completions",gateway="gateway-1",status="200"} 1.0' in text
+            assert (
+                'hadal_requests_total{endpoint="completions",gateway="gateway-1",status="200"} 1.0'
+                in text
+            )
             assert text.count("# TYPE hadal_requests_total counter") == 1
             assert (await it.client.get("/health")).json()["status"] == "ready"
             trace = await it.client.get("/trace", params={"unit": "decode-7"})

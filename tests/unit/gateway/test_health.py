@@ -1,4 +1,6 @@
-"""What /health says of deployments that are whole, lack something, or have nothing to serve with."""
+"""What /health says of deployments that are whole, lack something, or have nothing to serve
+with.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +23,41 @@ def load(unit: str, num_ranks: int, *absent: int) -> Load:
 
 
 def seen(
-    deployment: Deployment, units: dict[str, dict[str, int]], *loads: Load, has_begun: bool = True,
-    is_draining: bool = False, gateways: tuple[str, ...] = ("gateway",),
-) -> tuple[int, Any]:  # fmt: skip
+    deployment: Deployment,
+    units: dict[str, dict[str, int]],
+    *loads: Load,
+    has_begun: bool = True,
+    is_draining: bool = False,
+    gateways: tuple[str, ...] = ("gateway",),
+) -> tuple[int, Any]:
     snapshot = FrontSnapshot(is_draining, {}, {load.unit: load for load in loads}, units, Totals())
     return health_of(deployment, snapshot, gateways, has_begun=has_begun, is_draining=is_draining)
 
 
 def test_whole() -> None:
     code, fields = seen(DEPLOYMENT, WHOLE, load("decode-0", 4))
-    assert (code, fields) == (200, {
-        "status": "ready", "units_up": {"prefill": 2, "decode": 1}, "units_wanted": {"prefill": 2, "decode": 1},
-        "ranks_up": {"prefill-0": 1, "prefill-1": 1, "decode-0": 4},
-        "ranks_wanted": {"prefill-0": 1, "prefill-1": 1, "decode-0": 4}, "missing": [],
-    })  # fmt: skip
+    assert (code, fields) == (
+        200,
+        {
+            "status": "ready",
+            "units_up": {"prefill": 2, "decode": 1},
+            "units_wanted": {"prefill": 2, "decode": 1},
+            "ranks_up": {"prefill-0": 1, "prefill-1": 1, "decode-0": 4},
+            "ranks_wanted": {"prefill-0": 1, "prefill-1": 1, "decode-0": 4},
+            "missing": [],
+        },
+    )
 
 
 def test_a_unit_and_a_rank_are_missing() -> None:
-    code, fields = seen(DEPLOYMENT, {"prefill": {"prefill-1": 1}, "decode": {"decode-0": 3}}, load("decode-0", 3, 2))
-    assert (code, fields["status"], fields["missing"]) == (200, "degraded", ["prefill-0", "decode-0.2"])
+    code, fields = seen(
+        DEPLOYMENT, {"prefill": {"prefill-1": 1}, "decode": {"decode-0": 3}}, load("decode-0", 3, 2)
+    )
+    assert (code, fields["status"], fields["missing"]) == (
+        200,
+        "degraded",
+        ["prefill-0", "decode-0.2"],
+    )
 
 
 def test_a_gateway_is_missing() -> None:
@@ -65,11 +83,18 @@ def test_a_unit_whose_ranks_wait_for_a_leader_is_missing() -> None:
 
 def test_before_the_first_and_after_the_last_request() -> None:
     code, fields = seen(DEPLOYMENT, {"prefill": {"prefill-0": 1}}, has_begun=False)
-    assert (code, fields["status"], fields["missing"]) == (503, "starting", ["prefill-1", "decode-0"])
+    assert (code, fields["status"], fields["missing"]) == (
+        503,
+        "starting",
+        ["prefill-1", "decode-0"],
+    )
     code, fields = seen(DEPLOYMENT, WHOLE, is_draining=True)
     assert (code, fields["status"]) == (503, "draining")
 
 
 def test_a_fleet_wants_its_floor_whichever_units_those_are() -> None:
-    assert seen(FLEET, {"prefill": {"prefill-2": 1}, "decode": {"decode-0": 1}})[1]["status"] == "ready"
+    assert (
+        seen(FLEET, {"prefill": {"prefill-2": 1}, "decode": {"decode-0": 1}})[1]["status"]
+        == "ready"
+    )
     assert seen(FLEET, {"decode": {"decode-0": 1}})[1]["missing"] == ["prefill-0"]

@@ -23,13 +23,17 @@ COMPLETION = {"model": "small", "prompt": "2 + 2?", "stream": True}
 
 
 def text_of(stream: str) -> str:
-    lines = [line.removeprefix("data: ") for line in stream.split("\n\n") if line.startswith("data: {")]
+    lines = [
+        line.removeprefix("data: ") for line in stream.split("\n\n") if line.startswith("data: {")
+    ]
     return "".join(choice["text"] for line in lines for choice in json.loads(line)["choices"])
 
 
 @pytest.mark.parametrize("unit", ["prefill-0", "decode-0"])
 def test_lost_unit_is_not_seen_in_the_stream(model: ServedModel, unit: str) -> None:
-    """A unit dies in the middle; a new one starts. The stream goes on where it stopped, every token once."""
+    """A unit dies in the middle; a new one starts. The stream goes on where it stopped, every token
+    once.
+    """
 
     async def lose_it(it: World) -> None:
         while not (it.units.decoding and next(iter(it.units.decoding.values())).output[5:]):
@@ -59,8 +63,12 @@ def test_lost_unit_is_not_seen_in_the_stream(model: ServedModel, unit: str) -> N
 def test_unit_that_never_comes_back(model: ServedModel) -> None:
     async def run() -> None:
         limits = LimitsConfig(request_timeout_s=0.3)
-        async with world(model, spell(model, "a", then_stop=False), step_s=0.01, limits=limits) as it:
-            asking = asyncio.create_task(it.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 4000}))
+        async with world(
+            model, spell(model, "a", then_stop=False), step_s=0.01, limits=limits
+        ) as it:
+            asking = asyncio.create_task(
+                it.client.post("/v1/completions", json={**COMPLETION, "max_tokens": 4000})
+            )
             while not it.units.decoding:
                 await asyncio.sleep(0.001)
             it.units.decoding.clear()
@@ -116,8 +124,12 @@ class _OneMessage:
         return messages
 
 
-@pytest.mark.parametrize(("effects", "error"), [(None, RuntimeError), ([Execute((PrefillPlan(0, ()),))], TypeError)])
-def test_bug_of_the_front_ends_the_host(effects: list[Effect] | None, error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("effects", "error"), [(None, RuntimeError), ([Execute((PrefillPlan(0, ()),))], TypeError)]
+)
+def test_bug_of_the_front_ends_the_host(
+    effects: list[Effect] | None, error: type[Exception]
+) -> None:
     async def run() -> None:
         async with asyncio.timeout(5):
             await Host(_Broken(effects), _OneMessage(), lambda: 0.0).run()

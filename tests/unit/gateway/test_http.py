@@ -30,8 +30,11 @@ def test_chat(model: ServedModel, prefix: str) -> None:
         assert body["model"] == "small"
         choice = body["choices"][0]
         assert choice["message"] == {
-            "role": "assistant", "content": "The answer is 4. 🙂", "reasoning_content": "Easy.", "refusal": None
-        }  # fmt: skip
+            "role": "assistant",
+            "content": "The answer is 4. 🙂",
+            "reasoning_content": "Easy.",
+            "refusal": None,
+        }
         assert choice["finish_reason"] == "stop"
         usage = body["usage"]
         generation = it.units.submitted[0]
@@ -43,7 +46,9 @@ def test_chat(model: ServedModel, prefix: str) -> None:
             usage["completion_tokens_details"]["reasoning_tokens"]
             == ids.index(model.vocabulary.control_ids["</think>"]) + 1
         )
-        assert usage["prompt_cache_hit_tokens"] == usage["prompt_tokens_details"]["cached_tokens"] == 0
+        assert (
+            usage["prompt_cache_hit_tokens"] == usage["prompt_tokens_details"]["cached_tokens"] == 0
+        )
 
     play(model, scene)
 
@@ -65,7 +70,9 @@ def test_choices_have_seeds_of_their_own(model: ServedModel) -> None:
 def test_model_defaults(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         await it.client.post("/v1/chat/completions", json=CHAT)
-        await it.client.post("/v1/chat/completions", json={**CHAT, "temperature": 0, "top_p": 1, "max_tokens": 5})
+        await it.client.post(
+            "/v1/chat/completions", json={**CHAT, "temperature": 0, "top_p": 1, "max_tokens": 5}
+        )
         first, second = it.units.submitted
         assert (first.sampling.temperature, first.sampling.top_p) == (0.6, 0.95)
         assert (second.sampling.temperature, second.sampling.top_p) == (0, 1)
@@ -91,11 +98,18 @@ def test_chat_logprobs(model: ServedModel) -> None:
         body = {**CHAT, "logprobs": True, "top_logprobs": 2}
         whole = (await it.client.post("/v1/chat/completions", json=body)).json()["choices"][0]
         entries = whole["logprobs"]["content"]
-        assert b"".join(bytes(entry["bytes"]) for entry in entries).decode().lstrip("\n") == whole["message"]["content"]
-        assert all(entry["logprob"] == -0.25 and len(entry["top_logprobs"]) == 2 for entry in entries)
+        assert (
+            b"".join(bytes(entry["bytes"]) for entry in entries).decode().lstrip("\n")
+            == whole["message"]["content"]
+        )
+        assert all(
+            entry["logprob"] == -0.25 and len(entry["top_logprobs"]) == 2 for entry in entries
+        )
         chunks = events(await it.client.post("/v1/chat/completions", json={**body, "stream": True}))
         streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-        assert [e for logprobs in streamed if logprobs for e in logprobs["content"] or ()] == entries
+        assert [
+            e for logprobs in streamed if logprobs for e in logprobs["content"] or ()
+        ] == entries
         reasoning = [e for logprobs in streamed if logprobs for e in logprobs["reasoning_content"]]
         assert reasoning == whole["logprobs"]["reasoning_content"]
         assert all(logprobs.keys() == whole["logprobs"].keys() for logprobs in streamed if logprobs)
@@ -122,7 +136,11 @@ def test_completion_logprobs(model: ServedModel) -> None:
         body = {"model": "small", "prompt": "2 + 2 =", "logprobs": 1}
         choice = (await it.client.post("/v1/completions", json=body)).json()["choices"][0]
         logprobs = choice["logprobs"]
-        assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"])
+        assert (
+            len(logprobs["tokens"])
+            == len(logprobs["token_logprobs"])
+            == len(logprobs["top_logprobs"])
+        )
         assert logprobs["text_offset"][0] == 0
         at = logprobs["tokens"].index("The") if "The" in logprobs["tokens"] else 1
         assert choice["text"][logprobs["text_offset"][at] :].startswith(logprobs["tokens"][at])
@@ -134,16 +152,26 @@ def test_a_completion_of_no_tokens_is_its_prompt(model: ServedModel) -> None:
     """Within OpenAI's description, as `best_of` 0 is; no unit hears of it."""
 
     async def scene(it: World) -> None:
-        body = {"model": "small", "prompt": ["2 + 2 =", "a"], "echo": True, "max_tokens": 0, "best_of": 0}
+        body = {
+            "model": "small",
+            "prompt": ["2 + 2 =", "a"],
+            "echo": True,
+            "max_tokens": 0,
+            "best_of": 0,
+        }
         reply = (await it.client.post("/v1/completions", json=body)).json()
         assert [(choice["text"], choice["finish_reason"]) for choice in reply["choices"]] == [
-            ("2 + 2 =", "length"), ("a", "length")
-        ]  # fmt: skip
+            ("2 + 2 =", "length"),
+            ("a", "length"),
+        ]
         assert reply["usage"]["completion_tokens"] == 0
         chunks = events(await it.client.post("/v1/completions", json={**body, "stream": True}))
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "2 + 2 =a"
         assert it.units.submitted == []
-        assert 'hadal_usage_prompt_tokens_total{cache="miss"} 0.0' in (await it.client.get("/metrics")).text
+        assert (
+            'hadal_usage_prompt_tokens_total{cache="miss"} 0.0'
+            in (await it.client.get("/metrics")).text
+        )
 
     play(model, scene)
 
@@ -152,10 +180,14 @@ def test_more_tokens_than_the_context_holds_are_refused(model: ServedModel) -> N
     async def scene(it: World) -> None:
         for field in ("max_tokens", "max_completion_tokens"):
             error = error_of(
-                await it.client.post("/v1/chat/completions", json={**CHAT, field: 4096}), 400, "context_length_exceeded"
+                await it.client.post("/v1/chat/completions", json={**CHAT, field: 4096}),
+                400,
+                "context_length_exceeded",
             )
             assert error["param"] == field
-            assert error["message"].startswith("This model's maximum context length is 4096 tokens. However, you")
+            assert error["message"].startswith(
+                "This model's maximum context length is 4096 tokens. However, you"
+            )
 
     play(model, scene)
 
@@ -188,7 +220,11 @@ def test_no_such_place(model: ServedModel) -> None:
         reply = await it.client.get("/v1/chat/completions")
         error_of(reply, 405, "method_not_allowed")
         assert "POST" in reply.headers["allow"]
-        error_of(await it.client.post("/v1/chat/completions", json={**CHAT, "model": "other"}), 404, "model_not_found")
+        error_of(
+            await it.client.post("/v1/chat/completions", json={**CHAT, "model": "other"}),
+            404,
+            "model_not_found",
+        )
 
     play(model, scene)
 
@@ -204,7 +240,9 @@ def test_keys(model: ServedModel) -> None:
                 error_of(reply, 401)
                 assert reply.headers["www-authenticate"].startswith("Bearer")
         good = {"Authorization": "Bearer kéy".encode()}
-        assert (await it.client.post("/v1/chat/completions", json=CHAT, headers=good)).status_code == 200
+        assert (
+            await it.client.post("/v1/chat/completions", json=CHAT, headers=good)
+        ).status_code == 200
         assert (await it.client.get("/health")).status_code == 200
 
     play(model, scene, keys=("kéy", "other"))
@@ -219,9 +257,17 @@ def test_limits(model: ServedModel) -> None:
         error_of(await chat(messages=long), 400, "context_length_exceeded")
         assert error_of(await chat(n=3), 400)["param"] == "n"
         assert error_of(await chat(max_tokens=101), 400)["param"] == "max_tokens"
-        error_of(await chat(messages=[{"role": "user", "content": "a" * 30000}]), 413, "body_too_large")
+        error_of(
+            await chat(messages=[{"role": "user", "content": "a" * 30000}]), 413, "body_too_large"
+        )
 
-    play(model, scene, limits=LimitsConfig(max_body_bytes=20000, max_prompt_tokens=500, max_output_tokens=100, max_n=2))
+    play(
+        model,
+        scene,
+        limits=LimitsConfig(
+            max_body_bytes=20000, max_prompt_tokens=500, max_output_tokens=100, max_n=2
+        ),
+    )
 
 
 @pytest.mark.parametrize("num_chunks", [1, 1000])
@@ -232,7 +278,9 @@ def test_body_without_length(model: ServedModel, num_chunks: int) -> None:
                 yield b" " * (40_000 // num_chunks)
 
         headers = {"Content-Type": "application/json"}
-        error_of(await it.client.post("/v1/chat/completions", content=chunks(), headers=headers), 413)
+        error_of(
+            await it.client.post("/v1/chat/completions", content=chunks(), headers=headers), 413
+        )
 
     play(model, scene, limits=LimitsConfig(max_body_bytes=20000))
 
@@ -254,7 +302,9 @@ def test_slow_body(model: ServedModel) -> None:
 def test_too_many_requests(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         it.units.go.clear()
-        running = [asyncio.create_task(it.client.post("/v1/chat/completions", json=CHAT)) for _ in range(2)]
+        running = [
+            asyncio.create_task(it.client.post("/v1/chat/completions", json=CHAT)) for _ in range(2)
+        ]
         while it.gateway.num_requests < 2:
             await asyncio.sleep(0)
         reply = await it.client.post("/v1/chat/completions", json=CHAT)
@@ -273,7 +323,10 @@ def test_places_are_generations(model: ServedModel) -> None:
         it.units.go.clear()
         body = {"model": "small", "prompt": ["a", "b", "c"], "n": 8, "max_tokens": 3}
         one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
-        asked = [asyncio.create_task(it.client.post("/v1/completions", json=body, headers=one)) for _ in range(3)]
+        asked = [
+            asyncio.create_task(it.client.post("/v1/completions", json=body, headers=one))
+            for _ in range(3)
+        ]
         while it.gateway.host.num_open < 72:
             await asyncio.sleep(0)
         reply = await it.client.post("/v1/completions", json={**body, "n": 6}, headers=one)
@@ -282,7 +335,9 @@ def test_places_are_generations(model: ServedModel) -> None:
         totals = it.gateway.snapshot().totals
         assert (totals.refused, totals.tokens_refused) == (18, 18 * 2)  # A begin mark and a letter.
         assert it.gateway.host.num_open == 72
-        other = asyncio.create_task(it.client.post("/v1/completions", json={**body, "prompt": "a"}, headers=two))
+        other = asyncio.create_task(
+            it.client.post("/v1/completions", json={**body, "prompt": "a"}, headers=two)
+        )
         while it.gateway.host.num_open < 80:
             await asyncio.sleep(0)
         it.units.go.set()
@@ -293,9 +348,16 @@ def test_places_are_generations(model: ServedModel) -> None:
 
 def test_to_go_ahead_of_others_is_a_right(model: ServedModel) -> None:
     async def scene(it: World) -> None:
-        for key, priority, status in (("one", 0, 200), ("one", -1, 200), ("one", 1, 403), ("two", 4, 200)):
+        for key, priority, status in (
+            ("one", 0, 200),
+            ("one", -1, 200),
+            ("one", 1, 403),
+            ("two", 4, 200),
+        ):
             headers = {"Authorization": f"Bearer {key}"}
-            reply = await it.client.post("/v1/chat/completions", json={**CHAT, "priority": priority}, headers=headers)
+            reply = await it.client.post(
+                "/v1/chat/completions", json={**CHAT, "priority": priority}, headers=headers
+            )
             assert reply.status_code == status, (key, priority)
             if status == 403:
                 assert error_of(reply, 403, "priority_not_allowed")["param"] == "priority"
@@ -316,14 +378,18 @@ def test_bodies_that_do_not_come_take_no_place(model: ServedModel) -> None:
 
         headers = {"Content-Type": "application/json", "Authorization": "Bearer one"}
         slow = [
-            asyncio.create_task(it.client.post("/v1/completions", content=chunks(), headers=headers))
+            asyncio.create_task(
+                it.client.post("/v1/completions", content=chunks(), headers=headers)
+            )
             for _ in range(6)
-        ]  # fmt: skip
+        ]
         error_of(await slow[0], 429, "too_many_bodies")
         error_of(await slow[1], 429, "too_many_bodies")
         assert (len(it.gateway.bodies), it.gateway.num_requests) == (4, 0)
         for _ in range(3):
-            reply = await it.client.post("/v1/chat/completions", json=CHAT, headers={"Authorization": "Bearer two"})
+            reply = await it.client.post(
+                "/v1/chat/completions", json=CHAT, headers={"Authorization": "Bearer two"}
+            )
             assert reply.status_code == 200
         gone.set()
         for task in slow[2:5]:

@@ -61,7 +61,9 @@ def test_a_box_that_is_not_taken_from_is_full_by_its_choices() -> None:
         for num_choices, most in ((1, MAX_WAITING), (8, MAX_WAITING), (64, 8 * MAX_WAITING)):
             closed.clear()
             box = Mailbox(
-                asyncio.get_running_loop(), num_choices=num_choices, close=lambda full, then: closed.append(full)
+                asyncio.get_running_loop(),
+                num_choices=num_choices,
+                close=lambda full, then: closed.append(full),
             )
             box.open_ids["a"] = 0
             for _ in range(most - 1):

@@ -13,14 +13,20 @@ from hadal.gateway.service import ServedModel
 from .malformed import CHAT_FIELDS, COMPLETION_FIELDS, bodies
 from .world import World, spell, world
 
-CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+CHAT: dict[str, Any] = {
+    "model": "small",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 2,
+}
 COMPLETION: dict[str, Any] = {"model": "small", "prompt": "hi", "max_tokens": 2}
 BATCH = 40
 
 
 async def _throw(it: World, path: str, body: bytes) -> None:
     async with asyncio.timeout(10):
-        reply = await it.client.post(path, content=body, headers={"Content-Type": "application/json"})
+        reply = await it.client.post(
+            path, content=body, headers={"Content-Type": "application/json"}
+        )
     assert reply.status_code in (200, 400, 404), (reply.status_code, body)
     if reply.status_code != 200:
         error = reply.json()["error"]
@@ -38,13 +44,21 @@ def _throw_all(model: ServedModel, path: str, all_bodies: list[bytes]) -> None:
     asyncio.run(run())
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(st.lists(bodies(CHAT, CHAT_FIELDS), min_size=BATCH, max_size=BATCH))
 def test_chat(model: ServedModel, all_bodies: list[bytes]) -> None:
     _throw_all(model, "/v1/chat/completions", all_bodies)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(st.lists(bodies(COMPLETION, COMPLETION_FIELDS), min_size=BATCH, max_size=BATCH))
 def test_completion(model: ServedModel, all_bodies: list[bytes]) -> None:
     _throw_all(model, "/v1/completions", all_bodies)
@@ -54,11 +68,18 @@ def test_headers(model: ServedModel) -> None:
     async def run() -> None:
         async with world(model, spell(model, "a")) as it:
             for kind, status in (
-                ("text/plain", 415), ("application/x-www-form-urlencoded", 415), ("", 415), ("application/json", 400),
-                ("application/json; charset=utf-8", 400), ("APPLICATION/JSON", 400), ("\xff", 415),
-            ):  # fmt: skip
+                ("text/plain", 415),
+                ("application/x-www-form-urlencoded", 415),
+                ("", 415),
+                ("application/json", 400),
+                ("application/json; charset=utf-8", 400),
+                ("APPLICATION/JSON", 400),
+                ("\xff", 415),
+            ):
                 reply = await it.client.post(
-                    "/v1/completions", content=b"{}", headers={"Content-Type": kind.encode("latin-1")}
+                    "/v1/completions",
+                    content=b"{}",
+                    headers={"Content-Type": kind.encode("latin-1")},
                 )
                 assert reply.status_code == status, kind
             for length in (b"-1", b"x", b"99999999999999999999"):

@@ -44,7 +44,11 @@ def test_refused_connections_by_process_and_kind() -> None:
 
 def test_a_unit_that_rests_shows_nothing_of_steps_that_are_long_over() -> None:
     load = Load("decode-0", "e", 100, 0, 0, 8, 0, 77, 2.5, 0.25, balance={"kv": 0.5})
-    of_steps = {("hadal_step_ms", "decode-0"), ("hadal_overhead_ms", "decode-0"), ("hadal_balance", "kv", "decode-0")}
+    of_steps = {
+        ("hadal_step_ms", "decode-0"),
+        ("hadal_overhead_ms", "decode-0"),
+        ("hadal_balance", "kv", "decode-0"),
+    }
     assert of_steps <= scraped_units(load).keys()
     rested = scraped_units(msgspec.structs.replace(load, idle_s=60.0))
     assert not of_steps & rested.keys()
@@ -55,12 +59,23 @@ def test_a_unit_that_rests_shows_nothing_of_steps_that_are_long_over() -> None:
 def test_every_number_of_the_front_and_the_units() -> None:
     load = Load("decode-0", "e", 100, 40, 3, 8, 0, 77, 2.5, 0.25)
     totals = Totals(
-        submitted=9, finished=5, cancelled=1, failed=2, refused=1, tokens_in=50, tokens_out=60, retries=4, preemptions=3
+        submitted=9,
+        finished=5,
+        cancelled=1,
+        failed=2,
+        refused=1,
+        tokens_in=50,
+        tokens_out=60,
+        retries=4,
+        preemptions=3,
     )
     snapshot = FrontSnapshot(
-        True, {"queued": 6, "decoding": 3}, {"decode-0": load},
-        {"prefill": {"prefill-0": 1, "prefill-1": 1}, "decode": {"decode-0": 1}}, totals,
-    )  # fmt: skip
+        True,
+        {"queued": 6, "decoding": 3},
+        {"decode-0": load},
+        {"prefill": {"prefill-0": 1, "prefill-1": 1}, "decode": {"decode-0": 1}},
+        totals,
+    )
     metrics = Metrics(lambda: snapshot)
     metrics.requests.labels("chat", "200").inc(2)
     metrics.first_token_s.observe(0.3)
@@ -89,10 +104,29 @@ def test_every_number_of_the_front_and_the_units() -> None:
 
 def test_what_the_balancers_did() -> None:
     decode = Load(
-        "decode-0", "e", 100, 40, 3, 8, 0, balance={"kv": 0.97, "requests": 1, "experts": 0.88, "experts_worst": 0.8},
-        num_replicas_moved=12, num_layers_flipped=3, num_requests_moved=2,
-    )  # fmt: skip
-    prefill = Load("prefill-0", "e", 100, 0, 0, 8, 0, balance=dict.fromkeys(OBJECTIVES, 0.5), num_replicas_moved=1)
+        "decode-0",
+        "e",
+        100,
+        40,
+        3,
+        8,
+        0,
+        balance={"kv": 0.97, "requests": 1, "experts": 0.88, "experts_worst": 0.8},
+        num_replicas_moved=12,
+        num_layers_flipped=3,
+        num_requests_moved=2,
+    )
+    prefill = Load(
+        "prefill-0",
+        "e",
+        100,
+        0,
+        0,
+        8,
+        0,
+        balance=dict.fromkeys(OBJECTIVES, 0.5),
+        num_replicas_moved=1,
+    )
     samples = scraped_units(decode, prefill)
     assert {name[1:]: value for name, value in samples.items() if name[0] == "hadal_balance"} == {
         ("kv", "decode-0"): 0.97,
@@ -101,7 +135,11 @@ def test_what_the_balancers_did() -> None:
         ("experts_worst", "decode-0"): 0.8,
         **{(objective, "prefill-0"): 0.5 for objective in OBJECTIVES},
     }
-    names = ("hadal_replicas_moved_total", "hadal_layers_flipped_total", "hadal_requests_moved_total")
+    names = (
+        "hadal_replicas_moved_total",
+        "hadal_layers_flipped_total",
+        "hadal_requests_moved_total",
+    )
     assert [samples[name, "decode-0"] for name in names] == [12, 3, 2]
     assert [samples[name, "prefill-0"] for name in names] == [1, 0, 0]
 
@@ -112,12 +150,16 @@ def test_what_is_no_number_is_left_out(value: object) -> None:
     odd = Load("decode-0", "e", 100, 40, 3, 8, 0, balance={"kv": value, "requests": 0.9})  # type: ignore[dict-item]
     silent = Load("decode-1", "e", 100, 40, 3, 8, 0)
     samples = scraped_units(odd, silent)
-    assert [name[1:] for name in samples if name[0] == "hadal_balance"] == [("requests", "decode-0")]
+    assert [name[1:] for name in samples if name[0] == "hadal_balance"] == [
+        ("requests", "decode-0")
+    ]
     assert samples["hadal_kv_blocks", "decode-1"] == 100
 
 
 def test_names_of_nobody_make_no_series() -> None:
-    samples = scraped_units(Load("decode-0", "e", 1, 0, 0, 8, 0, balance={"luck": 0.5, 'k"v\n': 0.5, "time": 0.5}))
+    samples = scraped_units(
+        Load("decode-0", "e", 1, 0, 0, 8, 0, balance={"luck": 0.5, 'k"v\n': 0.5, "time": 0.5})
+    )
     assert [name[1:] for name in samples if name[0] == "hadal_balance"] == [("time", "decode-0")]
 
 
@@ -132,10 +174,23 @@ def test_a_load_of_before_there_was_balance() -> None:
 
 
 def test_what_the_caches_did() -> None:
-    prefill = Load("prefill-0", "e", 100, 0, 0, 8, 0, cache={name: n for n, name in enumerate(CACHE_TOTALS, 1)})
-    decode = Load("decode-0", "e", 100, 0, 0, 8, 0, cache={STORED_BLOCKS: 7, **dict.fromkeys(CACHE_LEVELS, 3), "x": 1})
+    prefill = Load(
+        "prefill-0", "e", 100, 0, 0, 8, 0, cache={name: n for n, name in enumerate(CACHE_TOTALS, 1)}
+    )
+    decode = Load(
+        "decode-0",
+        "e",
+        100,
+        0,
+        0,
+        8,
+        0,
+        cache={STORED_BLOCKS: 7, **dict.fromkeys(CACHE_LEVELS, 3), "x": 1},
+    )
     samples = scraped_units(prefill, decode, Load("decode-1", "e", 100, 0, 0, 8, 0))
-    assert {name: value for name, value in samples.items() if name[0].startswith("hadal_cache")} == {
+    assert {
+        name: value for name, value in samples.items() if name[0].startswith("hadal_cache")
+    } == {
         ("hadal_cache_hit_tokens_total", "memory", "prefill-0"): 1,
         ("hadal_cache_hit_tokens_total", "disk", "prefill-0"): 2,
         ("hadal_cache_miss_tokens_total", "prefill-0"): 3,
@@ -157,7 +212,9 @@ def test_prompts_by_what_was_reused() -> None:
     metrics.count_usage(Usage(200, 5, 0, 128))
     metrics.count_usage(Usage(30, 5, 0))
     samples = scraped(metrics)
-    assert {name: value for name, value in samples.items() if name[0].endswith("prompt_tokens_total")} == {
+    assert {
+        name: value for name, value in samples.items() if name[0].endswith("prompt_tokens_total")
+    } == {
         ("hadal_answered_prompt_tokens_total", "hit"): 640,
         ("hadal_answered_prompt_tokens_total", "miss"): 100,
         ("hadal_usage_prompt_tokens_total", "hit"): 128,
@@ -169,11 +226,19 @@ def test_prompts_by_what_was_reused() -> None:
 def test_what_became_of_the_ledgers_facts() -> None:
     snapshot = FrontSnapshot(False, {}, {}, {}, Totals())
     counts = LedgerCounts(
-        num_written=1, num_same=2, num_refused=3, num_spooled=4, num_lost=5, num_waiting=6, is_down=True
+        num_written=1,
+        num_same=2,
+        num_refused=3,
+        num_spooled=4,
+        num_lost=5,
+        num_waiting=6,
+        is_down=True,
     )
     samples = scraped(Metrics(lambda: snapshot, lambda: counts))
-    assert {name[1:]: value for name, value in samples.items() if name[0] == "hadal_ledger_facts_total"} == {
-        ("written",): 1, ("same",): 2, ("refused",): 3, ("spooled",): 4, ("lost",): 5
-    }  # fmt: skip
+    assert {
+        name[1:]: value for name, value in samples.items() if name[0] == "hadal_ledger_facts_total"
+    } == {("written",): 1, ("same",): 2, ("refused",): 3, ("spooled",): 4, ("lost",): 5}
     assert (samples["hadal_ledger_waiting",], samples["hadal_ledger_down",]) == (6, 1)
-    assert not any(name[0].startswith("hadal_ledger") for name in scraped(Metrics(lambda: snapshot)))
+    assert not any(
+        name[0].startswith("hadal_ledger") for name in scraped(Metrics(lambda: snapshot))
+    )

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from hadal.core.errors import RequestError
-from hadal.gateway.openai import Turn, check_ids, check_num_ids, parse_chat, parse_completion, with_defaults
+from hadal.gateway.openai import (
+    Turn,
+    check_ids,
+    check_num_ids,
+    parse_chat,
+    parse_completion,
+    with_defaults,
+)
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -32,8 +39,14 @@ def completion(**fields: Any) -> Any:
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0]"),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+        ),
         ({"messages": MESSAGES * 5000}, "messages"),
         ({"model": None}, "model"),
         ({"temperature": 2.1}, "temperature"),
@@ -81,11 +94,16 @@ def completion(**fields: Any) -> Any:
         ({"stream": "yes"}, "stream"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"reasoning_effort": "none", "thinking": {"type": "enabled"}}, "reasoning_effort"),
-        ({"messages": [{"role": "assistant", "content": "a", "prefix": True}]}, "messages[0].prefix"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "prefix": True}]},
+            "messages[0].prefix",
+        ),
         ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
         ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]},
-         "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]},
+            "messages[0].content[0].type",
+        ),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
@@ -148,13 +166,28 @@ def test_completion_mistakes(fields: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"[]", b"null", b"1", b'"x"', b"{", b'{"model": "m", "messages": NaN}', b'{"temperature": Infinity}',
-        b'{"model": "\xff"}', b'{"x": "\xff"}', b'{"model": "\\ud800"}', b'{"model": "m", "temperature": 1e400}',
-        b'{"max_tokens": 99999999999999999999999999999999}', b'{"x":' + b"[" * 100_000, b'{"x":' * 100_000,
-        b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"\xef\xbb\xbf{}", b"\x00", b'{"a":1}{"b":2}',
+        b"",
+        b"[]",
+        b"null",
+        b"1",
+        b'"x"',
+        b"{",
+        b'{"model": "m", "messages": NaN}',
+        b'{"temperature": Infinity}',
+        b'{"model": "\xff"}',
+        b'{"x": "\xff"}',
+        b'{"model": "\\ud800"}',
+        b'{"model": "m", "temperature": 1e400}',
+        b'{"max_tokens": 99999999999999999999999999999999}',
+        b'{"x":' + b"[" * 100_000,
+        b'{"x":' * 100_000,
+        b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b"\xef\xbb\xbf{}",
+        b"\x00",
+        b'{"a":1}{"b":2}',
     ],
     ids=range(19),
-)  # fmt: skip
+)
 def test_bodies_that_are_no_request(body: bytes) -> None:
     for parse in (parse_chat, parse_completion):
         with pytest.raises(RequestError):
@@ -163,30 +196,62 @@ def test_bodies_that_are_no_request(body: bytes) -> None:
 
 def test_nulls_and_extras_are_taken() -> None:
     parsed = chat(
-        temperature=None, top_p=None, n=None, stop=None, seed=None, stream=None, logprobs=None, tools=None, user="u",
-        tool_choice="none", parallel_tool_calls=True, metadata={"a": [1]}, store=True, service_tier="auto",
-        verbosity="medium", modalities=["text"], add_generation_prompt=True, continue_final_message=False,
-        length_penalty=1.0, bad_words=[], documents=[], prediction={"type": "content", "content": "x"},
-        prompt_logprobs=None, skip_special_tokens=True, reasoning_effort="high", mirostat=0, echo=False,
-    )  # fmt: skip
+        temperature=None,
+        top_p=None,
+        n=None,
+        stop=None,
+        seed=None,
+        stream=None,
+        logprobs=None,
+        tools=None,
+        user="u",
+        tool_choice="none",
+        parallel_tool_calls=True,
+        metadata={"a": [1]},
+        store=True,
+        service_tier="auto",
+        verbosity="medium",
+        modalities=["text"],
+        add_generation_prompt=True,
+        continue_final_message=False,
+        length_penalty=1.0,
+        bad_words=[],
+        documents=[],
+        prediction={"type": "content", "content": "x"},
+        prompt_logprobs=None,
+        skip_special_tokens=True,
+        reasoning_effort="high",
+        mirostat=0,
+        echo=False,
+    )
     assert parsed.ask.n == 1
     assert parsed.ask.temperature is None
     assert not parsed.ask.stream
 
 
 def test_messages() -> None:
-    parsed = chat(messages=[
-        {"role": "developer", "content": "d"}, {"role": "user", "content": [{"type": "text", "text": "a"}] * 2},
-        {"role": "assistant", "content": None, "reasoning_content": "old"},
-        {"role": "user", "content": "b", "name": "x"},
-    ])  # fmt: skip
-    assert parsed.turns == (Turn("system", "d"), Turn("user", "aa"), Turn("assistant", ""), Turn("user", "b"))
+    parsed = chat(
+        messages=[
+            {"role": "developer", "content": "d"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}] * 2},
+            {"role": "assistant", "content": None, "reasoning_content": "old"},
+            {"role": "user", "content": "b", "name": "x"},
+        ]
+    )
+    assert parsed.turns == (
+        Turn("system", "d"),
+        Turn("user", "aa"),
+        Turn("assistant", ""),
+        Turn("user", "b"),
+    )
 
 
 def test_a_refusal_in_the_history_is_what_the_assistant_said() -> None:
     part = {"type": "refusal", "refusal": "I cannot."}
     for said in ({"content": None, "refusal": "I cannot."}, {"content": [part]}):
-        assert chat(messages=[{"role": "assistant", **said}]).turns == (Turn("assistant", "I cannot."),)
+        assert chat(messages=[{"role": "assistant", **said}]).turns == (
+            Turn("assistant", "I cannot."),
+        )
 
 
 def test_thinking() -> None:
@@ -196,13 +261,23 @@ def test_thinking() -> None:
     assert chat(thinking=True).thinking is True
     assert chat(thinking={"type": "disabled"}).thinking is False
     assert chat(chat_template_kwargs={"enable_thinking": False}).thinking is False
-    assert chat(thinking={"type": "enabled"}, chat_template_kwargs={"thinking": False}).thinking is True
+    assert (
+        chat(thinking={"type": "enabled"}, chat_template_kwargs={"thinking": False}).thinking
+        is True
+    )
 
 
 def test_sampling() -> None:
-    ask = chat(temperature=0, top_k=-1, logit_bias={"5": 2.5}, logprobs=True, seed=-1, stop=["a", "a", "b"]).ask
+    ask = chat(
+        temperature=0, top_k=-1, logit_bias={"5": 2.5}, logprobs=True, seed=-1, stop=["a", "a", "b"]
+    ).ask
     sampling = with_defaults(ask, temperature=0.6, top_p=0.95, seed=-1, index=1)
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.num_logprobs) == (0, 0.95, 0, 0)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.num_logprobs) == (
+        0,
+        0.95,
+        0,
+        0,
+    )
     assert (sampling.logit_bias, sampling.seed, ask.stops) == (((5, 2.5),), 0, ("a", "b"))
     assert with_defaults(ask, 1, 1, seed=-1, index=0).seed == 2**63 - 1
 
@@ -220,7 +295,10 @@ def test_prompts() -> None:
 
 
 def test_ids_beyond_the_vocabulary() -> None:
-    for fields, param in (({"stop_token_ids": [100]}, "stop_token_ids"), ({"logit_bias": {"100": 1}}, "logit_bias")):
+    for fields, param in (
+        ({"stop_token_ids": [100]}, "stop_token_ids"),
+        ({"logit_bias": {"100": 1}}, "logit_bias"),
+    ):
         with pytest.raises(RequestError, match="the vocabulary has 100") as caught:
             check_ids(chat(**fields).ask, 100)
         assert caught.value.param == param
@@ -229,7 +307,11 @@ def test_ids_beyond_the_vocabulary() -> None:
 
 def test_a_salt_goes_along_and_public_is_for_chats() -> None:
     for salt in (None, "a", "s" * 256, "é"):
-        assert chat(cache_salt=salt).ask.cache_salt == completion(cache_salt=salt).ask.cache_salt == salt
+        assert (
+            chat(cache_salt=salt).ask.cache_salt
+            == completion(cache_salt=salt).ask.cache_salt
+            == salt
+        )
     assert chat(cache_salt="public").ask.cache_salt == "public"
     with pytest.raises(RequestError, match="a plain prompt has none") as caught:
         completion(cache_salt="public")
@@ -242,21 +324,33 @@ def test_too_many_ids_are_refused_before_they_become_numbers() -> None:
     few = ",".join(["1"] * 200_000)
     lists = ",".join(["[1]"] * 100_000)
     for prompt, said in (
-        (f"[{ids}]", "values"), (f"[[1, 2], [{ids}]]", "values"), (f'"", "stop": [{ids}]', "values"),
-        (f"[{few}]", "at most 4000"), (f"[[1, 2], [{few}]]", "at most 4000"), (f"[{lists}]", "more than 64 entries"),
-    ):  # fmt: skip
+        (f"[{ids}]", "values"),
+        (f"[[1, 2], [{ids}]]", "values"),
+        (f'"", "stop": [{ids}]', "values"),
+        (f"[{few}]", "at most 4000"),
+        (f"[[1, 2], [{few}]]", "at most 4000"),
+        (f"[{lists}]", "more than 64 entries"),
+    ):
         body = f'{{"model": "m", "prompt": {prompt}}}'.encode()
         start_s = time.process_time()
         with pytest.raises(RequestError, match=said) as caught:
             check_num_ids(body, 4000)
         assert time.process_time() - start_s < 0.1
         assert caught.value.param == "prompt"
-    for prompt in ([1] * 4000, [[1] * 4000] * 64, [[1]] * 64, json.dumps({"prompt": [1] * 9000}), "1," * 9000):
+    for prompt in (
+        [1] * 4000,
+        [[1] * 4000] * 64,
+        [[1]] * 64,
+        json.dumps({"prompt": [1] * 9000}),
+        "1," * 9000,
+    ):
         check_num_ids(json.dumps({"model": "m", "prompt": prompt}).encode(), 4000)
 
 
 def test_prompts_that_begin_within_prompts_are_looked_at_once() -> None:
-    """Each begin was read to the end of the body: 128 KB took 0.4 s, and 4 MiB a quarter of an hour."""
+    """Each begin was read to the end of the body: 128 KB took 0.4 s, and 4 MiB a quarter of an
+    hour.
+    """
     body = b'{"prompt":[' * 100_000 + b"," * 9000 + b"]"
     start_s = time.process_time()
     with pytest.raises(RequestError, match="at most 4000"):
@@ -265,7 +359,10 @@ def test_prompts_that_begin_within_prompts_are_looked_at_once() -> None:
 
 
 def test_small_fields_are_not_read_when_they_are_long() -> None:
-    for name, value in (("stop_token_ids", [1] * 200_000), ("logit_bias", {str(i): 1 for i in range(40_000)})):
+    for name, value in (
+        ("stop_token_ids", [1] * 200_000),
+        ("logit_bias", {str(i): 1 for i in range(40_000)}),
+    ):
         with pytest.raises(RequestError, match="too long") as caught:
             completion(**{name: value})
         assert caught.value.param == name

@@ -29,7 +29,9 @@ def test_a_tenant_alone_takes_all_and_leaves_another_its_share() -> None:
     assert len(places) == 0
 
 
-def test_what_is_begun_and_given_up_takes_places_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_begun_and_given_up_takes_places_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("hadal.gateway.places.LEFT_S", 0.1)
 
     async def scene() -> None:
@@ -61,7 +63,14 @@ def test_one_body_too_many_pushes_out_its_own_tenant_s_oldest() -> None:
                 told.append(f"{name} {error.status}")
 
         tasks = []
-        for name, wait_s in (("a1", 9.0), ("a2", 9.0), ("a3", 9.0), ("b1", 0.1), ("a4", 9.0), ("b2", 0.0)):
+        for name, wait_s in (
+            ("a1", 9.0),
+            ("a2", 9.0),
+            ("a3", 9.0),
+            ("b1", 0.1),
+            ("a4", 9.0),
+            ("b2", 0.0),
+        ):
             tasks.append(asyncio.create_task(body(name, wait_s)))
             await asyncio.sleep(0.01)
         await asyncio.gather(*tasks)
@@ -85,7 +94,8 @@ def test_a_body_comes_in_the_very_moment_in_which_the_oldest_one_s_time_is_over(
             except ApiError as error:
                 told.append(f"{name} {error.status}")
 
-        # The event loop ends the first one's time one turn after its begin, and its task hears of it one turn later.
+        # The event loop ends the first one's time one turn after its begin, and its task hears of
+        # it one turn later.
         await asyncio.gather(body("a1", 0.0, 0), body("a2", 9.0, 1))
         assert len(bodies) == 0
         return told

@@ -31,8 +31,13 @@ from .world import gateway_of, spell
 
 
 def test_no_torch_and_a_quick_start() -> None:
-    code = "import sys, hadal.gateway.process; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)})
+    code = (
+        "import sys, hadal.gateway.process; assert 'torch' not in sys.modules and 'transformers'"
+        " not in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)}
+    )
 
 
 def test_listener_is_the_supervisors() -> None:
@@ -47,10 +52,14 @@ def test_listener_is_the_supervisors() -> None:
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_drain_lets_streams_finish(
-    model: ServedModel, in_time: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: ServedModel,
+    in_time: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A drain message while a stream runs: it ends by itself or when its time is up, and then the process ends. The log
-    tells now and then what is waited for."""
+    """A drain message while a stream runs: it ends by itself or when its time is up, and then the
+    process ends. The log tells now and then what is waited for.
+    """
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(process, "_TELL_S", 0.02)
 
@@ -110,7 +119,9 @@ def test_the_run_s_fingerprint_names_blocks_and_keys_are_tenants(folder: Path) -
         finally:
             gateway.service.close()
         assert tenant == Tenant(salt_of(b"b"))
-        assert work.choices[0].generation.chain == extend(root_of(b"f9"), b"", [7] * 64, tenant.salt)
+        assert work.choices[0].generation.chain == extend(
+            root_of(b"f9"), b"", [7] * 64, tenant.salt
+        )
 
     asyncio.run(run())
 
@@ -129,7 +140,9 @@ class _Heard(FakeUnits):
         super().send(to, message)
 
 
-def test_the_supervisor_hears_of_it_from_when_it_answers_and_as_long_as_its_loop_turns(model: ServedModel) -> None:
+def test_the_supervisor_hears_of_it_from_when_it_answers_and_as_long_as_its_loop_turns(
+    model: ServedModel,
+) -> None:
     async def run() -> None:
         units = _Heard()
         gateway = gateway_of(model, units)
@@ -152,7 +165,9 @@ def test_the_supervisor_hears_of_it_from_when_it_answers_and_as_long_as_its_loop
 
 
 @pytest.mark.parametrize("has_served", [False, True])
-def test_requests_wait_for_units_where_the_server_has_served(folder: Path, has_served: bool) -> None:
+def test_requests_wait_for_units_where_the_server_has_served(
+    folder: Path, has_served: bool
+) -> None:
     units = FakeUnits(lambda generation, index: 5)
     gateway = make_gateway(Deployment(model=str(folder)), units, {}, has_served=has_served)  # type: ignore[arg-type]
     try:
@@ -167,6 +182,8 @@ def test_requests_wait_for_units_where_the_server_has_served(folder: Path, has_s
 
 def test_module_needs_its_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hadal.gateway.process", "--folder", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)}
+    )
     assert done.returncode != 0
     assert "run folder" in done.stderr

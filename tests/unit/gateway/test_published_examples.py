@@ -1,8 +1,10 @@
-"""Clients as DeepSeek publishes them run unchanged but for base URL and model, through the official OpenAI package.
+"""Clients as DeepSeek publishes them run unchanged but for base URL and model, through the official
+OpenAI package.
 
-The whole reply is from "Your first API call", the stream from "Thinking mode" (api-docs.deepseek.com). The stream reads
-`reasoning_content` of every chunk's delta and adds up the `content` of those that have none: both keys must be there
-always, and `content` must be a string in the last chunk too.
+The whole reply is from "Your first API call", the stream from "Thinking mode"
+(api-docs.deepseek.com). The stream reads `reasoning_content` of every chunk's delta and adds up the
+`content` of those that have none: both keys must be there always, and `content` must be a string in
+the last chunk too.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from .world import spell
 
 
 def test_first_call(model: ServedModel) -> None:
-    with serving(model, spell(model, TEXT)) as server, OpenAI(api_key="none", base_url=server.url) as client:
+    with (
+        serving(model, spell(model, TEXT)) as server,
+        OpenAI(api_key="none", base_url=server.url) as client,
+    ):
         response = client.chat.completions.create(
             model="small",
             messages=[
@@ -32,7 +37,10 @@ def test_first_call(model: ServedModel) -> None:
 
 
 def test_streaming_in_thinking_mode(model: ServedModel) -> None:
-    with serving(model, spell(model, TEXT)) as server, OpenAI(api_key="none", base_url=server.url) as client:
+    with (
+        serving(model, spell(model, TEXT)) as server,
+        OpenAI(api_key="none", base_url=server.url) as client,
+    ):
         messages = [{"role": "user", "content": "9.11 and 9.8, which is greater?"}]
         for _ in range(2):
             response = client.chat.completions.create(
@@ -53,5 +61,9 @@ def test_streaming_in_thinking_mode(model: ServedModel) -> None:
                     content += chunk.choices[0].delta.content  # type: ignore[operator]
 
             assert (reasoning_content, content) == ("Easy.", "The answer is 4. 🙂")
-            messages.append({"role": "assistant", "reasoning_content": reasoning_content, "content": content})
-            messages.append({"role": "user", "content": "How many Rs are there in the word 'strawberry'?"})
+            messages.append(
+                {"role": "assistant", "reasoning_content": reasoning_content, "content": content}
+            )
+            messages.append(
+                {"role": "user", "content": "How many Rs are there in the word 'strawberry'?"}
+            )

@@ -33,7 +33,9 @@ def test_circles_of_every_size(period: int) -> None:
     for cut in (-1, 0, 1, 40):
         circle = [draw.randrange(1000) for _ in range(period)]
         run = max(MIN_TOKENS, MIN_TIMES * period) + cut
-        tokens = [draw.randrange(1000) for _ in range(50)] + list(itertools.islice(itertools.cycle(circle), run))
+        tokens = [draw.randrange(1000) for _ in range(50)] + list(
+            itertools.islice(itertools.cycle(circle), run)
+        )
         assert repeated_period(tokens) == slow_period(tokens)
         assert bool(repeated_period(tokens)) == (cut >= 0 and period <= MAX_PERIOD)
 
@@ -60,10 +62,16 @@ def test_a_text_in_circles_is_stopped_however_its_tokens_come(model: ServedModel
     assert MIN_TOKENS <= num_tokens <= MIN_TOKENS + 64
 
 
-def test_the_units_stop_too_and_it_can_be_turned_off(model: ServedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_units_stop_too_and_it_can_be_turned_off(
+    model: ServedModel, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scene(it: World) -> None:
         async def num_tokens(**fields: object) -> int:
-            reply = (await it.client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 1500, **fields})).json()
+            reply = (
+                await it.client.post(
+                    "/v1/chat/completions", json={**CHAT, "max_tokens": 1500, **fields}
+                )
+            ).json()
             assert reply["choices"][0]["finish_reason"] == "length"
             return int(reply["usage"]["completion_tokens"])
 

@@ -28,7 +28,8 @@ def test_chat_chunks(model: ServedModel) -> None:
     token = Token("r", 0, 0, 70, None, -math.inf, ((71, -1.5), (10**6, math.nan)))
     piece = Piece(NASTY, "b" + NASTY, [token], [token], "stop")
     chunks = [
-        ChatCompletionChunk.model_validate(chunk) for chunk in chunks_of(reply.opening(2, "") + reply.chunks(2, piece))
+        ChatCompletionChunk.model_validate(chunk)
+        for chunk in chunks_of(reply.opening(2, "") + reply.chunks(2, piece))
     ]
     assert [chunk.choices[0].index for chunk in chunks] == [2] * 4
     assert chunks[0].model == 'a "model"'
@@ -36,7 +37,9 @@ def test_chat_chunks(model: ServedModel) -> None:
     assert chunks[2].choices[0].delta.content == "b" + NASTY
     assert chunks[3].choices[0].finish_reason == "stop"
     deltas = [chunk.choices[0].delta.model_dump() for chunk in chunks]
-    assert all("reasoning_content" in delta and isinstance(delta["content"], str) for delta in deltas)
+    assert all(
+        "reasoning_content" in delta and isinstance(delta["content"], str) for delta in deltas
+    )
     assert chunks[2].choices[0].logprobs is not None
     entry = (chunks[2].choices[0].logprobs.content or [])[0]
     assert entry.logprob == -9999.0
@@ -45,13 +48,20 @@ def test_chat_chunks(model: ServedModel) -> None:
 
 
 def test_chat_body(model: ServedModel) -> None:
-    outcomes = [Outcome(0, Piece("r", NASTY, finish="stop"), True), Outcome(1, Piece("", "c", finish="length"), False)]
-    body = ChatCompletion.model_validate_json(ChatFormatter(HEAD, model.vocabulary).whole(outcomes, USAGE))
+    outcomes = [
+        Outcome(0, Piece("r", NASTY, finish="stop"), True),
+        Outcome(1, Piece("", "c", finish="length"), False),
+    ]
+    body = ChatCompletion.model_validate_json(
+        ChatFormatter(HEAD, model.vocabulary).whole(outcomes, USAGE)
+    )
     assert body.choices[0].message.content == NASTY
     assert body.choices[0].message.reasoning_content == "r"  # type: ignore[attr-defined]
     assert body.choices[1].message.reasoning_content is None  # type: ignore[attr-defined]
     fields = json.loads(ChatFormatter(HEAD, model.vocabulary).whole(outcomes, USAGE))["choices"]
-    assert all(choice["message"]["refusal"] is None for choice in fields)  # OpenAI's description requires the key.
+    assert all(
+        choice["message"]["refusal"] is None for choice in fields
+    )  # OpenAI's description requires the key.
     assert body.usage is not None
     assert body.usage.total_tokens == 17
     assert body.usage.completion_tokens_details is not None
@@ -72,7 +82,10 @@ def test_usage_chunk(model: ServedModel) -> None:
 
 def test_completion(model: ServedModel) -> None:
     reply = CompletionFormatter(HEAD, model.vocabulary)
-    tokens = [Token("r", 0, i, token, None, -0.5, ((token, -0.5), (72, -2.0))) for i, token in enumerate((70, 71))]
+    tokens = [
+        Token("r", 0, i, token, None, -0.5, ((token, -0.5), (72, -2.0)))
+        for i, token in enumerate((70, 71))
+    ]
     body = Completion.model_validate_json(
         reply.whole([Outcome(0, Piece("", "xy", [], tokens, "stop"), False, "pre")], USAGE)
     )
@@ -82,7 +95,8 @@ def test_completion(model: ServedModel) -> None:
     assert logprobs.text_offset == [3, 3 + len(model.vocabulary.decode([70]))]
     assert logprobs.token_logprobs == [-0.5, -0.5]
     assert all(len(top) == 2 for top in logprobs.top_logprobs or ())
-    # The client's types do not know that a stream's finish_reason is null until the end, as OpenAI sends it.
+    # The client's types do not know that a stream's finish_reason is null until the end, as OpenAI
+    # sends it.
     chunks = [
         Completion.model_construct(**chunk)
         for chunk in chunks_of(reply.opening(0, "pre") + reply.chunks(0, Piece("", NASTY)))

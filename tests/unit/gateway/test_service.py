@@ -24,10 +24,16 @@ TENANT = Tenant(salt_of(b"key"))
 
 
 def work_of(
-    model: ServedModel, fields: dict[str, Any], limits: LimitsConfig | None = None, *, tenant: Tenant = TENANT,
+    model: ServedModel,
+    fields: dict[str, Any],
+    limits: LimitsConfig | None = None,
+    *,
+    tenant: Tenant = TENANT,
     names: FrontNames = NAMES,
-) -> Work:  # fmt: skip
-    service = Service(model, limits or LimitsConfig(), names, random_bytes=lambda num: b"\x01" * num)
+) -> Work:
+    service = Service(
+        model, limits or LimitsConfig(), names, random_bytes=lambda num: b"\x01" * num
+    )
     fields = {"model": "small", **({} if "messages" in fields else {"prompt": "hi"}), **fields}
     prepare = service.chat if "messages" in fields else service.completion
     try:
@@ -62,12 +68,19 @@ def test_folder_without_generation_config(tmp_path: Path) -> None:
     write_model_folder(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     model = read_served_model(tmp_path, "m")
-    assert (model.temperature, model.top_p, model.eos_ids, model.context_tokens) == (1.0, 1.0, (1,), CONTEXT)
+    assert (model.temperature, model.top_p, model.eos_ids, model.context_tokens) == (
+        1.0,
+        1.0,
+        (1,),
+        CONTEXT,
+    )
 
 
 def test_greedy_model(tmp_path: Path) -> None:
     write_model_folder(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.6}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"do_sample": False, "temperature": 0.6})
+    )
     assert read_served_model(tmp_path, "m").temperature == 0
 
 
@@ -81,7 +94,9 @@ def test_greedy_model(tmp_path: Path) -> None:
         ({"prompt": [5] * (CONTEXT - 1)}, LimitsConfig(), 1),
     ],
 )
-def test_max_tokens(model: ServedModel, fields: dict[str, Any], limits: LimitsConfig, max_tokens: int) -> None:
+def test_max_tokens(
+    model: ServedModel, fields: dict[str, Any], limits: LimitsConfig, max_tokens: int
+) -> None:
     fields = {"prompt": [5, 6, 7], **fields}
     assert work_of(model, fields, limits).choices[0].generation.max_tokens == max_tokens
 
@@ -96,15 +111,21 @@ def test_prompt_limit(model: ServedModel) -> None:
 
 
 def test_stop_ids_and_min_tokens(model: ServedModel) -> None:
-    generation = work_of(model, {"stop_token_ids": [1, 9], "min_tokens": 3, "max_tokens": 5}).choices[0].generation
+    generation = (
+        work_of(model, {"stop_token_ids": [1, 9], "min_tokens": 3, "max_tokens": 5})
+        .choices[0]
+        .generation
+    )
     assert (generation.stop_ids, generation.min_tokens) == ((1, 9), 3)
     assert work_of(model, {"ignore_eos": True}).choices[0].generation.stop_ids == ()
 
 
 def test_priority_goes_along(model: ServedModel) -> None:
     may = Tenant(TENANT.salt, frozenset({PRIORITY}))
-    priorities = [work_of(model, fields, tenant=may).choices[0].generation.priority
-                  for fields in ({}, {"priority": None}, {"priority": 3}, {"priority": -4})]  # fmt: skip
+    priorities = [
+        work_of(model, fields, tenant=may).choices[0].generation.priority
+        for fields in ({}, {"priority": None}, {"priority": 3}, {"priority": -4})
+    ]
     assert priorities == [0, 0, 3, -4]
 
 
@@ -183,34 +204,49 @@ def test_choices_of_a_prompt_share_its_names_and_prompts_have_their_own(model: S
 
 def test_tenants_and_their_users_share_no_name(model: ServedModel) -> None:
     askers = [(TENANT, None), (OTHER, None), (TENANT, "a"), (TENANT, "b"), (OTHER, "a")]
-    chains = [names_of(model, {"prompt": IDS, "cache_salt": salt}, tenant) for tenant, salt in askers]
+    chains = [
+        names_of(model, {"prompt": IDS, "cache_salt": salt}, tenant) for tenant, salt in askers
+    ]
     assert len({name for chain in chains for name in chain}) == 4 * len(askers)
     salted = work_of(model, {"prompt": IDS, "cache_salt": "a"}).choices[0].generation
     assert salted.salt == salt_within(TENANT.salt, "a")
-    assert names_of(model, {"prompt": IDS, "cache_salt": "a"}) == list(split(salted.chain)), "and find their own again"
+    assert names_of(model, {"prompt": IDS, "cache_salt": "a"}) == list(split(salted.chain)), (
+        "and find their own again"
+    )
 
 
 @pytest.mark.parametrize("num_words", [0, 20, 100, 300])
-def test_public_shares_exactly_the_full_blocks_of_the_system_messages(model: ServedModel, num_words: int) -> None:
+def test_public_shares_exactly_the_full_blocks_of_the_system_messages(
+    model: ServedModel, num_words: int
+) -> None:
     system = {"role": "system", "content": "abc " * num_words}
     chats = {
-        asker: {"messages": [system, {"role": "user", "content": text * 300}], "cache_salt": "public"}
+        asker: {
+            "messages": [system, {"role": "user", "content": text * 300}],
+            "cache_salt": "public",
+        }
         for asker, text in ((TENANT, "same "), (OTHER, "same "))
     }
     ours, theirs = (names_of(model, fields, asker) for asker, fields in chats.items())
-    num_system = len(model.vocabulary.encode_controlled("<｜begin▁of▁sentence｜>" + "abc " * num_words))
+    num_system = len(
+        model.vocabulary.encode_controlled("<｜begin▁of▁sentence｜>" + "abc " * num_words)
+    )
     num_shared = num_system // 64 if num_words else 0
     assert (num_words < 100) == (num_shared == 0)
     assert ours[:num_shared] == theirs[:num_shared]
     assert len(ours) == len(theirs) > num_shared
-    assert not set(ours[num_shared:]) & set(theirs[num_shared:]), "the same question, of two tenants"
+    assert not set(ours[num_shared:]) & set(theirs[num_shared:]), (
+        "the same question, of two tenants"
+    )
     # Whoever does not say so shares nothing, not even with what he shared before.
     private = names_of(model, {**chats[TENANT], "cache_salt": None})
     assert not set(private) & set(ours[:num_shared])
 
 
 def test_public_leaves_a_prompt_as_it_is(model: ServedModel) -> None:
-    fields = {"messages": [{"role": "system", "content": "abc " * 99}, {"role": "user", "content": "hi"}]}
+    fields = {
+        "messages": [{"role": "system", "content": "abc " * 99}, {"role": "user", "content": "hi"}]
+    }
     plain, public = (work_of(model, {**fields, "cache_salt": salt}) for salt in (None, "public"))
     assert plain.choices[0].generation.prompt == public.choices[0].generation.prompt
     assert public.choices[0].generation.salt == TENANT.salt

@@ -20,11 +20,17 @@ from .world import World
 def test_chat_stream(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         chunks = events(await it.client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
-        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "reasoning_content": None}
+        assert chunks[0]["choices"][0]["delta"] == {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": None,
+        }
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
         assert "".join(delta["reasoning_content"] or "" for delta in deltas) == "Easy."
         assert "".join(delta["content"] for delta in deltas) == "The answer is 4. 🙂"
-        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (
+            len(chunks) - 1
+        ) + ["stop"]
         assert len({chunk["id"] for chunk in chunks}) == 1
         assert all("usage" not in chunk for chunk in chunks)
 
@@ -49,7 +55,9 @@ def test_stop_string_ends_the_generation(model: ServedModel, stream: bool) -> No
         body = {**CHAT, "stop": ["is 4"], "stream": stream, "max_tokens": 3000}
         reply = await it.client.post("/v1/chat/completions", json=body)
         if stream:
-            text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in events(reply))
+            text = "".join(
+                chunk["choices"][0]["delta"].get("content", "") for chunk in events(reply)
+            )
         else:
             text = reply.json()["choices"][0]["message"]["content"]
         assert text == "The answer "
@@ -99,9 +107,16 @@ def test_client_that_leaves(model: ServedModel, stream: bool, n: int) -> None:
             sent.append(message)
 
         scope = {
-            "type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b"",
-            "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": "",
-        }  # fmt: skip
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "headers": [],
+            "query_string": b"",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "root_path": "",
+        }
         task = asyncio.create_task(it.app(scope, receive, send))
         while len(it.units.decoding) < n:
             await asyncio.sleep(0.001)
@@ -130,9 +145,16 @@ def test_client_that_does_not_read(model: ServedModel) -> None:
                 await asyncio.Event().wait()
 
         scope = {
-            "type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b"",
-            "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": "",
-        }  # fmt: skip
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "headers": [],
+            "query_string": b"",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "root_path": "",
+        }
         async with asyncio.timeout(2):
             await it.app(scope, receive, send)
         await it.settle(1)
@@ -144,7 +166,9 @@ def test_client_that_does_not_read(model: ServedModel) -> None:
 def test_keep_alive(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         it.units.go.clear()
-        asking = asyncio.create_task(it.client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
+        asking = asyncio.create_task(
+            it.client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        )
         while not it.gateway.host.num_open:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
@@ -160,7 +184,9 @@ def test_keep_alive(model: ServedModel) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_request_that_takes_too_long(model: ServedModel, stream: bool) -> None:
     async def scene(it: World) -> None:
-        reply = await it.client.post("/v1/chat/completions", json={**CHAT, "stream": stream, "max_tokens": 3000})
+        reply = await it.client.post(
+            "/v1/chat/completions", json={**CHAT, "stream": stream, "max_tokens": 3000}
+        )
         if stream:
             assert reply.status_code == 200
             last = reply.text.rstrip().rpartition("\n\n")[2]
@@ -187,7 +213,10 @@ async def usage_of(
     assert reply.status_code == 200, reply.text
     usage = events(reply)[-1]["usage"] if stream else reply.json()["usage"]
     assert usage["prompt_cache_hit_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
-    assert usage["prompt_cache_hit_tokens"] + usage["prompt_cache_miss_tokens"] == usage["prompt_tokens"]
+    assert (
+        usage["prompt_cache_hit_tokens"] + usage["prompt_cache_miss_tokens"]
+        == usage["prompt_tokens"]
+    )
     return usage
 
 
@@ -204,13 +233,17 @@ def test_usage_says_what_was_reused(model: ServedModel, stream: bool) -> None:
         num_prompt = first["prompt_tokens"]
         assert num_prompt > 3 * 64
         assert first["prompt_cache_hit_tokens"] == 0
-        assert again["prompt_cache_hit_tokens"] == (num_prompt - 1) // 64 * 64, "all full blocks before the last token"
+        assert again["prompt_cache_hit_tokens"] == (num_prompt - 1) // 64 * 64, (
+            "all full blocks before the last token"
+        )
         assert 128 <= other["prompt_cache_hit_tokens"] <= num_prompt < other["prompt_tokens"]
         samples = (await it.client.get("/metrics")).text
         for found in ("hit", "miss"):
             total = sum(usage[f"prompt_cache_{found}_tokens"] for usage in (first, again, other))
             assert f'hadal_usage_prompt_tokens_total{{cache="{found}"}} {float(total)}' in samples
-            assert f'hadal_answered_prompt_tokens_total{{cache="{found}"}} {float(total)}' in samples
+            assert (
+                f'hadal_answered_prompt_tokens_total{{cache="{found}"}} {float(total)}' in samples
+            )
 
     play(model, scene)
 
@@ -246,8 +279,12 @@ def test_tenants_share_nothing_but_what_is_public(model: ServedModel) -> None:
         assert await hits(it, chat("one", cache_salt="ann"), key="k1") == num_all
         assert await hits(it, chat("one " * 99, cache_salt="public"), key="k1") == 0
         shared = await hits(it, chat("one " * 99, cache_salt="public"), key="k2")
-        num_system = len(model.vocabulary.encode_controlled("<｜begin▁of▁sentence｜>" + "abc " * 150))
-        assert shared == num_system // 64 * 64 > 0, "the system message's full blocks, and none of the same question"
+        num_system = len(
+            model.vocabulary.encode_controlled("<｜begin▁of▁sentence｜>" + "abc " * 150)
+        )
+        assert shared == num_system // 64 * 64 > 0, (
+            "the system message's full blocks, and none of the same question"
+        )
         assert await hits(it, chat("one " * 99, cache_salt="public"), key="k2") > shared
 
     play(model, scene, keys=("k1", "k2"))
@@ -262,13 +299,18 @@ def test_no_key_is_in_what_the_units_are_sent(model: ServedModel) -> None:
     play(model, scene, keys=("secret-key",))
 
 
-@pytest.mark.parametrize(("path", "fields", "param"), [
-    ("completions", {"prompt": "hi", "cache_salt": "public"}, "cache_salt"),
-    ("completions", {"prompt": "hi", "cache_salt": ""}, "cache_salt"),
-    ("chat/completions", {"messages": CHAT["messages"], "cache_salt": "s" * 257}, "cache_salt"),
-    ("chat/completions", {"messages": CHAT["messages"], "cache_salt": ["s"]}, "cache_salt"),
-])  # fmt: skip
-def test_a_wrong_salt_is_refused(model: ServedModel, path: str, fields: dict[str, Any], param: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("completions", {"prompt": "hi", "cache_salt": "public"}, "cache_salt"),
+        ("completions", {"prompt": "hi", "cache_salt": ""}, "cache_salt"),
+        ("chat/completions", {"messages": CHAT["messages"], "cache_salt": "s" * 257}, "cache_salt"),
+        ("chat/completions", {"messages": CHAT["messages"], "cache_salt": ["s"]}, "cache_salt"),
+    ],
+)
+def test_a_wrong_salt_is_refused(
+    model: ServedModel, path: str, fields: dict[str, Any], param: str
+) -> None:
     async def scene(it: World) -> None:
         reply = await it.client.post(f"/v1/{path}", json={"model": "small", **fields})
         assert error_of(reply, 400)["param"] == param

@@ -23,7 +23,9 @@ def by_definition(text: str, patterns: tuple[str, ...]) -> tuple[str, str | None
 
 
 @given(texts, patterns, st.lists(st.integers(0, 30)))
-def test_any_cut_gives_the_definition(text: str, patterns: tuple[str, ...], cuts: list[int]) -> None:
+def test_any_cut_gives_the_definition(
+    text: str, patterns: tuple[str, ...], cuts: list[int]
+) -> None:
     matcher = Matcher(patterns)
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     shown, match, rest = "", None, ""
@@ -48,7 +50,9 @@ def test_match_that_ends_first_wins() -> None:
 
 
 @given(texts, patterns, st.lists(st.integers(0, 30)))
-def test_what_is_taken_out_leaves_no_match(text: str, patterns: tuple[str, ...], cuts: list[int]) -> None:
+def test_what_is_taken_out_leaves_no_match(
+    text: str, patterns: tuple[str, ...], cuts: list[int]
+) -> None:
     expected = ""
     for char in text:
         expected += char
@@ -56,7 +60,9 @@ def test_what_is_taken_out_leaves_no_match(text: str, patterns: tuple[str, ...],
         expected = expected[: len(expected) - len(max(found, key=len, default=""))]
     matcher = Matcher(patterns, is_nested=True)
     shown = ""
-    for start, end in itertools.pairwise(sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})):
+    for start, end in itertools.pairwise(
+        sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    ):
         piece: str = text[start:end]
         match: str | None = ""
         while match is not None:

@@ -39,7 +39,9 @@ TEXTS = [
 @pytest.fixture(scope="session")
 def spelled(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     """A vocabulary in which the think marks are ordinary text."""
-    return read_vocabulary(write_model_folder(tmp_path_factory.mktemp("spelled"), think_tokens=False))
+    return read_vocabulary(
+        write_model_folder(tmp_path_factory.mktemp("spelled"), think_tokens=False)
+    )
 
 
 def tokens_of(ids: Sequence[int], finish: str | None = "length") -> list[Token]:
@@ -67,25 +69,43 @@ def one_by_one(assembler: Assembler, tokens: Sequence[Token]) -> Piece:
 @st.composite
 def outputs(draw: st.DrawFn) -> list[str | int]:
     """Text, think marks, and raw bytes that need not be UTF-8."""
-    return draw(st.lists(st.sampled_from([*TEXTS, "<think>", "</think>", 0x80, 0xF0, 0xE4]), max_size=12))
+    return draw(
+        st.lists(st.sampled_from([*TEXTS, "<think>", "</think>", 0x80, 0xF0, 0xE4]), max_size=12)
+    )
 
 
 def ids_of(vocabulary: Vocabulary, parts: Sequence[str | int]) -> list[int]:
     byte_ids = {raw: i for i, raw in enumerate(vocabulary.token_bytes) if len(raw) == 1}
     ids: list[int] = []
     for part in parts:
-        ids += [byte_ids[bytes([part])]] if isinstance(part, int) else vocabulary.encode_controlled(part)
+        ids += (
+            [byte_ids[bytes([part])]]
+            if isinstance(part, int)
+            else vocabulary.encode_controlled(part)
+        )
     return ids
 
 
 @given(
-    outputs(), st.booleans(), st.booleans(), st.lists(st.sampled_from(STOPS), max_size=3, unique=True),
-    st.integers(0, 6), st.lists(st.integers(0, 60)), st.booleans(),
-)  # fmt: skip
+    outputs(),
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.sampled_from(STOPS), max_size=3, unique=True),
+    st.integers(0, 6),
+    st.lists(st.integers(0, 60)),
+    st.booleans(),
+)
 def test_any_grouping_gives_the_same(
-    model: ServedModel, spelled: Vocabulary, parts: list[str | int], sections: bool, thinks: bool, stops: list[str],
-    min_tokens: int, cuts: list[int], spells: bool,
-) -> None:  # fmt: skip
+    model: ServedModel,
+    spelled: Vocabulary,
+    parts: list[str | int],
+    sections: bool,
+    thinks: bool,
+    stops: list[str],
+    min_tokens: int,
+    cuts: list[int],
+    spells: bool,
+) -> None:
     vocabulary = spelled if spells else model.vocabulary
     tokens = tokens_of(ids_of(vocabulary, parts))
 
@@ -101,7 +121,10 @@ def test_any_grouping_gives_the_same(
 
     first, second = new(), new()
     assert run(first, tokens, cuts) == one_by_one(second, tokens)
-    assert (first.num_tokens, first.num_reasoning_tokens) == (second.num_tokens, second.num_reasoning_tokens)
+    assert (first.num_tokens, first.num_reasoning_tokens) == (
+        second.num_tokens,
+        second.num_reasoning_tokens,
+    )
 
 
 @given(outputs())
@@ -113,10 +136,14 @@ def test_text_without_sections_is_the_bytes(model: ServedModel, parts: list[str 
 
 
 @given(outputs(), st.lists(st.sampled_from(STOPS), min_size=1, max_size=3, unique=True))
-def test_stop_strings_cut_the_text(model: ServedModel, parts: list[str | int], stops: list[str]) -> None:
+def test_stop_strings_cut_the_text(
+    model: ServedModel, parts: list[str | int], stops: list[str]
+) -> None:
     ids = ids_of(model.vocabulary, parts)
     whole = one_by_one(Assembler(model.vocabulary, sections=False), tokens_of(ids)).content
-    cut = one_by_one(Assembler(model.vocabulary, sections=False, stops=tuple(stops)), tokens_of(ids))
+    cut = one_by_one(
+        Assembler(model.vocabulary, sections=False, stops=tuple(stops)), tokens_of(ids)
+    )
     assert not any(stop in cut.content for stop in stops)
     assert whole.startswith(cut.content)
     assert (cut.finish == "stop") == any(stop in whole for stop in stops)
@@ -138,12 +165,17 @@ def test_sections_split_at_the_first_mark(
 ) -> None:
     vocabulary = spelled if spells else model.vocabulary
     parts = [
-        part for part in parts if isinstance(part, str) and (spells or "think" in part or part not in ("</th", "<thi"))
+        part
+        for part in parts
+        if isinstance(part, str) and (spells or "think" in part or part not in ("</th", "<thi"))
     ]
-    if not spells:  # Where the mark is a token, spelling it out is just text; keep it out of the definition below.
+    # Where the mark is a token, spelling it out is just text; keep it out of the definition below.
+    if not spells:
         parts = [part for part in parts if part not in ("<", "ink>", "nk>")]
     text = "".join(parts)
-    piece = one_by_one(Assembler(vocabulary, sections=True, thinks=True), tokens_of(ids_of(vocabulary, parts)))
+    piece = one_by_one(
+        Assembler(vocabulary, sections=True, thinks=True), tokens_of(ids_of(vocabulary, parts))
+    )
     reasoning, mark, content = text.partition("</think>")
     reasoning, content = without_marks(reasoning), without_marks(content)
     assert piece.reasoning == reasoning.lstrip("\n")
@@ -154,7 +186,9 @@ def test_sections_split_at_the_first_mark(
 def test_no_control_mark_reaches_a_chat(
     model: ServedModel, spelled: Vocabulary, parts: list[str | int], thinks: bool, spells: bool
 ) -> None:
-    """With thinking disabled a model may still close a thought; it did, and `</think>` stood in the content."""
+    """With thinking disabled a model may still close a thought; it did, and `</think>` stood in the
+    content.
+    """
     vocabulary = spelled if spells else model.vocabulary
     texts = [part for part in parts if isinstance(part, str)]
     mixed = [text for part in texts for text in (part, USER, "</think>", EOS, "<think>")]
@@ -172,7 +206,9 @@ def test_a_mark_that_is_spelled_out_is_no_content_either(model: ServedModel) -> 
     assert [piece.content for piece in pieces] == ["a b"] * 2
     nested = [i for text in ("a</thi<thi", "nk>nk> b") for i in vocabulary.encode_plain(text)]
     assert one_by_one(Assembler(vocabulary, sections=True), tokens_of(nested)).content == "a b"
-    raw = one_by_one(Assembler(vocabulary, sections=False), tokens_of(ids))  # A plain completion's text is its own.
+    raw = one_by_one(
+        Assembler(vocabulary, sections=False), tokens_of(ids)
+    )  # A plain completion's text is its own.
     assert raw.content == "a</think> b"
 
 
@@ -223,15 +259,21 @@ def test_stop_id_has_no_text(model: ServedModel) -> None:
 def test_logprobs_go_with_their_text(model: ServedModel) -> None:
     vocabulary = model.vocabulary
     tokens = tokens_of(ids_of(vocabulary, ["a", "</think>", "é", "stop", "a"]))
-    piece = one_by_one(Assembler(vocabulary, sections=True, thinks=True, stops=("stop",), logprobs=True), tokens)
+    piece = one_by_one(
+        Assembler(vocabulary, sections=True, thinks=True, stops=("stop",), logprobs=True), tokens
+    )
     assert vocabulary.decode([token.token for token in piece.reasoning_tokens]) == "a</think>"
-    assert vocabulary.decode([token.token for token in piece.content_tokens]) == piece.content == "é"
+    assert (
+        vocabulary.decode([token.token for token in piece.content_tokens]) == piece.content == "é"
+    )
     assert piece.finish == "stop"
 
 
 def test_stop_string_before_min_tokens_is_text(model: ServedModel) -> None:
     tokens = tokens_of(ids_of(model.vocabulary, ["a", "é", "a"]))
-    piece = one_by_one(Assembler(model.vocabulary, sections=False, stops=("a",), min_tokens=1), tokens)
+    piece = one_by_one(
+        Assembler(model.vocabulary, sections=False, stops=("a",), min_tokens=1), tokens
+    )
     assert (piece.content, piece.finish) == ("aé", "stop")
 
 

@@ -1,4 +1,6 @@
-"""A template's process: it renders as Jinja does, and whatever a template does ends at a limit, told in one line."""
+"""A template's process: it renders as Jinja does, and whatever a template does ends at a limit,
+told in one line.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from hadal.gateway.template import TemplateProcess
 from .model_folder import BOS, EOS, TEMPLATE
 
 MESSAGES = [{"role": "user", "content": "2 + 2? 你好 🙂"}]
-VALUES: dict[str, Any] = {"add_generation_prompt": True, "bos_token": BOS, "eos_token": EOS, "tools": None}
+VALUES: dict[str, Any] = {
+    "add_generation_prompt": True,
+    "bos_token": BOS,
+    "eos_token": EOS,
+    "tools": None,
+}
 
 
 def made(template: str, **limits: float) -> closing[TemplateProcess]:
@@ -30,7 +37,11 @@ def made(template: str, **limits: float) -> closing[TemplateProcess]:
 def processes() -> list[int]:
     """Template processes of this test's, the oldest first."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [pid for pid in map(int, children) if b"hadal.gateway.template" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [
+        pid
+        for pid in map(int, children)
+        if b"hadal.gateway.template" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -49,14 +60,20 @@ def test_it_renders_as_jinja_does() -> None:
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-DOUBLING = "{% set t = namespace(x='x') %}{% for i in range(60) %}{% set t.x = t.x ~ t.x %}{% endfor %}{{ t.x }}"
+DOUBLING = (
+    "{% set t = namespace(x='x') %}{% for i in range(60) %}{% set t.x = t.x ~ t.x %}{% endfor %}{{"
+    " t.x }}"
+)
 
 
 @pytest.mark.parametrize(
     ("template", "why"),
     [
         (ENDLESS, r"takes more than 0.3 s of processor time"),
-        ("{{ 7 ** (n * n) % 2 }}", r"takes more than 0.3 s of processor time"),  # Nothing interrupts one operation.
+        (
+            "{{ 7 ** (n * n) % 2 }}",
+            r"takes more than 0.3 s of processor time",
+        ),  # Nothing interrupts one operation.
         (DOUBLING, r"takes more than 256 MiB of memory"),
         ("{{ 'x' * n * n * n }}", r"takes more than 256 MiB of memory"),
         ("{{ '%999999999d' % n }}", r"takes more than 256 MiB of memory"),
@@ -72,15 +89,21 @@ def test_what_a_template_takes_has_limits(template: str, why: str) -> None:
             assert time.monotonic() - started_s < 20.0
 
 
-@pytest.mark.parametrize("template", ["{{ 'x' * 99999999 }}", "{{ 9 ** 99 ** 99 }}", "{{ " + "(" * 5000 + " }}"])
+@pytest.mark.parametrize(
+    "template", ["{{ 'x' * 99999999 }}", "{{ 9 ** 99 ** 99 }}", "{{ " + "(" * 5000 + " }}"]
+)
 def test_parsing_has_them_too(template: str) -> None:
     """Jinja folds constants while it parses."""
-    with pytest.raises(CheckpointError, match=r"^x\.jinja: the chat template does not parse \(.*\)\.$"):
+    with pytest.raises(
+        CheckpointError, match=r"^x\.jinja: the chat template does not parse \(.*\)\.$"
+    ):
         TemplateProcess(template, "x.jinja", cpu_s=0.5, memory_bytes=1 << 28)
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_one_that_stands_still_or_was_killed_is_replaced(before: list[int], number: signal.Signals) -> None:
+def test_one_that_stands_still_or_was_killed_is_replaced(
+    before: list[int], number: signal.Signals
+) -> None:
     with made("{{ messages[0]['content'] }}", patience_s=0.5) as template:
         (pid,) = set(processes()) - set(before)
         os.kill(pid, number)
@@ -88,7 +111,9 @@ def test_one_that_stands_still_or_was_killed_is_replaced(before: list[int], numb
         assert pid not in processes()
 
 
-def test_one_that_is_killed_whenever_it_is_asked_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_killed_whenever_it_is_asked_is_not_the_clients_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ask = TemplateProcess._ask
 
     def killed_and_asked(self: TemplateProcess, call: Any, deadline_s: float) -> str:

@@ -12,16 +12,26 @@ from hadal.kv.names import PUBLIC
 def test_salts_differ_and_stay() -> None:
     keys = [b"", b"one", b"two", b"public", "kéy".encode()]
     salts = [salt_of(key) for key in keys]
-    within = [salt_within(salt, user) for salt in salts for user in ("", "one", "two", "public", "é" * 256)]
+    within = [
+        salt_within(salt, user)
+        for salt in salts
+        for user in ("", "one", "two", "public", "é" * 256)
+    ]
     assert len({*salts, *within, PUBLIC}) == len(salts) + len(within) + 1
-    assert {len(salt) for salt in (*salts, *within)} == {32}, "a key for the hashes of names: at most 64 bytes"
+    assert {len(salt) for salt in (*salts, *within)} == {32}, (
+        "a key for the hashes of names: at most 64 bytes"
+    )
     assert not any(key and key in salt for key, salt in zip(keys, salts, strict=True))
     # Another process, other seeds of hash(): what is on disk is found again after a restart.
     code = "from hadal.gateway.tenants import *; print(salt_within(salt_of(b'one'), 'two').hex())"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
         env={"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "7"},
-    )  # fmt: skip
+    )
     assert done.stdout.strip() == salt_within(salt_of(b"one"), "two").hex()
 
 

@@ -1,4 +1,6 @@
-"""A terminal's lines: words are never broken, turns of several lines are one, and history is for its owner alone."""
+"""A terminal's lines: words are never broken, turns of several lines are one, and history is for
+its owner alone.
+"""
 
 from __future__ import annotations
 
@@ -97,9 +99,13 @@ class Typist:
         termios.tcsetwinsize(slave, (24, 40))
         environment = {**os.environ, "XDG_STATE_HOME": str(home), "TERM": "xterm", "COLUMNS": "40"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hadal.cli", "chat", "--url", url], stdin=slave, stdout=slave, stderr=slave,
-            env=environment, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "hadal.cli", "chat", "--url", url],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment,
+            start_new_session=True,
+        )
         os.close(slave)
         self._seen = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -116,7 +122,9 @@ class Typist:
         self._wait(lambda: self.seen.count(then) >= times)
 
     def leave(self) -> int:
-        self._wait(lambda: self.seen.endswith("> "))  # Before, the terminal itself would take it for an empty line.
+        self._wait(
+            lambda: self.seen.endswith("> ")
+        )  # Before, the terminal itself would take it for an empty line.
         os.write(self._master, b"\x04")
         code = self._process.wait(20)
         os.close(self._master)
@@ -137,7 +145,10 @@ class Typist:
 
 
 def test_a_chat_at_a_terminal(model: ServedModel, tmp_path: Path) -> None:
-    answer = "I think about it for more than a line of this screen.</think>\n\nIt is longer than a line is, as you see."
+    answer = (
+        "I think about it for more than a line of this screen.</think>\n\nIt is longer than a line"
+        " is, as you see."
+    )
     with serving(model, spell(model, answer)) as it:
         first = Typist(it.url, tmp_path)
         first.type("", "> ")
@@ -150,7 +161,9 @@ def test_a_chat_at_a_terminal(model: ServedModel, tmp_path: Path) -> None:
             second.type("\x1b[A", "")  # Up, through the lines of the last chat.
         second.type("\r", "first after")
         assert second.leave() == 0
-        asked = [model.vocabulary.decode(generation.prompt) for generation in it.world.units.submitted]
+        asked = [
+            model.vocabulary.decode(generation.prompt) for generation in it.world.units.submitted
+        ]
     thinking = "thinking\n│ I think about it for more than a line\n│ of this screen.\n"
     assert f"{thinking}answer\nIt is longer than a line is, as you see.\n" in first.seen
     assert "two\nlines" in asked[1]

@@ -27,10 +27,15 @@ def talk(url: str, lines: str, **options: Any) -> tuple[int, str]:
 
 
 def test_turns_and_commands(model: ServedModel) -> None:
-    script = "/system Be brief.\n/temp 0.5\n/temp x\n2 + 2?\n\nAnd more?\n/clear\n/help\n/nothing\nAgain?\n/quit\nno\n"
+    script = (
+        "/system Be brief.\n/temp 0.5\n/temp x\n2 + 2?\n\nAnd"
+        " more?\n/clear\n/help\n/nothing\nAgain?\n/quit\nno\n"
+    )
     with serving(model, spell(model, TEXT)) as it:
         code, shown = talk(it.url, script)
-        asked = [model.vocabulary.decode(generation.prompt) for generation in it.world.units.submitted]
+        asked = [
+            model.vocabulary.decode(generation.prompt) for generation in it.world.units.submitted
+        ]
         temperatures = {generation.sampling.temperature for generation in it.world.units.submitted}
     assert code == 0
     assert shown.count("Easy.") == shown.count("Four [bold]is[/bold] it.") == 3
@@ -53,7 +58,10 @@ def test_turns_and_commands(model: ServedModel) -> None:
 
 def test_refusals(model: ServedModel) -> None:
     with serving(model, spell(model, TEXT), keys=("k",)) as it:
-        assert talk(it.url, "hi\n") == (1, "hadal chat: 401: An API key is needed: send 'Authorization: Bearer KEY'.\n")
+        assert talk(it.url, "hi\n") == (
+            1,
+            "hadal chat: 401: An API key is needed: send 'Authorization: Bearer KEY'.\n",
+        )
         assert talk(f"{it.url}/v1/", "hi\n", api_key="k")[0] == 0
         code, shown = talk(it.url, "hi\n", api_key="k", model="other")
         assert code == 1

@@ -1,4 +1,6 @@
-"""Tracing a live server: the route through the real front and host, and the command against a real port."""
+"""Tracing a live server: the route through the real front and host, and the command against a real
+port.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def traced(step_id: int, num_ranks: int = 2) -> TracedStep:
     return TracedStep(step_id, schedule, num_ranks, 12, tuple(events), balance)
 
 
-def answers(units: FakeUnits, num_ranks: int = 2, unit: str = "decode-0") -> list[tuple[str, TraceRequest]]:
+def answers(
+    units: FakeUnits, num_ranks: int = 2, unit: str = "decode-0"
+) -> list[tuple[str, TraceRequest]]:
     """Make a fake unit answer like a leader; returns what it was asked."""
     asked: list[tuple[str, TraceRequest]] = []
     send = units.send
@@ -96,7 +100,9 @@ def test_balance_that_is_no_number_is_left_out(model: ServedModel) -> None:
         def answering(to: str, message: AnyMessage) -> None:
             send(to, message)
             if isinstance(message, TraceRequest):
-                steps = (msgspec.structs.replace(traced(0), balance={"kv": math.nan, "requests": 0.5}),)
+                steps = (
+                    msgspec.structs.replace(traced(0), balance={"kv": math.nan, "requests": 0.5}),
+                )
                 it.units.tell(Trace(to, message.reply_id, steps))
 
         it.units.send = answering  # type: ignore[method-assign]
@@ -112,7 +118,9 @@ def test_two_at_once_get_their_own(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         await up(it)
         answers(it.units)
-        replies = await asyncio.gather(*(it.client.get("/trace", params={"steps": str(n)}) for n in (1, 2, 3)))
+        replies = await asyncio.gather(
+            *(it.client.get("/trace", params={"steps": str(n)}) for n in (1, 2, 3))
+        )
         assert [len(reply.json()["steps"]) for reply in replies] == [1, 2, 3]
 
     play(model, scene)
@@ -132,7 +140,10 @@ def test_an_idle_unit_is_a_timeout(model: ServedModel) -> None:
     async def scene(it: World) -> None:
         await up(it)
         reply = await it.client.get("/trace", params={"wait_s": "0.05"})
-        assert "decode-0 did not run 3 more steps within 0.05 s" in error_of(reply, 504, "no_step")["message"]
+        assert (
+            "decode-0 did not run 3 more steps within 0.05 s"
+            in error_of(reply, 504, "no_step")["message"]
+        )
         # A late answer finds nobody.
         it.units.tell(Trace("decode-0", 1, (traced(0),)))
         assert (await it.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
@@ -140,8 +151,18 @@ def test_an_idle_unit_is_a_timeout(model: ServedModel) -> None:
     play(model, scene)
 
 
-@pytest.mark.parametrize("query", [{"steps": "0"}, {"steps": "101"}, {"steps": "x"}, {"steps": "nan"},
-                                   {"steps": "1.5"}, {"wait_s": "-1"}, {"wait_s": "1e9"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"steps": "0"},
+        {"steps": "101"},
+        {"steps": "x"},
+        {"steps": "nan"},
+        {"steps": "1.5"},
+        {"wait_s": "-1"},
+        {"wait_s": "1e9"},
+    ],
+)
 def test_numbers_are_checked(model: ServedModel, query: dict[str, str]) -> None:
     async def scene(it: World) -> None:
         await up(it)
@@ -205,12 +226,21 @@ def test_command_writes_a_trace(ready: Serving, tmp_path: Path) -> None:
     output = tmp_path / "trace.json"
     code, text = run(ready, output, "--steps", "2")
     assert code == 0, text
-    assert "decode-0 step 1: prefill_dual, 2 micro-batches, 12 tokens, 12.00 ms; 50% of link time covered" in text
-    assert "4.00 ms exposed wait (mean of ranks: 0: 50% 4.00 ms, 1: 50% 4.00 ms); balance tokens 1.000, time " in text
+    assert (
+        "decode-0 step 1: prefill_dual, 2 micro-batches, 12 tokens, 12.00 ms; 50% of link time"
+        " covered" in text
+    )
+    assert (
+        "4.00 ms exposed wait (mean of ranks: 0: 50% 4.00 ms, 1: 50% 4.00 ms); balance tokens"
+        " 1.000, time " in text
+    )
     assert "link mb0" in text
     trace = json.loads(output.read_text())
     assert {e["pid"] for e in trace["traceEvents"]} == {0, 1}
-    assert [e["name"] for e in trace["traceEvents"] if e["ph"] == "C"] == 2 * ["balance: tokens", "balance: time"]
+    assert [e["name"] for e in trace["traceEvents"] if e["ph"] == "C"] == 2 * [
+        "balance: tokens",
+        "balance: time",
+    ]
 
 
 def test_command_says_why_not(ready: Serving, tmp_path: Path) -> None:
@@ -236,7 +266,10 @@ def test_no_server() -> None:
 
 def test_a_unit_of_one_rank_has_no_link() -> None:
     text = describe(TraceReply("decode-0", (traced(4, num_ranks=1),)))
-    assert "decode-0 step 4: sequential, 1 micro-batch, 12 tokens, 8.00 ms; 1 rank, nothing travelled: no link" in text
+    assert (
+        "decode-0 step 4: sequential, 1 micro-batch, 12 tokens, 8.00 ms; 1 rank, nothing travelled:"
+        " no link" in text
+    )
     assert "link mb0" not in text
     assert "balance" not in text
     assert "compute mb0" in text
@@ -244,10 +277,18 @@ def test_a_unit_of_one_rank_has_no_link() -> None:
 
 def test_one_rank_whose_step_is_one_kernel_shows_the_steps() -> None:
     steps = tuple(
-        TracedStep(i, "sequential", 1, 1, (TraceEvent(0, "compute", "step", 0, 0, 5.0 + i, 5.5 + i),
-                                           TraceEvent(0, "compute", "draw", 0, 0, 5.5 + i, 5.75 + i)))
+        TracedStep(
+            i,
+            "sequential",
+            1,
+            1,
+            (
+                TraceEvent(0, "compute", "step", 0, 0, 5.0 + i, 5.5 + i),
+                TraceEvent(0, "compute", "draw", 0, 0, 5.5 + i, 5.75 + i),
+            ),
+        )
         for i in range(3)
-    )  # fmt: skip
+    )
     text = describe(TraceReply("decode-0", steps), 60)
     assert "rank 0, steps 0 to 2, 2750.00 ms" in text
     picture = next(line for line in text.splitlines() if line.startswith("compute"))
@@ -256,14 +297,22 @@ def test_one_rank_whose_step_is_one_kernel_shows_the_steps() -> None:
     assert "S all layers as one kernel 500.00 ms, d draw 250.00 ms" in " ".join(text.split())
 
 
-def test_a_trace_that_is_there_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_is_there_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     reply = TraceReply("decode-0", (traced(1),))
-    assert [write(reply, None).name for _ in range(3)] == ["trace.json", "trace-2.json", "trace-3.json"]
+    assert [write(reply, None).name for _ in range(3)] == [
+        "trace.json",
+        "trace-2.json",
+        "trace-3.json",
+    ]
     asked = tmp_path / "trace-2.json"
     asked.write_text("old")
     assert write(reply, asked) == asked
-    assert asked.read_bytes() == (tmp_path / "trace.json").read_bytes(), "a file asked for by name is written over"
+    assert asked.read_bytes() == (tmp_path / "trace.json").read_bytes(), (
+        "a file asked for by name is written over"
+    )
 
 
 def test_a_step_without_events_says_its_balance() -> None:

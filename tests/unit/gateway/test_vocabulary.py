@@ -25,14 +25,21 @@ def test_plain_text_comes_back(model: ServedModel, text: str) -> None:
     assert model.vocabulary.fewest_tokens(text) <= len(ids)
 
 
-@given(st.lists(st.sampled_from([BOS, EOS, USER, "<think>", "a", " b", "🙂", "<", "\n"])).map("".join))
+@given(
+    st.lists(st.sampled_from([BOS, EOS, USER, "<think>", "a", " b", "🙂", "<", "\n"])).map("".join)
+)
 def test_controlled_text_is_the_librarys(model: ServedModel, folder: Path, text: str) -> None:
     library = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert model.vocabulary.encode_controlled(text) == library.encode(text, add_special_tokens=False).ids
+    assert (
+        model.vocabulary.encode_controlled(text)
+        == library.encode(text, add_special_tokens=False).ids
+    )
 
 
 def test_every_byte_has_a_token(model: ServedModel) -> None:
-    assert {raw for raw in model.vocabulary.token_bytes if len(raw) == 1} >= {bytes([byte]) for byte in range(256)}
+    assert {raw for raw in model.vocabulary.token_bytes if len(raw) == 1} >= {
+        bytes([byte]) for byte in range(256)
+    }
 
 
 def test_only_special_tokens_are_hidden(model: ServedModel) -> None:
@@ -49,7 +56,7 @@ def test_only_special_tokens_are_hidden(model: ServedModel) -> None:
         ({"model": {}}, r"model\.vocab must give every token an id"),
         ({"added_tokens": [{"id": 1}]}, r"added_tokens\[0\] is"),
     ],
-)  # fmt: skip
+)
 def test_damaged_files(tmp_path: Path, change: dict[str, Any], error: str) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({**tokenizer_fields(), **change}))
     with pytest.raises(CheckpointError, match=error) as caught:
@@ -68,7 +75,9 @@ def test_files_that_are_no_json_object(tmp_path: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["continuing_subword_prefix", "end_of_word_suffix"])
 def test_tokens_with_something_before_or_behind_them_are_refused(tmp_path: Path, name: str) -> None:
-    """The tokenizers library cuts it off every merged token, there or not, and aborts the process."""
+    """The tokenizers library cuts it off every merged token, there or not, and aborts the
+    process.
+    """
     fields = tokenizer_fields()
     fields["model"][name] = "/"
     (tmp_path / "tokenizer.json").write_text(json.dumps(fields))

@@ -1,4 +1,6 @@
-"""A whole gateway in this process: the real application, host and front, with units that compute nothing."""
+"""A whole gateway in this process: the real application, host and front, with units that compute
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -93,13 +95,21 @@ async def world(
     """Start everything, wait until it is ready, and stop it at the end."""
     units = FakeUnits(script, step_s)
     gateway = gateway_of(
-        model, units, limits=limits, keys=keys, patience=patience, settings=settings, bound_host=bound_host
+        model,
+        units,
+        limits=limits,
+        keys=keys,
+        patience=patience,
+        settings=settings,
+        bound_host=bound_host,
     )
     tasks = [asyncio.create_task(gateway.host.run()), asyncio.create_task(units.run())]
     app = make_app(gateway)
     transport = httpx.ASGITransport(app, raise_app_exceptions=True)
     try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://test", timeout=20
+        ) as client:
             async with asyncio.timeout(5):
                 while not gateway.snapshot().can_serve:
                     await asyncio.sleep(0)

@@ -1,5 +1,6 @@
-"""Most tests here need the built kernels; where no compiler is, they are skipped and the fallback's own tests still
-run."""
+"""Most tests here need the built kernels; where no compiler is, they are skipped and the fallback's
+own tests still run.
+"""
 
 import pytest
 

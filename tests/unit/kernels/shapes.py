@@ -1,5 +1,6 @@
-"""Small random models of awkward shapes, and a cache whose blocks lie out of order. Shared by the tests of this
-folder."""
+"""Small random models of awkward shapes, and a cache whose blocks lie out of order. Shared by the
+tests of this folder.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +12,36 @@ import torch
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig, parse_model_config
-from hadal.reference.params import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from hadal.reference.params import (
+    AttentionWeights,
+    LayerWeights,
+    MlpWeights,
+    ModelWeights,
+    MoeWeights,
+)
 from hadal.reference.rope import cos_sin_table
 
 ODD: dict[str, Any] = {  # Nothing here is a multiple of a vector.
-    "model_type": "deepseek_v3", "vocab_size": 301, "hidden_size": 100, "num_hidden_layers": 3,
-    "first_k_dense_replace": 1, "intermediate_size": 70, "moe_intermediate_size": 24, "n_routed_experts": 16,
-    "n_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
-    "num_attention_heads": 3, "q_lora_rank": 44, "kv_lora_rank": 40, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6,
-    "v_head_dim": 14, "max_position_embeddings": 2048,
+    "model_type": "deepseek_v3",
+    "vocab_size": 301,
+    "hidden_size": 100,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 70,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "num_attention_heads": 3,
+    "q_lora_rank": 44,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "max_position_embeddings": 2048,
 }
 
 
@@ -40,10 +62,17 @@ def random_weights(c: ModelConfig, seed: int = 0) -> ModelWeights:
         return 1 + 0.1 * torch.randn(dim, generator=generator)
 
     def mlp(width: int) -> MlpWeights:
-        return MlpWeights(randn(generator, 2 * width, c.hidden_size), randn(generator, c.hidden_size, width))
+        return MlpWeights(
+            randn(generator, 2 * width, c.hidden_size), randn(generator, c.hidden_size, width)
+        )
 
     def layer(index: int) -> LayerWeights:
-        heads, q_lora, latent, dim = c.num_attention_heads, c.q_lora_rank, c.kv_lora_rank, c.hidden_size
+        heads, q_lora, latent, dim = (
+            c.num_attention_heads,
+            c.q_lora_rank,
+            c.kv_lora_rank,
+            c.hidden_size,
+        )
         queries = heads * c.qk_head_dim
         attention = AttentionWeights(
             qkv_a=randn(generator, (q_lora or queries) + c.latent_dim, dim),
@@ -63,7 +92,9 @@ def random_weights(c: ModelConfig, seed: int = 0) -> ModelWeights:
             shared=mlp(c.n_shared_experts * width),
         )
         dense = None if c.is_moe(index) else mlp(c.intermediate_size)
-        return LayerWeights(norm(dim), attention, norm(dim), dense, moe if c.is_moe(index) else None)
+        return LayerWeights(
+            norm(dim), attention, norm(dim), dense, moe if c.is_moe(index) else None
+        )
 
     return ModelWeights(
         config=c,
@@ -85,7 +116,9 @@ class Paged:
 
 
 def paged(num_layers: int, latent_dim: int, lengths: list[int], seed: int = 0) -> Paged:
-    """Room for `lengths` positions; what lies past a row's length is NaN, so that reading it shows."""
+    """Room for `lengths` positions; what lies past a row's length is NaN, so that reading it
+    shows.
+    """
     generator = torch.Generator().manual_seed(seed)
     width = max(1, max((length + 63) // 64 for length in lengths))
     order = torch.randperm(len(lengths) * width, generator=generator) + 1
@@ -93,5 +126,7 @@ def paged(num_layers: int, latent_dim: int, lengths: list[int], seed: int = 0) -
     cache_PLSD = torch.randn(len(order) + 1, num_layers, 64, latent_dim, generator=generator)
     for row, length in enumerate(lengths):
         for index in range(width):
-            cache_PLSD[int(table_BM[row, index]), :, max(0, min(64, length - 64 * index)) :] = float("nan")
+            cache_PLSD[int(table_BM[row, index]), :, max(0, min(64, length - 64 * index)) :] = (
+                float("nan")
+            )
     return Paged(cache_PLSD, table_BM)

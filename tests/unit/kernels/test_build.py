@@ -29,11 +29,19 @@ def fresh_load(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFi
 def run_plain_ops() -> None:
     x, w = torch.randn(3, 8), torch.randn(5, 8)
     assert torch.equal(linear(x, w), x @ w.T)
-    experts(x, torch.randn(2, 12, 8), torch.randn(2, 8, 6), torch.tensor([[0], [1], [1]]), torch.ones(3, 1))
+    experts(
+        x,
+        torch.randn(2, 12, 8),
+        torch.randn(2, 8, 6),
+        torch.tensor([[0], [1], [1]]),
+        torch.ones(3, 1),
+    )
     assert library.isa() == "plain"
 
 
-def test_the_plain_path_can_be_forced(fresh_load: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_path_can_be_forced(
+    fresh_load: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HADAL_KERNELS", "plain")
     run_plain_ops()
     assert fresh_load.text.count("plain torch") == 1
@@ -77,14 +85,20 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     """A stand-in compiler notes its runs and leaves an empty library."""
     compiler = script(
         tmp_path / "slow",
-        '[ "$1" = --version ] && exit 0; echo run >> "$0.runs"; sleep 0.5; for last; do :; done; echo > "$last"',
+        '[ "$1" = --version ] && exit 0; echo run >> "$0.runs"; sleep 0.5; for last; do :; done;'
+        ' echo > "$last"',
     )
     environment = {
-        **os.environ, "PYTHONPATH": str(Path(build.__file__).parents[2]), "CXX": str(compiler),
+        **os.environ,
+        "PYTHONPATH": str(Path(build.__file__).parents[2]),
+        "CXX": str(compiler),
         "HADAL_CACHE_DIR": str(tmp_path / "cache"),
     }
     command = [sys.executable, "-c", "from hadal.kernels.build import build\nprint(build())"]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(3)
+    ]
     results = {process.communicate(timeout=60)[0] for process in processes}
     assert len(results) == 1
     assert Path(results.pop().strip()).exists()
@@ -94,7 +108,9 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
 def test_a_compiler_that_does_not_end_is_ended_with_all_its_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    compiler = script(tmp_path / "slow", '[ "$1" = --version ] && exit 0; sleep 60 & echo $! > "$0.pid"; wait')
+    compiler = script(
+        tmp_path / "slow", '[ "$1" = --version ] && exit 0; sleep 60 & echo $! > "$0.pid"; wait'
+    )
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("HADAL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "COMPILE_TIMEOUT_S", 0.5)
@@ -121,12 +137,22 @@ def test_a_compiler_that_does_not_end_is_ended_with_all_its_processes(
     ],
 )
 def test_setup_tells_what_became_of_the_kernels(
-    compiler: str, code: int, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    compiler: str,
+    code: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """A compiler that was too slow fails the setup, which can be done again; what cannot be helped does not."""
+) -> None:
+    """A compiler that was too slow fails the setup, which can be done again; what cannot be helped
+    does not.
+    """
     is_there = " " in compiler
-    made = script(tmp_path / "cxx", f'[ "$1" = --version ] && exit 0; {compiler}') if is_there else compiler
+    made = (
+        script(tmp_path / "cxx", f'[ "$1" = --version ] && exit 0; {compiler}')
+        if is_there
+        else compiler
+    )
     monkeypatch.setenv("CXX", str(made))
     monkeypatch.setenv("HADAL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("HADAL_KERNELS", "" if compiler else "plain")
@@ -139,7 +165,9 @@ def test_setup_tells_what_became_of_the_kernels(
 def test_a_process_that_compiles_says_so_once(
     fresh_load: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("CXX", str(script(tmp_path / "slow", '[ "$1" = --version ] && exit 0; sleep 0.7; exit 1')))
+    monkeypatch.setenv(
+        "CXX", str(script(tmp_path / "slow", '[ "$1" = --version ] && exit 0; sleep 0.7; exit 1'))
+    )
     monkeypatch.setenv("HADAL_CACHE_DIR", str(tmp_path / "cache"))
     heard: list[float] = []
     library.prepare(heard.append)
@@ -147,7 +175,9 @@ def test_a_process_that_compiles_says_so_once(
     assert fresh_load.text.count("being compiled for this machine") == 1
 
 
-def test_the_key_names_what_decides_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_key_names_what_decides_the_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     source = tmp_path / "a.cpp"
     source.write_text("1")
     keys = {build._key(["echo"], [source])}

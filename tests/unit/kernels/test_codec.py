@@ -1,5 +1,6 @@
-"""Rows on the wire and routing: the kernels give the twins' bits, and the twins what the format says."""
-
+"""Rows on the wire and routing: the kernels give the twins' bits, and the twins what the format
+says.
+"""
 
 import pytest
 import torch
@@ -29,7 +30,9 @@ def awkward(num_rows: int, hidden: int, seed: int) -> Tensor:
     return x
 
 
-def encoded(module: object, x: Tensor, index: Tensor | None, wire_format: str, stride: int = 0) -> Tensor:
+def encoded(
+    module: object, x: Tensor, index: Tensor | None, wire_format: str, stride: int = 0
+) -> Tensor:
     num_bytes = row_bytes(x.shape[1], wire_format)
     num_rows = len(x) if index is None else len(index)
     rows = torch.full((num_rows, num_bytes + stride), 255, dtype=torch.uint8)
@@ -58,7 +61,9 @@ def test_every_e4m3_code_is_its_value(built: None) -> None:
     values = codes.view(torch.float8_e4m3fn).float()
     finite = values[values.isfinite()].unique()
     halves = (finite[1:] + finite[:-1]) / 2
-    x = torch.cat((finite, halves, torch.nextafter(halves, torch.tensor(1e9)), torch.tensor([448.0])))
+    x = torch.cat(
+        (finite, halves, torch.nextafter(halves, torch.tensor(1e9)), torch.tensor([448.0]))
+    )
     want = x.to(torch.float8_e4m3fn).float()
     # A group whose amax is 448 has scale 1.
     padded = torch.full((-(-len(x) // 127), 128), 448.0)
@@ -77,8 +82,14 @@ def test_fp8_error_is_within_its_bound(wire_format: str) -> None:
     scales = rows[:, 300:].contiguous().view(torch.float32)
     if wire_format == "fp8_pow2":
         assert (torch.frexp(scales).mantissa == 0.5).all()
-    amax = torch.nn.functional.pad(x.abs(), (0, 84)).view(40, 3, 128).amax(2).repeat_interleave(128, 1)[:, :300]
-    # Half a step of 2^-3 of the value, or of the smallest code; the scale is up to twice as large as a power of two.
+    amax = (
+        torch.nn.functional.pad(x.abs(), (0, 84))
+        .view(40, 3, 128)
+        .amax(2)
+        .repeat_interleave(128, 1)[:, :300]
+    )
+    # Half a step of 2^-3 of the value, or of the smallest code; the scale is up to twice as large
+    # as a power of two.
     step = amax.clamp(min=1e-4) / 448 * (2 if wire_format == "fp8_pow2" else 1)
     assert ((out - x).abs() <= torch.maximum(x.abs() / 16, step * 2**-10) * 1.0001).all()
 
@@ -97,7 +108,9 @@ def test_what_is_not_finite_stays_so(module: object, bad: float) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("wire_format", ["fp32", "bf16"])
-@pytest.mark.parametrize(("num_tokens", "top_k", "hidden"), [(0, 2, 8), (1, 1, 5), (7, 8, 300), (20, 3, 192)])
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "hidden"), [(0, 2, 8), (1, 1, 5), (7, 8, 300), (20, 3, 192)]
+)
 def test_weighted_sum_is_one_rounding_per_addition(
     built: None, wire_format: str, num_tokens: int, top_k: int, hidden: int, seed: int
 ) -> None:
@@ -105,27 +118,37 @@ def test_weighted_sum_is_one_rounding_per_addition(
     y = awkward(num_tokens * top_k, hidden, seed)
     rows = encoded(codec, y, None, wire_format)
     at = torch.randperm(num_tokens * top_k, generator=generator).view(num_tokens, top_k).int()
-    ids = torch.stack([torch.randperm(16, generator=generator)[:top_k] for _ in range(num_tokens)] or
-                      [torch.zeros(top_k, dtype=torch.int64)])[:num_tokens]  # fmt: skip
+    ids = torch.stack(
+        [torch.randperm(16, generator=generator)[:top_k] for _ in range(num_tokens)]
+        or [torch.zeros(top_k, dtype=torch.int64)]
+    )[:num_tokens]
     weights = torch.rand(num_tokens, top_k, generator=generator) * 3
     fast, twin = torch.empty(num_tokens, hidden), torch.empty(num_tokens, hidden)
     codec.weighted_sum(rows, wire_format, at, ids, weights, fast)
     slow.weighted_sum(rows, wire_format, at, ids, weights, twin)
     assert torch.equal(fast, twin), seed
-    order = torch.randperm(top_k, generator=generator)  # The order of a token's choices changes nothing.
+    order = torch.randperm(
+        top_k, generator=generator
+    )  # The order of a token's choices changes nothing.
     codec.weighted_sum(rows, wire_format, at[:, order], ids[:, order], weights[:, order], fast)
     assert torch.equal(fast, twin), seed
 
 
-def random_replicas(num_experts: int, num_ranks: int, num_slots: int, generator: torch.Generator) -> Replicas:
+def random_replicas(
+    num_experts: int, num_ranks: int, num_slots: int, generator: torch.Generator
+) -> Replicas:
     counts = torch.randint(1, 4, (num_experts,), generator=generator)
     slots = torch.randint(0, num_ranks * num_slots, (num_experts, 3), generator=generator)
     return Replicas(slots.int(), counts.int(), num_ranks, num_slots)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("num_tokens", "top_k", "num_ranks"), [(0, 2, 3), (1, 1, 1), (33, 4, 5), (64, 8, 144)])
-def test_route_equals_its_twin(built: None, num_tokens: int, top_k: int, num_ranks: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_ranks"), [(0, 2, 3), (1, 1, 1), (33, 4, 5), (64, 8, 144)]
+)
+def test_route_equals_its_twin(
+    built: None, num_tokens: int, top_k: int, num_ranks: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     replicas = random_replicas(12, num_ranks, 4, generator)
     ids = torch.randint(0, 12, (num_tokens, top_k), generator=generator)
@@ -138,7 +161,9 @@ def test_route_equals_its_twin(built: None, num_tokens: int, top_k: int, num_ran
 @pytest.mark.parametrize("module", ["fast", "twin"])
 def test_route_refuses_unknown_experts(module: str) -> None:
     function = route if module == "fast" else slow_route.route
-    replicas = Replicas(torch.zeros((3, 1), dtype=torch.int32), torch.tensor([1, 0, 1], dtype=torch.int32), 1, 3)
+    replicas = Replicas(
+        torch.zeros((3, 1), dtype=torch.int32), torch.tensor([1, 0, 1], dtype=torch.int32), 1, 3
+    )
     for bad in (-1, 3, 1):
         with pytest.raises(ValueError, match="expert"):
             function(torch.tensor([[0, bad]]), replicas, 0)
@@ -149,7 +174,9 @@ def test_rows_out_of_range_are_refused(built: None) -> None:
     with pytest.raises(ValueError, match="row"):
         codec.encode(x, at[0], torch.zeros((1, 32), dtype=torch.uint8), "fp32")
     with pytest.raises(ValueError, match="row"):
-        codec.weighted_sum(x.view(torch.uint8), "fp32", at, at.long(), x[:1, :1].contiguous(), torch.empty(1, 8))
+        codec.weighted_sum(
+            x.view(torch.uint8), "fp32", at, at.long(), x[:1, :1].contiguous(), torch.empty(1, 8)
+        )
 
 
 def test_shapes_are_checked() -> None:

@@ -1,4 +1,6 @@
-"""The fused step against its twin over awkward models, and its promises: equal bits, nothing written on bad input."""
+"""The fused step against its twin over awkward models, and its promises: equal bits, nothing
+written on bad input.
+"""
 
 import dataclasses
 from typing import Any
@@ -15,11 +17,23 @@ from tests.unit.kernels.shapes import odd_config, paged, random_weights
 
 pytestmark = pytest.mark.usefixtures("built")
 POSITIONS = [0, 62, 63, 64, 65, 130, 400]
-YARN = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 1.0}
+YARN = {
+    "type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 CHANGES: list[dict[str, Any]] = [
     {},
     {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
-    {"hidden_size": 192, "num_attention_heads": 6, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32},
+    {
+        "hidden_size": 192,
+        "num_attention_heads": 6,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
     {"n_shared_experts": 2, "topk_group": 4, "rope_scaling": YARN, "first_k_dense_replace": 2},
     {"first_k_dense_replace": 0, "hidden_size": 1601, "num_hidden_layers": 1},
 ]
@@ -27,8 +41,12 @@ CHANGES: list[dict[str, Any]] = [
 
 def inputs(config: ModelConfig, positions: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(cache, tokens, positions, table); the rows' earlier positions hold random latents."""
-    kv = paged(config.num_hidden_layers, config.latent_dim, [position + 1 for position in positions])
-    tokens = torch.randint(0, config.vocab_size, (len(positions),), generator=torch.Generator().manual_seed(1))
+    kv = paged(
+        config.num_hidden_layers, config.latent_dim, [position + 1 for position in positions]
+    )
+    tokens = torch.randint(
+        0, config.vocab_size, (len(positions),), generator=torch.Generator().manual_seed(1)
+    )
     return kv.cache_PLSD, tokens, torch.tensor(positions), kv.table_BM
 
 
@@ -41,7 +59,9 @@ def test_equals_the_twin(changes: dict[str, Any]) -> None:
     step = DecodeStep(weights, cache, max_batch=8, num_threads=2)
     torch.testing.assert_close(step(*rows), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(cache, expected_cache, rtol=1e-4, atol=1e-4, equal_nan=True)
-    torch.testing.assert_close(step.hidden(len(POSITIONS)) @ weights.head_VD.T, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        step.hidden(len(POSITIONS)) @ weights.head_VD.T, expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def small() -> ModelWeights:

@@ -9,7 +9,11 @@ from hadal.reference import experts as twin
 
 pytestmark = pytest.mark.usefixtures("built")
 SHAPES = [
-    (1, 100, 24, 16, 3), (5, 33, 7, 4, 4), (17, 64, 32, 9, 2), (64, 100, 24, 40, 8), (300, 48, 19, 6, 2),
+    (1, 100, 24, 16, 3),
+    (5, 33, 7, 4, 4),
+    (17, 64, 32, 9, 2),
+    (64, 100, 24, 40, 8),
+    (300, 48, 19, 6, 2),
     (3, 1700, 40, 5, 2),
 ]
 
@@ -17,7 +21,10 @@ SHAPES = [
 def case(t: int, d: int, i: int, e: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     made = torch.Generator().manual_seed(t + 1000 * d)
     ids = torch.stack([torch.randperm(e, generator=made)[:k] for _ in range(t)])
-    gate_up, down = torch.randn(e, 2 * i, d, generator=made) / d**0.5, torch.randn(e, d, i, generator=made) / i**0.5
+    gate_up, down = (
+        torch.randn(e, 2 * i, d, generator=made) / d**0.5,
+        torch.randn(e, d, i, generator=made) / i**0.5,
+    )
     return torch.randn(t, d, generator=made), gate_up, down, ids, torch.rand(t, k, generator=made)
 
 
@@ -31,7 +38,10 @@ def test_equals_the_twin(shape: tuple[int, int, int, int, int]) -> None:
 def test_a_token_does_not_depend_on_the_others(shape: tuple[int, int, int, int, int]) -> None:
     x, gate_up, down, ids, weights = case(*shape)
     whole = experts(x, gate_up, down, ids, weights)
-    for start, stop in [(index, index + 1) for index in range(min(len(x), 12))] + [(0, 2), (1, len(x))]:
+    for start, stop in [(index, index + 1) for index in range(min(len(x), 12))] + [
+        (0, 2),
+        (1, len(x)),
+    ]:
         part = experts(x[start:stop], gate_up, down, ids[start:stop], weights[start:stop])
         assert torch.equal(part, whole[start:stop])
 
@@ -49,15 +59,20 @@ def test_threads_do_not_change_the_bits(monkeypatch: pytest.MonkeyPatch) -> None
 def test_all_tokens_on_one_expert_and_none_at_all() -> None:
     x, gate_up, down, _, weights = case(50, 20, 12, 5, 1)
     ids = torch.full((50, 1), 4)
-    torch.testing.assert_close(experts(x, gate_up, down, ids, weights), twin.experts(x, gate_up, down, ids, weights))
+    torch.testing.assert_close(
+        experts(x, gate_up, down, ids, weights), twin.experts(x, gate_up, down, ids, weights)
+    )
     assert experts(x[:0], gate_up, down, ids[:0], weights[:0]).shape == (0, 20)
 
 
 def test_large_activations_stay_finite() -> None:
     x, gate_up, down, ids, weights = case(4, 20, 12, 5, 2)
-    y, expected = (kernel(x * 1e4, gate_up, down, ids, weights) for kernel in (experts, twin.experts))
+    y, expected = (
+        kernel(x * 1e4, gate_up, down, ids, weights) for kernel in (experts, twin.experts)
+    )
     assert y.isfinite().all()
-    # Sums of terms as large as the largest result: where they cancel, their rounding is all there is.
+    # Sums of terms as large as the largest result: where they cancel, their rounding is all there
+    # is.
     torch.testing.assert_close(y, expected, rtol=0.0, atol=2e-6 * float(expected.abs().max()))
 
 

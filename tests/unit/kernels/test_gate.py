@@ -12,20 +12,37 @@ from hadal.reference import gate as slow_gate
 from hadal.reference import rms_norm as slow_norm
 
 FIELDS = {
-    "model_type": "deepseek_v3", "vocab_size": 8, "hidden_size": 100, "num_hidden_layers": 1, "intermediate_size": 8,
-    "moe_intermediate_size": 8, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
-    "num_attention_heads": 1, "q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
-    "v_head_dim": 8, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "vocab_size": 8,
+    "hidden_size": 100,
+    "num_hidden_layers": 1,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_attention_heads": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
 CONFIG = parse_model_config(FIELDS, "test")
 
 
-@pytest.mark.parametrize("config", [
-    CONFIG,
-    replace(CONFIG, n_group=1, topk_group=1),
-    replace(CONFIG, norm_topk_prob=False, n_group=16, topk_group=3, num_experts_per_tok=5),
-    replace(CONFIG, n_routed_experts=20, n_group=4, topk_group=2, num_experts_per_tok=3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        replace(CONFIG, n_group=1, topk_group=1),
+        replace(CONFIG, norm_topk_prob=False, n_group=16, topk_group=3, num_experts_per_tok=5),
+        replace(CONFIG, n_routed_experts=20, n_group=4, topk_group=2, num_experts_per_tok=3),
+    ],
+)
 @pytest.mark.parametrize("num_tokens", [1, 3, 130])
 def test_gate_equals_its_twin(config: ModelConfig, num_tokens: int) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
@@ -36,12 +53,16 @@ def test_gate_equals_its_twin(config: ModelConfig, num_tokens: int) -> None:
     slow_ids, slow_weights = slow_gate.gate(x_TD, router_ED, bias_E, config)
     order, slow_order = ids.argsort(-1), slow_ids.argsort(-1)
     assert torch.equal(ids.gather(-1, order), slow_ids.gather(-1, slow_order))
-    torch.testing.assert_close(weights.gather(-1, order), slow_weights.gather(-1, slow_order), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        weights.gather(-1, order), slow_weights.gather(-1, slow_order), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_rms_norm_equals_its_twin() -> None:
     x_TD = torch.randn(65, 37, generator=torch.Generator().manual_seed(3)) * 9
     weight_D = torch.randn(37, generator=torch.Generator().manual_seed(4))
-    torch.testing.assert_close(rms_norm(x_TD, weight_D, 1e-6), slow_norm.rms_norm(x_TD, weight_D, 1e-6))
+    torch.testing.assert_close(
+        rms_norm(x_TD, weight_D, 1e-6), slow_norm.rms_norm(x_TD, weight_D, 1e-6)
+    )
     with pytest.raises(ValueError, match="weight_D"):
         rms_norm(x_TD, weight_D[:5].clone(), 1e-6)

@@ -9,7 +9,14 @@ from hadal.kernels.linear import linear
 
 pytestmark = pytest.mark.usefixtures("built")
 SHAPES = [
-    (1, 1, 1), (2, 3, 5), (7, 100, 33), (13, 16, 64), (31, 257, 130), (6, 2500, 21), (64, 1600, 9), (65, 48, 301),
+    (1, 1, 1),
+    (2, 3, 5),
+    (7, 100, 33),
+    (13, 16, 64),
+    (31, 257, 130),
+    (6, 2500, 21),
+    (64, 1600, 9),
+    (65, 48, 301),
     (200, 96, 37),
 ]
 
@@ -17,7 +24,9 @@ SHAPES = [
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)
 def test_equals_torch(m: int, k: int, n: int) -> None:
     x, w = torch.randn(m, k), torch.randn(n, k)
-    torch.testing.assert_close(linear(x, w).double(), F.linear(x.double(), w.double()), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        linear(x, w).double(), F.linear(x.double(), w.double()), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)

@@ -1,5 +1,6 @@
-"""Whole messages written and read by the kernels: byte for byte what the plain path of comm writes."""
-
+"""Whole messages written and read by the kernels: byte for byte what the plain path of comm
+writes.
+"""
 
 import pytest
 import torch
@@ -22,7 +23,10 @@ def replicas() -> Replicas:
     placement = spread(1, EXPERTS, RANKS, 4)
     slots_EM, counts_E = placement.replicas(0)
     return Replicas(
-        torch.from_numpy(slots_EM).int(), torch.from_numpy(counts_E).int(), RANKS, placement.num_slots
+        torch.from_numpy(slots_EM).int(),
+        torch.from_numpy(counts_E).int(),
+        RANKS,
+        placement.num_slots,
     )
 
 
@@ -30,7 +34,9 @@ def replicas() -> Replicas:
 @pytest.mark.parametrize("num_tokens", [0, 1, 30])
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("kind", [NORMAL, LOW_LATENCY])
-def test_messages_are_the_plain_paths(built: None, kind: int, wire: str, num_tokens: int, seed: int) -> None:
+def test_messages_are_the_plain_paths(
+    built: None, kind: int, wire: str, num_tokens: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     x_TD = torch.randn(num_tokens, 130, generator=generator)
     ids_TK = torch.randint(0, EXPERTS, (num_tokens, TOP_K), generator=generator)
@@ -42,7 +48,9 @@ def test_messages_are_the_plain_paths(built: None, kind: int, wire: str, num_tok
         fast = normal.pack(0, x_TD, way, where.num_slots, 5, peers)
         fill = normal._fill
     else:
-        low_latency = LowLatencyMode(codec, "cpu", max_tokens=30, top_k=TOP_K, peers=peers, num_held=4)
+        low_latency = LowLatencyMode(
+            codec, "cpu", max_tokens=30, top_k=TOP_K, peers=peers, num_held=4
+        )
         fast = low_latency.pack(low_latency.sets[0], x_TD, way, where.num_slots, 5, peers)
         fill = low_latency._fill
     assert set(fast) == set(peers)
@@ -60,14 +68,26 @@ def test_messages_that_name_what_is_not_there_are_refused(built: None) -> None:
     written = normal.pack(0, x_TD, way, where.num_slots, 0, (peer,))[peer]
     rows, pairs = way.num_rows_R[peer], way.num_pairs_R[peer]
     nothing = torch.zeros(0, dtype=torch.int32)
-    row_M, slot_M, out_ND = torch.zeros(pairs, dtype=torch.int64), torch.zeros(pairs, dtype=torch.int64), x_TD[:rows]
+    row_M, slot_M, out_ND = (
+        torch.zeros(pairs, dtype=torch.int64),
+        torch.zeros(pairs, dtype=torch.int64),
+        x_TD[:rows],
+    )
 
     counts_S = torch.zeros(where.num_slots + 1, dtype=torch.int64)
 
     def read() -> bool:
         own = (nothing, nothing, nothing)
         return message.unpack(
-            [(written, rows, pairs)], x_TD, own, counts_S[:-1], "fp32", False, row_M, slot_M, torch.empty_like(out_ND)
+            [(written, rows, pairs)],
+            x_TD,
+            own,
+            counts_S[:-1],
+            "fp32",
+            False,
+            row_M,
+            slot_M,
+            torch.empty_like(out_ND),
         )
 
     assert read()

@@ -1,4 +1,6 @@
-"""Paged absorbed attention against its twin: block borders, blocks out of order, splits, equal bits."""
+"""Paged absorbed attention against its twin: block borders, blocks out of order, splits, equal
+bits.
+"""
 
 import pytest
 import torch

@@ -15,4 +15,6 @@ def test_equals_its_twin() -> None:
             torch.randn(dim, width, generator=generator) / width**0.5,
         )
         x_TD = torch.randn(num_tokens, dim, generator=generator)
-        torch.testing.assert_close(swiglu(x_TD, weights), slow.swiglu(x_TD, weights), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            swiglu(x_TD, weights), slow.swiglu(x_TD, weights), atol=1e-5, rtol=1e-5
+        )

@@ -1,4 +1,6 @@
-"""DiskSlots: runs of slots, nothing that is being written makes room, recovery, against a plain model at random."""
+"""DiskSlots: runs of slots, nothing that is being written makes room, recovery, against a plain
+model at random.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def test_new_blocks_lie_side_by_side() -> None:
     slots.add_segment(3, 4)
     slots.add_segment(9, 8)
     assert slots.take(names_of(*range(6)), range(6)) == ([Place(9, slot) for slot in range(6)], b"")
-    assert slots.take(names_of(*range(10, 14)), range(4)) == ([Place(3, slot) for slot in range(4)], b"")
+    assert slots.take(names_of(*range(10, 14)), range(4)) == (
+        [Place(3, slot) for slot in range(4)],
+        b"",
+    )
     assert (slots.num_slots, slots.num_free, len(slots), slots.check()) == (12, 2, 10, [])
 
 
@@ -83,7 +88,11 @@ def test_recovery_takes_each_name_once() -> None:
     slots = full(2)
     slots.add_segment(8, 4)
     slots.restore(8, (0, 2, 3), names_of(1, 20, 21), (1, 0, 1), uses=(0, 0, 5))
-    assert [slots.find(name) for name in names_of(1, 20, 21)] == [Place(7, 1), Place(8, 2), Place(8, 3)]
+    assert [slots.find(name) for name in names_of(1, 20, 21)] == [
+        Place(7, 1),
+        Place(8, 2),
+        Place(8, 3),
+    ]
     assert (slots.num_free, slots.check()) == (2, [])
     # Block 21 was used before; block 20 was not.
     dropped = slots.take(names_of(*range(30, 35)), range(5))[1]
@@ -123,7 +132,9 @@ def test_any_use_adds_up(seed: int) -> None:
         elif random.random() < 0.03:
             gone = random.choice(list(slots._segment_to_names))
             slots.remove_segment(gone)
-            kept, writing = ({n: p for n, p in them.items() if p.segment != gone} for them in (kept, writing))
+            kept, writing = (
+                {n: p for n, p in them.items() if p.segment != gone} for them in (kept, writing)
+            )
         new = names_of(*range(next_name, next_name + random.randrange(8)))
         next_name += len(new)
         places, dropped = slots.take(new, range(len(new)))
@@ -141,7 +152,9 @@ def test_any_use_adds_up(seed: int) -> None:
             slots.drop([name])
             kept.pop(name, None)
             writing.pop(name, None)
-        for place in random.sample(sorted(kept.values(), key=lambda p: (p.segment, p.slot)), len(kept) // 4):
+        for place in random.sample(
+            sorted(kept.values(), key=lambda p: (p.segment, p.slot)), len(kept) // 4
+        ):
             slots.used(place.segment, (place.slot,), (1,))
         assert all(slots.find(name) == place for name, place in (kept | writing).items())
         assert (len(slots), slots.check()) == (len(kept) + len(writing), [])

@@ -1,4 +1,6 @@
-"""Random DeepSeek-V3 checkpoints written by transformers: the other implementation that parity is measured against."""
+"""Random DeepSeek-V3 checkpoints written by transformers: the other implementation that parity is
+measured against.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +16,77 @@ from hadal.model.weights import load_weights
 from hadal.reference.params import ModelWeights
 
 _BASE: dict[str, Any] = {
-    "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 3,
-    "first_k_dense_replace": 1, "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 4,
-    "topk_group": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "max_position_embeddings": 512,
-    "num_mtp_layers": 0, "initializer_range": 0.15,
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "max_position_embeddings": 512,
+    "num_mtp_layers": 0,
+    "initializer_range": 0.15,
 }
 _YARN: dict[str, Any] = {
-    "rope_type": "yarn", "rope_theta": 5000.0, "factor": 40.0, "original_max_position_embeddings": 64,
-    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no_q_lora": {"q_lora_rank": None, "num_attention_heads": 5, "num_key_value_heads": 5},
     "yarn": {"rope_parameters": _YARN, "qk_rope_head_dim": 16},
     "yarn_odd": {
-        "hidden_size": 100, "num_attention_heads": 3, "num_key_value_heads": 3, "qk_nope_head_dim": 20,
-        "qk_rope_head_dim": 12, "v_head_dim": 28, "q_lora_rank": 40, "kv_lora_rank": 24,
-        "moe_intermediate_size": 36, "intermediate_size": 130,
-        "n_shared_experts": 2, "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9, "factor": 8.0},
+        "hidden_size": 100,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "qk_nope_head_dim": 20,
+        "qk_rope_head_dim": 12,
+        "v_head_dim": 28,
+        "q_lora_rank": 40,
+        "kv_lora_rank": 24,
+        "moe_intermediate_size": 36,
+        "intermediate_size": 130,
+        "n_shared_experts": 2,
+        "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9, "factor": 8.0},
     },
     "one_group": {
-        "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "norm_topk_prob": False, "routed_scaling_factor": 1.7,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.7,
     },
     "all_moe": {
-        "first_k_dense_replace": 0, "n_routed_experts": 32, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
     },
     "all_dense": {"first_k_dense_replace": 3, "v_head_dim": 48, "q_lora_rank": None},
     "deep": {
-        "num_hidden_layers": 5, "first_k_dense_replace": 3, "v_head_dim": 8, "kv_lora_rank": 48, "hidden_size": 72,
+        "num_hidden_layers": 5,
+        "first_k_dense_replace": 3,
+        "v_head_dim": 8,
+        "kv_lora_rank": 48,
+        "hidden_size": 72,
     },
 }
 

@@ -1,4 +1,6 @@
-"""The ops of a layer in a unit of several ranks: schedules and modes change no bit, widths and placements no token."""
+"""The ops of a layer in a unit of several ranks: schedules and modes change no bit, widths and
+placements no token.
+"""
 
 from __future__ import annotations
 
@@ -34,40 +36,61 @@ def test_a_comm_of_one_rank_adds_what_the_local_kernel_adds(plain: Peer) -> None
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("wire", ["fp32", "fp8"])
 def test_overlapped_is_sequential_to_the_bit(plain: Peer, num_ranks: int, wire: str) -> None:
-    """The same micro-batches, one after the other and interleaved; every order of arrival, both modes."""
+    """The same micro-batches, one after the other and interleaved; every order of arrival, both
+    modes.
+    """
     prompts = make_prompts(plain)
     expected = unit_logits(plain, num_ranks, prompts, SEQUENTIAL, wire=wire)
     for seed, schedule in enumerate((PREFILL_DUAL, DECODE_FIVE)):
         for mode in ("normal", "low_latency"):
-            logits = unit_logits(plain, num_ranks, prompts, schedule, wire=wire, mode=mode, seed=seed)
+            logits = unit_logits(
+                plain, num_ranks, prompts, schedule, wire=wire, mode=mode, seed=seed
+            )
             assert torch.equal(logits, expected), (schedule.name, mode)
 
 
 @pytest.mark.parametrize("name", ["plain", "all_moe", "deep"])
 @pytest.mark.parametrize("wire", ["fp32", "fp8", "fp8_pow2"])
 def test_widths_and_placements_change_no_bit(peers: dict[str, Peer], name: str, wire: str) -> None:
-    """Every kernel gives a row the same bits in any batch, so not even rounding to FP8 tells the widths apart.
+    """Every kernel gives a row the same bits in any batch, so not even rounding to FP8 tells the
+    widths apart.
 
-    "deep" prefills in multi-head form: torch's attention depends on where a prompt is cut, so none is cut there.
+    "deep" prefills in multi-head form: torch's attention depends on where a prompt is cut, so none
+    is cut there.
     """
     peer = peers[name]
     prompts = make_prompts(peer)
     num_micro_batches = 1 if name == "deep" else 2
-    expected = unit_logits(peer, 1, prompts, SEQUENTIAL, wire=wire, num_micro_batches=num_micro_batches)
-    for num_ranks, num_redundant, schedule in ((2, 0, PREFILL_DUAL), (2, 8, SEQUENTIAL), (4, 16, DECODE_FIVE)):
+    expected = unit_logits(
+        peer, 1, prompts, SEQUENTIAL, wire=wire, num_micro_batches=num_micro_batches
+    )
+    for num_ranks, num_redundant, schedule in (
+        (2, 0, PREFILL_DUAL),
+        (2, 8, SEQUENTIAL),
+        (4, 16, DECODE_FIVE),
+    ):
         logits = unit_logits(
-            peer, num_ranks, prompts, schedule, num_redundant=num_redundant, wire=wire,
+            peer,
+            num_ranks,
+            prompts,
+            schedule,
+            num_redundant=num_redundant,
+            wire=wire,
             num_micro_batches=num_micro_batches,
-        )  # fmt: skip
+        )
         if library.load() is not None:
             assert torch.equal(logits, expected)
-        elif wire == "fp32":  # torch's products promise less, and FP8 makes a last bit a larger one.
+        elif (
+            wire == "fp32"
+        ):  # torch's products promise less, and FP8 makes a last bit a larger one.
             assert float((logits - expected).abs().max()) <= TOLERANCE
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=str)
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_idle_ranks_join_with_nothing(plain: Peer, schedule: Schedule, num_micro_batches: int) -> None:
+def test_idle_ranks_join_with_nothing(
+    plain: Peer, schedule: Schedule, num_micro_batches: int
+) -> None:
     """One prompt, four ranks: three have no token at all, and the last layer's rows are one."""
     prompts = make_prompts(plain, 2)[1:]
     expected = unit_logits(plain, 1, prompts, schedule, num_micro_batches=num_micro_batches)
@@ -76,8 +99,10 @@ def test_idle_ranks_join_with_nothing(plain: Peer, schedule: Schedule, num_micro
 
 
 def test_fp8_wire_is_near_fp32(plain: Peer) -> None:
-    """Each dispatched value is off by 2^-4 of itself at most and each returned one by 2^-9 (arXiv 2412.19437, 3.3;
-    E4M3 has 3 mantissa bits, BF16 7), so logits stay within a few percent of their spread."""
+    """Each dispatched value is off by 2^-4 of itself at most and each returned one by 2^-9 (arXiv
+    2412.19437, 3.3; E4M3 has 3 mantissa bits, BF16 7), so logits stay within a few percent of their
+    spread.
+    """
     prompts = make_prompts(plain)
     exact = unit_logits(plain, 2, prompts, SEQUENTIAL)[0]
     rounded = unit_logits(plain, 2, prompts, SEQUENTIAL, wire="fp8")[0]
@@ -86,9 +111,13 @@ def test_fp8_wire_is_near_fp32(plain: Peer) -> None:
 
 
 def test_failed_steps_leave_nothing_live(peers: dict[str, Peer]) -> None:
-    """The second micro-batch breaks while the first one's dispatch is under way; steps after it run as ever."""
+    """The second micro-batch breaks while the first one's dispatch is under way; steps after it run
+    as ever.
+    """
     peer = peers["all_moe"]
-    model = rank_model(peer, None, spread(3, peer.weights.config.n_routed_experts, 1), "fp8", "normal")
+    model = rank_model(
+        peer, None, spread(3, peer.weights.config.n_routed_experts, 1), "fp8", "normal"
+    )
     prompt = tuple(random_tokens(peer, 20))
     good, bad = Chunk("a", prompt, 0, (1,), None, 0), Chunk("b", prompt, 0, (99,), None, 0)
     expected = model.prefill_split([[good], []], [[0], []], PREFILL_DUAL)[0]

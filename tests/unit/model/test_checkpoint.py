@@ -23,7 +23,10 @@ def shard(folder: Path) -> Path:
     """Cut the single file into two shards and an index; return the second."""
     tensors = load_file(folder / SINGLE)
     names = sorted(tensors)
-    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    parts = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
     for file, part in parts.items():
         save_file({name: tensors[name] for name in part}, folder / file)
     weight_map = {name: file for file, part in parts.items() for name in part}
@@ -81,7 +84,9 @@ def test_index_names_an_absent_tensor(own_folder: Path) -> None:
     assert second.name in message
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": "../x"}}', "\xff{"])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": "../x"}}', "\xff{"]
+)
 def test_broken_index(own_folder: Path, text: str) -> None:
     shard(own_folder)
     (own_folder / INDEX).write_bytes(text.encode("latin-1"))
@@ -105,7 +110,9 @@ def test_corrupt_header(own_folder: Path) -> None:
     assert "damaged" in message
 
 
-@pytest.mark.parametrize("name", [KV_B, EXPERT, "lm_head.weight", "model.layers.1.mlp.gate.e_score_correction_bias"])
+@pytest.mark.parametrize(
+    "name", [KV_B, EXPERT, "lm_head.weight", "model.layers.1.mlp.gate.e_score_correction_bias"]
+)
 def test_missing_tensor(own_folder: Path, name: str) -> None:
     change(own_folder, lambda tensors: tensors.pop(name))
     message = complaint(own_folder)
@@ -131,7 +138,9 @@ def test_wrong_dtype(own_folder: Path, dtype: torch.dtype) -> None:
 
 
 def test_fp8_without_quantization_config(own_folder: Path) -> None:
-    change(own_folder, lambda tensors: tensors.update({KV_B: tensors[KV_B].to(torch.float8_e4m3fn)}))
+    change(
+        own_folder, lambda tensors: tensors.update({KV_B: tensors[KV_B].to(torch.float8_e4m3fn)})
+    )
     message = complaint(own_folder)
     assert KV_B in message
     assert "quantization_config" in message
@@ -170,11 +179,16 @@ def test_scales_of_the_wrong_shape(own_folder: Path) -> None:
 
 
 def test_scales_of_the_wrong_dtype(own_folder: Path) -> None:
-    make_fp8(own_folder, lambda tensors: tensors.update({f"{KV_B}_scale_inv": torch.ones(8, 2, dtype=torch.int32)}))
+    make_fp8(
+        own_folder,
+        lambda tensors: tensors.update({f"{KV_B}_scale_inv": torch.ones(8, 2, dtype=torch.int32)}),
+    )
     assert f"{KV_B}_scale_inv" in complaint(own_folder)
 
 
 def test_fp8_vector(own_folder: Path) -> None:
     name = "model.norm.weight"
-    make_fp8(own_folder, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+    make_fp8(
+        own_folder, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)})
+    )
     assert name in complaint(own_folder)

@@ -1,4 +1,6 @@
-"""Parity with transformers' DeepSeek-V3: every form of the forward pass, on random models of many shapes, in FP32."""
+"""Parity with transformers' DeepSeek-V3: every form of the forward pass, on random models of many
+shapes, in FP32.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ BLOCKS = (7, 3, 5)
 def prefill_form(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test runs with both forms of prefill's attention, whatever the shape would choose."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mla, "absorbs_prefill", lambda config, cache_PLSD: request.param == "absorbed")
+        patch.setattr(
+            mla, "absorbs_prefill", lambda config, cache_PLSD: request.param == "absorbed"
+        )
         yield
 
 
@@ -41,7 +45,9 @@ def make_model(peer: Peer, num_blocks: int = 12, *, fused: bool = True) -> Deeps
 
 
 def chunk(tokens: list[int], start: int, end: int, block_ids: tuple[int, ...] = BLOCKS) -> Chunk:
-    return Chunk("r", tuple(tokens[start:end]), start, block_ids[: -(-end // BLOCK_TOKENS)], None, 0)
+    return Chunk(
+        "r", tuple(tokens[start:end]), start, block_ids[: -(-end // BLOCK_TOKENS)], None, 0
+    )
 
 
 def random_tokens(peer: Peer, count: int, seed: int = 0) -> list[int]:
@@ -65,7 +71,10 @@ def test_whole_prompt(peer: Peer) -> None:
     theirs = peer.logits(tokens)
     model = make_model(peer)
     assert difference(model.head(model.hidden([chunk(tokens, 0, NUM_TOKENS)])), theirs) <= TOLERANCE
-    assert difference(make_model(peer).prefill([chunk(tokens, 0, NUM_TOKENS)])[0], theirs[-1]) <= TOLERANCE
+    assert (
+        difference(make_model(peer).prefill([chunk(tokens, 0, NUM_TOKENS)])[0], theirs[-1])
+        <= TOLERANCE
+    )
 
 
 def test_cut_anywhere(peer: Peer) -> None:
@@ -80,7 +89,9 @@ def test_cut_anywhere(peer: Peer) -> None:
     assert difference(torch.stack(ours), theirs[-1].expand(NUM_TOKENS - 1, -1)) <= TOLERANCE
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_several_prompts_in_ragged_chunks(peers: dict[str, Peer], seed: int) -> None:
     """Steps that mix first and later chunks of three prompts, some of which want no logits."""
@@ -108,7 +119,10 @@ def test_token_by_token(peer: Peer, fused: bool) -> None:
     """Absorbed decode from the first token on, three requests of different ages in one batch."""
     prompts = [random_tokens(peer, NUM_TOKENS, seed=i) for i in range(3)]
     theirs = [peer.logits(prompt) for prompt in prompts]
-    model, table = make_model(peer, fused=fused), torch.tensor([[1, 4, 2], [3, 5, 7], [6, 9, 8]], dtype=torch.int32)
+    model, table = (
+        make_model(peer, fused=fused),
+        torch.tensor([[1, 4, 2], [3, 5, 7], [6, 9, 8]], dtype=torch.int32),
+    )
     worst = 0.0
     for step in range(NUM_TOKENS):
         positions = [step, (step + 1) // 2, step // 3]
@@ -124,22 +138,30 @@ def test_prefill_then_decode(peer: Peer) -> None:
     theirs, model = peer.logits(tokens), make_model(peer)
     model.prefill([chunk(tokens, 0, 60)], [])
     for position in range(60, NUM_TOKENS):
-        ours = model.decode(torch.tensor([tokens[position]]), torch.tensor([position]), torch.tensor([BLOCKS]))
+        ours = model.decode(
+            torch.tensor([tokens[position]]), torch.tensor([position]), torch.tensor([BLOCKS])
+        )
         assert difference(ours[0], theirs[position]) <= TOLERANCE
 
 
 def test_same_greedy_tokens(peer: Peer) -> None:
     prompt = random_tokens(peer, 61, seed=9)
     theirs = peer.theirs.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, 61, dtype=torch.int64), max_new_tokens=40, do_sample=False,
-        eos_token_id=None, pad_token_id=0,
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, 61, dtype=torch.int64),
+        max_new_tokens=40,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
     )[0, len(prompt) :].tolist()
     assert generate(peer.weights, prompt, 40) == theirs
     model = make_model(peer)
     ours = [int(model.prefill([chunk(prompt, 0, len(prompt))])[0].argmax())]
     while len(ours) < 40:
         position = torch.tensor([len(prompt) + len(ours) - 1])
-        ours.append(int(model.decode(torch.tensor(ours[-1:]), position, torch.tensor([BLOCKS]))[0].argmax()))
+        ours.append(
+            int(model.decode(torch.tensor(ours[-1:]), position, torch.tensor([BLOCKS]))[0].argmax())
+        )
     assert ours == theirs
 
 

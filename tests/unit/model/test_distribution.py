@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hadal.model import distribution
-from hadal.model.distribution import draw, nucleus, penalise_counts, penalise_repetition, pick, uniform
+from hadal.model.distribution import (
+    draw,
+    nucleus,
+    penalise_counts,
+    penalise_repetition,
+    pick,
+    uniform,
+)
 
 
 def test_uniform_repeats_and_is_uniform() -> None:
@@ -52,17 +59,25 @@ def expected_kept(p: list[float], top_k: int, top_p: float, min_p: float) -> set
 
 @settings(max_examples=150, deadline=None)
 @given(
-    seed=st.integers(0, 2**31), vocabulary=st.integers(2, 40), candidates=st.sampled_from([1, 3, 1024]),
+    seed=st.integers(0, 2**31),
+    vocabulary=st.integers(2, 40),
+    candidates=st.sampled_from([1, 3, 1024]),
     rows=st.lists(
-        st.tuples(st.sampled_from([0, 1, 2, 5, 100]), st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 1.0]),
-                  st.sampled_from([0.0, 0.05, 0.5, 1.0])),
-        min_size=1, max_size=6,
+        st.tuples(
+            st.sampled_from([0, 1, 2, 5, 100]),
+            st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 1.0]),
+            st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+        ),
+        min_size=1,
+        max_size=6,
     ),
 )
 def test_what_stays_and_what_is_drawn(
     seed: int, vocabulary: int, candidates: int, rows: list[tuple[int, float, float]]
 ) -> None:
-    """However few candidates are looked at first: the nucleus is the definition's, and a draw is the whole row's."""
+    """However few candidates are looked at first: the nucleus is the definition's, and a draw is
+    the whole row's.
+    """
     generator = torch.Generator().manual_seed(seed)
     p = torch.randn(len(rows), vocabulary, generator=generator).mul(2).exp()
     u = torch.rand(len(rows), generator=generator, dtype=torch.float64)

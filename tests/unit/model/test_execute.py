@@ -1,4 +1,6 @@
-"""The walk over a schedule: order, what is counted, what is traced, what other threads see of it."""
+"""The walk over a schedule: order, what is counted, what is traced, what other threads see of
+it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class VirtualLink:
 
 
 def test_accounts() -> None:
-    """Sequential: all link time is waited for. Overlapped: what another micro-batch computes meanwhile is not."""
+    """Sequential: all link time is waited for. Overlapped: what another micro-batch computes
+    meanwhile is not.
+    """
     link_s, op_s, waits = 0.004, 0.002, {}
     for schedule in (SEQUENTIAL, PREFILL_DUAL):
         recorder = Recorder(rank=5, is_traced=True)
@@ -59,9 +63,16 @@ def test_accounts() -> None:
         counted = {op: time.count for op, time in times.items()}
         each = 2 * NUM_LAYERS
         assert counted == {
-            "attn_in": each, "attn_core": each, "gate": each, "shared": each, "experts": each,
-            "dispatch": each, "combine": each, "wait": 2 * each, "post": 4 * each,
-        }  # fmt: skip
+            "attn_in": each,
+            "attn_core": each,
+            "gate": each,
+            "shared": each,
+            "experts": each,
+            "dispatch": each,
+            "combine": each,
+            "wait": 2 * each,
+            "post": 4 * each,
+        }
         assert times["dispatch"].seconds == pytest.approx(each * link_s)
         assert times["experts"].seconds >= each * op_s
         waits[schedule.name] = times["wait"].seconds
@@ -71,8 +82,12 @@ def test_accounts() -> None:
 
 def check_lanes(events: list[TraceEvent], waited_s: float) -> None:
     assert {event.rank for event in events} == {5}
-    assert Counter(event.lane for event in events if event.lane == "link") == {"link": 4 * NUM_LAYERS}
-    compute = sorted((e for e in events if e.lane in ("compute", "wait")), key=lambda e: (e.start_s, e.end_s))
+    assert Counter(event.lane for event in events if event.lane == "link") == {
+        "link": 4 * NUM_LAYERS
+    }
+    compute = sorted(
+        (e for e in events if e.lane in ("compute", "wait")), key=lambda e: (e.start_s, e.end_s)
+    )
     for before, after in itertools.pairwise(compute):
         assert before.end_s <= after.start_s, "one thread does one thing at a time"
     assert sum(e.end_s - e.start_s for e in events if e.lane == "wait") == pytest.approx(waited_s)
@@ -105,7 +120,9 @@ def test_progress_is_seen_from_another_thread() -> None:
             in_op.set()
             assert arrived.wait(20)
 
-    thread = threading.Thread(target=execute, args=(SEQUENTIAL, 1, range(1), run_op, Recorder(progress)))
+    thread = threading.Thread(
+        target=execute, args=(SEQUENTIAL, 1, range(1), run_op, Recorder(progress))
+    )
     thread.start()
     try:
         assert in_op.wait(20)

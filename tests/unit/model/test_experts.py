@@ -1,4 +1,6 @@
-"""A rank's experts: after any placements and flips its slots hold exactly what loading from nothing would give."""
+"""A rank's experts: after any placements and flips its slots hold exactly what loading from nothing
+would give.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,14 @@ def test_placements_come_and_go(plain: Peer) -> None:
     weights = load_weights(plain.folder, slots_LS=np.empty((num_layers, 0), np.int16))
     store = ExpertStore(plain.folder, weights, np.empty((num_layers, 0), np.int16))
     held: list[set[int]] = [set() for _ in range(num_layers)]
-    for placement in (first, first, without(first, {2}), without(first, {1, 2}), without(first, {3}), first):
+    for placement in (
+        first,
+        first,
+        without(first, {2}),
+        without(first, {1, 2}),
+        without(first, {3}),
+        first,
+    ):
         slots_LS = rank_slots(placement, 0)
         weights, num_read = store.install(weights, slots_LS, 1)
         check_slots(weights, slots_LS, plain.weights)
@@ -77,7 +86,9 @@ def test_any_slots(plain: Peer) -> None:
     store = ExpertStore(plain.folder, weights, np.empty((2, 0), np.int16))
     for _ in range(6):
         num_slots = int(rng.integers(0, num_experts))
-        slots_LS = np.stack([rng.permutation(num_experts)[:num_slots] for _ in range(2)]).astype(np.int16)
+        slots_LS = np.stack([rng.permutation(num_experts)[:num_slots] for _ in range(2)]).astype(
+            np.int16
+        )
         slots_LS[rng.random(slots_LS.shape) < 0.2] = EMPTY
         weights, _ = store.install(weights, slots_LS, 1)
         check_slots(weights, slots_LS, plain.weights)
@@ -127,10 +138,18 @@ class Half:
         self.weights, num_read = self.store.install(self.weights, self.slots_LS, 1)
         assert num_read == 0
 
-    def stage(self, slots: Sequence[int], stage_id: int, layer: int = 0, generation: int = 1) -> Staged:
+    def stage(
+        self, slots: Sequence[int], stage_id: int, layer: int = 0, generation: int = 1
+    ) -> Staged:
         """The odd experts are asked for at another rank, the even ones have no source."""
         self.asked: list[tuple[int, int]] = []
-        plan = StagePlan(generation, stage_id, layer, tuple(slots), tuple(Source(e, "a", 5) for e in slots if e % 2))
+        plan = StagePlan(
+            generation,
+            stage_id,
+            layer,
+            tuple(slots),
+            tuple(Source(e, "a", 5) for e in slots if e % 2),
+        )
         return self.store.stage(plan, self.give)
 
     def give(self, layer: int, source: Source, gate_up: Tensor, down: Tensor) -> bool:
@@ -162,7 +181,9 @@ class Half:
 
 
 def test_a_layer_is_staged_and_flipped(plain: Peer) -> None:
-    """Held experts are copied, others fetched, what no peer gives is read; until the flip the old ones are in force."""
+    """Held experts are copied, others fetched, what no peer gives is read; until the flip the old
+    ones are in force.
+    """
     half = Half(plain)
     before, new = half.weights, [7, 11, 9, EMPTY, 2, 12, 13, 3]
     staged = half.stage(new, 1)
@@ -172,7 +193,9 @@ def test_a_layer_is_staged_and_flipped(plain: Peer) -> None:
     half.flip(new, 1)
     half.check()
     assert half.weights.layers[2] is before.layers[2], "the other layer is as it was"
-    check_slots(before, np.tile(np.arange(8, dtype=np.int16), (2, 1)), half.whole)  # Nothing was written in place.
+    check_slots(
+        before, np.tile(np.arange(8, dtype=np.int16), (2, 1)), half.whole
+    )  # Nothing was written in place.
     again = half.weights
     half.flip(new, 99)
     assert half.weights is again, "the same slots need no stage: a new split alone"
@@ -231,7 +254,9 @@ def test_a_new_generation_drops_what_is_staged(plain: Peer) -> None:
     assert half.stage(new, 1).error is None
     # The last expert is the slow one: nothing comes after it that could notice.
     plan = StagePlan(1, 2, 1, tuple(new), (Source(11, "a", 5),))
-    thread = threading.Thread(target=lambda: results.append(half.store.stage(plan, slow)), daemon=True)
+    thread = threading.Thread(
+        target=lambda: results.append(half.store.stage(plan, slow)), daemon=True
+    )
     thread.start()
     assert begun.wait(TIMEOUT_S)
     half.weights, _ = half.store.install(half.weights, half.slots_LS, 2)
@@ -267,7 +292,9 @@ def test_what_is_given_up_does_not_pile_up(plain: Peer) -> None:
     """The memory plan knows of one layer beside those that are held."""
     num_layers = 3
     layer = plain.weights.layers[1]
-    weights = ModelWeights(**{**vars(plain.weights), "layers": (plain.weights.layers[0], *[layer] * num_layers)})
+    weights = ModelWeights(
+        **{**vars(plain.weights), "layers": (plain.weights.layers[0], *[layer] * num_layers)}
+    )
     store = ExpertStore(plain.folder, weights)
     slots = (*range(1, 16), 0)
     for at in range(num_layers):
@@ -294,13 +321,18 @@ def test_experts_are_read_while_layers_flip(plain: Peer) -> None:
                 if found is None:
                     continue
                 num_found[0] += 1
-                if not (torch.equal(found[0], moe.gate_up_E[expert]) and torch.equal(found[1], moe.down_E[expert])):
+                if not (
+                    torch.equal(found[0], moe.gate_up_E[expert])
+                    and torch.equal(found[1], moe.down_E[expert])
+                ):
                     wrong.append(expert)
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     limit_s, stage_id = time.monotonic() + TIMEOUT_S, 0
-    while stage_id < 40 or num_found[0] <= 100:  # On busy cores forty flips may be over before the reader has begun.
+    while (
+        stage_id < 40 or num_found[0] <= 100
+    ):  # On busy cores forty flips may be over before the reader has begun.
         assert time.monotonic() < limit_s
         stage_id += 1
         new = rng.permutation(16)[:8].tolist()

@@ -1,5 +1,6 @@
-"""Generations of a unit: formed, broken by a lost peer or an abort, formed anew with what is left, and whole again; and
-within one, layers whose experts move between two steps."""
+"""Generations of a unit: formed, broken by a lost peer or an abort, formed anew with what is left,
+and whole again; and within one, layers whose experts move between two steps.
+"""
 
 from __future__ import annotations
 
@@ -66,13 +67,19 @@ class Listened(DeepseekV3):
 class Rank:
     """A rank's runner over a mesh."""
 
-    def __init__(self, peer: Peer, number: int, epoch: str = "a", mode: str = "low_latency") -> None:
+    def __init__(
+        self, peer: Peer, number: int, epoch: str = "a", mode: str = "low_latency"
+    ) -> None:
         config = peer.weights.config
         self.group = MeshGroup(number, f"{epoch}{number}", key=b"k" * 32, deadline_s=DEADLINE_S)
         comm = ExpertComm(
-            self.group, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire="fp32",
-            mode=mode, max_tokens=64,
-        )  # fmt: skip
+            self.group,
+            hidden_size=config.hidden_size,
+            top_k=config.num_experts_per_tok,
+            wire="fp32",
+            mode=mode,
+            max_tokens=64,
+        )
         nothing = np.empty((2, 0), np.int16)
         weights = load_weights(peer.folder, slots_LS=nothing)
         self.model = Listened(weights, KvCache(config, 8), comm)
@@ -84,9 +91,13 @@ class Rank:
     def form(self, ranks: list[Rank], generation: int, placement: Placement) -> Formed:
         members = tuple(member(rank.group) for rank in ranks)
         plan = FormPlan(
-            generation, placement.num_ranks, members, placement.to_bytes(), placement.num_slots,
+            generation,
+            placement.num_ranks,
+            members,
+            placement.to_bytes(),
+            placement.num_slots,
             placement.weights_bytes(),
-        )  # fmt: skip
+        )
         formed = self.runner.execute(plan)
         assert isinstance(formed, Formed)
         return formed
@@ -102,8 +113,11 @@ class Rank:
         join = () if token is None else (Join(0, (1,), len(self.prompt), token, 1, GREEDY),)
         return self.step(DecodePlan(1, (), join, (), flips=flips, is_counted=is_counted))
 
-    def stage(self, ranks: Sequence[Rank], layer: int, stage_id: int, slots_RS: np.ndarray) -> Staged:
+    def stage(
+        self, ranks: Sequence[Rank], layer: int, stage_id: int, slots_RS: np.ndarray
+    ) -> Staged:
         """With what the other ranks hold; expert 0 and what the asked one has not is read."""
+
         def fetch(layer: int, source: Source, gate_up: Tensor, down: Tensor) -> bool:
             found = ranks[source.port - 1].store.expert(layer, source.expert)
             if found is not None:
@@ -131,13 +145,16 @@ def ranks(plain: Peer) -> Iterator[list[Rank]]:
 
 
 def form(ranks: list[Rank], generation: int, placement: Placement) -> list[Formed]:
-    formed: list[Formed] = run_threads([lambda r=r: r.form(ranks, generation, placement) for r in ranks])
+    formed: list[Formed] = run_threads(
+        [lambda r=r: r.form(ranks, generation, placement) for r in ranks]
+    )
     assert [f.error for f in formed] == [None] * len(ranks)
     return formed
 
 
 def serve(peer: Peer, ranks: list[Rank]) -> None:
     """Every rank's own prompt, three tokens."""
+
     def one(rank: Rank) -> list[int]:
         tokens = list(rank.prefill().tokens)
         tokens += rank.decode(tokens[0]).tokens
@@ -194,7 +211,9 @@ def test_abort_wakes_a_step_that_waits(plain: Peer, ranks: list[Rank]) -> None:
 
     def abort() -> None:
         limit_s = time.monotonic() + DEADLINE_S
-        while ranks[0].runner.num_ops < 14 or ranks[0].runner.is_computing:  # It stands in a layer with experts.
+        while (
+            ranks[0].runner.num_ops < 14 or ranks[0].runner.is_computing
+        ):  # It stands in a layer with experts.
             assert time.monotonic() < limit_s
             time.sleep(0.005)
         ranks[0].runner.abort()
@@ -229,7 +248,10 @@ def test_a_placement_that_cannot_be(plain: Peer, ranks: list[Rank]) -> None:
 def shuffled(placement: Placement, rng: random.Random) -> np.ndarray:
     """Another layer of the same shape: the experts under other names, in other slots."""
     names = rng.sample(range(16), 16)
-    ranks_RS = [[names[e] if e != EMPTY else e for e in rank] for rank in placement.slot_to_expert_LRS[0].tolist()]
+    ranks_RS = [
+        [names[e] if e != EMPTY else e for e in rank]
+        for rank in placement.slot_to_expert_LRS[0].tolist()
+    ]
     return np.array([rng.sample(slots, len(slots)) for slots in ranks_RS], np.int16)
 
 
@@ -246,15 +268,21 @@ def random_parts(slots_RS: np.ndarray, rng: random.Random) -> np.ndarray:
 @pytest.mark.parametrize("mode", ["normal", "low_latency"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: str) -> None:
-    """The same requests with layers that move between any two steps and without: the logits are the same bits. What
-    was counted are all pairs since the counted step before, of a flipped layer those since its flip."""
+    """The same requests with layers that move between any two steps and without: the logits are the
+    same bits. What was counted are all pairs since the counted step before, of a flipped layer
+    those since its flip.
+    """
     seed = fresh().randrange(2**31)
     print(f"seed {seed}")
     placement, num_steps = spread(2, 16, num_ranks, 4 * (num_ranks - 1) if num_ranks < 4 else 4), 7
     ranks = [Rank(plain, number, mode=mode) for number in range(num_ranks)]
 
     def one(rank: Rank, is_moving: bool) -> list[list[int]]:
-        rng, staged, counted = random.Random(seed), {}, []  # The same draws on every rank, as from a leader.
+        rng, staged, counted = (
+            random.Random(seed),
+            {},
+            [],
+        )  # The same draws on every rank, as from a leader.
         held_RS, slots_RS = list(placement.slot_to_expert_LRS), shuffled(placement, rng)
         if is_moving:
             assert rank.stage(ranks, 1, 50, slots_RS).error is None
@@ -265,15 +293,23 @@ def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: st
             flips, layer = (), rng.randrange(2)
             if step and staged:
                 flips += (staged.popitem()[1],)
-                held_RS[flips[0].layer] = np.frombuffer(flips[0].slot_to_expert, np.int16).reshape(num_ranks, -1)
+                held_RS[flips[0].layer] = np.frombuffer(flips[0].slot_to_expert, np.int16).reshape(
+                    num_ranks, -1
+                )
             if rng.random() < 0.5:  # A split alone, of what is held or was just flipped.
                 parts = random_parts(held_RS[layer], rng)
                 flips += (LayerFlip(layer, 0, held_RS[layer].tobytes(), parts.tobytes()),)
-            done = rank.decode(last.tokens[0] if not step else None, flips if is_moving else (), step % 3 == 2)
+            done = rank.decode(
+                last.tokens[0] if not step else None, flips if is_moving else (), step % 3 == 2
+            )
             assert done.error is None
-            assert sum(t.count for t in done.op_times if t.op == FLIP) == (len(flips) if is_moving else 0)
+            assert sum(t.count for t in done.op_times if t.op == FLIP) == (
+                len(flips) if is_moving else 0
+            )
             if step % 3 == 2:
-                counted.append(np.frombuffer(done.slot_counts, np.int64).reshape(2, -1).sum(1).tolist())
+                counted.append(
+                    np.frombuffer(done.slot_counts, np.int64).reshape(2, -1).sum(1).tolist()
+                )
             else:
                 assert done.slot_counts == b""
             slots_RS = shuffled(placement, rng)
@@ -292,7 +328,9 @@ def test_flips_change_where_and_never_what(plain: Peer, num_ranks: int, mode: st
         if not is_moving:
             prompts = sum(len(rank.prompt) for rank in ranks)
             sums = np.sum(counted, axis=0) / 4  # Top 4.
-            assert sums[0].tolist() == [prompts + 3 * num_ranks, 4 * num_ranks], "prefill's last layer needs one row"
+            assert sums[0].tolist() == [prompts + 3 * num_ranks, 4 * num_ranks], (
+                "prefill's last layer needs one row"
+            )
             assert sums[1].tolist() == [3 * num_ranks, 3 * num_ranks]
     for rank in ranks:
         rank.runner.close()
@@ -309,7 +347,9 @@ def test_a_flip_begins_its_layers_counts_anew(plain: Peer, ranks: list[Rank]) ->
     form(ranks, 1, placement)
     tokens = [done.tokens[0] for done in run_threads([rank.prefill for rank in ranks])]
     slots_RS = placement.slot_to_expert_LRS[1]
-    flips = (LayerFlip(1, 0, slots_RS.tobytes(), random_parts(slots_RS, random.Random(1)).tobytes()),)
+    flips = (
+        LayerFlip(1, 0, slots_RS.tobytes(), random_parts(slots_RS, random.Random(1)).tobytes()),
+    )
 
     def one(number: int) -> np.ndarray:
         ranks[number].decode(tokens[number])
@@ -327,7 +367,9 @@ def test_a_split_comes_with_the_placement_or_a_flip(plain: Peer, ranks: list[Ran
     slots_RS = placement.slot_to_expert_LRS[0]
     parts_RS = random_parts(slots_RS, random.Random(5))
 
-    def counts(generation: int, placement: Placement, flips: tuple[LayerFlip, ...] = ()) -> np.ndarray:
+    def counts(
+        generation: int, placement: Placement, flips: tuple[LayerFlip, ...] = ()
+    ) -> np.ndarray:
         form(ranks, generation, placement)
         done = run_threads([lambda r=r: r.prefill(flips, is_counted=True) for r in ranks])
         return np.stack([np.frombuffer(one.slot_counts, np.int64).reshape(2, -1) for one in done])

@@ -1,4 +1,6 @@
-"""The MTP module against transformers' and against the plain twin; acceptance against a count by hand."""
+"""The MTP module against transformers' and against the plain twin; acceptance against a count by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ BLOCKS = (2, 1, 3)
 
 @pytest.fixture(scope="module")
 def mtp_peer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, ModelWeights]:
-    """transformers' model and MTP module, and our weights of both. It makes the module as layer 0: all must be MoE."""
+    """transformers' model and MTP module, and our weights of both. It makes the module as layer 0:
+    all must be MoE.
+    """
     folder = tmp_path_factory.mktemp("mtp")
     main = save_random(folder, {**CONFIGS["all_moe"], "num_mtp_layers": 1}, seed=8)
     module = MtpModel(main, 1).eval()
@@ -49,10 +53,14 @@ def add_module(folder: Path, state: dict[str, torch.Tensor]) -> None:
         if name == "mlp.experts.gate_up_proj":
             for expert, both in enumerate(tensor):
                 for part, half in zip(("gate", "up"), both.chunk(2), strict=True):
-                    tensors[f"model.layers.{layers}.mlp.experts.{expert}.{part}_proj.weight"] = half.clone()
+                    tensors[f"model.layers.{layers}.mlp.experts.{expert}.{part}_proj.weight"] = (
+                        half.clone()
+                    )
         elif name == "mlp.experts.down_proj":
             for expert, down in enumerate(tensor):
-                tensors[f"model.layers.{layers}.mlp.experts.{expert}.down_proj.weight"] = down.clone()
+                tensors[f"model.layers.{layers}.mlp.experts.{expert}.down_proj.weight"] = (
+                    down.clone()
+                )
         else:
             tensors[f"model.layers.{layers}.{name}"] = tensor.clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -86,7 +94,9 @@ def test_draft_in_chunks(mtp_peer: tuple[Any, Any, ModelWeights]) -> None:
     expected = reference_mtp(weights, hidden, torch.tensor(tokens[1:]))
     module, shifted = MtpModule(weights, 4), tokens[1:]
     parts = [
-        module.draft([Chunk("d", tuple(shifted[a:b]), a, BLOCKS[: -(-b // 64)], None, 0)], hidden[a:b])
+        module.draft(
+            [Chunk("d", tuple(shifted[a:b]), a, BLOCKS[: -(-b // 64)], None, 0)], hidden[a:b]
+        )
         for a, b in ((0, 50), (50, 51), (51, 129))
     ]
     assert difference(torch.cat(parts), expected) <= TOLERANCE

@@ -1,4 +1,6 @@
-"""Plans in, tokens out: in whatever order requests join, leave, grow and return, tokens are the plain loop's."""
+"""Plans in, tokens out: in whatever order requests join, leave, grow and return, tokens are the
+plain loop's.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ class Bench:
         return done
 
     def decode(
-        self, leaves: tuple[int, ...] = (), joins: tuple[Join, ...] = (), grown: tuple[tuple[int, int, int], ...] = ()
+        self,
+        leaves: tuple[int, ...] = (),
+        joins: tuple[Join, ...] = (),
+        grown: tuple[tuple[int, int, int], ...] = (),
     ) -> StepDone:
         return self.runner.execute(DecodePlan(next(self.steps), leaves, joins, grown))
 
@@ -78,14 +83,39 @@ def run_all(
             cut = rng.randrange(0, len(known))
             history = {"prompt": tuple(prompts[i]), "output": tuple(outputs[i])}
             if cut:
-                head = Chunk(str(i), tuple(known[:cut]), 0, tuple(blocks[i][: -(-cut // BLOCK_TOKENS)]), None, 0)
+                head = Chunk(
+                    str(i),
+                    tuple(known[:cut]),
+                    0,
+                    tuple(blocks[i][: -(-cut // BLOCK_TOKENS)]),
+                    None,
+                    0,
+                )
                 assert bench.prefill(head).keys == ()
-            tail = Chunk(str(i), tuple(known[cut:]), cut, tuple(blocks[i]), sampling[i], len(outputs[i]), **history)
+            tail = Chunk(
+                str(i),
+                tuple(known[cut:]),
+                cut,
+                tuple(blocks[i]),
+                sampling[i],
+                len(outputs[i]),
+                **history,
+            )
             outputs[i] += bench.prefill(tail).tokens
             slot = rng.choice([s for s in range(NUM_SLOTS) if s not in running])
             running[slot] = i
-            joins.append(Join(slot, tuple(blocks[i]), len(known), outputs[i][-1], len(outputs[i]), sampling[i],
-                              prompt=tuple(prompts[i]), output=tuple(outputs[i])))
+            joins.append(
+                Join(
+                    slot,
+                    tuple(blocks[i]),
+                    len(known),
+                    outputs[i][-1],
+                    len(outputs[i]),
+                    sampling[i],
+                    prompt=tuple(prompts[i]),
+                    output=tuple(outputs[i]),
+                )
+            )
         grown = []
         for slot, i in running.items():
             position = len(prompts[i]) + len(outputs[i]) - 1
@@ -113,7 +143,11 @@ def test_random_tokens_do_not_depend_on_the_schedule(plain: Peer) -> None:
     prompts = [random_tokens(plain, 20 + 13 * i, seed=i) for i in range(6)]
     sampling = [
         Sampling(
-            temperature=0.9, top_p=0.9, seed=i, frequency_penalty=0.3 * (i % 2), repetition_penalty=1.0 + 0.2 * (i % 3)
+            temperature=0.9,
+            top_p=0.9,
+            seed=i,
+            frequency_penalty=0.3 * (i % 2),
+            repetition_penalty=1.0 + 0.2 * (i % 3),
         )
         for i in range(6)
     ]
@@ -127,14 +161,16 @@ def test_logprobs_come_with_their_slot(plain: Peer) -> None:
     prompts = [tuple(random_tokens(plain, 10, seed=i)) for i in range(3)]
     blocks = [tuple(bench.take(1)) for _ in prompts]
     chunks = [
-        Chunk(str(i), prompts[i], 0, blocks[i], sampling, 0) for i, sampling in enumerate((None, GREEDY, asked))
+        Chunk(str(i), prompts[i], 0, blocks[i], sampling, 0)
+        for i, sampling in enumerate((None, GREEDY, asked))
     ]
     done = bench.prefill(*chunks)
     assert done.keys == (1, 2)
     assert list(done.draws) == [2]
     assert done.draws[2].top[0] == (done.tokens[1], done.draws[2].logprob)
     joins = [
-        Join(slot, blocks[i], 10, done.tokens[i - 1], 1, chunks[i].sampling or GREEDY) for slot, i in ((4, 2), (0, 1))
+        Join(slot, blocks[i], 10, done.tokens[i - 1], 1, chunks[i].sampling or GREEDY)
+        for slot, i in ((4, 2), (0, 1))
     ]
     after = bench.decode(joins=tuple(joins))
     assert sorted(after.keys) == [0, 4]
@@ -142,7 +178,9 @@ def test_logprobs_come_with_their_slot(plain: Peer) -> None:
 
 
 def test_a_step_that_goes_wrong_is_answered(plain: Peer) -> None:
-    """Errors come back as text; the plan that was in flight behind it fails too; then the runner is as good as new."""
+    """Errors come back as text; the plan that was in flight behind it fails too; then the runner is
+    as good as new.
+    """
     bench = Bench(plain)
     prompt = random_tokens(plain, 30)
     blocks = tuple(bench.take(2))
@@ -158,7 +196,9 @@ def test_a_step_that_goes_wrong_is_answered(plain: Peer) -> None:
     assert behind.keys == ()
     again = bench.decode(leaves=tuple(range(NUM_SLOTS)), joins=(join,))
     assert (again.error, again.keys, again.tokens) == (None, (0,), good.tokens)
-    broken = bench.runner.execute(PrefillPlan(9, (Chunk("b", (plain.vocab_size + 5,), 0, (3,), GREEDY, 0),)))
+    broken = bench.runner.execute(
+        PrefillPlan(9, (Chunk("b", (plain.vocab_size + 5,), 0, (3,), GREEDY, 0),))
+    )
     assert broken.error is not None
     assert bench.decode(leaves=(0,)).keys == ()
 
@@ -188,25 +228,39 @@ def test_a_step_past_the_end_of_the_context(plain: Peer) -> None:
 
 
 def test_two_micro_batches_change_no_token(plain: Peer) -> None:
-    """Prompts cut between the micro-batches of a step, and a decode step in two, under every schedule."""
+    """Prompts cut between the micro-batches of a step, and a decode step in two, under every
+    schedule.
+    """
     prompts = [random_tokens(plain, 9 + 23 * i, seed=i) for i in range(4)]
     expected = [tuple(generate(plain.weights, prompt, 6)) for prompt in prompts]
     for schedule in SCHEDULES:
         bench = Bench(plain)
         blocks = [tuple(bench.take(2)) for _ in prompts]
         cuts = [0, 8, 40, len(prompts[3])]
-        first = [Chunk(str(i), tuple(p[: cuts[i]]), 0, blocks[i], GREEDY if i == 3 else None, 0)
-                 for i, p in enumerate(prompts) if cuts[i]]  # fmt: skip
-        second = [Chunk(str(i), tuple(p[cuts[i] :]), cuts[i], blocks[i], GREEDY, 0)
-                  for i, p in enumerate(prompts) if cuts[i] < len(p)]  # fmt: skip
-        done = execute(bench, PrefillPlan(0, tuple(first), schedule, tuple(second), 2, is_traced=True))
+        first = [
+            Chunk(str(i), tuple(p[: cuts[i]]), 0, blocks[i], GREEDY if i == 3 else None, 0)
+            for i, p in enumerate(prompts)
+            if cuts[i]
+        ]
+        second = [
+            Chunk(str(i), tuple(p[cuts[i] :]), cuts[i], blocks[i], GREEDY, 0)
+            for i, p in enumerate(prompts)
+            if cuts[i] < len(p)
+        ]
+        done = execute(
+            bench, PrefillPlan(0, tuple(first), schedule, tuple(second), 2, is_traced=True)
+        )
         assert done.keys == (2, 3, 4, 5)
         assert {event.micro_batch for event in done.events} == {0, 1}
         started = dict(zip((3, 0, 1, 2), done.tokens, strict=True))
         outputs = [[started[i]] for i in range(4)]
-        joins = tuple(Join(4 - i, blocks[i], len(prompts[i]), started[i], 1, GREEDY) for i in range(4))
+        joins = tuple(
+            Join(4 - i, blocks[i], len(prompts[i]), started[i], 1, GREEDY) for i in range(4)
+        )
         for step in range(5):
-            done = execute(bench, DecodePlan(step, (), joins if not step else (), (), schedule, (1, 4), 2))
+            done = execute(
+                bench, DecodePlan(step, (), joins if not step else (), (), schedule, (1, 4), 2)
+            )
             assert sorted(done.keys) == [1, 2, 3, 4]
             for slot, token in zip(done.keys, done.tokens, strict=True):
                 outputs[4 - slot].append(token)
@@ -225,7 +279,9 @@ def test_one_micro_batch_may_be_empty(plain: Peer) -> None:
         done = execute(bench, PrefillPlan(0, first, "prefill_dual", second, 2))
         assert (done.keys, done.tokens) == ((0,), (expected[0],))
     join = Join(3, blocks, 12, expected[0], 1, GREEDY)
-    assert execute(bench, DecodePlan(1, (), (join,), (), "decode_five", (3,), 2)).tokens == (expected[1],)
+    assert execute(bench, DecodePlan(1, (), (join,), (), "decode_five", (3,), 2)).tokens == (
+        expected[1],
+    )
     assert execute(bench, DecodePlan(2, (), (), (), "decode_five", (), 2)).tokens == (expected[2],)
 
 
@@ -234,7 +290,9 @@ def test_the_fused_step_says_what_it_took(plain: Peer) -> None:
     prompt = tuple(random_tokens(plain, 12))
     blocks = tuple(bench.take(1))
     token = bench.prefill(Chunk("a", prompt, 0, blocks, GREEDY, 0)).tokens[0]
-    done = execute(bench, DecodePlan(1, (), (Join(0, blocks, 12, token, 1, GREEDY),), (), is_traced=True))
+    done = execute(
+        bench, DecodePlan(1, (), (Join(0, blocks, 12, token, 1, GREEDY),), (), is_traced=True)
+    )
     assert [time.op for time in done.op_times] == ["step", "draw"]
     assert [event.op for event in done.events] == ["step", "draw"]
     assert sum(time.seconds for time in done.op_times) <= done.elapsed_s
@@ -252,7 +310,9 @@ def staged(peer: Peer, num_blocks: int) -> tuple[ModelRunner, Tensor]:
 
 
 def test_kv_is_handed_over_between_staged_caches(plain: Peer) -> None:
-    """Prefill publishes what each chunk wrote; a join fetches what was pulled; one that joins again keeps its own."""
+    """Prefill publishes what each chunk wrote; a join fetches what was pulled; one that joins again
+    keeps its own.
+    """
 
     def run(runner: ModelRunner, plan: PrefillPlan | DecodePlan) -> StepDone:
         done = runner.execute(plan)
@@ -277,7 +337,15 @@ def test_kv_is_handed_over_between_staged_caches(plain: Peer) -> None:
 
     def joins(is_pulled: bool) -> tuple[Join, ...]:
         return tuple(
-            Join(i, targets[i], len(prompts[i]) + len(output) - 1, output[-1], len(output), GREEDY, is_pulled=is_pulled)
+            Join(
+                i,
+                targets[i],
+                len(prompts[i]) + len(output) - 1,
+                output[-1],
+                len(output),
+                GREEDY,
+                is_pulled=is_pulled,
+            )
             for i, output in enumerate(outputs)
         )
 
@@ -304,7 +372,10 @@ def test_a_request_moves_between_staged_caches(plain: Peer) -> None:
     output = list(done.tokens)
     join = Join(2, (5, 3, 6), 126, output[0], 1, GREEDY, is_pulled=True)
     theirs[6] = 0.0  # The leader's blocks may be ahead of what is written.
-    plans = [DecodePlan(1, (), (join,), ()), *(DecodePlan(step_id, (), (), ()) for step_id in range(2, 5))]
+    plans = [
+        DecodePlan(1, (), (join,), ()),
+        *(DecodePlan(step_id, (), (), ()) for step_id in range(2, 5)),
+    ]
     for plan in [*plans, DecodePlan(5, (), (), (), publishes=(2,))]:
         done = source.execute(plan)
         assert isinstance(done, StepDone)
@@ -312,7 +383,12 @@ def test_a_request_moves_between_staged_caches(plain: Peer) -> None:
     ours[[1, 7, 4]] = theirs[[5, 3, 6]]
     length = len(prompt) + len(output) - 1
     for plan in [
-        DecodePlan(6, (), (Join(0, (1, 7, 4), length, output[-1], len(output), GREEDY, is_pulled=True),), ()),
+        DecodePlan(
+            6,
+            (),
+            (Join(0, (1, 7, 4), length, output[-1], len(output), GREEDY, is_pulled=True),),
+            (),
+        ),
         *(DecodePlan(step_id, (), (), ()) for step_id in range(7, 12)),
     ]:
         done = target.execute(plan)
@@ -328,7 +404,11 @@ def test_a_block_is_in_the_pool_when_the_step_that_fills_it_is_done(plain: Peer)
     assert isinstance(done, StepDone)
     join = Join(2, (5, 3, 6), 126, done.tokens[0], 1, GREEDY, is_pulled=True)
     holes = []
-    for plan in (DecodePlan(1, (), (join,), ()), DecodePlan(2, (), (), (), fills=(3,)), DecodePlan(3, (), (), ())):
+    for plan in (
+        DecodePlan(1, (), (join,), ()),
+        DecodePlan(2, (), (), (), fills=(3,)),
+        DecodePlan(3, (), (), ()),
+    ):
         runner.execute(plan)
         holes.append(bool(pool[3].isnan().any()))
     assert holes == [True, False, False]
@@ -355,7 +435,9 @@ def execute(bench: Bench, plan: PrefillPlan | DecodePlan) -> StepDone:
 
 
 def test_prefill_goes_on_behind_blocks_that_were_read_into_the_pool(plain: Peer) -> None:
-    """As if they came from disk: a staged cache fetches them when the plan says so, and not before."""
+    """As if they came from disk: a staged cache fetches them when the plan says so, and not
+    before.
+    """
     (first, theirs), (second, ours) = staged(plain, 4), staged(plain, 6)
     prompt = random_tokens(plain, 130, seed=130)
     expected = generate(plain.weights, prompt, 1)

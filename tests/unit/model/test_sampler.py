@@ -1,4 +1,6 @@
-"""Drawing tokens: distributions, independence of the batch, history, log-probabilities, broken logits."""
+"""Drawing tokens: distributions, independence of the batch, history, log-probabilities, broken
+logits.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,15 @@ def test_greedy_rows() -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(), Sampling(temperature=0.5), Sampling(temperature=1.7), Sampling(top_k=5), Sampling(top_p=0.8),
-     Sampling(min_p=0.1), Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02)],
+    [
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(temperature=1.7),
+        Sampling(top_k=5),
+        Sampling(top_p=0.8),
+        Sampling(min_p=0.1),
+        Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02),
+    ],
 )
 def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     """Chi-square of 20,000 draws against softmax, cut as the parameters say."""
@@ -54,8 +63,14 @@ def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     expected[order[kept]] = p[order[kept]] / p[order[kept]].sum()
     sampler = Sampler(num_draws, V)
     for slot in range(num_draws):
-        sampler.join(slot, Sampling(*[getattr(sampling, f) for f in ("temperature", "top_p", "top_k", "min_p")],
-                                    seed=slot // 100), slot % 100)
+        sampler.join(
+            slot,
+            Sampling(
+                *[getattr(sampling, f) for f in ("temperature", "top_p", "top_k", "min_p")],
+                seed=slot // 100,
+            ),
+            slot % 100,
+        )
     tokens = sampler.draw(logits_V.expand(num_draws, -1), np.arange(num_draws)).tokens
     counts = np.bincount(tokens, minlength=V)
     assert not counts[(expected == 0).numpy()].any()
@@ -66,7 +81,9 @@ def test_draws_follow_the_distribution(sampling: Sampling) -> None:
 
 
 def test_a_draw_depends_on_seed_and_index_alone() -> None:
-    """The same row, alone, in batches of strangers, in another slot, after another history of the sampler."""
+    """The same row, alone, in batches of strangers, in another slot, after another history of the
+    sampler.
+    """
     logits = logits_of(64, seed=7)
     sampling = Sampling(temperature=1.3, top_p=0.95, seed=1234567890123)
     alone = [draw_one(sampling, logits[3], index) for index in range(30)]
@@ -77,8 +94,11 @@ def test_a_draw_depends_on_seed_and_index_alone() -> None:
         sampler = Sampler(64, V)
         for slot in range(64):
             other = Sampling(
-                temperature=float(rng.random() * 2), top_k=int(rng.integers(0, 9)), seed=int(rng.integers(99)),
-                top_p=float(rng.choice([0.3, 1.0])), presence_penalty=float(rng.choice([0, 1])),
+                temperature=float(rng.random() * 2),
+                top_k=int(rng.integers(0, 9)),
+                seed=int(rng.integers(99)),
+                top_p=float(rng.choice([0.3, 1.0])),
+                presence_penalty=float(rng.choice([0, 1])),
             )
             sampler.join(slot, other, int(rng.integers(0, 50)))
         sampler.join(int(slots[3]), sampling, index)
@@ -87,7 +107,13 @@ def test_a_draw_depends_on_seed_and_index_alone() -> None:
 
 def test_a_retry_goes_on_where_it_stopped() -> None:
     steps = [logits_of(1, seed=i) for i in range(20)]
-    sampling = Sampling(temperature=1.0, seed=-5, frequency_penalty=0.7, presence_penalty=0.2, repetition_penalty=1.2)
+    sampling = Sampling(
+        temperature=1.0,
+        seed=-5,
+        frequency_penalty=0.7,
+        presence_penalty=0.2,
+        repetition_penalty=1.2,
+    )
     prompt = [3, 4, 5]
     sampler = Sampler(2, V)
     sampler.join(1, sampling, 0, prompt=prompt)
@@ -95,12 +121,16 @@ def test_a_retry_goes_on_where_it_stopped() -> None:
     for cut in range(1, 20):
         later = Sampler(3, V)
         later.join(2, sampling, cut, prompt=prompt, output=whole[:cut])
-        assert [int(later.draw(step, np.array([2])).tokens[0]) for step in steps[cut:]] == whole[cut:]
+        assert [int(later.draw(step, np.array([2])).tokens[0]) for step in steps[cut:]] == whole[
+            cut:
+        ]
 
 
 def test_penalties_over_prompt_and_output() -> None:
     """Greedy with penalties against the formula, token by token."""
-    sampling = Sampling(temperature=0.0, frequency_penalty=0.9, presence_penalty=0.4, repetition_penalty=1.5)
+    sampling = Sampling(
+        temperature=0.0, frequency_penalty=0.9, presence_penalty=0.4, repetition_penalty=1.5
+    )
     prompt, output = [1, 2, 2], [7]
     sampler = Sampler(4, V)
     sampler.join(0, GREEDY, 0)
@@ -110,7 +140,9 @@ def test_penalties_over_prompt_and_output() -> None:
         expected = logits[1].clone()
         for token in range(V):
             if token in prompt or token in output:
-                expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
+                expected[token] = (
+                    expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
+                )
             expected[token] -= 0.9 * output.count(token) + 0.4 * (token in output)
         drawn = sampler.draw(logits.clone(), np.array([0, 3]))
         assert drawn.tokens.tolist() == [int(logits[0].argmax()), int(expected.argmax())]
@@ -121,7 +153,9 @@ def test_penalties_over_prompt_and_output() -> None:
 def test_a_slot_forgets_who_had_it() -> None:
     sampler, logits = Sampler(1, V), logits_of(1)
     best = int(logits.argmax())
-    heavy = Sampling(temperature=0.0, presence_penalty=2.0, logit_bias=((best, -100.0),), repetition_penalty=3.0)
+    heavy = Sampling(
+        temperature=0.0, presence_penalty=2.0, logit_bias=((best, -100.0),), repetition_penalty=3.0
+    )
     sampler.join(0, heavy, 0, prompt=[best], output=[best], stop_ids=[best], min_tokens=9)
     assert sampler.draw(logits, np.array([0])).tokens[0] != best
     sampler.leave(0)
@@ -133,7 +167,12 @@ def test_a_slot_forgets_who_had_it() -> None:
 
 def test_logit_bias() -> None:
     logits = logits_of(1)[0]
-    assert draw_one(Sampling(temperature=0.0, logit_bias=((17, 100.0), (10**6, 5.0), (-1, 5.0))), logits) == 17
+    assert (
+        draw_one(
+            Sampling(temperature=0.0, logit_bias=((17, 100.0), (10**6, 5.0), (-1, 5.0))), logits
+        )
+        == 17
+    )
     best = int(logits.argmax())
     banned = Sampling(temperature=1.0, logit_bias=((best, -100.0),))
     assert all(draw_one(banned, logits, index) != best for index in range(200))
@@ -144,14 +183,21 @@ def test_stop_ids_are_forbidden_until_min_tokens() -> None:
     best, second = logits[0].topk(2).indices.tolist()
     sampler = Sampler(1, V)
     sampler.join(0, GREEDY, 1, stop_ids=[best, V + 3], min_tokens=3)
-    assert [int(sampler.draw(logits, np.array([0])).tokens[0]) for _ in range(4)] == [second, second, best, best]
+    assert [int(sampler.draw(logits, np.array([0])).tokens[0]) for _ in range(4)] == [
+        second,
+        second,
+        best,
+        best,
+    ]
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
     logits = logits_of(4, seed=2)
     sampler = Sampler(4, V)
     for slot, count in enumerate((-1, 0, 3, V + 9)):
-        sampler.join(slot, Sampling(temperature=0.0, num_logprobs=count, logit_bias=((9, 50.0),)), 0)
+        sampler.join(
+            slot, Sampling(temperature=0.0, num_logprobs=count, logit_bias=((9, 50.0),)), 0
+        )
     drawn = sampler.draw(logits, np.array([0, 1, 2, 3]))
     assert drawn.tokens.tolist() == [9] * 4
     assert sorted(drawn.draws) == [1, 2, 3]
@@ -165,7 +211,9 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3), Sampling(temperature=0.0, num_logprobs=2)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(seed=3), Sampling(temperature=0.0, num_logprobs=2)]
+)
 def test_broken_logits_fail_their_row_alone(value: float, sampling: Sampling) -> None:
     logits = logits_of(3)
     clean = logits.clone()
@@ -201,14 +249,30 @@ def test_a_request_that_leaves_itself_nothing_to_draw_is_told_from_broken_weight
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(temperature=5e-324), Sampling(temperature=2.0), Sampling(top_p=5e-324), Sampling(min_p=1.0),
-     Sampling(repetition_penalty=0.01), Sampling(repetition_penalty=10.0),
-     Sampling(frequency_penalty=2.0, presence_penalty=2.0), Sampling(frequency_penalty=-2.0, presence_penalty=-2.0),
-     Sampling(logit_bias=tuple((token, -100.0) for token in range(V))), Sampling(logit_bias=((0, 100.0),)),
-     Sampling(temperature=5e-324, top_p=5e-324, min_p=1.0, repetition_penalty=0.01, frequency_penalty=-2.0)],
-)  # fmt: skip
+    [
+        Sampling(temperature=5e-324),
+        Sampling(temperature=2.0),
+        Sampling(top_p=5e-324),
+        Sampling(min_p=1.0),
+        Sampling(repetition_penalty=0.01),
+        Sampling(repetition_penalty=10.0),
+        Sampling(frequency_penalty=2.0, presence_penalty=2.0),
+        Sampling(frequency_penalty=-2.0, presence_penalty=-2.0),
+        Sampling(logit_bias=tuple((token, -100.0) for token in range(V))),
+        Sampling(logit_bias=((0, 100.0),)),
+        Sampling(
+            temperature=5e-324,
+            top_p=5e-324,
+            min_p=1.0,
+            repetition_penalty=0.01,
+            frequency_penalty=-2.0,
+        ),
+    ],
+)
 def test_no_field_at_its_bound_leaves_nothing_to_draw(sampling: Sampling) -> None:
-    """As the API bounds them, with logits a thousand times as large as a model's and a token repeated 100,000 times."""
+    """As the API bounds them, with logits a thousand times as large as a model's and a token
+    repeated 100,000 times.
+    """
     sampler = Sampler(1, V)
     sampler.join(0, sampling, 0, prompt=range(V), output=[7] * 100_000)
     assert sampler.draw(logits_of(1, scale=1e4), np.array([0])).failed == {}
@@ -223,7 +287,9 @@ def test_all_tokens_at_minus_infinity_fail() -> None:
 def test_logits_are_not_changed() -> None:
     logits = logits_of(2)
     before, sampler = logits.clone(), Sampler(2, V)
-    sampler.join(0, Sampling(logit_bias=((1, 5.0),), presence_penalty=1.0, num_logprobs=3), 0, output=[4])
+    sampler.join(
+        0, Sampling(logit_bias=((1, 5.0),), presence_penalty=1.0, num_logprobs=3), 0, output=[4]
+    )
     sampler.join(1, Sampling(top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.3), 0, prompt=[4])
     sampler.draw(logits, np.array([0, 1]))
     assert torch.equal(logits, before)

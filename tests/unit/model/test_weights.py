@@ -22,7 +22,9 @@ BLOCK = (128, 128)
 
 
 def write_fp8(folder: Path) -> dict[str, torch.Tensor]:
-    """Quantise a checkpoint in place as DeepSeek's is; return the values that its codes stand for."""
+    """Quantise a checkpoint in place as DeepSeek's is; return the values that its codes stand
+    for.
+    """
     tensors = load_file(folder / "model.safetensors")
     plain = {}
     for name in list(tensors):
@@ -32,36 +34,59 @@ def write_fp8(folder: Path) -> dict[str, torch.Tensor]:
             codes, scale_inv = quantise(tensors[name], BLOCK)
             tensors[name], tensors[f"{name}_scale_inv"] = codes, scale_inv
             rows, columns = codes.shape
-            scales = scale_inv.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+            scales = scale_inv.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[
+                :, :columns
+            ]
             plain[name] = codes.float() * scales
     save_file(tensors, folder / "model.safetensors")
     fields = json.loads((folder / "config.json").read_text())
-    fields["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
+    fields["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": list(BLOCK),
+    }
     (folder / "config.json").write_text(json.dumps(fields))
     return plain
 
 
 def test_fp8_equals_its_dequantised_self(tmp_path: Path) -> None:
-    """Dimensions below, between and at multiples of 128, against transformers on the dequantised weights."""
+    """Dimensions below, between and at multiples of 128, against transformers on the dequantised
+    weights.
+    """
     fp8, dequantised = tmp_path / "fp8", tmp_path / "dequantised"
     random = save_random(
         fp8,
-        {"hidden_size": 200, "intermediate_size": 300, "moe_intermediate_size": 132, "num_attention_heads": 5,
-         "num_key_value_heads": 5, "q_lora_rank": 256, "num_hidden_layers": 2, "initializer_range": 0.08},
+        {
+            "hidden_size": 200,
+            "intermediate_size": 300,
+            "moe_intermediate_size": 132,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "q_lora_rank": 256,
+            "num_hidden_layers": 2,
+            "initializer_range": 0.08,
+        },
         seed=3,
     )
     shutil.copytree(fp8, dequantised)
     before = load_weights(fp8)
     save_file(write_fp8(fp8), dequantised / "model.safetensors", metadata={"format": "pt"})
     weights = load_weights(fp8)
-    assert (weights.layers[0].attention.o - before.layers[0].attention.o).abs().max() > 1e-4, "nothing was quantised"
+    assert (weights.layers[0].attention.o - before.layers[0].attention.o).abs().max() > 1e-4, (
+        "nothing was quantised"
+    )
     peer = Peer(dequantised, type(random).from_pretrained(dequantised), weights)
     tokens = random_tokens(peer, NUM_TOKENS)
     expected = peer.logits(tokens)
     model = DeepseekV3(weights, KvCache(weights.config, 12))
-    assert difference(model.head(model.hidden([chunk(tokens, 0, NUM_TOKENS)])), expected) <= TOLERANCE
+    assert (
+        difference(model.head(model.hidden([chunk(tokens, 0, NUM_TOKENS)])), expected) <= TOLERANCE
+    )
     table = torch.tensor([[1, 2, 3]])
-    ours = [model.decode(torch.tensor([t]), torch.tensor([i]), table)[0].clone() for i, t in enumerate(tokens)]
+    ours = [
+        model.decode(torch.tensor([t]), torch.tensor([i]), table)[0].clone()
+        for i, t in enumerate(tokens)
+    ]
     assert difference(torch.stack(ours), expected) <= TOLERANCE
 
 
@@ -79,14 +104,20 @@ def test_fusing(plain: Peer) -> None:
     tensors, config = load_file(plain.folder / "model.safetensors"), plain.weights.config
     layer = plain.weights.layers[1]
     prefix = "model.layers.1."
-    q_a, kv_a = (tensors[f"{prefix}self_attn.{name}.weight"] for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+    q_a, kv_a = (
+        tensors[f"{prefix}self_attn.{name}.weight"] for name in ("q_a_proj", "kv_a_proj_with_mqa")
+    )
     assert torch.equal(layer.attention.qkv_a, torch.cat((q_a, kv_a)))
-    kv_b = tensors[f"{prefix}self_attn.kv_b_proj.weight"].view(config.num_attention_heads, -1, config.kv_lora_rank)
+    kv_b = tensors[f"{prefix}self_attn.kv_b_proj.weight"].view(
+        config.num_attention_heads, -1, config.kv_lora_rank
+    )
     assert torch.equal(layer.attention.w_uk_HNC, kv_b[:, : config.qk_nope_head_dim])
     assert torch.equal(layer.attention.w_uv_HWC, kv_b[:, config.qk_nope_head_dim :])
     assert layer.moe is not None
     for expert in range(config.n_routed_experts):
-        names = (f"{prefix}mlp.experts.{expert}.{part}_proj.weight" for part in ("gate", "up", "down"))
+        names = (
+            f"{prefix}mlp.experts.{expert}.{part}_proj.weight" for part in ("gate", "up", "down")
+        )
         gate, up, down = (tensors[name] for name in names)
         assert torch.equal(layer.moe.gate_up_E[expert], torch.cat((gate, up)))
         assert torch.equal(layer.moe.down_E[expert], down)
@@ -100,9 +131,13 @@ def test_everything_is_contiguous(peer: Peer) -> None:
 
 
 def test_other_tensors_are_never_touched(own_folder: Path) -> None:
-    """An index may name shards that this model does not need: an MTP module that is not asked for."""
+    """An index may name shards that this model does not need: an MTP module that is not asked
+    for.
+    """
     tensors = load_file(own_folder / "model.safetensors")
-    weight_map = dict.fromkeys(tensors, "model.safetensors") | {"model.layers.3.enorm.weight": "absent.safetensors"}
+    weight_map = dict.fromkeys(tensors, "model.safetensors") | {
+        "model.layers.3.enorm.weight": "absent.safetensors"
+    }
     (own_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     load_weights(own_folder)
 

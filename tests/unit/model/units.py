@@ -28,11 +28,20 @@ def num_moe_layers(peer: Peer) -> int:
 
 
 def rank_model(
-    peer: Peer, group: Group | None, placement: Placement, wire: str, mode: str, num_blocks: int = 40
+    peer: Peer,
+    group: Group | None,
+    placement: Placement,
+    wire: str,
+    mode: str,
+    num_blocks: int = 40,
 ) -> DeepseekV3:
     config = peer.weights.config
     comm = ExpertComm(
-        group, hidden_size=config.hidden_size, top_k=config.num_experts_per_tok, wire=wire, mode=mode,
+        group,
+        hidden_size=config.hidden_size,
+        top_k=config.num_experts_per_tok,
+        wire=wire,
+        mode=mode,
         max_tokens=MAX_TOKENS,
     )
     comm.install(placement)
@@ -43,9 +52,13 @@ def rank_model(
     return DeepseekV3(weights, cache, comm)
 
 
-def work(model: DeepseekV3, prompts: dict[int, list[int]], schedule: Schedule, num_micro_batches: int) -> list[Tensor]:
-    """Prefill the prompts in one step, the middle one split where there are two micro-batches, then decode a few steps
-    greedily; return every step's logits. All ranks of a unit call this together, also without prompts."""
+def work(
+    model: DeepseekV3, prompts: dict[int, list[int]], schedule: Schedule, num_micro_batches: int
+) -> list[Tensor]:
+    """Prefill the prompts in one step, the middle one split where there are two micro-batches, then
+    decode a few steps greedily; return every step's logits. All ranks of a unit call this together,
+    also without prompts.
+    """
     numbers = sorted(prompts)
     width = -(-(max(map(len, prompts.values()), default=1) + NUM_STEPS) // BLOCK_TOKENS)
     blocks = {n: tuple(range(1 + i * width, 1 + (i + 1) * width)) for i, n in enumerate(numbers)}
@@ -56,9 +69,16 @@ def work(model: DeepseekV3, prompts: dict[int, list[int]], schedule: Schedule, n
         for part, (start, end) in zip(parts, itertools.pairwise((0, cut, length)), strict=False):
             if start < end:
                 used = blocks[n][: -(-end // BLOCK_TOKENS)]
-                parts[part is not parts[0]].append(Chunk(str(n), tuple(prompts[n][start:end]), start, used, None, 0))
+                parts[part is not parts[0]].append(
+                    Chunk(str(n), tuple(prompts[n][start:end]), start, used, None, 0)
+                )
     wanted = [
-        [i for i, c in enumerate(part) if c.start + len(c.tokens) == len(prompts[int(c.request_id)])] for part in parts
+        [
+            i
+            for i, c in enumerate(part)
+            if c.start + len(c.tokens) == len(prompts[int(c.request_id)])
+        ]
+        for part in parts
     ]
     logits = [torch.cat(model.prefill_split(parts, wanted, schedule))]
     table = torch.tensor([blocks[n] for n in numbers], dtype=torch.int32).view(len(numbers), width)
@@ -73,20 +93,38 @@ def work(model: DeepseekV3, prompts: dict[int, list[int]], schedule: Schedule, n
 
 
 def unit_logits(
-    peer: Peer, num_ranks: int, prompts: list[list[int]], schedule: Schedule, *, num_micro_batches: int = 2,
-    num_redundant: int = 0, wire: str = "fp32", mode: str = "normal", seed: int = 0,
+    peer: Peer,
+    num_ranks: int,
+    prompts: list[list[int]],
+    schedule: Schedule,
+    *,
+    num_micro_batches: int = 2,
+    num_redundant: int = 0,
+    wire: str = "fp32",
+    mode: str = "normal",
+    seed: int = 0,
 ) -> Tensor:
-    """Logits [steps, prompts, V] of prompts spread over the ranks of a unit; one rank has a comm, too."""
-    placement = spread(num_moe_layers(peer), peer.weights.config.n_routed_experts, num_ranks, num_redundant)
+    """Logits [steps, prompts, V] of prompts spread over the ranks of a unit; one rank has a comm,
+    too.
+    """
+    placement = spread(
+        num_moe_layers(peer), peer.weights.config.n_routed_experts, num_ranks, num_redundant
+    )
     groups = queue_groups(range(num_ranks), seed) if num_ranks > 1 else {0: None}
 
     def one(rank: int) -> list[Tensor]:
         torch.set_num_threads(1)
         mine = {n: prompts[n] for n in range(len(prompts)) if n % num_ranks == rank}
-        return work(rank_model(peer, groups[rank], placement, wire, mode), mine, schedule, num_micro_batches)
+        return work(
+            rank_model(peer, groups[rank], placement, wire, mode), mine, schedule, num_micro_batches
+        )
 
     per_rank = in_threads(one, range(num_ranks))
-    return torch.stack([
-        torch.stack([per_rank[n % num_ranks][step][n // num_ranks] for n in range(len(prompts))])
-        for step in range(NUM_STEPS + 1)
-    ])  # fmt: skip
+    return torch.stack(
+        [
+            torch.stack(
+                [per_rank[n % num_ranks][step][n // num_ranks] for n in range(len(prompts))]
+            )
+            for step in range(NUM_STEPS + 1)
+        ]
+    )

@@ -27,7 +27,9 @@ CHAIN = f"{FRONT} dispatch> >dispatch experts combine> >combine"
 
 
 def check(walk: Sequence[tuple[int, int, str]], num_layers: int, num_micro_batches: int) -> None:
-    """Every op once, after its needs and after the layer before; whatever was started is finished."""
+    """Every op once, after its needs and after the layer before; whatever was started is
+    finished.
+    """
     done: set[tuple[int, int, str]] = set()
     for micro_batch, layer, op in walk:
         assert (micro_batch, layer, op) not in done
@@ -82,11 +84,15 @@ def test_text_round_trip(schedule: Schedule) -> None:
 
 
 def test_prefill_dual_turns() -> None:
-    """Attention of the next layer runs under the other micro-batch's combine: the figure of DeepSeek's overview."""
+    """Attention of the next layer runs under the other micro-batch's combine: the figure of
+    DeepSeek's overview.
+    """
     walk = [(micro_batch, layer, op) for micro_batch, layer, op in order(PREFILL_DUAL, 2, 2)]
     at = {step: index for index, step in enumerate(walk)}
     assert at[0, 0, "dispatch>"] < at[1, 0, "attn_in"] < at[0, 0, DISPATCH_FINISH]
-    assert at[0, 0, "combine>"] < at[1, 0, "experts"] < at[0, 0, COMBINE_FINISH] < at[0, 1, "attn_in"]
+    assert (
+        at[0, 0, "combine>"] < at[1, 0, "experts"] < at[0, 0, COMBINE_FINISH] < at[0, 1, "attn_in"]
+    )
     assert at[1, 0, "combine>"] < at[0, 1, "attn_core"] < at[1, 0, COMBINE_FINISH]
 
 
@@ -101,16 +107,31 @@ def test_decode_five_trails_by_two_stages() -> None:
     ("text", "error"),
     [
         (f"{CHAIN} shared", "s: >combine comes before shared."),
-        (f"{FRONT} dispatch> experts >dispatch shared combine> >combine", "experts comes before >dispatch"),
-        (f"{FRONT} dispatch> shared >dispatch experts >combine combine>", ">combine comes before combine>"),
-        (f"{FRONT} >dispatch dispatch> experts shared combine> >combine", ">dispatch comes before dispatch>"),
-        ("attn_core attn_in gate dispatch> shared >dispatch experts", "attn_core comes before attn_in"),
+        (
+            f"{FRONT} dispatch> experts >dispatch shared combine> >combine",
+            "experts comes before >dispatch",
+        ),
+        (
+            f"{FRONT} dispatch> shared >dispatch experts >combine combine>",
+            ">combine comes before combine>",
+        ),
+        (
+            f"{FRONT} >dispatch dispatch> experts shared combine> >combine",
+            ">dispatch comes before dispatch>",
+        ),
+        (
+            "attn_core attn_in gate dispatch> shared >dispatch experts",
+            "attn_core comes before attn_in",
+        ),
         ("attn_in attn_in", "attn_in occurs twice"),
-        ("attn_in attn_core gate dispatch> shared", ">combine, >dispatch, combine>, experts never runs"),
+        (
+            "attn_in attn_core gate dispatch> shared",
+            ">combine, >dispatch, combine>, experts never runs",
+        ),
         (f"attention {CHAIN}", "'attention' is not an op. Known: attn_in,"),
         ("", "never runs"),
     ],
-)  # fmt: skip
+)
 def test_an_illegal_schedule_says_why(text: str, error: str) -> None:
     with pytest.raises(ValueError, match="s: ") as raised:
         parse("s", text)
@@ -120,7 +141,11 @@ def test_an_illegal_schedule_says_why(text: str, error: str) -> None:
 @pytest.mark.parametrize("offset", [-1, 3])
 def test_the_offset_is_within_the_layer(offset: int) -> None:
     with pytest.raises(ValueError, match=f"offset {offset} is outside the layer's 3 stages"):
-        parse("s", "attn_in attn_core gate dispatch> | >dispatch experts combine> | shared >combine", offset)
+        parse(
+            "s",
+            "attn_in attn_core gate dispatch> | >dispatch experts combine> | shared >combine",
+            offset,
+        )
 
 
 def test_one_micro_batch_runs_in_the_order_of_the_ops() -> None:

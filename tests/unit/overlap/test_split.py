@@ -1,4 +1,6 @@
-"""Micro-batches of equal estimated time: properties over any chunks and rows, and cases done by hand."""
+"""Micro-batches of equal estimated time: properties over any chunks and rows, and cases done by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,24 @@ def test_pairs_are_those_of_causal_attention() -> None:
 @given(CHUNKS, RATES)
 @example([(0, 1)], (1.0, 0.0))
 @example([(0, 3), (0, 0), (5, 1)], (1.0, 0.0))
-def test_chunks_are_balanced_to_one_token(chunks: list[tuple[int, int]], rates: tuple[float, float]) -> None:
+def test_chunks_are_balanced_to_one_token(
+    chunks: list[tuple[int, int]], rates: tuple[float, float]
+) -> None:
     token_s, pair_s = rates
     taken = split_chunks(chunks, token_s, pair_s)
     most_s = max(token_s, pair_s)
     token_s, pair_s = (token_s / most_s, pair_s / most_s) if most_s else (1.0, 0.0)
     assert len(taken) == len(chunks)
-    assert all(0 <= first <= num_tokens for first, (_, num_tokens) in zip(taken, chunks, strict=True))
+    assert all(
+        0 <= first <= num_tokens for first, (_, num_tokens) in zip(taken, chunks, strict=True)
+    )
     # A prefix of the whole row of tokens: whole chunks, then one cut at most, then none.
     is_full = [first == num_tokens for first, (_, num_tokens) in zip(taken, chunks, strict=True)]
     rest = is_full.index(False) if False in is_full else len(is_full)
     assert all(first == 0 for first in taken[rest + 1 :])
-    first_s = sum(time_s(start, k, token_s, pair_s) for k, (start, _) in zip(taken, chunks, strict=True))
+    first_s = sum(
+        time_s(start, k, token_s, pair_s) for k, (start, _) in zip(taken, chunks, strict=True)
+    )
     total_s = sum(time_s(start, n, token_s, pair_s) for start, n in chunks)
     one_s = max((token_s + pair_s * (start + n) for start, n in chunks if n), default=0.0)
     assert abs(first_s - (total_s - first_s)) <= one_s * (1 + 1e-6) + total_s * 1e-9
@@ -44,7 +52,9 @@ def test_chunks_are_balanced_to_one_token(chunks: list[tuple[int, int]], rates: 
 
 @given(st.lists(st.integers(1, 200_000), max_size=130), RATES)
 @example([5], (0.0, 0.0))
-def test_rows_are_balanced_in_number_and_time(lengths: list[int], rates: tuple[float, float]) -> None:
+def test_rows_are_balanced_in_number_and_time(
+    lengths: list[int], rates: tuple[float, float]
+) -> None:
     token_s, pair_s = rates
     is_second = split_rows(lengths, token_s, pair_s)
     most_s = max(token_s, pair_s)
@@ -55,7 +65,9 @@ def test_rows_are_balanced_in_number_and_time(lengths: list[int], rates: tuple[f
     times = [token_s + pair_s * length for length in lengths]
     ahead_s = sum(-t if second else t for t, second in zip(times, is_second, strict=True))
     ordered = sorted(times, reverse=True)
-    bound_s = max((a - b for a, b in zip(ordered[::2], [*ordered[1::2], 0.0], strict=False)), default=0.0)
+    bound_s = max(
+        (a - b for a, b in zip(ordered[::2], [*ordered[1::2], 0.0], strict=False)), default=0.0
+    )
     assert abs(ahead_s) <= bound_s * (1 + 1e-6) + sum(times) * 1e-9
 
 
@@ -96,12 +108,19 @@ def test_negative_rates_are_refused(rates: tuple[float, float]) -> None:
 
 
 @given(
-    st.integers(1, 9).flatmap(lambda num_slots: st.lists(
-        st.lists(st.integers(-3, 12), min_size=num_slots, max_size=num_slots), min_size=1, max_size=5
-    )), RATES,
-)  # fmt: skip
+    st.integers(1, 9).flatmap(
+        lambda num_slots: st.lists(
+            st.lists(st.integers(-3, 12), min_size=num_slots, max_size=num_slots),
+            min_size=1,
+            max_size=5,
+        )
+    ),
+    RATES,
+)
 @example([[5, 5, 5]], (0.0, 0.0))
-def test_all_ranks_at_once_are_as_one_by_one(slots: list[list[int]], rates: tuple[float, float]) -> None:
+def test_all_ranks_at_once_are_as_one_by_one(
+    slots: list[list[int]], rates: tuple[float, float]
+) -> None:
     """Whatever is below 1 is no row. Few values, so that many are equal."""
     lengths_RS = np.array(slots, np.int64)
     is_second_RS = split_ranks(lengths_RS, lengths_RS > 0, *rates)

@@ -1,4 +1,6 @@
-"""Traces by number: covered shares, exposed waits, the JSON's spans and the letters of a timeline."""
+"""Traces by number: covered shares, exposed waits, the JSON's spans and the letters of a
+timeline.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import pytest
 
 from hadal.core.messages import TracedStep
 from hadal.core.plans import TraceEvent
-from hadal.overlap.plan import COMBINE_START, DISPATCH_START, PREFILL_DUAL, SEQUENTIAL, Schedule, order
+from hadal.overlap.plan import (
+    COMBINE_START,
+    DISPATCH_START,
+    PREFILL_DUAL,
+    SEQUENTIAL,
+    Schedule,
+    order,
+)
 from hadal.overlap.trace import (
     chrome_trace,
     covered_share,
@@ -27,7 +36,9 @@ COMPUTE_S = {"attn_in": 0.004, "attn_core": 0.005, "gate": 0.001, "shared": 0.00
 LINK_S = 0.009
 
 
-def played(schedule: Schedule, num_micro_batches: int, *, rank: int = 0, num_layers: int = 8) -> list[TraceEvent]:
+def played(
+    schedule: Schedule, num_micro_batches: int, *, rank: int = 0, num_layers: int = 8
+) -> list[TraceEvent]:
     """The events of a step on one compute lane and one link, as the executor notes them."""
     now_s = link_free_s = ZERO_S
     posted: dict[tuple[int, str], tuple[float, float]] = {}
@@ -53,18 +64,28 @@ def played(schedule: Schedule, num_micro_batches: int, *, rank: int = 0, num_lay
 
 
 def event(
-    lane: str, start_s: float, end_s: float, *, rank: int = 0, op: str = "gate", micro_batch: int = 0
-) -> TraceEvent:  # fmt: skip
+    lane: str,
+    start_s: float,
+    end_s: float,
+    *,
+    rank: int = 0,
+    op: str = "gate",
+    micro_batch: int = 0,
+) -> TraceEvent:
     return TraceEvent(rank, lane, op, micro_batch, 0, start_s, end_s)
 
 
 def test_shares_count_overlaps_once() -> None:
     events = [
-        event("compute", 0, 4), event("compute", 6, 10),
-        event("link", 2, 7), event("link", 5, 9, micro_batch=1), event("link", 20, 21),
+        event("compute", 0, 4),
+        event("compute", 6, 10),
+        event("link", 2, 7),
+        event("link", 5, 9, micro_batch=1),
+        event("link", 20, 21),
         event("wait", 4, 6),
-        event("compute", 0, 1, rank=3), event("link", 0.5, 2.5, rank=3),
-    ]  # fmt: skip
+        event("compute", 0, 1, rank=3),
+        event("link", 0.5, 2.5, rank=3),
+    ]
     first, other = shares(events)
     assert (first.rank, other.rank) == (0, 3)
     assert (first.compute_s, first.link_s, first.covered_s, first.exposed_s) == (8, 8, 5, 2)
@@ -97,13 +118,23 @@ def test_schedules_differ_by_number() -> None:
 
 def test_chrome_trace() -> None:
     steps = [
-        TracedStep(7, "prefill_dual", 2, 512, (*played(PREFILL_DUAL, 2), *played(PREFILL_DUAL, 2, rank=1))),
+        TracedStep(
+            7, "prefill_dual", 2, 512, (*played(PREFILL_DUAL, 2), *played(PREFILL_DUAL, 2, rank=1))
+        ),
         TracedStep(8, "sequential", 1, 3, ()),
     ]
     trace = json.loads(json.dumps(chrome_trace("decode-0", steps)))
     entries = trace["traceEvents"]
     names = {e["args"]["name"] for e in entries if e["name"] in ("process_name", "thread_name")}
-    assert names == {"decode-0 rank 0", "decode-0 rank 1", "step", "compute", "wait", "link mb0", "link mb1"}
+    assert names == {
+        "decode-0 rank 0",
+        "decode-0 rank 1",
+        "step",
+        "compute",
+        "wait",
+        "link mb0",
+        "link mb1",
+    }
     spans = [e for e in entries if e["ph"] == "X"]
     assert min(e["ts"] for e in spans) == 0.0
     assert {e["pid"] for e in spans} == {0, 1}
@@ -115,21 +146,30 @@ def test_chrome_trace() -> None:
     # Within one thread of a viewer, spans either follow each other or would have to nest.
     for pid in (0, 1):
         for tid in (1, 2, 3, 4):
-            lane = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if (e["pid"], e["tid"]) == (pid, tid))
+            lane = sorted(
+                (e["ts"], e["ts"] + e["dur"]) for e in spans if (e["pid"], e["tid"]) == (pid, tid)
+            )
             assert all(end <= start + 0.01 for (_, end), (start, _) in pairwise(lane))
     assert any(e["name"] == "wait >dispatch" and e["tid"] == 2 for e in spans)
 
 
 def test_chrome_trace_draws_balance_over_time() -> None:
     first, second = played(SEQUENTIAL, 1), played(SEQUENTIAL, 1)
-    second = [TraceEvent(2, e.lane, e.op, e.micro_batch, e.layer, e.start_s + 1, e.end_s + 1) for e in second]
+    second = [
+        TraceEvent(2, e.lane, e.op, e.micro_batch, e.layer, e.start_s + 1, e.end_s + 1)
+        for e in second
+    ]
     steps = [
         TracedStep(7, "sequential", 1, 9, tuple(first), {"experts": 0.5, "kv": 0.75, "luck": 1.0}),
         TracedStep(8, "sequential", 1, 9, tuple(second), {"kv": 1.0, "experts": math.nan}),
         TracedStep(9, "sequential", 1, 9, (), {"kv": 0.1}),
     ]
-    entries = json.loads(json.dumps(chrome_trace("decode-0", steps), allow_nan=False))["traceEvents"]
-    counters = [(e["name"], e["pid"], e["ts"], list(e["args"].values())) for e in entries if e["ph"] == "C"]
+    entries = json.loads(json.dumps(chrome_trace("decode-0", steps), allow_nan=False))[
+        "traceEvents"
+    ]
+    counters = [
+        (e["name"], e["pid"], e["ts"], list(e["args"].values())) for e in entries if e["ph"] == "C"
+    ]
     assert counters == [
         ("balance: kv", 0, 0.0, [0.75]),
         ("balance: experts", 0, 0.0, [0.5]),
@@ -147,8 +187,12 @@ def test_micro_batches_may_have_tracks_of_their_own() -> None:
         assert {name for name in names.values() if name.startswith("compute")} == threads
         for e in entries:
             if e["ph"] == "X":
-                expected = {"compute": f"compute mb{e['args'].get('micro_batch')}" if is_apart else "compute",
-                            "link": f"link mb{e['args'].get('micro_batch')}"}.get(e["cat"], e["cat"])
+                expected = {
+                    "compute": (
+                        f"compute mb{e['args'].get('micro_batch')}" if is_apart else "compute"
+                    ),
+                    "link": f"link mb{e['args'].get('micro_batch')}",
+                }.get(e["cat"], e["cat"])
                 assert names[e["tid"]] == expected
 
 
@@ -158,10 +202,13 @@ def test_an_empty_trace_is_a_valid_one() -> None:
 
 def test_timeline_letters() -> None:
     events = [
-        event("compute", 0, 2, op="attn_in"), event("compute", 2, 4, op="attn_core"),
-        event("link", 4, 8, op="dispatch"), event("wait", 6, 8, op=">dispatch"),
-        event("compute", 4, 6, op="attn_in", micro_batch=1), event("compute", 8, 10, op="experts"),
-    ]  # fmt: skip
+        event("compute", 0, 2, op="attn_in"),
+        event("compute", 2, 4, op="attn_core"),
+        event("link", 4, 8, op="dispatch"),
+        event("wait", 6, 8, op=">dispatch"),
+        event("compute", 4, 6, op="attn_in", micro_batch=1),
+        event("compute", 8, 10, op="experts"),
+    ]
     assert timeline(events, 0, width=10).splitlines() == [
         "layer 0, 10000.00 ms",
         "compute mb0  aacc....EE",
@@ -197,10 +244,18 @@ def test_timeline_without_a_link_has_compute_only() -> None:
 def test_steps_that_are_one_kernel_are_drawn_one_after_the_other() -> None:
     """A picture of a layer would be one bar: on one rank a decode step is one call."""
     steps = [
-        TracedStep(7 + i, "sequential", 1, 1, (event("compute", i, i + 0.5, op="step"),
-                                               event("compute", i + 0.5, i + 0.75, op="draw")))
+        TracedStep(
+            7 + i,
+            "sequential",
+            1,
+            1,
+            (
+                event("compute", i, i + 0.5, op="step"),
+                event("compute", i + 0.5, i + 0.75, op="draw"),
+            ),
+        )
         for i in range(2)
-    ]  # fmt: skip
+    ]
     assert all(is_one_kernel(step.events, 0) for step in steps)
     assert steps_timeline(steps, 0, 7) == "steps 7 to 8, 1750.00 ms\ncompute      SSd.SSd"
     assert steps_timeline(steps, 5) == ""
@@ -209,9 +264,15 @@ def test_steps_that_are_one_kernel_are_drawn_one_after_the_other() -> None:
 
 
 def test_the_legend_has_the_letters_that_occur_and_their_times() -> None:
-    events = [event("compute", 0, 1, op="dispatch>"), event("compute", 1, 1.5, op=">combine"),
-              event("wait", 1, 1.25, op=">dispatch"), event("compute", 2, 3, op="step")]  # fmt: skip
-    assert legend(events, 0) == (
-        "> start or finish 1500.00 ms, S all layers as one kernel 1000.00 ms, w exposed wait 250.00 ms"
+    events = [
+        event("compute", 0, 1, op="dispatch>"),
+        event("compute", 1, 1.5, op=">combine"),
+        event("wait", 1, 1.25, op=">dispatch"),
+        event("compute", 2, 3, op="step"),
+    ]
+    assert (
+        legend(events, 0)
+        == "> start or finish 1500.00 ms, S all layers as one kernel 1000.00 ms, w exposed wait"
+        " 250.00 ms"
     )
     assert legend(events, 1) == ""

@@ -1,4 +1,6 @@
-"""Op times learned from steps: how near they come, what they say of sizes never seen, and which schedule is chosen."""
+"""Op times learned from steps: how near they come, what they say of sizes never seen, and which
+schedule is chosen.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,21 @@ Truth = dict[str, tuple[float, float, float]]
 """op -> (fixed, per token, per pair), us."""
 
 LINEAR: Truth = {
-    "attn_in": (50, 1, 0), "attn_core": (20, 0.5, 0.01), "gate": (5, 0.1, 0), "shared": (10, 0.5, 0),
-    "experts": (100, 1, 0), "dispatch": (30, 2, 0), "combine": (30, 4, 0), "post": (5, 0.1, 0),
-}  # fmt: skip
-FIXED: Truth = LINEAR | {"attn_in": (500, 0.01, 0), "experts": (2000, 0.01, 0), "dispatch": (100, 0.1, 0),
-                         "combine": (100, 0.2, 0)}  # fmt: skip
+    "attn_in": (50, 1, 0),
+    "attn_core": (20, 0.5, 0.01),
+    "gate": (5, 0.1, 0),
+    "shared": (10, 0.5, 0),
+    "experts": (100, 1, 0),
+    "dispatch": (30, 2, 0),
+    "combine": (30, 4, 0),
+    "post": (5, 0.1, 0),
+}
+FIXED: Truth = LINEAR | {
+    "attn_in": (500, 0.01, 0),
+    "experts": (2000, 0.01, 0),
+    "dispatch": (100, 0.1, 0),
+    "combine": (100, 0.2, 0),
+}
 """A batch so small that reading weights is all: halving it gains nothing."""
 
 
@@ -43,10 +55,14 @@ def seconds_of(truth: Truth, op: str, work: Work) -> float:
     return (fixed + per_token * work.num_tokens + per_pair * work.num_pairs) * 1e-6
 
 
-def step(truth: Truth, works: Sequence[Work], rng: random.Random, noise: float = 0.1) -> list[OpTime]:
+def step(
+    truth: Truth, works: Sequence[Work], rng: random.Random, noise: float = 0.1
+) -> list[OpTime]:
     times = []
     for op in truth:
-        num = (NUM_LAYERS if op in EVERY_LAYER else NUM_MOE_LAYERS) * (NUM_POSTS if op == POST else 1)
+        num = (NUM_LAYERS if op in EVERY_LAYER else NUM_MOE_LAYERS) * (
+            NUM_POSTS if op == POST else 1
+        )
         seconds = sum(seconds_of(truth, op, work) for work in works) * num
         times.append(OpTime(op, num * len(works), seconds * rng.uniform(1 - noise, 1 + noise)))
     return times
@@ -68,7 +84,9 @@ def test_learns_from_steps_of_many_sizes(seed: int) -> None:
     costs = new()
     for _ in range(400):
         num_tokens = rng.randint(16, 512)
-        costs.observe([work := Work(num_tokens, num_tokens * rng.randint(50, 300))], step(LINEAR, [work], rng))
+        costs.observe(
+            [work := Work(num_tokens, num_tokens * rng.randint(50, 300))], step(LINEAR, [work], rng)
+        )
     for num_tokens in (32, 128, 512):
         check(costs, LINEAR, Work(num_tokens, num_tokens * 150), 0.2)
 
@@ -151,7 +169,7 @@ def test_odd_steps_are_ignored() -> None:
     assert set(astuple(costs.op_seconds(Work(8, 8)))) == {0.0}
     assert costs.rates() is None
     for i in range(200):
-        costs.observe([Work(2.0 ** (i % 20), 3.0**(i % 17))], [OpTime("attn_in", 1, 1e-3)])
+        costs.observe([Work(2.0 ** (i % 20), 3.0 ** (i % 17))], [OpTime("attn_in", 1, 1e-3)])
     assert len(costs._bins) <= MAX_BINS
     with pytest.raises(ValueError, match="9 MoE layers of 8 layers"):
         StepCosts(8, 9)
@@ -173,7 +191,11 @@ def test_where_only_experts_take_longer_for_more_tokens_they_are_a_tokens_price(
     rng = random.Random(0)
     costs = new()
     for n in (16, 32, 64) * 10:
-        truth = {"attn_in": (100.0 - n, 0.0, 0.0), "attn_core": (100.0 - n, 0.0, 0.0), "experts": (10.0, 1.0, 0.0)}
+        truth = {
+            "attn_in": (100.0 - n, 0.0, 0.0),
+            "attn_core": (100.0 - n, 0.0, 0.0),
+            "experts": (10.0, 1.0, 0.0),
+        }
         costs.observe([work := Work(n, 100 * n)], step(truth, [work], rng, 0.0))
     rates = costs.rates()
     assert rates is not None
@@ -182,7 +204,9 @@ def test_where_only_experts_take_longer_for_more_tokens_they_are_a_tokens_price(
 
 @pytest.mark.parametrize(("schedule", "num"), [(SEQUENTIAL, 1), (PREFILL_DUAL, 2)])
 def test_rates_add_up_to_the_price_of_a_step(schedule: Schedule, num: int) -> None:
-    """Near the sizes that were seen: what is not computed is the exposed link, posting, and the fixed cost."""
+    """Near the sizes that were seen: what is not computed is the exposed link, posting, and the
+    fixed cost.
+    """
     rng = random.Random(1)
     costs = new()
     for _ in range(10):
@@ -199,7 +223,10 @@ def test_rates_add_up_to_the_price_of_a_step(schedule: Schedule, num: int) -> No
 
 def test_a_link_that_is_hidden_costs_no_token_anything() -> None:
     rng = random.Random(1)
-    slow, fast = ({**LINEAR, "dispatch": (0.0, link, 0.0), "combine": (0.0, link, 0.0)} for link in (40.0, 2.0))
+    slow, fast = (
+        {**LINEAR, "dispatch": (0.0, link, 0.0), "combine": (0.0, link, 0.0)}
+        for link in (40.0, 2.0)
+    )
     exposed, hidden = (
         learned.rates(PREFILL_DUAL, 2).dispatch_s
         for learned in (_learned(truth, rng) for truth in (slow, fast))
@@ -231,9 +258,14 @@ def learned(truth: Truth, num_steps: int = 30) -> StepCosts:
 
 def pick(costs: StepCosts, current: str | None = None, hysteresis: float = 0.03) -> tuple[str, int]:
     schedule, num = choose(
-        costs, WHOLE, halve_works(WHOLE), num_layers=NUM_LAYERS, allowed=ALLOWED, hysteresis=hysteresis,
+        costs,
+        WHOLE,
+        halve_works(WHOLE),
+        num_layers=NUM_LAYERS,
+        allowed=ALLOWED,
+        hysteresis=hysteresis,
         current=None if current is None else SCHEDULES[current],
-    )  # fmt: skip
+    )
     return schedule.name, num
 
 
@@ -243,10 +275,24 @@ def test_before_anything_was_seen_it_is_sequential() -> None:
 
 
 def test_chooses_by_regime() -> None:
-    balanced = {"attn_in": (0, 4, 0), "attn_core": (0, 5, 0), "gate": (0, 0.5, 0), "shared": (0, 2, 0),
-                "experts": (0, 8.5, 0), "dispatch": (0, 9.5, 0), "combine": (0, 9.5, 0)}  # fmt: skip
-    decode = {"attn_in": (0, 10, 0), "attn_core": (0, 10, 0), "gate": (0, 0.5, 0), "shared": (0, 2, 0),
-              "experts": (0, 4, 0), "dispatch": (0, 10, 0), "combine": (0, 10, 0)}  # fmt: skip
+    balanced = {
+        "attn_in": (0, 4, 0),
+        "attn_core": (0, 5, 0),
+        "gate": (0, 0.5, 0),
+        "shared": (0, 2, 0),
+        "experts": (0, 8.5, 0),
+        "dispatch": (0, 9.5, 0),
+        "combine": (0, 9.5, 0),
+    }
+    decode = {
+        "attn_in": (0, 10, 0),
+        "attn_core": (0, 10, 0),
+        "gate": (0, 0.5, 0),
+        "shared": (0, 2, 0),
+        "experts": (0, 4, 0),
+        "dispatch": (0, 10, 0),
+        "combine": (0, 10, 0),
+    }
     assert pick(learned(balanced)) == ("prefill_dual", 2)
     assert pick(learned(decode)) == ("decode_five", 2)
     assert pick(learned(FIXED)) == ("sequential", 1)
@@ -257,9 +303,14 @@ def test_chooses_by_regime() -> None:
 def test_nothing_to_halve_or_nothing_allowed() -> None:
     costs = learned(LINEAR)
     one = Work(1, 100)
-    none = choose(costs, WHOLE, halve_works(WHOLE), num_layers=8, allowed=[SEQUENTIAL], hysteresis=0)
+    none = choose(
+        costs, WHOLE, halve_works(WHOLE), num_layers=8, allowed=[SEQUENTIAL], hysteresis=0
+    )
     assert none == (SEQUENTIAL, 1)
-    assert choose(costs, one, halve_works(one), num_layers=8, allowed=ALLOWED, hysteresis=0) == (SEQUENTIAL, 1)
+    assert choose(costs, one, halve_works(one), num_layers=8, allowed=ALLOWED, hysteresis=0) == (
+        SEQUENTIAL,
+        1,
+    )
 
 
 def test_hysteresis_keeps_what_runs() -> None:

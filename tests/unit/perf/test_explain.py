@@ -29,7 +29,9 @@ def test_exposed_times_add_up_to_the_step(step: StepPrice) -> None:
 def test_the_makespan_of_many_layers_is_that_of_the_whole_walk(step: StepPrice) -> None:
     walked = price(step.schedule, step.ops, step.num_layers)
     for field in ("total_s", "exposed_s", "compute_s", "link_s"):
-        assert getattr(step.walked, field) == pytest.approx(getattr(walked, field), rel=1e-9, abs=1e-12)
+        assert getattr(step.walked, field) == pytest.approx(
+            getattr(walked, field), rel=1e-9, abs=1e-12
+        )
 
 
 @every_step
@@ -60,9 +62,11 @@ def test_pictures() -> None:
 def test_what_bounds_a_part_is_priced_too() -> None:
     """A head's weights are read for a few rows; many keep tensor cores busy."""
     bounds = [
-        {stage.name: stage.bound for stage in StepModel(144).decode(batch, 4989).stages}["output head"]
+        {stage.name: stage.bound for stage in StepModel(144).decode(batch, 4989).stages}[
+            "output head"
+        ]
         for batch in (8, 1024)
-    ]  # fmt: skip
+    ]
     assert bounds == ["memory", "compute"]
 
 

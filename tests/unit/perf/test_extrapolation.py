@@ -47,9 +47,17 @@ def test_prefill_inputs_outside(ranks: int, tokens: int, prompt: int, words: str
 
 def test_hardware_says_what_is_scaled() -> None:
     assert not any("hardware" in flag for flag in StepModel(72).decode(128, 4096).extrapolated)
-    (flag,) = [flag for flag in StepModel(72, HARDWARE["h100"]).decode(128, 4096).extrapolated if "hardware" in flag]
+    (flag,) = [
+        flag
+        for flag in StepModel(72, HARDWARE["h100"]).decode(128, 4096).extrapolated
+        if "hardware" in flag
+    ]
     assert "links scaled" in flag
-    (flag,) = [flag for flag in StepModel(72, HARDWARE["gb200"]).decode(128, 4096).extrapolated if "hardware" in flag]
+    (flag,) = [
+        flag
+        for flag in StepModel(72, HARDWARE["gb200"]).decode(128, 4096).extrapolated
+        if "hardware" in flag
+    ]
     assert "FLOP/s, SMs and HBM" in flag
     fp4 = StepModel(72, HARDWARE["gb200"], expert_dtype="fp4").decode(128, 4096)
     assert any("FP4" in flag for flag in fp4.extrapolated)

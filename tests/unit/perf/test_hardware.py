@@ -25,8 +25,10 @@ def test_every_row_has_a_source_and_sane_ratios(name: str) -> None:
 def test_h800_is_h100_with_narrower_nvlink() -> None:
     h100 = HARDWARE["h100"]
     assert (H800.bf16_flops, H800.hbm_bytes_per_s, H800.nic_bytes_per_s) == (
-        h100.bf16_flops, h100.hbm_bytes_per_s, h100.nic_bytes_per_s
-    )  # fmt: skip
+        h100.bf16_flops,
+        h100.hbm_bytes_per_s,
+        h100.nic_bytes_per_s,
+    )
     assert H800.nvlink_bytes_per_s < h100.nvlink_bytes_per_s
 
 

@@ -21,7 +21,9 @@ def published_loads(phase: str) -> list[NDArray[np.float64]]:
         pytest.skip(why_missing(EXPERT_LOADS))
     found = []
     for path in sorted(folder.glob(f"{phase}_*.json.gz")):
-        loads = np.array(json.loads(gzip.decompress(path.read_bytes()))["tokens_per_expert"], np.float64)
+        loads = np.array(
+            json.loads(gzip.decompress(path.read_bytes()))["tokens_per_expert"], np.float64
+        )
         found.append(loads[loads.sum(axis=1) > 0])
     return found
 
@@ -32,7 +34,9 @@ def placed(loads: NDArray[np.float64], num_ranks: int, num_nodes: int) -> float:
 
 
 def test_what_placement_leaves_on_published_loads() -> None:
-    """Where PLACED_BY_NODES comes from, and what its note says of decode; balanced by nothing it is 2 to 3.5."""
+    """Where PLACED_BY_NODES comes from, and what its note says of decode; balanced by nothing it is
+    2 to 3.5.
+    """
     by_nodes = [placed(loads, 32, 4) for loads in published_loads("prefill")]
     assert len(by_nodes) == 5
     assert np.mean(by_nodes) == pytest.approx(PLACED_BY_NODES, abs=0.01)
@@ -40,7 +44,10 @@ def test_what_placement_leaves_on_published_loads() -> None:
     assert [placed(loads, 72, 9) for loads in decode] == pytest.approx([1.0] * 3, abs=0.01)
     assert [placed(loads, 144, 18) for loads in decode] == pytest.approx([1.15] * 3, abs=0.015)
     plain = np.arange(256).reshape(1, 32, 8)
-    none = [measured_imbalance(loads, plain.repeat(len(loads), axis=0)) for loads in published_loads("prefill")]
+    none = [
+        measured_imbalance(loads, plain.repeat(len(loads), axis=0))
+        for loads in published_loads("prefill")
+    ]
     assert min(none) > 2.0
     assert max(none) < 2.7
 
@@ -67,7 +74,9 @@ def test_texts_whose_tokens_like_the_same_experts() -> None:
     shape = 1 / affinity**2
     loads = generator.gamma(shape, 1 / shape, (300, num_texts, num_ranks, slots)).sum(axis=(1, 3))
     drawn = (loads.max(axis=1) / loads.mean(axis=1)).mean()
-    ours = expected_imbalance(num_ranks, math.inf, num_texts=num_texts, slots_per_rank=slots, affinity=affinity)
+    ours = expected_imbalance(
+        num_ranks, math.inf, num_texts=num_texts, slots_per_rank=slots, affinity=affinity
+    )
     assert ours == pytest.approx(drawn, rel=0.02)
 
 
@@ -86,7 +95,9 @@ def test_measured_by_hand() -> None:
     # Expert 0 is in three slots, 30 each: ranks hold 30 + 20 + 10 and 30 + 30 + 40.
     assert measured_imbalance(loads, [[[0, 1, 2], [0, 0, 3]]]) == pytest.approx(100 / 80)
     # An empty slot takes nothing; layers are averaged, and one without tokens does not count.
-    assert measured_imbalance([[1, 1], [3, 1], [0, 0]], [[[0, -1], [1, -1]]] * 3) == pytest.approx((1.0 + 1.5) / 2)
+    assert measured_imbalance([[1, 1], [3, 1], [0, 0]], [[[0, -1], [1, -1]]] * 3) == pytest.approx(
+        (1.0 + 1.5) / 2
+    )
 
 
 def test_mistakes_are_named() -> None:

@@ -19,14 +19,25 @@ def seconds_of(kernels: Sequence[Kernel]) -> float:
 def test_stages_of_the_decode_profile() -> None:
     """ATTN-0 63, ATTN-1 344, dispatch 187, experts 128, combine 394 and shared 34 us."""
     kernels = StepModel(128).kernels(DECODE, PROFILE, is_overlapped=True)
-    published = {ATTN_IN: 63, ATTN_CORE: 325, GATE: 19, DISPATCH: 187, EXPERTS: 128, COMBINE: 394, SHARED: 34}
+    published = {
+        ATTN_IN: 63,
+        ATTN_CORE: 325,
+        GATE: 19,
+        DISPATCH: 187,
+        EXPERTS: 128,
+        COMBINE: 394,
+        SHARED: 34,
+    }
     for op, us in published.items():
         assert seconds_of(kernels_of(kernels, op)) * 1e6 == pytest.approx(us, rel=0.18), op
     assert seconds_of(kernels) * 1e6 == pytest.approx(sum(published.values()), rel=0.02)
 
 
 def test_every_published_kernel_is_priced() -> None:
-    priced = {(kernel.op, kernel.name) for kernel in StepModel(128).kernels(DECODE, PROFILE, is_overlapped=True)}
+    priced = {
+        (kernel.op, kernel.name)
+        for kernel in StepModel(128).kernels(DECODE, PROFILE, is_overlapped=True)
+    }
     assert {(op, name) for name, op, _ in DECODE_PROFILE} == priced
 
 
@@ -44,8 +55,15 @@ def test_ops_are_the_sums_of_their_kernels(phase: str) -> None:
     kernels = StepModel(32).kernels(phase, PROFILE, is_overlapped=False)
     ops = op_seconds(kernels, 1e-6)
     assert ops.post == 1e-6
-    assert ops.attn_in + ops.attn_core + ops.gate + ops.shared + ops.experts + ops.dispatch + ops.combine == (
-        pytest.approx(seconds_of(kernels))
+    assert (
+        ops.attn_in
+        + ops.attn_core
+        + ops.gate
+        + ops.shared
+        + ops.experts
+        + ops.dispatch
+        + ops.combine
+        == (pytest.approx(seconds_of(kernels)))
     )
     assert ops.experts == pytest.approx(seconds_of(kernels_of(kernels, EXPERTS)))
 
@@ -56,8 +74,11 @@ def test_imbalance_slows_experts_and_links_and_nothing_else() -> None:
     skewed_batch = MicroBatch(128, 128 * 4096, 64 * 4096, 128, expert_imbalance=1.5)
     skewed = op_seconds(model.kernels(DECODE, skewed_batch, is_overlapped=True), 0.0)
     assert (skewed.attn_in, skewed.attn_core, skewed.gate, skewed.shared) == (
-        even.attn_in, even.attn_core, even.gate, even.shared
-    )  # fmt: skip
+        even.attn_in,
+        even.attn_core,
+        even.gate,
+        even.shared,
+    )
     assert skewed.experts > even.experts
     assert skewed.dispatch > 1.3 * even.dispatch
     assert skewed.combine > 1.3 * even.combine

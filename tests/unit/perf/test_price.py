@@ -1,7 +1,8 @@
-"""The price of a schedule: by hand, against bounds, and what DeepSeek's schedules are worth. No clock.
+"""The price of a schedule: by hand, against bounds, and what DeepSeek's schedules are worth. No
+clock.
 
-The op times are those of a prototype on two cores (ms for a micro-batch in a layer): a balanced case (20
-compute, 19 link), a prefill-like and a decode-like one (26.5 and 20).
+The op times are those of a prototype on two cores (ms for a micro-batch in a layer): a balanced
+case (20 compute, 19 link), a prefill-like and a decode-like one (26.5 and 20).
 """
 
 from __future__ import annotations
@@ -15,18 +16,34 @@ from hadal.overlap.plan import DECODE_FIVE, PREFILL_DUAL, SCHEDULES, SEQUENTIAL,
 from hadal.perf.price import OpSeconds, Price, price
 from tests.fresh import fresh
 
-BALANCED = OpSeconds(attn_in=4, attn_core=5, gate=0.5, dispatch=9.5, shared=2, experts=8.5, combine=9.5)
-PREFILL_LIKE = OpSeconds(attn_in=4, attn_core=8, gate=0.5, dispatch=10, shared=2, experts=12, combine=10)
-DECODE_LIKE = OpSeconds(attn_in=10, attn_core=10, gate=0.5, dispatch=10, shared=2, experts=4, combine=10)
-DEEPSEEK_DECODE = OpSeconds(
-    attn_in=63e-6, attn_core=325e-6, gate=19e-6, dispatch=187e-6, shared=34e-6, experts=128e-6, combine=394e-6
+BALANCED = OpSeconds(
+    attn_in=4, attn_core=5, gate=0.5, dispatch=9.5, shared=2, experts=8.5, combine=9.5
 )
-"""DeepSeek's published decode profile, kernel by kernel: 128 tokens a micro-batch, EP128 (profile-data)."""
+PREFILL_LIKE = OpSeconds(
+    attn_in=4, attn_core=8, gate=0.5, dispatch=10, shared=2, experts=12, combine=10
+)
+DECODE_LIKE = OpSeconds(
+    attn_in=10, attn_core=10, gate=0.5, dispatch=10, shared=2, experts=4, combine=10
+)
+DEEPSEEK_DECODE = OpSeconds(
+    attn_in=63e-6,
+    attn_core=325e-6,
+    gate=19e-6,
+    dispatch=187e-6,
+    shared=34e-6,
+    experts=128e-6,
+    combine=394e-6,
+)
+"""DeepSeek's published decode profile, kernel by kernel: 128 tokens a micro-batch, EP128
+(profile-data).
+"""
 
 
 def doubled(times: OpSeconds) -> OpSeconds:
     """One full batch that is exactly twice a micro-batch."""
-    return OpSeconds(**{f.name: getattr(times, f.name) * (1 if f.name == "post" else 2) for f in fields(times)})
+    return OpSeconds(
+        **{f.name: getattr(times, f.name) * (1 if f.name == "post" else 2) for f in fields(times)}
+    )
 
 
 def speed_up(schedule: Schedule, times: OpSeconds, num_layers: int = 8) -> float:
@@ -86,7 +103,10 @@ def test_bounds(seed: int) -> None:
 def test_prefill_dual_hides_at_balance() -> None:
     """The issue: >= 1.85x over one full batch in sequence, 8 layers."""
     gain = speed_up(PREFILL_DUAL, BALANCED)
-    print(f"balance, 8 layers: prefill_dual {gain:.3f}x, decode_five {speed_up(DECODE_FIVE, BALANCED):.3f}x")
+    print(
+        f"balance, 8 layers: prefill_dual {gain:.3f}x, decode_five"
+        f" {speed_up(DECODE_FIVE, BALANCED):.3f}x"
+    )
     assert gain >= 1.85
     assert gain > 1.3 * speed_up(DECODE_FIVE, BALANCED)
 
@@ -101,7 +121,9 @@ def test_decode_five_wins_where_attention_is_long_and_experts_short() -> None:
 
 
 def test_brute_force_finds_the_prefill_table() -> None:
-    """4 layers: 218 against a bound of 212, and no other cut, place of the shared expert or offset is better."""
+    """4 layers: 218 against a bound of 212, and no other cut, place of the shared expert or offset
+    is better.
+    """
     best = min(variants(), key=lambda variant: price(variant, [PREFILL_LIKE] * 2, 4).total_s)
     ours = price(PREFILL_DUAL, [PREFILL_LIKE] * 2, 4)
     print(f"best: {best}")
@@ -112,7 +134,9 @@ def test_brute_force_finds_the_prefill_table() -> None:
 def test_brute_force_finds_little_beyond_the_decode_table() -> None:
     """The best splits attention and trails too; it is ahead by filling and draining, 1 %."""
     best = min(variants(), key=lambda variant: price(variant, [DECODE_LIKE] * 2, 4).total_s)
-    ours_s, best_s = (price(schedule, [DECODE_LIKE] * 2, 4).total_s for schedule in (DECODE_FIVE, best))
+    ours_s, best_s = (
+        price(schedule, [DECODE_LIKE] * 2, 4).total_s for schedule in (DECODE_FIVE, best)
+    )
     print(f"decode_five {ours_s}, best {best_s}: {best}")
     assert best_s <= ours_s <= 1.01 * best_s
     assert best.stages[0] == ("attn_in",)
@@ -120,7 +144,9 @@ def test_brute_force_finds_little_beyond_the_decode_table() -> None:
 
 
 def test_deepseek_decode_profile() -> None:
-    """A micro-batch layer of the published trace took 716 us (87.32 ms / 61 layers / 2); the table says 709."""
+    """A micro-batch layer of the published trace took 716 us (87.32 ms / 61 layers / 2); the table
+    says 709.
+    """
     long, short = (price(DECODE_FIVE, [DEEPSEEK_DECODE] * 2, n) for n in (48, 38))
     layer_us = (long.total_s - short.total_s) / 20 * 1e6
     exposed_us = (long.exposed_s - short.exposed_s) / 20 * 1e6

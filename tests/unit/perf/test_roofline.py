@@ -1,4 +1,6 @@
-"""Kernel curves: close to the tables they were fitted to, monotone, and scaled to other hardware as they should be."""
+"""Kernel curves: close to the tables they were fitted to, monotone, and scaled to other hardware as
+they should be.
+"""
 
 import csv
 import math
@@ -28,7 +30,12 @@ from hadal.perf.roofline import (
     MLA_DECODE,
     Roofline,
 )
-from hadal.perf.shapes import DEEPSEEK_V3, absorbed_flops_per_pair, causal_pairs, expanded_flops_per_pair
+from hadal.perf.shapes import (
+    DEEPSEEK_V3,
+    absorbed_flops_per_pair,
+    causal_pairs,
+    expanded_flops_per_pair,
+)
 
 LINE = Roofline(H800)
 DECODE_FLOPS = absorbed_flops_per_pair(DEEPSEEK_V3)
@@ -37,11 +44,15 @@ PREFILL_FLOPS = expanded_flops_per_pair(DEEPSEEK_V3)
 
 def mla(line: Roofline, requests: float, context: float, queries: int = 1) -> float:
     rows = requests * queries
-    return line.mla_decode(rows, rows * context, requests * context * 1152, DECODE_FLOPS, 128 * 1088 * 2).seconds
+    return line.mla_decode(
+        rows, rows * context, requests * context * 1152, DECODE_FLOPS, 128 * 1088 * 2
+    ).seconds
 
 
 def mha(line: Roofline, context: float) -> float:
-    return line.mha_prefill(context, causal_pairs(context, 0), PREFILL_FLOPS, context * 128 * 640 * 2).seconds
+    return line.mha_prefill(
+        context, causal_pairs(context, 0), PREFILL_FLOPS, context * 128 * 640 * 2
+    ).seconds
 
 
 def table(name: str) -> Iterator[dict[str, str]]:
@@ -73,7 +84,9 @@ def test_residuals_are_what_the_curves_say() -> None:
         for row in table("infersim_gemm_h800_data.csv")
     )
     assert residual(dense) == pytest.approx(DENSE.residual, abs=0.01)
-    assert residual(grouped("infersim_grouped_gemm_decode_h800_data.csv")) == pytest.approx(MASKED.residual, abs=0.01)
+    assert residual(grouped("infersim_grouped_gemm_decode_h800_data.csv")) == pytest.approx(
+        MASKED.residual, abs=0.01
+    )
     assert residual(grouped("infersim_grouped_gemm_prefill_h800_data.csv")) == pytest.approx(
         CONTIGUOUS.residual, abs=0.01
     )
@@ -95,7 +108,10 @@ def test_the_decode_profiles_kernels() -> None:
     assert LINE.gemm(128, 24576, 1536).seconds == pytest.approx(19e-6, rel=0.08)
     assert LINE.gemm(128, 7168, 16384).seconds == pytest.approx(50e-6, rel=0.05)
     assert mla(LINE, 64, 4096, queries=2) == pytest.approx(255e-6, rel=0.01)
-    both = LINE.grouped(MASKED, 1024, 2, 4096, 7168).seconds + LINE.grouped(MASKED, 1024, 2, 7168, 2048).seconds
+    both = (
+        LINE.grouped(MASKED, 1024, 2, 4096, 7168).seconds
+        + LINE.grouped(MASKED, 1024, 2, 7168, 2048).seconds
+    )
     assert both == pytest.approx(120e-6, rel=0.1)
 
 
@@ -111,7 +127,9 @@ def test_bounds_are_named() -> None:
 def test_no_kernel_beats_the_hardware() -> None:
     for name, hardware in HARDWARE.items():
         line = Roofline(hardware)
-        assert line.gemm(8192, 7168, 16384).seconds > 2 * 8192 * 7168 * 16384 / hardware.fp8_flops, name
+        assert (
+            line.gemm(8192, 7168, 16384).seconds > 2 * 8192 * 7168 * 16384 / hardware.fp8_flops
+        ), name
         assert line.gemm(16, 7168, 16384).seconds > 7168 * 16384 / hardware.hbm_bytes_per_s, name
         assert mha(line, 8192) > causal_pairs(8192, 0) * PREFILL_FLOPS / hardware.bf16_flops, name
         assert mla(line, 256, 8192) > 256 * 8192 * 1152 / hardware.hbm_bytes_per_s, name
@@ -125,14 +143,19 @@ def test_sms_and_clock_slow_what_computes_and_not_what_reads() -> None:
         assert line.elementwise(1e9) == LINE.elementwise(1e9)
     # H20 has power to spare.
     cool = HARDWARE["h20"]
-    assert Roofline(cool, is_sustained=True).gemm(8192, 7168, 16384) == Roofline(cool).gemm(8192, 7168, 16384)
+    assert Roofline(cool, is_sustained=True).gemm(8192, 7168, 16384) == Roofline(cool).gemm(
+        8192, 7168, 16384
+    )
     with pytest.raises(ValueError, match="sm_share"):
         Roofline(H800, sm_share=0.0)
 
 
 def test_fp4_halves_what_is_read() -> None:
     line = Roofline(HARDWARE["gb200"])
-    ratio = line.grouped(MASKED, 64, 32, 4096, 7168, FP4).seconds / line.grouped(MASKED, 64, 32, 4096, 7168).seconds
+    ratio = (
+        line.grouped(MASKED, 64, 32, 4096, 7168, FP4).seconds
+        / line.grouped(MASKED, 64, 32, 4096, 7168).seconds
+    )
     assert 0.5 < ratio < 0.7
 
 
@@ -142,9 +165,14 @@ def test_a_curve_has_a_source_and_a_residual() -> None:
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(
-    rows=st.floats(0.5, 65536), by=st.floats(1.0, 4.0), n=st.integers(64, 32768), k=st.integers(128, 20000),
-    slots=st.integers(1, 300), dtype=st.sampled_from([FP8, BF16]), name=st.sampled_from(list(HARDWARE)),
-)  # fmt: skip
+    rows=st.floats(0.5, 65536),
+    by=st.floats(1.0, 4.0),
+    n=st.integers(64, 32768),
+    k=st.integers(128, 20000),
+    slots=st.integers(1, 300),
+    dtype=st.sampled_from([FP8, BF16]),
+    name=st.sampled_from(list(HARDWARE)),
+)
 def test_more_rows_wider_layers_and_more_experts_take_longer(
     rows: float, by: float, n: int, k: int, slots: int, dtype: str, name: str
 ) -> None:
@@ -161,7 +189,11 @@ def test_more_rows_wider_layers_and_more_experts_take_longer(
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(
-    st.floats(0.5, 1024), st.floats(1.0, 2e5), st.floats(1.0, 3.0), st.integers(1, 3), st.sampled_from(list(HARDWARE))
+    st.floats(0.5, 1024),
+    st.floats(1.0, 2e5),
+    st.floats(1.0, 3.0),
+    st.integers(1, 3),
+    st.sampled_from(list(HARDWARE)),
 )
 def test_longer_contexts_and_more_requests_take_longer(
     requests: float, context: float, by: float, queries: int, name: str
@@ -179,9 +211,10 @@ def test_there_is_no_cliff() -> None:
     rows = 1.0
     while rows < 32768:
         for seconds in (
-            lambda m: LINE.gemm(m, 7168, 16384).seconds, lambda m: LINE.grouped(MASKED, m, 4, 4096, 7168).seconds,
+            lambda m: LINE.gemm(m, 7168, 16384).seconds,
+            lambda m: LINE.grouped(MASKED, m, 4, 4096, 7168).seconds,
             lambda m: mla(LINE, m, 4096),
-        ):  # fmt: skip
+        ):
             assert seconds(rows * 1.01) / seconds(rows) < 1.02
         rows *= 1.01
 

@@ -1,4 +1,6 @@
-"""A whole step: monotone everywhere, calibrated within its aims, chosen by price, refused where it cannot be."""
+"""A whole step: monotone everywhere, calibrated within its aims, chosen by price, refused where it
+cannot be.
+"""
 
 import math
 from dataclasses import replace
@@ -21,9 +23,15 @@ NEVER_CHEAPER = 1.0 + 1e-12
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
-    ranks=RANKS, name=HARDWARES, way=WAYS, batch=st.integers(2, 700), more=st.integers(1, 100),
-    kv=st.floats(1.0, 160_000.0), by=st.floats(1.0, 4.0), mtp=st.integers(0, 3),
-)  # fmt: skip
+    ranks=RANKS,
+    name=HARDWARES,
+    way=WAYS,
+    batch=st.integers(2, 700),
+    more=st.integers(1, 100),
+    kv=st.floats(1.0, 160_000.0),
+    by=st.floats(1.0, 4.0),
+    mtp=st.integers(0, 3),
+)
 def test_decode_grows_with_batch_context_and_drafts(
     ranks: int, name: str, way: str, batch: int, more: int, kv: float, by: float, mtp: int
 ) -> None:
@@ -36,13 +44,20 @@ def test_decode_grows_with_batch_context_and_drafts(
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
-    ranks=RANKS, name=HARDWARES, way=WAYS, tokens=st.integers(2, 65536), more=st.integers(1, 4096),
-    prompt=st.integers(128, 131_072), by=st.floats(1.0, 4.0),
-)  # fmt: skip
+    ranks=RANKS,
+    name=HARDWARES,
+    way=WAYS,
+    tokens=st.integers(2, 65536),
+    more=st.integers(1, 4096),
+    prompt=st.integers(128, 131_072),
+    by=st.floats(1.0, 4.0),
+)
 def test_prefill_grows_with_tokens_and_prompt(
     ranks: int, name: str, way: str, tokens: int, more: int, prompt: int, by: float
 ) -> None:
-    """From 128 tokens on; shorter prompts mean many more draws of a first token in the same step."""
+    """From 128 tokens on; shorter prompts mean many more draws of a first token in the same
+    step.
+    """
     model = StepModel(ranks, HARDWARE[name])
     seconds = model.prefill(tokens, prompt, schedule=way).seconds
     assert seconds <= model.prefill(tokens + more, prompt, schedule=way).seconds * NEVER_CHEAPER
@@ -50,7 +65,12 @@ def test_prefill_grows_with_tokens_and_prompt(
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(1, 600), st.floats(100.0, 50_000.0), st.floats(1.0, 2.0), st.sampled_from([8, 72, 144]))
+@given(
+    st.integers(1, 600),
+    st.floats(100.0, 50_000.0),
+    st.floats(1.0, 2.0),
+    st.sampled_from([8, 72, 144]),
+)
 def test_imbalance_never_helps(batch: int, kv: float, by: float, ranks: int) -> None:
     model = StepModel(ranks)
     even = model.decode(batch, kv, expert_imbalance=1.0).seconds
@@ -89,7 +109,10 @@ def test_the_decode_pipeline_of_the_published_profile() -> None:
 def test_overlap_pays_where_it_was_measured_to() -> None:
     """+27 to +35 % in SGLang's prefill."""
     model = StepModel(32, HARDWARE["h100"])
-    gain = model.prefill(16384, 1024, schedule="sequential").seconds / model.prefill(16384, 1024).seconds
+    gain = (
+        model.prefill(16384, 1024, schedule="sequential").seconds
+        / model.prefill(16384, 1024).seconds
+    )
     assert 1.25 < gain < 1.40
 
 
@@ -120,7 +143,9 @@ def test_weights_and_kv_of_deepseeks_units() -> None:
 
 
 def test_a_unit_that_drafts_holds_the_draft_layer() -> None:
-    """The released checkpoints have 11.5 B weights more for it (V3's README: 14 B, embedding and head in)."""
+    """The released checkpoints have 11.5 B weights more for it (V3's README: 14 B, embedding and
+    head in).
+    """
     weights = StepModel(1).hbm_bytes(0, mtp_tokens=1) - StepModel(1).hbm_bytes(0)
     assert weights == pytest.approx(11.5e9, rel=0.01)
     model = StepModel(144)
@@ -133,16 +158,32 @@ def test_a_unit_that_drafts_holds_the_draft_layer() -> None:
 def test_another_shape_of_the_same_architecture() -> None:
     """No groups, no query compression, one dense layer more: as small models of the family are."""
     small = replace(
-        DEEPSEEK_V3, hidden_size=512, num_hidden_layers=6, n_routed_experts=16, num_experts_per_tok=2, n_group=1,
-        topk_group=1, q_lora_rank=None, num_attention_heads=8, moe_intermediate_size=256, intermediate_size=1024,
-    )  # fmt: skip
+        DEEPSEEK_V3,
+        hidden_size=512,
+        num_hidden_layers=6,
+        n_routed_experts=16,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=None,
+        num_attention_heads=8,
+        moe_intermediate_size=256,
+        intermediate_size=1024,
+    )
     model = StepModel(4, model=small, num_redundant=0)
     assert 0.0 < model.decode(8, 500).seconds < model.decode(16, 500).seconds
     assert 0.0 < model.prefill(512, 256).seconds < StepModel(4).prefill(512, 256).seconds
 
 
 def test_redundancy_where_it_divides() -> None:
-    assert [redundant_default(DEEPSEEK_V3, ranks) for ranks in (1, 32, 72, 128, 144, 320)] == [0, 32, 32, 0, 32, 64]
+    assert [redundant_default(DEEPSEEK_V3, ranks) for ranks in (1, 32, 72, 128, 144, 320)] == [
+        0,
+        32,
+        32,
+        0,
+        32,
+        64,
+    ]
 
 
 def test_a_simulators_way_in_gives_the_same_seconds() -> None:
@@ -151,7 +192,10 @@ def test_a_simulators_way_in_gives_the_same_seconds() -> None:
     seconds = model.price_works(DECODE, DECODE_FIVE, step.micro_batches, num_rows=88).seconds
     assert seconds == step.seconds
     prefill = model.prefill(8192, 4096, schedule="sequential")
-    assert model.price_works(PREFILL, SEQUENTIAL, prefill.micro_batches, num_rows=2).seconds == prefill.seconds
+    assert (
+        model.price_works(PREFILL, SEQUENTIAL, prefill.micro_batches, num_rows=2).seconds
+        == prefill.seconds
+    )
 
 
 def test_the_slowest_ranks_attention_counts_and_the_mean_ranks_experts() -> None:
@@ -177,7 +221,10 @@ def test_the_slowest_ranks_attention_counts_and_the_mean_ranks_experts() -> None
         (lambda: StepModel(144).decode(8, 100, -1), "drafts"),
         (lambda: StepModel(144).decode(8, 100, 1, mtp_accept=1.5), "between 0 and 1"),
         (lambda: StepModel(144).decode(8, 100, expert_imbalance=0.5), "expert imbalance is 0.5"),
-        (lambda: StepModel(144).decode(8, 100, attention_imbalance=0.5), "attention imbalance is 0.5"),
+        (
+            lambda: StepModel(144).decode(8, 100, attention_imbalance=0.5),
+            "attention imbalance is 0.5",
+        ),
         (lambda: StepModel(144).decode(8, 100, schedule="fast"), "known are auto, sequential"),
         (lambda: StepModel(144).decode(1, 100, schedule="decode_five"), "cannot be cut"),
         (lambda: StepModel(32).prefill(0, 100), "tokens of a rank"),

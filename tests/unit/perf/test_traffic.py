@@ -38,21 +38,27 @@ def test_more_places_are_reached_where_there_are_more(places: float, by: float) 
 
 def test_low_latency_is_within_seven_percent_of_deepeps_rows() -> None:
     for ranks, dispatch_us, combine_us in LOW_LATENCY:
-        dispatch_s, combine_s = Links(DEEPSEEK_V3, H800, ranks).low_latency_s(128, 1.0, is_overlapped=False)
+        dispatch_s, combine_s = Links(DEEPSEEK_V3, H800, ranks).low_latency_s(
+            128, 1.0, is_overlapped=False
+        )
         assert dispatch_s * 1e6 == pytest.approx(dispatch_us, rel=0.07)
         assert combine_s * 1e6 == pytest.approx(combine_us, rel=0.07)
 
 
 def test_low_latency_holds_on_another_cluster_at_other_sizes() -> None:
     for tokens, dispatch_us, combine_us in LOW_LATENCY_H100:
-        dispatch_s, combine_s = Links(DEEPSEEK_V3, HARDWARE["h100"], 64).low_latency_s(tokens, 1.0, is_overlapped=False)
+        dispatch_s, combine_s = Links(DEEPSEEK_V3, HARDWARE["h100"], 64).low_latency_s(
+            tokens, 1.0, is_overlapped=False
+        )
         assert dispatch_s * 1e6 == pytest.approx(dispatch_us, rel=0.12)
         assert combine_s * 1e6 == pytest.approx(combine_us, rel=0.12)
 
 
 def test_normal_is_within_five_percent_of_deepeps_rows() -> None:
     for ranks, dispatch_gb_s, combine_gb_s in NORMAL:
-        dispatch_s, combine_s = Links(DEEPSEEK_V3, H800, ranks).normal_s(4096, 1.0, is_overlapped=False)
+        dispatch_s, combine_s = Links(DEEPSEEK_V3, H800, ranks).normal_s(
+            4096, 1.0, is_overlapped=False
+        )
         copies = 4096 * expected_places(DEEPSEEK_V3, ranks / 8)
         assert copies * 7456 / dispatch_s / 1e9 == pytest.approx(dispatch_gb_s, rel=0.05)
         assert copies * 14336 / combine_s / 1e9 == pytest.approx(combine_gb_s, rel=0.05)
@@ -76,7 +82,13 @@ def test_one_rank_exchanges_nothing_and_one_nvlink_domain_uses_no_nic() -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(2, 320), st.floats(1.0, 4096.0), st.floats(1.0, 3.0), st.booleans(), st.sampled_from(list(HARDWARE)))
+@given(
+    st.integers(2, 320),
+    st.floats(1.0, 4096.0),
+    st.floats(1.0, 3.0),
+    st.booleans(),
+    st.sampled_from(list(HARDWARE)),
+)
 def test_more_tokens_and_more_imbalance_take_longer(
     ranks: int, tokens: float, imbalance: float, is_overlapped: bool, name: str
 ) -> None:

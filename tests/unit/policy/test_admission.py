@@ -18,7 +18,9 @@ from hadal.policy.admission import (
 from hadal.policy.views import AdmissionView, DownstreamView
 
 
-def view(queued: int, *, draining: bool = False, placeable: bool = False, rate: float = 0.0) -> AdmissionView:
+def view(
+    queued: int, *, draining: bool = False, placeable: bool = False, rate: float = 0.0
+) -> AdmissionView:
     return AdmissionView(draining, int(placeable), queued, 10, rate)
 
 
@@ -63,14 +65,21 @@ def test_retry_after_follows_the_measured_rate_within_bounds() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "said"),
-    [((0, 0, 5, 100), "empty"), ((100, 0, 5, 100), "context"), ((5, 3, 3, 100), "is left"), ((99, 0, 5, 100), None)],
+    [
+        ((0, 0, 5, 100), "empty"),
+        ((100, 0, 5, 100), "context"),
+        ((5, 3, 3, 100), "is left"),
+        ((99, 0, 5, 100), None),
+    ],
 )
 def test_lengths(lengths: tuple[int, int, int, int], said: str | None) -> None:
     error = refuse_lengths(*lengths)
     assert (error is None) if said is None else (error is not None and said in error)
 
 
-def downstream(requests: int = 0, used: int = 0, transferring: int = 0, slots: int = 16) -> DownstreamView:
+def downstream(
+    requests: int = 0, used: int = 0, transferring: int = 0, slots: int = 16
+) -> DownstreamView:
     return DownstreamView(slots, 100, requests, used, transferring)
 
 
@@ -106,7 +115,9 @@ def test_slots_that_several_tenants_fill_are_few_where_a_step_grows_with_them() 
     assert shared_slots(64, 1, 0.0, 0.0) == 8, "nothing is known"
     assert shared_slots(64, 1, 0.020, 0.0) == 48
     assert shared_slots(64, 1, 0.020, 0.00001) == 48, "a GPU's steps"
-    assert shared_slots(64, 1, 0.010, 0.001) == 6, "a CPU's: with six beside it, one takes 17 ms, not 11"
+    assert shared_slots(64, 1, 0.010, 0.001) == 6, (
+        "a CPU's: with six beside it, one takes 17 ms, not 11"
+    )
     assert shared_slots(128, 2, 0.010, 0.001) == 13, "each rank steps with its own"
     assert shared_slots(64, 1, 0.001, 0.010) == shared_slots(1, 1, 0.0, 0.0) == 1
 

@@ -31,7 +31,9 @@ def test_nothing_waits_nothing_is_packed() -> None:
 
 
 @given(st.floats(0, 1e6), st.integers(-4, 4), st.integers(-4, 4))
-def test_whoever_waited_longer_than_a_priority_is_worth_is_first(at_s: float, low: int, high: int) -> None:
+def test_whoever_waited_longer_than_a_priority_is_worth_is_first(
+    at_s: float, low: int, high: int
+) -> None:
     late_s = at_s + AGE_S * abs(high - low)
     assert turn_s(at_s, low) < turn_s(late_s + 1e-3, high)
     assert turn_s(at_s, 1) < turn_s(at_s, 0) < turn_s(at_s + 1e-3, 0)
@@ -50,15 +52,21 @@ def test_tenants_take_turns_and_whoever_holds_least_is_next() -> None:
 
 def test_a_priority_weighs_its_tenant_and_starves_nobody() -> None:
     assert turns([("a", 4)] * 7 + [("b", 0)] * 3) == "abaaaaabab"
-    assert turns([("a", -4)] * 2 + [("b", 0)] * 2) == "abab", "less than 0 is its tenant's own affair"
+    assert turns([("a", -4)] * 2 + [("b", 0)] * 2) == "abab", (
+        "less than 0 is its tenant's own affair"
+    )
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.just(0)), max_size=20))
-def test_one_tenant_s_order_stays_and_none_is_ahead_by_more_than_one(waiting: list[tuple[str, int]]) -> None:
+def test_one_tenant_s_order_stays_and_none_is_ahead_by_more_than_one(
+    waiting: list[tuple[str, int]],
+) -> None:
     numbered = list(enumerate(waiting))
     got = list(in_turns(numbered, lambda one: one[1], {}))
     for tenant in "abc":
-        assert [one for one in got if one[1][0] == tenant] == [one for one in numbered if one[1][0] == tenant]
+        assert [one for one in got if one[1][0] == tenant] == [
+            one for one in numbered if one[1][0] == tenant
+        ]
     for end in range(len(got)):
         left = {one[1][0] for one in got[end:]}
         counts = [sum(one[1][0] == tenant for one in got[:end]) for tenant in left]
@@ -80,9 +88,14 @@ def test_limits_hold_and_the_first_stop_ends_it(
     assert len(started) <= starts
     assert all(0 < size <= prompt.num_tokens for size, prompt in zip(sizes, taken, strict=True))
     # Only the last may be cut, and only by the budget.
-    assert all(size == prompt.num_tokens for size, prompt in zip(sizes[:-1], taken[:-1], strict=True))
+    assert all(
+        size == prompt.num_tokens for size, prompt in zip(sizes[:-1], taken[:-1], strict=True)
+    )
     if sizes and sizes[-1] < taken[-1].num_tokens:
         assert sum(sizes) == budget
     if len(sizes) < len(prompts) and sum(sizes) < budget:
         blocked = prompts[len(sizes)]
-        assert blocked.num_blocks_needed > blocks - sum(p.num_blocks_needed for p in started) or len(started) == starts
+        assert (
+            blocked.num_blocks_needed > blocks - sum(p.num_blocks_needed for p in started)
+            or len(started) == starts
+        )

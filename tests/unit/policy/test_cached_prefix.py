@@ -10,7 +10,9 @@ from hadal.policy.cached_prefix import LoadRates, Prefix, choose_prefix, usable_
 RATES = StepRates(1e-3, 1e-6)
 
 
-@pytest.mark.parametrize(("num_tokens", "num"), [(0, 0), (1, 0), (64, 0), (65, 1), (128, 1), (129, 2)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num"), [(0, 0), (1, 0), (64, 0), (65, 1), (128, 1), (129, 2)]
+)
 def test_the_last_position_is_always_computed(num_tokens: int, num: int) -> None:
     assert usable_blocks(num_tokens) == num
 
@@ -19,10 +21,19 @@ def test_nothing_on_disk_is_nothing_to_decide() -> None:
     assert choose_prefix(3, 2, 0, RATES, LoadRates(9.0, 9.0)) == Prefix(3, 2)
 
 
-@pytest.mark.parametrize(("rates", "loads"), [(None, LoadRates(9.0, 9.0)), (RATES, None), (None, None)])
-def test_while_something_is_not_measured_it_is_read(rates: StepRates | None, loads: LoadRates | None) -> None:
+@pytest.mark.parametrize(
+    ("rates", "loads"), [(None, LoadRates(9.0, 9.0)), (RATES, None), (None, None)]
+)
+def test_while_something_is_not_measured_it_is_read(
+    rates: StepRates | None, loads: LoadRates | None
+) -> None:
     prefix = choose_prefix(1, 0, 2, rates, loads)
-    assert (prefix.num_memory, prefix.num_loading, prefix.num_blocks, prefix.load_s) == (1, 2, 3, 0.0)
+    assert (prefix.num_memory, prefix.num_loading, prefix.num_blocks, prefix.load_s) == (
+        1,
+        2,
+        3,
+        0.0,
+    )
 
 
 def test_the_cheaper_is_taken_and_the_queue_counts() -> None:
@@ -30,7 +41,9 @@ def test_the_cheaper_is_taken_and_the_queue_counts() -> None:
     loads = LoadRates(0.5 * compute_s, 0.2 * compute_s)
     prefix = choose_prefix(1, 0, 2, RATES, loads, queued_s=0.05 * compute_s)
     assert prefix == Prefix(1, 0, 2, pytest.approx(0.95 * compute_s))
-    assert choose_prefix(1, 0, 2, RATES, loads, queued_s=0.15 * compute_s) == Prefix(1, 0, num_recomputed=2)
+    assert choose_prefix(1, 0, 2, RATES, loads, queued_s=0.15 * compute_s) == Prefix(
+        1, 0, num_recomputed=2
+    )
 
 
 def test_deep_blocks_are_dearer_to_compute() -> None:

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from hadal.policy.capacity import USE_MAX, DecodePoint, decode_capacity, prefill_use, units_needed
 
-POINTS = (DecodePoint(0.02, 100.0), DecodePoint(0.04, 300.0), DecodePoint(0.06, 350.0), DecodePoint(0.08, 340.0))
+POINTS = (
+    DecodePoint(0.02, 100.0),
+    DecodePoint(0.04, 300.0),
+    DecodePoint(0.06, 350.0),
+    DecodePoint(0.08, 340.0),
+)
 
 
 def test_between_points_it_is_linear_and_beyond_the_last_nothing_is_promised() -> None:
@@ -36,10 +41,10 @@ def test_one_server_is_the_formula_of_pollaczek_and_khinchine() -> None:
     assert prefill_use(1.0, 1.0 + 0.5 * 0.8 / 0.2, 1, variation=0.0) == pytest.approx(0.8, rel=1e-6)
 
 
-@given(
-    st.floats(0.01, 1.0), st.floats(1.01, 50.0), st.integers(1, 200), st.floats(0.0, 3.0)
-)
-def test_more_servers_and_more_time_may_be_busier(service_s: float, times: float, num: int, variation: float) -> None:
+@given(st.floats(0.01, 1.0), st.floats(1.01, 50.0), st.integers(1, 200), st.floats(0.0, 3.0))
+def test_more_servers_and_more_time_may_be_busier(
+    service_s: float, times: float, num: int, variation: float
+) -> None:
     use = prefill_use(service_s, service_s * times, num, variation)
     assert 0.0 <= use <= USE_MAX
     assert prefill_use(service_s, service_s * times, num + 1, variation) >= use - 1e-9

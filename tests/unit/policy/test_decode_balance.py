@@ -1,4 +1,6 @@
-"""Placement in decode: equal KV and equal counts, nobody overtaken, nothing let in that might not fit."""
+"""Placement in decode: equal KV and equal counts, nobody overtaken, nothing let in that might not
+fit.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def unit(*rows: tuple[int, int], blocks: int = 100, slots: int = 8) -> DecodeRan
     size = len(rows)
     return DecodeRanksView(
         np.arange(size), np.full(size, blocks), used, used.copy(), requests, np.full(size, slots)
-    )  # fmt: skip
+    )
 
 
 def ask(num_blocks: int, worst: int | None = None) -> Arrival:
@@ -48,17 +50,22 @@ def views(draw: Any) -> DecodeRanksView:
     size = draw(st.integers(1, 6))
 
     def ints(low: int, high: int) -> Any:
-        return np.array(draw(st.lists(st.integers(low, high), min_size=size, max_size=size)), np.int64)
+        return np.array(
+            draw(st.lists(st.integers(low, high), min_size=size, max_size=size)), np.int64
+        )
 
     blocks, slots = ints(1, 60), ints(1, 8)
     used, requests = np.minimum(ints(0, 60), blocks), np.minimum(ints(0, 8), slots)
     worst = np.minimum(used + ints(0, 30), blocks)
-    ranks = np.array(sorted(draw(st.sets(st.integers(0, 20), min_size=size, max_size=size))), np.int64)
+    ranks = np.array(
+        sorted(draw(st.sets(st.integers(0, 20), min_size=size, max_size=size))), np.int64
+    )
     return DecodeRanksView(ranks, blocks, used, worst, requests, slots)
 
 
 ARRIVALS = st.lists(
-    st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: Arrival(pair[0], sum(pair))), max_size=20
+    st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: Arrival(pair[0], sum(pair))),
+    max_size=20,
 )
 
 
@@ -70,7 +77,9 @@ def after(view: DecodeRanksView, ranks: list[int], arrivals: list[Arrival]) -> D
 
 @PROPERTY
 @given(views(), ARRIVALS)
-def test_without_a_plan_to_preempt_everybody_can_run_to_the_end(view: DecodeRanksView, arrivals: list[Arrival]) -> None:
+def test_without_a_plan_to_preempt_everybody_can_run_to_the_end(
+    view: DecodeRanksView, arrivals: list[Arrival]
+) -> None:
     ranks = place(view, arrivals, preempts=False)
     full = after(view, ranks, arrivals)
     assert (full.num_blocks_worst <= view.num_blocks).all()
@@ -79,13 +88,18 @@ def test_without_a_plan_to_preempt_everybody_can_run_to_the_end(view: DecodeRank
 
 @PROPERTY
 @given(views(), ARRIVALS)
-def test_with_a_plan_what_is_let_in_fits_now_and_alone(view: DecodeRanksView, arrivals: list[Arrival]) -> None:
+def test_with_a_plan_what_is_let_in_fits_now_and_alone(
+    view: DecodeRanksView, arrivals: list[Arrival]
+) -> None:
     ranks = place(view, arrivals, preempts=True)
     full = after(view, ranks, arrivals)
     assert (full.num_blocks_used <= view.num_blocks).all()
     assert (full.num_requests <= view.num_requests_max).all()
     blocks_of = dict(zip(view.ranks.tolist(), view.num_blocks.tolist(), strict=True))
-    assert all(arrival.num_blocks_worst <= blocks_of[rank] for rank, arrival in zip(ranks, arrivals, strict=False))
+    assert all(
+        arrival.num_blocks_worst <= blocks_of[rank]
+        for rank, arrival in zip(ranks, arrivals, strict=False)
+    )
 
 
 @PROPERTY
@@ -106,14 +120,18 @@ def test_equal_snapshots_give_equal_placements_and_stay_as_they_are(
     view: DecodeRanksView, arrivals: list[Arrival], preempts: bool
 ) -> None:
     before = [view.num_blocks_used.copy(), view.num_blocks_worst.copy(), view.num_requests.copy()]
-    assert place(view, arrivals, preempts=preempts) == place(view, list(arrivals), preempts=preempts)
+    assert place(view, arrivals, preempts=preempts) == place(
+        view, list(arrivals), preempts=preempts
+    )
     now = [view.num_blocks_used, view.num_blocks_worst, view.num_requests]
     assert all((a == b).all() for a, b in zip(before, now, strict=True))
 
 
 @PROPERTY
 @given(views(), st.integers(0, 20))
-def test_one_arrival_goes_where_the_larger_share_is_smallest(view: DecodeRanksView, num_blocks: int) -> None:
+def test_one_arrival_goes_where_the_larger_share_is_smallest(
+    view: DecodeRanksView, num_blocks: int
+) -> None:
     ranks = place(view, [ask(num_blocks)], preempts=True)
     kv_mean = (view.num_blocks_used.sum() + num_blocks) / view.num_blocks.sum() or 1.0
     request_mean = (view.num_requests.sum() + 1) / view.num_requests_max.sum()
@@ -140,9 +158,11 @@ def test_more_load_never_makes_a_rank_the_choice(
 ) -> None:
     row %= view.ranks.size
     heavier = replace(
-        view, num_blocks_used=view.num_blocks_used.copy(), num_blocks_worst=view.num_blocks_worst.copy(),
+        view,
+        num_blocks_used=view.num_blocks_used.copy(),
+        num_blocks_worst=view.num_blocks_worst.copy(),
         num_requests=view.num_requests.copy(),
-    )  # fmt: skip
+    )
     heavier.num_blocks_used[row] += more_blocks
     heavier.num_blocks_worst[row] += more_blocks
     heavier.num_requests[row] += more_requests
@@ -157,7 +177,10 @@ def test_a_stale_report_and_the_list_of_what_was_sent_are_a_fresh_one(
     view: DecodeRanksView, arrivals: list[Arrival], num_seen: int
 ) -> None:
     rows = [index * 7 % view.ranks.size for index in range(len(arrivals))]
-    sent = [Sent(row, number, arrival) for number, (row, arrival) in enumerate(zip(rows, arrivals, strict=True))]
+    sent = [
+        Sent(row, number, arrival)
+        for number, (row, arrival) in enumerate(zip(rows, arrivals, strict=True))
+    ]
     fresh = with_sent(view, [-1] * view.ranks.size, sent)
     reported = with_sent(view, [-1] * view.ranks.size, sent[: num_seen + 1])
     caught_up = with_sent(reported, [num_seen] * view.ranks.size, sent)
@@ -172,9 +195,15 @@ def test_equal_requests_spread_evenly_over_empty_ranks() -> None:
 
 
 def test_both_shares_count() -> None:
-    assert place(unit((50, 1), (10, 3)), [ask(10)], preempts=True) == [1]  # KV is the worse of rank 0.
-    assert place(unit((20, 1), (18, 6)), [ask(2)], preempts=True) == [0]  # The count is the worse of rank 1.
-    assert place(unit((20, 2), (10, 2)), [ask(0)], preempts=True) == [1]  # Equal counts: the KV decides.
+    assert place(unit((50, 1), (10, 3)), [ask(10)], preempts=True) == [
+        1
+    ]  # KV is the worse of rank 0.
+    assert place(unit((20, 1), (18, 6)), [ask(2)], preempts=True) == [
+        0
+    ]  # The count is the worse of rank 1.
+    assert place(unit((20, 2), (10, 2)), [ask(0)], preempts=True) == [
+        1
+    ]  # Equal counts: the KV decides.
     assert place(unit((10, 2), (10, 2)), [ask(4)], preempts=True) == [0]  # All equal: the first.
 
 
@@ -185,7 +214,9 @@ def test_the_largest_of_a_step_are_placed_first() -> None:
 
 
 def test_a_large_rank_takes_more() -> None:
-    view = replace(unit((0, 0), (0, 0)), num_blocks=np.array([300, 100]), num_requests_max=np.array([12, 4]))
+    view = replace(
+        unit((0, 0), (0, 0)), num_blocks=np.array([300, 100]), num_requests_max=np.array([12, 4])
+    )
     assert np.bincount(place(view, [ask(10)] * 8, preempts=False)).tolist() == [6, 2]
 
 
@@ -234,8 +265,12 @@ def test_both_shares_stay_even_under_a_stream(seed: int) -> None:
         ranks, requests = [rank for rank, _ in held], [request for _, request in held]
         view = after(unit(*[(0, 0)] * 16, blocks=100_000, slots=64), ranks, requests)
         if step > 50:
-            worst["kv"] = min(worst["kv"], float(view.num_blocks_used.mean() / view.num_blocks_used.max()))
-            worst["requests"] = min(worst["requests"], float(view.num_requests.mean() / view.num_requests.max()))
+            worst["kv"] = min(
+                worst["kv"], float(view.num_blocks_used.mean() / view.num_blocks_used.max())
+            )
+            worst["requests"] = min(
+                worst["requests"], float(view.num_requests.mean() / view.num_requests.max())
+            )
     assert worst["kv"] > 0.8
     assert worst["requests"] > 0.85
 
@@ -246,12 +281,21 @@ def test_by_counts_the_fewest_requests_win_and_the_lowest_rank_of_equals() -> No
     assert place_by_counts(ranks, [ask(20)], preempts=False) == [2]  # It does not fit on the first.
     assert place_by_counts(ranks, [ask(101), ask(1)], preempts=False) == []  # Nobody is overtaken.
     assert place_by_counts(unit((0, 8), (0, 8)), [ask(1)], preempts=True) == []
-    assert place_by_counts(replace(ranks, ranks=np.array([4, 5, 9])), [ask(1)], preempts=True) == [4]
+    assert place_by_counts(replace(ranks, ranks=np.array([4, 5, 9])), [ask(1)], preempts=True) == [
+        4
+    ]
 
 
 def test_in_turn_ranks_follow_each_other_whatever_they_hold() -> None:
     ranks = unit((90, 1), (10, 2), (0, 1))
     assert place_in_turn(ranks, [ask(1)] * 5, turn=7, preempts=False) == [1, 2, 0, 1, 2]
-    assert place_in_turn(ranks, [ask(20), ask(1)], turn=0, preempts=False) == [1, 2]  # It does not fit on the first.
-    assert place_in_turn(ranks, [ask(101), ask(1)], turn=0, preempts=False) == []  # Nobody is overtaken.
-    assert place_in_turn(replace(ranks, ranks=np.array([4, 5, 9])), [ask(1)], turn=2, preempts=True) == [9]
+    assert place_in_turn(ranks, [ask(20), ask(1)], turn=0, preempts=False) == [
+        1,
+        2,
+    ]  # It does not fit on the first.
+    assert (
+        place_in_turn(ranks, [ask(101), ask(1)], turn=0, preempts=False) == []
+    )  # Nobody is overtaken.
+    assert place_in_turn(
+        replace(ranks, ranks=np.array([4, 5, 9])), [ask(1)], turn=2, preempts=True
+    ) == [9]

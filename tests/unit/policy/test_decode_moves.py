@@ -8,7 +8,14 @@ from random import Random
 import numpy as np
 import pytest
 
-from hadal.policy.decode_moves import Move, MoveTerms, RunningView, choose_moves, is_uneven, terms_of
+from hadal.policy.decode_moves import (
+    Move,
+    MoveTerms,
+    RunningView,
+    choose_moves,
+    is_uneven,
+    terms_of,
+)
 from hadal.policy.views import DecodeRanksView
 from tests.fresh import fresh
 
@@ -16,20 +23,30 @@ SEEDS = [*range(20), *(fresh().randrange(1 << 30) for _ in range(5))]
 TERMS = MoveTerms(gain_steps=1000.0)
 
 
-def unit(blocks_RS: list[list[int]], *, blocks: int = 1000, worst: int = 0) -> tuple[DecodeRanksView, RunningView]:
-    """Ranks 10, 11, ... with these requests, each `worst` blocks longer at its end; 0 is a free slot."""
+def unit(
+    blocks_RS: list[list[int]], *, blocks: int = 1000, worst: int = 0
+) -> tuple[DecodeRanksView, RunningView]:
+    """Ranks 10, 11, ... with these requests, each `worst` blocks longer at its end; 0 is a free
+    slot.
+    """
     held_RS = np.array(blocks_RS, np.int64)
     longest_RS = np.where(held_RS > 0, held_RS + worst, 0)
     size, slots = held_RS.shape
     view = DecodeRanksView(
-        np.arange(10, 10 + size), np.full(size, blocks), held_RS.sum(axis=1), longest_RS.sum(axis=1),
-        np.count_nonzero(held_RS, axis=1), np.full(size, slots),
-    )  # fmt: skip
+        np.arange(10, 10 + size),
+        np.full(size, blocks),
+        held_RS.sum(axis=1),
+        longest_RS.sum(axis=1),
+        np.count_nonzero(held_RS, axis=1),
+        np.full(size, slots),
+    )
     return view, RunningView(held_RS, longest_RS)
 
 
 def test_the_request_that_levels_two_ranks_moves() -> None:
-    assert choose_moves(*unit([[60, 20, 20, 0], [40, 20, 0, 0]]), TERMS, preempts=True) == [Move(10, 1, 11)]
+    assert choose_moves(*unit([[60, 20, 20, 0], [40, 20, 0, 0]]), TERMS, preempts=True) == [
+        Move(10, 1, 11)
+    ]
 
 
 def test_nothing_moves_below_the_trigger() -> None:
@@ -94,20 +111,33 @@ def test_moves_level_and_keep_every_limit(seed: int, preempts: bool) -> None:
     print("seed", seed)
     random = Random(seed)
     size, slots = random.randint(2, 12), random.randint(1, 20)
-    held_RS = [[random.choice([0, random.randint(1, 60)]) for _ in range(slots)] for _ in range(size)]
-    view, running = unit(held_RS, blocks=random.randint(1, 3) * 30 * slots + 60, worst=random.randint(0, 5))
-    terms = replace(TERMS, num_moves_max=random.randint(1, 6), trigger=random.choice([1.0, 1.02, 1.2]))
+    held_RS = [
+        [random.choice([0, random.randint(1, 60)]) for _ in range(slots)] for _ in range(size)
+    ]
+    view, running = unit(
+        held_RS, blocks=random.randint(1, 3) * 30 * slots + 60, worst=random.randint(0, 5)
+    )
+    terms = replace(
+        TERMS, num_moves_max=random.randint(1, 6), trigger=random.choice([1.0, 1.02, 1.2])
+    )
     moves = choose_moves(view, running, terms, preempts=preempts)
     assert moves == choose_moves(view, running, terms, preempts=preempts)
     assert len(moves) <= terms.num_moves_max
     assert len({(move.from_rank, move.slot) for move in moves}) == len(moves)
-    used, worst, requests = view.num_blocks_used.copy(), view.num_blocks_worst.copy(), view.num_requests.copy()
+    used, worst, requests = (
+        view.num_blocks_used.copy(),
+        view.num_blocks_worst.copy(),
+        view.num_requests.copy(),
+    )
     gave = set()
     for move in moves:
         gave.add(move.from_rank)
         assert move.to_rank not in gave  # What was left there is not free yet.
         source, target = move.from_rank - 10, move.to_rank - 10
-        num, longest = running.num_blocks_RS[source, move.slot], running.num_blocks_worst_RS[source, move.slot]
+        num, longest = (
+            running.num_blocks_RS[source, move.slot],
+            running.num_blocks_worst_RS[source, move.slot],
+        )
         assert source != target
         assert num > 0
         for array, amount in ((used, num), (worst, longest), (requests, 1)):

@@ -19,7 +19,9 @@ def test_every_bin_keeps_its_mean_and_days_repeat() -> None:
     assert float(shape.at(0.0)) == pytest.approx(float(shape.at(DAY_S - 1e-6)), rel=1e-6)
 
 
-@pytest.mark.parametrize("bins", [(), (1.0, 0.0), (1.0, -1.0), (1.0, float("nan")), (0.01, 5.0, 5.0, 5.0)])
+@pytest.mark.parametrize(
+    "bins", [(), (1.0, 0.0), (1.0, -1.0), (1.0, float("nan")), (0.01, 5.0, 5.0, 5.0)]
+)
 def test_a_shape_that_is_empty_or_too_steep_is_refused(bins: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="shape"):
         DayShape(bins)
@@ -66,7 +68,9 @@ def test_noise_is_no_trend() -> None:
         rates = tuple((100.0 + 5.0 * random.standard_normal(15)).tolist())
         level, far = forecast(TIMES_S, rates, FLAT, TIMES_S[-1], [0.0, 600.0])
         rises.append(abs(far - level))
-    assert sum(rise > 0.0 for rise in rises) <= 9  # 3 standard errors of 13 degrees of freedom: 1 in 100.
+    assert (
+        sum(rise > 0.0 for rise in rises) <= 9
+    )  # 3 standard errors of 13 degrees of freedom: 1 in 100.
     assert max(rises) < 5.0
 
 

@@ -41,6 +41,8 @@ def test_slots_do_not_pass_through_the_loads_own_type() -> None:
     """The published decode size: slot 257 and above cannot be written in bfloat16."""
     loads = torch.rand(1, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
     for ours, wider in zip(
-        rebalance_experts(loads, 288, 8, 18, 144), rebalance_experts(loads.float(), 288, 8, 18, 144), strict=True
+        rebalance_experts(loads, 288, 8, 18, 144),
+        rebalance_experts(loads.float(), 288, 8, 18, 144),
+        strict=True,
     ):
         assert torch.equal(ours, wider)

@@ -1,4 +1,6 @@
-"""Expert placements: sound for any loads and sizes, never worse than the greedy, near the bounds on real loads."""
+"""Expert placements: sound for any loads and sizes, never worse than the greedy, near the bounds on
+real loads.
+"""
 
 import gzip
 import json
@@ -13,7 +15,9 @@ from hypothesis import strategies as st
 from hadal.core.placement import EMPTY, Placement
 from hadal.policy.expert_balance import Cluster, balance, balancedness, moved_replicas, rank_loads
 
-DATA = Path(os.environ.get("HADAL_SHARED_DATA", Path(__file__).resolve().parents[4] / "shared" / "data"))
+DATA = Path(
+    os.environ.get("HADAL_SHARED_DATA", Path(__file__).resolve().parents[4] / "shared" / "data")
+)
 
 
 def lognormal(seed: int, num_layers: int, num_experts: int, sigma: float = 0.65) -> np.ndarray:
@@ -26,7 +30,9 @@ def measured(name: str) -> np.ndarray:
     path = DATA / "expert_loads" / f"{name}.json.gz"
     if not path.is_file():
         pytest.skip(f"no {path.name}: set HADAL_SHARED_DATA to the folder of measured loads")
-    loads = np.array(json.loads(gzip.decompress(path.read_bytes()))["tokens_per_expert"], np.float64)
+    loads = np.array(
+        json.loads(gzip.decompress(path.read_bytes()))["tokens_per_expert"], np.float64
+    )
     return loads[loads.sum(axis=1) > 0]
 
 
@@ -61,7 +67,10 @@ def test_sound_and_never_worse_than_greedy(case: tuple[Cluster, int, int], sigma
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(0, 2**31), st.sampled_from([(8, 2, 2, 4), (8, 4, 2, 3), (12, 3, 3, 2), (4, 2, 4, 2)]))
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([(8, 2, 2, 4), (8, 4, 2, 3), (12, 3, 3, 2), (4, 2, 4, 2)]),
+)
 def test_hierarchical_keeps_groups_on_a_node(seed: int, sizes: tuple[int, int, int, int]) -> None:
     num_groups, num_nodes, ranks_a_node, group_size = sizes
     num_experts = num_groups * group_size
@@ -80,8 +89,12 @@ def test_hierarchical_keeps_groups_on_a_node(seed: int, sizes: tuple[int, int, i
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(0, 2**31), st.integers(0, 12), st.sampled_from([(16, 6, 4), (12, 9, 2), (20, 4, 6)]))
-def test_a_plan_near_todays_keeps_its_budget(seed: int, max_moves: int, sizes: tuple[int, int, int]) -> None:
+@given(
+    st.integers(0, 2**31), st.integers(0, 12), st.sampled_from([(16, 6, 4), (12, 9, 2), (20, 4, 6)])
+)
+def test_a_plan_near_todays_keeps_its_budget(
+    seed: int, max_moves: int, sizes: tuple[int, int, int]
+) -> None:
     num_experts, num_ranks, num_slots = sizes
     cluster = Cluster.even(num_ranks, 1, num_slots)
     loads = lognormal(seed, 3, num_experts)
@@ -100,7 +113,8 @@ def test_a_dead_ranks_experts_come_back_whatever_the_budget() -> None:
     plan = balance(loads, Cluster(slots, (0,) * 8), current=today, max_moves=0)
     check(plan.placement, Cluster(slots, (0,) * 8))
     lost = sum(
-        len(set(range(32)) - set(np.delete(layer, 2, axis=0).ravel().tolist())) for layer in today.slot_to_expert_LRS
+        len(set(range(32)) - set(np.delete(layer, 2, axis=0).ravel().tolist()))
+        for layer in today.slot_to_expert_LRS
     )
     assert plan.moved_replicas == lost
 
@@ -109,7 +123,9 @@ def test_replicas_that_stay_keep_their_slot() -> None:
     loads = lognormal(5, 4, 32)
     cluster = Cluster.even(8, 1, 6)
     today = balance(loads, cluster).placement
-    plan = balance(loads * lognormal(6, 4, 32, 0.3), cluster, current=today, max_moves=20, target=1.0)
+    plan = balance(
+        loads * lognormal(6, 4, 32, 0.3), cluster, current=today, max_moves=20, target=1.0
+    )
     changed = int((plan.placement.slot_to_expert_LRS != today.slot_to_expert_LRS).sum())
     assert 0 < changed == plan.moved_replicas
 
@@ -136,14 +152,20 @@ def test_a_window_chooses_by_its_steps() -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(
-    st.integers(0, 2**31), st.sampled_from(["global", "hierarchical", "hybrid"]),
-    st.sampled_from([None, 0, 5, 40]), st.booleans(),
-)  # fmt: skip
-def test_a_windows_plan_is_sound(seed: int, mode: str, max_moves: int | None, weighted: bool) -> None:
+    st.integers(0, 2**31),
+    st.sampled_from(["global", "hierarchical", "hybrid"]),
+    st.sampled_from([None, 0, 5, 40]),
+    st.booleans(),
+)
+def test_a_windows_plan_is_sound(
+    seed: int, mode: str, max_moves: int | None, weighted: bool
+) -> None:
     cluster = Cluster.even(8, 2, 4)
     random = np.random.default_rng(seed)
     window = lognormal(seed, 3, 24) * np.exp(0.8 * random.standard_normal((5, 3, 24)))
-    today = balance(lognormal(seed + 1, 3, 24), cluster, mode="hierarchical", num_groups=4).placement
+    today = balance(
+        lognormal(seed + 1, 3, 24), cluster, mode="hierarchical", num_groups=4
+    ).placement
     kwargs = {"mode": mode, "num_groups": 4, "weighted": weighted, "target": 1.0}
     plan = balance(window, cluster, current=today, max_moves=max_moves, **kwargs)
     check(plan.placement, cluster)
@@ -161,9 +183,19 @@ def test_a_window_beats_its_sums_on_loads_that_come_by_turns() -> None:
     window, later = (np.stack([kinds[random.integers(3)] for _ in range(12)]) for _ in range(2))
     cluster = Cluster.even(8, 1, 10)
     today = balance(kinds[0], cluster).placement
-    for options in ({}, {"current": today, "max_moves": 60}, {"current": today, "max_moves": 0, "weighted": True}):
-        by_sums, by_steps = balance(window.sum(axis=0), cluster, **options), balance(window, cluster, **options)
-        seen = [balancedness(plan.placement, later, plan.split_LRS).mean() for plan in (by_sums, by_steps)]
+    for options in (
+        {},
+        {"current": today, "max_moves": 60},
+        {"current": today, "max_moves": 0, "weighted": True},
+    ):
+        by_sums, by_steps = (
+            balance(window.sum(axis=0), cluster, **options),
+            balance(window, cluster, **options),
+        )
+        seen = [
+            balancedness(plan.placement, later, plan.split_LRS).mean()
+            for plan in (by_sums, by_steps)
+        ]
         assert seen[1] > seen[0] + (0.005 if not options.get("weighted") else 0), options
 
 
@@ -172,17 +204,23 @@ def test_a_window_beats_its_sums_on_loads_that_come_by_turns() -> None:
 def test_near_todays_groups_stay_on_their_node(seed: int, max_moves: int, num_slots: int) -> None:
     num_experts = 24 if num_slots == 4 else 12
     cluster = Cluster.even(8, 2, num_slots)
-    first = balance(lognormal(seed, 3, num_experts), cluster, mode="hierarchical", num_groups=4).placement
+    first = balance(
+        lognormal(seed, 3, num_experts), cluster, mode="hierarchical", num_groups=4
+    ).placement
     loads = lognormal(seed + 1, 3, num_experts)
     near = {
-        mode: balance(loads, cluster, mode=mode, num_groups=4, current=first, max_moves=max_moves, target=1.0)
+        mode: balance(
+            loads, cluster, mode=mode, num_groups=4, current=first, max_moves=max_moves, target=1.0
+        )
         for mode in ("hierarchical", "hybrid")
     }
     for plan in near.values():
         check(plan.placement, cluster)
         assert plan.moved_replicas <= max_moves
         assert (plan.balancedness_L >= balancedness(first, loads) - 1e-6).all()
-    for layer in near["hierarchical"].placement.slot_to_expert_LRS.reshape(3, 2, -1) // (num_experts // 4):
+    for layer in near["hierarchical"].placement.slot_to_expert_LRS.reshape(3, 2, -1) // (
+        num_experts // 4
+    ):
         assert not set(layer[0].tolist()) & set(layer[1].tolist())
     assert near["hierarchical"].moved_across_nodes == 0
     assert (near["hybrid"].balancedness_L >= near["hierarchical"].balancedness_L - 1e-6).all()
@@ -190,7 +228,10 @@ def test_near_todays_groups_stay_on_their_node(seed: int, max_moves: int, num_sl
 
 def test_moves_across_nodes_are_experts_new_to_a_node() -> None:
     cluster = Cluster.even(4, 2, 1)
-    old, new = (Placement(4, np.array([[[e] for e in row]], np.int16)) for row in ([0, 1, 2, 3], [1, 0, 3, 1]))
+    old, new = (
+        Placement(4, np.array([[[e] for e in row]], np.int16))
+        for row in ([0, 1, 2, 3], [1, 0, 3, 1])
+    )
     assert moved_replicas(old, new) == 4
     assert moved_replicas(old, new, cluster.nodes) == 1
 
@@ -224,14 +265,30 @@ def test_a_layer_without_tokens_is_spread_evenly() -> None:
     [
         ("prefill_in1024", 32, 9, "global", 0.999, 0.998),
         ("prefill_in1024", 32, 9, "fast", 0.993, 0.987),
-        ("prefill_in1024", 32, 9, "hierarchical", 0.8732, 0.60),  # 99.9 % of .8740, the exact ceiling.
+        (
+            "prefill_in1024",
+            32,
+            9,
+            "hierarchical",
+            0.8732,
+            0.60,
+        ),  # 99.9 % of .8740, the exact ceiling.
         ("prefill_in1024", 32, 9, "hybrid", 0.98, 0.98),
         ("prefill_in1024", 72, 4, "global", 0.997, 0.99),
         ("prefill_in1024", 96, 3, "global", 0.985, 0.97),
-        ("decode_in2000out100", 144, 2, "global", 0.873, 0.66),  # 99.4 % of .8783, the exact optimum.
+        (
+            "decode_in2000out100",
+            144,
+            2,
+            "global",
+            0.873,
+            0.66,
+        ),  # 99.4 % of .8783, the exact optimum.
     ],
 )
-def test_measured_loads(name: str, num_ranks: int, num_slots: int, mode: str, mean: float, worst: float) -> None:
+def test_measured_loads(
+    name: str, num_ranks: int, num_slots: int, mode: str, mean: float, worst: float
+) -> None:
     cluster = Cluster.even(num_ranks, 4, num_slots)
     plan = balance(measured(name), cluster, mode=mode, num_groups=8)
     check(plan.placement, cluster)
@@ -246,7 +303,9 @@ def test_measured_loads(name: str, num_ranks: int, num_slots: int, mode: str, me
 def test_few_moves_at_a_change_of_mix(
     num_ranks: int, num_slots: int, limit: float, target: float, at_least: float
 ) -> None:
-    """The hardest of the measured changes, beside the greedy from scratch (which moves 95 % of the slots)."""
+    """The hardest of the measured changes, beside the greedy from scratch (which moves 95 % of the
+    slots).
+    """
     before, after = measured("decode_in1000out1000"), measured("decode_in2000out100")
     cluster = Cluster.even(num_ranks, 1, num_slots)
     max_moves = int(limit * len(after) * num_ranks * num_slots)

@@ -1,4 +1,6 @@
-"""Two slots a rank: counts never worse than the greedy's; plans near today's go past single moves, in budget."""
+"""Two slots a rank: counts never worse than the greedy's; plans near today's go past single moves,
+in budget.
+"""
 
 import numpy as np
 import pytest
@@ -17,8 +19,14 @@ def lognormal(seed: int, num_layers: int, num_experts: int, sigma: float) -> np.
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(0, 2**31), st.sampled_from([(16, 10), (20, 12), (8, 7)]), st.sampled_from([0.3, 0.7, 1.5]))
-def test_counts_never_worse_than_the_greedys(seed: int, sizes: tuple[int, int], sigma: float) -> None:
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([(16, 10), (20, 12), (8, 7)]),
+    st.sampled_from([0.3, 0.7, 1.5]),
+)
+def test_counts_never_worse_than_the_greedys(
+    seed: int, sizes: tuple[int, int], sigma: float
+) -> None:
     num_experts, num_ranks = sizes
     loads = lognormal(seed, 4, num_experts, sigma)
     greedy, _ = replicate(loads, 2 * num_ranks, num_ranks)
@@ -47,7 +55,9 @@ def test_passing_replicas_on_gets_past_single_moves(seed: int) -> None:
     max_moves = 8 * 72 // 4
     plan = balance(drifted, cluster, current=today, max_moves=max_moves, target=1.0)
     table = today.slot_to_expert_LRS.astype(np.int64)
-    path = descend(table, held_by(table, 64), drifted, np.ones(8), np.full(36, 2), max_moves=max_moves)
+    path = descend(
+        table, held_by(table, 64), drifted, np.ones(8), np.full(36, 2), max_moves=max_moves
+    )
     single = choose([path], max_moves).reshape(table.shape)
     assert plan.placement.check() == []
     assert plan.moved_replicas <= max_moves

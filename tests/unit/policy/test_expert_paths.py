@@ -1,4 +1,6 @@
-"""Distances count what a rank did not hold, wherever it lies; a budget buys the tables that are worth most."""
+"""Distances count what a rank did not hold, wherever it lies; a budget buys the tables that are
+worth most.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from hadal.policy.expert_paths import Path, choose, held_by, num_moved, standing
 from tests.fresh import fresh
 
 
-def table_of(random: np.random.Generator, num_layers: int, num_ranks: int, num_slots: int, num_experts: int) -> Ints:
+def table_of(
+    random: np.random.Generator, num_layers: int, num_ranks: int, num_slots: int, num_experts: int
+) -> Ints:
     """No rank holds an expert twice; some slots are empty."""
     rows = [random.permutation(num_experts)[:num_slots] for _ in range(num_layers * num_ranks)]
     table = np.stack(rows).reshape(num_layers, num_ranks, num_slots)
@@ -39,6 +43,9 @@ def test_the_budget_goes_to_the_layer_that_gains_most_by_it() -> None:
 
 def test_a_heavier_table_is_never_bought() -> None:
     loads = np.array([[3.0, 1.0, 1.0, 1.0]])
-    even, odd = np.array([[[0, EMPTY], [1, 2], [3, EMPTY]]]), np.array([[[0, 1], [2, EMPTY], [3, EMPTY]]])
+    even, odd = (
+        np.array([[[0, EMPTY], [1, 2], [3, EMPTY]]]),
+        np.array([[[0, 1], [2, EMPTY], [3, EMPTY]]]),
+    )
     paths = [standing(even, loads, np.array([0])), standing(odd, loads, num_moved(even, odd))]
     assert choose(paths, 9).reshape(even.shape).tolist() == even.tolist()

@@ -1,4 +1,6 @@
-"""`hadal balance`: what it reads, what it prints, and that a printed placement can be read back as today's."""
+"""`hadal balance`: what it reads, what it prints, and that a printed placement can be read back as
+today's.
+"""
 
 import gzip
 import json
@@ -22,19 +24,39 @@ def loads_file(tmp_path: Path) -> Path:
     loads = np.random.default_rng(1).lognormal(size=(3, 16))
     loads[0] = 0  # A dense layer.
     path = tmp_path / "loads.json.gz"
-    path.write_bytes(gzip.compress(json.dumps({"tokens_per_expert": loads.tolist()}).encode(), mtime=0))
+    path.write_bytes(
+        gzip.compress(json.dumps({"tokens_per_expert": loads.tolist()}).encode(), mtime=0)
+    )
     return path
 
 
 @pytest.mark.parametrize("mode", ["global", "hierarchical", "hybrid", "fast"])
 def test_json(loads_file: Path, mode: str) -> None:
     code, output = run(
-        "--loads", str(loads_file), "--ranks", "4", "--nodes", "2", "--slots", "6", "--groups", "4", "--mode", mode,
-        "--json", "--weighted",
-    )  # fmt: skip
+        "--loads",
+        str(loads_file),
+        "--ranks",
+        "4",
+        "--nodes",
+        "2",
+        "--slots",
+        "6",
+        "--groups",
+        "4",
+        "--mode",
+        mode,
+        "--json",
+        "--weighted",
+    )
     assert code == 0
     plan = json.loads(output)
-    assert set(plan) == {"physical_to_logical", "split", "balancedness", "moved_replicas", "elapsed_ms"}
+    assert set(plan) == {
+        "physical_to_logical",
+        "split",
+        "balancedness",
+        "moved_replicas",
+        "elapsed_ms",
+    }
     assert [sorted(set(row)) for row in plan["physical_to_logical"]] == [list(range(16))] * 3
     assert [len(row) for row in plan["split"]] == [24] * 3
     assert 0 < plan["balancedness"]["worst"] <= plan["balancedness"]["mean"] <= 1
@@ -44,15 +66,25 @@ def test_a_printed_placement_is_read_back(loads_file: Path, tmp_path: Path) -> N
     _, output = run("--loads", str(loads_file), "--ranks", "4", "--slots", "6", "--json")
     (tmp_path / "today.json").write_text(output)
     code, output = run(
-        "--loads", str(loads_file), "--ranks", "4", "--slots", "6", "--current", str(tmp_path / "today.json"),
-        "--max-moves", "2",
-    )  # fmt: skip
+        "--loads",
+        str(loads_file),
+        "--ranks",
+        "4",
+        "--slots",
+        "6",
+        "--current",
+        str(tmp_path / "today.json"),
+        "--max-moves",
+        "2",
+    )
     assert code == 0
     assert "before (today)" in output
     assert "replicas move" in output
 
 
-def test_without_a_current_placement_nothing_is_said_to_move(loads_file: Path, tmp_path: Path) -> None:
+def test_without_a_current_placement_nothing_is_said_to_move(
+    loads_file: Path, tmp_path: Path
+) -> None:
     sizes = ("--loads", str(loads_file), "--ranks", "4", "--slots", "6")
     _, output = run(*sizes)
     assert "replicas move." not in " ".join(output.split()).replace("how many replicas move.", "")
@@ -65,8 +97,12 @@ def test_without_a_current_placement_nothing_is_said_to_move(loads_file: Path, t
     assert json.loads(run(*sizes, *today, "--json")[1])["moved_replicas"] == 0
 
 
-@pytest.mark.parametrize(("width", "last"), [(50, " 128-143 "), (80, " 112-143 "), (200, "after    ")])
-def test_the_picture_fits_the_terminal(tmp_path: Path, width: int, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("width", "last"), [(50, " 128-143 "), (80, " 112-143 "), (200, "after    ")]
+)
+def test_the_picture_fits_the_terminal(
+    tmp_path: Path, width: int, last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     path = tmp_path / "loads.json"
     path.write_text(json.dumps(np.random.default_rng(1).lognormal(2, size=(2, 256)).tolist()))
@@ -98,11 +134,15 @@ def test_slots_of_all_ranks_together() -> None:
         (b"[" * 100_000, "nests deeper"),
     ],
 )
-def test_a_bad_file_is_one_line_that_says_what_to_do(tmp_path: Path, content: bytes | None, words: str) -> None:
+def test_a_bad_file_is_one_line_that_says_what_to_do(
+    tmp_path: Path, content: bytes | None, words: str
+) -> None:
     path = tmp_path / "loads.json"
     if content is not None:
         path.write_bytes(content)
-    result = CliRunner().invoke(app, ["balance", "--loads", str(path), "--ranks", "2", "--slots", "3"])
+    result = CliRunner().invoke(
+        app, ["balance", "--loads", str(path), "--ranks", "2", "--slots", "3"]
+    )
     assert result.exit_code == EXIT_CONFIG
     assert words in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -117,23 +157,33 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 
 
 def test_moves_are_counted_from_a_current_placement(loads_file: Path) -> None:
-    code, output = run("--loads", str(loads_file), "--ranks", "4", "--slots", "6", "--max-moves", "3")
+    code, output = run(
+        "--loads", str(loads_file), "--ranks", "4", "--slots", "6", "--max-moves", "3"
+    )
     assert code == EXIT_CONFIG
     assert "needs the current placement" in output
 
 
 def test_help_teaches_with_an_example_that_works(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["balance", "--help"], terminal_width=200)
-    assert """echo '{"tokens_per_expert": [[90, 20, 10, 40]]}' > loads.json""" in " ".join(result.output.split())
+    assert """echo '{"tokens_per_expert": [[90, 20, 10, 40]]}' > loads.json""" in " ".join(
+        result.output.split()
+    )
     (tmp_path / "loads.json").write_text('{"tokens_per_expert": [[90, 20, 10, 40]]}')
-    code, output = run("--loads", str(tmp_path / "loads.json"), "--ranks", "2", "--slots", "3", "--json")
+    code, output = run(
+        "--loads", str(tmp_path / "loads.json"), "--ranks", "2", "--slots", "3", "--json"
+    )
     assert code == 0
     assert json.loads(output)["balancedness"]["worst"] > 0.9
 
 
 def test_a_window_of_steps_is_read(tmp_path: Path) -> None:
-    (tmp_path / "window.json").write_text(json.dumps([[[9, 0, 1, 1]], [[0, 9, 1, 1]], [[9, 0, 1, 1]]]))
-    code, output = run("--loads", str(tmp_path / "window.json"), "--ranks", "2", "--slots", "2", "--json")
+    (tmp_path / "window.json").write_text(
+        json.dumps([[[9, 0, 1, 1]], [[0, 9, 1, 1]], [[9, 0, 1, 1]]])
+    )
+    code, output = run(
+        "--loads", str(tmp_path / "window.json"), "--ranks", "2", "--slots", "2", "--json"
+    )
     assert code == 0
     assert len(json.loads(output)["physical_to_logical"]) == 1
 
@@ -147,7 +197,14 @@ def test_refuses(loads_file: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="loads are"):
             loads_of(value)
     cluster = cluster_of(np.ones((1, 4)), 2, 1, 3)
-    for value in ([[0, 1, 2]], [[0, 1, 2, 3, 4, 0]], {"other": 1}, [["a"] * 6], [[]], [[0.5, 1, 2, 3, 0, 1]]):
+    for value in (
+        [[0, 1, 2]],
+        [[0, 1, 2, 3, 4, 0]],
+        {"other": 1},
+        [["a"] * 6],
+        [[]],
+        [[0.5, 1, 2, 3, 0, 1]],
+    ):
         with pytest.raises(ValueError, match="current placement"):
             placement_of(value, np.ones((1, 4)), cluster)
 

@@ -1,4 +1,6 @@
-"""Weighted splits: fractions of an expert sum to one, levelled where possible, never heavier than even."""
+"""Weighted splits: fractions of an expert sum to one, levelled where possible, never heavier than
+even.
+"""
 
 import numpy as np
 import pytest
@@ -10,7 +12,10 @@ from hadal.policy.expert_balance import Cluster, balance, balancedness, rank_loa
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.integers(0, 2**31), st.sampled_from([(8, (3, 3, 3)), (12, (4, 4, 0, 3, 4)), (6, (2, 2, 2, 2))]))
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([(8, (3, 3, 3)), (12, (4, 4, 0, 3, 4)), (6, (2, 2, 2, 2))]),
+)
 def test_fractions(seed: int, sizes: tuple[int, tuple[int, ...]]) -> None:
     num_experts, slots = sizes
     cluster = Cluster(slots, (0,) * len(slots))
@@ -25,7 +30,9 @@ def test_fractions(seed: int, sizes: tuple[int, tuple[int, ...]]) -> None:
     assert (split >= -1e-12).all()
     assert not split[table == EMPTY].any()
     for layer in range(3):
-        sums = np.bincount(table[layer][table[layer] >= 0], split[layer][table[layer] >= 0], num_experts)
+        sums = np.bincount(
+            table[layer][table[layer] >= 0], split[layer][table[layer] >= 0], num_experts
+        )
         assert np.allclose(sums, 1.0)
     assert (plan.balancedness_L >= balancedness(today, other, None, cluster) - 1e-6).all()
     assert np.allclose(rank_loads(plan.placement, other, split).sum(axis=1), other.sum(axis=1))

@@ -1,4 +1,6 @@
-"""prefill_balance: equal time within a token, caps kept, order kept, everybody gets on, equal inputs equal plans."""
+"""prefill_balance: equal time within a token, caps kept, order kept, everybody gets on, equal
+inputs equal plans.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,30 @@ from hadal.policy.views import PromptView
 RATES = StepRates(3.3e-5, 1e-8, 2e-5)
 LIMITS = StepLimits(8192, 16384)
 
-prompt_lists = st.lists(st.builds(PromptView, st.integers(1, 40_000), st.just(0), st.integers(0, 120_000)), max_size=6)
+prompt_lists = st.lists(
+    st.builds(PromptView, st.integers(1, 40_000), st.just(0), st.integers(0, 120_000)), max_size=6
+)
 waiting_lists = st.lists(
-    st.builds(PromptView, st.integers(1, 40_000), st.integers(1, 9), st.integers(0, 9_000)), max_size=12
+    st.builds(PromptView, st.integers(1, 40_000), st.integers(1, 9), st.integers(0, 9_000)),
+    max_size=12,
 )
 rates = st.builds(
-    StepRates, st.floats(1e-6, 1e-3), st.sampled_from([0.0, 1e-10, 1e-8, 1e-6]), st.floats(0, 1e-4),
+    StepRates,
+    st.floats(1e-6, 1e-3),
+    st.sampled_from([0.0, 1e-10, 1e-8, 1e-6]),
+    st.floats(0, 1e-4),
     st.sampled_from([0.0, 1e-3, 1.0]),
-)  # fmt: skip
-limits = st.tuples(st.integers(1, 9000), st.integers(0, 9000)).map(lambda pair: StepLimits(pair[0], sum(pair)))
-rank_lists = st.lists(st.tuples(prompt_lists, st.integers(0, 40), st.integers(0, 4)), max_size=5).map(
-    lambda ranks: [PrefillQueueView(2 * at, tuple(p), blocks, starts) for at, (p, blocks, starts) in enumerate(ranks)]
+)
+limits = st.tuples(st.integers(1, 9000), st.integers(0, 9000)).map(
+    lambda pair: StepLimits(pair[0], sum(pair))
+)
+rank_lists = st.lists(
+    st.tuples(prompt_lists, st.integers(0, 40), st.integers(0, 4)), max_size=5
+).map(
+    lambda ranks: [
+        PrefillQueueView(2 * at, tuple(p), blocks, starts)
+        for at, (p, blocks, starts) in enumerate(ranks)
+    ]
 )
 
 
@@ -45,7 +60,9 @@ def time_s(prompts: Sequence[PromptView], sizes: Sequence[int], of: StepRates) -
     return sum(of.chunk_s(p.num_context, n) for p, n in zip(prompts, sizes, strict=True) if n)
 
 
-def prompts_of(view: PrefillQueueView, cut: RankCut, waiting: Sequence[PromptView]) -> list[PromptView]:
+def prompts_of(
+    view: PrefillQueueView, cut: RankCut, waiting: Sequence[PromptView]
+) -> list[PromptView]:
     return [*view.prompts, *(waiting[index] for index in cut.starts)]
 
 
@@ -90,7 +107,10 @@ def test_a_step_keeps_every_limit_and_the_order(
         assert not prompts or cut.sizes[0] >= 1, "the oldest must get on"
         assert time_s(prompts, cut.sizes, of) <= step.budget_s * (1 + 1e-9) or sum(cut.sizes) == 1
         works.append((time_s(prompts, cut.sizes, of), sum(cut.sizes)))
-        assert list(cut.sizes) == cut_rank(prompts, of, step.budget_s, limit.num_tokens_mean, step.cap_tokens)[0]
+        assert (
+            list(cut.sizes)
+            == cut_rank(prompts, of, step.budget_s, limit.num_tokens_mean, step.cap_tokens)[0]
+        )
     assert not views or step.efficiency == pytest.approx(predict(works, of), rel=1e-6)
 
 
@@ -108,14 +128,17 @@ def test_only_the_first_that_fits_nowhere_stops_starts(
             assert view.prompts or cut.starts or not fits or not view.num_starts_free
 
 
-def run_on(queues: list[list[PromptView]], step: StepCut, waiting: list[PromptView]) -> list[PromptView]:
+def run_on(
+    queues: list[list[PromptView]], step: StepCut, waiting: list[PromptView]
+) -> list[PromptView]:
     """Apply a step; return who still waits."""
     for at, cut in enumerate(step.ranks):
         prompts = queues[at] + [waiting[index] for index in cut.starts]
         queues[at] = [
             PromptView(p.num_tokens - n, 0, p.num_context + n)
-            for p, n in zip(prompts, cut.sizes, strict=True) if n < p.num_tokens
-        ]  # fmt: skip
+            for p, n in zip(prompts, cut.sizes, strict=True)
+            if n < p.num_tokens
+        ]
     return waiting[sum(len(cut.starts) for cut in step.ranks) :]
 
 
@@ -155,7 +178,9 @@ def test_dense_and_light_ranks_take_equal_time_where_equal_tokens_would_not() ->
         PrefillQueueView(1, (PromptView(30_000, 0, 20_000),), 9, 9),
     ]
     step = plan_step(views, [], RATES, LIMITS)
-    times_s = [time_s(view.prompts, cut.sizes, RATES) for view, cut in zip(views, step.ranks, strict=True)]
+    times_s = [
+        time_s(view.prompts, cut.sizes, RATES) for view, cut in zip(views, step.ranks, strict=True)
+    ]
     assert times_s == pytest.approx([step.budget_s] * 2, abs=RATES.chunk_s(110_000, 1))
     equal_tokens = predict([(time_s(view.prompts, [8192], RATES), 8192) for view in views], RATES)
     assert step.efficiency > equal_tokens + 0.2
@@ -175,7 +200,8 @@ def test_light_prompts_beside_a_dense_one_make_up_its_tokens() -> None:
 def test_time_too_short_for_a_dense_token_goes_to_light_ones(num_missing: int) -> None:
     prompts = [PromptView(2000, 0, 20_000), PromptView(3000, 0, 120_000), PromptView(500, 0, 0)]
     budget_s = RATES.chunk_s(20_000, 2000) + 0.99 * RATES.chunk_s(120_000, 1)
-    # The first is taken whole, no token of the second fits, and few are missing: more of the first would fit.
+    # The first is taken whole, no token of the second fits, and few are missing: more of the first
+    # would fit.
     goal = 2000 + num_missing
     assert cut_rank(prompts, RATES, budget_s, goal, goal)[0] == [2000, 0, num_missing]
 
@@ -190,8 +216,12 @@ def test_arrivals_start_where_the_predicted_cost_is_least() -> None:
 
 
 def test_no_pairs_means_equal_tokens() -> None:
-    step = plan_step(views_of([[PromptView(30_000, 0, 9_000)], [PromptView(40_000, 0, 0)]]), [],
-                     StepRates(1e-5, 0.0), LIMITS)  # fmt: skip
+    step = plan_step(
+        views_of([[PromptView(30_000, 0, 9_000)], [PromptView(40_000, 0, 0)]]),
+        [],
+        StepRates(1e-5, 0.0),
+        LIMITS,
+    )
     sizes = [sum(cut.sizes) for cut in step.ranks]
     assert abs(sizes[0] - sizes[1]) <= 1
 
@@ -205,9 +235,12 @@ def test_a_step_that_costs_much_beside_its_work_is_longer() -> None:
     budgets_s = {0.0: 0.0, 1.0: 0.0}
     for _ in range(30):
         queues = [
-            [PromptView(random.randint(500, 60_000), 0, random.choice([0, 0, 60_000])) for _ in range(4)]
+            [
+                PromptView(random.randint(500, 60_000), 0, random.choice([0, 0, 60_000]))
+                for _ in range(4)
+            ]
             for _ in range(8)
-        ]  # fmt: skip
+        ]
         short, long = (plan_step(views_of(queues), [], rates, LIMITS) for rates in (cheap, dear))
         assert long.efficiency < short.efficiency  # The fixed cost is no work.
         budgets_s[0.0] += short.budget_s
@@ -239,7 +272,11 @@ def test_nothing_to_do_is_an_empty_step() -> None:
 def test_a_prompt_goes_where_its_prefix_is_unless_others_have_less_to_do() -> None:
     cold, there = PromptView(3_000, 50), {2: PromptView(200, 6, 2_800)}
     near, far = (views_of([[], [], [PromptView(length, 0)]]) for length in (1_000, 30_000))
-    assert [cut.starts for cut in plan_step(near, [cold], RATES, LIMITS, [there]).ranks] == [(), (), (0,)]
+    assert [cut.starts for cut in plan_step(near, [cold], RATES, LIMITS, [there]).ranks] == [
+        (),
+        (),
+        (0,),
+    ]
     assert [cut.starts for cut in plan_step(far, [cold], RATES, LIMITS, [there]).ranks][2] == ()
     step = plan_step(near, [cold, cold], RATES, LIMITS, [there, {}])
     assert step.ranks[2].starts == (0,)
@@ -249,7 +286,9 @@ def test_a_prompt_goes_where_its_prefix_is_unless_others_have_less_to_do() -> No
 def test_what_is_being_read_takes_its_place_and_nothing_of_the_step() -> None:
     reading = PromptView(2_000, 3, 640, num_loading=10)
     views = [PrefillQueueView(0, (reading,), 99, 9), PrefillQueueView(1, (), 99, 9)]
-    step = plan_step(views, [PromptView(300, 5), reading], RATES, LIMITS, [{}, {0: reading, 1: reading}])
+    step = plan_step(
+        views, [PromptView(300, 5), reading], RATES, LIMITS, [{}, {0: reading, 1: reading}]
+    )
     assert [(cut.starts, cut.sizes) for cut in step.ranks] == [((), (0,)), ((0, 1), (300, 0))]
     with_nothing = plan_step(views, [reading], RATES, LIMITS, [{1: reading}])
     assert [(cut.starts, cut.sizes) for cut in with_nothing.ranks] == [((), (0,)), ((0,), (0,))]

@@ -1,4 +1,6 @@
-"""prefill_budget: steps as long as what is there is worth, shorter while few ranks have dense prompts."""
+"""prefill_budget: steps as long as what is there is worth, shorter while few ranks have dense
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -59,21 +61,31 @@ def test_without_prompts_the_budget_is_the_nominal_one() -> None:
 
 def test_efficiency_is_the_mean_over_the_slowest_and_what_a_step_costs_anyway() -> None:
     rates = StepRates(1.0, 0.0, dispatch_s=0.5, step_s=4.0)
-    assert predict([(6.0, 2), (2.0, 6)], rates) == pytest.approx((4.0 + 0.5 * 4) / (4.0 + 6.0 + 0.5 * 6))
+    assert predict([(6.0, 2), (2.0, 6)], rates) == pytest.approx(
+        (4.0 + 0.5 * 4) / (4.0 + 6.0 + 0.5 * 6)
+    )
     assert predict([(0.0, 0), (0.0, 0)], rates) == 1.0
 
 
 def test_experts_take_the_mean_of_all_ranks_whoever_has_the_tokens() -> None:
     rates = StepRates(1.0, 0.0, dispatch_s=0.5, step_s=4.0, mean_s=3.0)
-    assert predict([(6.0, 2), (2.0, 6)], rates) == pytest.approx((4.0 + 0.5 * 4 + 3 * 4) / (4 + 6.0 + 0.5 * 6 + 3 * 4))
+    assert predict([(6.0, 2), (2.0, 6)], rates) == pytest.approx(
+        (4.0 + 0.5 * 4 + 3 * 4) / (4 + 6.0 + 0.5 * 6 + 3 * 4)
+    )
     assert predict([(2.0, 2), (2.0, 2)], StepRates(1.0, 0.0, mean_s=9.0)) == 1.0
 
 
 @pytest.mark.parametrize(("num_idle", "num_light"), [(6, 1), (14, 1), (14, 3), (30, 9)])
-def test_experts_of_ranks_without_prompts_work_for_the_others(num_idle: int, num_light: int) -> None:
+def test_experts_of_ranks_without_prompts_work_for_the_others(
+    num_idle: int, num_light: int
+) -> None:
     """What is chosen is as good as what any scale and cap comes to once prompts are cut."""
     rates = StepRates(1.3e-5, 1e-8, mean_s=2e-5)
-    prompts = [[PromptView(60_000, 0, 60_000)], [PromptView(3000, 0, 0)] * num_light, *[[]] * num_idle]
+    prompts = [
+        [PromptView(60_000, 0, 60_000)],
+        [PromptView(3000, 0, 0)] * num_light,
+        *[[]] * num_idle,
+    ]
     nominal_s = rates.chunk_s(60_000, 8192)
 
     def efficiency(budget_s: float, cap_tokens: int) -> float:

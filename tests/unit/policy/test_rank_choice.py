@@ -8,7 +8,9 @@ from hadal.policy.views import PrefillRankView, PromptView
 PROMPT = PromptView(100, 2)
 
 
-def prefill(rank: int, work: float = 0.0, tokens: int = 64, blocks: int = 8, starts: int = 4) -> PrefillRankView:
+def prefill(
+    rank: int, work: float = 0.0, tokens: int = 64, blocks: int = 8, starts: int = 4
+) -> PrefillRankView:
     return PrefillRankView(rank, work, tokens, blocks, starts)
 
 
@@ -22,9 +24,14 @@ def test_a_rank_that_has_some_of_it_takes_it_unless_it_has_too_much_else() -> No
     there = {0: PromptView(36, 1, 64)}
     assert choose_prefill_rank([prefill(0, work=50.0), prefill(1)], PROMPT, there) == 0
     assert choose_prefill_rank([prefill(0, work=80.0), prefill(1)], PROMPT, there) == 1
-    assert choose_prefill_rank([prefill(0, work=80.0, blocks=1), prefill(1, blocks=1)], PROMPT, there) == 0
+    assert (
+        choose_prefill_rank([prefill(0, work=80.0, blocks=1), prefill(1, blocks=1)], PROMPT, there)
+        == 0
+    )
     both = {0: PromptView(36, 2, 64, num_loading=1), 1: PromptView(36, 1, 64)}
-    assert choose_prefill_rank([prefill(0), prefill(1)], PROMPT, both) == 1, "nothing has to be read there"
+    assert choose_prefill_rank([prefill(0), prefill(1)], PROMPT, both) == 1, (
+        "nothing has to be read there"
+    )
 
 
 def test_in_turn_a_prompt_waits_for_its_rank_alone() -> None:

@@ -10,11 +10,15 @@ from hadal.policy.routing import choose_decode_unit, choose_prefill_unit
 from hadal.policy.views import DecodeUnitView, PrefillUnitView
 
 
-def prefill(name: str, waiting: int = 0, requests: int = 0, blocks: int = 10, **more: Any) -> PrefillUnitView:
+def prefill(
+    name: str, waiting: int = 0, requests: int = 0, blocks: int = 10, **more: Any
+) -> PrefillUnitView:
     return PrefillUnitView(name, blocks, waiting, requests, 4, **more)
 
 
-def decode(name: str, used: int = 0, requests: int = 0, blocks: int = 10, slots: int = 4) -> DecodeUnitView:
+def decode(
+    name: str, used: int = 0, requests: int = 0, blocks: int = 10, slots: int = 4
+) -> DecodeUnitView:
     return DecodeUnitView(name, blocks, used, requests, slots, blocks)
 
 
@@ -27,7 +31,12 @@ def test_prefill_ties_break_by_name() -> None:
 
 
 def test_prefill_skips_full_and_small_units() -> None:
-    assert choose_prefill_unit([prefill("p0", 0, 4), prefill("p1", 9, 0, 2), prefill("p2", 99)], 3, 150) == "p2"
+    assert (
+        choose_prefill_unit(
+            [prefill("p0", 0, 4), prefill("p1", 9, 0, 2), prefill("p2", 99)], 3, 150
+        )
+        == "p2"
+    )
     assert choose_prefill_unit([prefill("p0", 0, 4)], 1, 10) is None
 
 
@@ -48,9 +57,17 @@ def test_prefill_counts_attention_ranks_and_speed() -> None:
 def test_a_cached_prefix_is_context_and_not_work() -> None:
     units = [prefill("p0", 3000), prefill("p1", 5000, num_cached=9000)]
     assert choose_prefill_unit(units, 1, 10_000) == "p1"
-    assert choose_prefill_unit(units, 1, 100) == "p0"  # All but one token is there, but so much waits.
-    rates = {"token_s": 1e-5, "pair_s": 1e-6}  # Context is dear: a thousand tokens behind a prefix are not cheap.
-    units = [prefill("p0", 400, num_pairs_waiting=9_000_000, num_cached=9000, **rates), prefill("p1", 0, **rates)]
+    assert (
+        choose_prefill_unit(units, 1, 100) == "p0"
+    )  # All but one token is there, but so much waits.
+    rates = {
+        "token_s": 1e-5,
+        "pair_s": 1e-6,
+    }  # Context is dear: a thousand tokens behind a prefix are not cheap.
+    units = [
+        prefill("p0", 400, num_pairs_waiting=9_000_000, num_cached=9000, **rates),
+        prefill("p1", 0, **rates),
+    ]
     assert choose_prefill_unit(units, 1, 10_000) == "p0"
     units[0] = prefill("p0", 400, num_pairs_waiting=90_000_000, num_cached=9000, **rates)
     assert choose_prefill_unit(units, 1, 10_000) == "p1"
@@ -63,34 +80,56 @@ def test_a_unit_that_measured_nothing_is_taken_to_be_like_the_others() -> None:
 
 
 def test_the_choice_is_what_each_view_by_itself_says() -> None:
-    """Of many units the one whose wait and own time end first, ties by requests and name; a view may be asked twice."""
+    """Of many units the one whose wait and own time end first, ties by requests and name; a view
+    may be asked twice.
+    """
     random = Random("routing")
     for _ in range(200):
         units = [
             prefill(
-                f"p{index}", random.randrange(3) * 1000, random.randrange(5), random.randrange(1, 12),
-                num_pairs_waiting=random.randrange(3) * 10**6, num_ranks=random.choice((1, 4)),
-                token_s=random.choice((1e-5, 2e-5)), pair_s=1e-9, num_cached=random.choice((0, 0, 640)),
-            ) for index in range(6)
-        ]  # fmt: skip
+                f"p{index}",
+                random.randrange(3) * 1000,
+                random.randrange(5),
+                random.randrange(1, 12),
+                num_pairs_waiting=random.randrange(3) * 10**6,
+                num_ranks=random.choice((1, 4)),
+                token_s=random.choice((1e-5, 2e-5)),
+                pair_s=1e-9,
+                num_cached=random.choice((0, 0, 640)),
+            )
+            for index in range(6)
+        ]
         num_tokens = random.randrange(1, 3000)
         done_s = {
-            unit.unit: (unit.num_tokens_waiting * unit.token_s + unit.num_pairs_waiting * unit.pair_s) / unit.num_ranks
+            unit.unit: (
+                unit.num_tokens_waiting * unit.token_s + unit.num_pairs_waiting * unit.pair_s
+            )
+            / unit.num_ranks
             + StepRates(unit.token_s, unit.pair_s).chunk_s(
-                min(unit.num_cached, num_tokens - 1), num_tokens - min(unit.num_cached, num_tokens - 1)
-            ) for unit in units if unit.num_requests < 4 and unit.num_blocks >= 5
-        }  # fmt: skip
+                min(unit.num_cached, num_tokens - 1),
+                num_tokens - min(unit.num_cached, num_tokens - 1),
+            )
+            for unit in units
+            if unit.num_requests < 4 and unit.num_blocks >= 5
+        }
         requests = {unit.unit: unit.num_requests for unit in units}
         best = min(done_s, key=lambda name: (done_s[name], requests[name], name), default=None)
         assert [choose_prefill_unit(units, 5, num_tokens) for _ in range(2)] == [best, best]
 
 
 def test_decode_balances_kv_when_kv_is_scarce() -> None:
-    assert choose_decode_unit([decode("d0", used=8), decode("d1", used=2, requests=1)], 1, 1) == "d1"
+    assert (
+        choose_decode_unit([decode("d0", used=8), decode("d1", used=2, requests=1)], 1, 1) == "d1"
+    )
 
 
 def test_decode_balances_requests_when_slots_are_scarce() -> None:
-    assert choose_decode_unit([decode("d0", used=1, requests=3), decode("d1", used=5, requests=0)], 1, 1) == "d1"
+    assert (
+        choose_decode_unit(
+            [decode("d0", used=1, requests=3), decode("d1", used=5, requests=0)], 1, 1
+        )
+        == "d1"
+    )
 
 
 def test_decode_may_choose_a_full_unit_but_not_one_too_small() -> None:

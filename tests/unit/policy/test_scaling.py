@@ -14,22 +14,35 @@ from hadal.policy.demand import FLAT, DayShape
 from hadal.policy.scaling import RoleRules, RoleView, ScalingRules, ScalingView, Step, Units, decide
 
 BUNDLES = ScalingRules(
-    RoleRules(4, 0.6, 2, 40, 3, 2), RoleRules(18, 0.9, 1, 12, 1, 0), num_nodes_max=400, start_s=600.0
+    RoleRules(4, 0.6, 2, 40, 3, 2),
+    RoleRules(18, 0.9, 1, 12, 1, 0),
+    num_nodes_max=400,
+    start_s=600.0,
 )
-ALONE = ScalingRules(RoleRules(4, 0.6, 2, 40), RoleRules(18, 0.9, 1, 12), num_nodes_max=400, start_s=600.0)
+ALONE = ScalingRules(
+    RoleRules(4, 0.6, 2, 40), RoleRules(18, 0.9, 1, 12), num_nodes_max=400, start_s=600.0
+)
 ZERO = Units(0, 0)
 
 
 def view(
-    prefill: float, decode: float, levels: Units = ZERO, *, shape: DayShape = FLAT, now_s: float = 0.0, **fields: Any
+    prefill: float,
+    decode: float,
+    levels: Units = ZERO,
+    *,
+    shape: DayShape = FLAT,
+    now_s: float = 0.0,
+    **fields: Any,
 ) -> ScalingView:
     """Demand in tokens per second, steady for a quarter of an hour; a unit does 1000 of either."""
     times_s = tuple(now_s - 60.0 * index for index in range(14, -1, -1))
     share = [float(shape.at(time_s) / shape.at(now_s)) for time_s in times_s]
     return ScalingView(
-        now_s, RoleView(times_s, tuple(prefill * part for part in share), 1000.0, shape=shape, **fields),
-        RoleView(times_s, tuple(decode * part for part in share), 1000.0, shape=shape, **fields), levels,
-    )  # fmt: skip
+        now_s,
+        RoleView(times_s, tuple(prefill * part for part in share), 1000.0, shape=shape, **fields),
+        RoleView(times_s, tuple(decode * part for part in share), 1000.0, shape=shape, **fields),
+        levels,
+    )
 
 
 def test_bundles_cover_the_role_that_asks_for_most() -> None:
@@ -61,11 +74,22 @@ def test_a_backlog_is_worked_off_in_time() -> None:
 
 
 @given(
-    st.floats(0.0, 1e5), st.floats(0.0, 1e5), st.integers(0, 50), st.integers(0, 20), st.sampled_from([BUNDLES, ALONE]),
-    st.integers(26, 400), st.floats(0.0, 20.0),
+    st.floats(0.0, 1e5),
+    st.floats(0.0, 1e5),
+    st.integers(0, 50),
+    st.integers(0, 20),
+    st.sampled_from([BUNDLES, ALONE]),
+    st.integers(26, 400),
+    st.floats(0.0, 20.0),
 )
 def test_never_below_the_floor_or_above_what_there_is(
-    prefill: float, decode: float, before_p: int, before_d: int, rules: ScalingRules, num_nodes: int, held: float
+    prefill: float,
+    decode: float,
+    before_p: int,
+    before_d: int,
+    rules: ScalingRules,
+    num_nodes: int,
+    held: float,
 ) -> None:
     rules = replace(rules, num_nodes_max=num_nodes)
     decision = decide(view(prefill, decode, Units(before_p, before_d), need_held=held), rules)
@@ -75,28 +99,48 @@ def test_never_below_the_floor_or_above_what_there_is(
     assert str(decision.why)
 
 
-@given(st.floats(0.0, 3e4), st.floats(0.0, 1e4), st.floats(1.0, 2.0), st.sampled_from([BUNDLES, ALONE]))
-def test_more_demand_never_wants_less(prefill: float, decode: float, times: float, rules: ScalingRules) -> None:
+@given(
+    st.floats(0.0, 3e4), st.floats(0.0, 1e4), st.floats(1.0, 2.0), st.sampled_from([BUNDLES, ALONE])
+)
+def test_more_demand_never_wants_less(
+    prefill: float, decode: float, times: float, rules: ScalingRules
+) -> None:
     few = decide(view(prefill, decode), rules).units
-    for more in (view(prefill * times, decode), view(prefill, decode * times), view(prefill * times, decode * times)):
+    for more in (
+        view(prefill * times, decode),
+        view(prefill, decode * times),
+        view(prefill * times, decode * times),
+    ):
         many = decide(more, rules).units
         assert many.prefill >= few.prefill
         assert many.decode >= few.decode
 
 
-@given(st.floats(0.0, 3e4), st.floats(0.0, 1e4), st.integers(26, 390), st.sampled_from([BUNDLES, ALONE]))
+@given(
+    st.floats(0.0, 3e4),
+    st.floats(0.0, 1e4),
+    st.integers(26, 390),
+    st.sampled_from([BUNDLES, ALONE]),
+)
 def test_more_nodes_are_never_used_less(
     prefill: float, decode: float, num_nodes: int, rules: ScalingRules
-) -> None:  # fmt: skip
+) -> None:
     few = decide(view(prefill, decode), replace(rules, num_nodes_max=num_nodes)).units
     many = decide(view(prefill, decode), replace(rules, num_nodes_max=num_nodes + 10)).units
-    served = [min(u.prefill / max(1e-9, prefill / 600), u.decode / max(1e-9, decode / 900), 1.0) for u in (few, many)]
+    served = [
+        min(u.prefill / max(1e-9, prefill / 600), u.decode / max(1e-9, decode / 900), 1.0)
+        for u in (few, many)
+    ]
     assert served[1] >= served[0] - 1e-9
 
 
 def test_nodes_beyond_the_last_bundle_go_to_the_role_that_is_shorter() -> None:
-    """The published peak: 278 nodes are 9 bundles, and 2 prefill units in the 8 nodes that are left."""
-    rules = replace(BUNDLES, prefill=replace(BUNDLES.prefill, num_extra=0, num_min=1), num_nodes_max=278)
+    """The published peak: 278 nodes are 9 bundles, and 2 prefill units in the 8 nodes that are
+    left.
+    """
+    rules = replace(
+        BUNDLES, prefill=replace(BUNDLES.prefill, num_extra=0, num_min=1), num_nodes_max=278
+    )
     decision = decide(view(33 * 600.0, 10.5 * 900.0), rules)
     assert decision.units == Units(29, 9)
     assert decision.why.bound == "nodes"
@@ -118,7 +162,9 @@ def test_what_will_be_needed_soon_is_kept() -> None:
 
 
 def test_it_grows_before_the_morning() -> None:
-    """A unit is asked for a start-up before the need comes: at no minute is there less than the minute needs."""
+    """A unit is asked for a start-up before the need comes: at no minute is there less than the
+    minute needs.
+    """
     shape = DayShape((1.0,) * 7 + (2.0,) + (4.0,) * 8 + (2.0,) + (1.0,) * 7)
     rules = replace(BUNDLES, start_s=1200.0)
     levels, wanted = Units(2, 0), []
@@ -128,22 +174,33 @@ def test_it_grows_before_the_morning() -> None:
         decision = decide(view(0.0, rate, levels, shape=shape, now_s=now_s), rules)
         levels = decision.levels
         wanted.append((rate / 900.0, decision.units.decode))
-    late = [minute for minute in range(20, 24 * 60) if wanted[minute][0] > wanted[minute - 20][1] + 1e-9]
+    late = [
+        minute for minute in range(20, 24 * 60) if wanted[minute][0] > wanted[minute - 20][1] + 1e-9
+    ]
     assert late == []
-    flat = [decide(view(0.0, need * 900.0, ZERO, now_s=0.0), rules).units.decode for need, _ in wanted]
+    flat = [
+        decide(view(0.0, need * 900.0, ZERO, now_s=0.0), rules).units.decode for need, _ in wanted
+    ]
     assert sum(num for _, num in wanted) < 1.15 * sum(flat)
 
 
 @pytest.mark.parametrize("need", [4.0, 4.5, 4.98, 5.0, 5.02, 5.5])
 def test_noise_moves_no_nodes_to_and_fro(need: float) -> None:
-    """Two days of a demand that only jumps by 5 %: where it stands between two sizes it takes the larger, for good."""
+    """Two days of a demand that only jumps by 5 %: where it stands between two sizes it takes the
+    larger, for good.
+    """
     random = np.random.default_rng(round(need * 100))
     rules = replace(BUNDLES, hold_s=1800.0)
     rates = need * 900.0 * (1.0 + 0.05 * random.standard_normal(2880))
     levels, held, changes = Units(2, 0), [0.0] * 30, []
     for minute in range(15, 2880):
         times_s = tuple(60.0 * index for index in range(minute - 14, minute + 1))
-        role = RoleView(times_s, tuple(rates[minute - 14 : minute + 1].tolist()), 1000.0, need_held=max(held[-30:]))
+        role = RoleView(
+            times_s,
+            tuple(rates[minute - 14 : minute + 1].tolist()),
+            1000.0,
+            need_held=max(held[-30:]),
+        )
         idle = RoleView(times_s, (0.0,) * 15, 1000.0)
         decision = decide(ScalingView(60.0 * minute, idle, role, levels), rules)
         held.append(decision.need_decode)
@@ -175,6 +232,6 @@ def test_a_unit_of_unknown_speed_is_not_too_slow() -> None:
 )
 def test_rules_that_no_fleet_can_keep_are_refused(
     role: dict[str, Any], fields: dict[str, Any], words: str
-) -> None:  # fmt: skip
+) -> None:
     with pytest.raises(ValueError, match=words):
         replace(BUNDLES, decode=replace(BUNDLES.decode, **role), **fields)

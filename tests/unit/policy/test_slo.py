@@ -18,12 +18,18 @@ def test_it_says_what_it_is() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("ttft=2s", "tpot is not promised"), ("", "is no promise"), ("ttft=2s,tpot=50", "no unit"),
-        ("ttft=2s,tpot=50us", "no unit"), ("ttft=2s,e2e=9s,tpot=1s", "'e2e' cannot be promised"),
-        ("ttft=2s,ttft=3s,tpot=1s", "twice"), ("ttft=0s,tpot=50ms", "above 0"), ("ttft=1.2.3s,tpot=50ms", "no number"),
-        ("ttft_p100=2s,tpot=50ms", "between 0 and 100"), ("ttft_p0=2s,tpot=50ms", "between 0 and 100"),
+        ("ttft=2s", "tpot is not promised"),
+        ("", "is no promise"),
+        ("ttft=2s,tpot=50", "no unit"),
+        ("ttft=2s,tpot=50us", "no unit"),
+        ("ttft=2s,e2e=9s,tpot=1s", "'e2e' cannot be promised"),
+        ("ttft=2s,ttft=3s,tpot=1s", "twice"),
+        ("ttft=0s,tpot=50ms", "above 0"),
+        ("ttft=1.2.3s,tpot=50ms", "no number"),
+        ("ttft_p100=2s,tpot=50ms", "between 0 and 100"),
+        ("ttft_p0=2s,tpot=50ms", "between 0 and 100"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_promise_is_said(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         parse_slo(text)

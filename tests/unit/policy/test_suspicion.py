@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import pytest
 
-from hadal.policy.suspicion import MOST, TOGETHER, UNSEEN, Silence, are_all_late, is_frozen, pause_s, start_is_over
+from hadal.policy.suspicion import (
+    MOST,
+    TOGETHER,
+    UNSEEN,
+    Silence,
+    are_all_late,
+    is_frozen,
+    pause_s,
+    start_is_over,
+)
 
 TIMEOUT_S = 1.5
 
 
-@pytest.mark.parametrize(("silent_s", "starved", "is_given_up"), [
-    (1.4, 0.0, False),
-    (1.6, 0.0, True),
-    (1.6, 0.2, False),
-    (10.0, 0.8, True),
-    (10.0, 0.9, False),
-    (10.0, 7.0, False),  # Many threads wait at once.
-    (MOST * TIMEOUT_S + 0.1, 7.0, True),
-])  # fmt: skip
-def test_time_without_a_processor_does_not_count(silent_s: float, starved: float, is_given_up: bool) -> None:
+@pytest.mark.parametrize(
+    ("silent_s", "starved", "is_given_up"),
+    [
+        (1.4, 0.0, False),
+        (1.6, 0.0, True),
+        (1.6, 0.2, False),
+        (10.0, 0.8, True),
+        (10.0, 0.9, False),
+        (10.0, 7.0, False),  # Many threads wait at once.
+        (MOST * TIMEOUT_S + 0.1, 7.0, True),
+    ],
+)
+def test_time_without_a_processor_does_not_count(
+    silent_s: float, starved: float, is_given_up: bool
+) -> None:
     assert is_frozen(Silence(silent_s, starved), TIMEOUT_S) == is_given_up
 
 

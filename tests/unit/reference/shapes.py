@@ -8,14 +8,34 @@ import torch
 from torch import Tensor
 
 from hadal.core.model_config import ModelConfig, parse_model_config
-from hadal.reference.params import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from hadal.reference.params import (
+    AttentionWeights,
+    LayerWeights,
+    MlpWeights,
+    ModelWeights,
+    MoeWeights,
+)
 from hadal.reference.rope import cos_sin_table
 
 _FIELDS: dict[str, Any] = {
-    "model_type": "deepseek_v3", "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2,
-    "first_k_dense_replace": 1, "intermediate_size": 40, "moe_intermediate_size": 12, "n_routed_experts": 16,
-    "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_attention_heads": 3,
-    "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10,
+    "model_type": "deepseek_v3",
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "num_attention_heads": 3,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
     "max_position_embeddings": 256,
 }
 
@@ -29,7 +49,9 @@ def random_weights(config: ModelConfig, seed: int = 0) -> ModelWeights:
     c, generator = config, torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) * (1.5 / shape[-1] ** 0.5 if len(shape) > 1 else 0.2)
+        return torch.randn(shape, generator=generator) * (
+            1.5 / shape[-1] ** 0.5 if len(shape) > 1 else 0.2
+        )
 
     def norm(size: int) -> Tensor:
         return torch.rand(size, generator=generator) + 0.5
@@ -41,23 +63,36 @@ def random_weights(config: ModelConfig, seed: int = 0) -> ModelWeights:
         queries, width = c.num_attention_heads * c.qk_head_dim, c.moe_intermediate_size
         attention = AttentionWeights(
             random((c.q_lora_rank or queries) + c.latent_dim, c.hidden_size),
-            norm(c.q_lora_rank) if c.q_lora_rank else None, random(queries, c.q_lora_rank) if c.q_lora_rank else None,
-            norm(c.kv_lora_rank), random(c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank),
+            norm(c.q_lora_rank) if c.q_lora_rank else None,
+            random(queries, c.q_lora_rank) if c.q_lora_rank else None,
+            norm(c.kv_lora_rank),
+            random(c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank),
             random(c.num_attention_heads, c.v_head_dim, c.kv_lora_rank),
             random(c.hidden_size, c.num_attention_heads * c.v_head_dim),
-        )  # fmt: skip
+        )
         moe = MoeWeights(
-            random(c.n_routed_experts, c.hidden_size), random(c.n_routed_experts),
-            random(c.n_routed_experts, 2 * width, c.hidden_size), random(c.n_routed_experts, c.hidden_size, width),
+            random(c.n_routed_experts, c.hidden_size),
+            random(c.n_routed_experts),
+            random(c.n_routed_experts, 2 * width, c.hidden_size),
+            random(c.n_routed_experts, c.hidden_size, width),
             mlp(c.n_shared_experts * width),
-        )  # fmt: skip
+        )
         dense = mlp(c.intermediate_size)
         is_moe = c.is_moe(index)
         return LayerWeights(
-            norm(c.hidden_size), attention, norm(c.hidden_size), None if is_moe else dense, moe if is_moe else None
+            norm(c.hidden_size),
+            attention,
+            norm(c.hidden_size),
+            None if is_moe else dense,
+            moe if is_moe else None,
         )
 
     return ModelWeights(
-        c, random(c.vocab_size, c.hidden_size), tuple(layer(i) for i in range(c.num_hidden_layers)),
-        norm(c.hidden_size), random(c.vocab_size, c.hidden_size), None, cos_sin_table(c),
-    )  # fmt: skip
+        c,
+        random(c.vocab_size, c.hidden_size),
+        tuple(layer(i) for i in range(c.num_hidden_layers)),
+        norm(c.hidden_size),
+        random(c.vocab_size, c.hidden_size),
+        None,
+        cos_sin_table(c),
+    )

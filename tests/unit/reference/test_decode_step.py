@@ -22,5 +22,7 @@ def test_equals_the_plain_loop(q_lora_rank: int | None) -> None:
     for step in range(80):
         positions = torch.tensor([step, step // 2])
         ours = decode_step(weights, cache, texts[[0, 1], positions], positions, table)
-        theirs = torch.stack([logits[p] for logits, p in zip(expected, positions.tolist(), strict=True)])
+        theirs = torch.stack(
+            [logits[p] for logits, p in zip(expected, positions.tolist(), strict=True)]
+        )
         assert (ours - theirs).abs().max() <= 1e-4

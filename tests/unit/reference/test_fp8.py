@@ -16,21 +16,34 @@ def test_every_finite_code_decodes_exactly() -> None:
     assert torch.equal(e4m3_to_f32(e4m3), e4m3.float())
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (1, 1), (129, 127), (300, 200), (64, 513)])
+@pytest.mark.parametrize(
+    "shape", [(128, 128), (256, 384), (1, 1), (129, 127), (300, 200), (64, 513)]
+)
 def test_round_trip(shape: tuple[int, int]) -> None:
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 2, shape[1])
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * torch.logspace(
+        -3, 2, shape[1]
+    )
     codes, scale_inv = quantise(weight, (128, 128))
     assert (codes.shape, codes.dtype) == (weight.shape, torch.float8_e4m3fn)
-    assert scale_inv.shape == num_scales(shape, (128, 128)) == (-(-shape[0] // 128), -(-shape[1] // 128))
+    assert (
+        scale_inv.shape
+        == num_scales(shape, (128, 128))
+        == (-(-shape[0] // 128), -(-shape[1] // 128))
+    )
     out = torch.empty(shape)
     dequantise(codes, scale_inv, (128, 128), out)
     for row in range(0, shape[0], 128):
         for column in range(0, shape[1], 128):
             part = (slice(row, row + 128), slice(column, column + 128))
             largest = float(weight[part].abs().max())
-            assert float(scale_inv[row // 128, column // 128]) == pytest.approx(max(largest, 1e-4) / E4M3_MAX)
-            assert torch.equal(out[part], codes[part].float() * scale_inv[row // 128, column // 128])
-            # Three bits of mantissa: half a step is 1/16 of the value, or of the smallest normal one.
+            assert float(scale_inv[row // 128, column // 128]) == pytest.approx(
+                max(largest, 1e-4) / E4M3_MAX
+            )
+            assert torch.equal(
+                out[part], codes[part].float() * scale_inv[row // 128, column // 128]
+            )
+            # Three bits of mantissa: half a step is 1/16 of the value, or of the smallest normal
+            # one.
             bound = weight[part].abs() / 16 + largest / E4M3_MAX / 2**9 * 1.01
             assert ((out[part] - weight[part]).abs() <= bound).all()
 

@@ -11,7 +11,9 @@ from hadal.reference.gate import gate
 from tests.unit.reference.shapes import make_config
 
 
-def by_hand(scores: list[float], bias: list[float], n_group: int, topk_group: int, k: int) -> set[int]:
+def by_hand(
+    scores: list[float], bias: list[float], n_group: int, topk_group: int, k: int
+) -> set[int]:
     biased = [s + b for s, b in zip(scores, bias, strict=True)]
     size = len(scores) // n_group
     groups = [range(g * size, (g + 1) * size) for g in range(n_group)]
@@ -21,10 +23,14 @@ def by_hand(scores: list[float], bias: list[float], n_group: int, topk_group: in
     return set(sorted(allowed, key=lambda e: -biased[e])[:k])
 
 
-@pytest.mark.parametrize(("n_group", "topk_group", "k"), [(4, 2, 4), (8, 4, 8), (1, 1, 3), (2, 1, 8)])
+@pytest.mark.parametrize(
+    ("n_group", "topk_group", "k"), [(4, 2, 4), (8, 4, 8), (1, 1, 3), (2, 1, 8)]
+)
 @pytest.mark.parametrize("normed", [True, False])
 def test_equations(n_group: int, topk_group: int, k: int, normed: bool) -> None:
-    config = make_config(n_group=n_group, topk_group=topk_group, num_experts_per_tok=k, norm_topk_prob=normed)
+    config = make_config(
+        n_group=n_group, topk_group=topk_group, num_experts_per_tok=k, norm_topk_prob=normed
+    )
     torch.manual_seed(k)
     x, router, bias = torch.randn(50, 24), torch.randn(16, 24) * 0.3, torch.randn(16) * 0.5
     ids, weights = gate(x, router, bias, config)
@@ -34,7 +40,9 @@ def test_equations(n_group: int, topk_group: int, k: int, normed: bool) -> None:
         chosen = ids[token].tolist()
         assert set(chosen) == by_hand(scores, bias.tolist(), n_group, topk_group, k)
         total = sum(scores[e] for e in chosen) if normed else 1.0
-        assert weights[token].tolist() == pytest.approx([2.5 * scores[e] / total for e in chosen], rel=1e-4)
+        assert weights[token].tolist() == pytest.approx(
+            [2.5 * scores[e] / total for e in chosen], rel=1e-4
+        )
 
 
 def test_bias_chooses_and_never_weighs() -> None:

@@ -1,4 +1,6 @@
-"""The two forms of attention are one: absorbed over the paged cache equals multi-head over expanded keys and values."""
+"""The two forms of attention are one: absorbed over the paged cache equals multi-head over expanded
+keys and values.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,15 @@ def generator() -> torch.Generator:
 
 
 def test_multi_head_form_by_hand(generator: torch.Generator) -> None:
-    q_nope, q_rope = torch.randn(4, HEADS, N, generator=generator), torch.randn(4, HEADS, R, generator=generator)
+    q_nope, q_rope = (
+        torch.randn(4, HEADS, N, generator=generator),
+        torch.randn(4, HEADS, R, generator=generator),
+    )
     latents = torch.randn(7, C + R, generator=generator)
-    w_uk, w_uv = torch.randn(HEADS, N, C, generator=generator), torch.randn(HEADS, W, C, generator=generator)
+    w_uk, w_uv = (
+        torch.randn(HEADS, N, C, generator=generator),
+        torch.randn(HEADS, W, C, generator=generator),
+    )
     out = mla_prefill(q_nope, q_rope, latents, w_uk, w_uv, SCALE)
     for token in range(4):
         seen = latents[: 3 + token + 1]
@@ -35,14 +43,24 @@ def test_absorbed_equals_multi_head(generator: torch.Generator) -> None:
     table = torch.tensor([[3, 0, 0], [5, 0, 0], [1, 7, 0], [2, 6, 4]])
     # What no length covers may be anything.
     cache = torch.full((8, LAYERS, BLOCK, C + R), float("nan"))
-    w_uk, w_uv = torch.randn(HEADS, N, C, generator=generator), torch.randn(HEADS, W, C, generator=generator)
-    q_nope, q_rope = torch.randn(4, HEADS, N, generator=generator), torch.randn(4, HEADS, R, generator=generator)
+    w_uk, w_uv = (
+        torch.randn(HEADS, N, C, generator=generator),
+        torch.randn(HEADS, W, C, generator=generator),
+    )
+    q_nope, q_rope = (
+        torch.randn(4, HEADS, N, generator=generator),
+        torch.randn(4, HEADS, R, generator=generator),
+    )
     expected = []
     for row, length in enumerate(lengths):
         latents = torch.randn(length, C + R, generator=generator)
         for position in range(length):
             cache[table[row, position // BLOCK], layer, position % BLOCK] = latents[position]
-        expected.append(mla_prefill(q_nope[row : row + 1], q_rope[row : row + 1], latents, w_uk, w_uv, SCALE)[0])
+        expected.append(
+            mla_prefill(q_nope[row : row + 1], q_rope[row : row + 1], latents, w_uk, w_uv, SCALE)[0]
+        )
     q_latent = torch.einsum("bhn,hnc->bhc", q_nope, w_uk)
     o_latent = mla_decode(q_latent, q_rope, cache, layer, table, torch.tensor(lengths), SCALE)
-    assert torch.allclose(torch.einsum("bhc,hwc->bhw", o_latent, w_uv), torch.stack(expected), atol=1e-4)
+    assert torch.allclose(
+        torch.einsum("bhc,hwc->bhw", o_latent, w_uv), torch.stack(expected), atol=1e-4
+    )

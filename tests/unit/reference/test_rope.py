@@ -11,8 +11,13 @@ from hadal.reference.rope import cos_sin_table, rotate
 from tests.unit.reference.shapes import make_config
 
 YARN = {
-    "type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0,
-    "mscale": 1.0, "mscale_all_dim": 1.0,
+    "type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
 }
 
 
@@ -34,7 +39,9 @@ def test_rotation_is_complex_multiplication() -> None:
     x = torch.randn(3, 2, 8)
     turn = torch.complex(table[positions, :4], table[positions, 4:])[:, None]
     turned = torch.view_as_complex(x.view(3, 2, 4, 2)) * turn
-    assert torch.allclose(rotate(x, table, positions), torch.view_as_real(turned).flatten(-2), atol=1e-6)
+    assert torch.allclose(
+        rotate(x, table, positions), torch.view_as_real(turned).flatten(-2), atol=1e-6
+    )
     assert torch.equal(rotate(x[:, 0], table, positions), rotate(x, table, positions)[:, 0])
 
 
@@ -42,14 +49,21 @@ def test_only_the_distance_matters() -> None:
     table = cos_sin_table(make_config())
     query, key = torch.randn(1, 8), torch.randn(1, 8)
     products = [
-        float((rotate(query, table, torch.tensor([at + 17])) * rotate(key, table, torch.tensor([at]))).sum())
+        float(
+            (
+                rotate(query, table, torch.tensor([at + 17]))
+                * rotate(key, table, torch.tensor([at]))
+            ).sum()
+        )
         for at in (0, 40, 150)
     ]
     assert products == pytest.approx([products[0]] * 3, abs=1e-4)
 
 
 def test_yarn_keeps_fast_pairs_and_stretches_slow_ones() -> None:
-    """V3's own shape: pairs of more than 32 turns in 4096 tokens stay, those below one turn slow down 40 times."""
+    """V3's own shape: pairs of more than 32 turns in 4096 tokens stay, those below one turn slow
+    down 40 times.
+    """
     config = make_config(qk_rope_head_dim=64, rope_scaling=YARN, max_position_embeddings=8)
     ours = angles(cos_sin_table(config), 1)
     plain = [10000.0 ** (-2 * i / 64) for i in range(32)]
@@ -68,6 +82,10 @@ def test_yarn_temperature() -> None:
 
     mscale = 0.1 * math.log(40.0)
     assert scale() == 1.0
-    assert scale(mscale=0.7, mscale_all_dim=0.9) == pytest.approx((0.7 * mscale + 1) / (0.9 * mscale + 1))
+    assert scale(mscale=0.7, mscale_all_dim=0.9) == pytest.approx(
+        (0.7 * mscale + 1) / (0.9 * mscale + 1)
+    )
     assert scale(mscale_all_dim=0.0) == pytest.approx(mscale + 1)
-    assert make_config(rope_scaling=YARN).softmax_scale == pytest.approx(14**-0.5 * (mscale + 1) ** 2)
+    assert make_config(rope_scaling=YARN).softmax_scale == pytest.approx(
+        14**-0.5 * (mscale + 1) ** 2
+    )

@@ -1,5 +1,6 @@
-"""A decode unit's ranks on pretended KV (see rank_worlds), whose pools are apart from what steps read, as on a GPU; and
-a disk that takes its time, and sometimes takes nothing."""
+"""A decode unit's ranks on pretended KV (see rank_worlds), whose pools are apart from what steps
+read, as on a GPU; and a disk that takes its time, and sometimes takes nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def named(g: Generation) -> Generation:
 
 
 class DecodeWorld(World):
-    """A decode unit; KV comes ready-made with every pull, that of long texts in parts if the unit takes them."""
+    """A decode unit; KV comes ready-made with every pull, that of long texts in parts if the unit
+    takes them.
+    """
 
     leader: DecodeLeader
 
@@ -85,7 +88,11 @@ class DecodeWorld(World):
             case Pull():
                 self.pulls.append(effect)
                 assert effect.rank in self.living
-                same = [p for p in self.pulls if (p.request_id, p.attempt) == (effect.request_id, effect.attempt)]
+                same = [
+                    p
+                    for p in self.pulls
+                    if (p.request_id, p.attempt) == (effect.request_id, effect.attempt)
+                ]
                 assert len(same) == 1, f"{effect.request_id} is pulled twice at once"
             case StoreBlocks():
                 self.stores.append(effect)
@@ -109,24 +116,36 @@ class DecodeWorld(World):
 
     def look(self, store: StoreBlocks) -> None:
         """What is to be written is what it is called, down to the last position."""
-        for name, position, block in zip(split(store.names), store.positions, store.block_ids, strict=True):
+        for name, position, block in zip(
+            split(store.names), store.positions, store.block_ids, strict=True
+        ):
             request, _ = self.ranks[store.rank].pool.get((block, 0), ("nobody", 0))
-            assert (request, position) in self.blocks[name], f"block {position} of {request} has another's name"
+            assert (request, position) in self.blocks[name], (
+                f"block {position} of {request} has another's name"
+            )
             for offset in range(BLOCK_TOKENS):
                 cell = self.ranks[store.rank].pool.get((block, offset))
-                assert cell == (request, position * BLOCK_TOKENS + offset), f"{request} has {cell} at {position}"
+                assert cell == (request, position * BLOCK_TOKENS + offset), (
+                    f"{request} has {cell} at {position}"
+                )
 
     def stored(self) -> None:
         store = self.stores.pop(self.random.randrange(len(self.stores)))
         self.look(store)
         places = tuple(None if self.random.random() < 0.1 else Place(0, 0) for _ in store.positions)
-        written = [name for name, place in zip(split(store.names), places, strict=True) if place is not None]
+        written = [
+            name
+            for name, place in zip(split(store.names), places, strict=True)
+            if place is not None
+        ]
         assert not self.written & set(written), "a block is written twice"
         self.written.update(written)
         self.feed(BlocksStored(store.store_id, places))
 
     def copies(self, pull: Pull) -> bool:
-        """Out of another rank's pool, or ready-made; False if the blocks are not what was leased any more."""
+        """Out of another rank's pool, or ready-made; False if the blocks are not what was leased
+        any more.
+        """
         into, lease = self.ranks[pull.rank].pool, pull.lease
         if lease.source == "p":
             self.newly_pulled.add(pull.request_id)
@@ -142,7 +161,9 @@ class DecodeWorld(World):
             cell = (pull.request_id, position + (lease.block_ids[0] - 1) * BLOCK_TOKENS)
             if lease.source != "p":
                 cell = self.ranks[rank].pool.get((lease.block_ids[index], offset), ("nobody", -1))
-                assert cell == (pull.request_id, position), f"{pull.request_id} moves with {cell} at {position}"
+                assert cell == (pull.request_id, position), (
+                    f"{pull.request_id} moves with {cell} at {position}"
+                )
             into[pull.into[index], offset] = cell
         return True
 

@@ -1,4 +1,6 @@
-"""Short ways to drive a role by hand in these tests: make a request, pick effects out, answer for the Runner."""
+"""Short ways to drive a role by hand in these tests: make a request, pick effects out, answer for
+the Runner.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,37 @@ T = TypeVar("T")
 
 
 def generation(
-    name: str = "a", prompt: int = 10, *, output: int = 0, max_tokens: int = 5, stop_ids: tuple[int, ...] = (),
-    attempt: int = 0, min_tokens: int = 0, sampling: Sampling | None = None,
-) -> Generation:  # fmt: skip
+    name: str = "a",
+    prompt: int = 10,
+    *,
+    output: int = 0,
+    max_tokens: int = 5,
+    stop_ids: tuple[int, ...] = (),
+    attempt: int = 0,
+    min_tokens: int = 0,
+    sampling: Sampling | None = None,
+) -> Generation:
     return Generation(
-        name, tuple(range(100, 100 + prompt)), tuple(range(output)), max_tokens, stop_ids, min_tokens,
-        sampling or Sampling(), attempt, ticket=ticket_of(name, attempt),
-    )  # fmt: skip
+        name,
+        tuple(range(100, 100 + prompt)),
+        tuple(range(output)),
+        max_tokens,
+        stop_ids,
+        min_tokens,
+        sampling or Sampling(),
+        attempt,
+        ticket=ticket_of(name, attempt),
+    )
 
 
 def decode_leader(num_blocks: int, num_ranks: int = 1, **options: Any) -> DecodeLeader:
     """One that has started. Few slots, and no heartbeat while a test runs."""
-    fields: dict[str, Any] = {"num_slots": 3, "num_waiting_max": 9, "max_context": 2000, "heartbeat_s": 100.0}
+    fields: dict[str, Any] = {
+        "num_slots": 3,
+        "num_waiting_max": 9,
+        "max_context": 2000,
+        "heartbeat_s": 100.0,
+    }
     unit = DecodeLeader("decode-0", "e1", num_blocks, num_ranks=num_ranks, **fields | options)
     unit.start(0.0)
     return unit
@@ -43,11 +64,17 @@ def of(effects: Iterable[Effect], kind: type[T]) -> list[T]:
 
 
 def prefill_plans(effects: Iterable[Effect]) -> list[PrefillPlan]:
-    return [e.plans[0] for e in effects if isinstance(e, Execute) and isinstance(e.plans[0], PrefillPlan)]
+    return [
+        e.plans[0]
+        for e in effects
+        if isinstance(e, Execute) and isinstance(e.plans[0], PrefillPlan)
+    ]
 
 
 def decode_plans(effects: Iterable[Effect]) -> list[DecodePlan]:
-    return [e.plans[0] for e in effects if isinstance(e, Execute) and isinstance(e.plans[0], DecodePlan)]
+    return [
+        e.plans[0] for e in effects if isinstance(e, Execute) and isinstance(e.plans[0], DecodePlan)
+    ]
 
 
 def prefill(name: str = "a", prompt: int = 10, **options: int) -> Prefill:
@@ -55,20 +82,36 @@ def prefill(name: str = "a", prompt: int = 10, **options: int) -> Prefill:
 
 
 def decode(
-    name: str = "a", prompt: int = 10, *, output: int = 1, max_tokens: int = 5, stop_ids: tuple[int, ...] = (),
-    attempt: int = 0, min_tokens: int = 0, sampling: Sampling | None = None,
-) -> Decode:  # fmt: skip
+    name: str = "a",
+    prompt: int = 10,
+    *,
+    output: int = 1,
+    max_tokens: int = 5,
+    stop_ids: tuple[int, ...] = (),
+    attempt: int = 0,
+    min_tokens: int = 0,
+    sampling: Sampling | None = None,
+) -> Decode:
     request = generation(
-        name, prompt, output=output, max_tokens=max_tokens, stop_ids=stop_ids, attempt=attempt,
-        min_tokens=min_tokens, sampling=sampling,
-    )  # fmt: skip
+        name,
+        prompt,
+        output=output,
+        max_tokens=max_tokens,
+        stop_ids=stop_ids,
+        attempt=attempt,
+        min_tokens=min_tokens,
+        sampling=sampling,
+    )
     num_tokens = prompt + output - 1
     blocks = tuple(range(1, 1 + blocks_for(num_tokens)))
     return Decode(request, KvLease("pool", blocks, (0,) * len(blocks), num_tokens))
 
 
 def done(
-    step_id: int, tokens: dict[int, int] | None = None, error: str | None = None, failed: dict[int, str] | None = None
+    step_id: int,
+    tokens: dict[int, int] | None = None,
+    error: str | None = None,
+    failed: dict[int, str] | None = None,
 ) -> StepDone:
     tokens = tokens or {}
     return StepDone(step_id, tuple(tokens), tuple(tokens.values()), {}, 0.01, error, failed or {})

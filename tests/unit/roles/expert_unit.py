@@ -1,19 +1,35 @@
-"""A unit whose ranks do what the expert balancer says: they deal tokens as placed, count them, stage and flip."""
+"""A unit whose ranks do what the expert balancer says: they deal tokens as placed, count them,
+stage and flip.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from hadal.core.placement import Placement, flip_arrays, spread
-from hadal.core.plans import FLIP, DecodePlan, LayerFlip, OpTime, Staged, StagePlan, StepDone, StepPlan
+from hadal.core.plans import (
+    FLIP,
+    DecodePlan,
+    LayerFlip,
+    OpTime,
+    Staged,
+    StagePlan,
+    StepDone,
+    StepPlan,
+)
 from hadal.roles.expert_gain import ExpertTerms
 from hadal.roles.experts import ExpertBalancer
 
 NUM_EXPERTS, NUM_RANKS = 8, 4
 TERMS = ExpertTerms(
-    count_every_steps=2, num_intervals=12, num_intervals_min=4, plan_every_steps=1, moves_share=0.25, backoff_s=10.0,
+    count_every_steps=2,
+    num_intervals=12,
+    num_intervals_min=4,
+    plan_every_steps=1,
+    moves_share=0.25,
+    backoff_s=10.0,
     stage_timeout_s=5.0,
-)  # fmt: skip
+)
 GROWING_S = 1e-3
 EVEN = [100] * NUM_EXPERTS
 HOT = [400, 100, 90, 100, 100, 90, 100, 100]
@@ -21,13 +37,23 @@ HOT = [400, 100, 90, 100, 100, 90, 100, 100]
 
 
 class Unit:
-    """Ranks that do every step and deal tokens as planned; `loads` are a step's tokens by layer and expert."""
+    """Ranks that do every step and deal tokens as planned; `loads` are a step's tokens by layer and
+    expert.
+    """
 
     def __init__(
-        self, placement: Placement, loads: list[list[int]], *, noise: float = 0.0, terms: ExpertTerms = TERMS,
-        is_planning: bool = True, num_addresses: int = NUM_RANKS,
-    ) -> None:  # fmt: skip
-        self.experts = ExpertBalancer(placement, (0,) * NUM_RANKS, terms=terms, is_planning=is_planning)
+        self,
+        placement: Placement,
+        loads: list[list[int]],
+        *,
+        noise: float = 0.0,
+        terms: ExpertTerms = TERMS,
+        is_planning: bool = True,
+        num_addresses: int = NUM_RANKS,
+    ) -> None:
+        self.experts = ExpertBalancer(
+            placement, (0,) * NUM_RANKS, terms=terms, is_planning=is_planning
+        )
         self.loads = np.array(loads, np.float64)
         self.noise = noise
         self.rng = np.random.default_rng(5)
@@ -43,7 +69,9 @@ class Unit:
     def send(self, *, is_traced: bool = False) -> tuple[int, tuple[StepPlan, ...]]:
         """Let the leader plan a step, and the ranks do it."""
         self.step_id += 1
-        plans = self.experts.planned(self.step_id, (DecodePlan(self.step_id, (), (), (), is_traced=is_traced),) * 4)
+        plans = self.experts.planned(
+            self.step_id, (DecodePlan(self.step_id, (), (), (), is_traced=is_traced),) * 4
+        )
         assert len({plan.flips for plan in plans}) == 1
         assert len(plans[0].flips) <= 1
         for flip in plans[0].flips:
@@ -64,15 +92,25 @@ class Unit:
                     self.counts[layer].reshape(-1)[slot] += loads[layer, expert] / counts[expert]
 
     def done(
-        self, step_id: int, plans: tuple[StepPlan, ...], elapsed_s: float = 0.01, pause_s: float = 1e-4
-    ) -> bool:  # fmt: skip
+        self,
+        step_id: int,
+        plans: tuple[StepPlan, ...],
+        elapsed_s: float = 0.01,
+        pause_s: float = 1e-4,
+    ) -> bool:
         counts = self.counts.round().astype(np.int64)
         parts = {
             rank: StepDone(
-                step_id, (), (), {}, elapsed_s, op_times=(OpTime(FLIP, 1, pause_s),) if plans[0].flips else (),
+                step_id,
+                (),
+                (),
+                {},
+                elapsed_s,
+                op_times=(OpTime(FLIP, 1, pause_s),) if plans[0].flips else (),
                 slot_counts=counts[:, rank].tobytes() if plans[0].is_counted else b"",
-            ) for rank in range(NUM_RANKS)
-        }  # fmt: skip
+            )
+            for rank in range(NUM_RANKS)
+        }
         if plans[0].is_counted:
             self.counts[:] = 0
         is_flipped = self.experts.done(step_id, parts)
@@ -99,8 +137,12 @@ class Unit:
 
     def stage(self, plans: dict[int, StagePlan], error: str | None = None) -> None:
         for rank, plan in plans.items():
-            staged = Staged(plan.generation, plan.stage_id, plan.layer, error, len(plan.sources), 0, 0.01)
-            assert self.experts.staged(self.now_s, rank, staged) == (error is None or rank == min(plans))
+            staged = Staged(
+                plan.generation, plan.stage_id, plan.layer, error, len(plan.sources), 0, 0.01
+            )
+            assert self.experts.staged(self.now_s, rank, staged) == (
+                error is None or rank == min(plans)
+            )
             assert self.experts.check() == []
 
 

@@ -1,4 +1,6 @@
-"""A decode unit of two ranks by hand, uneven enough that one of its requests moves, and stopped at a moment of that."""
+"""A decode unit of two ranks by hand, uneven enough that one of its requests moves, and stopped at
+a moment of that.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,16 @@ class Unit:
 
     def __init__(self, prompt: int = 640, **options: Any) -> None:
         self.leader = DecodeLeader(
-            "decode-0", "e1", 60, num_slots=PER_RANK, num_waiting_max=9, max_context=3000, heartbeat_s=0.5,
-            num_ranks=2, **options,
-        )  # fmt: skip
+            "decode-0",
+            "e1",
+            60,
+            num_slots=PER_RANK,
+            num_waiting_max=9,
+            max_context=3000,
+            heartbeat_s=0.5,
+            num_ranks=2,
+            **options,
+        )
         self.plans: deque[tuple[DecodePlan, ...]] = deque()
         self.table: set[int] = set()
         self.pulls: list[Pull] = []
@@ -72,10 +81,17 @@ class Unit:
     def reset(self, lost: tuple[int, ...] = ()) -> None:
         self.plans.clear()
         self.table.clear()
-        self.feed(RankReset(lost, (), tuple("" if rank in lost else POOLS[rank] for rank in (0, 1)), 2))
+        self.feed(
+            RankReset(lost, (), tuple("" if rank in lost else POOLS[rank] for rank in (0, 1)), 2)
+        )
 
     def joins(self) -> list[tuple[int, Join]]:
-        return [(rank, join) for plans in self.plans for rank, plan in enumerate(plans) for join in plan.joins]
+        return [
+            (rank, join)
+            for plans in self.plans
+            for rank, plan in enumerate(plans)
+            for join in plan.joins
+        ]
 
     def move(self, moment: str = "filling") -> tuple[str, int, int]:
         """Step until one moves and it is this moment: (its name, source, target)."""
@@ -105,7 +121,9 @@ class Unit:
         for _ in range(6):
             self.step()
         assert len(self.tokens[name]) > count
-        assert [index for index, _ in self.tokens[name]] == list(range(1, len(self.tokens[name]) + 1))
+        assert [index for index, _ in self.tokens[name]] == list(
+            range(1, len(self.tokens[name]) + 1)
+        )
         self.empty()
 
     def empty(self) -> None:

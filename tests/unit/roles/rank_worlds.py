@@ -1,7 +1,9 @@
-"""Ranks that execute a leader's plans on pretended KV: every position of every block knows whose it should be.
+"""Ranks that execute a leader's plans on pretended KV: every position of every block knows whose it
+should be.
 
-A token is a function of request and index, so whatever a client gets can be checked; a plan that reads KV that is not
-there, or writes where somebody else reads, fails at once. Seeded: what happens, and in which order, is the generator's.
+A token is a function of request and index, so whatever a client gets can be checked; a plan that
+reads KV that is not there, or writes where somebody else reads, fails at once. Seeded: what
+happens, and in which order, is the generator's.
 """
 
 from __future__ import annotations
@@ -11,7 +13,15 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from hadal.core.messages import BLOCK_TOKENS, Generation, KvLease, Prefill, PrefillDone, Release, Returned
+from hadal.core.messages import (
+    BLOCK_TOKENS,
+    Generation,
+    KvLease,
+    Prefill,
+    PrefillDone,
+    Release,
+    Returned,
+)
 from hadal.core.plans import OpTime, PrefillPlan, Sampling, StepDone
 from hadal.core.seams import Effect, Event, Execute, RankReset, Send, Tick
 from hadal.roles.decode import DecodeLeader
@@ -27,12 +37,17 @@ def token_of(name: str, index: int) -> int:
 
 
 def op_times(random: Random) -> tuple[OpTime, ...]:
-    return tuple(OpTime(op, 4, random.uniform(1e-4, 1e-3)) for op in ("attn_in", "experts", "dispatch", "combine"))
+    return tuple(
+        OpTime(op, 4, random.uniform(1e-4, 1e-3))
+        for op in ("attn_in", "experts", "dispatch", "combine")
+    )
 
 
 @dataclass
 class Rank:
-    """KV by (block, offset), and a decode rank's table by slot. A decode rank's pool is apart, as on a GPU."""
+    """KV by (block, offset), and a decode rank's table by slot. A decode rank's pool is apart, as
+    on a GPU.
+    """
 
     kv: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     pool: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
@@ -58,9 +73,13 @@ class Rank:
 
 
 class World:
-    """What both worlds share: clients, ranks that come and go, steps that are done in order or never."""
+    """What both worlds share: clients, ranks that come and go, steps that are done in order or
+    never.
+    """
 
-    def __init__(self, random: Random, leader: DecodeLeader | PrefillLeader, num_ranks: int) -> None:
+    def __init__(
+        self, random: Random, leader: DecodeLeader | PrefillLeader, num_ranks: int
+    ) -> None:
         self.random = random
         self.leader = leader
         self.now_s = 0.0
@@ -152,9 +171,16 @@ class World:
     def current(self, name: str) -> Generation:
         g = self.prompts[name]
         return Generation(
-            name, g.prompt, tuple(self.outputs[name]), g.max_tokens, g.stop_ids, 0, g.sampling, self.attempts[name],
+            name,
+            g.prompt,
+            tuple(self.outputs[name]),
+            g.max_tokens,
+            g.stop_ids,
+            0,
+            g.sampling,
+            self.attempts[name],
             ticket=ticket_of(name, self.attempts[name]),
-        )  # fmt: skip
+        )
 
     def step_done(self) -> None:
         plans = self.steps.popleft()
@@ -167,9 +193,16 @@ class World:
             offset += size
         order = list(keys)
         self.random.shuffle(order)
-        self.feed(StepDone(
-            plans[0].step_id, tuple(order), tuple(keys[k] for k in order), {}, 0.01, op_times=op_times(self.random),
-        ))  # fmt: skip
+        self.feed(
+            StepDone(
+                plans[0].step_id,
+                tuple(order),
+                tuple(keys[k] for k in order),
+                {},
+                0.01,
+                op_times=op_times(self.random),
+            )
+        )
 
     def reset(self, lost: set[int], fresh: set[int]) -> None:
         """Survivors may have done some of what was in flight; nobody hears of it."""
@@ -205,7 +238,9 @@ class World:
 
 
 class PrefillWorld(World):
-    """A prefill unit; every lease is verified when it is pulled, then released. A request wants three tokens."""
+    """A prefill unit; every lease is verified when it is pulled, then released. A request wants
+    three tokens.
+    """
 
     leader: PrefillLeader
 
@@ -227,7 +262,9 @@ class PrefillWorld(World):
     def apply(self, effect: Effect) -> None:
         super().apply(effect)
         match effect:
-            case Send(_, PrefillDone(_, token, lease)) if token.attempt == self.attempts[token.request_id]:
+            case Send(_, PrefillDone(_, token, lease)) if (
+                token.attempt == self.attempts[token.request_id]
+            ):
                 name = token.request_id
                 assert token.index == len(self.outputs[name]), "a token twice"
                 self.outputs[name].append(token.token)

@@ -1,4 +1,6 @@
-"""DecodeLeader by hand: the pipeline of two plans, ends by count and by stop id, growth, preemption, failures."""
+"""DecodeLeader by hand: the pipeline of two plans, ends by count and by stop id, growth,
+preemption, failures.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ from typing import Any
 import pytest
 
 from hadal.core.errors import InvariantError
-from hadal.core.messages import Audit, AuditRequest, Cancel, FrontUp, Prefill, Pulled, Returned, Tokens, UnitUp
+from hadal.core.messages import (
+    Audit,
+    AuditRequest,
+    Cancel,
+    FrontUp,
+    Prefill,
+    Pulled,
+    Returned,
+    Tokens,
+    UnitUp,
+)
 from hadal.core.plans import DecodePlan, Draw, KvPulled, Sampling, StepDone
 from hadal.core.seams import Effect, Freed, Pull, RankReset, Send
 from hadal.roles.decode import DecodeLeader
@@ -16,7 +28,12 @@ from tests.unit.roles.driving import decode, decode_plans, done, generation, of,
 
 
 def leader(**options: Any) -> DecodeLeader:
-    fields: dict[str, Any] = {"num_slots": 4, "num_waiting_max": 4, "max_context": 1000, "heartbeat_s": 0.5}
+    fields: dict[str, Any] = {
+        "num_slots": 4,
+        "num_waiting_max": 4,
+        "max_context": 1000,
+        "heartbeat_s": 0.5,
+    }
     num_blocks = options.pop("num_blocks", 17)
     return DecodeLeader("decode-0", "e1", num_blocks, **(fields | options))
 
@@ -29,7 +46,11 @@ def seat(unit: DecodeLeader, name: str, **options: Any) -> list[DecodePlan]:
 
 
 def drawn(effects: list[Effect]) -> list[tuple[str, int, int, str | None]]:
-    return [(key_of(row[0])[0], *row[1:]) for message in sent(effects, Tokens) for row in rows_of(message)]
+    return [
+        (key_of(row[0])[0], *row[1:])
+        for message in sent(effects, Tokens)
+        for row in rows_of(message)
+    ]
 
 
 def test_start_says_that_it_is_up() -> None:
@@ -45,7 +66,12 @@ def test_kv_is_pulled_then_two_plans_go_out() -> None:
     assert sent(effects, Pulled) == [Pulled("decode-0", "a", 0)]
     first, second = decode_plans(effects)
     (join,) = first.joins
-    assert (join.num_tokens, join.last_token, join.output_index, len(join.block_ids)) == (64, 0, 1, 2)
+    assert (join.num_tokens, join.last_token, join.output_index, len(join.block_ids)) == (
+        64,
+        0,
+        1,
+        2,
+    )
     assert (second.leaves, second.joins, second.grown) == ((), (), ())
 
 
@@ -55,10 +81,16 @@ def test_a_join_is_as_pulled_until_a_token_of_it_was_delivered() -> None:
     first, _ = seat(unit, "a")
     reset = RankReset((), (), ("p",), 1)
     again, _ = decode_plans(unit.handle(0.1, reset))
-    after, _ = decode_plans([*unit.handle(0.2, done(again.step_id, {0: 5})), *unit.handle(0.3, reset)])[-2:]
-    assert [(join.is_pulled, join.num_tokens) for plan in (first, again, after) for join in plan.joins] == [
-        (True, first.joins[0].num_tokens), (True, first.joins[0].num_tokens), (False, first.joins[0].num_tokens + 1),
-    ]  # fmt: skip
+    after, _ = decode_plans(
+        [*unit.handle(0.2, done(again.step_id, {0: 5})), *unit.handle(0.3, reset)]
+    )[-2:]
+    assert [
+        (join.is_pulled, join.num_tokens) for plan in (first, again, after) for join in plan.joins
+    ] == [
+        (True, first.joins[0].num_tokens),
+        (True, first.joins[0].num_tokens),
+        (False, first.joins[0].num_tokens + 1),
+    ]
 
 
 def test_tokens_of_a_step_go_to_the_front_in_one_message() -> None:
@@ -76,7 +108,9 @@ def test_tokens_of_a_step_go_to_the_front_in_one_message() -> None:
 def test_logprobs_are_passed_on() -> None:
     unit = leader()
     seat(unit, "a")
-    (message,) = sent(unit.handle(0.1, StepDone(0, (0,), (5,), {0: Draw(-1.5, ((5, -1.5),))}, 0.01)), Tokens)
+    (message,) = sent(
+        unit.handle(0.1, StepDone(0, (0,), (5,), {0: Draw(-1.5, ((5, -1.5),))}, 0.01)), Tokens
+    )
     assert message.draws == {0: Draw(-1.5, ((5, -1.5),))}
 
 
@@ -119,7 +153,10 @@ def test_slots_keep_their_own_stop_ids() -> None:
     unit.handle(0.0, KvPulled("b", 0, None))
     unit.handle(0.1, done(0, {0: 2}))
     unit.handle(0.2, done(1, {0: 3}))
-    assert drawn(unit.handle(0.3, done(2, {0: 2, 1: 3}))) == [("a", 3, 2, None), ("b", 1, 3, "stop")]
+    assert drawn(unit.handle(0.3, done(2, {0: 2, 1: 3}))) == [
+        ("a", 3, 2, None),
+        ("b", 1, 3, "stop"),
+    ]
 
 
 def test_a_block_is_added_when_the_position_needs_it() -> None:
@@ -156,13 +193,17 @@ def test_nobody_is_queued_where_none_may_be_and_seats_are_given_all_the_same() -
     replies = [sent(unit.handle(0.0, decode(name)), Returned) for name in "abc"]
     assert replies == [[], [], [Returned("decode-0", "c", 0, "queue full")]]
     unit = leader(num_slots=2, num_waiting_max=0)
-    assert sent(unit.handle(0.0, *map(decode, "abc")), Returned) == [Returned("decode-0", "c", 0, "queue full")]
+    assert sent(unit.handle(0.0, *map(decode, "abc")), Returned) == [
+        Returned("decode-0", "c", 0, "queue full")
+    ]
 
 
 def test_a_free_seat_without_blocks_is_none() -> None:
     unit = leader(num_blocks=4, num_slots=4, num_waiting_max=0)  # Two have blocks.
     replies = [sent(unit.handle(0.0, decode(name)), Returned) for name in "abcd"]
-    assert replies == [[], [], [], [Returned("decode-0", "d", 0, "queue full")]], "c waits, and nobody behind it"
+    assert replies == [[], [], [], [Returned("decode-0", "d", 0, "queue full")]], (
+        "c waits, and nobody behind it"
+    )
 
 
 def test_a_pull_that_failed_gives_back_and_frees() -> None:
@@ -180,7 +221,9 @@ def test_what_can_never_fit_is_given_back() -> None:
 
 def test_a_lease_that_does_not_match_is_given_back() -> None:
     wrong = decode(prompt=10)
-    (returned,) = sent(leader().handle(0.0, type(wrong)(generation("a", 12, output=1), wrong.lease)), Returned)
+    (returned,) = sent(
+        leader().handle(0.0, type(wrong)(generation("a", 12, output=1), wrong.lease)), Returned
+    )
     assert returned.reason.startswith("pull failed: a lease on 10 tokens")
 
 
@@ -214,7 +257,9 @@ def test_cancel_of_one_that_waits_or_is_unknown() -> None:
 
 
 def starved() -> tuple[DecodeLeader, list[Effect]]:
-    """Four blocks: a took the last one, now b needs one, and c, the latest, has to go while a plan computes it."""
+    """Four blocks: a took the last one, now b needs one, and c, the latest, has to go while a plan
+    computes it.
+    """
     unit = leader(num_blocks=5)
     seat(unit, "a", prompt=62, max_tokens=70)
     for name, prompt in (("b", 63), ("c", 10)):

@@ -32,7 +32,10 @@ def hint(num_tokens: int, name: str = "a", prompt: int = 300, **options: Any) ->
     """So many tokens of a prompt are prefilled: blocks 1.. of a pool."""
     whole = decode(name, prompt, **options).generation
     blocks = tuple(range(1, 1 + blocks_for(num_tokens)))
-    return Ahead(msgspec.structs.replace(whole, output=()), KvLease("pool", blocks, (0,) * len(blocks), num_tokens))
+    return Ahead(
+        msgspec.structs.replace(whole, output=()),
+        KvLease("pool", blocks, (0,) * len(blocks), num_tokens),
+    )
 
 
 def pulled(unit: DecodeLeader, name: str = "a", error: str | None = None) -> list[Any]:
@@ -123,7 +126,9 @@ def test_a_part_that_failed_is_pulled_again_with_the_rest(is_decode_first: bool)
 def test_a_hint_without_room_is_ignored() -> None:
     unit = leader(num_blocks=6)
     assert of(unit.handle(0.0, hint(64, prompt=321)), Pull) == []
-    assert of(unit.handle(0.0, hint(64, prompt=900)), Pull) == []  # It never fits; Decode will hear so.
+    assert (
+        of(unit.handle(0.0, hint(64, prompt=900)), Pull) == []
+    )  # It never fits; Decode will hear so.
     assert of(unit.handle(0.0, hint(64, prompt=900, max_tokens=900)), Pull) == []
     unit = leader(num_slots=1)
     unit.handle(0.0, decode("b"))
@@ -136,7 +141,9 @@ def test_a_hint_without_room_is_ignored() -> None:
     unit.handle(0.0, decode("b", 200))
     unit.handle(0.0, decode("c", 300))
     assert list(unit.arrivals.waiting) == [("c", 0)]
-    assert of(unit.handle(0.0, hint(64, "d", 70)), Pull) == []  # There is room for d, but it is not its turn.
+    assert (
+        of(unit.handle(0.0, hint(64, "d", 70)), Pull) == []
+    )  # There is room for d, but it is not its turn.
 
 
 def test_one_that_is_prefilled_takes_the_seat_of_the_latest_that_is_not() -> None:
@@ -320,9 +327,13 @@ def test_random_hints_lose_no_token_and_leak_nothing(seed: int) -> None:
     random = Random(seed)
     num_ranks = random.choice([2, 3])
     unit = leader(
-        random.choice([9, 14, 30]), num_ranks, num_slots=random.choice([2, 4]), num_waiting_max=100,
-        lease_s=random.choice([0.05, 30.0]), fingerprint=FINGERPRINT,
-    )  # fmt: skip
+        random.choice([9, 14, 30]),
+        num_ranks,
+        num_slots=random.choice([2, 4]),
+        num_waiting_max=100,
+        lease_s=random.choice([0.05, 30.0]),
+        fingerprint=FINGERPRINT,
+    )
     world = DecodeWorld(random, unit, num_ranks)
     world.reset(set(), set(range(num_ranks)))
     world.live(500, random.choice([2, 4, 7]), 0.02)
@@ -349,7 +360,9 @@ def test_the_worlds_see_seats_that_go_on_and_seats_that_go() -> None:
                 slot = unit.slots.key_to_slot.get(key)
                 seen["let go"] += slot is None
                 seen["went on with a part"] += (
-                    slot is not None and unit.table.state[slot] == SlotState.PULLING and num_pulled > 0
+                    slot is not None
+                    and unit.table.state[slot] == SlotState.PULLING
+                    and num_pulled > 0
                 )
     assert seen["let go"] > 10
     assert seen["went on with a part"] > 10

@@ -9,7 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from hadal.core.cache import DISK_BLOCKS, DISK_EVICTED_BLOCKS, SKIPPED_BLOCKS, STORED_BLOCKS, Place, split
+from hadal.core.cache import (
+    DISK_BLOCKS,
+    DISK_EVICTED_BLOCKS,
+    SKIPPED_BLOCKS,
+    STORED_BLOCKS,
+    Place,
+    split,
+)
 from hadal.core.errors import InvariantError
 from hadal.core.messages import Cancel, Decode, KvLease, Load, Returned
 from hadal.core.plans import BlocksStored, KvPulled, StepDone
@@ -40,7 +47,9 @@ def names_of(text: tuple[int, ...]) -> list[bytes]:
     return list(split(extend(ROOT, b"", text, SALT)))
 
 
-def request(name: str = "a", prompt: int = 100, *, output: int = 1, max_tokens: int = 300) -> Decode:
+def request(
+    name: str = "a", prompt: int = 100, *, output: int = 1, max_tokens: int = 300
+) -> Decode:
     message = decode(name, prompt, output=output, max_tokens=max_tokens)
     return Decode(named(message.generation), message.lease)
 
@@ -63,7 +72,9 @@ class Drive:
         self.stores += of(effects, StoreBlocks)
         for plan in decode_plans(effects):
             self.fills += plan.fills
-            slots = self.unit._in_flight[[step.step_id for step in self.unit._in_flight].index(plan.step_id)].computed
+            slots = self.unit._in_flight[
+                [step.step_id for step in self.unit._in_flight].index(plan.step_id)
+            ].computed
             self.steps.append((plan.step_id, tuple(slots.nonzero()[0].tolist())))
         return effects
 
@@ -98,7 +109,12 @@ class Drive:
 
 def counted(stored: int = 0, skipped: int = 0, on_disk: int = 0) -> dict[str, int]:
     """All that a decode unit's Load says of the cache."""
-    return {STORED_BLOCKS: stored, SKIPPED_BLOCKS: skipped, DISK_EVICTED_BLOCKS: 0, DISK_BLOCKS: on_disk}
+    return {
+        STORED_BLOCKS: stored,
+        SKIPPED_BLOCKS: skipped,
+        DISK_EVICTED_BLOCKS: 0,
+        DISK_BLOCKS: on_disk,
+    }
 
 
 @pytest.mark.parametrize("prompt", [1, 62, 63, 64, 65, 100, 126, 127, 128, 200])
@@ -114,9 +130,13 @@ def test_every_block_that_steps_fill_is_named_as_its_text_is(prompt: int, output
     names = names_of(text_of(message, *drive.drawn(200))[:num_written])
     first = message.lease.num_tokens // 64
     assert [name for store in drive.stores for name in split(store.names)] == names[first:]
-    assert [at for store in drive.stores for at in store.positions] == list(range(first, len(names)))
+    assert [at for store in drive.stores for at in store.positions] == list(
+        range(first, len(names))
+    )
     blocks = drive.unit.table.blocks_of(0)
-    assert [block for store in drive.stores for block in store.block_ids] == list(blocks[first : len(names)])
+    assert [block for store in drive.stores for block in store.block_ids] == list(
+        blocks[first : len(names)]
+    )
     assert drive.fills[: len(names) - first] == list(blocks[first : len(names)])
 
 
@@ -170,7 +190,9 @@ def test_what_is_on_disk_or_under_way_is_not_written_again() -> None:
     drive.run(30)
     assert [store.names for store in drive.stores] == [names[1]]
     drive.run(130)
-    assert [store.names for store in drive.stores] == [names[1]]  # One is under way, and the next waits for it.
+    assert [store.names for store in drive.stores] == [
+        names[1]
+    ]  # One is under way, and the next waits for it.
     drive.answer(drive.stores[0])
     assert [store.names for store in drive.stores] == [names[1], names[3]]
     assert drive.cache() == counted(stored=1, on_disk=2)
@@ -195,7 +217,9 @@ def test_what_made_room_on_disk_is_written_again() -> None:
 
 
 @pytest.mark.parametrize("is_written", [True, False])
-def test_blocks_stay_until_they_are_written_whatever_becomes_of_the_request(is_written: bool) -> None:
+def test_blocks_stay_until_they_are_written_whatever_becomes_of_the_request(
+    is_written: bool,
+) -> None:
     drive = Drive(leader(), request("a", 100))
     drive.run(30)
     (store,) = drive.stores
@@ -226,7 +250,9 @@ def test_only_so_much_is_under_way_and_waits(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_waits_to_be_written_goes_before_any_request() -> None:
-    """8 blocks: a leaves one that is being written and one that waits; b needs all but the first."""
+    """8 blocks: a leaves one that is being written and one that waits; b needs all but the
+    first.
+    """
     drive = Drive(leader(num_blocks=9), request("a", 63))
     drive.run(76)
     assert [store.positions for store in drive.stores] == [(0,)]
@@ -234,7 +260,9 @@ def test_what_waits_to_be_written_goes_before_any_request() -> None:
     drive.run(2)
     assert drive.unit.blocks.num_used == 2
     drive.num_drawn.clear()
-    drive.seat(request("b", 360, max_tokens=60))  # It takes the 6 that are free, and will need one more.
+    drive.seat(
+        request("b", 360, max_tokens=60)
+    )  # It takes the 6 that are free, and will need one more.
     assert drive.unit.num_requests == 1
     for _ in range(30):
         assert sent(drive.step(), Returned) == []
@@ -330,7 +358,9 @@ def test_load_tells_the_counts() -> None:
 
 
 def test_a_request_that_moved_is_named_where_it_goes_on() -> None:
-    """Its tail and its last name go with it; what is being written stays behind and is kept there."""
+    """Its tail and its last name go with it; what is being written stays behind and is kept
+    there.
+    """
     written: set[bytes] = set()
     num_moved = 0
     for seed in range(4):

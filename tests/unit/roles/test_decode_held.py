@@ -20,15 +20,27 @@ NUM_BLOCKS = 8
 def taken_over(*held: tuple[HeldKv, ...]) -> tuple[DecodeLeader, list[Effect]]:
     """A leader that has just heard of its ranks, and what it said."""
     leader = DecodeLeader(
-        "decode-0", "d2", NUM_BLOCKS, num_slots=2, num_waiting_max=4, max_context=400, heartbeat_s=0.5,
+        "decode-0",
+        "d2",
+        NUM_BLOCKS,
+        num_slots=2,
+        num_waiting_max=4,
+        max_context=400,
+        heartbeat_s=0.5,
         num_ranks=len(held),
-    )  # fmt: skip
+    )
     leader.start(0.0)
     ranks = tuple(range(len(held)))
-    effects = leader.handle(1.0, RankReset(
-        (), ranks, pools=tuple(f"pool-{rank}" for rank in ranks), generation=7,
-        held={rank: Held(kv, {1: 3}) for rank, kv in enumerate(held)},
-    ))  # fmt: skip
+    effects = leader.handle(
+        1.0,
+        RankReset(
+            (),
+            ranks,
+            pools=tuple(f"pool-{rank}" for rank in ranks),
+            generation=7,
+            held={rank: Held(kv, {1: 3}) for rank, kv in enumerate(held)},
+        ),
+    )
     assert leader.audit() == []
     return leader, effects
 
@@ -46,9 +58,11 @@ def handle(leader: DecodeLeader, now_s: float, *events: Any) -> list[Effect]:
 
 def joins(effects: list[Effect]) -> dict[int, tuple[Join, ...]]:
     return {
-        rank: plan.joins for execute in of(effects, Execute) for rank, plan in enumerate(execute.plans)
+        rank: plan.joins
+        for execute in of(effects, Execute)
+        for rank, plan in enumerate(execute.plans)
         if isinstance(plan, DecodePlan) and plan.joins
-    }  # fmt: skip
+    }
 
 
 def test_it_says_what_its_ranks_hold_and_frees_the_rest() -> None:
@@ -64,7 +78,12 @@ def test_what_the_front_names_goes_on_from_its_last_token_on_its_rank() -> None:
     handle(leader, 1.1, FrontUp("f"))
     effects = handle(leader, 1.2, Resume((asked("a", 70),), is_last=True))
     (joined,) = joins(effects)[1]
-    assert (joined.block_ids, joined.num_tokens, joined.last_token, joined.output_index) == ((2, 3), 74, 4, 5)
+    assert (joined.block_ids, joined.num_tokens, joined.last_token, joined.output_index) == (
+        (2, 3),
+        74,
+        4,
+        5,
+    )
     assert (joined.ticket, joined.is_pulled) == (70, False)
     assert [effect.block_ids for effect in of(effects, Freed)] == [(5,)]
     assert leader.blocks.num_used == 2
@@ -78,11 +97,14 @@ def test_kv_that_was_only_pulled_is_fetched() -> None:
     assert joins(effects)[0][0].is_pulled
 
 
-@pytest.mark.parametrize("held", [
-    HeldKv(71, (2, 3), 80, 71),  # Another's.
-    HeldKv(70, (2, 3), 73, 71),  # Not all that was delivered: it went on elsewhere.
-    HeldKv(70, (2,), 80, 71),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "held",
+    [
+        HeldKv(71, (2, 3), 80, 71),  # Another's.
+        HeldKv(70, (2, 3), 73, 71),  # Not all that was delivered: it went on elsewhere.
+        HeldKv(70, (2,), 80, 71),
+    ],
+)
 def test_what_is_not_there_is_given_back(held: HeldKv) -> None:
     leader, _ = taken_over((held,))
     effects = handle(leader, 1.2, FrontUp("f"), Resume((asked("a", 70),), is_last=True))

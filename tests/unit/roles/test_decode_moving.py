@@ -1,4 +1,6 @@
-"""A request between two ranks, by hand: every event at every moment of a move ends with the request at one of them."""
+"""A request between two ranks, by hand: every event at every moment of a move ends with the request
+at one of them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ def test_a_request_moves_and_goes_on_where_it_came() -> None:
     (pull,) = unit.pulls
     num_tokens = int(unit.leader.table.length[source])
     blocks, allocator = unit.leader.table.blocks_of(source), unit.leader.blocks[0]
-    assert (pull.request_id, pull.rank, pull.lease.source, pull.lease.num_tokens) == (name, 1, "p0", num_tokens)
+    assert (pull.request_id, pull.rank, pull.lease.source, pull.lease.num_tokens) == (
+        name,
+        1,
+        "p0",
+        num_tokens,
+    )
     assert pull.lease.block_ids == blocks[: len(pull.into)]
     assert pull.lease.generations == allocator.generations(pull.lease.block_ids)
     assert pull.into == unit.leader.table.blocks_of(target)[: len(pull.lease.block_ids)]
@@ -39,12 +46,20 @@ def test_a_request_moves_and_goes_on_where_it_came() -> None:
     effects = unit.step()
     ((rank, join),) = unit.joins()
     last_index, last_token = unit.tokens[name][-1]
-    assert (rank, join.slot, join.num_tokens, join.is_pulled) == (1, target % PER_RANK, num_tokens, True)
+    assert (rank, join.slot, join.num_tokens, join.is_pulled) == (
+        1,
+        target % PER_RANK,
+        num_tokens,
+        True,
+    )
     assert (join.last_token, join.output_index) == (last_token, last_index + 1)
     assert unit.leader.slots.moving.stalls == {2: 1}
-    assert sent(unit.leader.handle(1.0, FrontUp("f")) + unit.leader.handle(9.0, Cancel("", 0)), Load)[
-        -1
-    ].num_requests_moved == 1  # fmt: skip
+    assert (
+        sent(unit.leader.handle(1.0, FrontUp("f")) + unit.leader.handle(9.0, Cancel("", 0)), Load)[
+            -1
+        ].num_requests_moved
+        == 1
+    )
 
 
 def test_its_tokens_have_no_gap() -> None:
@@ -70,7 +85,11 @@ def test_a_copy_that_fails_lets_it_go_on_at_its_source() -> None:
     unit = Unit()
     name, source, target = unit.move()
     unit.feed(KvPulled(name, 0, "void"))
-    assert (unit.slot(name), unit.state(source), unit.state(target)) == (source, SlotState.READY, SlotState.FREE)
+    assert (unit.slot(name), unit.state(source), unit.state(target)) == (
+        source,
+        SlotState.READY,
+        SlotState.FREE,
+    )
     unit.step()
     ((rank, join),) = unit.joins()
     assert (rank, join.slot, join.is_pulled) == (0, source % PER_RANK, False)
@@ -180,8 +199,9 @@ def test_both_are_lost(moment: str) -> None:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_unit_forms_anew(moment: str) -> None:
-    """Who has not left yet stays, back at its last delivered token. So does who was under way: void plans count, and
-    both new ones go out at once."""
+    """Who has not left yet stays, back at its last delivered token. So does who was under way: void
+    plans count, and both new ones go out at once.
+    """
     unit = Unit()
     name, source, _ = unit.move(moment)
     unit.reset()
@@ -248,7 +268,11 @@ def test_nobody_is_preempted_for_room_that_a_move_takes(moment: str) -> None:
         assert grown is not None
         assert [slot for slot, _, _ in grown] == slots
     else:  # The copy has to end before there is room.
-        assert (grown, unit.leader.slots.is_starved, unit.state(source)) == (None, True, SlotState.READY)
+        assert (grown, unit.leader.slots.is_starved, unit.state(source)) == (
+            None,
+            True,
+            SlotState.READY,
+        )
     assert not unit.leader.table.is_preempted.any()
 
 
@@ -313,7 +337,11 @@ def test_the_ledger_sees_a_half_that_is_missing() -> None:
     name, source, target = unit.move()
     moving = unit.leader.slots.moving
     trip = moving._trips[source]
-    for broken in (replace(trip, target=None), replace(trip, target=source), replace(trip, key=("x", 0))):
+    for broken in (
+        replace(trip, target=None),
+        replace(trip, target=source),
+        replace(trip, key=("x", 0)),
+    ):
         moving._trips[source] = broken
         assert (broken.target is None) == (unit.leader.audit() == [])
     moving._trips[source] = trip

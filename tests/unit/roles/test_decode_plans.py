@@ -14,7 +14,17 @@ def test_every_rank_gets_its_own_slots() -> None:
     join = Join(1, (3,), 9, 1, 1, Sampling())
     choice = Choice("sequential", 2, ())
     plans = make_plans(
-        7, 2, 4, [0, 6], [(5, join)], [(2, 1, 8), (5, 0, 3)], [3], choice, ((1,), (2,)), {1: [3]}, is_traced=True
+        7,
+        2,
+        4,
+        [0, 6],
+        [(5, join)],
+        [(2, 1, 8), (5, 0, 3)],
+        [3],
+        choice,
+        ((1,), (2,)),
+        {1: [3]},
+        is_traced=True,
     )
     assert plans == (
         DecodePlan(7, (0,), (), ((2, 1, 8),), "sequential", (1,), 2, True, (3,)),

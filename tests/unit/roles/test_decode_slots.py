@@ -1,4 +1,6 @@
-"""A decode unit of several ranks: balance, preemption by rank, and random worlds in which ranks come and go."""
+"""A decode unit of several ranks: balance, preemption by rank, and random worlds in which ranks
+come and go.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,12 @@ POOLS = ("p0", "p1")
 
 def leader(num_ranks: int = 2, **options: Any) -> DecodeLeader:
     fields: dict[str, Any] = {
-        "num_slots": 4, "num_waiting_max": 100, "max_context": 1000, "heartbeat_s": 0.5, "num_blocks": 17,
-    }  # fmt: skip
+        "num_slots": 4,
+        "num_waiting_max": 100,
+        "max_context": 1000,
+        "heartbeat_s": 0.5,
+        "num_blocks": 17,
+    }
     fields |= options
     return DecodeLeader("decode-0", "e1", fields.pop("num_blocks"), num_ranks=num_ranks, **fields)
 
@@ -47,15 +53,24 @@ EAGER = MoveTerms(stall_steps=0.01, gain_steps=12.0, num_tokens_left_min=3)
 @pytest.mark.parametrize("terms", [None, EAGER])
 @pytest.mark.parametrize("overlap", ["auto", "decode_five"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_token_comes_once_whatever_the_ranks_do(seed: int, overlap: str, terms: MoveTerms | None) -> None:
+def test_every_token_comes_once_whatever_the_ranks_do(
+    seed: int, overlap: str, terms: MoveTerms | None
+) -> None:
     print("seed", seed)
     random = Random(seed)
     num_ranks = random.choice([2, 3, 4])
     unit = leader(
-        num_ranks, num_slots=random.choice([2, 4]), num_blocks=random.choice([7, 12, 30]), overlap=overlap,
-        min_split_tokens=2, num_layers=4, num_moe_layers=3, terms=terms, lease_s=random.choice([0.05, 30.0]),
+        num_ranks,
+        num_slots=random.choice([2, 4]),
+        num_blocks=random.choice([7, 12, 30]),
+        overlap=overlap,
+        min_split_tokens=2,
+        num_layers=4,
+        num_moe_layers=3,
+        terms=terms,
+        lease_s=random.choice([0.05, 30.0]),
         fingerprint=random.choice([FINGERPRINT, ""]),
-    )  # fmt: skip
+    )
     world = DecodeWorld(random, unit, num_ranks)
     assert sent(unit.start(0.0), UnitUp) == []
     for number in range(16):
@@ -73,7 +88,9 @@ def test_the_worlds_see_losses_preemption_and_both_ways_to_run() -> None:
     schedules: set[tuple[str, int]] = set()
     for seed in range(4):
         random = Random(seed)
-        world = DecodeWorld(random, leader(3, num_blocks=6, overlap="decode_five", min_split_tokens=4), 3)
+        world = DecodeWorld(
+            random, leader(3, num_blocks=6, overlap="decode_five", min_split_tokens=4), 3
+        )
         world.reset(set(), {0, 1, 2})
         world.live(500, 16, 0.01)
         reasons |= {reason.split(":")[0] for reason in world.reasons}
@@ -90,11 +107,26 @@ def test_a_unit_says_that_it_is_up_once_a_rank_lives() -> None:
     said = [e for e in of(effects, Send) if isinstance(e.message, UnitUp)]
     assert said == [Send("front", up), Send("supervisor", up)]
     (load,) = sent(effects, Load)
-    assert (load.num_ranks, load.generation, load.num_blocks, load.num_blocks_request) == (1, 3, 16, 16)
+    assert (load.num_ranks, load.generation, load.num_blocks, load.num_blocks_request) == (
+        1,
+        3,
+        16,
+        16,
+    )
     (load,) = sent(unit.handle(0.1, RankReset((), (0,), POOLS, 4)), Load)
-    assert (load.num_ranks, load.num_blocks, load.num_requests_max, load.num_blocks_request) == (2, 32, 8, 16)
+    assert (load.num_ranks, load.num_blocks, load.num_requests_max, load.num_blocks_request) == (
+        2,
+        32,
+        8,
+        16,
+    )
     (load,) = sent(unit.handle(0.2, RankReset((0, 1), (), ("", ""), 5)), Load)
-    assert (load.num_ranks, load.num_blocks, load.num_requests_max, load.num_blocks_request) == (0, 0, 0, 0)
+    assert (load.num_ranks, load.num_blocks, load.num_requests_max, load.num_blocks_request) == (
+        0,
+        0,
+        0,
+        0,
+    )
 
 
 def test_requests_go_where_less_kv_is_used_and_plans_have_the_ranks_own_slots() -> None:
@@ -133,7 +165,9 @@ def test_a_trace_is_of_the_next_steps_that_are_done() -> None:
     unit.handle(0.0, TraceRequest(9, 2))
     (third,) = of(unit.handle(0.1, done(0, {0: 1})), Execute)
     assert third.plans[0].is_traced  # type: ignore[union-attr]
-    unit.handle(0.2, RankReset((), (), POOLS, 2))  # Void: steps 1 and 2. Steps 3 and 4 are traced instead.
+    unit.handle(
+        0.2, RankReset((), (), POOLS, 2)
+    )  # Void: steps 1 and 2. Steps 3 and 4 are traced instead.
     assert sent(unit.handle(0.3, done(3, {0: 1})), Trace) == []
     (trace,) = sent(unit.handle(0.4, done(4, {0: 1})), Trace)
     assert [(step.step_id, step.num_tokens) for step in trace.steps] == [(3, 1), (4, 1)]
@@ -142,7 +176,10 @@ def test_a_trace_is_of_the_next_steps_that_are_done() -> None:
 def test_balance_is_told_smoothed_and_by_step() -> None:
     unit = leader()
     up(unit)
-    assert [seat(unit, "a", prompt=200, max_tokens=50), seat(unit, "b", prompt=66, max_tokens=50)] == [0, 1]
+    assert [
+        seat(unit, "a", prompt=200, max_tokens=50),
+        seat(unit, "b", prompt=66, max_tokens=50),
+    ] == [0, 1]
     unit.handle(0.0, TraceRequest(9, 1))
     unit.handle(0.1, done(0, {0: 1}))
     unit.handle(0.2, done(1, {0: 1}))
@@ -158,12 +195,20 @@ def test_balance_is_told_smoothed_and_by_step() -> None:
 def test_in_turn_requests_go_to_the_next_rank_whatever_left() -> None:
     unit = leader(request_balance="turns")
     up(unit)
-    assert [seat(unit, name, prompt=length) for name, length in zip("abc", (200, 10, 10), strict=True)] == [0, 1, 0]
+    assert [
+        seat(unit, name, prompt=length) for name, length in zip("abc", (200, 10, 10), strict=True)
+    ] == [0, 1, 0]
 
 
 def test_by_counts_alone_requests_take_turns() -> None:
     unit = leader(request_balance="off")
     up(unit)
-    assert [seat(unit, name, prompt=length) for name, length in zip("abcd", (200, 10, 10, 10), strict=True)] == [
-        0, 1, 0, 1,
-    ]  # fmt: skip
+    assert [
+        seat(unit, name, prompt=length)
+        for name, length in zip("abcd", (200, 10, 10, 10), strict=True)
+    ] == [
+        0,
+        1,
+        0,
+        1,
+    ]

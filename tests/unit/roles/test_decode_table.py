@@ -9,7 +9,9 @@ from hadal.roles.decode_table import DecodeTable, SlotState
 from tests.unit.roles.driving import decode
 
 
-def table_with(prompt: int = 10, *block_ids: int, max_tokens: int = 5, stop_ids: tuple[int, ...] = ()) -> DecodeTable:
+def table_with(
+    prompt: int = 10, *block_ids: int, max_tokens: int = 5, stop_ids: tuple[int, ...] = ()
+) -> DecodeTable:
     table = DecodeTable(4, 8)
     request = decode(prompt=prompt, max_tokens=max_tokens, stop_ids=stop_ids)
     assert seat(table, request, 0, block_ids or (7,)) == 0
@@ -69,7 +71,11 @@ def test_stop_ids_are_a_slots_own() -> None:
     table = table_with(stop_ids=(1, 2, 3))
     seat(table, decode("b", stop_ids=(9,)), 1, (3,))
     slots = np.array([0, 1])
-    for values, stops in (((3, 3), (True, False)), ((9, 9), (False, True)), ((0, 0), (False, False))):
+    for values, stops in (
+        ((3, 3), (True, False)),
+        ((9, 9), (False, True)),
+        ((0, 0), (False, False)),
+    ):
         assert table.draws_stop(slots, np.array(values)).tolist() == list(stops)
 
 
@@ -124,10 +130,22 @@ def test_a_row_goes_to_another_slot_with_all_that_its_request_needs() -> None:
     lease = KvLease("p0", (7, 8), (0, 0), 72)
     table.go_on_at(0, 2, lease)
     table.vacate(0)
-    assert (int(table.length[2]), int(table.output_index[2]), int(table.last_token[2])) == (72, 3, 5)
-    assert (table.stop_ids[2].tolist(), table.outputs, table.is_as_pulled(2)) == ([3, 4], {2: [0, 5]}, True)
+    assert (int(table.length[2]), int(table.output_index[2]), int(table.last_token[2])) == (
+        72,
+        3,
+        5,
+    )
+    assert (table.stop_ids[2].tolist(), table.outputs, table.is_as_pulled(2)) == (
+        [3, 4],
+        {2: [0, 5]},
+        True,
+    )
     assert (table.state[2], table.seat(2).lease, table.check()) == (SlotState.READY, lease, [])
-    assert (table.tail[2, :3].tolist(), table.is_named[2], table.names[2]) == ([9, 8, 7], True, b"n")
+    assert (table.tail[2, :3].tolist(), table.is_named[2], table.names[2]) == (
+        [9, 8, 7],
+        True,
+        b"n",
+    )
 
 
 def test_one_that_moves_is_neither_computed_nor_grown() -> None:

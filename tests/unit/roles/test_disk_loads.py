@@ -48,10 +48,16 @@ def test_nothing_is_negative_and_old_measurements_fade_and_end() -> None:
 
 def started(book: LoadBook, now_s: float, name: str, prefix: Prefix = NOTHING) -> Prompt:
     prompt = Prompt(
-        generation(name, 200), tuple(range(200)), rank=0, block_ids=(1, 2, 3, 4), prefix=prefix, is_loading=True
-    )  # fmt: skip
-    prompt.generation = type(prompt.generation)(name, prompt.tokens, (), 5, (), 0, prompt.generation.sampling, 0,
-                                                chain=bytes(48))  # fmt: skip
+        generation(name, 200),
+        tuple(range(200)),
+        rank=0,
+        block_ids=(1, 2, 3, 4),
+        prefix=prefix,
+        is_loading=True,
+    )
+    prompt.generation = type(prompt.generation)(
+        name, prompt.tokens, (), 5, (), 0, prompt.generation.sampling, 0, chain=bytes(48)
+    )
     book.begin(now_s, prompt, 1, 2)
     return prompt
 

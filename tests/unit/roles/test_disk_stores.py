@@ -32,9 +32,13 @@ def test_an_eighth_of_the_blocks_is_written_at_a_time_in_two_parts() -> None:
     pools.free(0, blocks, "x")
     assert pools.num_used == 8
     book.stored(BlocksStored(first.store_id, (Place(0, 0), None, None, Place(0, 1))))
-    assert (pools.num_used, book.counts[SKIPPED_BLOCKS], name(0) in book.index, name(1) in book, name(4) in book) == (
-        4, 2, True, False, True
-    )  # fmt: skip
+    assert (
+        pools.num_used,
+        book.counts[SKIPPED_BLOCKS],
+        name(0) in book.index,
+        name(1) in book,
+        name(4) in book,
+    ) == (4, 2, True, False, True)
     assert book.begin() == [], "the others waited without an owner, and their room was given back"
     assert book.counts[SKIPPED_BLOCKS] == 2 + 12
     assert book.check() == []

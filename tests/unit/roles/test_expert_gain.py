@@ -37,18 +37,23 @@ def test_a_gain_that_varies_is_chance() -> None:
 
 
 def test_no_gain_between_equals_whatever_is_drawn() -> None:
-    """Two placements that are equally good, judged on what chance brings: hardly ever is one preferred."""
+    """Two placements that are equally good, judged on what chance brings: hardly ever is one
+    preferred.
+    """
     rng = np.random.default_rng(7)
     first = spread(1, 12, 4).slot_to_expert_LRS[0]
     shifted, whole, num_preferred = np.roll(first.ravel(), 1).reshape(4, 3), np.ones((4, 3)), 0
     for _ in range(400):
         loads = rng.poisson(30.0, (8, 12)).astype(np.float64)
-        num_preferred += sure_gain(heaviest(loads, first, whole), heaviest(loads, shifted, whole), TERMS) > 0.0
+        num_preferred += (
+            sure_gain(heaviest(loads, first, whole), heaviest(loads, shifted, whole), TERMS) > 0.0
+        )
     assert num_preferred <= 8
 
 
 def test_a_gain_has_to_pay_for_what_travels() -> None:
-    # 10 % of 1 ms over 1000 steps is 100 ms; 20 replicas of 20 ms that slow steps by a tenth are 40 ms.
+    # 10 % of 1 ms over 1000 steps is 100 ms; 20 replicas of 20 ms that slow steps by a tenth are 40
+    # ms.
     assert pays(0.1, 1e-3, 20, 0.02, 0.002, TERMS)
     assert not pays(0.1, 1e-3, 30, 0.02, 0.002, TERMS)
     assert pays(0.1, 1e-3, 0, 0.02, 0.002, TERMS)

@@ -40,7 +40,9 @@ def test_only_ranks_whose_slots_change_stage() -> None:
     assert installation.state is InstallState.READY
     flip = installation.flip(77)
     assert (flip.layer, flip.stage_id, flip.weights) == (0, 5, b"")
-    assert np.frombuffer(flip.slot_to_expert, np.int16).reshape(slots.shape).tolist() == slots.tolist()
+    assert (
+        np.frombuffer(flip.slot_to_expert, np.int16).reshape(slots.shape).tolist() == slots.tolist()
+    )
     assert installation.state is InstallState.FLIPPING
     with pytest.raises(InvariantError, match="flipping and cannot flip"):
         installation.flip(78)
@@ -70,7 +72,9 @@ def test_sending_is_spread_evenly() -> None:
         slots = spread(1, 24, 6, 48).slot_to_expert_LRS[0]
         addresses = {rank: ("h", 7000 + rank) for rank in range(6)}
         missing = {
-            rank: random.sample(sorted(set(range(24)) - set(slots[rank].tolist())), random.randint(0, 6))
+            rank: random.sample(
+                sorted(set(range(24)) - set(slots[rank].tolist())), random.randint(0, 6)
+            )
             for rank in range(6)
         }
         sources = choose_sources(missing, slots, addresses)

@@ -1,4 +1,6 @@
-"""Counts become logical loads whatever the placement, fade with age, and tell how even ranks were."""
+"""Counts become logical loads whatever the placement, fade with age, and tell how even ranks
+were.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ def dealt(placement: Placement, loads_LE: list[list[int]]) -> np.ndarray:
 
 def test_loads_do_not_depend_on_the_placement() -> None:
     loads = [[1, 2, 3, 4, 5, 6], [9, 0, 0, 0, 0, 7]]
-    for placement in (spread(2, NUM_EXPERTS, 3), spread(2, NUM_EXPERTS, 3, 6), without(spread(2, NUM_EXPERTS, 3), {1})):
+    for placement in (
+        spread(2, NUM_EXPERTS, 3),
+        spread(2, NUM_EXPERTS, 3, 6),
+        without(spread(2, NUM_EXPERTS, 3), {1}),
+    ):
         window = LoadWindow(2, NUM_EXPERTS, 4, 2.0)
         window.add(placement, dealt(placement, loads), (0, 1, 2))
         assert window.summed().tolist() == loads
@@ -41,7 +47,11 @@ def test_empty_slots_hold_no_expert() -> None:
 def test_intervals_fade_and_fall_out() -> None:
     placement, window = spread(1, NUM_EXPERTS, 3), LoadWindow(1, NUM_EXPERTS, 3, 1.0)
     for number in range(4):
-        window.add(placement, dealt(placement, [[8 if expert == number else 0 for expert in range(6)]]), (0, 1, 2))
+        window.add(
+            placement,
+            dealt(placement, [[8 if expert == number else 0 for expert in range(6)]]),
+            (0, 1, 2),
+        )
     assert (len(window), window.number) == (3, 4)
     assert window.summed().tolist() == [[0, 2, 4, 8, 0, 0]]
     even, odd = window.halves(0)
@@ -85,6 +95,8 @@ def test_balance_is_of_ranks_as_it_fell() -> None:
     found = window.add(placement, counts, (0, 1, 2))
     assert found == {EXPERTS: pytest.approx((4 / 6 + 1.0) / 2), EXPERTS_WORST: pytest.approx(4 / 6)}
     assert window.balance() == found
-    assert window.add(placement, counts, (1, 2))[EXPERTS_WORST] == pytest.approx(5 / 6)  # Rank 0 is not there.
+    assert window.add(placement, counts, (1, 2))[EXPERTS_WORST] == pytest.approx(
+        5 / 6
+    )  # Rank 0 is not there.
     counts[1] = 0
     assert window.add(placement, counts, (0, 1, 2)) == {EXPERTS: 4 / 6, EXPERTS_WORST: 4 / 6}

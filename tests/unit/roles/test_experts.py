@@ -1,4 +1,6 @@
-"""Live expert balancing by hand: what pays, in which order, and what becomes of it when something goes wrong."""
+"""Live expert balancing by hand: what pays, in which order, and what becomes of it when something
+goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +55,20 @@ def test_replicas_move_where_no_split_helps() -> None:
     unit = Unit(plain(), [SKEWED])
     plans = unit.run()
     assert plans
-    assert all(source.port == 7000 + other for plan in plans.values() for source in plan.sources
-               for other in range(4) if source.expert % 4 == other)  # fmt: skip
+    assert all(
+        source.port == 7000 + other
+        for plan in plans.values()
+        for source in plan.sources
+        for other in range(4)
+        if source.expert % 4 == other
+    )
     unit.stage(plans)
     unit.step()
     assert (unit.experts.num_layers_flipped, unit.experts.num_replicas_moved) == (1, 2)
     unit.step(40)
-    assert unit.experts.window.balance()[EXPERTS] == pytest.approx(275 / 350, abs=0.02), "the best that pairs can be"
+    assert unit.experts.window.balance()[EXPERTS] == pytest.approx(275 / 350, abs=0.02), (
+        "the best that pairs can be"
+    )
     load = unit.experts.seen(Load("u", "e", 1, 0, 0, 1, 0, balance={"kv": 0.5}))
     assert load.balance.keys() == {"kv", "experts", "experts_worst"}
     assert (load.num_replicas_moved, load.num_layers_flipped) == (2, 1)
@@ -76,22 +85,33 @@ def test_what_costs_no_time_is_left_alone(growing_s: float) -> None:
 
 def test_moves_that_cost_more_than_they_save_are_not_made() -> None:
     dear = ExpertTerms(
-        count_every_steps=2, num_intervals=12, num_intervals_min=4, plan_every_steps=1, replica_s=100.0,
-    )  # fmt: skip
+        count_every_steps=2,
+        num_intervals=12,
+        num_intervals_min=4,
+        plan_every_steps=1,
+        replica_s=100.0,
+    )
     assert Unit(plain(), [SKEWED], terms=dear).run() == {}
 
 
-def installing_under(experts: ExpertBalancer, loads_E: NDArray[np.int64], growing_s: float) -> Installation:
-    """What is under way after twenty steps of these tokens; one layer, without a second replica of anything."""
+def installing_under(
+    experts: ExpertBalancer, loads_E: NDArray[np.int64], growing_s: float
+) -> Installation:
+    """What is under way after twenty steps of these tokens; one layer, without a second replica of
+    anything.
+    """
     placement, num_ranks = experts.placement, experts.placement.num_ranks
     experts.began(1, placement, {rank: ("h", 7000 + rank) for rank in range(num_ranks)})
     counts_RS = loads_E[placement.slot_to_expert_LRS[0]].astype(np.int64)
     for step_id in range(20):
         experts.planned(step_id, (DecodePlan(step_id, (), (), ()),) * num_ranks)
-        experts.done(step_id, {
-            rank: StepDone(step_id, (), (), {}, 0.01, slot_counts=counts_RS[rank].tobytes())
-            for rank in range(num_ranks)
-        })  # fmt: skip
+        experts.done(
+            step_id,
+            {
+                rank: StepDone(step_id, (), (), {}, 0.01, slot_counts=counts_RS[rank].tobytes())
+                for rank in range(num_ranks)
+            },
+        )
         experts.plan(0.0, growing_s)
     assert experts.installing is not None
     return experts.installing
@@ -105,9 +125,14 @@ def test_where_many_moves_do_not_pay_few_may() -> None:
     found = {}
     for replica_s in (1e-4, 0.0725):
         terms = ExpertTerms(
-            count_every_steps=1, num_intervals=8, num_intervals_min=4, plan_every_steps=1, replica_s=replica_s,
-            moves_share=0.25, target=1.0,
-        )  # fmt: skip
+            count_every_steps=1,
+            num_intervals=8,
+            num_intervals_min=4,
+            plan_every_steps=1,
+            replica_s=replica_s,
+            moves_share=0.25,
+            target=1.0,
+        )
         experts = ExpertBalancer(spread(1, num_experts, num_ranks), (0,) * num_ranks, terms=terms)
         found[replica_s] = installing_under(experts, loads, GROWING_S / 10).num_moved
     assert found[0.0725] == 4 < found[1e-4], found
@@ -119,18 +144,29 @@ def test_groups_stay_on_their_node_where_balance_allows(num_groups: int) -> None
     placement = spread_by_node(1, NUM_EXPERTS, NUM_RANKS, 0, 2)
     loads = np.array([300, 110, 300, 110, 300, 100, 200, 100])
     terms = ExpertTerms(
-        count_every_steps=1, num_intervals=8, num_intervals_min=4, plan_every_steps=1, moves_share=0.25, target=0.9
-    )  # fmt: skip
+        count_every_steps=1,
+        num_intervals=8,
+        num_intervals_min=4,
+        plan_every_steps=1,
+        moves_share=0.25,
+        target=0.9,
+    )
     experts = ExpertBalancer(placement, (0, 0, 1, 1), terms=terms, num_groups=num_groups)
     slots_RS = installing_under(experts, loads, GROWING_S).slots_RS
-    is_at_home = all(int(expert) // 4 == rank // 2 for rank in range(NUM_RANKS) for expert in slots_RS[rank])
+    is_at_home = all(
+        int(expert) // 4 == rank // 2 for rank in range(NUM_RANKS) for expert in slots_RS[rank]
+    )
     assert is_at_home == (num_groups == 2)
 
 
 def test_a_flip_is_counted_under_the_placement_that_it_made() -> None:
     every = ExpertTerms(
-        count_every_steps=1, num_intervals=12, num_intervals_min=4, plan_every_steps=1, moves_share=0.25
-    )  # fmt: skip
+        count_every_steps=1,
+        num_intervals=12,
+        num_intervals_min=4,
+        plan_every_steps=1,
+        moves_share=0.25,
+    )
     unit = Unit(plain(), [SKEWED], terms=every)
     unit.stage(unit.run())
     for _ in range(2):
@@ -196,7 +232,9 @@ def test_one_hiccup_does_not_end_balancing(what: str) -> None:
     plans = unit.run()
     for rank, plan in plans.items():
         took_s = 20.0 if what == "staging" else 0.01
-        unit.experts.staged(0.0, rank, Staged(1, plan.stage_id, plan.layer, None, len(plan.sources), 0, took_s))
+        unit.experts.staged(
+            0.0, rank, Staged(1, plan.stage_id, plan.layer, None, len(plan.sources), 0, took_s)
+        )
     pause_s = 1.0 if what == "the flip" else 1e-4
     assert unit.done(*unit.send(), elapsed_s=0.01 if what == "staging" else 1.0, pause_s=pause_s)
     for _ in range(40):  # Whatever else this regime has to offer.
@@ -219,9 +257,13 @@ def test_no_step_waits_for_a_look_at_the_whole_placement() -> None:
     placement = Unchecked(NUM_EXPERTS, unit.experts.placement.slot_to_expert_LRS)
     experts = unit.experts
     experts.placement = placement
-    plans = experts.planned(unit.step_id + 1, (DecodePlan(unit.step_id + 1, (), (), ()),) * NUM_RANKS)
+    plans = experts.planned(
+        unit.step_id + 1, (DecodePlan(unit.step_id + 1, (), (), ()),) * NUM_RANKS
+    )
     parts = {
-        rank: StepDone(unit.step_id + 1, (), (), {}, 0.01, slot_counts=bytes(unit.counts[:, rank].size * 8))
+        rank: StepDone(
+            unit.step_id + 1, (), (), {}, 0.01, slot_counts=bytes(unit.counts[:, rank].size * 8)
+        )
         for rank in range(NUM_RANKS)
     }
     assert len(plans[0].flips) == 1
@@ -272,7 +314,10 @@ def test_an_error_abandons_it_and_the_next_try_waits_longer_each_time() -> None:
         unit.now_s += 1000.0
     assert waited_s == [10.5, 40.5, 160.5], "and a half, for splits are tried before moves"
     assert unit.experts.num_replicas_moved == 0
-    assert any("rank 0: CheckpointError: no; nothing is staged for 10 s" in note for note in unit.experts.notes)
+    assert any(
+        "rank 0: CheckpointError: no; nothing is staged for 10 s" in note
+        for note in unit.experts.notes
+    )
 
 
 def test_staging_has_a_deadline_that_a_pause_of_the_leader_moves() -> None:
@@ -295,7 +340,9 @@ def test_traced_steps_are_counted_and_tell_their_balance() -> None:
         assert all(plan.is_counted for plan in sent[1])
         unit.done(*sent)
         ids.append(sent[0])
-    steps = tuple(TracedStep(step_id, "sequential", 1, 5, (), {"kv": 0.5}) for step_id in (*ids, 99))
+    steps = tuple(
+        TracedStep(step_id, "sequential", 1, 5, (), {"kv": 0.5}) for step_id in (*ids, 99)
+    )
     trace = unit.experts.traced(Trace("u", 1, steps))
     for step in trace.steps[:3]:
         measured = pytest.approx(275 / 600)
@@ -318,6 +365,9 @@ def test_counts_of_another_size_are_told_once() -> None:
     unit = Unit(plain(), [SKEWED])
     for step_id in range(1, 9):
         unit.experts.planned(step_id, (DecodePlan(step_id, (), (), ()),) * 4)
-        unit.experts.done(step_id, {rank: StepDone(step_id, (), (), {}, 0.01, slot_counts=b"12") for rank in range(4)})
+        unit.experts.done(
+            step_id,
+            {rank: StepDone(step_id, (), (), {}, 0.01, slot_counts=b"12") for rank in range(4)},
+        )
     assert list(unit.experts.notes) == ["rank 0 counts 2 bytes where (1, 4, 2) slots are"]
     assert len(unit.experts.window) == 0

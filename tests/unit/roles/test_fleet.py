@@ -1,4 +1,6 @@
-"""The fleet by hand: it grows, drains, takes back, replaces; starts that fail, words that are lost, fronts that die."""
+"""The fleet by hand: it grows, drains, takes back, replaces; starts that fail, words that are lost,
+fronts that die.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,25 @@ import pytest
 from hadal.core.errors import InvariantError
 from hadal.core.fleet import Demand, DrainUnit, KeepUnit, UnitFacts
 from hadal.core.messages import Drain, UnitDown, UnitUp
-from hadal.core.seams import FleetEffect, OfferNodes, Send, StartUnit, StopUnit, Tick, WakeAt, WithdrawNodes
+from hadal.core.seams import (
+    FleetEffect,
+    OfferNodes,
+    Send,
+    StartUnit,
+    StopUnit,
+    Tick,
+    WakeAt,
+    WithdrawNodes,
+)
 from hadal.policy.scaling import RoleRules, ScalingRules, Units
-from hadal.roles.fleet import BACKOFF_MAX_S, BACKOFF_S, DRAIN_GRACE_S, RESEND_S, START_TIMEOUT_MIN_S, Fleet
+from hadal.roles.fleet import (
+    BACKOFF_MAX_S,
+    BACKOFF_S,
+    DRAIN_GRACE_S,
+    RESEND_S,
+    START_TIMEOUT_MIN_S,
+    Fleet,
+)
 from hadal.roles.fleet_units import UnitState
 
 PERIOD_S, HOLD_S, DRAIN_S = 10.0, 60.0, 100.0
@@ -22,11 +40,18 @@ class Driver:
 
     def __init__(self, *, num_nodes: int = 60, **options: Any) -> None:
         rules = ScalingRules(
-            RoleRules(2, 1.0, 1, 8), RoleRules(5, 1.0, 1, 6), num_nodes_max=num_nodes, start_s=30.0,
-            period_s=PERIOD_S, hold_s=HOLD_S, margin=0.0,
-        )  # fmt: skip
+            RoleRules(2, 1.0, 1, 8),
+            RoleRules(5, 1.0, 1, 6),
+            num_nodes_max=num_nodes,
+            start_s=30.0,
+            period_s=PERIOD_S,
+            hold_s=HOLD_S,
+            margin=0.0,
+        )
         self.fleet = Fleet(
-            rules, drain_timeout_s=DRAIN_S, **({"prefill_tokens_per_s": 1e3, "decode_tokens_per_s": 1e3} | options)
+            rules,
+            drain_timeout_s=DRAIN_S,
+            **({"prefill_tokens_per_s": 1e3, "decode_tokens_per_s": 1e3} | options),
         )
         self.now_s = 0.0
         self.tokens = [0.0, 0.0]
@@ -52,7 +77,11 @@ class Driver:
         return self.last
 
     def up(self, *units: str) -> list[FleetEffect]:
-        return [e for unit in units for e in self.tell(UnitUp(unit, unit.split("-")[0], f"{self.now_s}", 1, 1))]
+        return [
+            e
+            for unit in units
+            for e in self.tell(UnitUp(unit, unit.split("-")[0], f"{self.now_s}", 1, 1))
+        ]
 
     def down(self, unit: str) -> list[FleetEffect]:
         self.held.pop(unit, None)
@@ -67,9 +96,14 @@ class Driver:
             self.tokens = [self.tokens[0] + prefill * PERIOD_S, self.tokens[1] + decode * PERIOD_S]
             up = [u.name for u in self.fleet.table.in_state(UnitState.UP, UnitState.DRAINING)]
             facts = tuple(
-                UnitFacts(unit, unit.split("-")[0], self.held.get(unit, 0), self.draining.get(unit, 0)) for unit in up
+                UnitFacts(
+                    unit, unit.split("-")[0], self.held.get(unit, 0), self.draining.get(unit, 0)
+                )
+                for unit in up
             )
-            effects += self.tell(Demand(self.epoch, round(self.tokens[0]), round(self.tokens[1]), 0, 0, facts))
+            effects += self.tell(
+                Demand(self.epoch, round(self.tokens[0]), round(self.tokens[1]), 0, 0, facts)
+            )
         return effects
 
     def states(self, role: str = "decode") -> list[str]:
@@ -103,12 +137,19 @@ def stops(effects: list[FleetEffect]) -> list[str]:
 
 
 def sends(effects: list[FleetEffect], kind: type) -> list[Any]:
-    return [effect.message for effect in effects if isinstance(effect, Send) and isinstance(effect.message, kind)]
+    return [
+        effect.message
+        for effect in effects
+        if isinstance(effect, Send) and isinstance(effect.message, kind)
+    ]
 
 
 def test_it_starts_the_floor_and_offers_the_rest() -> None:
     driver = Driver()
-    assert starts(driver.last) == ["prefill-0", "decode-0"] or starts(driver.last) == ["decode-0", "prefill-0"]
+    assert starts(driver.last) == ["prefill-0", "decode-0"] or starts(driver.last) == [
+        "decode-0",
+        "prefill-0",
+    ]
     assert [e for e in driver.last if isinstance(e, OfferNodes)] == [OfferNodes(53)]
     assert len([e for e in driver.last if isinstance(e, WakeAt)]) == 1
 
@@ -185,7 +226,9 @@ def test_failed_starts_back_off_and_one_that_works_ends_it() -> None:
     expected_s = BACKOFF_S
     for _ in range(9):
         assert starts(driver.down("decode-0")) == []
-        (wake,) = [e for e in driver.tell(Tick()) if isinstance(e, WakeAt)] or [WakeAt(driver.now_s)]
+        (wake,) = [e for e in driver.tell(Tick()) if isinstance(e, WakeAt)] or [
+            WakeAt(driver.now_s)
+        ]
         assert wake.time_s <= driver.now_s + expected_s
         driver.now_s += expected_s - 0.25
         assert starts(driver.tell(Tick())) == []
@@ -284,7 +327,9 @@ def test_it_wakes_for_its_reviews_without_being_told_anything() -> None:
     driver.up("prefill-0", "decode-0")
     (wake,) = [e for e in driver.tell(Tick()) if isinstance(e, WakeAt)] or [WakeAt(PERIOD_S)]
     driver.now_s = wake.time_s
-    assert [e.time_s for e in driver.tell(Tick()) if isinstance(e, WakeAt)] == [wake.time_s + PERIOD_S]
+    assert [e.time_s for e in driver.tell(Tick()) if isinstance(e, WakeAt)] == [
+        wake.time_s + PERIOD_S
+    ]
 
 
 def test_strangers_and_what_it_cannot_take() -> None:

@@ -1,4 +1,6 @@
-"""Samples out of counters: nothing counted twice, nothing invented when a front starts anew; a day is learned."""
+"""Samples out of counters: nothing counted twice, nothing invented when a front starts anew; a day
+is learned.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_only_the_last_samples_are_kept() -> None:
 
 
 def test_an_hour_that_was_not_seen_is_not_learned() -> None:
-    """From 1:30 to 4:10 nothing is heard of a front that goes on: what it says then is not the fifth hour's."""
+    """From 1:30 to 4:10 nothing is heard of a front that goes on: what it says then is not the
+    fifth hour's.
+    """
     meter = DemandMeter(60.0)
     for minute in range(28 * 60 + 30):
         if not 90 < minute < 250:

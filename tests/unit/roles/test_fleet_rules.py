@@ -15,13 +15,16 @@ from hadal.roles.fleet_rules import make_fleet, rules_of
 
 def deployment(**fields: Any) -> Deployment:
     return Deployment(
-        prefill=UnitsConfig(units=2, ranks=32), decode=UnitsConfig(ranks=144),
+        prefill=UnitsConfig(units=2, ranks=32),
+        decode=UnitsConfig(ranks=144),
         fleet=FleetConfig("auto", **fields),
-    )  # fmt: skip
+    )
 
 
 def test_units_are_the_floor_and_the_fleets_table_says_the_most() -> None:
-    rules = rules_of(deployment(prefill_max=29, decode_max=9, bundle_prefill=3, bundle_decode=1, start_s=300.0))
+    rules = rules_of(
+        deployment(prefill_max=29, decode_max=9, bundle_prefill=3, bundle_decode=1, start_s=300.0)
+    )
     assert (rules.floor, rules.num_nodes_max) == (Units(2, 1), 278)
     assert (rules.prefill.unit_nodes, rules.decode.unit_nodes, rules.decode.num_max) == (4, 18, 9)
     assert (rules.prefill.num_bundle, rules.decode.num_bundle, rules.start_s) == (3, 1, 300.0)
@@ -40,7 +43,11 @@ def test_a_unit_that_shares_a_node_counts_as_one() -> None:
 
 def test_the_fleet_starts_with_the_floor() -> None:
     effects = make_fleet(deployment(prefill_max=4), 0.0).start(0.0)
-    assert {e.unit for e in effects if isinstance(e, StartUnit)} == {"prefill-0", "prefill-1", "decode-0"}
+    assert {e.unit for e in effects if isinstance(e, StartUnit)} == {
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+    }
 
 
 @pytest.mark.parametrize(
@@ -56,8 +63,14 @@ def test_the_fleet_starts_with_the_floor() -> None:
         ({"hold_s": -1.0}, "fleet.hold_s is -1; 0 to 86400 s"),
         ({"hold_s": 1e6}, "fleet.hold_s is 1e.*; 0 to 86400 s"),
         ({"hold_s": 1e12}, "fleet.hold_s is 1000000000000.0; 2,678,400 can be at most"),
-        ({"decode_max": -1}, "decode_max, bundle_decode and decode_tokens_per_s are numbers from 0 on"),
-        ({"prefill_tokens_per_s": float("nan")}, "fleet.prefill_tokens_per_s is nan; 1,000,000,000,000,000 can be"),
+        (
+            {"decode_max": -1},
+            "decode_max, bundle_decode and decode_tokens_per_s are numbers from 0 on",
+        ),
+        (
+            {"prefill_tokens_per_s": float("nan")},
+            "fleet.prefill_tokens_per_s is nan; 1,000,000,000,000,000 can be",
+        ),
         ({"bundle_prefill": 3}, "a bundle has units of both roles"),
         ({"decode_tokens_per_s": -1.0}, "decode_tokens_per_s are numbers from 0 on"),
     ],

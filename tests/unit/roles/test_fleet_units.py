@@ -25,7 +25,9 @@ CAN = {
 
 
 @pytest.mark.parametrize(("state", "move"), list(product(S, M)))
-def test_the_table_says_what_can_happen_and_the_rest_raises(state: UnitState, move: UnitMove) -> None:
+def test_the_table_says_what_can_happen_and_the_rest_raises(
+    state: UnitState, move: UnitMove
+) -> None:
     if (state, move) in CAN:
         assert next_state(state, move) is CAN[state, move]
         return
@@ -44,9 +46,16 @@ def test_nodes_are_owned_from_the_start_to_the_end() -> None:
     assert list(table.by_name) == ["prefill-0", "prefill-1", "decode-0"]
     unit = table.by_name["prefill-1"]
     for move, num_owning, num_working in (
-        (M.START, 1, 1), (M.READY, 1, 1), (M.DRAIN, 1, 0), (M.STOP, 1, 0), (M.END, 0, 0),
-    ):  # fmt: skip
+        (M.START, 1, 1),
+        (M.READY, 1, 1),
+        (M.DRAIN, 1, 0),
+        (M.STOP, 1, 0),
+        (M.END, 0, 0),
+    ):
         table.move(unit, move, 3.0)
-        assert (table.num_owning("prefill"), table.num_working("prefill")) == (num_owning, num_working)
+        assert (table.num_owning("prefill"), table.num_working("prefill")) == (
+            num_owning,
+            num_working,
+        )
         assert table.num_owning("decode") == 0
         assert unit.since_s == 3.0

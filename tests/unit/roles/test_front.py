@@ -1,4 +1,6 @@
-"""Front by hand: a request's way through, limits, retries, stale answers, units that come and go."""
+"""Front by hand: a request's way through, limits, retries, stale answers, units that come and
+go.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ LEASE = KvLease("pool", (1,), (0,), 10)
 
 def front(*, units: bool = True, max_context: int = 1000, **limits: Any) -> Front:
     made = Front(
-        Deployment(limits=LimitsConfig(**limits), unit_timeout_s=5.0), epoch="f1", max_context=max_context
+        Deployment(limits=LimitsConfig(**limits), unit_timeout_s=5.0),
+        epoch="f1",
+        max_context=max_context,
     )
     if units:
         made.handle(0.0, UnitUp("prefill-0", "prefill", "p1", 20, 4))
@@ -53,8 +57,12 @@ def front(*, units: bool = True, max_context: int = 1000, **limits: Any) -> Fron
     return made
 
 
-def first_token(name: str = "a", *, attempt: int = 0, index: int = 0, finish: str | None = None) -> PrefillDone:
-    return PrefillDone("prefill-0", Token(name, attempt, index, 50, finish), None if finish else LEASE)
+def first_token(
+    name: str = "a", *, attempt: int = 0, index: int = 0, finish: str | None = None
+) -> PrefillDone:
+    return PrefillDone(
+        "prefill-0", Token(name, attempt, index, 50, finish), None if finish else LEASE
+    )
 
 
 def tokens(made: Front, name: str, index: int, *, finish: str | None = None) -> Tokens:
@@ -88,11 +96,15 @@ def test_a_request_goes_all_the_way() -> None:
     assert [(d.tokens[0].index, d.final) for d in of(effects, Deliver)] == [(0, False)]
     (decode,) = sent(effects, Decode)
     assert (decode.generation.output, decode.lease) == ((50,), LEASE)
-    assert of(made.handle(0.2, Pulled("decode-0", "a", 0)), Send) == [Send("prefill-0", Release("a", 0))]
+    assert of(made.handle(0.2, Pulled("decode-0", "a", 0)), Send) == [
+        Send("prefill-0", Release("a", 0))
+    ]
     made.handle(0.3, tokens(made, "a", 1))
     ok(made)
     effects = made.handle(0.4, tokens(made, "a", 2, finish="length"))
-    assert [(d.tokens[0].index, d.final, d.error) for d in of(effects, Deliver)] == [(2, True, None)]
+    assert [(d.tokens[0].index, d.final, d.error) for d in of(effects, Deliver)] == [
+        (2, True, None)
+    ]
     assert made.idle
     assert (made.totals.finished, made.totals.tokens_in, made.totals.tokens_out) == (1, 10, 3)
     ok(made)
@@ -144,7 +156,9 @@ def test_what_is_turned_away_before_it_is_submitted_is_asked_for_all_the_same() 
     made.handle(0.0, TurnedAway(2, 30))
     made.handle(0.0, TurnedAway(1))
     assert (made.totals.submitted, made.totals.refused) == (6, 4)
-    assert made.totals.tokens_refused == 20 + 30 + 8, "prompts that nobody read are as long as others"
+    assert made.totals.tokens_refused == 20 + 30 + 8, (
+        "prompts that nobody read are as long as others"
+    )
     assert made.fleet.demand().tokens_in == 16 + 58
     made.handle(0.0, Drain())
     made.handle(0.0, TurnedAway(1, 5))
@@ -154,7 +168,9 @@ def test_what_is_turned_away_before_it_is_submitted_is_asked_for_all_the_same() 
 
 def test_what_would_not_wait_needs_no_room_in_the_queue() -> None:
     made = front(max_queued=2)
-    assert made.refusal(0.0, "a", 7) is None, "four slots, one more ahead of them, and two that wait"
+    assert made.refusal(0.0, "a", 7) is None, (
+        "four slots, one more ahead of them, and two that wait"
+    )
     assert made.refusal(0.0, "a", 8) is not None
     made.handle(0.0, Drain())
     refusal = made.refusal(0.0, "a", 1)
@@ -174,9 +190,13 @@ def test_what_can_never_be_served_is_refused(impossible: Generation) -> None:
 def test_a_prompt_larger_than_the_pools_is_refused_and_others_are_capped() -> None:
     made = front(max_context=10_000)
     assert finals(made.handle(0.0, Submit(generation(prompt=20 * 64 + 1)))) == [("a", 400)]
-    (prefill,) = sent(made.handle(0.0, Submit(generation("b", 20 * 64 - 3, max_tokens=100))), Prefill)
+    (prefill,) = sent(
+        made.handle(0.0, Submit(generation("b", 20 * 64 - 3, max_tokens=100))), Prefill
+    )
     assert prefill.generation.max_tokens == 4
-    (prefill,) = sent(front(max_context=50).handle(0.0, Submit(generation("c", 40, max_tokens=100))), Prefill)
+    (prefill,) = sent(
+        front(max_context=50).handle(0.0, Submit(generation("c", 40, max_tokens=100))), Prefill
+    )
     assert prefill.generation.max_tokens == 10
 
 
@@ -240,13 +260,19 @@ def test_cancel_tells_the_units_that_hold_it() -> None:
     made.handle(0.0, Submit(generation("b")))
     made.handle(0.1, first_token("b"))
     effects = made.handle(0.2, Cancel("b", 0))
-    assert of(effects, Send) == [Send("prefill-0", Release("b", 0)), Send("decode-0", Cancel("b", 0))]
+    assert of(effects, Send) == [
+        Send("prefill-0", Release("b", 0)),
+        Send("decode-0", Cancel("b", 0)),
+    ]
     assert made.handle(0.2, Cancel("b", 0)) == []
     ok(made)
 
 
 def test_the_end_says_where_a_request_was_worked_on() -> None:
-    """Finished at once or later, cancelled anywhere, after a retry; what was not let in was nowhere."""
+    """Finished at once or later, cancelled anywhere, after a retry; what was not let in was
+    nowhere.
+    """
+
     def closing(effects: list[Effect]) -> Closing | None:
         (end,) = [deliver for deliver in of(effects, Deliver) if deliver.final]
         return end.closing
@@ -256,7 +282,9 @@ def test_the_end_says_where_a_request_was_worked_on() -> None:
     assert closing(made.handle(0.0, Submit(generation("refused")))) is None
     assert closing(made.handle(0.1, first_token(finish="length"))) == Closing("prefill-0", "", 0)
     made = decoding(front(), max_tokens=9)
-    assert closing(made.handle(0.3, tokens(made, "a", 1, finish="stop"))) == Closing("prefill-0", "decode-0", 0)
+    assert closing(made.handle(0.3, tokens(made, "a", 1, finish="stop"))) == Closing(
+        "prefill-0", "decode-0", 0
+    )
     made = decoding(front())
     made.handle(0.3, Returned("decode-0", "a", 0, "preempted"))
     assert closing(made.handle(0.4, Cancel("a", -1))) == Closing("prefill-0", "", 1)
@@ -302,7 +330,9 @@ def test_a_load_of_an_unknown_life_is_asked_who_it_is() -> None:
 
 
 def listen(made: Front, from_s: float, to_s: float, *, waited_share: float) -> list[UnitDown]:
-    """Only prefill-0 is heard; what the other's host sees is asked for and told. Returns what was given up."""
+    """Only prefill-0 is heard; what the other's host sees is asked for and told. Returns what was
+    given up.
+    """
     downs: list[UnitDown] = []
     while from_s < to_s:
         from_s += 0.5
@@ -340,7 +370,12 @@ def test_what_the_front_did_not_hear_while_it_stood_still_is_nobodys_silence() -
 def test_priority_passes_those_that_have_not_waited_much_longer() -> None:
     made = front(max_running=1)
     made.handle(0.0, Submit(generation("first")))
-    for at_s, name, priority in ((1.0, "a", 0), (2.0, "b", 1), (3.0, "c", -1), (1.5 + AGE_S, "d", 1)):
+    for at_s, name, priority in (
+        (1.0, "a", 0),
+        (2.0, "b", 1),
+        (3.0, "c", -1),
+        (1.5 + AGE_S, "d", 1),
+    ):
         request = msgspec.structs.replace(generation(name), priority=priority, arrived_s=99.0)
         made.handle(at_s, Submit(request))
     order = []
@@ -349,7 +384,9 @@ def test_priority_passes_those_that_have_not_waited_much_longer() -> None:
         done = made.handle(now_s, first_token(name, finish="length"))
         placed = sent(done, Prefill)
         name = placed[0].generation.request_id if placed else ""
-        order += [(m.generation.request_id, m.generation.arrived_s, m.generation.priority) for m in placed]
+        order += [
+            (m.generation.request_id, m.generation.arrived_s, m.generation.priority) for m in placed
+        ]
         ok(made)
     assert order == [("b", 2.0, 1), ("a", 1.0, 0), ("d", 1.5 + AGE_S, 1), ("c", 3.0, -1)]
 
@@ -369,7 +406,12 @@ def test_prefill_goes_to_the_unit_that_will_be_done_first() -> None:
         made.handle(0.0, Load(name, epoch, 20, 0, 0, 4, 0, token_s=token_s, pair_s=1e-9))
     # Ten times as fast: the first three together are done there before one is at the other.
     placed = [made.handle(0.0, Submit(generation(name, 300))) for name in "abc"]
-    to = [effect.to for effects in placed for effect in of(effects, Send) if isinstance(effect.message, Prefill)]
+    to = [
+        effect.to
+        for effects in placed
+        for effect in of(effects, Send)
+        if isinstance(effect.message, Prefill)
+    ]
     assert to == ["prefill-1"] * 3
     ok(made)
 
@@ -409,7 +451,9 @@ def test_queue_full_waits_without_counting() -> None:
 def test_too_long_for_a_unit_is_an_error() -> None:
     made = front()
     made.handle(0.0, Submit(generation()))
-    assert finals(made.handle(0.1, Returned("prefill-0", "a", 0, "too long: 99 tokens"))) == [("a", 400)]
+    assert finals(made.handle(0.1, Returned("prefill-0", "a", 0, "too long: 99 tokens"))) == [
+        ("a", 400)
+    ]
 
 
 def test_an_expired_lease_cancels_the_pull() -> None:
@@ -423,7 +467,9 @@ def test_an_expired_lease_cancels_the_pull() -> None:
 
 def test_stale_answers_are_dropped_and_their_senders_told() -> None:
     made = decoding(front())
-    assert of(made.handle(0.3, Pulled("decode-0", "z", 0)), Send) == [Send("decode-0", Cancel("z", 0))]
+    assert of(made.handle(0.3, Pulled("decode-0", "z", 0)), Send) == [
+        Send("decode-0", Cancel("z", 0))
+    ]
     assert of(made.handle(0.3, first_token("z")), Send) == [Send("prefill-0", Release("z", 0))]
     assert made.handle(0.3, Returned("decode-0", "a", 7, "preempted")) == []
     ok(made)
@@ -508,7 +554,9 @@ def taken_over(made: Front, now_s: float, *held: int) -> list[Effect]:
     return effects
 
 
-def test_requests_wait_for_the_leader_that_takes_their_ranks_over_and_go_on_where_they_were() -> None:
+def test_requests_wait_for_the_leader_that_takes_their_ranks_over_and_go_on_where_they_were() -> (
+    None
+):
     made = decoding(front())
     made.handle(0.3, tokens(made, "a", 1))
     assert sent(made.handle(0.4, LeaderDown("decode-0", "killed")), Prefill) == []
@@ -520,7 +568,12 @@ def test_requests_wait_for_the_leader_that_takes_their_ranks_over_and_go_on_wher
     assert [effect.to for effect in of(effects, Send)] == ["decode-0", "decode-0", "prefill-0"]
     (resume,) = sent(effects, Resume)
     (going,) = resume.generations
-    assert (going.output, going.ticket, going.attempt, resume.is_last) == ((50, 61), ticket(made, "a"), 0, True)
+    assert (going.output, going.ticket, going.attempt, resume.is_last) == (
+        (50, 61),
+        ticket(made, "a"),
+        0,
+        True,
+    )
     made.handle(1.1, tokens(made, "a", 2))
     assert made.requests.by_id["a"].state == "decoding"
     assert made.totals.retries == 0

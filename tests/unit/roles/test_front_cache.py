@@ -1,4 +1,6 @@
-"""The front's summary of the units' caches: by hand, at random beside the truth, and in a front that routes by it."""
+"""The front's summary of the units' caches: by hand, at random beside the truth, and in a front
+that routes by it.
+"""
 
 from __future__ import annotations
 
@@ -110,8 +112,10 @@ def test_check_sees_units_that_are_not_up_and_too_many_names() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, fresh().getrandbits(32)])
 def test_lost_doubled_and_late_messages_cost_nothing_but_a_guess(seed: int) -> None:
-    """A unit that caches and evicts at random over a wire that loses, doubles and reorders, and dies now and then:
-    the summary never has more than the unit's pools, and equals the unit whenever it says all there is."""
+    """A unit that caches and evicts at random over a wire that loses, doubles and reorders, and
+    dies now and then: the summary never has more than the unit's pools, and equals the unit
+    whenever it says all there is.
+    """
     random_of = random.Random(seed)
     names = list(split(CHAIN + OTHER))
     made, limit, life = FrontCache(), 10, 0
@@ -147,7 +151,9 @@ def test_lost_doubled_and_late_messages_cost_nothing_but_a_guess(seed: int) -> N
 
 
 def test_a_name_takes_little_memory() -> None:
-    """A unit of DeepSeek-V3's prefill has about 100,000 blocks; the front holds the names of several such units."""
+    """A unit of DeepSeek-V3's prefill has about 100,000 blocks; the front holds the names of
+    several such units.
+    """
     made, num_names = FrontCache(), 50_000
     made.up("p0", "e", num_names)
     names = random.Random(1).randbytes(16 * num_names)
@@ -170,16 +176,26 @@ def front() -> Front:
     return made
 
 
-def submit(made: Front, name: str, num_prompt: int = 200, salt: bytes = b"s") -> tuple[str, Prefill]:
+def submit(
+    made: Front, name: str, num_prompt: int = 200, salt: bytes = b"s"
+) -> tuple[str, Prefill]:
     """Where it went, and what was sent there."""
-    effects = made.handle(0.0, Submit(msgspec.structs.replace(generation(name, num_prompt, max_tokens=99), salt=salt)))
+    effects = made.handle(
+        0.0, Submit(msgspec.structs.replace(generation(name, num_prompt, max_tokens=99), salt=salt))
+    )
     (send,) = [effect for effect in of(effects, Send) if isinstance(effect.message, Prefill)]
     assert isinstance(send.message, Prefill)
     return send.to, send.message
 
 
 def done(
-    unit: str, name: str, *, attempt: int = 0, index: int = 0, finish: str | None = None, **more: int
+    unit: str,
+    name: str,
+    *,
+    attempt: int = 0,
+    index: int = 0,
+    finish: str | None = None,
+    **more: int,
 ) -> PrefillDone:
     lease = None if finish else KvLease("pool", (1,), (0,), 10)
     return PrefillDone(unit, Token(name, attempt, index, 50, finish), lease, **more)
@@ -228,7 +244,9 @@ def test_a_retry_goes_on_with_the_chain_it_had(monkeypatch: pytest.MonkeyPatch) 
     assert len(whole) == 2 * 16
     made.handle(0.2, Pulled("decode-0", "a", 0))
     for index in range(1, 66):
-        made.handle(0.3, tokens_message("decode-0", [(decode.generation.ticket, index, 60 + index, None)]))
+        made.handle(
+            0.3, tokens_message("decode-0", [(decode.generation.ticket, index, 60 + index, None)])
+        )
     given: list[bytes] = []
 
     def noted(root: bytes, chain: bytes, *rest: Any) -> bytes:
@@ -273,7 +291,12 @@ def test_hits_of_one_token_and_never_more_than_the_prompt() -> None:
 
 
 def test_without_a_cache_nothing_is_named() -> None:
-    made = Front(Deployment(cache=CacheConfig(memory="off")), epoch="f1", max_context=10_000, fingerprint="f0")
+    made = Front(
+        Deployment(cache=CacheConfig(memory="off")),
+        epoch="f1",
+        max_context=10_000,
+        fingerprint="f0",
+    )
     for name in ("prefill-0", "decode-0"):
         made.handle(0.0, UnitUp(name, name.split("-")[0], "e", 100, 8))
     assert submit(made, "a")[1].generation.chain == b""

@@ -1,4 +1,6 @@
-"""The front drains a unit: nothing new goes there, what it holds ends there or, at the deadline, goes on elsewhere."""
+"""The front drains a unit: nothing new goes there, what it holds ends there or, at the deadline,
+goes on elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,13 @@ def front(*, mode: str = AUTO, slots: int = 4, max_queued: int = 512) -> Front:
     """Two units of each role, all up."""
     made = Front(
         Deployment(
-            fleet=FleetConfig(mode, prefill_max=2, decode_max=2), limits=LimitsConfig(max_queued=max_queued),
+            fleet=FleetConfig(mode, prefill_max=2, decode_max=2),
+            limits=LimitsConfig(max_queued=max_queued),
             unit_timeout_s=1000.0,
-        ), epoch="f1", max_context=1000,
-    )  # fmt: skip
+        ),
+        epoch="f1",
+        max_context=1000,
+    )
     for index in range(2):
         made.handle(0.0, UnitUp(f"prefill-{index}", "prefill", f"p{index}", 20, slots))
         made.handle(0.0, UnitUp(f"decode-{index}", "decode", f"d{index}", 20, slots))
@@ -49,7 +54,11 @@ def front(*, mode: str = AUTO, slots: int = 4, max_queued: int = 512) -> Front:
 
 def decoding(made: Front, name: str, now_s: float = 0.0) -> str:
     """Bring a request to decode; returns its decode unit."""
-    (effect,) = [e for e in of(made.handle(now_s, Submit(generation(name, max_tokens=9))), Send) if is_(e, Prefill)]
+    (effect,) = [
+        e
+        for e in of(made.handle(now_s, Submit(generation(name, max_tokens=9))), Send)
+        if is_(e, Prefill)
+    ]
     effects = made.handle(now_s, PrefillDone(effect.to, Token(name, 0, 0, 50), LEASE))
     (effect,) = [e for e in of(effects, Send) if is_(e, Decode)]
     made.handle(now_s, Pulled(effect.to, name, 0))
@@ -72,7 +81,9 @@ def demand(made: Front, now_s: float) -> Demand:
 
 
 def held(made: Front, now_s: float) -> dict[str, tuple[int, int]]:
-    return {facts.unit: (facts.drain_number, facts.num_requests) for facts in demand(made, now_s).units}
+    return {
+        facts.unit: (facts.drain_number, facts.num_requests) for facts in demand(made, now_s).units
+    }
 
 
 def ok(made: Front) -> None:
@@ -128,8 +139,10 @@ def test_a_prefill_unit_holds_leased_kv_until_it_was_pulled() -> None:
     made.handle(0.0, DrainUnit(effect.to, 60.0, 3))
     assert held(made, 1.0)[effect.to] == (3, 1)
     (decode,) = [
-        e for e in of(made.handle(1.1, PrefillDone(effect.to, Token("a", 0, 0, 50), LEASE)), Send) if is_(e, Decode)
-    ]  # fmt: skip
+        e
+        for e in of(made.handle(1.1, PrefillDone(effect.to, Token("a", 0, 0, 50), LEASE)), Send)
+        if is_(e, Decode)
+    ]
     assert held(made, 2.0)[effect.to] == (3, 1)
     made.handle(2.1, Pulled(decode.to, "a", 0))
     assert held(made, 3.0)[effect.to] == (3, 0)
@@ -150,17 +163,23 @@ def test_a_prefill_unit_past_its_deadline_lets_go_of_what_is_being_pulled() -> N
 
 def test_a_prompt_whose_kv_was_to_go_there_goes_elsewhere_at_no_cost() -> None:
     made = front()
-    (prefill,) = [e for e in of(made.handle(0.0, Submit(generation(prompt=200))), Send) if is_(e, Prefill)]
+    (prefill,) = [
+        e for e in of(made.handle(0.0, Submit(generation(prompt=200))), Send) if is_(e, Prefill)
+    ]
     lease = KvLease("pool", (1, 2), (0, 0), 128)
     (ahead,) = [
-        e for e in of(made.handle(0.1, PrefillAhead(prefill.to, "a", 0, lease)), Send) if is_(e, Ahead)
-    ]  # fmt: skip
+        e
+        for e in of(made.handle(0.1, PrefillAhead(prefill.to, "a", 0, lease)), Send)
+        if is_(e, Ahead)
+    ]
     effects = made.handle(0.2, DrainUnit(ahead.to, 60.0, 1))
     assert of(effects, Send) == [Send(ahead.to, Cancel("a", 0))]
     assert held(made, 1.0)[ahead.to] == (1, 0)
     (decode,) = [
-        e for e in of(made.handle(1.1, PrefillDone(prefill.to, Token("a", 0, 0, 50), LEASE)), Send) if is_(e, Decode)
-    ]  # fmt: skip
+        e
+        for e in of(made.handle(1.1, PrefillDone(prefill.to, Token("a", 0, 0, 50), LEASE)), Send)
+        if is_(e, Decode)
+    ]
     assert decode.to != ahead.to
     assert made.requests.by_id["a"].attempt == 0
     ok(made)
@@ -203,7 +222,12 @@ def test_a_unit_that_dies_while_it_drains_is_forgotten_and_its_next_life_is_open
 def test_demand_says_all_there_is_at_every_beat() -> None:
     made = front(slots=1, max_queued=1)
     first = demand(made, 0.0)
-    assert (first.tokens_in, first.tokens_out, first.tokens_waiting, first.outputs_waiting) == (0, 0, 0, 0)
+    assert (first.tokens_in, first.tokens_out, first.tokens_waiting, first.outputs_waiting) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert sent(made.handle(0.1, Tick()), Demand) == []  # Not before the next beat.
     for index in range(2):
         unit = decoding(made, f"r{index}")
@@ -222,7 +246,9 @@ def test_what_is_refused_for_want_of_room_was_asked_for() -> None:
     made = front(slots=1, max_queued=1)
     refusals: list[Effect] = []
     for index in range(12):
-        refusals += [d for d in of(made.handle(0.0, Submit(generation(f"r{index}"))), Deliver) if d.final]
+        refusals += [
+            d for d in of(made.handle(0.0, Submit(generation(f"r{index}"))), Deliver) if d.final
+        ]
     assert refusals
     assert demand(made, 1.0).tokens_in == 120
 
@@ -232,11 +258,15 @@ def test_without_a_fleet_nobody_is_told() -> None:
 
 
 def test_a_unit_that_comes_up_hears_of_the_front_before_it_is_given_anything() -> None:
-    """A unit drops all it holds when it first hears of a front. A late word of its last life had the front ask who is
-    there, after it had sent requests: they were dropped, and hung (swarm seed 326)."""
+    """A unit drops all it holds when it first hears of a front. A late word of its last life had
+    the front ask who is there, after it had sent requests: they were dropped, and hung (swarm seed
+    326).
+    """
     made = Front(Deployment(), epoch="f1", max_context=1000)
     made.handle(0.0, Submit(generation()))
     made.handle(0.1, UnitUp("decode-0", "decode", "d1", 20, 4))
     effects = made.handle(0.1, UnitUp("prefill-0", "prefill", "p2", 20, 4))
     assert [type(effect.message) for effect in of(effects, Send)] == [FrontUp, Prefill]
-    assert sent(made.handle(0.2, UnitUp("prefill-0", "prefill", "p2", 20, 4)), FrontUp) == []  # Its answer to that.
+    assert (
+        sent(made.handle(0.2, UnitUp("prefill-0", "prefill", "p2", 20, 4)), FrontUp) == []
+    )  # Its answer to that.

@@ -1,4 +1,6 @@
-"""Hints at the front: whom they are passed on to, and that whoever was told hears of the end exactly once."""
+"""Hints at the front: whom they are passed on to, and that whoever was told hears of the end
+exactly once.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,13 @@ from hadal.roles.front import Front
 from tests.unit.roles.driving import finals, generation, sent
 
 
-def front(*, num_decode: int = 1, early_pull: str = "auto", prompt: int = 200, **options: Any) -> Front:
+def front(
+    *, num_decode: int = 1, early_pull: str = "auto", prompt: int = 200, **options: Any
+) -> Front:
     """One request is being prefilled."""
-    made = Front(Deployment(early_pull=early_pull, unit_timeout_s=50.0), epoch="f1", max_context=5000)
+    made = Front(
+        Deployment(early_pull=early_pull, unit_timeout_s=50.0), epoch="f1", max_context=5000
+    )
     handle(made, UnitUp("prefill-0", "prefill", "p1", 60, 4))
     for index in range(num_decode):
         handle(made, UnitUp(f"decode-{index}", "decode", "d1", 60, 4))
@@ -54,7 +60,11 @@ def first_token(attempt: int = 0, finish: str | None = None) -> PrefillDone:
 
 
 def to(effects: list[Effect], kind: type) -> list[str]:
-    return [effect.to for effect in effects if isinstance(effect, Send) and isinstance(effect.message, kind)]
+    return [
+        effect.to
+        for effect in effects
+        if isinstance(effect, Send) and isinstance(effect.message, kind)
+    ]
 
 
 def used(made: Front, unit: str = "decode-0") -> tuple[int, int]:
@@ -62,10 +72,16 @@ def used(made: Front, unit: str = "decode-0") -> tuple[int, int]:
     return known.num_requests, known.num_blocks_used
 
 
-def test_a_hint_goes_to_a_unit_that_counts_the_request_and_later_ones_and_decode_to_the_same() -> None:
+def test_a_hint_goes_to_a_unit_that_counts_the_request_and_later_ones_and_decode_to_the_same() -> (
+    None
+):
     made = front(num_decode=2)
     (ahead,) = sent(handle(made, hint(64)), Ahead)
-    assert (ahead.generation.prompt, ahead.generation.output, ahead.lease) == (tuple(range(100, 300)), (), hint().lease)
+    assert (ahead.generation.prompt, ahead.generation.output, ahead.lease) == (
+        tuple(range(100, 300)),
+        (),
+        hint().lease,
+    )
     assert (used(made), used(made, "decode-1")) == ((1, 4), (0, 0))
     made.units.by_name["decode-0"].changed()
     made.units.by_name["decode-0"].num_requests_max = 1  # Whoever would be chosen now is the other.
@@ -87,7 +103,11 @@ def test_the_first_token_may_need_another_block_at_the_unit() -> None:
 
 def test_hints_that_are_late_stale_doubled_or_of_others_are_ignored() -> None:
     made = front()
-    assert sent(handle(made, hint(attempt=1)), Ahead) == sent(handle(made, hint(unit="prefill-1")), Ahead) == []
+    assert (
+        sent(handle(made, hint(attempt=1)), Ahead)
+        == sent(handle(made, hint(unit="prefill-1")), Ahead)
+        == []
+    )
     assert len(sent(handle(made, hint(128)), Ahead)) == 1
     assert sent(handle(made, hint(128)), Ahead) == sent(handle(made, hint(64)), Ahead) == []
     handle(made, first_token())
@@ -113,9 +133,13 @@ def test_a_hint_with_little_news_is_left_for_the_next() -> None:
 def test_a_unit_that_was_told_hears_once_that_it_is_over(is_told: bool) -> None:
     told = ["decode-0"] if is_told else []
     for end in (
-        Cancel("a", 0), Returned("prefill-0", "a", 0, "step failed: x"), UnitDown("prefill-0", "died"), Tick(),
-        first_token(finish="stop"), PrefillDone("prefill-0", Token("a", 0, 7, 50), hint().lease),
-    ):  # fmt: skip
+        Cancel("a", 0),
+        Returned("prefill-0", "a", 0, "step failed: x"),
+        UnitDown("prefill-0", "died"),
+        Tick(),
+        first_token(finish="stop"),
+        PrefillDone("prefill-0", Token("a", 0, 7, 50), hint().lease),
+    ):
         made = front()
         if is_told:
             handle(made, hint())
@@ -142,7 +166,9 @@ def test_a_retry_is_hinted_anew() -> None:
     assert used(made) == (1, 4)
 
 
-@pytest.mark.parametrize("event", [UnitDown("decode-0", "died"), Returned("decode-0", "a", 0, "rank lost")])
+@pytest.mark.parametrize(
+    "event", [UnitDown("decode-0", "died"), Returned("decode-0", "a", 0, "rank lost")]
+)
 def test_losing_the_decode_unit_costs_a_prompt_nothing(event: UnitDown | Returned) -> None:
     made = front(num_decode=2)
     handle(made, hint(128))

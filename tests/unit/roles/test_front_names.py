@@ -26,7 +26,9 @@ def test_a_chain_names_the_full_blocks_and_grows_with_the_output() -> None:
 
 
 def test_what_is_named_is_not_named_again() -> None:
-    """What stands in the chain is continued, whatever it is: a marker there shows in what comes after."""
+    """What stands in the chain is continued, whatever it is: a marker there shows in what comes
+    after.
+    """
     marked = msgspec.structs.replace(generation(prompt=128), chain=b"m" * 16)
     names = list(split(NAMES.named(marked).chain))
     assert names[0] == b"m" * 16
@@ -35,10 +37,20 @@ def test_what_is_named_is_not_named_again() -> None:
 
 def test_public_blocks_are_everybodys() -> None:
     chains = [
-        list(split(NAMES.named(msgspec.structs.replace(generation(prompt=256), salt=salt, num_public=191)).chain))
+        list(
+            split(
+                NAMES.named(
+                    msgspec.structs.replace(generation(prompt=256), salt=salt, num_public=191)
+                ).chain
+            )
+        )
         for salt in (b"one", b"two")
     ]
-    assert chains[0][:2] == chains[1][:2] == list(split(extend(ROOT, b"", generation(prompt=128).prompt, PUBLIC)))
+    assert (
+        chains[0][:2]
+        == chains[1][:2]
+        == list(split(extend(ROOT, b"", generation(prompt=128).prompt, PUBLIC)))
+    )
     assert not set(chains[0][2:]) & set(chains[1][2:]), "the third is public but for a token"
 
 

@@ -35,8 +35,15 @@ def test_one_that_comes_back_is_ahead_of_those_that_came_after_it() -> None:
 
 def test_priority_is_worth_so_much_waiting_and_no_more() -> None:
     book = RequestBook()
-    for name, arrived_s, priority in (("a", 0.0, 0), ("b", 1.0, 1), ("c", 2 * AGE_S + 1.0, 2), ("d", 0.0, 0)):
-        book.add(msgspec.structs.replace(generation(name), arrived_s=arrived_s, priority=priority), 100.0)
+    for name, arrived_s, priority in (
+        ("a", 0.0, 0),
+        ("b", 1.0, 1),
+        ("c", 2 * AGE_S + 1.0, 2),
+        ("d", 0.0, 0),
+    ):
+        book.add(
+            msgspec.structs.replace(generation(name), arrived_s=arrived_s, priority=priority), 100.0
+        )
     order = []
     while (record := book.next_queued(0.0)) is not None:
         order.append(record.request_id)
@@ -56,7 +63,10 @@ def test_without_text_only_the_length_of_what_was_streamed_is_kept() -> None:
     asked = msgspec.structs.replace(generation("a"), output=(7, 8, 9))
     record = book.add(asked, 100.0, keeps_text=False)
     assert (record.output, record.num_output) == ([], 3)
-    assert (book.add(msgspec.structs.replace(asked, request_id="b"), 100.0).output, book.check()) == ([7, 8, 9], [])
+    assert (
+        book.add(msgspec.structs.replace(asked, request_id="b"), 100.0).output,
+        book.check(),
+    ) == ([7, 8, 9], [])
 
 
 def of_tenant(book: RequestBook, name: str, tenant: str, arrived_s: float) -> Record:

@@ -49,7 +49,9 @@ def test_a_prompt_goes_where_its_prefix_is() -> None:
     assert made.prefill_unit(record) == ("prefill-1", 128)
 
 
-@pytest.mark.parametrize(("num_prompt", "num_cached"), [(63, 0), (64, 0), (65, 64), (128, 64), (129, 128)])
+@pytest.mark.parametrize(
+    ("num_prompt", "num_cached"), [(63, 0), (64, 0), (65, 64), (128, 64), (129, 128)]
+)
 def test_the_last_position_is_never_cached(num_prompt: int, num_cached: int) -> None:
     made = rooms()
     record = record_of(made, prompt=num_prompt)

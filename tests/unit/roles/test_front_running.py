@@ -31,7 +31,9 @@ def test_tokens_of_a_unit_are_counted_together() -> None:
     running = Running(num_rows=2)
     records = [record("a", 62), record("b", 61), record("c")]
     a, b, c = seated(running, *records)
-    taken = running.take(tokens_message("decode-0", [(c, 1, 7, None), (a, 1, 8, None), (b, 1, 9, "stop")]))
+    taken = running.take(
+        tokens_message("decode-0", [(c, 1, 7, None), (a, 1, 8, None), (b, 1, 9, "stop")])
+    )
     assert (taken.good.tolist(), taken.gaps, taken.strangers) == ([0, 1, 2], (), ())
     assert taken.num_blocks == 1, "64 tokens of a are known, and the next one needs a place"
     for one in records:
@@ -80,8 +82,13 @@ def test_a_ticket_is_never_given_out_twice() -> None:
 
 
 def test_no_front_gives_out_another_s_tickets() -> None:
-    """A unit may have attempts of a front that died beside those of its successor: one's text is never the other's."""
-    first, second = (Front(Deployment(), epoch=epoch, max_context=1000).requests.running for epoch in ("f1", "f2"))
+    """A unit may have attempts of a front that died beside those of its successor: one's text is
+    never the other's.
+    """
+    first, second = (
+        Front(Deployment(), epoch=epoch, max_context=1000).requests.running
+        for epoch in ("f1", "f2")
+    )
     (ours,), (theirs,) = seated(first, record("a")), seated(second, record("b"))
     assert ours != theirs
     taken = second.take(tokens_message("decode-0", [(ours, 1, 61, None)]))
@@ -101,7 +108,9 @@ def test_more_rows_are_made_as_they_are_needed() -> None:
 def test_early_ones_are_those_that_nobody_said_were_pulled() -> None:
     running, a, b = Running(), record("a"), record("b", unit="decode-1")
     first, second = running.seat(a), running.seat(b)
-    message = tokens_message("decode-0", [(first, 1, 7, None), (second, 1, 7, None), (1 << 60, 1, 7, None)])
+    message = tokens_message(
+        "decode-0", [(first, 1, 7, None), (second, 1, 7, None), (1 << 60, 1, 7, None)]
+    )
     assert running.early(message) == [a]
     running.pulled(a)
     assert running.early(message) == []

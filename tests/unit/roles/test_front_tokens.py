@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from hadal.core.config import Deployment
-from hadal.core.messages import Decode, KvLease, PrefillDone, Pulled, Returned, Stop, Submit, Token, UnitUp
+from hadal.core.messages import (
+    Decode,
+    KvLease,
+    PrefillDone,
+    Pulled,
+    Returned,
+    Stop,
+    Submit,
+    Token,
+    UnitUp,
+)
 from hadal.core.messages import Prefill as PrefillMessage
 from hadal.core.plans import Draw
 from hadal.core.seams import Closing, Deliver, Send
@@ -37,7 +47,9 @@ def test_each_token_goes_to_its_reader_with_what_was_asked_for() -> None:
     effects = made.handle(0.3, tokens_message("decode-0", rows, {0: Draw(-0.5, ((61, -0.5),))}))
     assert of(effects, Deliver) == [
         Deliver("a", (Token("a", 0, 1, 61, None, -0.5, ((61, -0.5),)),)),
-        Deliver("b", (Token("b", 0, 1, 71, "stop"),), True, closing=Closing("prefill-0", "decode-0", 0)),
+        Deliver(
+            "b", (Token("b", 0, 1, 71, "stop"),), True, closing=Closing("prefill-0", "decode-0", 0)
+        ),
     ]
     assert (made.totals.tokens_out, made.totals.finished) == (4, 1)
     assert made.check() == []
@@ -45,7 +57,13 @@ def test_each_token_goes_to_its_reader_with_what_was_asked_for() -> None:
 
 def test_without_text_only_ends_are_told_and_everything_is_counted() -> None:
     made, (a, b) = decoding("ab", keeps_text=False)
-    assert of(made.handle(0.3, tokens_message("decode-0", [(a, 1, 0, None), (b, 1, 0, None)])), Deliver) == []
+    assert (
+        of(
+            made.handle(0.3, tokens_message("decode-0", [(a, 1, 0, None), (b, 1, 0, None)])),
+            Deliver,
+        )
+        == []
+    )
     effects = made.handle(0.4, tokens_message("decode-0", [(b, 2, 7, "length"), (a, 2, 0, None)]))
     assert finals(effects) == [("b", None)]
     assert made.totals.tokens_out == 6
@@ -67,8 +85,12 @@ def test_tokens_under_another_front_s_tickets_are_nobody_s() -> None:
     made, mine = decoding("ab", epoch="f1")
     _, others = decoding("ab", epoch="f2")
     assert not set(mine) & set(others)
-    effects = made.handle(0.3, tokens_message("decode-0", [(ticket, 1, 61, None) for ticket in others]))
-    assert effects == [Send("decode-0", Stop(tuple(others)))], "no text, and the unit may free what it holds of them"
+    effects = made.handle(
+        0.3, tokens_message("decode-0", [(ticket, 1, 61, None) for ticket in others])
+    )
+    assert effects == [Send("decode-0", Stop(tuple(others)))], (
+        "no text, and the unit may free what it holds of them"
+    )
     assert made.totals.tokens_out == 2
     assert made.check() == []
 
@@ -78,7 +100,10 @@ def test_tokens_that_nobody_waits_for_are_stopped_where_they_come_from() -> None
     for stranger in (known + (1 << 30), known + 1, 1 << 62):
         late = tokens_message("decode-0", [(stranger, 1, 61, None)])
         assert of(made.handle(0.3, late), Send) == [Send("decode-0", Stop((stranger,)))]
-        assert of(made.handle(0.3, tokens_message("decode-0", [(stranger, 1, 61, "stop")])), Send) == []
+        assert (
+            of(made.handle(0.3, tokens_message("decode-0", [(stranger, 1, 61, "stop")])), Send)
+            == []
+        )
     (stop,) = sent(made.handle(0.3, tokens_message("decode-1", [(known, 1, 61, None)])), Stop)
     assert stop.tickets == (known,), "another unit's"
     assert made.check() == []

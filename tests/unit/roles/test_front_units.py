@@ -47,16 +47,29 @@ def test_leaving_a_unit_that_is_down_counts_nowhere() -> None:
 
 def test_downstream_is_all_decode_units() -> None:
     view = book().downstream(5, 6, 7)
-    assert (view.num_slots, view.num_blocks, view.num_requests, view.num_blocks_used, view.num_transferring) == (
-        4, 20, 5, 6, 7,
-    )  # fmt: skip
+    assert (
+        view.num_slots,
+        view.num_blocks,
+        view.num_requests,
+        view.num_blocks_used,
+        view.num_transferring,
+    ) == (
+        4,
+        20,
+        5,
+        6,
+        7,
+    )
 
 
 def test_silence_counts_from_the_last_sign() -> None:
     made = book()
     made.by_name["decode-0"].seen_s = 10.9
     assert [name for name, _ in made.frozen(11.0)] == ["prefill-0", "prefill-1"]
-    assert [send.message for send in made.suspects.take_effects()] == [Suspect("prefill-0"), Suspect("prefill-1")]
+    assert [send.message for send in made.suspects.take_effects()] == [
+        Suspect("prefill-0"),
+        Suspect("prefill-1"),
+    ]
 
 
 def test_the_views_say_what_the_units_measured() -> None:
@@ -73,7 +86,10 @@ def test_views_that_were_shown_once_follow_what_changes() -> None:
     assert (made.prefill_views(), made.decode_views()) == shown
     made.heard(made.by_name["prefill-0"], Load("prefill-0", "e", 30, 0, 0, 7, 0, token_s=2e-5), 2.0)
     made.heard(made.by_name["decode-0"], Load("decode-0", "e", 25, 0, 0, 7, 0), 2.0)
-    assert [(view.num_requests_max, view.token_s) for view in made.prefill_views()] == [(7, 2e-5), (4, 0.0)]
+    assert [(view.num_requests_max, view.token_s) for view in made.prefill_views()] == [
+        (7, 2e-5),
+        (4, 0.0),
+    ]
     assert [(view.num_requests_max, view.num_blocks) for view in made.decode_views()] == [(7, 25)]
     made.grew("decode-0", 2)
     assert [view.num_blocks_used for view in made.decode_views()] == [2]
@@ -117,11 +133,21 @@ def test_capacity_follows_the_ranks_that_live() -> None:
     made.add(UnitUp("prefill-0", "prefill", "e", 40, 16, 10), 1.0)
     made.add(UnitUp("decode-0", "decode", "e", 80, 16, 20), 1.0)
     assert made.capacity_tokens() == 10 * 64  # A request is on one rank.
-    assert (made.decode_views()[0].num_blocks, made.decode_views()[0].num_blocks_request) == (80, 20)
+    assert (made.decode_views()[0].num_blocks, made.decode_views()[0].num_blocks_request) == (
+        80,
+        20,
+    )
     assert made.prefill_views()[0].num_blocks == 10
     unit = made.by_name["decode-0"]
-    made.heard(unit, Load("decode-0", "e", 60, 3, 1, 12, 0, num_ranks=3, num_blocks_request=20), 2.0)
-    assert (unit.num_blocks, unit.num_requests_max, unit.num_blocks_request, unit.seen_s) == (60, 12, 20, 2.0)
+    made.heard(
+        unit, Load("decode-0", "e", 60, 3, 1, 12, 0, num_ranks=3, num_blocks_request=20), 2.0
+    )
+    assert (unit.num_blocks, unit.num_requests_max, unit.num_blocks_request, unit.seen_s) == (
+        60,
+        12,
+        20,
+        2.0,
+    )
     assert made.downstream(0, 0, 0).num_slots == 12
     made.heard(unit, Load("decode-0", "e", 0, 0, 0, 0, 0, num_ranks=0), 3.0)
     assert made.capacity_tokens() is None  # Nobody is told that its prompt is too long; it waits.

@@ -28,8 +28,12 @@ from tests.unit.roles.driving import done, generation, of, prefill, prefill_plan
 
 def leader(**options: Any) -> PrefillLeader:
     fields: dict[str, Any] = {
-        "chunk_tokens": 64, "num_requests_max": 4, "num_waiting_max": 4, "lease_s": 2.0, "heartbeat_s": 0.5,
-    }  # fmt: skip
+        "chunk_tokens": 64,
+        "num_requests_max": 4,
+        "num_waiting_max": 4,
+        "lease_s": 2.0,
+        "heartbeat_s": 0.5,
+    }
     num_blocks = options.pop("num_blocks", 9)
     return PrefillLeader("prefill-0", "e1", "pool", num_blocks, **(fields | options))
 
@@ -45,12 +49,21 @@ def test_a_short_prompt_is_one_chunk_then_a_lease() -> None:
     unit = leader()
     (plan,) = prefill_plans(unit.handle(0.0, prefill(prompt=10)))
     (chunk,) = plan.chunks
-    assert (chunk.start, len(chunk.tokens), len(chunk.block_ids), chunk.output_index) == (0, 10, 1, 0)
+    assert (chunk.start, len(chunk.tokens), len(chunk.block_ids), chunk.output_index) == (
+        0,
+        10,
+        1,
+        0,
+    )
     assert chunk.sampling == Sampling()
     (answer,) = sent(unit.handle(0.1, done(plan.step_id, {0: 7})), PrefillDone)
     assert (answer.token.token, answer.token.index, answer.token.finish) == (7, 0, None)
     assert answer.lease is not None
-    assert (answer.lease.source, answer.lease.num_tokens, answer.lease.block_ids) == ("pool", 10, chunk.block_ids)
+    assert (answer.lease.source, answer.lease.num_tokens, answer.lease.block_ids) == (
+        "pool",
+        10,
+        chunk.block_ids,
+    )
     assert unit.audit() == []
 
 
@@ -72,12 +85,20 @@ def test_tokens_that_are_left_are_counted_while_prompts_come_and_go() -> None:
 def test_a_long_prompt_is_cut_and_planned_ahead() -> None:
     unit = leader()
     first, second = prefill_plans(unit.handle(0.0, prefill(prompt=150)))
-    assert [(p.chunks[0].start, len(p.chunks[0].tokens), len(p.chunks[0].block_ids)) for p in (first, second)] == [
-        (0, 64, 1), (64, 64, 2),
-    ]  # fmt: skip
+    assert [
+        (p.chunks[0].start, len(p.chunks[0].tokens), len(p.chunks[0].block_ids))
+        for p in (first, second)
+    ] == [
+        (0, 64, 1),
+        (64, 64, 2),
+    ]
     assert first.chunks[0].sampling is None
     (third,) = prefill_plans(unit.handle(0.1, done(first.step_id)))
-    assert (third.chunks[0].start, len(third.chunks[0].tokens), third.chunks[0].sampling) == (128, 22, Sampling())
+    assert (third.chunks[0].start, len(third.chunks[0].tokens), third.chunks[0].sampling) == (
+        128,
+        22,
+        Sampling(),
+    )
     assert unit.handle(0.2, done(second.step_id)) is not None
     assert len(sent(unit.handle(0.3, done(third.step_id, {0: 1})), PrefillDone)) == 1
 
@@ -89,7 +110,10 @@ def test_the_rest_of_a_step_goes_to_the_next_prompt() -> None:
     unit.handle(0.0, prefill("c", 50))
     unit.handle(0.0, prefill("d", 50))
     (plan,) = prefill_plans(unit.handle(0.1, done(0, {0: 1})))
-    assert [(chunk.request_id, len(chunk.tokens)) for chunk in plan.chunks] == [("c", 50), ("d", 14)]
+    assert [(chunk.request_id, len(chunk.tokens)) for chunk in plan.chunks] == [
+        ("c", 50),
+        ("d", 14),
+    ]
 
 
 def test_tenants_take_turns() -> None:
@@ -97,7 +121,10 @@ def test_tenants_take_turns() -> None:
     unit = leader()
     for name in ("a0", "a1", "a2", "a3", "b0"):  # The first two fill the pipeline.
         unit.handle(0.0, Prefill(msgspec.structs.replace(generation(name, 64), tenant=name[0])))
-    begun = [prefill_plans(unit.handle(0.1, done(step, {0: 1})))[0].chunks[0].request_id for step in range(3)]
+    begun = [
+        prefill_plans(unit.handle(0.1, done(step, {0: 1})))[0].chunks[0].request_id
+        for step in range(3)
+    ]
     assert begun == ["b0", "a2", "a3"]
 
 
@@ -118,7 +145,9 @@ def test_history_goes_with_the_last_chunk_if_a_penalty_is_on() -> None:
     assert (last.chunks[0].prompt, last.chunks[0].output) == (request.prompt, request.output)
 
 
-@pytest.mark.parametrize(("options", "finish"), [({"max_tokens": 1}, "length"), ({"stop_ids": (7,)}, "stop")])
+@pytest.mark.parametrize(
+    ("options", "finish"), [({"max_tokens": 1}, "length"), ({"stop_ids": (7,)}, "stop")]
+)
 def test_a_first_token_that_ends_it_needs_no_lease(options: dict[str, Any], finish: str) -> None:
     unit = leader()
     unit.handle(0.0, prefill(**options))
@@ -209,7 +238,9 @@ def test_one_void_token_gives_back_its_prompt_alone() -> None:
     effects = unit.handle(0.1, done(0, {0: 5}, failed={0: "not finite"}))
     assert sent(effects, Returned) == [Returned("prefill-0", "a", 0, "step failed: not finite")]
     assert len(of(effects, Freed)) == 1
-    assert [answer.token.request_id for answer in sent(unit.handle(0.2, done(1, {0: 6})), PrefillDone)] == ["b"]
+    assert [
+        answer.token.request_id for answer in sent(unit.handle(0.2, done(1, {0: 6})), PrefillDone)
+    ] == ["b"]
     assert unit.audit() == []
 
 

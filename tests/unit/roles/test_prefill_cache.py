@@ -9,7 +9,16 @@ import pytest
 
 from hadal.core import cache
 from hadal.core.cache import Place, num_names, split
-from hadal.core.messages import Cached, FrontUp, Generation, Prefill, PrefillAhead, PrefillDone, Release, Returned
+from hadal.core.messages import (
+    Cached,
+    FrontUp,
+    Generation,
+    Prefill,
+    PrefillAhead,
+    PrefillDone,
+    Release,
+    Returned,
+)
 from hadal.core.plans import BlocksLoaded, BlocksStored, Sampling
 from hadal.core.seams import (
     DiskNews,
@@ -33,9 +42,13 @@ ROOT = root_of(b"model")
 
 def leader(**options: Any) -> PrefillLeader:
     fields: dict[str, Any] = {
-        "chunk_tokens": 512, "num_requests_max": 4, "num_waiting_max": 8, "lease_s": 60.0, "heartbeat_s": 60.0,
+        "chunk_tokens": 512,
+        "num_requests_max": 4,
+        "num_waiting_max": 8,
+        "lease_s": 60.0,
+        "heartbeat_s": 60.0,
         "has_disk": True,
-    }  # fmt: skip
+    }
     num_blocks = options.pop("num_blocks", 33)
     return PrefillLeader("prefill-0", "e1", "pool", num_blocks, **(fields | options))
 
@@ -43,8 +56,18 @@ def leader(**options: Any) -> PrefillLeader:
 def asked(name: str, num_tokens: int, *, salt: bytes = b"alice", max_tokens: int = 5) -> Generation:
     """All prompts are the beginnings of one text."""
     tokens = tuple(range(num_tokens))
-    return Generation(name, tokens, (), max_tokens, (), 0, Sampling(), 0, salt=salt,
-                      chain=extend(ROOT, b"", tokens, salt))  # fmt: skip
+    return Generation(
+        name,
+        tokens,
+        (),
+        max_tokens,
+        (),
+        0,
+        Sampling(),
+        0,
+        salt=salt,
+        chain=extend(ROOT, b"", tokens, salt),
+    )
 
 
 def chain_of(num_blocks: int) -> bytes:
@@ -128,7 +151,11 @@ def test_a_prompt_that_reads_waits_for_the_disk_while_others_go_on() -> None:
     effects = unit.handle(0.2, BlocksLoaded(load.load_id, 3))
     assert of(effects, UsedBlocks) == [UsedBlocks(load.places)]
     (plan,) = prefill_plans(effects)
-    assert (plan.chunks[0].start, plan.chunks[0].block_ids[:3], plan.fetches) == (192, load.into, load.into)
+    assert (plan.chunks[0].start, plan.chunks[0].block_ids[:3], plan.fetches) == (
+        192,
+        load.into,
+        load.into,
+    )
     finish(unit, 0)
     (answer,) = sent(finish(unit, 1), PrefillDone)
     assert answer.num_cached == 192
@@ -144,7 +171,9 @@ def test_what_is_damaged_is_computed_and_not_asked_for_again() -> None:
     assert unit.cache.totals()[cache.DAMAGED_BLOCKS] == 1
     assert [name in unit.cache.stores.index for name in split(chain_of(3))] == [True, False, True]
     effects = finish(unit, 0)
-    assert b"".join(store.names for store in of(effects, StoreBlocks)) == chain_of(2)[16:], "it is written anew"
+    assert b"".join(store.names for store in of(effects, StoreBlocks)) == chain_of(2)[16:], (
+        "it is written anew"
+    )
 
 
 def test_memory_comes_first_and_disk_behind_it() -> None:
@@ -176,7 +205,9 @@ def test_what_is_cheaper_to_compute_is_computed(recompute: str) -> None:
     assert len(of(unit.handle(40.0, Prefill(asked("b", 200, salt=b"x"))), LoadBlocks)) == 0
     unit.handle(40.0, done(1, {0: 1}))
     unit.cache.stores.index.put(extend(ROOT, b"", range(192), b"y"), [Place(1, 1)] * 3)
-    assert len(of(unit.handle(41.0, Prefill(asked("c", 200, salt=b"y"))), LoadBlocks)) == 1, "tried again some time"
+    assert len(of(unit.handle(41.0, Prefill(asked("c", 200, salt=b"y"))), LoadBlocks)) == 1, (
+        "tried again some time"
+    )
 
 
 def test_a_prompt_that_waits_too_long_computes_in_other_blocks() -> None:
@@ -192,7 +223,9 @@ def test_a_prompt_that_waits_too_long_computes_in_other_blocks() -> None:
     unit.handle(LOAD_TIMEOUT_S + 1, Release("a", 0))
     assert set(unit.blocks[0].owners()) >= set(load.into), "the read may still write them"
     effects = unit.handle(LOAD_TIMEOUT_S + 2, BlocksLoaded(load.load_id, 3))
-    assert set(of(effects, Freed)[0].block_ids) == set(load.into), "the names are the computed blocks'"
+    assert set(of(effects, Freed)[0].block_ids) == set(load.into), (
+        "the names are the computed blocks'"
+    )
     assert unit.audit() == []
 
 
@@ -219,7 +252,11 @@ def test_a_prompt_dropped_while_it_reads_leaves_its_blocks_to_the_read(end: Any)
     unit.handle(0.2, BlocksLoaded(load.load_id, 3))
     assert unit.blocks.num_used == 0
     (plan,) = prefill_plans(unit.handle(0.3, Prefill(asked("b", 200))))
-    assert (plan.chunks[0].start, plan.chunks[0].block_ids[:3], plan.fetches) == (192, load.into, load.into)
+    assert (plan.chunks[0].start, plan.chunks[0].block_ids[:3], plan.fetches) == (
+        192,
+        load.into,
+        load.into,
+    )
 
 
 def test_reads_of_lost_ranks_are_forgotten_and_those_of_others_are_answered() -> None:
@@ -229,10 +266,16 @@ def test_reads_of_lost_ranks_are_forgotten_and_those_of_others_are_answered() ->
     loads = [of(unit.handle(0.0, Prefill(asked(name, 200))), LoadBlocks)[0] for name in "ab"]
     assert {load.rank for load in loads} == {0, 1}
     lost = loads[0].rank
-    unit.handle(0.1, RankReset((lost,), (), tuple("" if rank == lost else f"p{rank}" for rank in (0, 1)), 2))
+    unit.handle(
+        0.1, RankReset((lost,), (), tuple("" if rank == lost else f"p{rank}" for rank in (0, 1)), 2)
+    )
     assert unit.audit() == []
     assert len(unit.cache.loads) == 1
-    (plans,) = [e.plans for e in unit.handle(0.2, BlocksLoaded(loads[1].load_id, 3)) if isinstance(e, Execute)]
+    (plans,) = [
+        e.plans
+        for e in unit.handle(0.2, BlocksLoaded(loads[1].load_id, 3))
+        if isinstance(e, Execute)
+    ]
     assert plans[1 - lost].chunks[0].start == 192  # type: ignore[union-attr]
     before = plans[1 - lost].fetches  # type: ignore[union-attr]
     effects = unit.handle(0.3, RankReset((), (lost,), ("p0", "p1"), 3))
@@ -269,9 +312,13 @@ def test_what_is_found_is_what_each_rank_has_and_what_the_disk_has_behind_that()
     unit.cache.ask(0.0, None)
     for _ in range(2):
         found = unit.cache.find(prompt)
-        assert {rank: (one.num_memory, one.num_shared, one.num_loading) for rank, one in found.items()} == {
-            0: (0, 0, 2), 1: (3, 1, 4), 2: (6, 4, 1),
-        }  # fmt: skip
+        assert {
+            rank: (one.num_memory, one.num_shared, one.num_loading) for rank, one in found.items()
+        } == {
+            0: (0, 0, 2),
+            1: (3, 1, 4),
+            2: (6, 4, 1),
+        }
     unit.blocks[2].free(unit.blocks[2].lookup(chain)[:4], "x")
     unit.cache.ask(0.0, None)
     assert unit.cache.find(prompt)[2].num_shared == 0
@@ -315,7 +362,9 @@ def test_what_cannot_be_written_is_counted_and_nobody_waits_for_it() -> None:
     unit = leader()
     unit.handle(0.0, Prefill(asked("a", 200)))
     (store, *_) = of(finish(unit, 0), StoreBlocks)
-    unit.handle(0.2, BlocksStored(store.store_id, (None,) * len(store.block_ids), error="no space left"))
+    unit.handle(
+        0.2, BlocksStored(store.store_id, (None,) * len(store.block_ids), error="no space left")
+    )
     assert unit.cache.totals()[cache.SKIPPED_BLOCKS] == len(store.block_ids)
     assert unit.audit() == []
 

@@ -1,4 +1,6 @@
-"""A prefill unit of several ranks: balance, prompts cut between micro-batches, and random worlds with resets."""
+"""A prefill unit of several ranks: balance, prompts cut between micro-batches, and random worlds
+with resets.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import msgspec
 import pytest
 
 from hadal.core.balance import ATTENTION, TIME, TOKENS
-from hadal.core.messages import Load, Prefill, PrefillDone, Release, Returned, Trace, TraceRequest, UnitUp
+from hadal.core.messages import (
+    Load,
+    Prefill,
+    PrefillDone,
+    Release,
+    Returned,
+    Trace,
+    TraceRequest,
+    UnitUp,
+)
 from hadal.core.plans import OpTime, PrefillPlan
 from hadal.core.rates import StepRates
 from hadal.core.seams import Execute, Freed, RankReset, Tick
@@ -30,11 +41,17 @@ POOLS = ("p0", "p1")
 
 def leader(num_ranks: int = 2, **options: Any) -> PrefillLeader:
     fields: dict[str, Any] = {
-        "chunk_tokens": 64, "num_requests_max": 4, "num_waiting_max": 100, "lease_s": 2.0, "heartbeat_s": 0.5,
+        "chunk_tokens": 64,
+        "num_requests_max": 4,
+        "num_waiting_max": 100,
+        "lease_s": 2.0,
+        "heartbeat_s": 0.5,
         "num_blocks": 9,
-    }  # fmt: skip
+    }
     fields |= options
-    return PrefillLeader("prefill-0", "e1", "", fields.pop("num_blocks"), num_ranks=num_ranks, **fields)
+    return PrefillLeader(
+        "prefill-0", "e1", "", fields.pop("num_blocks"), num_ranks=num_ranks, **fields
+    )
 
 
 def up(unit: PrefillLeader) -> None:
@@ -47,17 +64,26 @@ def plans_of(effects: Any) -> list[tuple[PrefillPlan, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("overlap", "balance"), [("auto", "auto"), ("prefill_dual", "auto"), ("auto", "off"), ("auto", "turns")]
+    ("overlap", "balance"),
+    [("auto", "auto"), ("prefill_dual", "auto"), ("auto", "off"), ("auto", "turns")],
 )
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_prompt_is_prefilled_once_whatever_the_ranks_do(seed: int, overlap: str, balance: str) -> None:
+def test_every_prompt_is_prefilled_once_whatever_the_ranks_do(
+    seed: int, overlap: str, balance: str
+) -> None:
     print("seed", seed)
     random = Random(seed)
     num_ranks = random.choice([2, 3, 4])
     unit = leader(
-        num_ranks, chunk_tokens=96, num_blocks=random.choice([5, 9]), overlap=overlap, min_split_tokens=2,
-        num_layers=4, num_moe_layers=3, request_balance=balance,
-    )  # fmt: skip
+        num_ranks,
+        chunk_tokens=96,
+        num_blocks=random.choice([5, 9]),
+        overlap=overlap,
+        min_split_tokens=2,
+        num_layers=4,
+        num_moe_layers=3,
+        request_balance=balance,
+    )
     world = PrefillWorld(random, unit, num_ranks)
     assert sent(unit.start(0.0), UnitUp) == []
     for number in range(10):
@@ -106,7 +132,10 @@ def test_a_lost_rank_gives_back_its_prompts_and_leases_and_survivors_plan_again(
     unit.handle(0.0, prefill("c", 200))
     unit.handle(0.1, done(0, {0: 3}))  # Now a lease on rank 0; c starts there.
     effects = unit.handle(0.2, RankReset((0,), (), ("", "p1"), 2))
-    assert [(m.request_id, m.reason) for m in sent(effects, Returned)] == [("c", "rank lost"), ("a", "rank lost")]
+    assert [(m.request_id, m.reason) for m in sent(effects, Returned)] == [
+        ("c", "rank lost"),
+        ("a", "rank lost"),
+    ]
     again = [plan.chunks[0].start for _, plan in plans_of(effects)]
     assert again == [0, 64]
     assert of(effects, Freed) == []
@@ -136,7 +165,9 @@ def test_a_prompt_may_be_cut_between_micro_batches() -> None:
 # ---- cut by cost ----
 def pools_of(num_ranks: int, num_blocks: int = 200) -> RankPools:
     pools = RankPools(num_blocks, num_ranks)
-    pools.reset(RankReset((), tuple(range(num_ranks)), tuple(f"p{rank}" for rank in range(num_ranks)), 1))
+    pools.reset(
+        RankReset((), tuple(range(num_ranks)), tuple(f"p{rank}" for rank in range(num_ranks)), 1)
+    )
     return pools
 
 
@@ -146,7 +177,9 @@ def waiting_of(*lengths: int) -> list[Prompt]:
 
 
 def started_on(pools: RankPools, rank: int, name: str, num_tokens: int, num_planned: int) -> Prompt:
-    prompt = Prompt(made := generation(name, num_tokens), made.prompt, rank, num_planned=num_planned)
+    prompt = Prompt(
+        made := generation(name, num_tokens), made.prompt, rank, num_planned=num_planned
+    )
     prompt.block_ids = pools[rank].allocate(blocks_for(num_tokens), prompt.key) or ()
     return prompt
 
@@ -195,7 +228,9 @@ def test_in_turn_nothing_is_looked_up_for_those_that_wait_behind_full_ranks() ->
 
 
 def test_one_that_starts_without_time_keeps_its_rank_and_is_not_overtaken() -> None:
-    """Bound beside a dense prompt: it may get nothing in this step, but never again be behind those that come later."""
+    """Bound beside a dense prompt: it may get nothing in this step, but never again be behind those
+    that come later.
+    """
     unit = leader(2, chunk_tokens=64, num_blocks=400, num_requests_max=8)
     up(unit)
     names = [f"r{number}" for number in range(12)]
@@ -221,7 +256,9 @@ def test_a_dense_prompt_is_not_starved_by_light_ones_that_keep_coming(seed: int)
                 name = f"light{number}-{random.randrange(1 << 40)}"
                 unit.handle(0.0, prefill(name, random.randint(5, 60)))
         step = unit._in_flight[0]
-        keys = {key: 1 for key, part in enumerate(step.parts) if part.end == len(part.prompt.tokens)}
+        keys = {
+            key: 1 for key, part in enumerate(step.parts) if part.end == len(part.prompt.tokens)
+        }
         for answer in sent(unit.handle(0.0, done(step.step_id, keys)), PrefillDone):
             ended.add(answer.token.request_id)
             unit.handle(0.0, Release(answer.token.request_id, 0))
@@ -238,8 +275,16 @@ def test_priority_and_age_order_those_that_wait() -> None:
     for name in ("fill0", "fill1"):
         unit.handle(0.0, prefill(name, 500))
     late = 2 * AGE_S + 1.0
-    for name, arrived_s, priority in (("a", 0.0, 0), ("b", 0.5, 0), ("c", late, 2), ("d", 1.0, 1), ("e", 0.0, 0)):
-        made = msgspec.structs.replace(generation(name, 9000), arrived_s=arrived_s, priority=priority)
+    for name, arrived_s, priority in (
+        ("a", 0.0, 0),
+        ("b", 0.5, 0),
+        ("c", late, 2),
+        ("d", 1.0, 1),
+        ("e", 0.0, 0),
+    ):
+        made = msgspec.structs.replace(
+            generation(name, 9000), arrived_s=arrived_s, priority=priority
+        )
         unit.handle(0.0, Prefill(made))
     assert [name for name, _ in unit._waiting if name in "abcde"] == ["d", "a", "e", "b", "c"]
 
@@ -276,9 +321,18 @@ def reports(unit: PrefillLeader) -> Load:
 
 def test_a_unit_of_one_rank_has_no_balance_and_reports_what_it_measured() -> None:
     unit = PrefillLeader(
-        "prefill-0", "e1", "pool", 40, chunk_tokens=64, num_requests_max=4, num_waiting_max=9, lease_s=2.0,
-        heartbeat_s=0.5, num_layers=4, num_moe_layers=3,
-    )  # fmt: skip
+        "prefill-0",
+        "e1",
+        "pool",
+        40,
+        chunk_tokens=64,
+        num_requests_max=4,
+        num_waiting_max=9,
+        lease_s=2.0,
+        heartbeat_s=0.5,
+        num_layers=4,
+        num_moe_layers=3,
+    )
     assert reports(unit).balance == {}
 
 

@@ -1,4 +1,6 @@
-"""The role of a rank's process: what it takes from its leader, what it drops, and its signs of life."""
+"""The role of a rank's process: what it takes from its leader, what it drops, and its signs of
+life.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,18 @@ from hadal.core.rank_messages import (
     RankUp,
     RankWho,
 )
-from hadal.core.seams import Execute, Form, Freed, LoadBlocks, Pull, Send, Stage, StoreBlocks, Tick, WakeAt
+from hadal.core.seams import (
+    Execute,
+    Form,
+    Freed,
+    LoadBlocks,
+    Pull,
+    Send,
+    Stage,
+    StoreBlocks,
+    Tick,
+    WakeAt,
+)
 from hadal.roles.rank import Progress, RankRole
 from tests.unit.roles.driving import done, of, sent
 
@@ -80,7 +93,9 @@ def test_steps_of_its_generation_run_and_others_are_dropped() -> None:
     assert rank.handle(0.0, step(0)) == []
     assert of(rank.handle(0.0, form(1)), Form) == [Form(form(1).plan)]
     assert rank.handle(0.0, step(0)) == []  # Not formed yet.
-    assert sent(rank.handle(0.0, Formed(1, None)), RankFormed) == [RankFormed(2, "e1", Formed(1, None))]
+    assert sent(rank.handle(0.0, Formed(1, None)), RankFormed) == [
+        RankFormed(2, "e1", Formed(1, None))
+    ]
     assert rank.handle(0.0, step(0)) == [Execute((step(0).plan,))]
     assert rank.handle(0.0, step(1, generation=2)) == []
     assert sent(rank.handle(0.0, done(0)), RankDone) == [RankDone(2, "e1", 1, done(0))]
@@ -185,7 +200,9 @@ def test_it_reads_and_writes_the_disk_for_its_leader_in_any_generation() -> None
 def test_a_broken_connection_is_told_at_once() -> None:
     rank = formed_rank()
     assert rank.handle(0.01, Progress(5, True)) == []
-    assert sent(rank.handle(0.02, Progress(6, False, (0,))), RankBeat) == [RankBeat(2, "e1", 1, 6, False, (0,))]
+    assert sent(rank.handle(0.02, Progress(6, False, (0,))), RankBeat) == [
+        RankBeat(2, "e1", 1, 6, False, (0,))
+    ]
     assert rank.handle(0.03, Progress(6, False, (0,))) == []
     rank.handle(0.03, step(0))
     failed: StepDone = done(0, error="PeerLost: rank 0: closed")
@@ -204,7 +221,9 @@ def test_a_new_leader_hears_what_it_holds_when_no_copy_of_the_old_ones_is_under_
     (held,) = sent(rank.handle(0.13, BlocksStored(7, (None,))), RankHeld)
     assert (held.up.epoch, held.plan.generation, held.held.num_freed) == ("e1", 1, {4: 1})
     assert sent(rank.handle(0.14, Tick()), RankHeld) == []
-    assert sent(rank.handle(0.15, RankWho("e0")), RankHeld) == [], "it asks for the process that was here before"
+    assert sent(rank.handle(0.15, RankWho("e0")), RankHeld) == [], (
+        "it asks for the process that was here before"
+    )
 
 
 def test_one_that_was_never_led_only_says_that_it_is_up() -> None:

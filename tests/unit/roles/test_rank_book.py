@@ -30,14 +30,18 @@ class Driver:
         self.waits = self.is_stopped = False
         """The suspected get no processor; they are stopped."""
         placement = spread(2, NUM_EXPERTS, num_ranks)
-        self.book = RankBook("decode-0", num_ranks, placement, rank_timeout_s=1.5, grace_s=10.0, **options)
+        self.book = RankBook(
+            "decode-0", num_ranks, placement, rank_timeout_s=1.5, grace_s=10.0, **options
+        )
 
     def all_up(self) -> None:
         for rank in range(self.num_ranks):
             self.book.rank_up(self.now_s, up(rank))
 
     def take(self) -> tuple[dict[str, FormPlan], list[str]]:
-        """What was sent since the last call: RankForms by name, and whom the supervisor is to kill."""
+        """What was sent since the last call: RankForms by name, and whom the supervisor is to
+        kill.
+        """
         sends = [effect for effect in self.book.effects if isinstance(effect, Send)]
         self.book.effects.clear()
         forms = {send.to: send.message.plan for send in sends if isinstance(send.message, RankForm)}
@@ -47,7 +51,9 @@ class Driver:
         """All members formed, except some."""
         for rank, epoch in list(self.book.members.items()):
             if rank not in but:
-                self.book.formed(self.now_s, RankFormed(rank, epoch, Formed(self.book.generation, None)))
+                self.book.formed(
+                    self.now_s, RankFormed(rank, epoch, Formed(self.book.generation, None))
+                )
 
     def run(self) -> None:
         self.all_up()
@@ -75,7 +81,9 @@ class Driver:
             if isinstance(effect, Send) and isinstance(effect.message, Suspect):
                 self.book.effects.remove(effect)
                 waited_s = self.now_s if self.waits else 0.0
-                self.book.sighted(self.now_s, Sighting(effect.message.process, waited_s, self.is_stopped))
+                self.book.sighted(
+                    self.now_s, Sighting(effect.message.process, waited_s, self.is_stopped)
+                )
 
 
 def test_the_first_generation_waits_for_everybody() -> None:
@@ -228,7 +236,10 @@ def test_a_stopped_rank_is_not_excused_by_what_it_waited_for() -> None:
     driver.waits = driver.is_stopped = True
     driver.pass_s(1.6, 0, 1, 2)
     assert driver.take()[1] == ["decode-0.3"]
-    assert driver.book.notes[-1] == "rank 3 has sent no heartbeat for 1.5 s, stopped: the others go on without it"
+    assert (
+        driver.book.notes[-1]
+        == "rank 3 has sent no heartbeat for 1.5 s, stopped: the others go on without it"
+    )
 
 
 def test_the_supervisors_word_ends_the_wait() -> None:
@@ -257,7 +268,9 @@ def test_one_that_nobody_reaches_goes_after_some_tries() -> None:
         for rank in range(3):
             failed = Formed(generation, "PeerLost: rank 3", (3,))
             driver.book.formed(0.0, RankFormed(rank, f"e{rank}", failed))
-        driver.book.formed(0.0, RankFormed(3, "e3", Formed(generation, "PeerLost: rank 0, 1, 2", (0, 1))))
+        driver.book.formed(
+            0.0, RankFormed(3, "e3", Formed(generation, "PeerLost: rank 0, 1, 2", (0, 1)))
+        )
     forms, killed = driver.take()
     assert (sorted(forms), killed) == (["decode-0.0", "decode-0.1", "decode-0.2"], ["decode-0.3"])
 
@@ -413,7 +426,7 @@ def held(rank: int, generation: int, placement: Placement, num_members: int = 4)
     members = tuple(Member(other, f"e{other}", "h", 7000 + other) for other in range(num_members))
     plan = FormPlan(
         generation, 4, members, placement.to_bytes(), placement.num_slots, placement.weights_bytes()
-    )  # fmt: skip
+    )
     return RankHeld(up(rank), plan, Held((HeldKv(70 + rank, (3,), 9, 9),), {}))
 
 
@@ -422,7 +435,9 @@ def test_a_new_leader_asks_who_beats_and_forms_above_what_they_had_with_their_pl
     driver.book.beat(0.0, RankBeat(1, "e1", 5, 0, False))
     assert driver.book.effects == [Send("decode-0.1", RankWho("e1"))]
     driver.book.effects.clear()
-    rolled = Placement(NUM_EXPERTS, np.roll(spread(2, NUM_EXPERTS, 4).slot_to_expert_LRS, 1, axis=1))
+    rolled = Placement(
+        NUM_EXPERTS, np.roll(spread(2, NUM_EXPERTS, 4).slot_to_expert_LRS, 1, axis=1)
+    )
     for rank, generation in ((0, 5), (1, 6), (2, 6), (3, 5)):
         driver.book.rank_held(0.1, held(rank, generation, rolled))
     forms, _ = driver.take()

@@ -6,19 +6,34 @@ import numpy as np
 
 from hadal.core.cache import NAME_BYTES, NO_NAME
 from hadal.core.placement import Placement, spread
-from hadal.core.plans import DecodePlan, FormPlan, Held, HeldKv, Join, LayerFlip, NamedBlocks, PrefillPlan, Sampling
+from hadal.core.plans import (
+    DecodePlan,
+    FormPlan,
+    Held,
+    HeldKv,
+    Join,
+    LayerFlip,
+    NamedBlocks,
+    PrefillPlan,
+    Sampling,
+)
 from hadal.roles.rank_holdings import RankHoldings
 
 PLACEMENT = spread(2, 8, 2)
 FORM = FormPlan(3, 2, (), PLACEMENT.to_bytes(), PLACEMENT.num_slots)
 
 
-def join(slot: int, ticket: int, blocks: tuple[int, ...], num_tokens: int, *, is_pulled: bool = True) -> Join:
+def join(
+    slot: int, ticket: int, blocks: tuple[int, ...], num_tokens: int, *, is_pulled: bool = True
+) -> Join:
     return Join(slot, blocks, num_tokens, 5, 1, Sampling(), ticket=ticket, is_pulled=is_pulled)
 
 
 def plan(
-    step_id: int, *joins: Join, leaves: tuple[int, ...] = (), grown: tuple[tuple[int, int, int], ...] = ()
+    step_id: int,
+    *joins: Join,
+    leaves: tuple[int, ...] = (),
+    grown: tuple[tuple[int, int, int], ...] = (),
 ) -> DecodePlan:
     return DecodePlan(step_id, leaves, joins, grown)
 
@@ -34,13 +49,17 @@ def holdings(*plans: DecodePlan) -> RankHoldings:
 def test_kv_grows_with_every_step_and_stays_when_its_request_leaves() -> None:
     made = holdings(
         plan(0, join(0, 70, (4, 5), 100), join(1, 71, (6,), 10)),
-        plan(1, grown=((1, 1, 9),)), plan(2, leaves=(0,)), plan(3),
-    )  # fmt: skip
+        plan(1, grown=((1, 1, 9),)),
+        plan(2, leaves=(0,)),
+        plan(3),
+    )
     assert made.held() == Held((HeldKv(70, (4, 5), 102, 100), HeldKv(71, (6, 9), 14, 10)), {})
 
 
 def test_a_slot_may_be_anothers_while_the_first_ones_kv_is_still_there() -> None:
-    made = holdings(plan(0, join(0, 70, (4,), 10)), plan(1, join(0, 71, (6,), 20), leaves=(0,)), plan(2))
+    made = holdings(
+        plan(0, join(0, 70, (4,), 10)), plan(1, join(0, 71, (6,), 20), leaves=(0,)), plan(2)
+    )
     assert {kv.ticket: kv.num_tokens for kv in made.held().kv} == {70: 11, 71: 22}
 
 

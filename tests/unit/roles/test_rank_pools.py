@@ -16,7 +16,12 @@ from tests.fresh import fresh
 def test_a_rank_alone_lives_from_the_start_and_several_wait_to_be_named() -> None:
     assert (RankPools(5, 1, "pool").living, RankPools(5, 1, "pool").names) == ([0], ["pool"])
     pools = RankPools(5, 3)
-    assert (pools.living, pools.num_usable, pools.num_blocks_request, pools.num_blocks_rank) == ([], 0, 0, 4)
+    assert (pools.living, pools.num_usable, pools.num_blocks_request, pools.num_blocks_rank) == (
+        [],
+        0,
+        0,
+        4,
+    )
     pools.reset(RankReset((), (0, 2), ("a", "", "c"), 2))
     assert (pools.living, pools.num_usable, pools.num_blocks_request) == ([0, 2], 8, 4)
     assert (pools.names, pools.generation) == (["a", "", "c"], 2)
@@ -113,5 +118,9 @@ def test_owners_and_holders_are_compared_block_by_block() -> None:
     assert blocks is not None
     pools[0].acquire(blocks[:1], "b")
     assert pools.check_owners(0, [("a", blocks), ("b", blocks[:1])]) == []
-    for holders in ([("a", blocks)], [("a", blocks), ("b", blocks)], [("a", blocks), ("a", blocks[:1])]):
+    for holders in (
+        [("a", blocks)],
+        [("a", blocks), ("b", blocks)],
+        [("a", blocks), ("a", blocks[:1])],
+    ):
         assert pools.check_owners(0, holders)

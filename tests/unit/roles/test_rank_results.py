@@ -10,10 +10,19 @@ def test_merging_keeps_the_slowest_time_of_each_op_and_names_ranks() -> None:
     event = TraceEvent(0, "compute", "gate", 0, 0, 0.0, 1.0)
     parts = {
         0: StepDone(
-            1, (0,), (5,), {0: Draw(-1.0, ())}, 0.2, None, {}, (OpTime("gate", 2, 0.1), OpTime("wait", 2, 0.3))
+            1,
+            (0,),
+            (5,),
+            {0: Draw(-1.0, ())},
+            0.2,
+            None,
+            {},
+            (OpTime("gate", 2, 0.1), OpTime("wait", 2, 0.3)),
         ),
-        2: StepDone(1, (1,), (6,), {}, 0.3, None, {1: "not finite"}, (OpTime("gate", 2, 0.2),), (event,)),
-    }  # fmt: skip
+        2: StepDone(
+            1, (1,), (6,), {}, 0.3, None, {1: "not finite"}, (OpTime("gate", 2, 0.2),), (event,)
+        ),
+    }
     done = merge(1, (0, 8, 16), parts)
     assert (done.keys, done.tokens, done.elapsed_s) == ((0, 17), (5, 6), 0.3)
     assert (done.draws, done.failed) == ({0: Draw(-1.0, ())}, {17: "not finite"})

@@ -1,4 +1,6 @@
-"""The leader of many ranks: a core's effects go to ranks, one result comes back, a generation makes steps void."""
+"""The leader of many ranks: a core's effects go to ranks, one result comes back, a generation makes
+steps void.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +63,18 @@ class Driver:
     def __init__(self, num_ranks: int = 3, terms: ExpertTerms | None = None) -> None:
         self.core = Core()
         book = RankBook("decode-0", num_ranks, spread(1, 12, num_ranks), rank_timeout_s=1.5)
-        experts = None if terms is None else ExpertBalancer(book.placement, (0,) * num_ranks, terms=terms)
+        experts = (
+            None if terms is None else ExpertBalancer(book.placement, (0,) * num_ranks, terms=terms)
+        )
         self.leader = RankedLeader(
-            "decode-0", self.core, book, num_slots=NUM_SLOTS, step_timeout_s=15.0, experts=experts,
+            "decode-0",
+            self.core,
+            book,
+            num_slots=NUM_SLOTS,
+            step_timeout_s=15.0,
+            experts=experts,
             growing_s=lambda: 1e-3,
-        )  # fmt: skip
+        )
         self.now_s = 0.0
         self.leader.start(0.0)
 
@@ -75,7 +84,9 @@ class Driver:
         return effects
 
     def up(self, rank: int, epoch: str = "") -> list[Effect]:
-        return self.handle(RankUp("decode-0", rank, epoch or f"e{rank}", "h", 1, f"pool-{rank}", 7000 + rank))
+        return self.handle(
+            RankUp("decode-0", rank, epoch or f"e{rank}", "h", 1, f"pool-{rank}", 7000 + rank)
+        )
 
     def formed(self) -> list[Effect]:
         effects: list[Effect] = []
@@ -92,13 +103,18 @@ class Driver:
 
     def execute(self, step_id: int) -> list[Effect]:
         """Let the core plan a step."""
-        plans = tuple(DecodePlan(step_id, (), (), ((rank, 0, 5),)) for rank in range(self.leader.book.num_ranks))
+        plans = tuple(
+            DecodePlan(step_id, (), (), ((rank, 0, 5),))
+            for rank in range(self.leader.book.num_ranks)
+        )
         self.core.answers = [Execute(plans)]
         effects = self.handle(Cancel("x", 0))
         self.core.heard.pop()
         return effects
 
-    def done(self, rank: int, step_id: int, *, error: str | None = None, lost: tuple[int, ...] = ()) -> list[Effect]:
+    def done(
+        self, rank: int, step_id: int, *, error: str | None = None, lost: tuple[int, ...] = ()
+    ) -> list[Effect]:
         done = StepDone(step_id, (1,), (10 + rank,), {}, 0.01 * (rank + 1), error)
         book = self.leader.book
         return self.handle(RankDone(rank, book.members[rank], book.generation, done, lost))
@@ -130,7 +146,9 @@ def test_the_core_hears_of_the_first_generation_when_it_is_formed() -> None:
     assert to(effects, RankForm) == ["decode-0.0", "decode-0.1", "decode-0.2"]
     assert driver.core.heard == []
     driver.formed()
-    assert driver.core.heard == [RankReset((), (0, 1, 2), pools=("pool-0", "pool-1", "pool-2"), generation=1)]
+    assert driver.core.heard == [
+        RankReset((), (0, 1, 2), pools=("pool-0", "pool-1", "pool-2"), generation=1)
+    ]
     assert driver.leader.take_notes() == ["generation 1 formed in 0.000 s with ranks 0, 1, 2"]
 
 
@@ -143,7 +161,9 @@ def test_what_all_ranks_held_is_given_back_when_the_last_one_goes() -> None:
     driver.up(0, "new0")
     driver.up(1, "new1")
     driver.formed()
-    assert driver.core.heard[1:] == [RankReset((), (0, 1), pools=("pool-0", "pool-1"), generation=4)]
+    assert driver.core.heard[1:] == [
+        RankReset((), (0, 1), pools=("pool-0", "pool-1"), generation=4)
+    ]
 
 
 def test_a_step_goes_to_every_rank_and_comes_back_as_one() -> None:
@@ -177,8 +197,10 @@ def test_steps_are_heard_in_order() -> None:
 def test_prefill_keys_count_chunks_over_ranks_and_micro_batches() -> None:
     chunk = Chunk("a", (1,), 0, (1,), None, 0)
     plans = (
-        PrefillPlan(3, (chunk, chunk), second=(chunk,)), PrefillPlan(3, ()), PrefillPlan(3, (chunk,)),
-    )  # fmt: skip
+        PrefillPlan(3, (chunk, chunk), second=(chunk,)),
+        PrefillPlan(3, ()),
+        PrefillPlan(3, (chunk,)),
+    )
     driver = Driver()
     driver.run()
     driver.core.answers = [Execute(plans)]
@@ -196,8 +218,9 @@ def test_pulls_and_freed_blocks_go_to_their_rank() -> None:
     driver.core.answers = [Freed((3,), rank=2), Pull("a", 0, LEASE, (4, 5), rank=1)]
     effects = driver.handle(Cancel("x", 0))
     assert effects[:2] == [
-        Send("decode-0.2", RankFreed((3,))), Send("decode-0.1", RankPull("a", 0, LEASE, (4, 5))),
-    ]  # fmt: skip
+        Send("decode-0.2", RankFreed((3,))),
+        Send("decode-0.1", RankPull("a", 0, LEASE, (4, 5))),
+    ]
     pulled = KvPulled("a", 0, None)
     driver.handle(RankAnswered(2, "e2", pulled))  # Not its pull.
     driver.handle(RankAnswered(1, "e0", pulled))  # Not this process.
@@ -223,9 +246,10 @@ def test_a_lost_rank_voids_the_steps_and_its_pulls() -> None:
     assert to(driver.execute(1), RankStep) == []  # Void: the core will plan it again.
     driver.formed()
     assert driver.core.heard == [
-        KvPulled("a", 0, None), KvPulled("b", 0, None),
+        KvPulled("a", 0, None),
+        KvPulled("b", 0, None),
         RankReset((1,), (), pools=("pool-0", "", "pool-2"), generation=2),
-    ]  # fmt: skip
+    ]
     assert to(driver.execute(1), RankStep) == ["decode-0.0", "decode-0.2"]
     driver.done(0, 1)
     driver.done(2, 1)
@@ -237,7 +261,9 @@ def test_a_dead_rank_is_not_counted_while_the_others_form_anew() -> None:
     driver.run()
     load = Load("decode-0", "e", 30, 0, 0, 24, 0, num_ranks=3)
     driver.handle(UnitDown("decode-0.1", "killed"))
-    driver.core.answers = [Send("front", load)]  # As the core knows it, which hears of the death when they have formed.
+    driver.core.answers = [
+        Send("front", load)
+    ]  # As the core knows it, which hears of the death when they have formed.
     (seen,) = sent(driver.handle(Cancel("x", 0)), Load)
     assert (seen.num_ranks, seen.absent) == (2, (1,))
 
@@ -246,7 +272,11 @@ def test_nothing_is_sent_to_a_rank_that_the_core_does_not_know_is_another() -> N
     driver = Driver()
     driver.run()
     driver.up(1, "new")
-    driver.core.answers = [Freed((3,), rank=1), Pull("a", 0, LEASE, (4,), rank=1), Freed((3,), rank=0)]
+    driver.core.answers = [
+        Freed((3,), rank=1),
+        Pull("a", 0, LEASE, (4,), rank=1),
+        Freed((3,), rank=0),
+    ]
     effects = driver.handle(Cancel("x", 0))
     assert to(effects, RankFreed) == ["decode-0.0"]
     assert to(effects, RankPull) == []
@@ -294,8 +324,9 @@ def test_a_failure_waits_for_the_step_before() -> None:
     driver.done(1, 0)
     driver.done(2, 0)
     assert [(event.step_id, event.error is None) for event in driver.heard(StepDone)] == [  # type: ignore[union-attr]
-        (0, True), (1, False),
-    ]  # fmt: skip
+        (0, True),
+        (1, False),
+    ]
 
 
 def test_a_replacement_waits_for_the_steps_in_flight() -> None:
@@ -310,7 +341,9 @@ def test_a_replacement_waits_for_the_steps_in_flight() -> None:
     driver.done(0, 0)
     assert len(to(driver.done(2, 0), RankForm)) == 3
     driver.formed()
-    assert driver.core.heard[-1] == RankReset((), (1,), pools=("pool-0", "pool-1", "pool-2"), generation=3)
+    assert driver.core.heard[-1] == RankReset(
+        (), (1,), pools=("pool-0", "pool-1", "pool-2"), generation=3
+    )
     assert len(to(driver.execute(1), RankStep)) == 3
 
 

@@ -1,4 +1,6 @@
-"""What the core of many ranks reads from disk and writes to it: done by the rank whose blocks they are."""
+"""What the core of many ranks reads from disk and writes to it: done by the rank whose blocks they
+are.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ def asked() -> Driver:
     driver.core.answers = [LOAD, STORE, UsedBlocks(PLACES)]
     assert driver.handle(Cancel("x", 0))[:3] == [
         Send("decode-0.1", RankLoad(4, NAMES, PLACES, (5, 6))),
-        Send("decode-0.2", RankStore(4, NAMES, (0, 1), (7, 8))), UsedBlocks(PLACES),
-    ]  # fmt: skip
+        Send("decode-0.2", RankStore(4, NAMES, (0, 1), (7, 8))),
+        UsedBlocks(PLACES),
+    ]
     driver.core.heard.clear()
     return driver
 
@@ -52,7 +55,9 @@ def test_a_lost_rank_does_not_answer_and_the_others_do() -> None:
 
 
 def test_after_a_failed_step_nothing_is_copied_into_pools_before_the_next_generation() -> None:
-    """The core takes a failed step's blocks for free; other ranks may be in the middle of it, and still write them."""
+    """The core takes a failed step's blocks for free; other ranks may be in the middle of it, and
+    still write them.
+    """
     driver = Driver()
     driver.run()
     driver.execute(0)

@@ -1,4 +1,6 @@
-"""The leader of many ranks with its balancer of experts: what is sent to whom when, and what the unit forms with."""
+"""The leader of many ranks with its balancer of experts: what is sent to whom when, and what the
+unit forms with.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from hadal.roles.rank_states import Phase
 from tests.unit.roles.driving import of, sent
 from tests.unit.roles.test_ranks import Driver, to
 
-TERMS = ExpertTerms(count_every_steps=1, num_intervals=8, num_intervals_min=4, plan_every_steps=1, stage_timeout_s=5.0)
+TERMS = ExpertTerms(
+    count_every_steps=1,
+    num_intervals=8,
+    num_intervals_min=4,
+    plan_every_steps=1,
+    stage_timeout_s=5.0,
+)
 
 
 class Skewed(Driver):
@@ -47,12 +55,18 @@ class Skewed(Driver):
         for _ in range(20):
             self.step()
             effects = self.handle(Tick())
-            stages = {e.to: e.message for e in effects if isinstance(e, Send) and isinstance(e.message, RankStage)}
+            stages = {
+                e.to: e.message
+                for e in effects
+                if isinstance(e, Send) and isinstance(e.message, RankStage)
+            }
             if stages:
                 return stages
         raise AssertionError("nothing is staged")
 
-    def staged(self, rank: int, epoch: str = "", generation: int = 1, error: str | None = None) -> list[Effect]:
+    def staged(
+        self, rank: int, epoch: str = "", generation: int = 1, error: str | None = None
+    ) -> list[Effect]:
         install = self.leader.experts.installing
         staged = Staged(generation, install.stage_id if install else 1, 0, error, 1, 0, 0.01)
         return self.handle(RankStaged(rank, epoch or f"e{rank}", staged))
@@ -136,6 +150,13 @@ def test_loads_tell_of_experts_and_counts_do_not_reach_the_core() -> None:
     assert all(event.slot_counts == b"" for event in driver.heard(StepDone))  # type: ignore[union-attr]
     driver.core.answers = [Send("front", Load("decode-0", "e", 1, 0, 0, 1, 0))]
     load = sent(driver.handle(Cancel("x", 0)), Load)[0]
-    assert load.balance == {"experts": pytest.approx(300 / 500), "experts_worst": pytest.approx(300 / 500)}
-    driver.core.answers = [Send("front", Trace("decode-0", 1, (TracedStep(0, "sequential", 1, 1, ()),)))]
-    assert sent(driver.handle(Cancel("x", 0)), Trace)[0].steps[0].balance == {}  # It was not a traced one.
+    assert load.balance == {
+        "experts": pytest.approx(300 / 500),
+        "experts_worst": pytest.approx(300 / 500),
+    }
+    driver.core.answers = [
+        Send("front", Trace("decode-0", 1, (TracedStep(0, "sequential", 1, 1, ()),)))
+    ]
+    assert (
+        sent(driver.handle(Cancel("x", 0)), Trace)[0].steps[0].balance == {}
+    )  # It was not a traced one.

@@ -28,4 +28,8 @@ def test_what_the_front_does_about_each() -> None:
     assert answer_to(PREEMPTED, 3) == (False, False, 0.0)
     assert answer_to(QUEUE_FULL, 3) == answer_to(LEASE_EXPIRED, 0) == (False, False, 2 * BACKOFF_S)
     assert answer_to(RANK_LOST, 3) == (False, True, 0.0)
-    assert [answer_to(PULL_FAILED, n).delay_s for n in (0, 1, 9)] == [BACKOFF_S, 2 * BACKOFF_S, BACKOFF_MAX_S]
+    assert [answer_to(PULL_FAILED, n).delay_s for n in (0, 1, 9)] == [
+        BACKOFF_S,
+        2 * BACKOFF_S,
+        BACKOFF_MAX_S,
+    ]

@@ -1,4 +1,6 @@
-"""A recording's bytes: everything comes back, what is cut off is left out, what is no recording is refused."""
+"""A recording's bytes: everything comes back, what is cut off is left out, what is no recording is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,17 @@ OPENING = Opening(VERSION, "run", "front", MadeFront("e", 4096, "f"), Deployment
 CALLS = (
     Call(1.5, (), (WakeAt(2.5), Send("front", Cancel("a", 1)))),
     Call(2.5, (Tick(), RankReset((), (0,), ("pool",), 1), DiskNews(b"n", (), b"")), ()),
-    Call(3.0, (Submit(Generation("a", (1, 2), (), 5, (), 0, Sampling(), 0)), Progress(3, True, (1,))), ()),
-    Call(3.5, (StepDone(0, (0,), (7,), {}, 0.25),), (Execute((DecodePlan(1, (), (), ()),)),), "ValueError: no"),
+    Call(
+        3.0,
+        (Submit(Generation("a", (1, 2), (), 5, (), 0, Sampling(), 0)), Progress(3, True, (1,))),
+        (),
+    ),
+    Call(
+        3.5,
+        (StepDone(0, (0,), (7,), {}, 0.25),),
+        (Execute((DecodePlan(1, (), (), ()),)),),
+        "ValueError: no",
+    ),
 )
 DATA = b"".join(map(frame, (OPENING, *CALLS)))
 
@@ -79,15 +90,21 @@ def test_canonical_forgets_what_no_reader_sees() -> None:
     assert canonical(Call(0, (), (WakeAt(1),))) == canonical(Call(0.0, (), (WakeAt(1.0),)))
     nan = float("nan")
     assert canonical(Call(0.0, (), (WakeAt(nan),))) == canonical(Call(0.0, (), (WakeAt(nan),)))
-    assert canonical(Call(0.0, (), (WakeAt(1.0),))) != canonical(Call(0.0, (), (WakeAt(1.0 + 2**-52),)))
+    assert canonical(Call(0.0, (), (WakeAt(1.0),))) != canonical(
+        Call(0.0, (), (WakeAt(1.0 + 2**-52),))
+    )
 
 
 def test_readings_of_a_clock_of_nanoseconds_are_exact() -> None:
-    """A time plus a difference of times is the other time, to the last bit; floats alone would not give it."""
+    """A time plus a difference of times is the other time, to the last bit; floats alone would not
+    give it.
+    """
     rng = random.Random(3)
     for _ in range(1000):
         first_ns, second_ns = (rng.randrange(2**53) for _ in range(2))
         first_s, second_s = seconds_of(first_ns), seconds_of(second_ns)
-        if max(first_ns, second_ns) < 2**52:  # Beyond 52 days a float tells nanoseconds apart no more.
+        if (
+            max(first_ns, second_ns) < 2**52
+        ):  # Beyond 52 days a float tells nanoseconds apart no more.
             assert (ns_of(first_s), ns_of(second_s)) == (first_ns, second_ns)
         assert seconds_of(ns_of(first_s) + (ns_of(second_s) - ns_of(first_s))) == second_s

@@ -1,4 +1,6 @@
-"""StepScheduler: fixed by name or by price, one decision for all ranks, parts of about equal work."""
+"""StepScheduler: fixed by name or by price, one decision for all ranks, parts of about equal
+work.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from hadal.perf.costs import Work
 from hadal.policy.prefill_rates import PAIRS_PER_TOKEN
 from hadal.roles.schedule import StepScheduler
 
-SECONDS = {"attn_in": 1e-3, "attn_core": 1e-3, "gate": 1e-4, "shared": 1e-3, "experts": 2e-3, "post": 1e-5}
+SECONDS = {
+    "attn_in": 1e-3,
+    "attn_core": 1e-3,
+    "gate": 1e-4,
+    "shared": 1e-3,
+    "experts": 2e-3,
+    "post": 1e-5,
+}
 
 
 def times(tokens: int, link_s: float, num_layers: int = 8) -> tuple[OpTime, ...]:
@@ -32,8 +41,13 @@ def learned(link_s: float) -> StepScheduler:
 
 def test_a_fixed_schedule_has_two_micro_batches_once_the_busiest_rank_has_enough() -> None:
     scheduler = StepScheduler(2, "decode_five", 16)
-    chosen = [scheduler.choose(step, [(3, 30), (tokens, 50)]) for step, tokens in enumerate((15, 16))]
-    assert [(c.schedule, c.num_micro_batches) for c in chosen] == [("sequential", 1), ("decode_five", 2)]
+    chosen = [
+        scheduler.choose(step, [(3, 30), (tokens, 50)]) for step, tokens in enumerate((15, 16))
+    ]
+    assert [(c.schedule, c.num_micro_batches) for c in chosen] == [
+        ("sequential", 1),
+        ("decode_five", 2),
+    ]
     assert chosen[1].works == (Work(8, 25), Work(8, 25))
     assert StepScheduler(1, "prefill_dual", 2).choose(0, [(2, 3)]).schedule == "prefill_dual"
     assert StepScheduler(1, "prefill_dual", 0).choose(0, [(1, 1)]).num_micro_batches == 1
@@ -49,7 +63,10 @@ def test_auto_stays_sequential_alone_when_small_and_before_anything_was_seen() -
     fresh = StepScheduler(4, num_layers=8, num_moe_layers=8)
     assert fresh.choose(0, [(500, 9000)] * 4).num_micro_batches == 1
     assert learned(4e-3).choose(0, [(7, 700)] * 4).num_micro_batches == 1
-    assert StepScheduler(1, num_layers=8, num_moe_layers=8).choose(0, [(500, 9000)]).num_micro_batches == 1
+    assert (
+        StepScheduler(1, num_layers=8, num_moe_layers=8).choose(0, [(500, 9000)]).num_micro_batches
+        == 1
+    )
 
 
 def test_what_is_seen_is_noted_under_the_step_that_took_it() -> None:
@@ -65,7 +82,9 @@ def test_what_is_seen_is_noted_under_the_step_that_took_it() -> None:
 
 def test_parts_are_about_equal() -> None:
     scheduler = learned(1e-3)
-    assert scheduler.second_rows(np.full((2, 7), 100), np.ones((2, 7), np.bool_)).sum(axis=1).tolist() == [3, 3]
+    assert scheduler.second_rows(np.full((2, 7), 100), np.ones((2, 7), np.bool_)).sum(
+        axis=1
+    ).tolist() == [3, 3]
     first = scheduler.cut_chunks([(0, 100), (50, 100)])
     assert 80 <= sum(first) <= 130
     assert first[0] == 100
@@ -79,7 +98,9 @@ def test_micro_batches_are_equal_with_what_experts_do_for_them() -> None:
     for step in range(60):
         tokens, pairs = 32 << step % 3, 4000 << step % 5
         seconds = {"attn_in": 1e-5 * tokens, "attn_core": 1e-7 * pairs, "experts": 4e-5 * tokens}
-        scheduler.costs.observe([Work(tokens, pairs)], [OpTime(op, 8, 8 * each_s) for op, each_s in seconds.items()])
+        scheduler.costs.observe(
+            [Work(tokens, pairs)], [OpTime(op, 8, 8 * each_s) for op, each_s in seconds.items()]
+        )
     rates, chunks = scheduler.rates, [(900, 100), (0, 400)]
     first = scheduler.cut_chunks(chunks)
     assert first[0] == 100
@@ -98,7 +119,10 @@ def test_a_rank_alone_has_all_tokens_of_its_experts() -> None:
         for tokens in (16, 32, 64) * 4:
             scheduler.costs.observe([Work(tokens, 100 * tokens)], times(tokens, 1e-3))
     assert many.rates.mean_s > 0
-    assert (alone.rates.token_s, alone.rates.mean_s) == (many.rates.token_s + many.rates.mean_s, 0.0)
+    assert (alone.rates.token_s, alone.rates.mean_s) == (
+        many.rates.token_s + many.rates.mean_s,
+        0.0,
+    )
     assert alone.rates.all_token_s == pytest.approx(many.rates.all_token_s)
 
 

@@ -18,7 +18,10 @@ def test_steps_go_to_the_oldest_request() -> None:
     assert tracer.done(4, ()) == []
     (first,) = sent(tracer.done(5, ()), Trace)
     (second,) = sent(tracer.done(6, ()), Trace)
-    assert [(t.reply_id, [s.step_id for s in t.steps]) for t in (first, second)] == [(1, [5]), (2, [6])]
+    assert [(t.reply_id, [s.step_id for s in t.steps]) for t in (first, second)] == [
+        (1, [5]),
+        (2, [6]),
+    ]
 
 
 def test_void_steps_are_recorded_again() -> None:

@@ -1,4 +1,6 @@
-"""A pool beside a disk cache, for tests: named random blocks, and waiting for what comes of them."""
+"""A pool beside a disk cache, for tests: named random blocks, and waiting for what comes of
+them.
+"""
 
 import os
 import time
@@ -32,7 +34,13 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> Any:
 class Host:
     """Stands where a unit's host stands: one pool, one store. Blocks 1.. hold random bytes."""
 
-    def __init__(self, folder: Path, fingerprint: str = "model", share_bytes: int = SHARE_BYTES, **options: Any):
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str = "model",
+        share_bytes: int = SHARE_BYTES,
+        **options: Any,
+    ):
         rng = np.random.default_rng()
         self.folder = folder
         self.pool = rng.integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
@@ -73,7 +81,9 @@ class Host:
 
 
 @contextmanager
-def host(folder: Path, fingerprint: str = "model", share_bytes: int = SHARE_BYTES, **options: Any) -> Iterator[Host]:
+def host(
+    folder: Path, fingerprint: str = "model", share_bytes: int = SHARE_BYTES, **options: Any
+) -> Iterator[Host]:
     one = Host(folder, fingerprint, share_bytes, **options)
     try:
         yield one

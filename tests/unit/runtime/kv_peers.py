@@ -1,10 +1,11 @@
-"""Processes for tests of the hand-over: the owner of a pool, whose blocks say which generation of what they are, and a
-puller that never stops.
+"""Processes for tests of the hand-over: the owner of a pool, whose blocks say which generation of
+what they are, and a puller that never stops.
 
     python kv_peers.py owner RUN HANDOVER HOST NUM_BLOCKS [LAYERS]
     python kv_peers.py puller RUN HANDOVER ADDRESS NUM_BLOCKS [LAYERS]
 
-An owner prints its address, then answers the lines it reads: "free 3", "churn", "connections", "threads".
+An owner prints its address, then answers the lines it reads: "free 3", "churn", "connections",
+"threads".
 """
 
 import json
@@ -41,9 +42,18 @@ def secret_of(run: str) -> bytes:
     return run.encode().ljust(32, b".")
 
 
-def wire_of(pool: KvPool, handover: str, run: str = RUN, host: str = "127.0.0.1", lease_s: float = 30.0) -> KvWire:
+def wire_of(
+    pool: KvPool, handover: str, run: str = RUN, host: str = "127.0.0.1", lease_s: float = 30.0
+) -> KvWire:
     secret = secret_of(run)
-    return KvWire(pool, handover, host=host, secret=secret, grants=SelfGrants(secret, pool.name), lease_s=lease_s)
+    return KvWire(
+        pool,
+        handover,
+        host=host,
+        secret=secret,
+        grants=SelfGrants(secret, pool.name),
+        lease_s=lease_s,
+    )
 
 
 def shape_of(num_blocks: int, layers: int = LAYERS) -> Shape:
@@ -53,17 +63,23 @@ def shape_of(num_blocks: int, layers: int = LAYERS) -> Shape:
 def write(pool: KvPool, block_id: int, generation: int) -> None:
     """Fill a block so that every 8 bytes tell block, generation and place."""
     words = pool.blocks[block_id].view(np.uint64)
-    words[:] = np.arange(len(words), dtype=np.uint64) + np.uint64((block_id << 44) | (generation << 24))
+    words[:] = np.arange(len(words), dtype=np.uint64) + np.uint64(
+        (block_id << 44) | (generation << 24)
+    )
 
 
 def is_written(pool: KvPool, at: int, block_id: int, generation: int) -> bool:
     """Whether own block `at` holds what `write` wrote as that block and generation."""
     words: NDArray[np.uint64] = pool.blocks[at].view(np.uint64)
-    wanted = np.arange(len(words), dtype=np.uint64) + np.uint64((block_id << 44) | (generation << 24))
+    wanted = np.arange(len(words), dtype=np.uint64) + np.uint64(
+        (block_id << 44) | (generation << 24)
+    )
     return bool(np.array_equal(words, wanted))
 
 
-def make_pool(run: str, unit: str, num_blocks: int, layers: int = LAYERS, dtype: str = "float32") -> KvPool:
+def make_pool(
+    run: str, unit: str, num_blocks: int, layers: int = LAYERS, dtype: str = "float32"
+) -> KvPool:
     pool = KvPool.create(pool_name(run, unit, "1"), shape_of(num_blocks, layers), dtype)
     for block_id in range(num_blocks):
         write(pool, block_id, 0)
@@ -78,14 +94,22 @@ class Peer:
     """One of these processes, from outside."""
 
     def __init__(
-        self, what: str, run: str, handover: str, *rest: object, prefix: tuple[str, ...] = (),
+        self,
+        what: str,
+        run: str,
+        handover: str,
+        *rest: object,
+        prefix: tuple[str, ...] = (),
         environment: dict[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         command = [*prefix, sys.executable, __file__, what, run, handover, *map(str, rest)]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             env={**os.environ, "PYTHONPATH": str(SOURCE), **(environment or {})},
-        )  # fmt: skip
+        )
         self.address = self.read()
 
     def read(self) -> str:
@@ -102,7 +126,10 @@ class Peer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.process.kill()
         self.process.communicate(timeout=20)
@@ -129,7 +156,9 @@ def own(run: str, handover: str, host: str, num_blocks: int, layers: int = LAYER
 
 
 def churn(pool: KvPool) -> None:
-    """Free blocks and write others in their place, for ever. Block 0 says which generations are whole."""
+    """Free blocks and write others in their place, for ever. Block 0 says which generations are
+    whole.
+    """
     whole = pool.blocks[0].view(np.int64)
     whole[:] = 0
     random = np.random.default_rng(3)
@@ -141,9 +170,12 @@ def churn(pool: KvPool) -> None:
         time.sleep(0.002)
 
 
-def pull_for_ever(run: str, handover: str, address: str, num_blocks: int, layers: int = LAYERS) -> None:
-    """Pull again and again; print what came of each as JSON: seconds, why it failed or null, whether the bytes are
-    right, and the transport."""
+def pull_for_ever(
+    run: str, handover: str, address: str, num_blocks: int, layers: int = LAYERS
+) -> None:
+    """Pull again and again; print what came of each as JSON: seconds, why it failed or null,
+    whether the bytes are right, and the transport.
+    """
     pool = make_pool(run, f"decode-{os.getpid()}", num_blocks, layers)
     wire = wire_of(pool, handover, run, lease_s=20.0)
     ids = tuple(range(1, num_blocks))
@@ -153,7 +185,9 @@ def pull_for_ever(run: str, handover: str, address: str, num_blocks: int, layers
         start_s = time.monotonic()
         error = wire.pull(lease, ids)
         took_s = time.monotonic() - start_s
-        is_right = error is None and all(is_written(pool, i, i, 0) for i in (1, len(ids) // 2, len(ids)))
+        is_right = error is None and all(
+            is_written(pool, i, i, 0) for i in (1, len(ids) // 2, len(ids))
+        )
         print(json.dumps((took_s, error, is_right, wire.transport_of(address))), flush=True)
 
 

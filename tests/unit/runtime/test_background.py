@@ -1,4 +1,6 @@
-"""Background threads: their priority is lower and their own, and they rest as long as their share asks."""
+"""Background threads: their priority is lower and their own, and they rest as long as their share
+asks.
+"""
 
 import os
 import subprocess
@@ -35,14 +37,18 @@ def test_a_priority_is_a_threads_own() -> None:
 
 @pytest.mark.parametrize(("own", "background"), [(10, 15), (19, 19)])
 def test_a_process_of_low_priority_keeps_its_order(own: int, background: int) -> None:
-    """Where others than the superuser run it, a priority above the process's own would be refused."""
+    """Where others than the superuser run it, a priority above the process's own would be
+    refused.
+    """
     code = (
-        "import os; from hadal.runtime.background import lower_priority; "
-        f"os.setpriority(os.PRIO_PROCESS, 0, {own}); "
-        "from threading import Thread; "
-        "t = Thread(target=lambda: (lower_priority(), print(os.getpriority(os.PRIO_PROCESS, 0)))); t.start(); t.join()"
+        "import os; from hadal.runtime.background import lower_priority;"
+        f" os.setpriority(os.PRIO_PROCESS, 0, {own}); from threading import Thread; t ="
+        " Thread(target=lambda: (lower_priority(), print(os.getpriority(os.PRIO_PROCESS, 0))));"
+        " t.start(); t.join()"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert found.stdout.split() == [str(background)], found.stderr
 
 

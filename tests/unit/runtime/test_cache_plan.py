@@ -31,8 +31,12 @@ def test_memory_and_disk_are_said_in_blocks_and_tokens(tmp_path: Path) -> None:
     resolved = planned(folder=str(tmp_path / "kv"), disk_mb=100)
     num_blocks = resolved.memory.prefill.kv_blocks - 1
     on_disk = 100 * 2**20 // resolved.memory.block_bytes
-    assert rows(resolved)["memory"].startswith(f"{num_blocks} blocks of a prefill rank, {num_blocks * 64} tokens")
-    assert rows(resolved)["disk"].endswith(f"{tmp_path / 'kv'}: about {on_disk} blocks, {on_disk * 64} tokens")
+    assert rows(resolved)["memory"].startswith(
+        f"{num_blocks} blocks of a prefill rank, {num_blocks * 64} tokens"
+    )
+    assert rows(resolved)["disk"].endswith(
+        f"{tmp_path / 'kv'}: about {on_disk} blocks, {on_disk * 64} tokens"
+    )
     assert not (tmp_path / "kv").exists(), "a plan makes nothing"
     assert resolved.memory.warnings == ()
 
@@ -51,10 +55,16 @@ def test_the_banner_says_it_too() -> None:
     assert shown[at + 1] == ("", "disk: nothing: cache.folder is empty")
 
 
-def test_a_folder_is_the_same_for_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_the_same_for_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert absolute_folder("kv") == absolute_folder("~/kv") == planned(folder="kv").deployment.cache.folder
+    assert (
+        absolute_folder("kv")
+        == absolute_folder("~/kv")
+        == planned(folder="kv").deployment.cache.folder
+    )
     assert absolute_folder("kv") == str(tmp_path / "kv")
     assert absolute_folder("") == ""
 
@@ -65,7 +75,9 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         planned(folder=str(tmp_path / "kv"))
 
 
-@pytest.mark.parametrize(("folder", "why"), [("~nobody-has-this-name/kv", "has no home"), ("a\0b", "zero byte")])
+@pytest.mark.parametrize(
+    ("folder", "why"), [("~nobody-has-this-name/kv", "has no home"), ("a\0b", "zero byte")]
+)
 def test_a_folder_that_can_never_be_is_refused(folder: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         planned(folder=folder)
@@ -79,9 +91,14 @@ def test_a_start_makes_the_folder_for_its_owner_alone(tmp_path: Path) -> None:
     assert list((tmp_path / "kv").iterdir()) == []
 
 
-def test_a_start_ends_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_ends_where_nothing_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cannot be used \(Not a directory\). Name a folder that you may write to"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot be used \(Not a directory\). Name a folder that you may write to",
+    ):
         make_cache_folder(str(tmp_path / "file" / "kv"))
 
     def fail(number: int) -> None:
@@ -93,15 +110,22 @@ def test_a_start_ends_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pyt
     fail(errno.EACCES)
     with pytest.raises(ConfigError, match="Permission denied"):
         make_cache_folder(str(tmp_path))
-    for number in (errno.ENOSPC, errno.EROFS):  # There may be room later, and there is something to find now.
+    for number in (
+        errno.ENOSPC,
+        errno.EROFS,
+    ):  # There may be room later, and there is something to find now.
         fail(number)
         make_cache_folder(str(tmp_path))
 
 
-def test_a_disk_that_cannot_hold_it_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_hold_it_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.statvfs
     little = SimpleNamespace(f_bavail=1, f_frsize=2**20)
-    monkeypatch.setattr(os, "statvfs", lambda path: little if Path(path) == tmp_path else real(path))
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: little if Path(path) == tmp_path else real(path)
+    )
     (warning,) = planned(folder=str(tmp_path), disk_mb=3).memory.warnings
     assert "has room for" in warning
     # What lies there already is written over: a full cache is started again without a word.
@@ -116,12 +140,16 @@ def test_a_folder_that_everybody_writes_to_is_a_warning(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)  # Ours, and not everybody's by intent: it is closed when it is entered.
     assert planned(folder=str(tmp_path), disk_mb=1).memory.warnings == ()
     tmp_path.chmod(0o1777)
-    assert planned(folder=str(tmp_path / "kv"), disk_mb=1).memory.warnings == (), "that one we make ourselves"
+    assert planned(folder=str(tmp_path / "kv"), disk_mb=1).memory.warnings == (), (
+        "that one we make ourselves"
+    )
     tmp_path.chmod(0o770)
     assert planned(folder=str(tmp_path), disk_mb=1).memory.warnings == ()
 
 
-def test_a_folder_that_takes_or_tells_nothing_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_takes_or_tells_nothing_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # Of root everything is taken.
     (warning,) = planned(folder=str(tmp_path)).memory.warnings
     assert "cannot be written to" in warning
@@ -131,7 +159,9 @@ def test_a_folder_that_takes_or_tells_nothing_is_a_warning(tmp_path: Path, monke
         raise OSError(116, "Stale file handle")
 
     real = os.statvfs
-    monkeypatch.setattr(os, "statvfs", lambda path: fails(path) if Path(path) == tmp_path else real(path))
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: fails(path) if Path(path) == tmp_path else real(path)
+    )
     (warning,) = planned(folder=str(tmp_path)).memory.warnings
     assert "Stale file handle" in warning
 
@@ -139,7 +169,10 @@ def test_a_folder_that_takes_or_tells_nothing_is_a_warning(tmp_path: Path, monke
 def test_less_than_a_block_is_a_warning(tmp_path: Path) -> None:
     config = Path(__file__).resolve().parents[3] / "configs" / "deepseek_v3"
     (warning,) = [
-        text for text in plan(Deployment(model=str(config), cache=CacheConfig(folder=str(tmp_path), disk_mb=1)))
-        .memory.warnings if "cache" in text
-    ]  # fmt: skip
+        text
+        for text in plan(
+            Deployment(model=str(config), cache=CacheConfig(folder=str(tmp_path), disk_mb=1))
+        ).memory.warnings
+        if "cache" in text
+    ]
     assert "less than one block" in warning

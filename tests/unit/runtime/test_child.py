@@ -44,16 +44,25 @@ def test_its_output_is_kept_and_logged(tmp_path: Path) -> None:
     assert child.status().pid == child.pid > 0
     assert reap(child) == 3
     deadline_s = time.monotonic() + 5
-    while len(lines := (tmp_path / "log").read_text().splitlines()) < 2 and time.monotonic() < deadline_s:
+    while (
+        len(lines := (tmp_path / "log").read_text().splitlines()) < 2
+        and time.monotonic() < deadline_s
+    ):
         time.sleep(0.01)
     # What is no line of its log becomes one, under its name.
-    assert [line.split()[1:] for line in lines] == [["decode-0", "WARNING", "one"], ["decode-0", "WARNING", "two"]]
+    assert [line.split()[1:] for line in lines] == [
+        ["decode-0", "WARNING", "one"],
+        ["decode-0", "WARNING", "two"],
+    ]
     assert child.phase is Phase.WAITING
     assert child.pid == 0
 
 
 def test_what_a_start_does_is_heard_and_not_logged(tmp_path: Path) -> None:
-    child = make(tmp_path, "from hadal.runtime.logs import tell_doing; tell_doing('reads', 1, 4); print('one')")
+    child = make(
+        tmp_path,
+        "from hadal.runtime.logs import tell_doing; tell_doing('reads', 1, 4); print('one')",
+    )
     source = str(Path(hadal.__file__).parents[1])
     child.start(0.0, {**os.environ, "PYTHONPATH": f"{tmp_path}:{source}", "PYTHONUNBUFFERED": "1"})
     assert child.doing is None
@@ -76,7 +85,9 @@ def test_a_signal_is_told_from_an_exit(tmp_path: Path) -> None:
     child.signal(signal.SIGKILL)  # There is nobody to hear it.
 
 
-def test_the_first_crash_is_started_again_at_once_and_later_ones_are_put_off(tmp_path: Path) -> None:
+def test_the_first_crash_is_started_again_at_once_and_later_ones_are_put_off(
+    tmp_path: Path,
+) -> None:
     child = make(tmp_path, "")
     delays = []
     for now_s in range(100, 140, 5):
@@ -138,7 +149,14 @@ def test_one_that_is_put_off_rests_and_is_judged_anew(tmp_path: Path) -> None:
 
 def test_one_that_cannot_start_is_tried_less_and_less_often_until_it_does(tmp_path: Path) -> None:
     child = make(tmp_path, "")
-    assert [child.put_off(0.0) for _ in range(6)] == [15.0, 30.0, 60.0, 120.0, PUT_OFF_MAX_S, PUT_OFF_MAX_S]
+    assert [child.put_off(0.0) for _ in range(6)] == [
+        15.0,
+        30.0,
+        60.0,
+        120.0,
+        PUT_OFF_MAX_S,
+        PUT_OFF_MAX_S,
+    ]
     start(child, tmp_path, 1.0)
     child.is_ready(2.0)
     reap(child, 3.0)
@@ -175,7 +193,12 @@ def test_a_restart_is_not_waited_for_as_long_as_a_first_start(tmp_path: Path) ->
         limits.append(child.start_timeout_s)
         child.is_ready(100.0 + took_s)
         reap(child, 2000.0)
-    assert [*limits, child.start_timeout_s] == [START_TIMEOUT_S, RESTART_TIMEOUT_S, 160.0, START_TIMEOUT_S]
+    assert [*limits, child.start_timeout_s] == [
+        START_TIMEOUT_S,
+        RESTART_TIMEOUT_S,
+        160.0,
+        START_TIMEOUT_S,
+    ]
 
 
 def test_one_that_is_not_wanted_rests_when_it_ends_and_counts_no_failure(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ NEAR, FAR = "near", "far"
 
 
 class Wire:
-    """Pulls that take as long as the test holds them; sources that begin with "near" are on this host."""
+    """Pulls that take as long as the test holds them; sources that begin with "near" are on this
+    host.
+    """
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
@@ -87,7 +89,9 @@ def test_a_dead_source_holds_up_no_other() -> None:
     assert all(source != "dead" for source, _ in wire.log)
     wire.held["dead"].set()
     until(lambda: len(wire.log) == 6 + 3 * NUM_THREADS)
-    assert [number for source, number in wire.log if source == "dead"] == list(range(3 * NUM_THREADS))
+    assert [number for source, number in wire.log if source == "dead"] == list(
+        range(3 * NUM_THREADS)
+    )
     copier.stop(1.0)
 
 

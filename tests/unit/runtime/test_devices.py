@@ -8,7 +8,13 @@ from hadal.runtime.devices import VISIBLE, take_gpu
 
 @pytest.mark.parametrize(
     ("visible", "index", "taken"),
-    [("0,1,2,3", 2, "2"), ("4, 5", 3, "5"), ("GPU-a,GPU-b", 1, "GPU-b"), ("", 1, ""), (None, 3, "1")],
+    [
+        ("0,1,2,3", 2, "2"),
+        ("4, 5", 3, "5"),
+        ("GPU-a,GPU-b", 1, "GPU-b"),
+        ("", 1, ""),
+        (None, 3, "1"),
+    ],
 )
 def test_gpus_are_counted_round(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, index: int, taken: str

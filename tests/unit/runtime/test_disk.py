@@ -1,4 +1,6 @@
-"""The store on a real disk that works, is full, read-only, gone, damaged or hangs: a verified block, or a miss."""
+"""The store on a real disk that works, is full, read-only, gone, damaged or hangs: a verified
+block, or a miss.
+"""
 
 import logging
 import os
@@ -34,7 +36,9 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of one MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=False, timeout=20)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=False, timeout=20
+    )
     if made.returncode:
         pytest.skip("only root can mount a small file system")
     try:
@@ -125,7 +129,13 @@ def test_eviction_tells_the_names_that_went_and_they_are_misses(tmp_path: Path) 
             stored = one.save(b"".join(names), (1, 2, 3))
             for name in split(stored.dropped):
                 gone[name] = saved.pop(name)
-            saved.update({name: place for name, place in zip(names, stored.places, strict=True) if place is not None})
+            saved.update(
+                {
+                    name: place
+                    for name, place in zip(names, stored.places, strict=True)
+                    if place is not None
+                }
+            )
         assert gone
         assert bytes_in(tmp_path) <= share
         for name, place in gone.items():
@@ -143,7 +153,10 @@ def test_a_flipped_bit_is_damage_and_is_not_looked_at_again(tmp_path: Path, what
         place = places[4]
         assert place is not None
         path = segment_path(tmp_path, place.segment)
-        flip(path, data_offset(path, place.slot) + 77 if what == "data" else PAGE + 64 * place.slot + 20)
+        flip(
+            path,
+            data_offset(path, place.slot) + 77 if what == "data" else PAGE + 64 * place.slot + 20,
+        )
         before = one.pool[25:31].copy()
         loaded = one.load(names, places, INTO)
         assert (loaded.num_loaded, loaded.num_damaged) == (4, 1)
@@ -167,7 +180,9 @@ def test_a_truncated_segment_is_damage(tmp_path: Path) -> None:
         os.truncate(path, data_offset(path, 5))
         loaded = one.load(names, places, INTO)
         assert (loaded.num_loaded, loaded.num_damaged) == (0, 1)
-        assert one.save(new_names(1), (1,)).places is not None  # It goes on, with another segment or with none.
+        assert (
+            one.save(new_names(1), (1,)).places is not None
+        )  # It goes on, with another segment or with none.
         wait_for(lambda: None not in one.save(new_names(1), (1,)).places, 30)
     with host(tmp_path) as two:
         assert two.load(names, places, INTO).num_loaded == 0
@@ -184,7 +199,9 @@ def test_a_wrong_place_is_a_miss(tmp_path: Path) -> None:
         assert one.load(names[:16], (Place(places[0].segment ^ 1, 0),), (40,)).num_loaded == 0
 
 
-def test_a_full_disk_refuses_and_is_told_once(full_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_refuses_and_is_told_once(
+    full_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (full_disk / "other").write_bytes(b"x" * 1_000_000)
     caplog.set_level(logging.WARNING, "hadal.disk")
     with host(full_disk, share_bytes=4 << 20, pause_s=0.01) as one:
@@ -231,7 +248,9 @@ def test_others_things_in_the_folder_do_no_harm_and_come_to_none(tmp_path: Path)
     assert all(path.exists() for path in theirs)
 
 
-def test_a_segment_that_is_of_no_use_is_said_to_take_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_segment_that_is_of_no_use_is_said_to_take_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with host(tmp_path) as one:
         one.save(new_names(2), (1, 2))
     for number in segment_numbers(tmp_path):
@@ -250,7 +269,9 @@ def test_prompts_are_for_their_owner_alone(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
-def test_a_deleted_folder_is_a_miss_and_made_again_when_there_is_something_to_keep(tmp_path: Path) -> None:
+def test_a_deleted_folder_is_a_miss_and_made_again_when_there_is_something_to_keep(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "cache"
     with host(folder, pause_s=0.01) as one:
         names = new_names(2)
@@ -261,7 +282,9 @@ def test_a_deleted_folder_is_a_miss_and_made_again_when_there_is_something_to_ke
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_more_than_the_queue_holds_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_the_queue_holds_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = threading.Event()
     sync = Segment.sync
     monkeypatch.setattr(Segment, "sync", lambda self: (gate.wait(20), sync(self))[1])
@@ -356,7 +379,9 @@ def test_what_the_dead_left_is_shared_out_and_what_is_beyond_the_budget_goes(
 
 def test_the_budget_is_shared_by_all_that_write(tmp_path: Path) -> None:
     cache = CacheConfig(folder=str(tmp_path / "cache"), disk_mb=10)
-    deployment = Deployment(prefill=UnitsConfig(units=2), decode=UnitsConfig(ranks=3, ranks_per_node=3), cache=cache)
+    deployment = Deployment(
+        prefill=UnitsConfig(units=2), decode=UnitsConfig(ranks=3, ranks_per_node=3), cache=cache
+    )
     prefill, decode = share_of(deployment, "prefill"), share_of(deployment, "decode")
     assert prefill > decode > 0
     assert 10 * 2**20 - 5 <= 2 * prefill + 3 * decode <= 10 * 2**20
@@ -388,7 +413,9 @@ def test_a_folder_that_cannot_be_had_is_waited_for_and_not_spun_on(
 ) -> None:
     looks: list[None] = []
     sweep = disk_writer.Writer._sweep_if_due
-    monkeypatch.setattr(disk_writer.Writer, "_sweep_if_due", lambda self: (looks.append(None), sweep(self))[1])
+    monkeypatch.setattr(
+        disk_writer.Writer, "_sweep_if_due", lambda self: (looks.append(None), sweep(self))[1]
+    )
     (tmp_path / "file").write_text("not a folder")
     with host(tmp_path / "file", pause_s=20.0) as one:
         assert one.save(new_names(1), (1,)).error

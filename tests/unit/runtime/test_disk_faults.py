@@ -1,4 +1,6 @@
-"""The store on a real file system on a loop device whose disk fails (EIO) or stops answering (fsfreeze). Root only."""
+"""The store on a real file system on a loop device whose disk fails (EIO) or stops answering
+(fsfreeze). Root only.
+"""
 
 import logging
 import os
@@ -32,12 +34,16 @@ class Disk:
 
     def freeze(self, *, stop: bool) -> None:
         """Writers wait in the kernel."""
-        subprocess.run(["fsfreeze", "-f" if stop else "-u", str(self.folder)], check=True, timeout=20)
+        subprocess.run(
+            ["fsfreeze", "-f" if stop else "-u", str(self.folder)], check=True, timeout=20
+        )
 
 
 @pytest.fixture
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Disk]:
-    """Its image is a sparse file in memory, which holds as many bytes as the test says: then writes fail."""
+    """Its image is a sparse file in memory, which holds as many bytes as the test says: then writes
+    fail.
+    """
     if os.geteuid() or not all(map(shutil.which, TOOLS)):
         pytest.skip("only root can make a disk, with mkfs.ext4, mount and fsfreeze")
     behind, one = tmp_path / "memory", Disk(tmp_path / "memory" / "image", tmp_path / "disk")
@@ -49,12 +55,16 @@ def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Disk]:
         with one.image.open("wb") as file:
             file.truncate(DISK_BYTES)
         run(["mkfs.ext4", "-q", "-F", "-O", "^has_journal", str(one.image)])
-        if subprocess.run(["mount", "-o", "loop", str(one.image), str(one.folder)], check=False, timeout=20).returncode:
+        if subprocess.run(
+            ["mount", "-o", "loop", str(one.image), str(one.folder)], check=False, timeout=20
+        ).returncode:
             pytest.skip("loop devices cannot be had here")
         try:
             yield one
         finally:
-            subprocess.run(["fsfreeze", "-u", str(one.folder)], check=False, timeout=20, capture_output=True)
+            subprocess.run(
+                ["fsfreeze", "-u", str(one.folder)], check=False, timeout=20, capture_output=True
+            )
             run(["umount", "-l", str(one.folder)])
     finally:
         run(["umount", "-l", str(behind)])
@@ -64,7 +74,9 @@ def run(command: list[str]) -> None:
     subprocess.run(command, check=True, timeout=20)
 
 
-def test_a_disk_that_fails_to_read_is_a_miss_and_one_line(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_fails_to_read_is_a_miss_and_one_line(
+    disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING, "hadal.disk")
     names = new_names(10)
     with host(disk.folder, pause_s=0.01) as one:
@@ -82,7 +94,9 @@ def test_a_disk_that_fails_to_read_is_a_miss_and_one_line(disk: Disk, caplog: py
 
 
 @pytest.mark.parametrize("disk", [4 << 20], indirect=True)
-def test_a_disk_that_fails_to_write_is_refused_and_one_line(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_fails_to_write_is_refused_and_one_line(
+    disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING, "hadal.disk")
     ten, saved, num_refused = tuple(range(1, 11)), [], 0
     with host(disk.folder, share_bytes=16 << 20, pause_s=0.01) as one:
@@ -101,7 +115,8 @@ def test_a_disk_that_fails_to_write_is_refused_and_one_line(disk: Disk, caplog: 
             loads.append(one.load(names, places, tuple(range(21, 31))))
             num = loads[-1].num_loaded
             assert np.array_equal(one.pool[21 : 21 + num], one.pool[1 : 1 + num])
-        # This device lies once, where its room ends: it says that a write is done and durable, and loses a part of it.
+        # This device lies once, where its room ends: it says that a write is done and durable, and
+        # loses a part of it.
         broken = [load for load in loads if load.num_loaded < 10]
         assert len(broken) <= 1
         assert all(load.num_damaged == 1 for load in broken)
@@ -126,7 +141,9 @@ def test_a_disk_that_stops_answering_holds_no_block_of_the_pool(disk: Disk) -> N
         place = wait_for(lambda: one.save(names, (2,)).places)
         assert one.load(names, place, (40,)).num_loaded == 1
         assert np.array_equal(one.pool[40], wanted)
-    assert all(Segment.open(disk.folder, number).is_whole() for number in segment_numbers(disk.folder))
+    assert all(
+        Segment.open(disk.folder, number).is_whole() for number in segment_numbers(disk.folder)
+    )
 
 
 def test_a_read_only_disk_is_read_and_not_written(disk: Disk) -> None:

@@ -1,4 +1,6 @@
-"""What a writer takes up of the dead, where some of that is damaged, unreadable or no segment at all."""
+"""What a writer takes up of the dead, where some of that is damaged, unreadable or no segment at
+all.
+"""
 
 import errno
 from pathlib import Path
@@ -16,7 +18,11 @@ from tests.unit.runtime.disks import BLOCK_BYTES, host, new_names, wait_for
 def damage(path: Path, slot: int, what: str = "data") -> None:
     """Change the first byte of a block, or of its record."""
     one = Segment.open(path.parent, int(path.stem, 16))
-    offset = one.total_bytes - (one.num_slots - slot) * one.slot_bytes if what == "data" else PAGE + 64 * slot
+    offset = (
+        one.total_bytes - (one.num_slots - slot) * one.slot_bytes
+        if what == "data"
+        else PAGE + 64 * slot
+    )
     one.close()
     with path.open("r+b") as file:
         file.seek(offset)
@@ -53,10 +59,15 @@ def test_a_dead_writers_segment_that_cannot_be_read_costs_only_itself(
     monkeypatch.setattr(Segment, "table", fail)
     with host(tmp_path, share_bytes=share_bytes) as one:
         assert None not in one.save(new_names(1), (1,)).places
-        kept = [name for name, place in zip(split(names), places, strict=True)
-                if place is not None and place.segment != numbers[1]]  # fmt: skip
+        kept = [
+            name
+            for name, place in zip(split(names), places, strict=True)
+            if place is not None and place.segment != numbers[1]
+        ]
         again = one.save(b"".join(kept), tuple(range(1, len(kept) + 1)))
-        assert set(again.places) <= set(places)  # They were found where they are, and not written again.
+        assert set(again.places) <= set(
+            places
+        )  # They were found where they are, and not written again.
 
 
 def test_a_slot_that_was_damaged_is_believed_again_after_a_restart(tmp_path: Path) -> None:
@@ -115,7 +126,9 @@ def test_what_a_reader_found_damaged_is_written_anew(
         assert one.load(names, anew, (21, 22, 23)).num_loaded == 3
 
 
-def test_what_a_dead_sibling_left_is_found_at_the_moment_its_segment_is_taken_up(tmp_path: Path) -> None:
+def test_what_a_dead_sibling_left_is_found_at_the_moment_its_segment_is_taken_up(
+    tmp_path: Path,
+) -> None:
     names, ten = new_names(10), tuple(range(1, 11))
     with host(tmp_path) as one:
         assert one.save(new_names(0), ()).error is None  # It has entered, and found nothing.

@@ -1,4 +1,6 @@
-"""A leader's view of the folder: what came, what went, whoever wrote it; and uses that get back to the writers."""
+"""A leader's view of the folder: what came, what went, whoever wrote it; and uses that get back to
+the writers.
+"""
 
 import errno
 import logging
@@ -137,14 +139,18 @@ def test_a_block_found_damaged_by_a_reader_is_dropped_by_all(tmp_path: Path) -> 
         assert places[1] is not None
         segment = Segment.open(tmp_path, places[1].segment)
         with segment.path.open("r+b") as file:
-            file.seek(segment.total_bytes - (segment.num_slots - places[1].slot) * segment.slot_bytes + 9)
+            file.seek(
+                segment.total_bytes - (segment.num_slots - places[1].slot) * segment.slot_bytes + 9
+            )
             file.write(b"\xff\x00\xff")
         assert two.load(names, places, (40, 41, 42)).num_damaged == 1  # type: ignore[arg-type]
         own.sees(names[:16], names[32:])
 
 
 @pytest.mark.parametrize("what", ["header", "record", "cut off", "empty", "removed", "junk"])
-def test_a_damaged_segment_is_passed_over(tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_segment_is_passed_over(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     names = new_names(3)
     with host(tmp_path) as one:
         places = one.save(names, (1, 2, 3)).places
@@ -202,7 +208,9 @@ def test_another_models_segments_are_passed_over(tmp_path: Path) -> None:
         own.sees(*split(ours))
 
 
-def test_a_folder_that_is_not_there_or_goes_away_is_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_is_not_there_or_goes_away_is_empty(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING, "hadal.disk")
     folder = tmp_path / "cache"
     with leader(folder) as own:
@@ -254,7 +262,9 @@ def test_a_million_records_are_read_and_compared_in_little_time_and_memory(tmp_p
     count = 200_000
     segment = Segment.create(tmp_path, "model", 8, count)
     names = np.random.default_rng(2).integers(0, 256, (count, NAME_BYTES), dtype=np.uint8).tobytes()
-    records = segment.records(0, list(split(names)), [0] * count, [bytes(16)] * count, range(1, count + 1))
+    records = segment.records(
+        0, list(split(names)), [0] * count, [bytes(16)] * count, range(1, count + 1)
+    )
     segment.write_records(0, records)
     with leader(tmp_path) as own:
         own.sees(*split(names))

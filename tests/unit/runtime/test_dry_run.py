@@ -1,4 +1,6 @@
-"""The plan on paper: the published deployment, whole, without a tensor; and what people read of it."""
+"""The plan on paper: the published deployment, whole, without a tensor; and what people read of
+it.
+"""
 
 import io
 from pathlib import Path
@@ -30,15 +32,21 @@ def text_of(resolved: Resolved) -> str:
     return file.getvalue()
 
 
-@pytest.mark.parametrize(("role", "num_ranks", "num_slots"), [("prefill", 32, 9), ("decode", 144, 2)])
+@pytest.mark.parametrize(
+    ("role", "num_ranks", "num_slots"), [("prefill", 32, 9), ("decode", 144, 2)]
+)
 def test_the_published_placement_is_288_replicas_in_58_layers(
     v3: Resolved, role: str, num_ranks: int, num_slots: int
 ) -> None:
-    """DeepSeek-V3/R1 inference overview: 9 routed + 1 shared per GPU in prefill, 2 + 1 in decode."""
+    """DeepSeek-V3/R1 inference overview: 9 routed + 1 shared per GPU in prefill, 2 + 1 in
+    decode.
+    """
     placement = first_placement(v3.deployment, v3.config, role)
     assert placement.slot_to_expert_LRS.shape == (58, num_ranks, num_slots)
     assert placement.check() == []
-    counts = np.stack([np.bincount(layer.reshape(-1), minlength=256) for layer in placement.slot_to_expert_LRS])
+    counts = np.stack(
+        [np.bincount(layer.reshape(-1), minlength=256) for layer in placement.slot_to_expert_LRS]
+    )
     assert counts.sum(axis=1).tolist() == [288] * 58
     assert ((counts == 1) | (counts == 2)).all()
     assert v3.config.n_shared_experts == 1
@@ -72,11 +80,18 @@ def test_the_published_schedules_run_every_op_of_every_layer(v3: Resolved) -> No
 def test_what_a_person_reads_of_the_published_plan(v3: Resolved) -> None:
     text = text_of(v3)
     for words in (
-        "240 ranks (GPUs) on 30 nodes", "EP144, nodes 12-29", "9 routed + 1 shared, in each of 58 layers",
-        "2 routed + 1 shared", "7,408 bytes a message", "14,336 bytes a row", "DeepEP 2.15 GB",
-        "decode_five", "prefill_dual", "one layer's experts once more",
+        "240 ranks (GPUs) on 30 nodes",
+        "EP144, nodes 12-29",
+        "9 routed + 1 shared, in each of 58 layers",
+        "2 routed + 1 shared",
+        "7,408 bytes a message",
+        "14,336 bytes a row",
+        "DeepEP 2.15 GB",
+        "decode_five",
+        "prefill_dual",
+        "one layer's experts once more",
         "cannot run on this host: it needs 30 nodes of 8 GPUs",
-    ):  # fmt: skip
+    ):
         assert words in text
 
 

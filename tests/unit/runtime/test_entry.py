@@ -43,7 +43,9 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 20.0
 def test_a_child_that_still_imports_ends_with_its_killed_supervisor(tmp_path: Path) -> None:
     (tmp_path / "slow_to_import.py").write_text(SLOW)
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    supervisor = subprocess.Popen([sys.executable, "-c", STARTS], env={"PYTHONPATH": path}, cwd=tmp_path)
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", STARTS], env={"PYTHONPATH": path}, cwd=tmp_path
+    )
     pid_file = tmp_path / "pid"
     try:
         wait_for(lambda: pid_file.exists() and pid_file.read_text(), "the child imports")
@@ -59,7 +61,12 @@ def test_one_whose_parent_is_gone_already_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / "noisy.py").write_text("print('it ran')")
     command = [sys.executable, "-P", entry.__file__, "1", "noisy"]
     done = subprocess.run(
-        command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False
+        command,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode != 0
     assert done.stdout == ""
@@ -67,9 +74,24 @@ def test_one_whose_parent_is_gone_already_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_a_module_is_run_as_if_it_were_named_to_python(tmp_path: Path) -> None:
-    (tmp_path / "tells.py").write_text("import sys; print(__name__, sys.argv[1:], sys.modules['__main__'].__file__)")
-    command = [sys.executable, "-P", entry.__file__, str(os.getpid()), "tells", "--unit", "decode-0"]
+    (tmp_path / "tells.py").write_text(
+        "import sys; print(__name__, sys.argv[1:], sys.modules['__main__'].__file__)"
+    )
+    command = [
+        sys.executable,
+        "-P",
+        entry.__file__,
+        str(os.getpid()),
+        "tells",
+        "--unit",
+        "decode-0",
+    ]
     done = subprocess.run(
-        command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=True
+        command,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout.strip() == f"__main__ ['--unit', 'decode-0'] {tmp_path / 'tells.py'}"

@@ -1,4 +1,6 @@
-"""Experts over the wire: the same bytes or none; peers that die, freeze, lie or babble cost a second and no more."""
+"""Experts over the wire: the same bytes or none; peers that die, freeze, lie or babble cost a
+second and no more.
+"""
 
 import os
 import random
@@ -31,7 +33,9 @@ HANG_S = 20.0
 Pair = tuple[Tensor, Tensor]
 
 
-def expert_of(seed: int, shape: tuple[int, int, int] = TINY, dtype: torch.dtype = torch.float32) -> Pair:
+def expert_of(
+    seed: int, shape: tuple[int, int, int] = TINY, dtype: torch.dtype = torch.float32
+) -> Pair:
     generator = torch.Generator().manual_seed(seed)
     rows, dim, width = shape
     size = torch.empty((), dtype=dtype).element_size()
@@ -50,7 +54,8 @@ def empty(pair: Pair) -> Pair:
 def is_same(one: Pair, other: Pair) -> bool:
     """Bit by bit: some are not numbers."""
     return all(
-        torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True)
+        torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(one, other, strict=True)
     )
 
 
@@ -112,7 +117,8 @@ def test_bytes_that_changed_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "into", [expert_of(1, (64, 96, 32)), expert_of(1, (32, 192, 64)), expert_of(1, dtype=torch.bfloat16)]
+    "into",
+    [expert_of(1, (64, 96, 32)), expert_of(1, (32, 192, 64)), expert_of(1, dtype=torch.bfloat16)],
 )
 def test_another_shape_or_type_is_refused(into: Pair, caplog: pytest.LogCaptureFixture) -> None:
     with serving({(0, 7): expert_of(1)}) as server:
@@ -144,7 +150,9 @@ def test_one_that_failed_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPat
             listener.accept()
         with serving({(0, 7): held}) as server:
             assert client.fetch(0, source(server.port), *got), "others are asked"
-        monkeypatch.setattr(expert_wire.time, "monotonic", lambda: time.perf_counter() + 2 * expert_wire.SHUN_S)
+        monkeypatch.setattr(
+            expert_wire.time, "monotonic", lambda: time.perf_counter() + 2 * expert_wire.SHUN_S
+        )
         threading.Thread(target=lambda: listener.accept()[0].close()).start()
         assert not client.fetch(0, source(port), *got), "asked again, in vain"
 
@@ -222,7 +230,9 @@ def test_a_frozen_peer_costs_a_second_once(peer: Peer, pieces: int) -> None:
     freeze = after(pieces, lambda: process.send_signal(signal.SIGSTOP))
     assert not client.fetch(0, source(port), *got, freeze)
     process.send_signal(signal.SIGCONT)
-    assert not any(client.fetch(0, source(port, expert), *got) for expert in range(100)), "not asked again so soon"
+    assert not any(client.fetch(0, source(port, expert), *got) for expert in range(100)), (
+        "not asked again so soon"
+    )
     assert time.monotonic() - begun_s < HANG_S
     assert ExpertClient(KEY).fetch(0, source(port), *got)
 
@@ -263,7 +273,9 @@ def ask(connection: socket.socket) -> None:
     """As a rank of the run asks for expert 7."""
     handshake, challenge = connecting(connection, KEY)
     connection.sendall(challenge)
-    connection.sendall(answered(handshake, connection.recv(ANSWER_BYTES, socket.MSG_WAITALL), "decode-0.1"))
+    connection.sendall(
+        answered(handshake, connection.recv(ANSWER_BYTES, socket.MSG_WAITALL), "decode-0.1")
+    )
     connection.sendall(expert_wire._ASK.pack(0, 7))
 
 
@@ -282,7 +294,9 @@ def babble(connection: socket.socket) -> None:
 
 
 def claim_to_be_huge(connection: socket.socket) -> None:
-    connection.sendall(expert_wire._ANSWER.pack(1, b"float32", 2**31, 2**31, 2**31, 2**31, 0) + bytes(4 << 20))
+    connection.sendall(
+        expert_wire._ANSWER.pack(1, b"float32", 2**31, 2**31, 2**31, 2**31, 0) + bytes(4 << 20)
+    )
 
 
 def trickle(connection: socket.socket) -> None:
@@ -297,7 +311,9 @@ def send_too_little(connection: socket.socket) -> None:
 
 
 def send_zeros(connection: socket.socket) -> None:
-    connection.sendall(expert_wire._ANSWER.pack(1, b"float32", 64, 192, 192, 32, 1) + bytes(4 << 20))
+    connection.sendall(
+        expert_wire._ANSWER.pack(1, b"float32", 64, 192, 192, 32, 1) + bytes(4 << 20)
+    )
 
 
 def say_nothing(connection: socket.socket) -> None:
@@ -307,11 +323,15 @@ def say_nothing(connection: socket.socket) -> None:
 @pytest.mark.parametrize(
     "talk",
     [
-        babble, say_nothing, lambda connection: None,
+        babble,
+        say_nothing,
+        lambda connection: None,
         *map(proven, (babble, claim_to_be_huge, trickle, send_too_little, send_zeros, say_nothing)),
     ],
-)  # fmt: skip
-def test_answers_that_are_none(talk: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch) -> None:
+)
+def test_answers_that_are_none(
+    talk: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(expert_wire, "SILENCE_S", 0.2)
     begun_s = time.monotonic()
     assert not ExpertClient(KEY).fetch(0, source(answering(talk)), *empty(expert_of(1)))
@@ -326,7 +346,9 @@ def test_a_server_outlives_whoever_babbles_or_says_nothing(monkeypatch: pytest.M
         for size in (0, 1, expert_wire._ASK.size - 1, expert_wire._ASK.size, 100_000):
             with socket.create_connection(address, timeout=5) as connection:
                 connection.sendall(generator.randbytes(size))
-        with socket.create_connection(address, timeout=5) as connection:  # One that hangs up on a long answer.
+        with socket.create_connection(
+            address, timeout=5
+        ) as connection:  # One that hangs up on a long answer.
             ask(connection)
         silent = [socket.create_connection(address, timeout=5) for _ in range(2 * MAX_UNPROVEN)]
         got, deadline_s = empty(held), time.monotonic() + HANG_S
@@ -337,7 +359,9 @@ def test_a_server_outlives_whoever_babbles_or_says_nothing(monkeypatch: pytest.M
             connection.close()
 
 
-def test_a_holder_that_fails_is_a_failed_fetch_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_holder_that_fails_is_a_failed_fetch_and_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     held = expert_of(1)
 
     def look(layer: int, expert: int) -> Pair:
@@ -363,7 +387,9 @@ def test_many_fetches_at_once() -> None:
         for layer, number in random.Random(seed).sample(sorted(experts), 20):
             held = experts[layer, number]
             got = empty(held)
-            right.append(client.fetch(layer, source(server.port, number), *got) and is_same(got, held))
+            right.append(
+                client.fetch(layer, source(server.port, number), *got) and is_same(got, held)
+            )
 
     with serving(experts) as server:
         threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]
@@ -389,7 +415,9 @@ def test_whoever_fetches_may_break_it_off() -> None:
 
 
 def test_a_closed_wire_has_no_thread_and_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_wire, "SILENCE_S", 60.0)  # It does not wait for whoever does not read.
+    monkeypatch.setattr(
+        expert_wire, "SILENCE_S", 60.0
+    )  # It does not wait for whoever does not read.
     held = expert_of(1, (8192, 2048, 2))
     before = set(threading.enumerate())
     wire = ExpertWire(HOST, KEY, lambda layer, expert: held)

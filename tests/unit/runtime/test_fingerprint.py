@@ -24,12 +24,23 @@ def model(folder: Path, *, seed: int = 1, scale: float = 1.0) -> Path:
     """A folder with the shipped model's configuration and one safetensors file."""
     folder.mkdir()
     shutil.copy(SHIPPED / "config.json", folder)
-    weights = np.random.default_rng(seed).standard_normal((NUM_TENSORS, TENSOR // 4), dtype=np.float32) * scale
-    header = json.dumps({
-        f"layer.{i}": {"dtype": "F32", "shape": [TENSOR // 4], "data_offsets": [i * TENSOR, (i + 1) * TENSOR]}
-        for i in range(NUM_TENSORS)
-    }).encode()  # fmt: skip
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + weights.tobytes())
+    weights = (
+        np.random.default_rng(seed).standard_normal((NUM_TENSORS, TENSOR // 4), dtype=np.float32)
+        * scale
+    )
+    header = json.dumps(
+        {
+            f"layer.{i}": {
+                "dtype": "F32",
+                "shape": [TENSOR // 4],
+                "data_offsets": [i * TENSOR, (i + 1) * TENSOR],
+            }
+            for i in range(NUM_TENSORS)
+        }
+    ).encode()
+    (folder / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header + weights.tobytes()
+    )
     return folder
 
 
@@ -56,7 +67,12 @@ def test_a_copy_has_the_same_and_a_fine_tune_another(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_either_way")
 def test_each_thing_that_kv_depends_on_changes_it(tmp_path: Path) -> None:
     folder = model(tmp_path / "a")
-    seen = {of(folder), of(folder, dtype="bfloat16"), of(folder, wire="fp8"), of(folder, device="cuda")}
+    seen = {
+        of(folder),
+        of(folder, dtype="bfloat16"),
+        of(folder, wire="fp8"),
+        of(folder, device="cuda"),
+    }
     (folder / "model.safetensors").rename(folder / "other.safetensors")
     seen.add(of(folder))
     text = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,6 @@
-"""The fleet's executor over children that are only told: they rest until wanted, end when asked, are killed late."""
+"""The fleet's executor over children that are only told: they rest until wanted, end when asked,
+are killed late.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +37,30 @@ class World:
         deployment = Deployment(
             decode=UnitsConfig(ranks=ranks),
             fleet=FleetConfig(
-                "auto", decode_max=2, decode_tokens_per_s=100.0, decode_use=1.0, start_s=1.0, period_s=1.0, hold_s=1.0
+                "auto",
+                decode_max=2,
+                decode_tokens_per_s=100.0,
+                decode_use=1.0,
+                start_s=1.0,
+                period_s=1.0,
+                hold_s=1.0,
             ),
-        )  # fmt: skip
+        )
         names = ["prefill-0", "decode-0", "decode-1", "gateway"]
-        names += [f"decode-{unit}.{rank}" for unit in range(2) for rank in range(ranks) if ranks > 1]
+        names += [
+            f"decode-{unit}.{rank}" for unit in range(2) for rank in range(ranks) if ranks > 1
+        ]
         self.children: dict[str, FakeChild] = {name: FakeChild(name) for name in names}
         self.sent: list[tuple[str, Any]] = []
         self.now_s, self.tokens = 0.0, 0
         self.executor = FleetExecutor(
             make_fleet(deployment, 0.0), self.children, lambda *what: self.sent.append(what), 0.0
-        )  # fmt: skip
+        )
 
     def phases(self) -> list[str]:
-        return [child.phase.value for child in self.children.values() if child.name.startswith("decode")]
+        return [
+            child.phase.value for child in self.children.values() if child.name.startswith("decode")
+        ]
 
     def up(self, unit: str) -> None:
         for child in self.children.values():
@@ -66,14 +78,21 @@ class World:
         for _ in range(seconds):
             self.now_s += 1.0
             self.tokens += rate
-            facts = tuple(UnitFacts(unit, "decode", 0, number) for unit, number in (draining or {}).items())
+            facts = tuple(
+                UnitFacts(unit, "decode", 0, number) for unit, number in (draining or {}).items()
+            )
             self.executor.tell(self.now_s, Demand("f", 0, self.tokens, 0, 0, facts))
             self.executor.tick(self.now_s)
 
 
 def test_only_the_floor_is_wanted_at_first() -> None:
     world = World()
-    assert [child.phase.value for child in world.children.values()] == ["waiting", "waiting", "resting", "waiting"]
+    assert [child.phase.value for child in world.children.values()] == [
+        "waiting",
+        "waiting",
+        "resting",
+        "waiting",
+    ]
     assert set(world.executor.units) == {"prefill-0", "decode-0", "decode-1"}
 
 
@@ -146,7 +165,10 @@ def test_what_the_front_is_told_is_logged_with_its_reason(caplog: pytest.LogCapt
     test_a_unit_is_wanted_drained_stopped_and_rests()
     lines = [record.getMessage() for record in caplog.records]
     assert "starting decode-1 (grow: decode needs 1.50 units now, 1.50 soon, keeps 1.53)" in lines
-    assert any(line.startswith("draining decode-1 for at most 120 s (shrink: decode needs 0.") for line in lines)
+    assert any(
+        line.startswith("draining decode-1 for at most 120 s (shrink: decode needs 0.")
+        for line in lines
+    )
 
 
 def test_a_unit_can_be_spared_where_another_of_its_role_works() -> None:

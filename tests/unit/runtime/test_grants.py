@@ -1,4 +1,6 @@
-"""Grants: kept for as many leases as may still be pulled, found also for a part of one, and bounded."""
+"""Grants: kept for as many leases as may still be pulled, found also for a part of one, and
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,12 @@ def test_a_part_of_a_lease_is_pulled_under_the_whole_ones_grant() -> None:
         assert rank.of(other) == Grant()
 
 
-def test_what_is_kept_is_bounded_by_leases_and_by_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grants are kept after the pull, as more of a lease may be pulled: on long prompts 8,192 of them were 1.3 GB."""
+def test_what_is_kept_is_bounded_by_leases_and_by_their_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Grants are kept after the pull, as more of a lease may be pulled: on long prompts 8,192 of
+    them were 1.3 GB.
+    """
     monkeypatch.setattr(grants_module, "MAX_KEPT", 100)
     monkeypatch.setattr(grants_module, "MAX_KEPT_BLOCKS", 1000)
     grants = Grants(SECRET, "decode-0")

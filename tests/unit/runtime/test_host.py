@@ -1,4 +1,6 @@
-"""The host: every kind of effect reaches its seam and comes back as an event; errors end it, signals stop it."""
+"""The host: every kind of effect reaches its seam and comes back as an event; errors end it,
+signals stop it.
+"""
 
 import os
 import subprocess
@@ -15,9 +17,31 @@ import torch
 
 from hadal.core.handshake import key_of
 from hadal.core.messages import Audit, AuditRequest, Cancel, KvLease, Load
-from hadal.core.plans import Formed, FormPlan, KvPulled, PrefillPlan, Source, Staged, StagePlan, StepDone, StepPlan
+from hadal.core.plans import (
+    Formed,
+    FormPlan,
+    KvPulled,
+    PrefillPlan,
+    Source,
+    Staged,
+    StagePlan,
+    StepDone,
+    StepPlan,
+)
 from hadal.core.rank_messages import RankStep, RankUp
-from hadal.core.seams import Deliver, Effect, Event, Execute, Form, Freed, Pull, Send, Stage, Tick, WakeAt
+from hadal.core.seams import (
+    Deliver,
+    Effect,
+    Event,
+    Execute,
+    Form,
+    Freed,
+    Pull,
+    Send,
+    Stage,
+    Tick,
+    WakeAt,
+)
 from hadal.model.experts import Fetch, Overtaken
 from hadal.runtime.clock import LiveClock
 from hadal.runtime.expert_wire import ExpertWire
@@ -107,12 +131,18 @@ def test_steps_come_back_and_the_next_follows(world: World) -> None:
     def answer(now_s: float, event: Event) -> list[Effect]:
         if isinstance(event, StepDone) and event.step_id < 200:
             return [Execute((PrefillPlan(event.step_id + 2, ()),))]
-        return [Send("front", Cancel("done", 0))] if isinstance(event, StepDone) and event.step_id == 201 else []
+        return (
+            [Send("front", Cancel("done", 0))]
+            if isinstance(event, StepDone) and event.step_id == 201
+            else []
+        )
 
     world.script.answer = answer
     world.run(Execute((PrefillPlan(0, ()),)), Execute((PrefillPlan(1, ()),)))
     assert world.front.receive(10) == [Cancel("done", 0)]
-    assert [event.step_id for event in world.script.events if isinstance(event, StepDone)] == list(range(202))
+    assert [event.step_id for event in world.script.events if isinstance(event, StepDone)] == list(
+        range(202)
+    )
     world.host.stop()
     world.join()
     assert world.failure is None
@@ -120,7 +150,9 @@ def test_steps_come_back_and_the_next_follows(world: World) -> None:
 
 def test_messages_reach_the_leader_and_its_answers_the_front(world: World) -> None:
     world.script.answer = lambda now_s, event: (
-        [Send("front", Audit("decode-0", event.reply_id, 0, 0, ()))] if isinstance(event, AuditRequest) else []
+        [Send("front", Audit("decode-0", event.reply_id, 0, 0, ()))]
+        if isinstance(event, AuditRequest)
+        else []
     )
     world.run()
     for number in range(20):
@@ -133,7 +165,9 @@ def test_messages_reach_the_leader_and_its_answers_the_front(world: World) -> No
 @pytest.mark.parametrize("num_blocks", [1, 10])
 def test_a_pull_fills_the_blocks_and_says_so(world: World, num_blocks: int) -> None:
     world.source.cache[:] = bytes([7]) * len(world.source.cache)
-    lease = KvLease(world.source.name, tuple(range(1, 1 + num_blocks)), (0,) * num_blocks, 64 * num_blocks)
+    lease = KvLease(
+        world.source.name, tuple(range(1, 1 + num_blocks)), (0,) * num_blocks, 64 * num_blocks
+    )
     void = KvLease(world.source.name, (1,), (5,), 64)
     into = tuple(range(4, 4 + num_blocks))
     outcomes: list[KvPulled] = []
@@ -151,7 +185,9 @@ def test_a_pull_fills_the_blocks_and_says_so(world: World, num_blocks: int) -> N
     said = sorted((o.request_id, o.attempt, o.error is None) for o in outcomes)
     assert said == [("good", 3, True), ("void", 4, False)]
     size = world.pool.block_bytes
-    assert bytes(world.pool.cache[4 * size : (4 + num_blocks) * size]) == bytes([7]) * (num_blocks * size)
+    assert bytes(world.pool.cache[4 * size : (4 + num_blocks) * size]) == bytes([7]) * (
+        num_blocks * size
+    )
     assert bytes(world.pool.cache[18 * size : 19 * size]) == bytes(size)
     world.host.stop()
     world.join()
@@ -208,7 +244,9 @@ def test_the_leader_of_other_ranks_has_no_runner_and_no_pool() -> None:
         wire, rank = ZmqWire("decode-0", Path(name)), ZmqWire("decode-0.0", Path(name))
         host = UnitHost(script, None, wire, None, LiveClock(), step_deadline_s=60)
         step = RankStep(1, PrefillPlan(0, ()))
-        script.answer = lambda now_s, event: [Send("decode-0.0", step)] if isinstance(event, RankUp) else []
+        script.answer = lambda now_s, event: (
+            [Send("decode-0.0", step)] if isinstance(event, RankUp) else []
+        )
         thread = threading.Thread(target=host.run)
         thread.start()
         rank.send("decode-0", RankUp("decode-0", 0, "e", "127.0.0.1", 1, "pool"))
@@ -222,7 +260,9 @@ def test_the_leader_of_other_ranks_has_no_runner_and_no_pool() -> None:
 
 
 def test_a_generation_is_formed_by_the_runner_and_its_outcome_handled(world: World) -> None:
-    world.script.answer = lambda now_s, event: [Send("front", Cancel("formed", 0))] if isinstance(event, Formed) else []
+    world.script.answer = lambda now_s, event: (
+        [Send("front", Cancel("formed", 0))] if isinstance(event, Formed) else []
+    )
     world.run(Execute((PrefillPlan(0, ()),)), Form(FormPlan(3, 2, (), b"", 0)))
     assert world.front.receive(5) == [Cancel("formed", 0)]
     assert [event.generation for event in world.script.events if isinstance(event, Formed)] == [3]
@@ -264,9 +304,14 @@ def test_layers_are_staged_beside_the_steps_until_a_generation_voids_them() -> N
         sources = (Source(7, "127.0.0.1", wire.port),)
         script, front = Script(answer), ZmqWire("front", Path(name))
         host = UnitHost(
-            script, Runner(), ZmqWire("decode-0.0", Path(name)), None, LiveClock(), step_deadline_s=60,
+            script,
+            Runner(),
+            ZmqWire("decode-0.0", Path(name)),
+            None,
+            LiveClock(),
+            step_deadline_s=60,
             make_stager=lambda wake: Stager(stage, wire, wake),
-        )  # fmt: skip
+        )
         first = [Stage(StagePlan(1, 1, 0, (), sources)), Execute((PrefillPlan(0, ()),))]
         thread = threading.Thread(target=lambda: host.run(first))
         thread.start()
@@ -275,7 +320,9 @@ def test_layers_are_staged_beside_the_steps_until_a_generation_voids_them() -> N
         thread.join(5)
         host.close()
         front.close()
-    assert [event for event in script.events if isinstance(event, Staged)] == [Staged(2, 2, 0, None, 1)]
+    assert [event for event in script.events if isinstance(event, Staged)] == [
+        Staged(2, 2, 0, None, 1)
+    ]
     assert set(threading.enumerate()) <= threads
 
 
@@ -296,7 +343,13 @@ def test_news_come_before_the_results_they_explain() -> None:
             return []
 
         host = UnitHost(
-            script, Runner(), ZmqWire("decode-0", Path(name)), pool, LiveClock(), step_deadline_s=60, news=news
+            script,
+            Runner(),
+            ZmqWire("decode-0", Path(name)),
+            pool,
+            LiveClock(),
+            step_deadline_s=60,
+            news=news,
         )
         thread = threading.Thread(target=lambda: host.run([Execute((PrefillPlan(0, ()),))]))
         thread.start()
@@ -324,7 +377,13 @@ def test_a_roles_time_never_goes_back() -> None:
 
         pool = KvPool.create(pool_name(RUN, "decode-0", "3"), (2, 1, 64, 4))
         host = UnitHost(
-            Script(answer), Runner(), ZmqWire("decode-0", Path(name)), pool, LiveClock(), step_deadline_s=60, news=news
+            Script(answer),
+            Runner(),
+            ZmqWire("decode-0", Path(name)),
+            pool,
+            LiveClock(),
+            step_deadline_s=60,
+            news=news,
         )
         thread = threading.Thread(target=lambda: host.run([WakeAt(0.0)]))
         thread.start()
@@ -356,7 +415,9 @@ def test_an_effect_that_is_not_a_leaders_ends_the_host(world: World) -> None:
 
 
 def test_a_stuck_step_ends_the_process() -> None:
-    with tempfile.TemporaryDirectory(prefix="hadal-w-") as folder:  # Not the child's: it removes nothing.
+    with tempfile.TemporaryDirectory(
+        prefix="hadal-w-"
+    ) as folder:  # Not the child's: it removes nothing.
         done = run_stuck(folder)
     remove_segments(RUN)
     assert done.returncode == EXIT_STUCK
@@ -389,4 +450,6 @@ host = UnitHost(Silent(), Stuck(), ZmqWire("stuck-0", Path({folder!r})), pool, L
 host.run([Execute((PrefillPlan(0, ()),))])
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=False, env=environment)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=30, check=False, env=environment
+    )

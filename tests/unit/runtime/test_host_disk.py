@@ -1,4 +1,6 @@
-"""The host and the disk cache, both real: what a role stores it hears of, and gets back into other blocks."""
+"""The host and the disk cache, both real: what a role stores it hears of, and gets back into other
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,15 @@ def test_blocks_go_to_disk_are_told_of_and_come_back(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="hadal-w-") as sockets:  # Sockets need a short path.
         wire, front = ZmqWire("prefill-0", Path(sockets)), ZmqWire("front", Path(sockets))
         host = UnitHost(
-            script, Runner(), wire, pool, clock, step_deadline_s=60,
+            script,
+            Runner(),
+            wire,
+            pool,
+            clock,
+            step_deadline_s=60,
             make_disk=lambda wake: DiskStore(tmp_path / "kv", "model", pool.blocks, 1 << 24, wake),
             make_view=lambda wake: DiskView(tmp_path / "kv", "model", wake),
-        )  # fmt: skip
+        )
         world = World(script, host, front, pool, pool)  # type: ignore[arg-type]
         try:
             world.run(StoreBlocks(3, NAMES, (0, 1), (1, 2)))

@@ -1,4 +1,6 @@
-"""Bytes of the hand-over's protocol: what is put together comes apart the same, however the sockets cut it."""
+"""Bytes of the hand-over's protocol: what is put together comes apart the same, however the sockets
+cut it.
+"""
 
 import contextlib
 import os
@@ -37,7 +39,13 @@ from tests.fresh import fresh
 def channels(is_sealed: bool) -> Iterator[tuple[Channel, Channel]]:
     """Two ends that proved themselves, as on one host or as between two."""
     sides = [
-        Handshake(bytes(32), os.urandom(NONCE_BYTES), is_connector=is_connector, port=1, is_sealed=is_sealed)
+        Handshake(
+            bytes(32),
+            os.urandom(NONCE_BYTES),
+            is_connector=is_connector,
+            port=1,
+            is_sealed=is_sealed,
+        )
         for is_connector in (True, False)
     ]
     sides[0].challenged(sides[1].nonce)
@@ -58,11 +66,14 @@ GRANT = Grant((1, 2), (3, 4), b"tag")
 @pytest.mark.parametrize(
     "frame",
     [
-        About("hadal-a.b.1", "0f", (9, 2, 64, 10), "float32", True), AskNixl(), AboutNixl(b"\0\xff", 1 << 47, 3),
-        Ask((1, 2), (3, 4), (0,), GRANT), Ask((), (), (), Grant()),
+        About("hadal-a.b.1", "0f", (9, 2, 64, 10), "float32", True),
+        AskNixl(),
+        AboutNixl(b"\0\xff", 1 << 47, 3),
+        Ask((1, 2), (3, 4), (0,), GRANT),
+        Ask((), (), (), Grant()),
         Ask(tuple(range(100_000)), (1 << 40,) * 100_000, tuple(range(99)), GRANT),
     ],
-)  # fmt: skip
+)
 def test_frames_arrive_as_they_were(frame: Frame, is_sealed: bool) -> None:
     with channels(is_sealed) as (here, there):
         thread = threading.Thread(target=send_frame, args=(there, frame))
@@ -90,7 +101,12 @@ def test_chunks_arrive_whatever_pieces_they_are_sent_from_and_into(is_sealed: bo
         cuts = sorted(rng.sample(range(1, len(data)), num_pieces - 1))
         return [view[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
 
-    for num_sent, num_received in ((1, 1), (3 * MAX_PIECES, 2), (2, 3 * MAX_PIECES), (MAX_PIECES, MAX_PIECES)):
+    for num_sent, num_received in (
+        (1, 1),
+        (3 * MAX_PIECES, 2),
+        (2, 3 * MAX_PIECES),
+        (MAX_PIECES, MAX_PIECES),
+    ):
         pieces = cut(memoryview(data), num_sent)
         with channels(is_sealed) as (here, there):
             send = (there, kv_frames.CHUNK, soon(), 7, pieces, checksum(pieces))

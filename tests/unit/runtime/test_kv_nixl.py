@@ -65,7 +65,9 @@ def test_reads_that_never_end_cost_a_buffer_each_and_in_the_end_nixl(
         wire.close()
 
 
-def test_an_agent_that_cannot_be_made_says_why(pool: KvPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_cannot_be_made_says_why(
+    pool: KvPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("UCX_TLS", "no_such_transport")
     about = NixlAgent("alone").about(pool)
     assert about.error

@@ -19,7 +19,7 @@ from hadal.runtime.kv_pool import (
     pool_name,
     remove_segments,
     remove_stale_segments,
-)  # fmt: skip
+)
 from hadal.runtime.kv_wire import KvWire
 
 RUN = f"test{os.getpid()}"
@@ -94,14 +94,22 @@ def test_another_process_pulls_what_this_one_wrote() -> None:
         "assert KvWire(own).pull(lease, (1, 2)) is None\n"
         "sys.stdout.buffer.write(own.cache[own.block_bytes : 3 * own.block_bytes])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False, env=_environment())
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env=_environment(),
+    )
     assert out.returncode == 0, out.stderr.decode()
     assert out.stdout == block(source, 7) + block(source, 2)
 
 
 def test_a_pool_that_is_not_there_fails_the_pull() -> None:
     own = make("decode-0")
-    assert "cannot be opened" in (KvWire(own).pull(KvLease(pool_name(RUN, "x", "1"), (1,), (0,), 64), (1,)) or "")
+    assert "cannot be opened" in (
+        KvWire(own).pull(KvLease(pool_name(RUN, "x", "1"), (1,), (0,), 64), (1,)) or ""
+    )
 
 
 @pytest.mark.parametrize("name", ["", "../../etc/passwd", "hadal-../x", "other"])
@@ -110,7 +118,9 @@ def test_a_lease_cannot_name_anything_but_a_pool(name: str) -> None:
         KvPool.open(name)
 
 
-@pytest.mark.parametrize(("at", "value"), [(0, b"NOTAPOOL"), (16, b"\xff" * 8), (24, b"float64\0"), (40, b"\xff" * 3)])
+@pytest.mark.parametrize(
+    ("at", "value"), [(0, b"NOTAPOOL"), (16, b"\xff" * 8), (24, b"float64\0"), (40, b"\xff" * 3)]
+)
 def test_a_damaged_header_fails_the_pull(at: int, value: bytes) -> None:
     source, own = make("prefill-0"), make("decode-0")
     promised = lease(source, 1)
@@ -127,7 +137,8 @@ def test_a_cut_off_segment_fails_the_pull() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((9, 3, 64, 10), "float32"), ((9, 2, 64, 9), "float32"), (SHAPE, "float16")]
+    ("shape", "dtype"),
+    [((9, 3, 64, 10), "float32"), ((9, 2, 64, 9), "float32"), (SHAPE, "float16")],
 )
 def test_pools_of_other_models_do_not_mix(shape: Shape, dtype: str) -> None:
     source, own = make("prefill-0", shape=shape, dtype=dtype), make("decode-0")
@@ -137,10 +148,14 @@ def test_pools_of_other_models_do_not_mix(shape: Shape, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("ids", "generations", "into"),
     [
-        ((1, 2), (0, 0), (1,)), ((1,), (0, 0), (1,)), ((9,), (0,), (1,)), ((-1,), (0,), (1,)), ((1,), (0,), (9,)),
+        ((1, 2), (0, 0), (1,)),
+        ((1,), (0, 0), (1,)),
+        ((9,), (0,), (1,)),
+        ((-1,), (0,), (1,)),
+        ((1,), (0,), (9,)),
         ((1,), (0,), (-1,)),
     ],
-)  # fmt: skip
+)
 def test_a_lease_that_does_not_fit_is_refused(
     ids: tuple[int, ...], generations: tuple[int, ...], into: tuple[int, ...]
 ) -> None:
@@ -190,7 +205,10 @@ def test_what_dead_owners_left_is_removed_and_what_lives_is_not() -> None:
 
 
 def test_segments_of_one_unit_are_removed() -> None:
-    names = [make(unit, epoch).name for unit, epoch in (("decode-1", "1"), ("decode-1", "2"), ("decode-10", "1"))]
+    names = [
+        make(unit, epoch).name
+        for unit, epoch in (("decode-1", "1"), ("decode-1", "2"), ("decode-10", "1"))
+    ]
     assert sorted(remove_segments(RUN, "decode-1")) == names[:2]
     assert (SHM_FOLDER / names[2]).exists()
 

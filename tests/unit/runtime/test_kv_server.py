@@ -17,10 +17,25 @@ from hadal.core.handshake import key_of
 from hadal.core.messages import KvLease
 from hadal.runtime import kv_frames, kv_server
 from hadal.runtime.grants import Grant
-from hadal.runtime.kv_frames import PURPOSE, Ask, AskNixl, connect, receive_frame, receive_head, send_frame
+from hadal.runtime.kv_frames import (
+    PURPOSE,
+    Ask,
+    AskNixl,
+    connect,
+    receive_frame,
+    receive_head,
+    send_frame,
+)
 from hadal.runtime.kv_pool import KvPool, remove_segments
 from hadal.runtime.kv_server import KvServer
-from hadal.runtime.peers import ANSWER_BYTES, CHALLENGE_BYTES, MAX_UNPROVEN, NotProven, answered, connecting
+from hadal.runtime.peers import (
+    ANSWER_BYTES,
+    CHALLENGE_BYTES,
+    MAX_UNPROVEN,
+    NotProven,
+    answered,
+    connecting,
+)
 from tests.unit.runtime.kv_peers import RUN, SelfGrants, make_pool
 
 SECRET = b"0123456789abcdef"
@@ -66,7 +81,9 @@ def answer_to(server: KvServer, data: bytes) -> bytes:
             connection.shutdown(socket.SHUT_WR)
             while more := connection.recv(1 << 16):
                 found += more
-        except OSError as error:  # It closed with some of ours unread, before or after we had said all.
+        except (
+            OSError
+        ) as error:  # It closed with some of ours unread, before or after we had said all.
             if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
                 raise
         return found
@@ -108,7 +125,10 @@ def test_what_was_said_to_one_connection_is_worth_nothing_on_another(server: KvS
 
 
 def test_strangers_that_say_nothing_take_nobodys_place(server: KvServer) -> None:
-    idle = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(3 * MAX_UNPROVEN)]
+    idle = [
+        socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        for _ in range(3 * MAX_UNPROVEN)
+    ]
     begun_s = time.monotonic()
     connect("127.0.0.1", server.port, KEY, "decode-0", soon())[0].close()
     assert time.monotonic() - begun_s < kv_frames.SILENCE_S
@@ -117,7 +137,9 @@ def test_strangers_that_say_nothing_take_nobodys_place(server: KvServer) -> None
         connection.close()
 
 
-@pytest.mark.parametrize("body", [b"\xff\xff", b"\x91\xa5Other", b"\x93\xa3Ask\x91\x01\x01", b"\x81\xa1a\x01"])
+@pytest.mark.parametrize(
+    "body", [b"\xff\xff", b"\x91\xa5Other", b"\x93\xa3Ask\x91\x01\x01", b"\x81\xa1a\x01"]
+)
 def test_what_cannot_be_read_ends_the_connection(server: KvServer, body: bytes) -> None:
     for data in (struct.pack("<I", len(body)) + body, struct.pack("<I", 1 << 31)):
         channel, _ = connect("127.0.0.1", server.port, KEY, "decode-0", soon())
@@ -128,9 +150,12 @@ def test_what_cannot_be_read_ends_the_connection(server: KvServer, body: bytes) 
 
 
 def ask_of(
-    server: KvServer, ids: tuple[int, ...], generations: tuple[int, ...], chunks: tuple[int, ...],
+    server: KvServer,
+    ids: tuple[int, ...],
+    generations: tuple[int, ...],
+    chunks: tuple[int, ...],
     reader: str = "decode-0",
-) -> Ask:  # fmt: skip
+) -> Ask:
     lease = KvLease(server.address, ids, generations, 64)
     return Ask(ids, generations, chunks, GRANTS.grant(reader, lease))
 
@@ -142,7 +167,9 @@ def outcome(server: KvServer, ask: Ask, name: str = "decode-0") -> int:
         return receive_head(channel, soon())[0]
 
 
-def test_blocks_are_served_under_a_lease_that_names_the_reader(server: KvServer, pool: KvPool) -> None:
+def test_blocks_are_served_under_a_lease_that_names_the_reader(
+    server: KvServer, pool: KvPool
+) -> None:
     sound = ask_of(server, (1, 2), (0, 0), (0,))
     assert outcome(server, sound) == kv_frames.CHUNK
     part = msgspec.structs.replace(sound, block_ids=(2,), generations=(0,))
@@ -169,10 +196,13 @@ def test_blocks_are_served_under_a_lease_that_names_the_reader(server: KvServer,
 @pytest.mark.parametrize(
     "ask",
     [
-        ((1,), (0, 0), (0,)), ((NUM_BLOCKS,), (0,), (0,)), ((-1,), (0,), (0,)), ((1,), (0,), (1,)),
+        ((1,), (0, 0), (0,)),
+        ((NUM_BLOCKS,), (0,), (0,)),
+        ((-1,), (0,), (0,)),
+        ((1,), (0,), (1,)),
         ((1,), (0,), (-1,)),
     ],
-)  # fmt: skip
+)
 def test_a_lease_that_does_not_fit_is_refused_and_the_next_is_served(
     server: KvServer, ask: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 ) -> None:
@@ -213,7 +243,9 @@ def test_one_who_asks_nothing_is_let_go(server: KvServer, monkeypatch: pytest.Mo
         receive_frame(connection, soon(), 10.0)
 
 
-def test_more_than_it_serves_wait_until_others_leave(pool: KvPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_it_serves_wait_until_others_leave(
+    pool: KvPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kv_server, "MAX_CONNECTIONS", 2)
     server = KvServer(pool, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
     held = [connect("127.0.0.1", server.port, KEY, "decode-0", soon())[0] for _ in range(2)]

@@ -1,4 +1,6 @@
-"""Pulls over TCP through a wire that breaks and lies: what is missing is asked for again, and nothing false counts."""
+"""Pulls over TCP through a wire that breaks and lies: what is missing is asked for again, and
+nothing false counts.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,15 @@ GRANTS = SelfGrants(SECRET, "decode-0")
 SOON_S = 20.0
 
 Spoil = Callable[[int, bytes], bytes | None]
-"""(bytes of this connection before, the next ones) -> what to pass on; None: break the connection."""
+"""(bytes of this connection before, the next ones) -> what to pass on; None: break the
+connection.
+"""
 
 
 class Proxy:
-    """Between a puller and a server, on the same port of another address, as both prove the port that they see;
-    `spoils[i]` sees what the server sends over connection i."""
+    """Between a puller and a server, on the same port of another address, as both prove the port
+    that they see; `spoils[i]` sees what the server sends over connection i.
+    """
 
     def __init__(self, port: int, *spoils: Spoil) -> None:
         self._to = port
@@ -65,7 +70,9 @@ class Proxy:
             self.num_connections += 1
             spoil = self._spoils.pop(0) if self._spoils else _leave
             for source, target, change in ((near, far, _leave), (far, near, spoil)):
-                self._threads.append(threading.Thread(target=_pass_on, args=(source, target, change)))
+                self._threads.append(
+                    threading.Thread(target=_pass_on, args=(source, target, change))
+                )
                 self._threads[-1].start()
 
 
@@ -144,7 +151,9 @@ def pull_through(pools: tuple[KvPool, KvPool], *spoils: Spoil) -> tuple[str | No
     proxy = Proxy(server.port, *spoils)
     link = KvLink(PoolAddress(source.name, source.birth, PROXY, proxy.port), KEY, GRANTS)
     try:
-        return link.pull(own, lease_of(server.address, *IDS), IDS, _deadline_s()), proxy.num_connections
+        return link.pull(
+            own, lease_of(server.address, *IDS), IDS, _deadline_s()
+        ), proxy.num_connections
     finally:
         link.close()
         proxy.close()
@@ -193,7 +202,9 @@ def test_a_server_that_talks_nonsense_is_given_up(pools: tuple[KvPool, KvPool]) 
         pull_through(pools, lambda count, data: b"\xff" * len(data))
 
 
-def test_a_pool_that_took_the_port_is_not_taken_for_the_one_before(pools: tuple[KvPool, KvPool]) -> None:
+def test_a_pool_that_took_the_port_is_not_taken_for_the_one_before(
+    pools: tuple[KvPool, KvPool],
+) -> None:
     source, own = pools
     server = KvServer(source, "127.0.0.1", SECRET, GRANTS, lease_s=20.0)
     link = KvLink(PoolAddress(source.name, "00" * 8, "127.0.0.1", server.port), KEY, GRANTS)

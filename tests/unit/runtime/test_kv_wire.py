@@ -1,4 +1,6 @@
-"""Pulls between two processes, by each transport: what is pulled is what was leased, or the pull says why not, soon."""
+"""Pulls between two processes, by each transport: what is pulled is what was leased, or the pull
+says why not, soon.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ import pytest
 from hadal.core.errors import ConfigError
 from hadal.runtime import kv_nixl, kv_wire
 from hadal.runtime.kv_pool import SHM_FOLDER, KvPool, PoolAddress, pool_name, remove_segments
-from tests.unit.runtime.kv_peers import RUN, Peer, is_written, lease_of, make_pool, shape_of, wire_of
+from tests.unit.runtime.kv_peers import (
+    RUN,
+    Peer,
+    is_written,
+    lease_of,
+    make_pool,
+    shape_of,
+    wire_of,
+)
 
 NEEDS_NIXL = pytest.mark.skipif(kv_nixl.package() is None, reason="nixl-cu13 is not installed")
 TRANSPORTS = ["shm", "tcp", pytest.param("nixl", marks=NEEDS_NIXL)]
@@ -46,12 +56,17 @@ def test_the_bytes_arrive_and_no_others(handover: str, pool: KvPool) -> None:
     with Peer("owner", RUN, handover, "127.0.0.1", NUM_BLOCKS) as owner:
         wire = wire_of(pool, handover)
         for ids, into in (
-            ((7,), (9,)), ((3, 4, 8, 1, 2), (5, 6, 7, 2, 1)), (tuple(range(1, 129)), tuple(range(128, 0, -1))),
-            (tuple(range(128, 0, -1)), tuple(range(1, 129))), ((), ()),
-        ):  # fmt: skip
+            ((7,), (9,)),
+            ((3, 4, 8, 1, 2), (5, 6, 7, 2, 1)),
+            (tuple(range(1, 129)), tuple(range(128, 0, -1))),
+            (tuple(range(128, 0, -1)), tuple(range(1, 129))),
+            ((), ()),
+        ):
             pool.cache[:] = bytes(len(pool.cache))
             assert wire.pull(lease_of(owner.address, *ids), into) is None
-            assert all(is_written(pool, ours, theirs, 0) for theirs, ours in zip(ids, into, strict=True))
+            assert all(
+                is_written(pool, ours, theirs, 0) for theirs, ours in zip(ids, into, strict=True)
+            )
             others = [i for i in range(NUM_BLOCKS) if i not in into]
             assert not pool.blocks[others].any()
         assert wire.transport_of(owner.address) == handover
@@ -71,7 +86,9 @@ def test_freed_blocks_void_a_pull_and_others_do_not(handover: str, pool: KvPool)
 
 
 @pytest.mark.parametrize("handover", TRANSPORTS)
-def test_a_block_that_is_used_anew_during_a_pull_is_never_accepted(handover: str, pool: KvPool) -> None:
+def test_a_block_that_is_used_anew_during_a_pull_is_never_accepted(
+    handover: str, pool: KvPool
+) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed}")
     random = np.random.default_rng(seed)
@@ -84,7 +101,12 @@ def test_a_block_that_is_used_anew_during_a_pull_is_never_accepted(handover: str
         num_good = num_void = 0
         deadline_s = time.monotonic() + 30.0
         while (num_good < 20 or num_void < 20) and time.monotonic() < deadline_s:
-            ids = tuple(int(i) for i in random.permutation(np.arange(1, NUM_BLOCKS))[: random.choice([1, 4, 16, 100])])
+            ids = tuple(
+                int(i)
+                for i in random.permutation(np.arange(1, NUM_BLOCKS))[
+                    : random.choice([1, 4, 16, 100])
+                ]
+            )
             generations = tuple(int(whole[i]) for i in ids)
             into = ids[::-1]
             error = wire.pull(lease_of(owner.address, *ids, generations=generations), into)
@@ -103,13 +125,17 @@ def test_a_block_that_is_used_anew_during_a_pull_is_never_accepted(handover: str
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("handover", OVER_NETWORK)
-def test_an_owner_that_dies_or_freezes_is_an_error_soon(handover: str, number: int, pool: KvPool) -> None:
+def test_an_owner_that_dies_or_freezes_is_an_error_soon(
+    handover: str, number: int, pool: KvPool
+) -> None:
     ids = tuple(range(1, NUM_BLOCKS))
     with Peer("owner", RUN, handover, "127.0.0.1", NUM_BLOCKS) as owner:
         wire = wire_of(pool, handover)
         assert wire.pull(lease_of(owner.address, *ids), ids) is None
         # Another process does it, in the middle of one of many pulls.
-        with subprocess.Popen(["/bin/sh", "-c", f"sleep 0.2; kill -{int(number)} {owner.process.pid}"]):
+        with subprocess.Popen(
+            ["/bin/sh", "-c", f"sleep 0.2; kill -{int(number)} {owner.process.pid}"]
+        ):
             start_s, error = time.monotonic(), None
             while error is None and time.monotonic() < start_s + SOON_S:
                 pool.blocks[:, ::512] = 0
@@ -121,7 +147,8 @@ def test_an_owner_that_dies_or_freezes_is_an_error_soon(handover: str, number: i
         start_s = time.monotonic()
         assert wire.pull(lease_of(owner.address, 1), (1,)) is not None
         assert time.monotonic() - start_s < kv_wire.SILENCE_S
-        # The blocks belong to somebody else now: what a frozen owner still sends must not reach them.
+        # The blocks belong to somebody else now: what a frozen owner still sends must not reach
+        # them.
         pool.cache[:] = bytes([7]) * len(pool.cache)
         if number == signal.SIGSTOP:
             owner.process.send_signal(signal.SIGCONT)
@@ -169,7 +196,8 @@ def test_auto_takes_the_segment_where_it_can_and_never_one_of_another_birth(pool
         assert wire.pull(lease_of(owner.address, 5), (6,)) is None
         assert wire.transport_of(owner.address) == "shm"
         wire.close()
-        # On another host's /dev/shm there may be a segment of the same name, and it is not this one.
+        # On another host's /dev/shm there may be a segment of the same name, and it is not this
+        # one.
         (SHM_FOLDER / PoolAddress.parse(owner.address).name).unlink()
         imposter = make_pool(RUN, "prefill-0", 3)
         imposter.cache[:] = bytes([1]) * len(imposter.cache)
@@ -185,7 +213,9 @@ def test_auto_takes_the_segment_where_it_can_and_never_one_of_another_birth(pool
 
 
 @NEEDS_NIXL
-def test_auto_falls_back_to_tcp_where_one_end_has_no_nixl(pool: KvPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_falls_back_to_tcp_where_one_end_has_no_nixl(
+    pool: KvPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Peer("owner", RUN, "tcp", "127.0.0.1", NUM_BLOCKS) as owner:
         (SHM_FOLDER / PoolAddress.parse(owner.address).name).unlink()
         wire = wire_of(pool, "auto")
@@ -220,10 +250,16 @@ def test_a_lease_that_does_not_fit_is_refused(handover: str, pool: KvPool) -> No
     with Peer("owner", RUN, handover, "127.0.0.1", 9) as owner:
         wire = wire_of(pool, handover)
         for ids, generations, into in (
-            ((1, 2), (0, 0), (1,)), ((1,), (0, 0), (1,)), ((9,), (0,), (1,)), ((-1,), (0,), (1,)),
-            ((1,), (0,), (NUM_BLOCKS,)), ((1,), (0,), (-1,)),
-        ):  # fmt: skip
-            assert wire.pull(lease_of(owner.address, *ids, generations=generations), into) is not None
+            ((1, 2), (0, 0), (1,)),
+            ((1,), (0, 0), (1,)),
+            ((9,), (0,), (1,)),
+            ((-1,), (0,), (1,)),
+            ((1,), (0,), (NUM_BLOCKS,)),
+            ((1,), (0,), (-1,)),
+        ):
+            assert (
+                wire.pull(lease_of(owner.address, *ids, generations=generations), into) is not None
+            )
         assert bytes(pool.cache) == before
         wire.close()
 

@@ -24,12 +24,16 @@ def make(role: str) -> Spoken:
     units = UnitsConfig(ranks=2, max_requests=4, kv_blocks=70)
     deployment = plan(Deployment(device="cpu", prefill=units, decode=units)).deployment
     leader = Spoken(make_leader(Run("r", deployment), f"{role}-0", role, "e1"))
-    assert not [e for e in leader.start(0.0) if isinstance(e, Send)], "nobody knows the unit before its ranks are there"
+    assert not [e for e in leader.start(0.0) if isinstance(e, Send)], (
+        "nobody knows the unit before its ranks are there"
+    )
     return leader
 
 
 def up(role: str, rank: int, epoch: str = "a") -> RankUp:
-    return RankUp(f"{role}-0", rank, f"{epoch}{rank}", "127.0.0.1", 1, f"hadal-r.{role}-0.{rank}.{epoch}")
+    return RankUp(
+        f"{role}-0", rank, f"{epoch}{rank}", "127.0.0.1", 1, f"hadal-r.{role}-0.{rank}.{epoch}"
+    )
 
 
 def formed(rank: int, generation: int, num_loaded: int = 0, epoch: str = "a") -> RankFormed:
@@ -41,7 +45,9 @@ def forms(effects: list[Effect]) -> list[str]:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_unit_is_up_when_its_ranks_have_formed(role: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_unit_is_up_when_its_ranks_have_formed(
+    role: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     leader = make(role)
     assert forms(leader.handle(1.0, up(role, 0))) == []
@@ -54,14 +60,19 @@ def test_a_unit_is_up_when_its_ranks_have_formed(role: str, caplog: pytest.LogCa
     assert "with ranks 0, 1; 7 copies of experts were read" in caplog.text
 
 
-def test_the_unit_goes_on_without_a_rank_and_says_what_it_took(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_unit_goes_on_without_a_rank_and_says_what_it_took(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     leader = make("decode")
     for message in (up("decode", 0), up("decode", 1), formed(0, 1), formed(1, 1)):
         leader.handle(1.0, message)
     assert forms(leader.handle(1.2, UnitDown("decode-0.1", "killed by SIGKILL"))) == ["decode-0.0"]
     leader.handle(1.45, formed(0, 2, num_loaded=384))
-    assert "generation 2 formed in 0.250 s with ranks 0, without 1; 384 copies of experts were read" in caplog.text
+    assert (
+        "generation 2 formed in 0.250 s with ranks 0, without 1; 384 copies of experts were read"
+        in caplog.text
+    )
     assert "rank 1 is gone (killed by SIGKILL): the others go on without it" in caplog.text
 
 
@@ -75,7 +86,11 @@ def test_a_silent_rank_is_to_be_killed() -> None:
         effects += leader.handle(now_s, RankBeat(0, "a0", 1, tenth, False))
         effects += leader.handle(now_s, Sighting("decode-0.1", 0.5, is_stopped=False))
         effects += leader.handle(now_s, Tick())
-    killed = [(e.to, e.message.unit) for e in effects if isinstance(e, Send) and isinstance(e.message, UnitDown)]
+    killed = [
+        (e.to, e.message.unit)
+        for e in effects
+        if isinstance(e, Send) and isinstance(e.message, UnitDown)
+    ]
     assert killed == [("supervisor", "decode-0.1")]
 
 
@@ -83,10 +98,16 @@ def test_its_load_tells_how_long_the_ranks_stood_idle() -> None:
     leader = make("decode")
     for message in (up("decode", 0), up("decode", 1), formed(0, 1), formed(1, 1)):
         leader.handle(1.0, message)
-    done = StepDone(0, (), (), {}, 0.01, op_times=(OpTime("experts", 3, 0.1), OpTime(IDLE, 1, 0.004)))
+    done = StepDone(
+        0, (), (), {}, 0.01, op_times=(OpTime("experts", 3, 0.1), OpTime(IDLE, 1, 0.004))
+    )
     for _ in range(100):
         leader.handle(1.1, RankDone(0, "a0", 1, done))
-    loads = [e.message for e in leader.handle(2.0, Tick()) if isinstance(e, Send) and isinstance(e.message, Load)]
+    loads = [
+        e.message
+        for e in leader.handle(2.0, Tick())
+        if isinstance(e, Send) and isinstance(e.message, Load)
+    ]
     assert [load.overhead_ms for load in loads] == pytest.approx([4.0], rel=0.01)
     assert (loads[0].num_ranks, loads[0].generation) == (2, 1)
 
@@ -94,6 +115,11 @@ def test_its_load_tells_how_long_the_ranks_stood_idle() -> None:
 def test_it_loads_no_torch() -> None:
     code = "import sys, hadal.runtime.leader; assert 'torch' not in sys.modules"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=SOURCE, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        cwd=SOURCE,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""Facts that wait in a file: whole or not there, read once, and by whoever comes next if their writer is dead."""
+"""Facts that wait in a file: whole or not there, read once, and by whoever comes next if their
+writer is dead.
+"""
 
 import os
 from pathlib import Path
@@ -11,7 +13,9 @@ from hadal.runtime.ledger_spool import Spool, adopted
 
 def facts(*ids: str) -> PackedFacts:
     nodes = NodesFact("u", ids[0], "decode", 1, 8, 1.0, 2.0)
-    return PackedFacts(tuple(RequestFact(one, "t", "m", 1, 2, 0, 0, "504", 1.0, 2.0) for one in ids), (nodes,))
+    return PackedFacts(
+        tuple(RequestFact(one, "t", "m", 1, 2, 0, 0, "504", 1.0, 2.0) for one in ids), (nodes,)
+    )
 
 
 def files(folder: Path) -> list[Path]:
@@ -92,7 +96,9 @@ def test_a_record_that_is_not_whole_ends_the_file(tmp_path: Path, where: str) ->
     with adopted(path) as left:
         assert left is not None
         assert list(left) == [facts("a")]
-    assert files(tmp_path) == [path.with_name(f"{path.name}.damaged")], "what cannot be read is not thrown away"
+    assert files(tmp_path) == [path.with_name(f"{path.name}.damaged")], (
+        "what cannot be read is not thrown away"
+    )
 
 
 def test_a_disk_that_fails_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""A ledger in a file: made when needed, errors sorted, a reader sees one instant and disturbs nobody."""
+"""A ledger in a file: made when needed, errors sorted, a reader sees one instant and disturbs
+nobody.
+"""
 
 import sqlite3
 from pathlib import Path
@@ -29,7 +31,9 @@ def test_it_is_made_when_it_is_first_written(store: Store, tmp_path: Path) -> No
     store.prepare()
     assert store.write(PackedFacts((fact("a"),))).num_new == 1
     assert store.read(*ALWAYS).last_completed_us == 2_000_000
-    mode = sqlite3.connect(tmp_path / "state" / "l.sqlite").execute("PRAGMA journal_mode").fetchone()
+    mode = (
+        sqlite3.connect(tmp_path / "state" / "l.sqlite").execute("PRAGMA journal_mode").fetchone()
+    )
     assert mode == ("wal",)
     store.close()
 
@@ -48,7 +52,9 @@ def test_a_reader_holds_up_no_writer(store: Store, tmp_path: Path) -> None:
     with reader._begin(is_reading=True) as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM hadal_requests").scalar() == 0
         assert store.write(PackedFacts((fact("a"),))).num_new == 1
-        assert connection.exec_driver_sql("SELECT count(*) FROM hadal_requests").scalar() == 0, "one instant"
+        assert connection.exec_driver_sql("SELECT count(*) FROM hadal_requests").scalar() == 0, (
+            "one instant"
+        )
     reader.close()
     store.close()
 
@@ -61,7 +67,9 @@ def test_a_fact_it_cannot_hold_is_refused_with_all_that_came_with_it(store: Stor
     store.close()
 
 
-def test_a_locked_database_is_down_for_now(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_database_is_down_for_now(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hadal.runtime.ledger_store.BUSY_S", 0.01)
     quick = Store(ledger_url(str(tmp_path / "state" / "l.sqlite")))
     quick.prepare()
@@ -105,8 +113,12 @@ def test_a_folder_that_cannot_be_made_is_down_for_now(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_a_file_that_is_taken_away_is_made_again(store: Store, tmp_path: Path, is_kept: bool) -> None:
-    """Not written on where nobody can read it; one that was put elsewhere has all that was written until then."""
+def test_a_file_that_is_taken_away_is_made_again(
+    store: Store, tmp_path: Path, is_kept: bool
+) -> None:
+    """Not written on where nobody can read it; one that was put elsewhere has all that was written
+    until then.
+    """
     store.prepare()
     store.write(PackedFacts((fact("a"),)))
     path, elsewhere = tmp_path / "state" / "l.sqlite", tmp_path / "old.sqlite"

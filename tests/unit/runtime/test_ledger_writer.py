@@ -1,4 +1,6 @@
-"""Facts on their way into the ledger: nobody waits, nothing is lost while there is room, what is lost is counted."""
+"""Facts on their way into the ledger: nobody waits, nothing is lost while there is room, what is
+lost is counted.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ class FakeStore(Store):
 
     def ids(self) -> set[str]:
         with self._begin() as connection:
-            return {one for (one,) in connection.exec_driver_sql("SELECT request_id FROM hadal_requests")}
+            return {
+                one
+                for (one,) in connection.exec_driver_sql("SELECT request_id FROM hadal_requests")
+            }
 
 
 class Kept:
@@ -80,9 +85,13 @@ def store(tmp_path: Path) -> FakeStore:
     return FakeStore(tmp_path)
 
 
-def writer_of(store: FakeStore, kept: Kept, retry_s: tuple[float, float] = SOON_S, **more: int) -> LedgerWriter:
+def writer_of(
+    store: FakeStore, kept: Kept, retry_s: tuple[float, float] = SOON_S, **more: int
+) -> LedgerWriter:
     folder, stem = spool_place(ledger_url(store.place))
-    spool = Spool(folder, stem, **({"max_bytes": more.pop("spool_bytes")} if "spool_bytes" in more else {}))
+    spool = Spool(
+        folder, stem, **({"max_bytes": more.pop("spool_bytes")} if "spool_bytes" in more else {})
+    )
     return LedgerWriter(store, spool, on_kept=kept, linger_s=0.0, retry_s=retry_s, **more)
 
 
@@ -97,7 +106,11 @@ def test_all_of_it_is_written_and_told(store: FakeStore, tmp_path: Path) -> None
     assert kept.ids == [f"r{index}" for index in range(5000)]
     assert store.ids() == set(kept.ids)
     assert writer.counts.num_written == writer.counts.num_added == 5000
-    assert (writer.counts.num_lost, writer.counts.num_waiting, writer.counts.is_down) == (0, 0, False)
+    assert (writer.counts.num_lost, writer.counts.num_waiting, writer.counts.is_down) == (
+        0,
+        0,
+        False,
+    )
     store.close()
     assert not list(tmp_path.glob("*.spool"))
 
@@ -175,7 +188,9 @@ def test_what_a_dead_writer_left_is_written_by_the_next(store: FakeStore, tmp_pa
     store.close()
 
 
-def test_with_nothing_new_the_spool_is_emptied_all_the_same(store: FakeStore, tmp_path: Path) -> None:
+def test_with_nothing_new_the_spool_is_emptied_all_the_same(
+    store: FakeStore, tmp_path: Path
+) -> None:
     kept = Kept()
     writer = writer_of(store, kept)
     store.is_down = True
@@ -192,7 +207,9 @@ def test_with_nothing_new_the_spool_is_emptied_all_the_same(store: FakeStore, tm
     writer.close(CLOSE_S)
 
 
-def test_with_the_spool_full_too_facts_wait_in_memory(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_the_spool_full_too_facts_wait_in_memory(
+    store: FakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
     kept = Kept()
     writer = writer_of(store, kept, spool_bytes=200)
     store.is_down = True
@@ -230,7 +247,11 @@ def test_what_there_is_no_room_for_is_counted_and_bills_give_way_last(
     assert writer.counts.num_waiting == 10
     store.go.set()
     writer.close(CLOSE_S)
-    assert store.ids() == {"first", *(f"free{index}" for index in range(4)), *(f"billed{index}" for index in range(5))}
+    assert store.ids() == {
+        "first",
+        *(f"free{index}" for index in range(4)),
+        *(f"billed{index}" for index in range(5)),
+    }
     counts = writer.counts
     assert counts.num_lost == 51
     assert counts.num_added == counts.num_written + counts.num_lost
@@ -273,10 +294,14 @@ def test_a_database_that_hangs_holds_nobody_up_at_the_end(
 def test_at_the_end_a_database_that_was_down_is_not_waited_for(
     store: FakeStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may hang by now, and whoever ends this process does not wait for long: facts are kept without it first."""
+    """It may hang by now, and whoever ends this process does not wait for long: facts are kept
+    without it first.
+    """
     kept = Kept()
     folder, stem = spool_place(ledger_url(store.place))
-    writer = LedgerWriter(store, Spool(folder, stem), on_kept=kept, linger_s=1000.0, retry_s=NEVER_S)
+    writer = LedgerWriter(
+        store, Spool(folder, stem), on_kept=kept, linger_s=1000.0, retry_s=NEVER_S
+    )
     store.is_down = True
     writer.start()
     store.is_down = False

@@ -17,7 +17,9 @@ AT_S = 1_790_000_000.5
 TIME = "2026-09-21T14:13:20.500Z"
 
 
-def record(message: str, *values: object, extra: dict[str, Any] | None = None, exc_info: Any = None) -> Any:
+def record(
+    message: str, *values: object, extra: dict[str, Any] | None = None, exc_info: Any = None
+) -> Any:
     made = logging.getLogger("hadal.test").makeRecord(
         "hadal.test", logging.WARNING, "file", 1, message, values, exc_info, extra=extra
     )
@@ -26,18 +28,34 @@ def record(message: str, *values: object, extra: dict[str, Any] | None = None, e
 
 
 def test_text_has_the_time_once_and_at_the_start() -> None:
-    line = LineFormatter("decode-0.2", TEXT).format(record("rank %d is gone", 1, extra=fields(much="more")))
+    line = LineFormatter("decode-0.2", TEXT).format(
+        record("rank %d is gone", 1, extra=fields(much="more"))
+    )
     assert line == f"{TIME} decode-0.2   WARNING rank 1 is gone"
 
 
 def test_json_has_what_is_known() -> None:
-    line = json.loads(LineFormatter("decode-0.2", JSON).format(record('a "b"\nc', extra=fields(ms=1.5))))
+    line = json.loads(
+        LineFormatter("decode-0.2", JSON).format(record('a "b"\nc', extra=fields(ms=1.5)))
+    )
     assert line == {
-        "time": TIME, "level": "warning", "process": "decode-0.2", "message": 'a "b"\nc', "unit": "decode-0",
-        "rank": 2, "ms": 1.5, "logger": "hadal.test",
-    }  # fmt: skip
-    about_other = json.loads(LineFormatter("supervisor", JSON).format(record("x", extra=about("prefill-1"))))
-    assert (about_other["process"], about_other["unit"], "rank" in about_other) == ("supervisor", "prefill-1", False)
+        "time": TIME,
+        "level": "warning",
+        "process": "decode-0.2",
+        "message": 'a "b"\nc',
+        "unit": "decode-0",
+        "rank": 2,
+        "ms": 1.5,
+        "logger": "hadal.test",
+    }
+    about_other = json.loads(
+        LineFormatter("supervisor", JSON).format(record("x", extra=about("prefill-1")))
+    )
+    assert (about_other["process"], about_other["unit"], "rank" in about_other) == (
+        "supervisor",
+        "prefill-1",
+        False,
+    )
 
 
 @pytest.mark.parametrize("form", [TEXT, JSON])
@@ -47,7 +65,11 @@ def test_the_request_that_is_worked_on_is_named(form: str) -> None:
         line = LineFormatter("gateway", form).format(record("slow"))
     finally:
         REQUEST_ID.reset(told)
-    assert line.endswith("slow [request mine-1]") if form == TEXT else json.loads(line)["request_id"] == "mine-1"
+    assert (
+        line.endswith("slow [request mine-1]")
+        if form == TEXT
+        else json.loads(line)["request_id"] == "mine-1"
+    )
     assert "mine-1" not in LineFormatter("gateway", form).format(record("slow"))
 
 
@@ -66,15 +88,21 @@ def test_an_error_is_one_line_of_json_and_indented_text() -> None:
 
 
 @pytest.mark.parametrize("form", [TEXT, JSON])
-def test_a_line_that_cannot_be_made_stops_nobody(form: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_line_that_cannot_be_made_stops_nobody(
+    form: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     formatter = LineFormatter("gateway", form)
-    assert "\\udcff is no text" in formatter.format(record("\udcff is no text")).replace("\\\\", "\\")
+    assert "\\udcff is no text" in formatter.format(record("\udcff is no text")).replace(
+        "\\\\", "\\"
+    )
     code = (
         "import logging\nfrom hadal.runtime.logs import fields, start_log\n"
         f"start_log('gateway', 'info', {form!r})\n"
         "logging.info('%d', 'x', extra=fields(odd=object()))\nlogging.info('it goes on')\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)})
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)}
+    )
     told = capfd.readouterr().err
     assert "Logging error" in told
     assert "it goes on" in told

@@ -1,4 +1,6 @@
-"""The memory plan: parameters counted as the loader makes them, pools sized as the file asks, mistakes named."""
+"""The memory plan: parameters counted as the loader makes them, pools sized as the file asks,
+mistakes named.
+"""
 
 import dataclasses
 import json
@@ -25,12 +27,26 @@ from hadal.runtime.memory import (
 from hadal.runtime.resolve import model_folder
 
 V3: dict[str, Any] = {
-    "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61,
-    "first_k_dense_replace": 3, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
-    "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "num_attention_heads": 128,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
     "max_position_embeddings": 163840,
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -63,7 +79,9 @@ def test_every_tensor_of_the_shipped_model_is_counted() -> None:
 
 def test_pools_are_what_the_memory_holds() -> None:
     config = read_model_config(model_folder(""))
-    plan = plan_memory(Deployment(prefill=UnitsConfig(kv_memory_mb=100), decode=UnitsConfig(units=2)), config)
+    plan = plan_memory(
+        Deployment(prefill=UnitsConfig(kv_memory_mb=100), decode=UnitsConfig(units=2)), config
+    )
     assert plan.block_bytes == block_bytes(config)
     assert plan.prefill.kv_blocks == 100 * 2**20 // plan.block_bytes
     assert plan.decode.kv_blocks == 256 * 2**20 // plan.block_bytes
@@ -88,7 +106,9 @@ def test_fewer_blocks_are_taken_as_asked_with_a_warning() -> None:
 
 def test_a_pool_of_only_the_scratch_block_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"decode\.kv_blocks is 1"):
-        plan_memory(Deployment(decode=UnitsConfig(kv_blocks=1)), read_model_config(model_folder("")))
+        plan_memory(
+            Deployment(decode=UnitsConfig(kv_blocks=1)), read_model_config(model_folder(""))
+        )
 
 
 def write(path: Path, header: dict[str, Any]) -> None:
@@ -97,17 +117,26 @@ def write(path: Path, header: dict[str, Any]) -> None:
 
 
 def test_the_precision_is_that_of_most_bytes(tmp_path: Path) -> None:
-    write(tmp_path / "a.safetensors", {
-        "__metadata__": {"format": "pt"},
-        "big": {"dtype": "F8_E4M3", "shape": [100], "data_offsets": [0, 100]},
-        "small": {"dtype": "F32", "shape": [4], "data_offsets": [100, 116]},
-    })  # fmt: skip
+    write(
+        tmp_path / "a.safetensors",
+        {
+            "__metadata__": {"format": "pt"},
+            "big": {"dtype": "F8_E4M3", "shape": [100], "data_offsets": [0, 100]},
+            "small": {"dtype": "F32", "shape": [4], "data_offsets": [100, 116]},
+        },
+    )
     assert checkpoint_precision(tmp_path) == "F8_E4M3"
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"123", struct.pack("<Q", 2**60), struct.pack("<Q", 4) + b"nope", struct.pack("<Q", 9) + b'{"a": [1]}'],
+    [
+        b"",
+        b"123",
+        struct.pack("<Q", 2**60),
+        struct.pack("<Q", 4) + b"nope",
+        struct.pack("<Q", 9) + b'{"a": [1]}',
+    ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -123,7 +152,9 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
 def test_a_rank_holds_its_share_of_the_experts_and_all_else() -> None:
     config = read_model_config(model_folder(""))
     whole = plan_memory(Deployment(device="cpu"), config)
-    split = plan_memory(Deployment(device="cpu", decode=UnitsConfig(ranks=4, redundant_experts=32)), config)
+    split = plan_memory(
+        Deployment(device="cpu", decode=UnitsConfig(ranks=4, redundant_experts=32)), config
+    )
     assert split.decode.num_slots == 72
     assert split.decode.fixed_bytes == whole.decode.fixed_bytes
     assert split.decode.expert_bytes == whole.decode.expert_bytes * 72 // 256
@@ -139,7 +170,10 @@ def test_a_layer_is_in_memory_twice_while_replicas_move() -> None:
     def decode(**fields: Any) -> RankMemory:
         return plan_memory(Deployment(device="cpu", decode=UnitsConfig(**fields)), config).decode
 
-    moving, fixed = decode(ranks=4, redundant_experts=32), decode(ranks=4, redundant_experts=32, expert_balance="off")
+    moving, fixed = (
+        decode(ranks=4, redundant_experts=32),
+        decode(ranks=4, redundant_experts=32, expert_balance="off"),
+    )
     assert moving.staged_bytes * num_moe_layers(config) == moving.expert_bytes
     assert fixed.staged_bytes == decode().staged_bytes == 0
     assert moving.total_bytes - moving.staged_bytes == fixed.total_bytes
@@ -147,7 +181,9 @@ def test_a_layer_is_in_memory_twice_while_replicas_move() -> None:
 
 def test_experts_that_do_not_divide_say_which_number_would(v3: ModelConfig) -> None:
     with pytest.raises(ConfigError, match=r"prefill\.redundant_experts = 0 or 32 would"):
-        plan_memory(Deployment(device="cpu", prefill=UnitsConfig(ranks=32, redundant_experts=20)), v3)
+        plan_memory(
+            Deployment(device="cpu", prefill=UnitsConfig(ranks=32, redundant_experts=20)), v3
+        )
 
 
 def test_a_rank_that_does_not_fit_its_gpu_says_by_how_much() -> None:
@@ -156,13 +192,19 @@ def test_a_rank_that_does_not_fit_its_gpu_says_by_how_much() -> None:
 
     def deployment(**prefill: Any) -> Deployment:
         return Deployment(
-            device="cuda", transport="nccl", wire="fp8", device_memory_gb=80, prefill=UnitsConfig(**prefill),
+            device="cuda",
+            transport="nccl",
+            wire="fp8",
+            device_memory_gb=80,
+            prefill=UnitsConfig(**prefill),
             decode=UnitsConfig(ranks=32),
-        )  # fmt: skip
+        )
 
     fitting = {"ranks": 32, "redundant_experts": 32}
     assert plan_memory(deployment(**fitting), v3).prefill.total_bytes < 80e9
-    with pytest.raises(ConfigError, match=r"a prefill rank needs .*Lower prefill\.kv_memory_mb by \d+"):
+    with pytest.raises(
+        ConfigError, match=r"a prefill rank needs .*Lower prefill\.kv_memory_mb by \d+"
+    ):
         plan_memory(deployment(**fitting, kv_memory_mb=60_000), v3)
     with pytest.raises(ConfigError, match=r"weights alone do not fit: raise prefill\.ranks"):
         plan_memory(deployment(ranks=4), v3)

@@ -1,4 +1,6 @@
-"""What a rank's log says of its peers: one line for a process that is gone, whoever saw it first."""
+"""What a rank's log says of its peers: one line for a process that is gone, whoever saw it
+first.
+"""
 
 import logging
 import re
@@ -24,7 +26,9 @@ class Runner:
 
 def form(generation: int, *epochs: str) -> FormPlan:
     """Members are those with an epoch."""
-    members = tuple(Member(rank, epoch, "127.0.0.1", 1) for rank, epoch in enumerate(epochs) if epoch)
+    members = tuple(
+        Member(rank, epoch, "127.0.0.1", 1) for rank, epoch in enumerate(epochs) if epoch
+    )
     return FormPlan(generation, len(epochs), members, b"", 0)
 
 
@@ -43,7 +47,9 @@ def told(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     return [(int(line[1]), line[2]) for line in lines]
 
 
-def test_a_lost_peer_is_told_once_and_wakes_the_host(woken: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_peer_is_told_once_and_wakes_the_host(
+    woken: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     news, wakes = woken
     news.forming(form(1, "a", "b", "c"))
     news.peer_lost(2)
@@ -53,7 +59,9 @@ def test_a_lost_peer_is_told_once_and_wakes_the_host(woken: Any, caplog: pytest.
     assert wakes == [1]
 
 
-def test_what_only_the_leader_saw_is_told_when_it_forms_anew(woken: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_only_the_leader_saw_is_told_when_it_forms_anew(
+    woken: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     news, _ = woken
     news.forming(form(1, "a", "b", "c"))
     news.forming(form(2, "a", "b", ""))
@@ -73,7 +81,9 @@ def test_a_replacement_may_be_lost_too(woken: Any, caplog: pytest.LogCaptureFixt
     assert [rank for rank, _ in told(caplog)] == [2, 2]
 
 
-def test_progress_is_the_runners_and_its_losses_are_told(woken: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_the_runners_and_its_losses_are_told(
+    woken: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     news, _ = woken
     news.forming(form(1, "a", "b", "c"))
     runner = Runner()
@@ -84,16 +94,22 @@ def test_progress_is_the_runners_and_its_losses_are_told(woken: Any, caplog: pyt
     assert [rank for rank, _ in told(caplog)] == [0]
 
 
-def test_peers_that_go_while_everything_is_stopped_are_no_news(woken: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_peers_that_go_while_everything_is_stopped_are_no_news(
+    woken: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     news, _ = woken
     news.forming(form(1, "a", "b"))
     news.peer_lost(0)
-    news.is_stopping = lambda: True  # The signal came at the same time, and the host has seen it since.
+    news.is_stopping = lambda: (
+        True
+    )  # The signal came at the same time, and the host has seen it since.
     news.take(Runner())  # type: ignore[arg-type]
     assert told(caplog) == []
 
 
-def test_a_role_is_told_of_generations_after_the_news(woken: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_role_is_told_of_generations_after_the_news(
+    woken: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     news, _ = woken
     role = RankRole("decode-0", 1, "b", "127.0.0.1", 1, "pool")
     noticing = Noticing(role, news)

@@ -61,7 +61,9 @@ def test_a_secret_that_others_may_read_is_none(tmp_path: Path) -> None:
         read_private(tmp_path / "absent", "the secret")
 
 
-def test_what_killed_supervisors_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_killed_supervisors_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folders = {name: tmp_path / f"hadal-{name}" for name in ("killed", "lives", "starts", "other")}
     for name, folder in folders.items():
@@ -74,7 +76,11 @@ def test_what_killed_supervisors_left_is_removed(tmp_path: Path, monkeypatch: py
         listener.bind(str(folders["lives"] / "supervisor.sock"))
         listener.listen()
         _remove_stale_folders()
-    assert {name for name, folder in folders.items() if folder.exists()} == {"lives", "starts", "other"}
+    assert {name for name, folder in folders.items() if folder.exists()} == {
+        "lives",
+        "starts",
+        "other",
+    }
 
 
 def test_a_deployments_secret_is_drawn_or_read_and_never_short(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A rank's process put together: two of them in one process form a unit and do a step as one rank alone does it."""
+"""A rank's process put together: two of them in one process form a unit and do a step as one rank
+alone does it.
+"""
 
 import os
 import threading
@@ -37,7 +39,9 @@ def one_thread() -> Iterator[None]:
 def resolved_of(num_ranks: int, transport: str) -> Resolved:
     units = UnitsConfig(ranks=num_ranks, kv_blocks=4, max_requests=2, threads=1)
     decode = UnitsConfig(kv_blocks=4)
-    return plan(Deployment(device="cpu", transport=transport, chunk_tokens=64, prefill=units, decode=decode))
+    return plan(
+        Deployment(device="cpu", transport=transport, chunk_tokens=64, prefill=units, decode=decode)
+    )
 
 
 def chunk(index: int) -> Chunk:
@@ -64,11 +68,15 @@ def run_of(deployment: Deployment) -> Run:
 
 
 def first_tokens(num_ranks: int, folder: Path, transport: str = "tcp") -> list[int]:
-    """The first token of each prompt, prompt i on rank i % num_ranks; a rank without prompts joins with nothing."""
+    """The first token of each prompt, prompt i on rank i % num_ranks; a rank without prompts joins
+    with nothing.
+    """
     resolved = resolved_of(num_ranks, transport)
     config, units = resolved.config, resolved.deployment.prefill
     shape = (units.kv_blocks, config.num_hidden_layers, 64, config.latent_dim)
-    pools = [KvPool.create(pool_name(RUN, f"prefill-0.{rank}", "1"), shape) for rank in range(num_ranks)]
+    pools = [
+        KvPool.create(pool_name(RUN, f"prefill-0.{rank}", "1"), shape) for rank in range(num_ranks)
+    ]
     groups = [
         make_group(run_of(resolved.deployment), rank, f"e{rank}", News(), folder=folder)
         for rank in range(num_ranks)
@@ -78,15 +86,22 @@ def first_tokens(num_ranks: int, folder: Path, transport: str = "tcp") -> list[i
         for rank, (group, pool) in enumerate(zip(groups, pools, strict=True))
     ]
     placement = spread(num_moe_layers(config), config.n_routed_experts, num_ranks)
-    members = tuple(Member(rank, f"e{rank}", ADDRESS, getattr(groups[rank], "port", 0)) for rank in range(num_ranks))
+    members = tuple(
+        Member(rank, f"e{rank}", ADDRESS, getattr(groups[rank], "port", 0))
+        for rank in range(num_ranks)
+    )
     form = FormPlan(1, num_ranks, members, placement.to_bytes(), placement.num_slots)
     try:
         for formed in together([lambda runner=runner: runner.execute(form) for runner in runners]):
             assert isinstance(formed, Formed)
-            assert (formed.error, formed.num_loaded) == (None, 0), "they were loaded with these experts"
+            assert (formed.error, formed.num_loaded) == (None, 0), (
+                "they were loaded with these experts"
+            )
         shares = [[i for i in range(2) if i % num_ranks == rank] for rank in range(num_ranks)]
         plans = [PrefillPlan(0, tuple(map(chunk, share))) for share in shares]
-        done = together([lambda r=r, p=p: r.execute(p) for r, p in zip(runners, plans, strict=True)])
+        done = together(
+            [lambda r=r, p=p: r.execute(p) for r, p in zip(runners, plans, strict=True)]
+        )
         assert all(isinstance(one, StepDone) and one.error is None for one in done)
         return [done[i % num_ranks].tokens[i // num_ranks] for i in range(2)]
     finally:

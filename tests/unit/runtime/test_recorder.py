@@ -1,4 +1,6 @@
-"""The recorder: nothing where nobody asked for it; else every call, at once, for the owner alone, without a secret."""
+"""The recorder: nothing where nobody asked for it; else every call, at once, for the owner alone,
+without a secret.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from hadal.core.config import Deployment, LedgerConfig
 from hadal.core.errors import ConfigError
 from hadal.core.messages import Cancel
 from hadal.core.seams import Effect, Event, Tick, WakeAt
-from hadal.roles.recording import VERSION, Call, MadeFleet, MadeFront, Opening, RecordingError, frame, parse
+from hadal.roles.recording import (
+    VERSION,
+    Call,
+    MadeFleet,
+    MadeFront,
+    Opening,
+    RecordingError,
+    frame,
+    parse,
+)
 from hadal.runtime.recorder import RECORD, Tape, read_recordings, recorded
 
 DEPLOYMENT = Deployment(model="m", ledger=LedgerConfig(url="postgresql://user:secret@host/name"))
@@ -46,10 +57,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_nothing_happens_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for value in ("", None):
-        monkeypatch.delenv(RECORD, raising=False) if value is None else monkeypatch.setenv(RECORD, value)
+        monkeypatch.delenv(RECORD, raising=False) if value is None else monkeypatch.setenv(
+            RECORD, value
+        )
         role = Role()
         assert recorded(role, "front", MADE, "run", DEPLOYMENT) is role
-        assert vars(role) == {"is_up": False}  # Its methods are its class's: not even a call is added.
+        assert vars(role) == {
+            "is_up": False
+        }  # Its methods are its class's: not even a call is added.
     assert list(tmp_path.iterdir()) == []
 
 
@@ -60,7 +75,11 @@ def test_every_call_is_written_at_once(folder: Path) -> None:
     assert role.handle(2.0, Tick()) == [WakeAt(3.0)]
     (recording,) = read_recordings(folder)
     assert recording.calls == (Call(1.0, (), (WakeAt(2.0),)), Call(2.0, (Tick(),), (WakeAt(3.0),)))
-    assert (recording.process, recording.opening.made, recording.opening.run_id) == ("front", MADE, "run")
+    assert (recording.process, recording.opening.made, recording.opening.run_id) == (
+        "front",
+        MADE,
+        "run",
+    )
     with pytest.raises(KeyError):
         role.handle(3.0, Cancel("a", 0))
     (recording,) = read_recordings(folder)
@@ -83,7 +102,9 @@ def test_a_folder_that_cannot_be_used_is_said(folder: Path) -> None:
         recorded(Role(), "front", MADE, "run", DEPLOYMENT)
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_process(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_the_recording_and_not_the_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def full(data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -105,8 +126,10 @@ def test_reading_a_folder(tmp_path: Path) -> None:
     put("decode-0-10.rec", "a", "decode-0", 7.0)
     put("a.rec", "a", "front", 6.0)
     assert [(r.process, r.calls[0].now_s) for r in read_recordings(tmp_path)] == [
-        ("decode-0", 5.0), ("decode-0", 7.0), ("front", 6.0),
-    ]  # fmt: skip
+        ("decode-0", 5.0),
+        ("decode-0", 7.0),
+        ("front", 6.0),
+    ]
     put("b.rec", "b", "front", 6.0)
     with pytest.raises(RecordingError, match="several runs"):
         read_recordings(tmp_path)

@@ -13,7 +13,14 @@ from hadal.runtime import kv_nixl
 from hadal.runtime.banner import Banner
 from hadal.runtime.listen import open_listener, url_of
 from hadal.runtime.process import Run, read_run, write_run
-from hadal.runtime.resolve import deployment_file, model_folder, num_cores, plan, resolve, why_not_run
+from hadal.runtime.resolve import (
+    deployment_file,
+    model_folder,
+    num_cores,
+    plan,
+    resolve,
+    why_not_run,
+)
 from hadal.runtime.status import ProcessStatus, Status, read_status, write_status
 
 
@@ -34,7 +41,9 @@ def test_everything_derived_is_filled_in() -> None:
     assert resolve(deployment).deployment == deployment
 
 
-def test_a_deployment_that_ships_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deployment_that_ships_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     shipped = deployment_file(Path("laptop_ep"))
     assert (shipped.name, shipped.is_file()) == ("laptop_ep.toml", True)
@@ -44,7 +53,9 @@ def test_a_deployment_that_ships_is_found_by_its_name(tmp_path: Path, monkeypatc
     assert deployment_file(Path("laptop_ep")) == Path("laptop_ep"), "one's own goes first"
 
 
-def test_the_ledger_is_found_and_its_prices_are_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_ledger_is_found_and_its_prices_are_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert plan(Deployment()).deployment.ledger.url == "off", "as $HADAL_LEDGER says in tests"
     monkeypatch.setenv("HADAL_LEDGER", str(tmp_path / "l.sqlite"))
     resolved = plan(Deployment())
@@ -68,14 +79,17 @@ def test_a_password_in_the_ledgers_url_is_for_this_user_alone(tmp_path: Path) ->
     assert read_run(tmp_path).deployment == deployment
 
 
-def test_the_variable_names_a_model_and_an_option_goes_before_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_names_a_model_and_an_option_goes_before_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HADAL_MODEL", str(model))
     assert model_folder("") == model
     assert model_folder(str(model.parent)) == model.parent
 
 
 @pytest.mark.parametrize(
-    ("text", "cores"), [("150000 100000", 1), ("50000 100000", 1), ("9900000 100000", 0), ("max 100000", 0)]
+    ("text", "cores"),
+    [("150000 100000", 1), ("50000 100000", 1), ("9900000 100000", 0), ("max 100000", 0)],
 )
 def test_a_containers_share_of_time_bounds_the_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cores: int
@@ -91,11 +105,15 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         resolve(Deployment(model=str(tmp_path / "no/such")))
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-00001-of-00003.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model-00001-of-00003.safetensors"]
+)
 def test_a_missing_file_is_named(model: Path, name: str) -> None:
     for path in model.glob("*.safetensors") if name.endswith("safetensors") else [model / name]:
         path.unlink()
-    with pytest.raises(CheckpointError, match=name.partition("-")[0].replace("model", "safetensors")):
+    with pytest.raises(
+        CheckpointError, match=name.partition("-")[0].replace("model", "safetensors")
+    ):
         resolve(Deployment(model=str(model)))
 
 
@@ -109,7 +127,9 @@ def test_too_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None
     assert "want of memory" in resolve(Deployment()).memory.warnings[-1]
 
 
-def test_nixl_that_is_asked_for_and_not_there_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nixl_that_is_asked_for_and_not_there_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kv_nixl, "_PACKAGES", ())
     resolve(Deployment(handover="auto"))
     with pytest.raises(ConfigError, match="pip install"):
@@ -154,7 +174,9 @@ def test_a_status_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_the_banner_tells_what_runs() -> None:
-    banner = Banner(resolve(Deployment(decode=UnitsConfig(threads=1, max_requests=17))), needs_key=True)
+    banner = Banner(
+        resolve(Deployment(decode=UnitsConfig(threads=1, max_requests=17))), needs_key=True
+    )
     rows = "\n".join(f"{name}: {text}" for name, text in banner.rows(make_status()))
     assert "decode-0: pid 77, 1 thread, up to 17 requests" in rows
     assert "256 experts of which 8" in rows
@@ -170,10 +192,13 @@ GPU_BYTES = 2 * 10**9
 @pytest.mark.parametrize(
     ("num_gpus", "ranks", "asked", "transport"),
     [
-        (0, 2, "auto", "nccl"), (2, 2, "auto", "nccl"), (1, 2, "auto", "gloo"), (1, 1, "auto", "nccl"),
+        (0, 2, "auto", "nccl"),
+        (2, 2, "auto", "nccl"),
+        (1, 2, "auto", "gloo"),
+        (1, 1, "auto", "nccl"),
         (2, 2, "gloo", "gloo"),
     ],
-)  # fmt: skip
+)
 def test_ranks_that_share_a_gpu_meet_over_gloo(
     monkeypatch: pytest.MonkeyPatch, num_gpus: int, ranks: int, asked: str, transport: str
 ) -> None:

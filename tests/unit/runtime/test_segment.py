@@ -24,7 +24,7 @@ from hadal.runtime.segment import (
     segment_numbers,
     segment_path,
     sum_of,
-)  # fmt: skip
+)
 
 BLOCK_BYTES = 5000
 SLOTS = 9
@@ -39,7 +39,9 @@ def make(folder: Path) -> Segment:
 def fill(segment: Segment, first: int, names: list[bytes], sequence: int = 1) -> Words:
     buffer = make_buffer(BLOCK_BYTES, len(names) * 8192)
     for row, name in enumerate(names):
-        buffer[row, :BLOCK_BYTES] = np.random.default_rng(list(name)).integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
+        buffer[row, :BLOCK_BYTES] = np.random.default_rng(list(name)).integers(
+            0, 256, BLOCK_BYTES, dtype=np.uint8
+        )
     sums = [sum_of(buffer[row, :BLOCK_BYTES]) for row in range(len(names))]
     count = len(names)
     records = segment.records(first, names, range(count), sums, range(sequence, sequence + count))
@@ -169,15 +171,26 @@ def test_an_unfinished_segment_is_removed_once_its_maker_is_dead(tmp_path: Path)
     assert segment_numbers(tmp_path) == [segment.number]
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs another user's file")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs another user's file"
+)
 def test_another_users_unfinished_segment_stays_and_stops_nobody(tmp_path: Path) -> None:
     left = tmp_path / f"{5:016x}{module.NEW_SUFFIX}"
     left.write_bytes(b"half")
     left.chmod(0o600)
     os.chown(left, 65534, 65534)
-    tried = f"from pathlib import Path; from hadal.runtime.segment import *; remove_unfinished(Path({str(tmp_path)!r}))"
+    tried = (
+        "from pathlib import Path; from hadal.runtime.segment import *;"
+        f" remove_unfinished(Path({str(tmp_path)!r}))"
+    )
     # Root who may not open everything is as any user.
-    command = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", sys.executable, "-c", tried]
+    command = [
+        "setpriv",
+        "--bounding-set=-dac_override,-dac_read_search",
+        sys.executable,
+        "-c",
+        tried,
+    ]
     subprocess.run(command, check=True, timeout=60)
     assert left.exists()
 

@@ -1,4 +1,5 @@
-"""The stage thread: plans in order, each answered once, unless a newer generation or the end of the process voids it.
+"""The stage thread: plans in order, each answered once, unless a newer generation or the end of the
+process voids it.
 
 The wire is the real one, of a stager that fetches from itself.
 """
@@ -26,7 +27,9 @@ WAIT_S = 10.0
 
 
 class Store:
-    """Fetches what a plan names, into memory that nobody uses. Holds the first stage until it is let go."""
+    """Fetches what a plan names, into memory that nobody uses. Holds the first stage until it is
+    let go.
+    """
 
     def __init__(self) -> None:
         self.begun: list[int] = []
@@ -57,12 +60,18 @@ class Rank:
 
     def __init__(self) -> None:
         self.store, self.woken = Store(), threading.Event()
-        wire = ExpertWire(HOST, key_of(b"a run", "experts"), lambda layer, expert: HELD if expert < 100 else None)
+        wire = ExpertWire(
+            HOST, key_of(b"a run", "experts"), lambda layer, expert: HELD if expert < 100 else None
+        )
         self.port = wire.port
         self.stager = Stager(self.store.stage, wire, self.woken.set)
 
-    def plan(self, stage_id: int, *, layer: int | None = None, generation: int = 1, experts: int = 2) -> StagePlan:
-        sources = tuple(Source(99 + expert, HOST, self.port) for expert in range(experts))  # The first is held.
+    def plan(
+        self, stage_id: int, *, layer: int | None = None, generation: int = 1, experts: int = 2
+    ) -> StagePlan:
+        sources = tuple(
+            Source(99 + expert, HOST, self.port) for expert in range(experts)
+        )  # The first is held.
         return StagePlan(generation, stage_id, stage_id if layer is None else layer, (), sources)
 
     def take(self, count: int) -> list[Staged]:
@@ -154,7 +163,9 @@ def test_more_than_may_wait_are_refused(rank: Rank) -> None:
     assert [staged.stage_id for staged in refused] == [MAX_WAITING + 1, MAX_WAITING + 2]
     assert all("wait already" in str(staged.error) for staged in refused)
     rank.store.go.set()
-    assert [staged.stage_id for staged in rank.take(MAX_WAITING + 1)] == list(range(MAX_WAITING + 1))
+    assert [staged.stage_id for staged in rank.take(MAX_WAITING + 1)] == list(
+        range(MAX_WAITING + 1)
+    )
 
 
 def test_what_a_store_raises_is_raised_in_the_host(rank: Rank) -> None:

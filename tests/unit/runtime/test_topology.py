@@ -16,10 +16,11 @@ from hadal.runtime.topology import (
 )
 
 V3 = Deployment(
-    device="cuda", transport="deepep",
+    device="cuda",
+    transport="deepep",
     prefill=UnitsConfig(units=3, ranks=32, redundant_experts=32),
     decode=UnitsConfig(ranks=144, redundant_experts=32),
-)  # fmt: skip
+)
 
 
 def test_a_name_says_what_it_is() -> None:
@@ -31,9 +32,13 @@ def test_units_of_one_rank_are_one_process_and_larger_ones_have_a_leader() -> No
     deployment = Deployment(decode=UnitsConfig(units=2, ranks=2))
     assert list(process_names(deployment)) == [
         ("prefill-0", "prefill", None),
-        ("decode-0", "decode", None), ("decode-0.0", "decode", 0), ("decode-0.1", "decode", 1),
-        ("decode-1", "decode", None), ("decode-1.0", "decode", 0), ("decode-1.1", "decode", 1),
-    ]  # fmt: skip
+        ("decode-0", "decode", None),
+        ("decode-0.0", "decode", 0),
+        ("decode-0.1", "decode", 1),
+        ("decode-1", "decode", None),
+        ("decode-1.0", "decode", 0),
+        ("decode-1.1", "decode", 1),
+    ]
 
 
 def test_the_published_bundle_is_thirty_nodes() -> None:
@@ -49,7 +54,10 @@ def test_the_published_bundle_is_thirty_nodes() -> None:
 def test_small_units_share_a_node_as_long_as_it_has_gpus() -> None:
     units = UnitsConfig(ranks=4)
     deployment = Deployment(device="cuda", transport="nccl", prefill=units, decode=units)
-    assert [(place.nodes, place.first_device) for place in place_units(deployment)] == [((0,), 0), ((0,), 4)]
+    assert [(place.nodes, place.first_device) for place in place_units(deployment)] == [
+        ((0,), 0),
+        ((0,), 4),
+    ]
     two = dataclasses.replace(deployment, prefill=UnitsConfig(units=2, ranks=4))
     assert [place.nodes for place in place_units(two)] == [(0,), (0,), (1,)]
     # CPU ranks are processes: one host takes any number.
@@ -82,7 +90,9 @@ def test_ranks_of_a_node_have_places_of_their_own() -> None:
     units = UnitsConfig(ranks=4)
     deployment = Deployment(device="cuda", transport="nccl", prefill=units, decode=units)
     names = ("prefill-0", "decode-0")
-    assert [device_index(deployment, name, rank) for name in names for rank in range(4)] == list(range(8))
+    assert [device_index(deployment, name, rank) for name in names for rank in range(4)] == list(
+        range(8)
+    )
     assert [device_index(V3, "decode-0", rank) for rank in (0, 7, 8, 143)] == [0, 7, 0, 7]
 
 

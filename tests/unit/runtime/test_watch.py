@@ -15,7 +15,9 @@ TIMEOUT_S, PERIOD_S = 2.0, 0.5
 PIDS = {"gateway": 7, "gateway-1": 8}
 
 
-def frozen_at(watch: Watch, start_s: float, limit_s: float, *, speaks: tuple[str, ...] = ()) -> dict[str, float]:
+def frozen_at(
+    watch: Watch, start_s: float, limit_s: float, *, speaks: tuple[str, ...] = ()
+) -> dict[str, float]:
     """When each was first found frozen, by a judge who looks every PERIOD_S."""
     found: dict[str, float] = {}
     now_s = start_s
@@ -36,12 +38,16 @@ def watching(look: Sight | None = None) -> Watch:
 
 
 def test_one_that_says_nothing_though_it_could_is_frozen() -> None:
-    assert frozen_at(watching(), 0.0, 10.0, speaks=("gateway",)) == {"gateway-1": TIMEOUT_S + PERIOD_S}
+    assert frozen_at(watching(), 0.0, 10.0, speaks=("gateway",)) == {
+        "gateway-1": TIMEOUT_S + PERIOD_S
+    }
 
 
 def test_a_stopped_one_is_frozen() -> None:
     stopped = Sight(0.0, is_stopped=True)
-    assert frozen_at(watching(stopped), 0.0, 10.0, speaks=("gateway",)) == {"gateway-1": TIMEOUT_S + PERIOD_S}
+    assert frozen_at(watching(stopped), 0.0, 10.0, speaks=("gateway",)) == {
+        "gateway-1": TIMEOUT_S + PERIOD_S
+    }
 
 
 def test_one_that_gets_no_processor_is_waited_for() -> None:
@@ -52,7 +58,9 @@ def test_one_that_gets_no_processor_is_waited_for() -> None:
 
 
 def test_a_judge_who_stood_still_begins_to_count_where_it_left() -> None:
-    """It was stopped for an hour, or got no processor: what was said meanwhile may still be on its way."""
+    """It was stopped for an hour, or got no processor: what was said meanwhile may still be on its
+    way.
+    """
     watch = watching()
     assert frozen_at(watch, 0.0, 1.0) == {}
     assert frozen_at(watch, 3600.0, TIMEOUT_S - 1.0) == {}
@@ -63,7 +71,9 @@ def test_a_judge_who_stood_still_begins_to_count_where_it_left() -> None:
 
 def test_a_stopped_process_is_found_out_and_a_crowded_one_waited_for() -> None:
     cores = len(os.sched_getaffinity(0))
-    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * cores)]
+    spinning = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * cores)
+    ]
     try:
         time.sleep(0.5)
         watch = Watch(0.4, 0.1, look_at)

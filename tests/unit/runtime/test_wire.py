@@ -1,4 +1,6 @@
-"""Messages between processes: delivered, dropped and counted, never late to the wrong process, never a crash."""
+"""Messages between processes: delivered, dropped and counted, never late to the wrong process,
+never a crash.
+"""
 
 import asyncio
 import os
@@ -20,7 +22,9 @@ from hadal.runtime.wire import MAX_BATCH, MAX_QUEUED, ZmqWire
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hadal-w-") as name:  # pytest's own folders are too long for a socket.
+    with tempfile.TemporaryDirectory(
+        prefix="hadal-w-"
+    ) as name:  # pytest's own folders are too long for a socket.
         yield Path(name)
 
 
@@ -62,7 +66,9 @@ def test_a_peer_that_does_not_read_fills_up_and_send_does_not_wait(folder: Path)
         a.send("b", message)
     assert time.monotonic() - started_s < 5
     assert a.counts["full"] > 0
-    assert len(receive_all(b, a.counts["sent"], 20.0)) == a.counts["sent"] == count - a.counts["full"]
+    assert (
+        len(receive_all(b, a.counts["sent"], 20.0)) == a.counts["sent"] == count - a.counts["full"]
+    )
     a.close()
     b.close()
 
@@ -120,13 +126,17 @@ def test_what_was_sent_last_still_leaves_when_closing(folder: Path) -> None:
         [b"", b"", b""],
         [b"\xff" * 40, b"\xff" * 40, b""],
         [msgspec.msgpack.encode(("x", 1)), b"not msgpack \xc1", b""],
-        [msgspec.msgpack.encode(("x", 1)), msgspec.msgpack.encode(["Drain", 1, 2, {"a": []}])[:-1], b""],
+        [
+            msgspec.msgpack.encode(("x", 1)),
+            msgspec.msgpack.encode(["Drain", 1, 2, {"a": []}])[:-1],
+            b"",
+        ],
         [msgspec.msgpack.encode(("x", 1)), msgspec.msgpack.encode(["NoSuchMessage"]), b""],
         [msgspec.msgpack.encode(("x", 1)), msgspec.msgpack.encode(["Cancel", 7, "seven"]), b""],
         [msgspec.msgpack.encode(("x", "soon")), msgspec.msgpack.encode(["Drain"]), b""],
         [msgspec.msgpack.encode(("x", 1)), b"\x91" * 100_000, b""],
     ],
-)  # fmt: skip
+)
 def test_what_is_not_ours_is_dropped_and_counted(folder: Path, frames: list[bytes]) -> None:
     wire, good = ZmqWire("b", folder), ZmqWire("a", folder)
     context = zmq.Context()

@@ -13,7 +13,12 @@ from hadal.sim.plan_traffic import Traffic
 from hadal.sim.plan_units import Pricing
 
 SMALL = Traffic(
-    requests_per_s=20.0, tokens_in=1500.0, tokens_out=200.0, cached_share=0.5, variation_in=0.5, name="a little"
+    requests_per_s=20.0,
+    tokens_in=1500.0,
+    tokens_out=200.0,
+    cached_share=0.5,
+    variation_in=0.5,
+    name="a little",
 )
 SLO = Slo(2.0, 0.04)
 
@@ -21,4 +26,6 @@ SLO = Slo(2.0, 0.04)
 @cache
 def small(hardware: str = "h200", usd: float = 2.5) -> HardwarePlans:
     """All pairs of one hardware for SMALL."""
-    return price_hardware(Pricing(HARDWARE[hardware], DEEPSEEK_V3, SMALL, SLO), Rent(usd, "given", ""), Options())
+    return price_hardware(
+        Pricing(HARDWARE[hardware], DEEPSEEK_V3, SMALL, SLO), Rent(usd, "given", ""), Options()
+    )

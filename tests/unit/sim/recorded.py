@@ -1,6 +1,8 @@
-"""A live run in small, without processes: real roles in simulated time with delays drawn from a seed, recorded.
+"""A live run in small, without processes: real roles in simulated time with delays drawn from a
+seed, recorded.
 
-What the hosts do is done by sim/process here; the recordings go through the very bytes that a server would write.
+What the hosts do is done by sim/process here; the recordings go through the very bytes that a
+server would write.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ DEPLOYMENT = Deployment(model="m", prefill=UNITS, decode=UNITS, chunk_tokens=256
 
 
 class Recorded:
-    """A role whose calls are written down, at times that a clock of whole nanoseconds could have read."""
+    """A role whose calls are written down, at times that a clock of whole nanoseconds could have
+    read.
+    """
 
     def __init__(self, role: Any, tape: Tape) -> None:
         self.start = tape.noting(role.start)
@@ -63,16 +67,22 @@ class Runner:
 def record(
     seed: int, num_requests: int = 30, *, look_s: float = 0.0, deployment: Deployment = DEPLOYMENT
 ) -> list[Recording]:
-    """Let so many requests through a front, a prefill and two decode units; every seventh client leaves early."""
+    """Let so many requests through a front, a prefill and two decode units; every seventh client
+    leaves early.
+    """
     rng, clock = random.Random(seed), SimClock()
-    deployment = dataclasses.replace(deployment, decode=dataclasses.replace(deployment.decode, units=2))
+    deployment = dataclasses.replace(
+        deployment, decode=dataclasses.replace(deployment.decode, units=2)
+    )
     files: dict[str, io.BytesIO] = {}
     processes: dict[str, Process] = {}
     arrived_s: dict[tuple[str, str], float] = {}
 
     def send(sender: str, to: str, message: AnyMessage) -> None:
         if to in processes:  # In order, as over a socket.
-            at_s = max(clock.now() + rng.uniform(1e-4, 5e-3), arrived_s.get((sender, to), 0.0) + 1e-6)
+            at_s = max(
+                clock.now() + rng.uniform(1e-4, 5e-3), arrived_s.get((sender, to), 0.0) + 1e-6
+            )
             arrived_s[sender, to] = at_s
             clock.at(at_s, lambda: processes[to].post(message))
 
@@ -87,19 +97,27 @@ def record(
         opening, tape = Opening(VERSION, "run", name, of, deployment), Tape(files[name].write)
         tape.write(opening)
         processes[name] = Process(
-            name, Recorded(make_role(opening), tape), clock,
+            name,
+            Recorded(make_role(opening), tape),
+            clock,
             lambda to, message, name=name: send(name, to, message),  # type: ignore[misc]
-            look_s=look_s, runner=Runner(rng), pull_s=lambda effect: rng.uniform(1e-3, 2e-2),
-        )  # fmt: skip
+            look_s=look_s,
+            runner=Runner(rng),
+            pull_s=lambda effect: rng.uniform(1e-3, 2e-2),
+        )
         processes[name].start()
     at_s = 0.1
     for number in range(num_requests):
         at_s += rng.expovariate(100.0)
         prompt = tuple(rng.randrange(3, 500) for _ in range(rng.randrange(1, 600)))
-        generation = Generation(str(number), prompt, (), rng.randrange(1, 40), (1,), 0, Sampling(seed=number), 0)
+        generation = Generation(
+            str(number), prompt, (), rng.randrange(1, 40), (1,), 0, Sampling(seed=number), 0
+        )
         clock.at(at_s, lambda generation=generation: processes["front"].post(Submit(generation)))  # type: ignore[misc]
         if number % 7 == 6:
             leaves = Cancel(str(number), -1)
-            clock.at(at_s + rng.uniform(0, 0.2), lambda leaves=leaves: processes["front"].post(leaves))  # type: ignore[misc]
+            clock.at(
+                at_s + rng.uniform(0, 0.2), lambda leaves=leaves: processes["front"].post(leaves)
+            )  # type: ignore[misc]
     clock.run(20.0)
     return [parse(file.getvalue()) for file in files.values()]

@@ -1,4 +1,5 @@
-"""A study small enough to be simulated in a test: units of 8 and 16 H200, some dozens of requests a second.
+"""A study small enough to be simulated in a test: units of 8 and 16 H200, some dozens of requests a
+second.
 
 What costs more than a moment is made once, for all tests of a run, and never changed.
 """
@@ -25,22 +26,31 @@ LOOKED_AT = 8
 
 
 WORKLOAD = WorkloadParams(
-    sessions_per_day=4e6, document_share=0.02, document=LogNormal(3_000, 0.5, 6_000),
-    output_v3=LogNormal(350, 0.5, 2_048), output_r1=LogNormal(600, 0.5, 2_048),
-)  # fmt: skip
+    sessions_per_day=4e6,
+    document_share=0.02,
+    document=LogNormal(3_000, 0.5, 6_000),
+    output_v3=LogNormal(350, 0.5, 2_048),
+    output_r1=LogNormal(600, 0.5, 2_048),
+)
 """Hardly a long text, so that seconds tell of hours; a few units of each role are asked for."""
 
 
 def small(**changes: Any) -> Study:
     """The study."""
     study = Study(
-        name="small", hardware="h200", gpu_hour_usd=2.5, chunk_tokens=4096,
+        name="small",
+        hardware="h200",
+        gpu_hour_usd=2.5,
+        chunk_tokens=4096,
         prefill=UnitsStudy(8, 0, 16, bundle=0, extra=0, units_min=1, units_max=40, use=0.6),
         decode=UnitsStudy(16, 0, 32, bundle=0, extra=0, units_min=1, units_max=40, use=0.8),
-        workload=WORKLOAD, cache=CacheStudy(disk_pb=0.1, sample=5000.0),
+        workload=WORKLOAD,
+        cache=CacheStudy(disk_pb=0.1, sample=5000.0),
         fleet=FleetStudy(noise=0.0),
-        window=WindowStudy(seconds=2.0, prefill_seconds=4.0, settle_s=2.0, first_token_s=0.3, back_s=3600.0),
-    )  # fmt: skip
+        window=WindowStudy(
+            seconds=2.0, prefill_seconds=4.0, settle_s=2.0, first_token_s=0.3, back_s=3600.0
+        ),
+    )
     return replace(study, **changes)
 
 
@@ -60,9 +70,12 @@ def curves() -> UnitCurves:
     study, figures = small(), load().figures()
     points = [decode_point(study, PLACED, figures, cached_day(), at) for at in (6.0, 14.0, 24.0)]
     return UnitCurves(
-        decode_curve(points), study.decode.ranks, prefill_point(study, PLACED, figures, cached_day()),
-        figures.hit_share, batch_max(study, figures),
-    )  # fmt: skip
+        decode_curve(points),
+        study.decode.ranks,
+        prefill_point(study, PLACED, figures, cached_day()),
+        figures.hit_share,
+        batch_max(study, figures),
+    )
 
 
 @cache
@@ -72,7 +85,9 @@ def fluid() -> FluidResult:
 
 def setting(index: int = LOOKED_AT) -> HourSetting:
     middle = fluid().middles[index]
-    return HourSetting(index, middle.units, 1.0 / middle.tokens_per_s_user, small().window.first_token_s)
+    return HourSetting(
+        index, middle.units, 1.0 / middle.tokens_per_s_user, small().window.first_token_s
+    )
 
 
 @cache

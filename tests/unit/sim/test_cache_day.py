@@ -1,4 +1,6 @@
-"""The cache's day: counted by hand, all there is where nothing is forgotten, the published hits from a finite one."""
+"""The cache's day: counted by hand, all there is where nothing is forgotten, the published hits
+from a finite one.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def test_two_turns_by_hand() -> None:
     rows = [Row(10, 7, 0, 200, 300), Row(100, 7, 1, 612, 50, tokens_seen=499, idle_s=90)]
     day = replay(of(*rows), np.array([60.0, 150.0]), 100)
     assert day.tokens_found.tolist() == [0, 7 * 64]
-    assert day.blocks_written.tolist()[:2] == [9 + 1, 0]  # 612 + 49 tokens in the end: ten blocks, each written once.
+    assert day.blocks_written.tolist()[:2] == [
+        9 + 1,
+        0,
+    ]  # 612 + 49 tokens in the end: ten blocks, each written once.
     assert np.isinf(day.eviction_age_s).all()
     assert day.hit_share == day.findable_share == 448 / 812
     # The answer is on disk only when it has come.
@@ -49,7 +54,10 @@ def test_two_turns_by_hand() -> None:
 
 
 def test_reasoning_by_hand() -> None:
-    rows = [Row(10, 7, 0, 200, 300, 150, model=R1), Row(100, 7, 1, 450, 50, tokens_seen=200, idle_s=90, model=R1)]
+    rows = [
+        Row(10, 7, 0, 200, 300, 150, model=R1),
+        Row(100, 7, 1, 450, 50, tokens_seen=200, idle_s=90, model=R1),
+    ]
     day = replay(of(*rows), np.array([60.0, 150.0]), 100)
     assert day.tokens_found.tolist() == [0, 3 * 64]
     # 3 + 4 of the first turn, 4 + 0 of the second; 450 + 49 tokens: its answer fills none.
@@ -63,7 +71,8 @@ def test_what_makes_room_has_an_age() -> None:
     rows = [Row(at * HOUR_S, at, 0, 640, 1) for at in range(3)]
     day = replay(of(*rows), np.array([np.inf] * 3), 15, Lru)
     assert day.blocks_evicted.tolist()[:3] == [0, 5, 10]
-    # What came first goes: its last five blocks after one hour, the others after two; then some of the second.
+    # What came first goes: its last five blocks after one hour, the others after two; then some of
+    # the second.
     assert day.eviction_age_s[1] == HOUR_S
     assert day.eviction_age_s[2] == (5 * 2 + 5 * 1) / 10 * HOUR_S
     assert day.eviction_age_mean_s == (5 + 10 * 1.5) / 15 * HOUR_S
@@ -80,7 +89,12 @@ def test_a_disk_that_forgets_nothing_finds_exactly_what_can_be_found() -> None:
     end_s = load.arrival_s + PARAMS.first_token_s + load.tokens_out * PARAMS.token_s
     day = replay(load, end_s, 1 << 20)
     before = set(zip(load.session.tolist(), load.turn.tolist(), strict=True))
-    is_known = np.array([(session, turn - 1) in before for session, turn in zip(load.session, load.turn, strict=True)])
+    is_known = np.array(
+        [
+            (session, turn - 1) in before
+            for session, turn in zip(load.session, load.turn, strict=True)
+        ]
+    )
     assert is_known.sum() > 100
     assert np.array_equal(day.tokens_found[is_known], load.tokens_findable[is_known])
     assert (day.tokens_found <= load.tokens_findable).all()

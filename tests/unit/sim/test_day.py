@@ -24,14 +24,18 @@ def test_its_hours_have_their_shares() -> None:
     curve = DemandCurve()
     for hour, share in enumerate(HOURLY_SHARES):
         times_s = 3600.0 * hour + np.arange(0.0, 3600.0, 10.0) + 5.0
-        tokens = sum(curve.requests_per_s(time_s) for time_s in times_s) * 10.0 * curve.tokens_in_request
+        tokens = (
+            sum(curve.requests_per_s(time_s) for time_s in times_s) * 10.0 * curve.tokens_in_request
+        )
         assert tokens / 608e9 == pytest.approx(share / sum(HOURLY_SHARES), rel=1e-4)
 
 
 def test_the_shares_are_those_of_the_file() -> None:
     folder = os.environ.get("HADAL_SHARED_DATA")
     if not folder:
-        pytest.skip("HADAL_SHARED_DATA is not set: the published shape is not here to compare with.")
+        pytest.skip(
+            "HADAL_SHARED_DATA is not set: the published shape is not here to compare with."
+        )
     rows = (Path(folder) / "deepseek_arrival_shape.csv").read_text().split()[1:]
     rows = [row for row in rows if row[:2].isdigit()]
     assert int(rows[0][:2]) == FIRST_HOUR

@@ -42,14 +42,20 @@ def total(of: Tally) -> Counts:
 
 def nodes(prefill: list[int], decode: list[int]) -> FluidResult:
     """A day of so many nodes in its first minutes, and none later."""
-    columns = [np.pad(np.array(some, np.int64), (0, 1440 - len(some))) for some in (prefill, decode)]
+    columns = [
+        np.pad(np.array(some, np.int64), (0, 1440 - len(some))) for some in (prefill, decode)
+    ]
     return replace(fluid(), prefill_nodes=columns[0], decode_nodes=columns[1])
 
 
 def test_nodes_add_up_to_the_minute() -> None:
     made = report_of()
-    assert made.total.nodes.hours(PREFILL) == pytest.approx(fluid().prefill_nodes.sum() / 60, abs=1e-9)
-    assert made.total.nodes.hours(DECODE) == pytest.approx(fluid().decode_nodes.sum() / 60, abs=1e-9)
+    assert made.total.nodes.hours(PREFILL) == pytest.approx(
+        fluid().prefill_nodes.sum() / 60, abs=1e-9
+    )
+    assert made.total.nodes.hours(DECODE) == pytest.approx(
+        fluid().decode_nodes.sum() / 60, abs=1e-9
+    )
     assert float(made.total.nodes.peak) == (fluid().prefill_nodes + fluid().decode_nodes).max()
     by_hour = (fluid().prefill_nodes + fluid().decode_nodes).reshape(24, 60).mean(axis=1)
     assert [line.nodes.mean for line in made.lines] == pytest.approx(by_hour.tolist())
@@ -58,16 +64,25 @@ def test_nodes_add_up_to_the_minute() -> None:
 def test_a_unit_is_up_while_there_are_nodes_for_it() -> None:
     facts = nodes_facts(small(), nodes([1, 2, 2, 1, 0, 1], [2, 2, 4, 4, 2]))
     spans = {
-        (fact.unit, round((fact.from_s - BEGIN_S) / 60), round((fact.to_s - BEGIN_S) / 60)): fact.num_ranks
+        (
+            fact.unit,
+            round((fact.from_s - BEGIN_S) / 60),
+            round((fact.to_s - BEGIN_S) / 60),
+        ): fact.num_ranks
         for fact in facts
-    }  # fmt: skip
+    }
     assert spans == {
-        ("prefill-0", 0, 4): 8, ("prefill-0", 5, 6): 8, ("prefill-1", 1, 3): 8, ("decode-0", 0, 5): 16,
+        ("prefill-0", 0, 4): 8,
+        ("prefill-0", 5, 6): 8,
+        ("prefill-1", 1, 3): 8,
+        ("decode-0", 0, 5): 16,
         ("decode-1", 2, 4): 16,
-    }  # fmt: skip
+    }
     assert {fact.gpu_hour_micro_usd for fact in facts} == {2_500_000}
     assert {(fact.ranks_per_node, fact.role) for fact in facts} == {(8, PREFILL), (8, DECODE)}
-    assert len({(fact.unit, fact.epoch) for fact in facts}) == len(facts), "two lives of a unit are two"
+    assert len({(fact.unit, fact.epoch) for fact in facts}) == len(facts), (
+        "two lives of a unit are two"
+    )
 
 
 def test_every_token_that_was_completed_is_counted_as_often_as_the_sample_is_smaller() -> None:
@@ -85,18 +100,24 @@ def test_every_token_that_was_completed_is_counted_as_often_as_the_sample_is_sma
 
 
 def test_a_request_is_in_the_hour_it_is_complete_in() -> None:
-    """By hand: one that began before the day, one over the hour's end, one that ends on the next day."""
+    """By hand: one that began before the day, one over the hour's end, one that ends on the next
+    day.
+    """
     asked = worlds.of(
-        worlds.Row(-10.0, 0, 0, 100, 501), worlds.Row(3590.0, 1, 0, 200, 1001, model=1),
-        worlds.Row(7000.0, 2, 0, 300, 2), worlds.Row(DAY_S - 1.0, 3, 0, 400, 1000),
-    )  # fmt: skip
+        worlds.Row(-10.0, 0, 0, 100, 501),
+        worlds.Row(3590.0, 1, 0, 200, 1001, model=1),
+        worlds.Row(7000.0, 2, 0, 300, 2),
+        worlds.Row(DAY_S - 1.0, 3, 0, 400, 1000),
+    )
     some = DayLoad(asked, np.array([0.0, 64.0, 128.0, 0.0]), 10, np.inf)
     token_s = np.full(24, 0.1)
     token_s[0] = 0.02
     books = day_tally(small(prices="1/2/3"), some, FIRST_S, token_s)
     made = day_report(books, ())
     assert [made.lines[index].counts.num_requests for index in range(3)] == [10, 20, 0]
-    assert made.lines[0].counts.tokens_out == 5010, "it came at the pace of the hour before the first, the last's"
+    assert made.lines[0].counts.tokens_out == 5010, (
+        "it came at the pace of the hour before the first, the last's"
+    )
     assert made.lines[0].counts.stream_us == 10 * 500 * 100_000
     later = made.lines[1].counts
     assert (later.tokens_hit, later.tokens_miss, later.tokens_out) == (1920, 3080, 10_030)
@@ -129,7 +150,9 @@ def test_what_a_gpu_costs_scales_the_cost_exactly() -> None:
 
 def test_prices_that_are_lower_at_night_bring_less() -> None:
     """R1's off-peak hours are 00:30 to 08:30 in Beijing; by day nothing changes."""
-    flat, tiered = (report_of(prices=name) for name in ("deepseek-reasoner-flat", "deepseek-reasoner"))
+    flat, tiered = (
+        report_of(prices=name) for name in ("deepseek-reasoner-flat", "deepseek-reasoner")
+    )
     assert tiered.total.income_micro_usd < flat.total.income_micro_usd
     pairs = list(zip(tiered.lines, flat.lines, strict=True))
     assert all(one.income_micro_usd == other.income_micro_usd for one, other in pairs[:12])

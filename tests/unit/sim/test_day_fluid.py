@@ -1,4 +1,6 @@
-"""The fluid day of a study: nodes by minute are what the hours say, and better units are never more of them."""
+"""The fluid day of a study: nodes by minute are what the hours say, and better units are never more
+of them.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ from tests.unit.sim.studies import curves, fluid, load, small
 
 def faster(made: UnitCurves, factor: float) -> UnitCurves:
     return replace(
-        made, decode=tuple((at, tpot_s / factor) for at, tpot_s in made.decode),
+        made,
+        decode=tuple((at, tpot_s / factor) for at, tpot_s in made.decode),
         prefill_computed_per_s=made.prefill_computed_per_s * factor,
-    )  # fmt: skip
+    )
 
 
 def test_minutes_are_what_hours_say() -> None:
@@ -50,28 +53,42 @@ def test_all_that_comes_is_served() -> None:
 
 
 def test_the_middle_of_an_hour_obeys_littles_law() -> None:
-    """Requests in decode = those that come in a second x how long one takes; the demand there is the liquid's."""
+    """Requests in decode = those that come in a second x how long one takes; the demand there is
+    the liquid's.
+    """
     made, demand, measured = fluid(), load().demand(), curves()
     for index in (2, 9, 22):
         middle = made.middles[index]
         per_s = demand.requests_per_s((12.5 + index) * 3600)
         held = middle.requests_per_rank * measured.decode_ranks * middle.units.decode
-        assert held == pytest.approx(per_s * demand.tokens_out_request / middle.tokens_per_s_user, rel=0.05)
-        assert middle.tokens_per_s_user == pytest.approx(1 / measured.tpot_s(np.array(middle.requests_per_rank)))
+        assert held == pytest.approx(
+            per_s * demand.tokens_out_request / middle.tokens_per_s_user, rel=0.05
+        )
+        assert middle.tokens_per_s_user == pytest.approx(
+            1 / measured.tpot_s(np.array(middle.requests_per_rank))
+        )
         could = middle.units.prefill * measured.prefill_tokens_per_s
-        assert middle.prefill_use == pytest.approx(per_s * demand.tokens_in_request / could, rel=0.02)
+        assert middle.prefill_use == pytest.approx(
+            per_s * demand.tokens_in_request / could, rel=0.02
+        )
 
 
 def test_units_are_counted_on_for_what_they_do_within_the_promise() -> None:
     tight = fluid_day(small(tpot_ms=16.5), curves(), load())
     prefill, decode = fluid().capacity
-    assert (prefill, decode) == (curves().prefill_tokens_per_s, curves().decode_tokens_per_s(small().tpot_ms / 1e3))
+    assert (prefill, decode) == (
+        curves().prefill_tokens_per_s,
+        curves().decode_tokens_per_s(small().tpot_ms / 1e3),
+    )
     assert tight.capacity[1] < decode
     assert tight.day.decode_nodes_mean > fluid().day.decode_nodes_mean
 
 
 def test_faster_units_never_take_more_node_hours() -> None:
-    hours = [fluid_day(small(), faster(curves(), factor), load()).day.node_hours for factor in (0.7, 1.0, 1.5, 3.0)]
+    hours = [
+        fluid_day(small(), faster(curves(), factor), load()).day.node_hours
+        for factor in (0.7, 1.0, 1.5, 3.0)
+    ]
     assert hours == sorted(hours, reverse=True)
     assert hours[-1] < 0.6 * hours[0]
 

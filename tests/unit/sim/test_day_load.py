@@ -1,4 +1,6 @@
-"""What a day asks for: hours that add up, hits that a smaller cache has fewer of, randomness that is nobody else's."""
+"""What a day asks for: hours that add up, hits that a smaller cache has fewer of, randomness that
+is nobody else's.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,12 @@ from tests.unit.sim.studies import WORKLOAD, cached_day, load, small
 
 def test_hours_are_those_of_arrival_and_stand_for_all_sessions() -> None:
     asked = worlds.of(
-        worlds.Row(-5.0, 0, 0, 999, 9), worlds.Row(10.0, 1, 0, 100, 10), worlds.Row(HOUR_S, 2, 0, 300, 30),
-        worlds.Row(HOUR_S + 1, 2, 1, 500, 50), worlds.Row(DAY_S - 1, 3, 0, 700, 70),
-    )  # fmt: skip
+        worlds.Row(-5.0, 0, 0, 999, 9),
+        worlds.Row(10.0, 1, 0, 100, 10),
+        worlds.Row(HOUR_S, 2, 0, 300, 30),
+        worlds.Row(HOUR_S + 1, 2, 1, 500, 50),
+        worlds.Row(DAY_S - 1, 3, 0, 700, 70),
+    )
     made = DayLoad(asked, np.array([9.0, 0.0, 64.0, 128.0, 0.0]), 10, np.inf)
     assert made.counts[[0, 1, 23]].tolist() == [10, 20, 10]
     assert made.counts.sum() == 40, "who came before is not of the day"
@@ -43,7 +48,9 @@ def test_hours_are_those_of_arrival_and_stand_for_all_sessions() -> None:
 def test_a_quick_sample_knows_the_mean_length() -> None:
     assert kv_length_about(small()) == pytest.approx(load().figures().kv_length, rel=0.05)
     assert kv_length_about(Study()) == pytest.approx(5_000, rel=0.05), "published: 4,989"
-    assert kv_length_about(small(workload=replace(WORKLOAD, sessions_per_day=1e-9))) == 1.0, "nobody comes"
+    assert kv_length_about(small(workload=replace(WORKLOAD, sessions_per_day=1e-9))) == 1.0, (
+        "nobody comes"
+    )
 
 
 def test_figures_are_means_of_a_request() -> None:
@@ -52,7 +59,9 @@ def test_figures_are_means_of_a_request() -> None:
     assert figures.tokens_in * made.counts.sum() == pytest.approx(made.tokens_in.sum())
     assert figures.tokens_out * made.counts.sum() == pytest.approx(made.tokens_out.sum())
     assert figures.hit_share == pytest.approx(made.hit_share)
-    assert figures.tokens_in < figures.kv_length, "an output token sees its prompt, and longer texts have more of them"
+    assert figures.tokens_in < figures.kv_length, (
+        "an output token sees its prompt, and longer texts have more of them"
+    )
 
 
 def test_as_a_liquid_it_is_as_much_and_comes_at_the_same_hours() -> None:
@@ -62,7 +71,10 @@ def test_as_a_liquid_it_is_as_much_and_comes_at_the_same_hours() -> None:
     assert demand.tokens_out_request == pytest.approx(made.figures().tokens_out)
     for index in (0, 5, 12, 17):  # Second 0 is 12:00 in Beijing, which is the liquid's clock.
         times_s = (12 + index) * HOUR_S + np.arange(0.5, HOUR_S)
-        came = np.mean([demand.requests_per_s(at_s) for at_s in times_s[::60]]) * demand.tokens_in_request
+        came = (
+            np.mean([demand.requests_per_s(at_s) for at_s in times_s[::60]])
+            * demand.tokens_in_request
+        )
         assert came == pytest.approx(made.tokens_in[index] / HOUR_S, rel=0.01)
 
 
@@ -77,7 +89,9 @@ def test_what_hits_is_less_with_less_cache_and_nothing_without() -> None:
     made, poor, none = (day_load(study, one, 200) for one in (cached_day(), less, None))
     assert 0 < poor.hit_share < 0.9 * made.hit_share
     assert none.hit_share == 0.0
-    assert np.array_equal(none.workload.tokens_in, made.workload.tokens_in), "the cache changes nobody's question"
+    assert np.array_equal(none.workload.tokens_in, made.workload.tokens_in), (
+        "the cache changes nobody's question"
+    )
     assert none.eviction_age_s == np.inf
     assert poor.eviction_age_s < made.eviction_age_s
     assert (made.tokens_hit <= made.workload.tokens_findable).all()
@@ -108,7 +122,13 @@ def test_each_part_has_randomness_of_its_own() -> None:
     def draw(what: str, *numbers: int, of: Study = study) -> float:
         return float(generator(of, what, *numbers).random())
 
-    drawn = [draw("cache"), draw("load"), draw("window", 1), draw("window", 2), draw("load", of=small(seed=2))]
+    drawn = [
+        draw("cache"),
+        draw("load"),
+        draw("window", 1),
+        draw("window", 2),
+        draw("load", of=small(seed=2)),
+    ]
     assert len(set(drawn)) == len(drawn)
     assert draw("window", 1) == drawn[2]
     assert draw("load", of=small(prices="1/1/1")) == drawn[1], "what is not drawn changes no draw"

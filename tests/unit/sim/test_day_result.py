@@ -1,4 +1,6 @@
-"""A day joined: every key that a report is made of, windows where there are any, and no number that is none."""
+"""A day joined: every key that a report is made of, windows where there are any, and no number that
+is none.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,61 @@ from hadal.sim.study import Study
 from tests.unit.sim.studies import LOOKED_AT, curves, fluid, load, looked, small
 
 DAY_KEYS = {
-    "nodes_mean", "nodes_peak", "tokens_in", "tokens_hit", "tokens_out", "tokens_per_s_user", "kv_length_mean",
-    "prefill_tokens_per_s_node", "decode_tokens_per_s_node", "cost_usd", "income_usd", "margin_percent", "hit_percent",
-    "requests", "prefill_nodes_mean", "decode_nodes_mean",
-}  # fmt: skip
+    "nodes_mean",
+    "nodes_peak",
+    "tokens_in",
+    "tokens_hit",
+    "tokens_out",
+    "tokens_per_s_user",
+    "kv_length_mean",
+    "prefill_tokens_per_s_node",
+    "decode_tokens_per_s_node",
+    "cost_usd",
+    "income_usd",
+    "margin_percent",
+    "hit_percent",
+    "requests",
+    "prefill_nodes_mean",
+    "decode_nodes_mean",
+}
 HOUR_KEYS = {
-    "hour_beijing", "nodes_mean", "prefill_nodes_mean", "decode_nodes_mean", "requests", "tokens_in", "tokens_hit",
-    "tokens_out", "income_usd", "cost_usd", "fluid", "window",
-}  # fmt: skip
+    "hour_beijing",
+    "nodes_mean",
+    "prefill_nodes_mean",
+    "decode_nodes_mean",
+    "requests",
+    "tokens_in",
+    "tokens_hit",
+    "tokens_out",
+    "income_usd",
+    "cost_usd",
+    "fluid",
+    "window",
+}
 WINDOW_KEYS = {
-    "prefill_units", "decode_units", "seconds", "requests", "tokens_per_s_user", "requests_per_rank", "prefill_use",
-    "kv_length_mean", "hit_percent", "ttft_s", "tpot_s", "kv_imbalance", "request_imbalance", "prefill_imbalance",
+    "prefill_units",
+    "decode_units",
+    "seconds",
+    "requests",
+    "tokens_per_s_user",
+    "requests_per_rank",
+    "prefill_use",
+    "kv_length_mean",
+    "hit_percent",
+    "ttft_s",
+    "tpot_s",
+    "kv_imbalance",
+    "request_imbalance",
+    "prefill_imbalance",
     "expert_imbalance",
-}  # fmt: skip
+}
 
 
 @cache
 def experts() -> dict[str, ExpertRanks]:
     return {
-        role: expert_share("auto", role, small().units_of(role).ranks, 0, np.random.default_rng(1)) for role in ROLES
+        role: expert_share("auto", role, small().units_of(role).ranks, 0, np.random.default_rng(1))
+        for role in ROLES
     }
 
 
@@ -69,8 +107,15 @@ def of_decode(**changes: Any) -> HourWindow:
 def test_all_keys_are_there() -> None:
     made = written()
     assert written().keys() >= DAY_KEYS | {
-        "hours", "minutes", "ttft_s", "tpot_s", "ranks", "published", "study", "notes"
-    }  # fmt: skip
+        "hours",
+        "minutes",
+        "ttft_s",
+        "tpot_s",
+        "ranks",
+        "published",
+        "study",
+        "notes",
+    }
     assert result().flat().keys() == DAY_KEYS
     assert all(hour.keys() >= HOUR_KEYS for hour in made["hours"])
     liquid = {"tokens_per_s_user", "requests_per_rank", "prefill_use"}
@@ -78,11 +123,20 @@ def test_all_keys_are_there() -> None:
     window = made["hours"][LOOKED_AT]["window"]
     assert window.keys() >= WINDOW_KEYS
     assert window["ttft_s"].keys() == window["tpot_s"].keys() == {"p50", "p90", "p99"}
-    assert [hour["window"] is None for hour in made["hours"]] == [index != LOOKED_AT for index in range(24)]
+    assert [hour["window"] is None for hour in made["hours"]] == [
+        index != LOOKED_AT for index in range(24)
+    ]
     assert made["ranks"].keys() >= {
-        "hour_beijing", "decode_unit", "kv_share", "requests", "decode_experts", "prefill_unit", "prefill_tokens",
-        "prefill_attention", "prefill_experts"
-    }  # fmt: skip
+        "hour_beijing",
+        "decode_unit",
+        "kv_share",
+        "requests",
+        "decode_experts",
+        "prefill_unit",
+        "prefill_tokens",
+        "prefill_attention",
+        "prefill_experts",
+    }
     assert made["minutes"].keys() == {"nodes", "prefill_nodes", "decode_nodes", "tokens_in_per_s"}
 
 
@@ -96,10 +150,14 @@ def test_parts_are_what_they_are_parts_of() -> None:
         assert np.mean([hour[key] for hour in made["hours"]]) == pytest.approx(made[key])
     minutes = made["minutes"]
     assert {len(column) for column in minutes.values()} == {1440}
-    assert np.array_equal(np.add(minutes["prefill_nodes"], minutes["decode_nodes"]), minutes["nodes"])
+    assert np.array_equal(
+        np.add(minutes["prefill_nodes"], minutes["decode_nodes"]), minutes["nodes"]
+    )
     assert max(minutes["nodes"]) == made["nodes_peak"]
     assert np.mean(minutes["nodes"]) == pytest.approx(made["nodes_mean"])
-    assert np.sum(minutes["tokens_in_per_s"]) * 60 == pytest.approx(load().tokens_in.sum(), rel=1e-4)
+    assert np.sum(minutes["tokens_in_per_s"]) * 60 == pytest.approx(
+        load().tokens_in.sum(), rel=1e-4
+    )
     assert sum(model["tokens_out"] for model in made["models"]) == made["tokens_out"]
     assert [hour["hour_beijing"] for hour in made["hours"]] == [*range(12, 24), *range(12)]
 
@@ -108,10 +166,14 @@ def test_the_flat_figures_follow_from_each_other() -> None:
     made = written()
     assert made["hit_percent"] == pytest.approx(100 * made["tokens_hit"] / made["tokens_in"])
     assert made["cost_usd"] == pytest.approx(made["nodes_mean"] * 8 * 24 * 2.5)
-    assert made["margin_percent"] == pytest.approx(100 * (made["income_usd"] / made["cost_usd"] - 1))
+    assert made["margin_percent"] == pytest.approx(
+        100 * (made["income_usd"] / made["cost_usd"] - 1)
+    )
     per_s = made["tokens_in"] / 86_400
     assert made["prefill_tokens_per_s_node"] == pytest.approx(per_s / made["prefill_nodes_mean"])
-    assert made["decode_tokens_per_s_node"] == pytest.approx(made["tokens_out"] / 86_400 / made["decode_nodes_mean"])
+    assert made["decode_tokens_per_s_node"] == pytest.approx(
+        made["tokens_out"] / 86_400 / made["decode_nodes_mean"]
+    )
 
 
 def test_a_window_is_shown_as_it_was_seen() -> None:
@@ -119,11 +181,18 @@ def test_a_window_is_shown_as_it_was_seen() -> None:
     assert window["tokens_per_s_user"] == pytest.approx(1 / reading.decode.token_s)
     could = 2.0 * looked().setting.units.prefill * curves().prefill_computed_per_s
     came = reading.tokens_arrived * (1 - looked().hit_share)
-    assert window["prefill_use"] == pytest.approx(came / could), "what comes, as in the liquid, be it computed later"
+    assert window["prefill_use"] == pytest.approx(came / could), (
+        "what comes, as in the liquid, be it computed later"
+    )
     assert window["prefill_computed_share"] == pytest.approx(reading.prefill.tokens / came)
     assert window["hit_percent"] == pytest.approx(100 * looked().hit_share)
     assert window["ttft_s"]["p50"] == pytest.approx(np.median(reading.ttft_s), rel=0.05)
-    assert window["ttft_s"]["p50"] <= window["ttft_s"]["p90"] <= window["ttft_s"]["p99"] <= reading.ttft_s.max()
+    assert (
+        window["ttft_s"]["p50"]
+        <= window["ttft_s"]["p90"]
+        <= window["ttft_s"]["p99"]
+        <= reading.ttft_s.max()
+    )
     assert window["kv_imbalance"] >= 1.0
     assert window["request_imbalance"] >= 1.0
 
@@ -135,13 +204,17 @@ def test_speeds_are_the_liquids_as_far_as_windows_agree() -> None:
     half = of_decode(token_s=2.0 * setting_s)
     slow = of_decode(token_s=4.0 * setting_s)
     slow = replace(slow, setting=replace(slow.setting, index=12))
-    assert joined(half).report.lines[20].tokens_per_s_user == pytest.approx(liquid[20] / 2, rel=0.01)
+    assert joined(half).report.lines[20].tokens_per_s_user == pytest.approx(
+        liquid[20] / 2, rel=0.01
+    )
     made = joined(half, slow).report.lines
     assert made[4].tokens_per_s_user == pytest.approx(liquid[4] / 2, rel=0.02)
     assert made[10].tokens_per_s_user == pytest.approx(liquid[10] / 3, rel=0.03)
     assert made[20].tokens_per_s_user == pytest.approx(liquid[20] / 4, rel=0.02)
     same = of_decode(token_s=setting_s)
-    assert joined(same).flat()["tokens_per_s_user"] == pytest.approx(joined().flat()["tokens_per_s_user"])
+    assert joined(same).flat()["tokens_per_s_user"] == pytest.approx(
+        joined().flat()["tokens_per_s_user"]
+    )
 
 
 def test_without_windows_they_are_the_liquids() -> None:
@@ -159,9 +232,15 @@ def test_a_window_in_which_nothing_came_tells_no_time() -> None:
     empty = with_reading(ttft_s=np.zeros(0))
     made = joined(empty)
     assert made.flat()["requests"] == pytest.approx(joined().flat()["requests"], rel=1e-3)
-    assert result_json(made)["hours"][LOOKED_AT]["window"]["ttft_s"] == {"p50": None, "p90": None, "p99": None}
+    assert result_json(made)["hours"][LOOKED_AT]["window"]["ttft_s"] == {
+        "p50": None,
+        "p90": None,
+        "p99": None,
+    }
     idle = joined(of_decode(token_s=0.0, seconds_K=np.zeros(0), tokens_K=np.zeros(0)))
-    assert idle.flat()["tokens_per_s_user"] == pytest.approx(joined().flat()["tokens_per_s_user"], rel=1e-3)
+    assert idle.flat()["tokens_per_s_user"] == pytest.approx(
+        joined().flat()["tokens_per_s_user"], rel=1e-3
+    )
     found = json.dumps(result_json(idle), allow_nan=False)
     assert json.loads(found)["hours"][LOOKED_AT]["window"]["tokens_per_s_user"] is None
 
@@ -173,13 +252,17 @@ def test_distributions_hold_everybody() -> None:
     for key in ("ttft_s", "tpot_s"):
         assert len(made[key]["edges"]) == len(made[key]["counts"]) + 1
     late = result_json(joined(with_reading(ttft_s=np.array([0.001, 1.0, 500.0]))))["ttft_s"]
-    assert (late["counts"][0], late["counts"][-1], sum(late["counts"])) == (1, 1, 3), "none is beyond the edges"
+    assert (late["counts"][0], late["counts"][-1], sum(late["counts"])) == (1, 1, 3), (
+        "none is beyond the edges"
+    )
     assert (late["p50"], late["p99"]) == (1.0, 500.0)
 
 
 def test_percentiles_of_steps_are_of_tokens() -> None:
     """A step that made a hundred tokens counts a hundred times."""
-    made = joined(of_decode(seconds_K=np.array([0.05, 0.02, 0.09]), tokens_K=np.array([30.0, 69.0, 1.0])))
+    made = joined(
+        of_decode(seconds_K=np.array([0.05, 0.02, 0.09]), tokens_K=np.array([30.0, 69.0, 1.0]))
+    )
     found = result_json(made)
     assert found["tpot_s"]["p50"] == found["hours"][LOOKED_AT]["window"]["tpot_s"]["p50"] == 0.02
     assert found["tpot_s"]["p90"] == 0.05
@@ -188,10 +271,16 @@ def test_percentiles_of_steps_are_of_tokens() -> None:
 def test_ranks_are_those_of_the_fullest_window() -> None:
     ranks = written()["ranks"]
     assert ranks["hour_beijing"] == 20
-    assert (len(ranks["kv_share"]), len(ranks["requests"]), len(ranks["decode_experts"])) == (16, 16, 16)
+    assert (len(ranks["kv_share"]), len(ranks["requests"]), len(ranks["decode_experts"])) == (
+        16,
+        16,
+        16,
+    )
     assert len(ranks["prefill_experts"]) == 8
     assert np.mean(ranks["decode_experts"]) == pytest.approx(1.0)
-    assert np.mean(ranks["requests"]) == pytest.approx(looked().reading.decode.requests_per_rank, rel=0.15)
+    assert np.mean(ranks["requests"]) == pytest.approx(
+        looked().reading.decode.requests_per_rank, rel=0.15
+    )
     full = of_decode(requests_per_rank=99.0)
     full = replace(full, setting=replace(full.setting, index=3))
     assert result_json(joined(looked(), full))["ranks"]["hour_beijing"] == 15
@@ -204,23 +293,34 @@ def test_ranks_of_prefill_are_those_of_its_first_unit() -> None:
     assert np.mean(ranks["prefill_attention"]) == pytest.approx(1.0)
     assert max(ranks["prefill_attention"]) > 1.0
     seconds = reading.end_s - reading.begin_s
-    assert sum(ranks["prefill_tokens"]) * seconds == pytest.approx(reading.prefill_tokens["prefill-0"].sum())
+    assert sum(ranks["prefill_tokens"]) * seconds == pytest.approx(
+        reading.prefill_tokens["prefill-0"].sum()
+    )
     for by_unit, amount in (
-        (reading.prefill_tokens, reading.prefill.tokens), (reading.prefill_pairs, reading.prefill.positions)
-    ):  # fmt: skip
+        (reading.prefill_tokens, reading.prefill.tokens),
+        (reading.prefill_pairs, reading.prefill.positions),
+    ):
         assert len(by_unit) == looked().setting.units.prefill
         assert sum(float(of.sum()) for of in by_unit.values()) == pytest.approx(amount)
     idle = result_json(joined(with_reading(prefill_tokens={}, prefill_pairs={})))["ranks"]
-    assert (idle["prefill_unit"], idle["prefill_tokens"], idle["prefill_attention"]) == (None, [], [])
+    assert (idle["prefill_unit"], idle["prefill_tokens"], idle["prefill_attention"]) == (
+        None,
+        [],
+        [],
+    )
     assert idle["kv_share"] == ranks["kv_share"]
 
 
 def test_the_published_day_stands_beside_its_own_preset_only() -> None:
     assert written()["published"] == {}
-    assert result_json(joined(study=small(name=Study().name)))["published"] == {}, "it asks something else"
+    assert result_json(joined(study=small(name=Study().name)))["published"] == {}, (
+        "it asks something else"
+    )
     closer = replace(Study(), seed=7, window=replace(Study().window, seconds=9.0))
     assert result_json(replace(result(), study=closer))["published"] == PUBLISHED
-    assert result_json(replace(result(), study=replace(Study(), hardware="h200")))["published"] == {}
+    assert (
+        result_json(replace(result(), study=replace(Study(), hardware="h200")))["published"] == {}
+    )
     assert set(PUBLISHED) <= set(FLAT)
     assert PUBLISHED["cost_usd"] == pytest.approx(PUBLISHED["nodes_mean"] * 8 * 24 * 2.0)
     assert PUBLISHED["margin_percent"] == pytest.approx(100 * (562_027 / 87_072 - 1), abs=0.5)
@@ -228,11 +328,16 @@ def test_the_published_day_stands_beside_its_own_preset_only() -> None:
 
 def test_notes_say_what_is_assumed_and_what_went_wrong() -> None:
     assert "Decode verifies 1 draft(s)" in " ".join(written()["notes"])
-    assert "draft" not in " ".join(result_json(joined(looked(), study=small(mtp_tokens=0)))["notes"])
+    assert "draft" not in " ".join(
+        result_json(joined(looked(), study=small(mtp_tokens=0)))["notes"]
+    )
     broken = replace(looked(), problems=("a block is nobody's", "another one"))
     assert "2 problems" in " ".join(result_json(joined(broken))["notes"])
     late = replace(fluid().day.hours[0], wait_s_max=90.0)
-    made = replace(result(), fluid=replace(fluid(), day=replace(fluid().day, hours=(late, *fluid().day.hours[1:]))))
+    made = replace(
+        result(),
+        fluid=replace(fluid(), day=replace(fluid().day, hours=(late, *fluid().day.hours[1:]))),
+    )
     assert "would have taken 90 s" in " ".join(result_json(made)["notes"])
 
 

@@ -1,4 +1,6 @@
-"""The disk's ledgers driven by names: what is found, what makes room, and that both ledgers agree."""
+"""The disk's ledgers driven by names: what is found, what makes room, and that both ledgers
+agree.
+"""
 
 from __future__ import annotations
 

@@ -23,20 +23,28 @@ NUM_SEEDS = 8
 def imbalance(policy: str, phase: str, num_ranks: int) -> float:
     """Mean over seeds: 58 layers alone leave about 3 % of chance."""
     found = [
-        expert_share(policy, phase, num_ranks, 32, np.random.default_rng(seed)).imbalance for seed in range(NUM_SEEDS)
+        expert_share(policy, phase, num_ranks, 32, np.random.default_rng(seed)).imbalance
+        for seed in range(NUM_SEEDS)
     ]
     return float(np.mean(found))
 
 
 @pytest.mark.parametrize(
     ("policy", "phase", "num_ranks", "low", "high"),
-    [(OFF, PREFILL, 32, 1.73, 1.85), (OFF, DECODE, 144, 3.6, 3.86), (AUTO, PREFILL, 32, 1.005, 1.02),
-     (AUTO, DECODE, 144, 1.13, 1.17), (AUTO, DECODE, 72, 1.0, 1.01)],
-)  # fmt: skip
+    [
+        (OFF, PREFILL, 32, 1.73, 1.85),
+        (OFF, DECODE, 144, 3.6, 3.86),
+        (AUTO, PREFILL, 32, 1.005, 1.02),
+        (AUTO, DECODE, 144, 1.13, 1.17),
+        (AUTO, DECODE, 72, 1.0, 1.01),
+    ],
+)
 def test_placements_leave_what_they_leave_of_measured_loads(
     policy: str, phase: str, num_ranks: int, low: float, high: float
 ) -> None:
-    """The ranges are those of SGLang's published loads, workload by workload (1.142 to 1.155 for the fourth)."""
+    """The ranges are those of SGLang's published loads, workload by workload (1.142 to 1.155 for
+    the fourth).
+    """
     assert low <= imbalance(policy, phase, num_ranks) <= high
 
 
@@ -48,19 +56,24 @@ def test_drawn_loads_are_like_the_measured_ones() -> None:
         measured = np.mean([figures(phase, read_loads(folder, name)) for name in names], axis=0)
         drawn = np.array(figures(phase, draw_loads(phase, np.random.default_rng(0), 580)))
         errors = drawn / measured - 1.0
-        # Of 580 drawn layers, chance alone moves the mean maximum of decode ranks in order by 1 to 2 %.
+        # Of 580 drawn layers, chance alone moves the mean maximum of decode ranks in order by 1 to
+        # 2 %.
         assert abs(errors[4:]).max() < 0.05, "maximum over mean of ranks, off and auto"
         assert abs(errors[2:4]).max() < 0.11, "the heaviest expert and the eighth"
         assert abs(errors[:2]).max() < 0.30, "deviations of groups and within them"
 
 
 @pytest.mark.parametrize("phase", [PREFILL, DECODE])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 24, 32, 64, 72, 96, 100, 128, 144, 256, 288, 320])
+@pytest.mark.parametrize(
+    "num_ranks", [1, 2, 3, 8, 24, 32, 64, 72, 96, 100, 128, 144, 256, 288, 320]
+)
 def test_every_unit_that_the_step_model_allows_has_shares(phase: str, num_ranks: int) -> None:
     redundant = redundant_default(DEEPSEEK_V3, num_ranks)
     found = {}
     for policy in POLICIES:
-        shares = expert_share(policy, phase, num_ranks, redundant, np.random.default_rng(7), num_layers=6)
+        shares = expert_share(
+            policy, phase, num_ranks, redundant, np.random.default_rng(7), num_layers=6
+        )
         assert shares.share_LR.shape == (6, num_ranks)
         assert shares.share_LR.mean(axis=1) == pytest.approx(np.ones(6))
         assert (shares.share_LR >= 0.0).all()
@@ -71,7 +84,8 @@ def test_every_unit_that_the_step_model_allows_has_shares(phase: str, num_ranks:
 
 def test_equal_seeds_give_equal_shares() -> None:
     first, second, other = (
-        expert_share(AUTO, DECODE, 144, 32, np.random.default_rng(seed), num_layers=4).share_LR for seed in (1, 1, 2)
+        expert_share(AUTO, DECODE, 144, 32, np.random.default_rng(seed), num_layers=4).share_LR
+        for seed in (1, 1, 2)
     )
     assert (first == second).all()
     assert (first != other).any()
@@ -83,7 +97,8 @@ def test_groups_stay_on_nodes_as_a_launched_unit_keeps_them() -> None:
     assert not keeps_groups(PREFILL, 96, 32, 8), "twelve nodes for eight groups"
     assert not keeps_groups(DECODE, 144, 32, 8)
     on_nodes, freely = (
-        expert_share(AUTO, PREFILL, 32, 32, np.random.default_rng(3), ranks_per_node=size).imbalance for size in (8, 32)
+        expert_share(AUTO, PREFILL, 32, 32, np.random.default_rng(3), ranks_per_node=size).imbalance
+        for size in (8, 32)
     )
     assert freely < 1.005 < on_nodes
 
@@ -105,7 +120,9 @@ def test_the_typical_layer_is_neither_the_best_nor_the_worst() -> None:
     shares = ExpertRanks(share_LR)
     assert shares.typical_layer == 2
     assert shares.imbalance == pytest.approx((1.0 + 1.5 + 1.2) / 3)
-    assert shares.one_micro_batch(1e7, np.random.default_rng(0), layer=1) == pytest.approx([0.5, 1.5], abs=0.01)
+    assert shares.one_micro_batch(1e7, np.random.default_rng(0), layer=1) == pytest.approx(
+        [0.5, 1.5], abs=0.01
+    )
 
 
 def test_what_cannot_be_is_said() -> None:

@@ -1,4 +1,6 @@
-"""The day as a liquid, under the real fleet: nothing is lost, nobody waits long, nodes follow the published curve."""
+"""The day as a liquid, under the real fleet: nothing is lost, nobody waits long, nodes follow the
+published curve.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,40 @@ from hadal.sim.fluid_engine import UnitModel
 from hadal.sim.fluid_hours import Day
 
 UNIT_PREFILL = 574e3
-"""Tokens per second of a prefill unit, hits among them: 7,839 a GPU (profile-data), 43.7 % of a prompt computed."""
+"""Tokens per second of a prefill unit, hits among them: 7,839 a GPU (profile-data), 43.7 % of a
+prompt computed.
+"""
 UNIT_DECODE = 295e3
 """Of a decode unit: 2,050 a GPU, what the day's peak asks of 9 units and 3 % more."""
 MODEL = UnitModel(UNIT_PREFILL, 144, lambda batch: 0.0313 + 0.000185 * batch, 256.0)
 """A line through 128 requests a GPU at 55 ms (profile-data) and 88 at 47.6 ms (the day's mean)."""
 RULES = ScalingRules(
-    RoleRules(4, 0.6, 5, 50, 3, 2), RoleRules(18, 1.0, 1, 15, 1, 0), num_nodes_max=400, start_s=600.0
+    RoleRules(4, 0.6, 5, 50, 3, 2),
+    RoleRules(18, 1.0, 1, 15, 1, 0),
+    num_nodes_max=400,
+    start_s=600.0,
 )
 
 
-def fluid(seed: int = 1, *, rules: ScalingRules = RULES, faults: Faults | None = None, **options: Any) -> FluidDay:
+def fluid(
+    seed: int = 1, *, rules: ScalingRules = RULES, faults: Faults | None = None, **options: Any
+) -> FluidDay:
     fleet = Fleet(
-        rules, prefill_tokens_per_s=UNIT_PREFILL, decode_tokens_per_s=UNIT_DECODE, **({"shape": SHAPE} | options)
+        rules,
+        prefill_tokens_per_s=UNIT_PREFILL,
+        decode_tokens_per_s=UNIT_DECODE,
+        **({"shape": SHAPE} | options),
     )
     random = np.random.default_rng(seed)
     return FluidDay(
-        fleet, DemandCurve(), MODEL, faults or Faults(), random, start=3600.0 * FIRST_HOUR, step_s=60.0
-    )  # fmt: skip
+        fleet,
+        DemandCurve(),
+        MODEL,
+        faults or Faults(),
+        random,
+        start=3600.0 * FIRST_HOUR,
+        step_s=60.0,
+    )
 
 
 def settled(run: FluidDay, num_hours: int = 3) -> FluidDay:
@@ -62,9 +80,13 @@ def test_the_nodes_follow_the_published_curve(day: Day) -> None:
 def test_every_token_that_came_went_through(day: Day) -> None:
     assert day.tokens_in == pytest.approx(608e9, rel=5e-3)
     assert day.tokens_out == pytest.approx(168e9, rel=5e-3)
-    assert [hour.hour for hour in day.hours] == [hour % 24 for hour in range(FIRST_HOUR, FIRST_HOUR + 24)]
+    assert [hour.hour for hour in day.hours] == [
+        hour % 24 for hour in range(FIRST_HOUR, FIRST_HOUR + 24)
+    ]
     for hour in day.hours:
-        assert hour.tokens_in == pytest.approx(608e9 * HOURLY_SHARES[hour.hour] / sum(HOURLY_SHARES), rel=0.02)
+        assert hour.tokens_in == pytest.approx(
+            608e9 * HOURLY_SHARES[hour.hour] / sum(HOURLY_SHARES), rel=0.02
+        )
     assert day.node_hours == pytest.approx(24 * day.nodes_mean)
 
 
@@ -81,12 +103,16 @@ def test_tokens_in_are_served_or_wait() -> None:
         run.step()
         engine = run.engine
         in_decode = engine.decode_queue + sum(engine.held.values())
-        assert engine.num_arrived == pytest.approx(engine.num_finished + in_decode + engine.prefill_queue, rel=1e-9)
+        assert engine.num_arrived == pytest.approx(
+            engine.num_finished + in_decode + engine.prefill_queue, rel=1e-9
+        )
     assert engine.num_returned > 0.0
 
 
 def test_faults_cost_nodes_and_nobody_is_lost() -> None:
-    day = settled(fluid(2, faults=Faults(start_fail_share=0.2, node_failures_per_s=1e-6)), 5).run_day()
+    day = settled(
+        fluid(2, faults=Faults(start_fail_share=0.2, node_failures_per_s=1e-6)), 5
+    ).run_day()
     assert day.tokens_out == pytest.approx(168e9, rel=0.01)
     assert day.wait_s_max < 300.0
 
@@ -97,7 +123,9 @@ def test_without_a_shape_the_morning_is_learned_in_a_day() -> None:
     faults = Faults(start_s=1800.0)
     from_flat = fluid(rules=rules, faults=faults)
     fleet = Fleet(rules, prefill_tokens_per_s=UNIT_PREFILL, decode_tokens_per_s=UNIT_DECODE)
-    from_flat = FluidDay(fleet, DemandCurve(), MODEL, faults, np.random.default_rng(1), start=3600.0 * FIRST_HOUR)
+    from_flat = FluidDay(
+        fleet, DemandCurve(), MODEL, faults, np.random.default_rng(1), start=3600.0 * FIRST_HOUR
+    )
     settled(from_flat)
     first = from_flat.run_day()
     second = from_flat.run_day()

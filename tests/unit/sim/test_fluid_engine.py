@@ -25,9 +25,13 @@ def engine(*, prefill: int = 1, decode: int = 1) -> Engine:
 def conserved(made: Engine) -> None:
     """Of requests, to rounding."""
     near = pytest.approx
-    assert made.num_arrived + made.num_returned == near(made.num_prefilled + made.prefill_queue, rel=1e-9, abs=1e-6)
+    assert made.num_arrived + made.num_returned == near(
+        made.num_prefilled + made.prefill_queue, rel=1e-9, abs=1e-6
+    )
     in_decode = made.decode_queue + sum(made.held.values())
-    assert made.num_prefilled == near(made.num_finished + made.num_returned + in_decode, rel=1e-9, abs=1e-6)
+    assert made.num_prefilled == near(
+        made.num_finished + made.num_returned + in_decode, rel=1e-9, abs=1e-6
+    )
     assert min(made.prefill_queue, made.decode_queue, *made.held.values(), 0.0) >= -1e-9
 
 
@@ -37,7 +41,8 @@ def test_a_steady_flow_obeys_littles_law() -> None:
         made.step(1200.0, 60.0)
     before, held_s = made.num_finished, made.held_s
     made.step(1200.0, 60.0)
-    # 20 a second: each unit 10, whose batch b solves b x 10 ranks = 10 x 500 x (0.02 + 0.0002 b): b = 11.11.
+    # 20 a second: each unit 10, whose batch b solves b x 10 ranks = 10 x 500 x (0.02 + 0.0002 b): b
+    # = 11.11.
     assert [num / 10 for num in made.held.values()] == pytest.approx([11.111, 11.111], rel=1e-3)
     assert made.num_finished - before == pytest.approx(1200.0)
     seconds = (made.held_s - held_s) / (made.num_finished - before)
@@ -107,6 +112,7 @@ def test_with_no_unit_everything_waits() -> None:
 
 def test_the_step_does_not_matter_much() -> None:
     """An even flow that changes: steps of a minute come to what steps of a second do."""
+
     def run(step_s: float) -> Floats:
         made = engine(prefill=9, decode=2)
         for rate in (10.0, 20.0, 80.0, 30.0):
@@ -118,8 +124,17 @@ def test_the_step_does_not_matter_much() -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from(["up", "down", "close", "open", "back"]), st.integers(0, 3),
-                          st.floats(0.0, 3e4), st.floats(1.0, 300.0)), max_size=40))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["up", "down", "close", "open", "back"]),
+            st.integers(0, 3),
+            st.floats(0.0, 3e4),
+            st.floats(1.0, 300.0),
+        ),
+        max_size=40,
+    )
+)
 def test_nothing_is_lost_whatever_happens(events: list[tuple[str, int, float, float]]) -> None:
     made = engine()
     for what, index, num_new, step_s in events:
@@ -134,4 +149,6 @@ def test_nothing_is_lost_whatever_happens(events: list[tuple[str, int, float, fl
             made.open(unit, what != "close")
         made.step(num_new, step_s)
         conserved(made)
-        assert all(num <= MODEL.batch_max * MODEL.decode_ranks * (1 + 1e-6) for num in made.held.values())
+        assert all(
+            num <= MODEL.batch_max * MODEL.decode_ranks * (1 + 1e-6) for num in made.held.values()
+        )

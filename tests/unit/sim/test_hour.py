@@ -1,4 +1,6 @@
-"""A window of an hour: a value of its seed, whole ledgers, and the same hour that the liquid has."""
+"""A window of an hour: a value of its seed, whole ledgers, and the same hour that the liquid
+has.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,18 @@ from hadal.sim.day import HOUR_S
 from hadal.sim.day_load import generator, with_tokens_at
 from hadal.sim.hour import HourWindow, requests_of, run_hour, uncollected
 from hadal.sim.window import window
-from tests.unit.sim.studies import LOOKED_AT, PLACED, WORKLOAD, cached_day, curves, fluid, load, looked, setting, small
+from tests.unit.sim.studies import (
+    LOOKED_AT,
+    PLACED,
+    WORKLOAD,
+    cached_day,
+    curves,
+    fluid,
+    load,
+    looked,
+    setting,
+    small,
+)
 
 SHORT = small(window=replace(small().window, seconds=0.5, settle_s=0.2, back_s=600.0))
 
@@ -30,7 +43,11 @@ def test_a_seed_is_a_window_wherever_it_is_run() -> None:
     one, other = (pickle.loads(pickle.dumps(short())) for _ in range(2))
     assert np.array_equal(one.reading.ttft_s, other.reading.ttft_s)
     assert np.array_equal(one.reading.decode.seconds_K, other.reading.decode.seconds_K)
-    assert (one.num_events, one.num_steps, one.hit_share) == (other.num_events, other.num_steps, other.hit_share)
+    assert (one.num_events, one.num_steps, one.hit_share) == (
+        other.num_events,
+        other.num_steps,
+        other.hit_share,
+    )
     assert not np.array_equal(one.reading.ttft_s, short(seed=2).reading.ttft_s)
 
 
@@ -60,9 +77,13 @@ def test_kv_is_as_long_as_what_was_drawn_says() -> None:
     seen, study = looked(), small()
     begin_s = (LOOKED_AT + 0.5) * HOUR_S
     drawn = window(
-        with_tokens_at(WORKLOAD, setting().token_s, setting().first_token_s), begin_s, begin_s + 4.0,
-        study.window.back_s, generator(study, "window", LOOKED_AT), cached_day(),
-    )  # fmt: skip
+        with_tokens_at(WORKLOAD, setting().token_s, setting().first_token_s),
+        begin_s,
+        begin_s + 4.0,
+        study.window.back_s,
+        generator(study, "window", LOOKED_AT),
+        cached_day(),
+    )
     came = drawn.workload.take(drawn.tokens_done > 0)
     # Those that run at the start: what each has, at what each makes per second.
     held = came.tokens_in + drawn.tokens_done[drawn.tokens_done > 0]
@@ -71,7 +92,9 @@ def test_kv_is_as_long_as_what_was_drawn_says() -> None:
 
 
 def test_requests_come_when_the_window_says() -> None:
-    drawn = window(WORKLOAD, 1000.0, 1002.0, 600.0, np.random.default_rng(1), cached_day(), scale=10)
+    drawn = window(
+        WORKLOAD, 1000.0, 1002.0, 600.0, np.random.default_rng(1), cached_day(), scale=10
+    )
     made = requests_of(drawn, 1000.0, has_cache=True)
     num = drawn.num_running
     assert num > 0

@@ -14,7 +14,7 @@ from hadal.sim.load_clock import (
     LoadClock,
     hour_beijing,
     hour_index,
-)  # fmt: skip
+)
 
 SHAPE = LoadClock()
 HOURS_S = np.arange(25) * HOUR_S

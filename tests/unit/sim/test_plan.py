@@ -1,4 +1,6 @@
-"""The search: what must rise with what, and DeepSeek's own day against the shape DeepSeek serves it with."""
+"""The search: what must rise with what, and DeepSeek's own day against the shape DeepSeek serves it
+with.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ SLO = Slo(2.0, 0.05)
 
 
 def priced(
-    traffic: Traffic = DAY, slo: Slo = SLO, usd: float = 2.0, hardware: str = "h800", **choice: object
+    traffic: Traffic = DAY,
+    slo: Slo = SLO,
+    usd: float = 2.0,
+    hardware: str = "h800",
+    **choice: object,
 ) -> HardwarePlans:
     pricing = Pricing(HARDWARE[hardware], DEEPSEEK_V3, traffic, slo)
     return price_hardware(pricing, Rent(usd, "given", ""), Options(**choice))  # type: ignore[arg-type]
@@ -38,11 +44,14 @@ def day() -> HardwarePlans:
 def test_deepseeks_day_costs_no_more_than_with_their_units(day: HardwarePlans) -> None:
     plans = day.ranked()
     theirs = next(
-        plan for plan in plans
+        plan
+        for plan in plans
         if (plan.prefill_unit.model.num_ranks, plan.decode_unit.model.num_ranks) == (32, 144)
     )
     assert plans[0].cost_usd <= theirs.cost_usd
-    assert 200 < theirs.nodes_mean < 600, "the published day took 226.75, with drafts and an unknown TTFT"
+    assert 200 < theirs.nodes_mean < 600, (
+        "the published day took 226.75, with drafts and an unknown TTFT"
+    )
     assert theirs.prefill_unit.model.num_redundant == theirs.decode_unit.model.num_redundant == 32
 
 
@@ -51,7 +60,9 @@ def test_plans_are_ranked_and_each_pair_of_widths_is_there_once(day: HardwarePla
     costs = [plan.cost_usd for plan in plans]
     assert costs == sorted(costs)
     assert costs[0] == pytest.approx(day.cost_PD.min())
-    widths = [(plan.prefill_unit.model.num_ranks, plan.decode_unit.model.num_ranks) for plan in plans]
+    widths = [
+        (plan.prefill_unit.model.num_ranks, plan.decode_unit.model.num_ranks) for plan in plans
+    ]
     assert len(set(widths)) == len(widths)
     assert day.num_tried >= len(day.prefill) * len(day.decode)
 
@@ -76,7 +87,9 @@ def test_a_looser_promise_never_costs_more() -> None:
 
 
 def test_more_traffic_never_takes_fewer_nodes() -> None:
-    plans = [best(traffic=dataclasses.replace(DAY, requests_per_s=rate)) for rate in (0.01, 5, 100, 9000)]
+    plans = [
+        best(traffic=dataclasses.replace(DAY, requests_per_s=rate)) for rate in (0.01, 5, 100, 9000)
+    ]
     hours = [plan.gpu_hours for plan in plans]
     assert hours == sorted(hours)
     per_request = [plan.cost_usd / plan.traffic.requests_per_s for plan in plans]

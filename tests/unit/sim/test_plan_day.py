@@ -31,7 +31,9 @@ def test_units_are_kept_for_as_long_as_they_may_be_wanted_again() -> None:
 
 def test_a_fleet_costs_less_than_the_peak_all_day() -> None:
     mean, ranks = np.array([20.0]), np.array([8])
-    moving, static = (needs_of(mean, ranks, DayRules(is_static=still).level(SHAPE)) for still in (False, True))
+    moving, static = (
+        needs_of(mean, ranks, DayRules(is_static=still).level(SHAPE)) for still in (False, True)
+    )
     assert moving.num_peak == static.num_peak
     assert moving.gpu_hours < 0.9 * static.gpu_hours
     assert moving.num_least < static.num_least == static.num_peak
@@ -39,8 +41,12 @@ def test_a_fleet_costs_less_than_the_peak_all_day() -> None:
 
 def test_bundles_cost_what_the_scarcer_role_makes_them() -> None:
     level = DayRules().level(SHAPE)
-    alone = float(sum(needs_of(np.array([mean]), np.array([ranks]), level).gpu_hours[0]
-                      for mean, ranks in ((12.0, 32), (5.0, 144))))  # fmt: skip
+    alone = float(
+        sum(
+            needs_of(np.array([mean]), np.array([ranks]), level).gpu_hours[0]
+            for mean, ranks in ((12.0, 32), (5.0, 144))
+        )
+    )
     assert bundled_hours((12.0, 5.0), (32, 144), (3, 1), level) > alone
     assert bundled_hours((12.0, 5.0), (32, 144), (1, 1), np.ones(288)) == 12 * (32 + 144) * 24
 

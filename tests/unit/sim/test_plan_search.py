@@ -31,11 +31,15 @@ def test_the_best_is_simulated_and_kept() -> None:
 
 
 def test_what_misses_is_refuted_and_planned_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real simulator sees the first plan; then TPOT is taken to be a quarter longer than it was."""
+    """The real simulator sees the first plan; then TPOT is taken to be a quarter longer than it
+    was.
+    """
     seen = measure(small().ranked()[0], np.random.default_rng(1))
 
     def slower(plan: Plan, *_: object) -> Measured:
-        return dataclasses.replace(seen, promised_tpot_s=1.25 * plan.decode_unit.tpot_s, promised_ttft_s=0.5)
+        return dataclasses.replace(
+            seen, promised_tpot_s=1.25 * plan.decode_unit.tpot_s, promised_ttft_s=0.5
+        )
 
     monkeypatch.setattr(plan_search, "measure", slower)
     busy = dataclasses.replace(SMALL, requests_per_s=2000.0)

@@ -19,7 +19,9 @@ def test_nothing_said_is_the_published_day() -> None:
     assert day.requests_per_s * day.tokens_out * 86_400 == pytest.approx(TOKENS_OUT)
     assert day.cached_share == pytest.approx(0.5625)
     assert day.shape is SHAPE
-    assert day.curve().requests_per_s(3600.0) == pytest.approx(day.requests_per_s * float(SHAPE.at(3600.0)))
+    assert day.curve().requests_per_s(3600.0) == pytest.approx(
+        day.requests_per_s * float(SHAPE.at(3600.0))
+    )
 
 
 def test_the_example_has_every_field_and_is_that_day() -> None:
@@ -30,7 +32,9 @@ def test_the_example_has_every_field_and_is_that_day() -> None:
 
 
 def test_tokens_of_a_day_are_a_rate() -> None:
-    assert traffic_of({"tokens_in_day": 86_400_000, "tokens_in": 500}).requests_per_s == pytest.approx(2.0)
+    assert traffic_of(
+        {"tokens_in_day": 86_400_000, "tokens_in": 500}
+    ).requests_per_s == pytest.approx(2.0)
 
 
 def test_lengths_have_their_mean_and_spread() -> None:
@@ -42,11 +46,16 @@ def test_lengths_have_their_mean_and_spread() -> None:
     weights = tokens_out / tokens_out.sum()
     assert weights @ (tokens_in + tokens_out / 2) == pytest.approx(traffic.kv_length_mean, rel=0.02)
     new = traffic.new_quantiles()
-    assert np.quantile(tokens_in, 0.9) * (1 - traffic.cached_share) == pytest.approx(np.quantile(new, 0.9), rel=0.03)
+    assert np.quantile(tokens_in, 0.9) * (1 - traffic.cached_share) == pytest.approx(
+        np.quantile(new, 0.9), rel=0.03
+    )
 
 
 def test_a_trace_says_its_rate_lengths_and_hits() -> None:
-    rows = [Row(10.0 * i, i // 2, i % 2, 1000 + 64 * i, 100, tokens_seen=640 * (i % 2)) for i in range(101)]
+    rows = [
+        Row(10.0 * i, i // 2, i % 2, 1000 + 64 * i, 100, tokens_seen=640 * (i % 2))
+        for i in range(101)
+    ]
     traffic = traffic_from(of(*rows), "a trace")
     assert traffic.requests_per_s == pytest.approx(0.1)
     assert traffic.tokens_in == pytest.approx(1000 + 64 * 50)
@@ -57,9 +66,12 @@ def test_a_trace_says_its_rate_lengths_and_hits() -> None:
 
 
 def test_a_trace_of_a_day_says_when_people_ask() -> None:
-    busy = [Row(at, i, 0, 100, 10) for i, at in enumerate(np.concatenate([
-        np.arange(0.0, 43_200.0, 60.0), np.arange(43_200.0, 86_400.0, 30.0)
-    ]))]  # fmt: skip
+    busy = [
+        Row(at, i, 0, 100, 10)
+        for i, at in enumerate(
+            np.concatenate([np.arange(0.0, 43_200.0, 60.0), np.arange(43_200.0, 86_400.0, 30.0)])
+        )
+    ]
     traffic = traffic_from(of(*busy), "a day")
     assert traffic.shape.at(64_800.0) == pytest.approx(2 * traffic.shape.at(21_600.0), rel=0.02)
     assert traffic.peak > 1.3
@@ -68,14 +80,22 @@ def test_a_trace_of_a_day_says_when_people_ask() -> None:
 @pytest.mark.parametrize(
     ("table", "why"),
     [
-        ({"rate": 1}, "unknown field 'rate'"), ({"tokens_in": 0}, "tokens_in is 0"), ({"tokens_in": "a"}, "a number"),
-        ({"cached_share": 1.0}, "below 1"), ({"variation_in": -1}, "negative"), ({"shape": "round"}, "24 numbers"),
-        ({"shape": [1, 2]}, "24 numbers"), ({"shape": [-1.0] * 24}, "from 0 on"), ({"shape": [0.0] * 24}, "counted"),
-        ({"requests_per_s": 1, "tokens_in_day": 1}, "the same"), ({"tokens_in_day": 1, "tokens_in": 0}, "above 0"),
-        ({"requests_per_s": float("inf")}, "finite"), ({"requests_per_s": 1e9}, "at most 1,000,000 are planned for"),
+        ({"rate": 1}, "unknown field 'rate'"),
+        ({"tokens_in": 0}, "tokens_in is 0"),
+        ({"tokens_in": "a"}, "a number"),
+        ({"cached_share": 1.0}, "below 1"),
+        ({"variation_in": -1}, "negative"),
+        ({"shape": "round"}, "24 numbers"),
+        ({"shape": [1, 2]}, "24 numbers"),
+        ({"shape": [-1.0] * 24}, "from 0 on"),
+        ({"shape": [0.0] * 24}, "counted"),
+        ({"requests_per_s": 1, "tokens_in_day": 1}, "the same"),
+        ({"tokens_in_day": 1, "tokens_in": 0}, "above 0"),
+        ({"requests_per_s": float("inf")}, "finite"),
+        ({"requests_per_s": 1e9}, "at most 1,000,000 are planned for"),
         ({"tokens_in_day": 1e30}, "at most 1,000,000 are planned for"),
     ],
-)  # fmt: skip
+)
 def test_what_nobody_could_ask(table: dict[str, object], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         traffic_of(table)

@@ -20,7 +20,9 @@ def pricing(hardware: str = "h800", ttft_s: float = 2.0, tpot_s: float = 0.05) -
     return Pricing(HARDWARE[hardware], DEEPSEEK_V3, TRAFFIC, Slo(ttft_s, tpot_s))
 
 
-def decode(num_ranks: int, num_redundant: int, mtp_tokens: int = 0, **promise: float) -> DecodeUnit | Rejected:
+def decode(
+    num_ranks: int, num_redundant: int, mtp_tokens: int = 0, **promise: float
+) -> DecodeUnit | Rejected:
     made = pricing(**promise)  # type: ignore[arg-type]
     return made.decode(StepModel(num_ranks, made.hardware, num_redundant=num_redundant), mtp_tokens)
 
@@ -66,7 +68,9 @@ def test_drafts_hold_more_within_the_promise() -> None:
 
 def test_prefill_takes_steps_as_long_as_the_promise_lets_them() -> None:
     model = StepModel(32)
-    found = [pricing(ttft_s=ttft_s).prefill_sizes(model, (8192,))[0] for ttft_s in (0.6, 1.0, 2.0, 8.0)]
+    found = [
+        pricing(ttft_s=ttft_s).prefill_sizes(model, (8192,))[0] for ttft_s in (0.6, 1.0, 2.0, 8.0)
+    ]
     kept = [unit.tokens_per_s_kept for unit in found if isinstance(unit, PrefillUnit)]
     assert len(kept) == len(found)
     assert kept == sorted(kept)

@@ -48,14 +48,18 @@ def test_a_small_fleet_runs_whole_and_keeps_its_promise() -> None:
     assert seen.promised_ttft_s == seen.ttft_s.mean
     running = seen.requests_per_s * SMALL.tokens_out * seen.tpot_s.mean
     ranks = seen.num_decode * plan.decode.num_ranks
-    assert seen.requests_per_rank * ranks == pytest.approx(running, rel=0.2), "Little's law, from the first second on"
+    assert seen.requests_per_rank * ranks == pytest.approx(running, rel=0.2), (
+        "Little's law, from the first second on"
+    )
     assert seen.kv_length == pytest.approx(SMALL.kv_length_mean, rel=0.1)
 
 
 def test_a_part_has_the_proportions_of_the_whole() -> None:
     plan = best()
     num_prefill, num_decode = part_of(plan)
-    assert num_prefill / num_decode == pytest.approx(plan.prefill.need_peak / plan.decode.need_peak, rel=0.1)
+    assert num_prefill / num_decode == pytest.approx(
+        plan.prefill.need_peak / plan.decode.need_peak, rel=0.1
+    )
     assert num_decode * plan.decode.num_ranks * plan.decode_unit.batch < 20_000
 
 
@@ -70,17 +74,23 @@ def test_a_part_is_of_few_ranks_however_lopsided_the_whole() -> None:
 def test_what_is_simulated_has_an_end() -> None:
     plan = best()
     running_s = plan.traffic.tokens_out * plan.decode_unit.tpot_s
-    assert within_limits(plan, 300.0) == (300.0, 8.0, 10.0), "four and five times the 2 s that are promised"
+    assert within_limits(plan, 300.0) == (300.0, 8.0, 10.0), (
+        "four and five times the 2 s that are promised"
+    )
     patient = dataclasses.replace(plan, slo=Slo(3600.0, 0.05))
     per_s, settle_s, measure_s = within_limits(patient, 1.0)
     assert (per_s, settle_s + measure_s) == (1.0, pytest.approx(SECONDS_MAX))
     assert settle_s / measure_s == pytest.approx(TTFTS_SETTLE / TTFTS_MEASURE)
     per_s, settle_s, measure_s = within_limits(patient, 400.0)
     assert per_s == 400.0
-    assert per_s * (settle_s + measure_s + running_s) == pytest.approx(REQUESTS_MAX), "for less time first"
+    assert per_s * (settle_s + measure_s + running_s) == pytest.approx(REQUESTS_MAX), (
+        "for less time first"
+    )
     per_s, settle_s, measure_s = within_limits(patient, 1e6)
     assert settle_s + measure_s == pytest.approx(SETTLE_S + MEASURE_S)
-    assert per_s * (settle_s + measure_s + running_s) == pytest.approx(REQUESTS_MAX), "then fewer come"
+    assert per_s * (settle_s + measure_s + running_s) == pytest.approx(REQUESTS_MAX), (
+        "then fewer come"
+    )
 
 
 def test_requests_that_run_are_met_in_the_middle_of_theirs() -> None:
@@ -90,8 +100,12 @@ def test_requests_that_run_are_met_in_the_middle_of_theirs() -> None:
     traffic = plan.traffic
     assert running.sum() == round(200.0 * traffic.tokens_out * plan.decode_unit.tpot_s)
     context = (asked.tokens_in + asked.tokens_done)[running]
-    assert context.mean() == pytest.approx(traffic.kv_length_mean, rel=0.03), "KV that there is, as planned"
-    assert asked.tokens_cached[~running].sum() / asked.tokens_in[~running].sum() == pytest.approx(0.5625, rel=0.02)
+    assert context.mean() == pytest.approx(traffic.kv_length_mean, rel=0.03), (
+        "KV that there is, as planned"
+    )
+    assert asked.tokens_cached[~running].sum() / asked.tokens_in[~running].sum() == pytest.approx(
+        0.5625, rel=0.02
+    )
     assert (~running).sum() == pytest.approx(2000, rel=0.1)
 
 
@@ -101,7 +115,9 @@ def test_a_promise_on_a_percentile_is_measured_there_and_a_miss_is_said() -> Non
     seen = measure(slow, np.random.default_rng(1))
     assert seen.promised_ttft_s == seen.ttft_s.p90
     assert "simulated TTFT" in seen.problem(slow)
-    missed = dataclasses.replace(seen, promised_ttft_s=0.01, promised_tpot_s=0.05, ttft_s=Latency(*(0.01,) * 4))
+    missed = dataclasses.replace(
+        seen, promised_ttft_s=0.01, promised_tpot_s=0.05, ttft_s=Latency(*(0.01,) * 4)
+    )
     assert missed.problem(slow) == "simulated TPOT 50.0 ms > 40 ms"
     failed = dataclasses.replace(missed, promised_tpot_s=0.01, num_failed=3)
     assert "3 requests failed" in failed.problem(slow)
@@ -110,14 +126,22 @@ def test_a_promise_on_a_percentile_is_measured_there_and_a_miss_is_said() -> Non
 def test_the_fluid_day_of_a_plan_takes_about_what_was_counted() -> None:
     plan = small().ranked()[0]
     day = fluid_of(plan, np.random.default_rng(1))
-    assert day.nodes_mean * plan.hardware.gpus_per_node * 24 == pytest.approx(plan.gpu_hours, rel=0.05)
+    assert day.nodes_mean * plan.hardware.gpus_per_node * 24 == pytest.approx(
+        plan.gpu_hours, rel=0.05
+    )
     assert day.tokens_per_s_user >= 1.0 / plan.slo.tpot_s
 
 
-def test_the_fluid_day_of_a_large_fleet_is_that_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = priced(traffic=dataclasses.replace(SMALL, requests_per_s=100.0), hardware="h200").ranked()[0]
+def test_the_fluid_day_of_a_large_fleet_is_that_of_its_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = priced(
+        traffic=dataclasses.replace(SMALL, requests_per_s=100.0), hardware="h200"
+    ).ranked()[0]
     whole = fluid_of(plan, np.random.default_rng(1))
-    monkeypatch.setattr(plan_verify, "FLUID_UNITS_MAX", (plan.prefill.num_peak + plan.decode.num_peak) // 2 + 1)
+    monkeypatch.setattr(
+        plan_verify, "FLUID_UNITS_MAX", (plan.prefill.num_peak + plan.decode.num_peak) // 2 + 1
+    )
     halves = fluid_of(plan, np.random.default_rng(1))
     # What is rounded up to whole units is so in each half.
     more = sum(math.ceil(role.unit_nodes) for role in (plan.prefill, plan.decode))

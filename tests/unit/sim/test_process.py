@@ -1,4 +1,6 @@
-"""A simulated process: what comes together is handed over together, and every effect has its answer in its time."""
+"""A simulated process: what comes together is handed over together, and every effect has its answer
+in its time.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,11 @@ def test_steps_run_one_behind_the_other() -> None:
     role = Scripted([Execute(plans[0]), Execute(plans[1])], [Execute(plans[2])])
     made, clock, _ = process(role, runner=Steps())
     clock.run(2.0)
-    assert [(at_s, event.step_id) for at_s, (event,) in role.given] == [(0.25, 0), (0.5, 1), (0.75, 2)]  # type: ignore[union-attr]
+    assert [(at_s, event.step_id) for at_s, (event,) in role.given] == [
+        (0.25, 0),
+        (0.5, 1),
+        (0.75, 2),
+    ]  # type: ignore[union-attr]
     assert made.num_steps == 3
 
 
@@ -81,7 +87,9 @@ def test_three_plans_at_once_are_a_bug() -> None:
 
 def test_messages_copies_and_streams() -> None:
     lease = KvLease("pool", (1,), (0,), 10)
-    role = Scripted([Send("front", Cancel("a", 0)), Pull("a", 2, lease, (3,)), Deliver("a", ()), Freed((1,))])
+    role = Scripted(
+        [Send("front", Cancel("a", 0)), Pull("a", 2, lease, (3,)), Deliver("a", ()), Freed((1,))]
+    )
     told: list[Deliver] = []
     _, clock, sent = process(role, pull_s=lambda effect: 0.5, deliver=told.append)
     clock.run(1.0)
@@ -104,16 +112,21 @@ def test_what_nobody_can_do_is_a_bug() -> None:
 
 
 def test_a_rank_that_dies_answers_nothing_and_breaks_off_the_steps() -> None:
-    pulls = [Pull(name, 0, KvLease("x", (1,), (0,), 64), (2,), rank) for rank, name in enumerate("ab")]
+    pulls = [
+        Pull(name, 0, KvLease("x", (1,), (0,), 64), (2,), rank) for rank, name in enumerate("ab")
+    ]
     plans = [(PrefillPlan(number, ()),) for number in range(2)]
     role = Scripted([Execute(plans[0]), *pulls], [*pulls, Execute(plans[1])])
-    made, clock, _ = process(role, runner=Steps(), pull_s=lambda pull: 0.2, pull_error=lambda pull: "gone")
+    made, clock, _ = process(
+        role, runner=Steps(), pull_s=lambda pull: 0.2, pull_error=lambda pull: "gone"
+    )
     clock.at(0.1, lambda: made.break_off((1,)))
     reset = RankReset((1,), ())
     clock.at(0.5, lambda: made.form(reset))
     clock.run(1.0)
     answer = KvPulled("a", 0, "gone")
-    # The step of 0.25 s never ends; at 0.2 the living rank answers, and what is planned then is void.
+    # The step of 0.25 s never ends; at 0.2 the living rank answers, and what is planned then is
+    # void.
     assert role.given == [(0.2, (answer,)), (0.4, (answer,)), (0.5, (reset,))]
 
 
@@ -130,6 +143,8 @@ def test_a_process_that_ended_hears_nothing() -> None:
 def test_the_disk_answers_in_its_time() -> None:
     loaded, stored = BlocksLoaded(3, 1), BlocksStored(4, (None,))
     role = Scripted([LoadBlocks(3, b"", (), (1,)), StoreBlocks(4, b"", (0,), (1,))])
-    _, clock, _ = process(role, disk=lambda effect: (0.3, loaded) if isinstance(effect, LoadBlocks) else (0.2, stored))
+    _, clock, _ = process(
+        role, disk=lambda effect: (0.3, loaded) if isinstance(effect, LoadBlocks) else (0.2, stored)
+    )
     clock.run(1.0)
     assert role.given == [(0.2, (stored,)), (0.3, (loaded,))]

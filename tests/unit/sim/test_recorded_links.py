@@ -1,11 +1,24 @@
-"""What caused what in recordings: messages, steps behind each other, copies, timers, and what came from outside."""
+"""What caused what in recordings: messages, steps behind each other, copies, timers, and what came
+from outside.
+"""
 
 from __future__ import annotations
 
 from hadal.core.config import Deployment
 from hadal.core.messages import Cancel, FrontUp, KvLease, Load, Pulled, Release
 from hadal.core.plans import Formed, FormPlan, KvPulled, PrefillPlan, Staged, StagePlan, StepDone
-from hadal.core.seams import BlocksLoaded, Execute, Form, LoadBlocks, Pull, Send, Stage, StoreBlocks, Tick, WakeAt
+from hadal.core.seams import (
+    BlocksLoaded,
+    Execute,
+    Form,
+    LoadBlocks,
+    Pull,
+    Send,
+    Stage,
+    StoreBlocks,
+    Tick,
+    WakeAt,
+)
 from hadal.roles.recording import VERSION, AnyEffect, AnyEvent, Call, MadeFleet, Opening, Recording
 from hadal.sim.recorded_links import Consequence, key_of, link
 
@@ -15,7 +28,9 @@ MS = 1_000_000
 def recording(process: str, *calls: tuple[int, list[AnyEvent], list[AnyEffect]]) -> Recording:
     """Calls at whole milliseconds."""
     opening = Opening(VERSION, "run", process, MadeFleet(0.0), Deployment(model="m"))
-    return Recording(opening, tuple(Call(ms * MS / 1e9, tuple(heard), tuple(did)) for ms, heard, did in calls))
+    return Recording(
+        opening, tuple(Call(ms * MS / 1e9, tuple(heard), tuple(did)) for ms, heard, did in calls)
+    )
 
 
 def done(step_id: int) -> StepDone:
@@ -29,7 +44,9 @@ def step(step_id: int) -> Execute:
 def test_messages_are_found_by_what_they_say() -> None:
     """In the order of sending, also equal ones; those that nobody heard are lost."""
     a, b = Release("a", 0), Release("b", 0)
-    front = recording("front", (1, [], [Send("p", a), Send("p", b)]), (2, [], [Send("p", a), Send("q", a)]))
+    front = recording(
+        "front", (1, [], [Send("p", a), Send("p", b)]), (2, [], [Send("p", a), Send("q", a)])
+    )
     unit = recording("p", (0, [], []), (4, [a], []), (5, [b, a], []))
     links = link([front, unit])
     assert links.effect_to_consequence == {
@@ -48,11 +65,16 @@ def test_a_message_is_not_heard_before_it_is_said() -> None:
 
 
 def test_the_second_process_of_a_name_hears_what_was_said_to_it() -> None:
-    front = recording("front", (1, [], [Send("p", FrontUp("e"))]), (6, [], [Send("p", FrontUp("f"))]))
+    front = recording(
+        "front", (1, [], [Send("p", FrontUp("e"))]), (6, [], [Send("p", FrontUp("f"))])
+    )
     first = recording("p", (0, [], []), (2, [FrontUp("e")], []))
     second = recording("p", (5, [], []), (7, [FrontUp("f")], []))
     links = link([front, first, second])
-    assert links.effect_to_consequence == {(0, 0): Consequence(1, 1, 0, MS), (0, 1): Consequence(2, 1, 0, MS)}
+    assert links.effect_to_consequence == {
+        (0, 0): Consequence(1, 1, 0, MS),
+        (0, 1): Consequence(2, 1, 0, MS),
+    }
 
 
 def test_the_host_adds_to_a_load_on_its_way() -> None:
@@ -65,9 +87,13 @@ def test_the_host_adds_to_a_load_on_its_way() -> None:
 
 def test_a_step_begins_when_the_one_before_it_is_over() -> None:
     unit = recording(
-        "p", (0, [], [step(0), step(1)]), (10, [done(0)], [step(2)]), (14, [done(1), Pulled("p", "x", 0)], []),
-        (15, [done(2)], []), (40, [done(7)], []),
-    )  # fmt: skip
+        "p",
+        (0, [], [step(0), step(1)]),
+        (10, [done(0)], [step(2)]),
+        (14, [done(1), Pulled("p", "x", 0)], []),
+        (15, [done(2)], []),
+        (40, [done(7)], []),
+    )
     links = link([unit])
     assert links.effect_to_consequence == {
         (0, 0): Consequence(0, 1, 0, 10 * MS),
@@ -79,7 +105,11 @@ def test_a_step_begins_when_the_one_before_it_is_over() -> None:
 
 def test_a_timer_that_was_set_anew_never_rang() -> None:
     unit = recording(
-        "p", (0, [], [WakeAt(0.010)]), (5, [done(0)], [WakeAt(0.020)]), (23, [Tick()], []), (24, [Tick()], [])
+        "p",
+        (0, [], [WakeAt(0.010)]),
+        (5, [done(0)], [WakeAt(0.020)]),
+        (23, [Tick()], []),
+        (24, [Tick()], []),
     )
     links = link([unit])
     assert links.effect_to_consequence == {(0, 1): Consequence(0, 2, 0, 3 * MS)}
@@ -100,7 +130,9 @@ def test_asked_and_answered() -> None:
     assert len(set(keys)) == len(keys)
     assert key_of(StoreBlocks(3, b"", (), ())) != key_of(LoadBlocks(3, b"", (), ()))
     assert key_of(Tick()) is None
-    unit = recording("p", (0, [], [effect for effect, _ in pairs]), (9, [event for _, event in pairs], []))
+    unit = recording(
+        "p", (0, [], [effect for effect, _ in pairs]), (9, [event for _, event in pairs], [])
+    )
     links = link([unit])
     assert links.outside == []
     # The step was asked for while the unit formed, so it began when that was over.

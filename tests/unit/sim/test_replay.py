@@ -1,4 +1,6 @@
-"""A recorded run decided again: the same where nothing changed, and the first difference named where something did."""
+"""A recorded run decided again: the same where nothing changed, and the first difference named
+where something did.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,14 @@ def test_the_same_decisions_in_the_same_order(look_s: float) -> None:
     assert any(len(call.events) > 1 for r in recordings for call in r.calls) == (look_s > 0.0)
     report = replay(recordings, make_role)
     assert report.difference is None, str(report.difference)
-    assert report.num_calls == report.num_recorded == sum(len(recording.calls) for recording in recordings)
-    effects = [effect for recording in recordings for call in recording.calls for effect in call.effects]
+    assert (
+        report.num_calls
+        == report.num_recorded
+        == sum(len(recording.calls) for recording in recordings)
+    )
+    effects = [
+        effect for recording in recordings for call in recording.calls for effect in call.effects
+    ]
     assert report.num_decisions == sum(decision_of(effect) is not None for effect in effects)
     assert report.decisions["Prefill"] >= 20
     assert report.decisions["Deliver"] > 100
@@ -50,10 +58,16 @@ def test_measures(recordings: list[Recording]) -> None:
         assert 2.0 <= steps.elapsed_ms <= steps.answered_ms + 1e-6 <= 20.0
     way = report.ways["front", "prefill-0"]
     assert 0.1 <= way.median_ms <= 5.0
-    assert set(report.ways) >= {("prefill-0", "front"), ("decode-0", "front"), ("front", "decode-1")}
+    assert set(report.ways) >= {
+        ("prefill-0", "front"),
+        ("decode-0", "front"),
+        ("front", "decode-1"),
+    }
 
 
-def test_another_policy_is_noticed(recordings: list[Recording], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_policy_is_noticed(
+    recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The front prefers the decode unit with the most KV in use from now on."""
     chosen = front_room.Handover.unit_for
 
@@ -70,37 +84,51 @@ def test_another_policy_is_noticed(recordings: list[Recording], monkeypatch: pyt
     assert {difference.recorded, difference.replayed} == {"'decode-0'", "'decode-1'"}
     (front,) = (recording for recording in recordings if recording.process == "front")
     first = next(
-        number for number, call in enumerate(front.calls)
+        number
+        for number, call in enumerate(front.calls)
         if any(isinstance(e, Send) and isinstance(e.message, Ahead | Decode) for e in call.effects)
-    )  # fmt: skip
+    )
     assert difference.call == first
     assert report.num_calls < report.num_recorded
     alone = replay_alone(front, make_role)
     assert alone is not None
-    assert (alone.call, alone.recorded, alone.replayed) == (difference.call, difference.recorded, difference.replayed)
+    assert (alone.call, alone.recorded, alone.replayed) == (
+        difference.call,
+        difference.recorded,
+        difference.replayed,
+    )
 
 
 def changed(recordings: list[Recording], process: str, number: int, call: Call) -> list[Recording]:
     """The same run with one call as it was not."""
     return [
-        Recording(r.opening, (*r.calls[:number], call, *r.calls[number + 1:])) if r.process == process else r
+        Recording(r.opening, (*r.calls[:number], call, *r.calls[number + 1 :]))
+        if r.process == process
+        else r
         for r in recordings
-    ]  # fmt: skip
+    ]
 
 
 def first_sending(recordings: list[Recording], kind: type) -> tuple[int, Call]:
     (front,) = (recording for recording in recordings if recording.process == "front")
     return next(
-        (number, call) for number, call in enumerate(front.calls)
-        if any(isinstance(effect, Send) and isinstance(effect.message, kind) for effect in call.effects)
-    )  # fmt: skip
+        (number, call)
+        for number, call in enumerate(front.calls)
+        if any(
+            isinstance(effect, Send) and isinstance(effect.message, kind) for effect in call.effects
+        )
+    )
 
 
 def test_a_message_that_was_not_recorded_is_a_difference(recordings: list[Recording]) -> None:
     """The live front says it did not send a Prefill, which this one sends."""
     number, call = first_sending(recordings, Prefill)
-    kept = tuple(e for e in call.effects if not (isinstance(e, Send) and isinstance(e.message, Prefill)))
-    report = replay(changed(recordings, "front", number, msgspec.structs.replace(call, effects=kept)), make_role)
+    kept = tuple(
+        e for e in call.effects if not (isinstance(e, Send) and isinstance(e.message, Prefill))
+    )
+    report = replay(
+        changed(recordings, "front", number, msgspec.structs.replace(call, effects=kept)), make_role
+    )
     assert report.difference is not None
     assert (report.difference.process, report.difference.call) == ("front", number)
     assert "things, not" in report.difference.what
@@ -111,18 +139,26 @@ def test_a_change_of_order_is_a_difference(recordings: list[Recording]) -> None:
     """Two effects of a call the other way round."""
     (front,) = (recording for recording in recordings if recording.process == "front")
     number, call = next(
-        (n, c) for n, c in enumerate(front.calls) if len(c.effects) > 1 and c.effects[0] != c.effects[1]
+        (n, c)
+        for n, c in enumerate(front.calls)
+        if len(c.effects) > 1 and c.effects[0] != c.effects[1]
     )
     swapped = (call.effects[1], call.effects[0], *call.effects[2:])
-    report = replay(changed(recordings, "front", number, msgspec.structs.replace(call, effects=swapped)), make_role)
+    report = replay(
+        changed(recordings, "front", number, msgspec.structs.replace(call, effects=swapped)),
+        make_role,
+    )
     assert report.difference is not None
     assert (report.difference.process, report.difference.call) == ("front", number)
 
 
-def test_a_recording_that_was_cut_off_is_replayed_as_far_as_it_goes(recordings: list[Recording]) -> None:
+def test_a_recording_that_was_cut_off_is_replayed_as_far_as_it_goes(
+    recordings: list[Recording],
+) -> None:
     """As after `kill -9` of one process, and of the whole run."""
     cut = [
-        Recording(r.opening, r.calls[: len(r.calls) // 2]) if r.process == "decode-1" else r for r in recordings
+        Recording(r.opening, r.calls[: len(r.calls) // 2]) if r.process == "decode-1" else r
+        for r in recordings
     ]
     report = replay(cut, make_role)
     assert report.difference is None, str(report.difference)

@@ -1,4 +1,6 @@
-"""Sessions: the same from a seed, exact from turn to turn, by the shape of the day, and as long as published."""
+"""Sessions: the same from a seed, exact from turn to turn, by the shape of the day, and as long as
+published.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,30 @@ import pytest
 from hadal.policy.demand import DAY_S
 from hadal.sim.day import HOUR_S
 from hadal.sim.load_clock import DEEPSEEK_SHARES, FLAT_SHARES, hour_index
-from hadal.sim.sessions import LogNormal, SystemPrompt, Turns, WorkloadParams, draw_rhythm, draw_turns, generate
+from hadal.sim.sessions import (
+    LogNormal,
+    SystemPrompt,
+    Turns,
+    WorkloadParams,
+    draw_rhythm,
+    draw_turns,
+    generate,
+)
 from hadal.sim.workload import NO_PREFIX, R1, V3, Workload
 
 PARAMS = WorkloadParams()
 DAY_SCALE = 400
 PLAIN = WorkloadParams(
-    continue_share=0.5, document_share=0.0, message=LogNormal(100, 0, 1e9), output_v3=LogNormal(300, 0, 1e9),
-    think_s=LogNormal(60, 0, 1e9), return_share=0.0, system_prompts=(SystemPrompt(1.0, 200),),
-    first_token_s=2.0, token_s=0.05,
-)  # fmt: skip
+    continue_share=0.5,
+    document_share=0.0,
+    message=LogNormal(100, 0, 1e9),
+    output_v3=LogNormal(300, 0, 1e9),
+    think_s=LogNormal(60, 0, 1e9),
+    return_share=0.0,
+    system_prompts=(SystemPrompt(1.0, 200),),
+    first_token_s=2.0,
+    token_s=0.05,
+)
 """Nothing varies but who goes on, and what R1 reasons."""
 
 
@@ -33,7 +49,11 @@ def turns_of(params: WorkloadParams, num_sessions: int) -> Turns:
 
 
 def columns(load: Workload | Turns) -> dict[str, np.ndarray]:
-    return {field.name: getattr(load, field.name) for field in fields(load) if getattr(load, field.name) is not None}
+    return {
+        field.name: getattr(load, field.name)
+        for field in fields(load)
+        if getattr(load, field.name) is not None
+    }
 
 
 def test_a_seed_is_a_workload() -> None:
@@ -63,10 +83,18 @@ def test_reasoning_is_billed_and_left_out_of_the_next_prompt() -> None:
 
 
 def test_a_turn_comes_when_the_answer_was_read() -> None:
-    load = generate(replace(PLAIN, share_r1=0.0, shares=FLAT_SHARES, rest_from_s=100.0), 0, HOUR_S, rng(), 20_000)
+    load = generate(
+        replace(PLAIN, share_r1=0.0, shares=FLAT_SHARES, rest_from_s=100.0),
+        0,
+        HOUR_S,
+        rng(),
+        20_000,
+    )
     assert np.allclose(load.idle_s[load.turn > 0], 2 + 300 * 0.05 + 60)
     assert np.isinf(load.idle_s[load.turn == 0]).all()
-    resting = generate(replace(PLAIN, share_r1=0.0, rest_from_s=50.0, shares=FLAT_SHARES), 0, HOUR_S, rng(), 20_000)
+    resting = generate(
+        replace(PLAIN, share_r1=0.0, rest_from_s=50.0, shares=FLAT_SHARES), 0, HOUR_S, rng(), 20_000
+    )
     assert np.allclose(resting.idle_s[resting.turn > 0], 2 + 300 * 0.05 + 60)
 
 
@@ -92,7 +120,8 @@ def day() -> Workload:
 
 
 def test_requests_come_by_the_shape_of_the_day(day: Workload) -> None:
-    # At night 5,000 requests an hour. What turns of one session bring in is alike and varies much: 4 % of noise there.
+    # At night 5,000 requests an hour. What turns of one session bring in is alike and varies much:
+    # 4 % of noise there.
     for weights, most in ((np.ones(len(day)), 0.05), (day.tokens_out, 0.07), (day.tokens_in, 0.12)):
         shares = np.bincount(hour_index(day.arrival_s), weights, 24) / weights.sum()
         assert np.abs(shares / np.array(DEEPSEEK_SHARES) - 1).max() < most
@@ -106,7 +135,9 @@ def test_a_day_is_like_the_published_one(day: Workload) -> None:
 
 
 def test_the_first_second_is_like_any_other() -> None:
-    load = generate(replace(PARAMS, shares=FLAT_SHARES), 5 * DAY_S, 5 * DAY_S + 8 * HOUR_S, rng(), 2000)
+    load = generate(
+        replace(PARAMS, shares=FLAT_SHARES), 5 * DAY_S, 5 * DAY_S + 8 * HOUR_S, rng(), 2000
+    )
     first, last = (load.take(load.arrival_s // (4 * HOUR_S) % 2 == half) for half in (0, 1))
     assert len(first) == pytest.approx(len(last), rel=0.04)
     assert (first.turn > 0).mean() == pytest.approx((last.turn > 0).mean(), rel=0.04)
@@ -128,16 +159,20 @@ def test_models_answer_as_their_sources_say() -> None:
     assert not turns.tokens_reasoning[v3].any()
     assert np.median(turns.tokens_out[v3]) == pytest.approx(350, rel=0.02)
     assert np.median(turns.tokens_out[r1]) == pytest.approx(875, rel=0.02)
-    assert (turns.tokens_reasoning[r1] / turns.tokens_out[r1]).mean() == pytest.approx(0.70, abs=0.01)
+    assert (turns.tokens_reasoning[r1] / turns.tokens_out[r1]).mean() == pytest.approx(
+        0.70, abs=0.01
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"share_r1": 1.5}, "probability"), ({"sessions_per_day": 0.0}, "above 0"),
-        ({"continue_share": 0.9}, "above 1"), ({"system_prompts": (SystemPrompt(0.5, 0),)}, "come to 1"),
+        ({"share_r1": 1.5}, "probability"),
+        ({"sessions_per_day": 0.0}, "above 0"),
+        ({"continue_share": 0.9}, "above 1"),
+        ({"system_prompts": (SystemPrompt(0.5, 0),)}, "come to 1"),
     ],
-)  # fmt: skip
+)
 def test_refuses_what_cannot_be(change: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         replace(PARAMS, **change)

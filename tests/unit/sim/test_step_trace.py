@@ -1,4 +1,6 @@
-"""Traces of simulated steps: whole steps, nested stretches, durations that add up, counters, JSON."""
+"""Traces of simulated steps: whole steps, nested stretches, durations that add up, counters,
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ PRICES = {"decode": DECODE_PRICE, "drafted": DRAFTED, "prefill": PREFILL_PRICE, 
 
 
 def entries(*steps: tuple[float, StepPrice]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(json.dumps(steps_trace("unit-0", steps), allow_nan=False))["traceEvents"]
+    found: list[dict[str, Any]] = json.loads(
+        json.dumps(steps_trace("unit-0", steps), allow_nan=False)
+    )["traceEvents"]
     return found
 
 
@@ -47,8 +51,12 @@ def test_a_step_is_as_long_as_its_price_and_its_parts_add_up(name: str) -> None:
     parts = [e for e in spans(found, "step") if e is not step]
     assert [e["name"] for e in parts] == [part.name for part in price.parts]
     lanes = [*spans(found, "compute mb0"), *spans(found, "compute mb1"), *spans(found, "wait")]
-    assert seconds(parts) + seconds(lanes) == pytest.approx(price.seconds, rel=1e-4), "one compute lane does it all"
-    assert seconds(spans(found, "wait")) == pytest.approx(price.walked.exposed_s, rel=1e-4, abs=1e-6)
+    assert seconds(parts) + seconds(lanes) == pytest.approx(price.seconds, rel=1e-4), (
+        "one compute lane does it all"
+    )
+    assert seconds(spans(found, "wait")) == pytest.approx(
+        price.walked.exposed_s, rel=1e-4, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", PRICES)
@@ -57,7 +65,9 @@ def test_stretches_of_a_track_nest_or_are_apart(name: str) -> None:
     assert len([e for e in found if e["ph"] == "X"]) > 500
     for tid in {e["tid"] for e in spans(found)}:
         stack: list[float] = []
-        for e in sorted((e for e in spans(found) if e["tid"] == tid), key=lambda e: (e["ts"], -e["dur"])):
+        for e in sorted(
+            (e for e in spans(found) if e["tid"] == tid), key=lambda e: (e["ts"], -e["dur"])
+        ):
             # A thousandth of a us is what rounding leaves.
             while stack and stack[-1] <= e["ts"] + 0.0021:
                 stack.pop()
@@ -77,17 +87,27 @@ def test_every_micro_batch_has_its_track() -> None:
 def test_counters_follow_the_steps() -> None:
     later = MODEL.decode(90, 5000, schedule=DECODE_FIVE.name)
     found = entries((10.0, DECODE_PRICE), (11.0, later))
-    counted = {(e["name"], e["ts"]): next(iter(e["args"].values())) for e in found if e["ph"] == "C"}
+    counted = {
+        (e["name"], e["ts"]): next(iter(e["args"].values())) for e in found if e["ph"] == "C"
+    }
     assert counted[("requests", 0.0)] == pytest.approx(88)
     assert counted[("requests", 1e6)] == pytest.approx(90)
     assert counted[("KV positions", 0.0)] == pytest.approx(88 * 4989)
     assert counted[("expert imbalance", 0.0)] == pytest.approx(
         DECODE_PRICE.micro_batches[0].expert_imbalance, abs=1e-3
     )
-    prefill = {e["name"]: next(iter(e["args"].values())) for e in entries((0.0, PREFILL_PRICE)) if e["ph"] == "C"}
+    prefill = {
+        e["name"]: next(iter(e["args"].values()))
+        for e in entries((0.0, PREFILL_PRICE))
+        if e["ph"] == "C"
+    }
     assert prefill["tokens"] == pytest.approx(16384)
-    drafted = {e["name"]: next(iter(e["args"].values())) for e in entries((0.0, DRAFTED)) if e["ph"] == "C"}
-    assert drafted["requests"] == pytest.approx(88), "of a request with a draft two rows are computed"
+    drafted = {
+        e["name"]: next(iter(e["args"].values())) for e in entries((0.0, DRAFTED)) if e["ph"] == "C"
+    }
+    assert drafted["requests"] == pytest.approx(88), (
+        "of a request with a draft two rows are computed"
+    )
 
 
 def test_steps_within_a_verified_one_are_counted_and_not_drawn() -> None:
@@ -117,8 +137,14 @@ def test_what_runners_simulated_becomes_a_trace() -> None:
         now_s += elapsed_s
     found = entries(*steps)
     assert [e["args"]["requests"] for e in found if e["name"] == "requests"] == [1, 2, 3]
-    assert [e["args"]["KV positions"] for e in found if e["name"] == "KV positions"] == [501, 1003, 1506]
+    assert [e["args"]["KV positions"] for e in found if e["name"] == "KV positions"] == [
+        501,
+        1003,
+        1506,
+    ]
     prefill = PrefillRunner(StepModel(8), lambda number: 1000)
     prefill.run([PrefillPlan(0, (Chunk("a", (0,) * 700, 0, (), Sampling(), 0),)) for _ in range(8)])
     assert prefill.price is not None
-    assert [e["args"]["tokens"] for e in entries((0.0, prefill.price)) if e["name"] == "tokens"] == [700]
+    assert [
+        e["args"]["tokens"] for e in entries((0.0, prefill.price)) if e["name"] == "tokens"
+    ] == [700]

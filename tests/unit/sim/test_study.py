@@ -24,11 +24,16 @@ def part(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_the_default_is_the_published_fleet() -> None:
-    """Prefill EP32 on 4 nodes with 32 redundant experts, decode EP144 on 18 (DeepSeek-V3/R1 inference overview)."""
+    """Prefill EP32 on 4 nodes with 32 redundant experts, decode EP144 on 18 (DeepSeek-V3/R1
+    inference overview).
+    """
     rules = DAY.rules()
     assert (rules.prefill.unit_nodes, rules.decode.unit_nodes) == (4, 18)
     bundles = 9
-    most = bundles * (rules.prefill.num_bundle * 4 + rules.decode.num_bundle * 18) + rules.prefill.num_extra * 4
+    most = (
+        bundles * (rules.prefill.num_bundle * 4 + rules.decode.num_bundle * 18)
+        + rules.prefill.num_extra * 4
+    )
     assert most == 278, "the published peak is nine bundles and what stands beside them"
     assert DAY.step_model(PREFILL, 1.0).num_slots == 9
     assert DAY.step_model(DECODE, 1.0).num_slots == 2
@@ -36,14 +41,24 @@ def test_the_default_is_the_published_fleet() -> None:
 
 
 def test_what_is_simulated_is_configured_as_it_would_serve() -> None:
-    study = replace(DAY, **units(DECODE, request_balance=TURNS, expert_balance=OFF, max_requests=7), chunk_tokens=999)
+    study = replace(
+        DAY,
+        **units(DECODE, request_balance=TURNS, expert_balance=OFF, max_requests=7),
+        chunk_tokens=999,
+    )
     made = study.deployment(3, 2)
     assert (made.prefill.units, made.decode.units) == (3, 2)
     assert (made.prefill.ranks, made.decode.ranks) == (32, 144)
-    assert (made.decode.request_balance, made.decode.expert_balance, made.decode.max_requests) == (TURNS, OFF, 7)
+    assert (made.decode.request_balance, made.decode.expert_balance, made.decode.max_requests) == (
+        TURNS,
+        OFF,
+        7,
+    )
     assert made.prefill.request_balance == "auto"
     assert made.chunk_tokens == 999
-    assert made.limits.max_running >= 100_000, "a day's peak is not refused for a limit nobody asked for"
+    assert made.limits.max_running >= 100_000, (
+        "a day's peak is not refused for a limit nobody asked for"
+    )
 
 
 def test_a_role_is_asked_for_by_its_name() -> None:
@@ -82,7 +97,10 @@ def test_nodes_are_those_of_the_hardware() -> None:
         (part("fleet", noise=-0.1), "fleet.noise"),
         (part("fleet", start_s=-1.0), "start_s"),
         (part("fleet", start_spread=1.5), "fleet.start_spread is 1.5: 0 to 1"),
-        (part("fleet", start_fail_share=1.0), "fleet.start_fail_share is 1.0: 0 or more, and less than 1"),
+        (
+            part("fleet", start_fail_share=1.0),
+            "fleet.start_fail_share is 1.0: 0 or more, and less than 1",
+        ),
         (part("fleet", hours_between_failures=-1.0), "fleet.hours_between_failures"),
         (part("fleet", nodes_max=10), "the floor of 5 prefill"),
         (units(PREFILL, request_balance=NO_MOVES), "prefill: request_balance is 'no_moves'"),
@@ -98,7 +116,7 @@ def test_nodes_are_those_of_the_hardware() -> None:
         (units(DECODE, use=1.5), "use is 1.5"),
         (units(DECODE, units_min=0), "the floor is 0 units"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_says_so_at_birth(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why) as error:
         replace(DAY, **changes)
@@ -119,9 +137,10 @@ def test_what_cannot_be_says_so_at_birth(changes: dict[str, Any], why: str) -> N
         ({"shares": (0.0,) * 24}, "24 above 0"),
         ({"system_prompts": ()}, "come to 1"),
         ({"system_prompts": (SystemPrompt(1.5, 0), SystemPrompt(-0.5, 0))}, "both 0 or more"),
-        ({"token_s": 0.0}, "token_s above 0"), ({"context": 0}, "context of 2 or more"),
+        ({"token_s": 0.0}, "token_s above 0"),
+        ({"context": 0}, "context of 2 or more"),
     ],
-)  # fmt: skip
+)
 def test_a_workload_that_cannot_be_says_so_at_birth(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         replace(WorkloadParams(), **changes)
@@ -134,4 +153,8 @@ def test_parts_have_defaults_of_their_own() -> None:
 
 def test_all_is_sold_at_the_asked_prices() -> None:
     book = replace(DAY, prices="1/2/3").price_book()
-    assert book.of("deepseek-chat").standard.out == book.of("deepseek-reasoner").standard.out == 3_000_000
+    assert (
+        book.of("deepseek-chat").standard.out
+        == book.of("deepseek-reasoner").standard.out
+        == 3_000_000
+    )

@@ -1,4 +1,6 @@
-"""Traces as workloads: sessions and what was seen, counted by hand; the real ones where they are."""
+"""Traces as workloads: sessions and what was seen, counted by hand; the real ones where they
+are.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from hadal.sim.cache_day import replay
 from hadal.sim.traces import azure, mooncake, servegen
 from hadal.sim.workload import R1, Workload
 
-FOLDER = Path(os.environ.get("HADAL_SHARED_DATA", Path(__file__).resolve().parents[4] / "shared" / "data"))
+FOLDER = Path(
+    os.environ.get("HADAL_SHARED_DATA", Path(__file__).resolve().parents[4] / "shared" / "data")
+)
 
 
 def data(name: str) -> Path:
@@ -24,23 +28,35 @@ def data(name: str) -> Path:
 
 
 def row(at_ms: int, length: int, ids: list[int], output: int = 100) -> str:
-    return json.dumps({"timestamp": at_ms, "input_length": length, "output_length": output, "hash_ids": ids})
+    return json.dumps(
+        {"timestamp": at_ms, "input_length": length, "output_length": output, "hash_ids": ids}
+    )
 
 
 def found(load: Workload) -> list[int]:
     """With room for everything and answers on disk at once."""
-    return replay(load, load.arrival_s, int(load.tokens_in.sum() + load.tokens_out.sum()) // 64).tokens_found.tolist()
+    return replay(
+        load, load.arrival_s, int(load.tokens_in.sum() + load.tokens_out.sum()) // 64
+    ).tokens_found.tolist()
 
 
 def test_mooncakes_sessions_by_hand() -> None:
-    load = mooncake([
-        row(0, 700, [1, 2]),
-        row(1000, 1100, [1, 3, 4]),  # Goes on from the first: begins with its full part, and is longer.
-        row(2000, 1300, [1, 5, 6]),  # Part 1 has had its next turn: another session with the same beginning.
-        row(3000, 2000, [1, 3, 7, 8]),  # Goes on from the second.
-        row(4000, 600, [9, 10]),
-        row(6000, 600, [9, 10]),  # The same again: too short to hold the answer, so no next turn.
-    ])  # fmt: skip
+    load = mooncake(
+        [
+            row(0, 700, [1, 2]),
+            row(
+                1000, 1100, [1, 3, 4]
+            ),  # Goes on from the first: begins with its full part, and is longer.
+            row(
+                2000, 1300, [1, 5, 6]
+            ),  # Part 1 has had its next turn: another session with the same beginning.
+            row(3000, 2000, [1, 3, 7, 8]),  # Goes on from the second.
+            row(4000, 600, [9, 10]),
+            row(
+                6000, 600, [9, 10]
+            ),  # The same again: too short to hold the answer, so no next turn.
+        ]
+    )
     assert load.session.tolist() == [0, 0, 2, 0, 4, 5]
     assert load.turn.tolist() == [0, 1, 0, 2, 0, 0]
     assert load.tokens_seen.tolist() == [0, 512, 512, 1024, 0, 600]
@@ -66,12 +82,15 @@ def test_azures_rows_by_hand() -> None:
 
 def test_servegens_histograms_are_what_is_drawn() -> None:
     summary = {
-        "rate_600s": [[0, 5.0], [600, 0.0], [1200, 1.0]], "reason_ratio_hist": [[0.5, 0.5], [1.0, 0.5]],
+        "rate_600s": [[0, 5.0], [600, 0.0], [1200, 1.0]],
+        "reason_ratio_hist": [[0.5, 0.5], [1.0, 0.5]],
         "input_hist_lo_hi_p_mean": [[10, 11, 0.5, 10.0], [20, 40, 0.5, 30.0]],
         "output_hist_lo_hi_p_mean": [[100, 101, 1.0, 100.0]],
-    }  # fmt: skip
+    }
     load = servegen(summary, np.random.default_rng(0))
-    first, gap, last = (((load.arrival_s >= at) & (load.arrival_s < at + 600)).sum() for at in (0, 600, 1200))
+    first, gap, last = (
+        ((load.arrival_s >= at) & (load.arrival_s < at + 600)).sum() for at in (0, 600, 1200)
+    )
     assert (gap, len(load)) == (0, first + last)
     assert (first, last) == (pytest.approx(3000, rel=0.05), pytest.approx(600, rel=0.15))
     assert load.tokens_in.mean() == pytest.approx(20, rel=0.05)
@@ -80,7 +99,8 @@ def test_servegens_histograms_are_what_is_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num", "tokens"), [("conversation", 12_031, 144_793_823), ("synthetic", 3_993, 61_194_628)]
+    ("name", "num", "tokens"),
+    [("conversation", 12_031, 144_793_823), ("synthetic", 3_993, 61_194_628)],
 )
 def test_mooncakes_traces(name: str, num: int, tokens: int) -> None:
     with gzip.open(data(f"mooncake_{name}.jsonl.gz"), "rt", encoding="utf-8") as lines:
@@ -99,7 +119,11 @@ def test_azures_trace() -> None:
 
 
 def test_servegens_summary() -> None:
-    load = servegen(json.loads(data("servegen_deepseek_r1_summary.json").read_text()), np.random.default_rng(0), 10)
+    load = servegen(
+        json.loads(data("servegen_deepseek_r1_summary.json").read_text()),
+        np.random.default_rng(0),
+        10,
+    )
     assert load.tokens_in.mean() == pytest.approx(1268, rel=0.05)
     assert load.tokens_out.mean() == pytest.approx(1527, rel=0.03)
     assert load.arrival_s[-1] == pytest.approx(86_400, rel=0.01)

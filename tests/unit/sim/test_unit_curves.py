@@ -1,4 +1,6 @@
-"""What units do, measured: near what their steps are priced at, and a line through it that never falls."""
+"""What units do, measured: near what their steps are priced at, and a line through it that never
+falls.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def measured(draw: st.DrawFn) -> UnitCurves:
     gaps = draw(st.lists(st.floats(1.0, 40.0), min_size=2, max_size=6))
     tpots_s = draw(st.lists(st.floats(0.005, 0.2), min_size=len(gaps), max_size=len(gaps)))
     at = np.cumsum(gaps) + 4.0
-    return UnitCurves(tuple(zip(at.tolist(), tpots_s, strict=True)), 16, 1e5, 0.5, draw(st.floats(8.0, 300.0)))
+    return UnitCurves(
+        tuple(zip(at.tolist(), tpots_s, strict=True)), 16, 1e5, 0.5, draw(st.floats(8.0, 300.0))
+    )
 
 
 @given(measured())
@@ -46,7 +50,9 @@ def test_more_requests_are_never_faster_and_nothing_jumps(made: UnitCurves) -> N
     assert (steps >= -1e-12).all()
     at, measured_s = np.array(made.decode).T
     slope = np.diff(np.maximum.accumulate(measured_s)) / np.diff(at)
-    assert steps.max() <= slope.max() * (batch[1] - batch[0]) + 1e-12, "no steeper anywhere than between two points"
+    assert steps.max() <= slope.max() * (batch[1] - batch[0]) + 1e-12, (
+        "no steeper anywhere than between two points"
+    )
 
 
 def test_it_goes_through_what_was_measured() -> None:
@@ -64,21 +70,33 @@ def test_what_a_unit_is_counted_on_keeps_the_promise(made: UnitCurves, promise_s
     tokens_per_s = made.decode_tokens_per_s(promise_s)
     batches = np.arange(1.0, made.batch_max + 1.0)
     kept = batches[made.tpot_s(batches) <= promise_s]
-    assert tokens_per_s >= made.decode_ranks * kept[0] / float(made.tpot_s(kept[:1])[0]) * (1 - 1e-9)
-    assert tokens_per_s <= made.decode_ranks * (made.batch_max + 1.0) / float(made.tpot_s(batches).min()) * (1 + 1e-9)
-    assert made.decode_tokens_per_s(2 * promise_s) >= tokens_per_s, "a promise that is easier to keep costs no more"
+    assert tokens_per_s >= made.decode_ranks * kept[0] / float(made.tpot_s(kept[:1])[0]) * (
+        1 - 1e-9
+    )
+    assert tokens_per_s <= made.decode_ranks * (made.batch_max + 1.0) / float(
+        made.tpot_s(batches).min()
+    ) * (1 + 1e-9)
+    assert made.decode_tokens_per_s(2 * promise_s) >= tokens_per_s, (
+        "a promise that is easier to keep costs no more"
+    )
 
 
 def test_prompt_tokens_are_those_computed_and_those_found() -> None:
     made = UnitCurves(((10.0, 0.02), (30.0, 0.03)), 16, 40_000.0, 0.6, 60.0)
     assert made.prefill_tokens_per_s == pytest.approx(100_000.0)
     unit = made.unit_model()
-    assert (unit.prefill_tokens_per_s, unit.decode_ranks, unit.batch_max) == (made.prefill_tokens_per_s, 16, 60.0)
+    assert (unit.prefill_tokens_per_s, unit.decode_ranks, unit.batch_max) == (
+        made.prefill_tokens_per_s,
+        16,
+        60.0,
+    )
     assert float(unit.tpot_s(np.array(20.0))) == pytest.approx(0.025)
 
 
 def test_a_measured_unit_is_a_little_slower_than_its_price() -> None:
-    """Ranks are not quite even, and micro-batches of few requests throw more at one expert: never faster."""
+    """Ranks are not quite even, and micro-batches of few requests throw more at one expert: never
+    faster.
+    """
     figures = load().figures()
     for at, tpot_s in curves().decode:
         priced = model(DECODE).decode(at, figures.kv_length, 1, mtp_accept=small().mtp_accept)
@@ -99,7 +117,9 @@ def test_requests_in_turn_are_no_better_than_balanced_ones() -> None:
     roles = {role: replace(study.units_of(role), request_balance=TURNS) for role in ROLES}
     turns = replace(study, **roles)
     figures = load().figures()
-    (at, tpot_s), (_, slower_s) = (decode_point(one, PLACED, figures, cached_day(), 20.0) for one in (study, turns))
+    (at, tpot_s), (_, slower_s) = (
+        decode_point(one, PLACED, figures, cached_day(), 20.0) for one in (study, turns)
+    )
     assert slower_s > 0.99 * tpot_s
     assert at > 0
     many, fewer = (prefill_point(one, PLACED, figures, cached_day()) for one in (study, turns))
@@ -109,15 +129,23 @@ def test_requests_in_turn_are_no_better_than_balanced_ones() -> None:
 def test_experts_that_are_not_balanced_cost_time() -> None:
     figures = load().figures()
     (_, even_s), (_, uneven_s) = (
-        decode_point(small(), {**PLACED, DECODE: placed}, figures, cached_day(), 20.0) for placed in (1.0, 3.0)
+        decode_point(small(), {**PLACED, DECODE: placed}, figures, cached_day(), 20.0)
+        for placed in (1.0, 3.0)
     )
     assert uneven_s > 1.05 * even_s
 
 
 def test_nothing_to_measure_is_said() -> None:
-    empty = small(window=replace(
-        small().window, back_s=0.0, settle_s=0.0, first_token_s=0.0, seconds=1e-3, prefill_seconds=1e-3
-    ))  # fmt: skip
+    empty = small(
+        window=replace(
+            small().window,
+            back_s=0.0,
+            settle_s=0.0,
+            first_token_s=0.0,
+            seconds=1e-3,
+            prefill_seconds=1e-3,
+        )
+    )
     with pytest.raises(ConfigError, match=r"let window\.back_s and window\.seconds be longer"):
         decode_point(empty, PLACED, load().figures(), cached_day(), 6.0)
     with pytest.raises(ConfigError, match="prefill had nothing to do"):
@@ -131,7 +159,9 @@ def test_a_batch_fits_slots_and_memory() -> None:
     assert of(small(), 500.0) == 32.0
     assert of(small(), 50_000.0) == pytest.approx(of(small(), 100_000.0) * 2, rel=0.01)
     assert of(small(), 100_000.0) < 32.0
-    assert of(Study(), 4_989.0) == pytest.approx(135, abs=1), "80 GB less two experts a layer and the dense weights"
+    assert of(Study(), 4_989.0) == pytest.approx(135, abs=1), (
+        "80 GB less two experts a layer and the dense weights"
+    )
 
 
 @pytest.mark.parametrize("most", [1.0, 16.0, 24.0, 25.0, 60.0, 113.0, 134.9, 160.0])
@@ -146,10 +176,16 @@ def test_points_are_apart_and_within_what_can_be(most: float) -> None:
 def test_a_promise_is_kept_by_so_many_as_are_priced_at_it() -> None:
     for tpot_ms, placed in ((14.0, 1.0), (18.0, 1.0), (18.0, 1.5)):
         batch = batch_within(small(tpot_ms=tpot_ms), placed, 1_800.0)
-        priced = small().step_model(DECODE, placed).decode(batch, 1_800.0, 1, mtp_accept=small().mtp_accept)
+        priced = (
+            small()
+            .step_model(DECODE, placed)
+            .decode(batch, 1_800.0, 1, mtp_accept=small().mtp_accept)
+        )
         assert priced.tokens_per_s_user == pytest.approx(1e3 / tpot_ms, rel=1e-3)
     assert batch_within(small(tpot_ms=1e6), 1.0, 1_800.0) == small().decode.max_requests
-    assert batch_within(small(tpot_ms=18.0), 1.5, 1_800.0) < batch_within(small(tpot_ms=18.0), 1.0, 1_800.0)
+    assert batch_within(small(tpot_ms=18.0), 1.5, 1_800.0) < batch_within(
+        small(tpot_ms=18.0), 1.0, 1_800.0
+    )
 
 
 def test_a_promise_that_no_unit_keeps_is_refused_with_what_one_can_do() -> None:
@@ -171,8 +207,9 @@ def test_a_tight_promise_is_measured_where_it_may_be_kept() -> None:
     tight = points_at(batch_max(study, figures), batch_within(study, 1.0, figures.kv_length))
     points = {at: decode_point(study, PLACED, figures, cached_day(), at) for at in tight}
     found, wide = (
-        replace(curves(), decode=decode_curve(points[at] for at in wanted)) for wanted in (tight, usual)
-    )  # fmt: skip
+        replace(curves(), decode=decode_curve(points[at] for at in wanted))
+        for wanted in (tight, usual)
+    )
     assert 16 * 1.0 / 13.5e-3 * 0.9 < found.decode_tokens_per_s(13.5e-3) < 16 * 2.0 / 13.5e-3
     with pytest.raises(ValueError, match="no batch reaches"):
         wide.decode_tokens_per_s(13.5e-3)

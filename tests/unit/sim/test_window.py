@@ -50,10 +50,13 @@ def test_what_comes_is_what_comes_in_a_played_day(seen: Window, played: Workload
     for name in ("tokens_in", "tokens_out", "tokens_reasoning", "tokens_findable", "turn", "model"):
         mine, other = getattr(ours, name), getattr(theirs, name)
         noise = np.hypot(mine.std() / len(mine) ** 0.5, other.std() / len(other) ** 0.5)
-        # Turns of one sitting are alike: the means vary more than as many independent requests would.
+        # Turns of one sitting are alike: the means vary more than as many independent requests
+        # would.
         assert abs(mine.mean() - other.mean()) < 5 * noise, name
     for edge_s in (60, 600, HOUR_S, 8 * HOUR_S, 24 * HOUR_S):
-        assert (ours.idle_s < edge_s).mean() == pytest.approx((theirs.idle_s < edge_s).mean(), abs=0.01)
+        assert (ours.idle_s < edge_s).mean() == pytest.approx(
+            (theirs.idle_s < edge_s).mean(), abs=0.01
+        )
 
 
 def test_what_runs_has_come_as_far_as_in_a_played_day(seen: Window, played: Workload) -> None:
@@ -99,7 +102,9 @@ def test_the_cache_of_the_day_says_what_is_found() -> None:
 
 
 def test_slower_answers_leave_more_running(seen: Window) -> None:
-    slow = window(replace(PARAMS, token_s=2 * PARAMS.token_s), FROM_S, TO_S, HOUR_S, rng(), scale=SCALE)
+    slow = window(
+        replace(PARAMS, token_s=2 * PARAMS.token_s), FROM_S, TO_S, HOUR_S, rng(), scale=SCALE
+    )
     assert slow.num_running == pytest.approx(2 * seen.num_running, rel=0.1)
 
 

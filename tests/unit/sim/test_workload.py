@@ -13,7 +13,9 @@ from tests.unit.sim.worlds import Row, of
 def common(first: bytes, second: bytes) -> int:
     """Blocks until the chains part."""
     pairs = zip(split(first), split(second), strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(num_names(first), num_names(second)))
+    return next(
+        (at for at, (a, b) in enumerate(pairs) if a != b), min(num_names(first), num_names(second))
+    )
 
 
 def test_only_full_blocks_have_names_and_the_last_token_fills_none() -> None:
@@ -50,9 +52,17 @@ def test_answers_after_reasoning_are_like_no_other_text() -> None:
     assert len(set.union(*names)) == sum(map(len, names))
 
 
-def test_a_system_prompt_is_shared_as_far_as_it_fills_blocks_by_sessions_with_the_same_model() -> None:
-    rows = [Row(at, at, 0, 400, 9, prefix=2, prefix_tokens=200, tokens_seen=200, model=V3) for at in range(2)]
-    other_model, other_prompt = rows[0]._replace(session=5, model=R1), rows[0]._replace(session=6, prefix=1)
+def test_a_system_prompt_is_shared_as_far_as_it_fills_blocks_by_sessions_with_the_same_model() -> (
+    None
+):
+    rows = [
+        Row(at, at, 0, 400, 9, prefix=2, prefix_tokens=200, tokens_seen=200, model=V3)
+        for at in range(2)
+    ]
+    other_model, other_prompt = (
+        rows[0]._replace(session=5, model=R1),
+        rows[0]._replace(session=6, prefix=1),
+    )
     load = of(*rows, other_model, other_prompt, Row(4, 9, 0, 400, 9))
     first = load.chain(0)
     assert [common(first, load.chain(at)) for at in range(5)] == [6, 3, 0, 0, 0]

@@ -1,4 +1,6 @@
-"""A small fleet under the roles that serve: every request ends once, in the time that its steps take."""
+"""A small fleet under the roles that serve: every request ends once, in the time that its steps
+take.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,20 @@ def deployment(*, early_pull: str = "off", **limits: int) -> Deployment:
     return Deployment(
         prefill=UnitsConfig(2, ranks=8, max_requests=8, max_waiting=1000),
         decode=UnitsConfig(2, ranks=16, max_requests=16, max_waiting=1000),
-        limits=LimitsConfig(**{"max_running": 4000, "max_queued": 4000, **limits}), cache=CacheConfig(memory=OFF),
-        chunk_tokens=4096, early_pull=early_pull,
-    )  # fmt: skip
+        limits=LimitsConfig(**{"max_running": 4000, "max_queued": 4000, **limits}),
+        cache=CacheConfig(memory=OFF),
+        chunk_tokens=4096,
+        early_pull=early_pull,
+    )
 
 
-def requests(seed: int, size: int, per_s: float, tokens_in: float = 1000, tokens_out: float = 60) -> Requests:
+def requests(
+    seed: int, size: int, per_s: float, tokens_in: float = 1000, tokens_out: float = 60
+) -> Requests:
     rng = np.random.default_rng(seed)
-    lengths = (np.ceil(rng.exponential(mean, size)).astype(np.int64) for mean in (tokens_in, tokens_out))
+    lengths = (
+        np.ceil(rng.exponential(mean, size)).astype(np.int64) for mean in (tokens_in, tokens_out)
+    )
     return Requests(np.cumsum(rng.exponential(1 / per_s, size)), *lengths)
 
 
@@ -72,19 +80,25 @@ def test_the_same_requests_make_the_same_run() -> None:
 
     one, other = run(), run()
     assert np.array_equal(one.seen.end_s, other.seen.end_s)
-    assert [p.num_events for p in one.processes.values()] == [p.num_events for p in other.processes.values()]
+    assert [p.num_events for p in one.processes.values()] == [
+        p.num_events for p in other.processes.values()
+    ]
 
 
 def test_alone_a_request_takes_what_its_steps_take() -> None:
     asked = Requests(np.array([1.0]), np.array([2000]), np.array([101]))
     made = world(asked)
     made.run(60.0)
-    prefill_s = models()["prefill"].prefill(2000 / 8, 2000).seconds  # Less: one rank has it all, and does it alone.
+    prefill_s = (
+        models()["prefill"].prefill(2000 / 8, 2000).seconds
+    )  # Less: one rank has it all, and does it alone.
     assert made.seen.first_token_s[0] - 1.0 > prefill_s
     decode = models()["decode"]
     step_s = decode.decode(1 / 16, 2050, schedule="sequential").seconds
     tpot_s = (made.seen.end_s[0] - made.seen.first_token_s[0]) / 100
-    assert step_s < tpot_s < 1.3 * step_s, "the rank that has it is slower than the mean, and KV has to come first"
+    assert step_s < tpot_s < 1.3 * step_s, (
+        "the rank that has it is slower than the mean, and KV has to come first"
+    )
 
 
 def test_more_load_makes_steps_longer_and_drafts_tokens_faster() -> None:
@@ -110,10 +124,13 @@ def test_an_overloaded_fleet_refuses_and_the_rest_is_served() -> None:
 
 def test_a_switched_off_balancer_shows() -> None:
     """What the roles do about balance they do here."""
+
     def unevenness(balance: str) -> float:
         config = deployment()
         decode = dataclasses.replace(config.decode, request_balance=balance)
-        made = world(requests(6, 600, 200.0, tokens_out=150), dataclasses.replace(config, decode=decode))
+        made = world(
+            requests(6, 600, 200.0, tokens_out=150), dataclasses.replace(config, decode=decode)
+        )
         seen = []
         for until_s in np.arange(1.0, 3.0, 0.1):
             made.run(float(until_s))
@@ -150,12 +167,16 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ValueError, match="order of arrival"):
         Requests(np.array([1.0, 0.5]), np.ones(2, np.int64), np.ones(2, np.int64))
     with pytest.raises(ValueError, match="the decode model has 8 ranks"):
-        FleetWorld(deployment(), {"prefill": StepModel(8), "decode": StepModel(8)}, requests(1, 1, 1.0))
+        FleetWorld(
+            deployment(), {"prefill": StepModel(8), "decode": StepModel(8)}, requests(1, 1, 1.0)
+        )
 
 
 # ---- what the disk has ----
 def cached(asked: Requests, share: float) -> Requests:
-    return dataclasses.replace(asked, tokens_cached=(asked.tokens_in * share).astype(np.int64) // 64 * 64)
+    return dataclasses.replace(
+        asked, tokens_cached=(asked.tokens_in * share).astype(np.int64) // 64 * 64
+    )
 
 
 def test_what_is_on_disk_is_read_and_not_computed() -> None:
@@ -163,7 +184,9 @@ def test_what_is_on_disk_is_read_and_not_computed() -> None:
     made = world(asked, deployment_off())
     made.run(300.0)
     usable = np.minimum(asked.tokens_cached, (asked.tokens_in - 1) // 64 * 64)
-    assert np.array_equal(made.seen.tokens_hit, usable), "a prompt's last position is always computed"
+    assert np.array_equal(made.seen.tokens_hit, usable), (
+        "a prompt's last position is always computed"
+    )
     seen = made.read(0.0, 300.0)
     assert seen.tokens_hit == seen.disk_tokens == made.front.totals.tokens_hit == usable.sum()
     assert seen.prefill.tokens == pytest.approx((asked.tokens_in - usable).sum())
@@ -208,7 +231,9 @@ def test_what_is_computed_and_generated_is_written() -> None:
     # The last token of an output has no KV.
     full = (asked.tokens_in + asked.tokens_out - 1) // 64 * 64 - asked.tokens_cached
     assert made.read(0.0, 300.0).disk_tokens_written == full.sum()
-    assert np.array_equal(made.disk.num_blocks, asked.tokens_in // 64), "prompts can be found from now on"
+    assert np.array_equal(made.disk.num_blocks, asked.tokens_in // 64), (
+        "prompts can be found from now on"
+    )
     assert made.check() == []
 
 
@@ -218,6 +243,8 @@ def test_how_full_ranks_are_is_sampled() -> None:
     seen = made.read(0.5, 2.0)
     share = seen.kv_share
     mean = np.mean([of_unit.mean() for of_unit in seen.requests.values()])
-    assert mean == pytest.approx(seen.decode.requests_per_rank, rel=0.1), "samples and steps tell the same"
+    assert mean == pytest.approx(seen.decode.requests_per_rank, rel=0.1), (
+        "samples and steps tell the same"
+    )
     assert sorted(share) == ["decode-0", "decode-1"]
     assert all(of_unit.shape == (16,) and 0.0 < of_unit.mean() < 0.2 for of_unit in share.values())

@@ -15,7 +15,9 @@ BLOCK_BYTES = 1000.0
 
 
 def disk(*num_blocks: int, **speed: float) -> WorldDisk:
-    return WorldDisk(np.array(num_blocks, np.int64), BLOCK_BYTES, DiskSpeed(**{"read_bytes_per_s": 1e4, **speed}))
+    return WorldDisk(
+        np.array(num_blocks, np.int64), BLOCK_BYTES, DiskSpeed(**{"read_bytes_per_s": 1e4, **speed})
+    )
 
 
 def load(num_blocks: int, rank: int = 0, load_id: int = 0) -> LoadBlocks:
@@ -27,7 +29,12 @@ def test_what_is_there_is_found_up_to_the_first_that_is_not() -> None:
     chain = chain_of(0, 9)
     assert view.num_found(chain) == len(view.lookup(chain)) == 5
     assert view.num_found(slice_of(chain, 3, 9)) == 2
-    assert view.num_found(slice_of(chain, 5, 9)) == view.num_found(b"") == view.num_found(chain_of(1, 3)) == 0
+    assert (
+        view.num_found(slice_of(chain, 5, 9))
+        == view.num_found(b"")
+        == view.num_found(chain_of(1, 3))
+        == 0
+    )
     assert slice_of(chain, 4, 5) in view
     assert slice_of(chain, 5, 6) not in view
     assert view.num_found(chain_of(99, 3)) == 0, "a request that there is not"
@@ -39,9 +46,20 @@ def test_all_that_is_there_is_found_in_whatever_order_it_is_asked_for() -> None:
     view = made.view()
     one, other = chain_of(0, 9), chain_of(1, 4)
     view.drop(slice_of(one, 4, 5))
-    for names in (one, slice_of(one, 2, 9), slice_of(one, 6, 8), other + one, slice_of(one, 3, 4) + slice_of(one, 1, 2),
-                  slice_of(one, 0, 1) * 2, b"", bytes(range(NAME_BYTES)) + other, chain_of(99, 2)):  # fmt: skip
-        assert view.found(names) == tuple(place for name in split(names) if (place := view.find(name)) is not None)
+    for names in (
+        one,
+        slice_of(one, 2, 9),
+        slice_of(one, 6, 8),
+        other + one,
+        slice_of(one, 3, 4) + slice_of(one, 1, 2),
+        slice_of(one, 0, 1) * 2,
+        b"",
+        bytes(range(NAME_BYTES)) + other,
+        chain_of(99, 2),
+    ):
+        assert view.found(names) == tuple(
+            place for name in split(names) if (place := view.find(name)) is not None
+        )
     assert (len(view.found(one)), len(view.found(other + one))) == (4, 7)
 
 
@@ -59,7 +77,9 @@ def test_what_is_written_is_found_by_all() -> None:
     made = disk(1)
     chain = chain_of(0, 4)
     one, other = made.view(), made.view()
-    end_s, stored = made.store(2.0, "prefill-0", StoreBlocks(3, slice_of(chain, 1, 3), (1, 2), (8, 9), 0))
+    end_s, stored = made.store(
+        2.0, "prefill-0", StoreBlocks(3, slice_of(chain, 1, 3), (1, 2), (8, 9), 0)
+    )
     assert end_s == pytest.approx(2.0 + 2 * BLOCK_BYTES / DiskSpeed().write_bytes_per_s)
     one.put(slice_of(chain, 1, 3), stored.places)
     assert (stored.store_id, one.num_found(chain), other.num_found(chain)) == (3, 3, 3)
@@ -69,14 +89,25 @@ def test_what_is_written_is_found_by_all() -> None:
 
 def test_reads_of_a_node_wait_for_each_other_and_those_of_others_do_not() -> None:
     made = disk(9, latency_s=0.01)
-    times = [made.load(1.0, unit, load(num, rank))[:2] for unit, rank, num in
-             [("prefill-0", 0, 5), ("prefill-0", 7, 3), ("prefill-0", 8, 3), ("prefill-1", 0, 1)]]  # fmt: skip
-    assert times == [pytest.approx(pair) for pair in [(1.0, 1.51), (1.5, 1.81), (1.0, 1.31), (1.0, 1.11)]]
+    times = [
+        made.load(1.0, unit, load(num, rank))[:2]
+        for unit, rank, num in [
+            ("prefill-0", 0, 5),
+            ("prefill-0", 7, 3),
+            ("prefill-0", 8, 3),
+            ("prefill-1", 0, 1),
+        ]
+    ]
+    assert times == [
+        pytest.approx(pair) for pair in [(1.0, 1.51), (1.5, 1.81), (1.0, 1.31), (1.0, 1.11)]
+    ]
     assert made.load(5.0, "prefill-0", load(1))[0] == 5.0, "done long ago"
 
 
 def test_a_read_that_fails_brings_what_came_before() -> None:
-    made = WorldDisk(np.array([9]), BLOCK_BYTES, DiskSpeed(read_bytes_per_s=1e4), lambda now_s, unit, effect: 2)
+    made = WorldDisk(
+        np.array([9]), BLOCK_BYTES, DiskSpeed(read_bytes_per_s=1e4), lambda now_s, unit, effect: 2
+    )
     begin_s, end_s, loaded = made.load(0.0, "prefill-0", load(5, load_id=4))
     assert loaded == BlocksLoaded(4, 2, 0, "input/output error")
     assert end_s - begin_s == pytest.approx(0.2)

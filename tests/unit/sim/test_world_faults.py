@@ -1,5 +1,5 @@
-"""Worlds in which things go wrong: every request ends once, ledgers add up after every fault, and time is lost as it
-should be.
+"""Worlds in which things go wrong: every request ends once, ledgers add up after every fault, and
+time is lost as it should be.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from tests.unit.sim.test_world import cached, deployment, deployment_off, models
 UNITS = {"prefill-0": 8, "prefill-1": 8, "decode-0": 16, "decode-1": 16}
 
 
-def played(asked: Requests, faults: WorldFaults, look_at_s: list[float], **options: Any) -> FleetWorld:
+def played(
+    asked: Requests, faults: WorldFaults, look_at_s: list[float], **options: Any
+) -> FleetWorld:
     """A world that was looked at after each fault, and to its end."""
     made = world(asked, faults=faults, **options)
     for at_s in look_at_s:
@@ -39,7 +41,9 @@ def played(asked: Requests, faults: WorldFaults, look_at_s: list[float], **optio
     assert made.front.idle
     assert np.isfinite(made.seen.end_s).all()
     assert not made.seen.is_failed.any()
-    assert made.front.totals.tokens_out == (asked.tokens_out - asked.tokens_done).sum(), "no token twice, none left out"
+    assert made.front.totals.tokens_out == (asked.tokens_out - asked.tokens_done).sum(), (
+        "no token twice, none left out"
+    )
     return made
 
 
@@ -52,8 +56,12 @@ def test_a_rank_dies_and_its_unit_goes_on_without_it() -> None:
         fault = RanksDie(1.0, unit, (3,), form_s=0.5, back_s=3.0)
         made = played(busy(), WorldFaults(ranks=(fault,)), [1.01, 1.4, 1.6, 3.9, 4.1])
         assert made.front.totals.retries > 0, "what the rank held is made elsewhere"
-        steps = [(at_s, at_s + took_s) for role in made.log.steps.values() for name, at_s, took_s, _ in role
-                 if name == unit]  # fmt: skip
+        steps = [
+            (at_s, at_s + took_s)
+            for role in made.log.steps.values()
+            for name, at_s, took_s, _ in role
+            if name == unit
+        ]
         assert not [at_s for at_s, _ in steps if 1.0 < at_s < 1.5], "no step until it has formed"
         assert [at_s for at_s, _ in steps if 1.5 <= at_s < 4.0]
 
@@ -82,10 +90,12 @@ def test_all_ranks_of_a_unit_die() -> None:
 
 def test_ranks_die_while_others_are_away() -> None:
     faults = (
-        RanksDie(1.0, "decode-0", (0, 1), form_s=0.5, back_s=1.5), RanksDie(1.2, "decode-0", (1, 2), form_s=0.5),
-        RanksDie(2.4, "decode-0", (0,), form_s=0.3, back_s=1.0), RanksDie(1.1, "prefill-1", (7,), form_s=0.1),
+        RanksDie(1.0, "decode-0", (0, 1), form_s=0.5, back_s=1.5),
+        RanksDie(1.2, "decode-0", (1, 2), form_s=0.5),
+        RanksDie(2.4, "decode-0", (0,), form_s=0.3, back_s=1.0),
+        RanksDie(1.1, "prefill-1", (7,), form_s=0.1),
         RanksDie(1.15, "prefill-1", (7,), form_s=0.1, back_s=0.5),
-    )  # fmt: skip
+    )
     played(busy(), WorldFaults(ranks=faults), [1.05, 1.3, 1.55, 1.75, 2.45, 2.55, 3.5])
 
 
@@ -98,24 +108,47 @@ def test_a_unit_dies_and_its_requests_go_on_elsewhere() -> None:
 
 
 def test_a_unit_that_is_late_is_not_missed() -> None:
-    made = played(busy(), WorldFaults(late=(UnitLate("decode-0", 1.5), UnitLate("prefill-0", 1.0))), [1.2, 2.0])
-    begun = {unit: min(at_s for role in made.log.steps.values() for name, at_s, _, _ in role if name == unit)
-             for unit in UNITS}  # fmt: skip
+    made = played(
+        busy(),
+        WorldFaults(late=(UnitLate("decode-0", 1.5), UnitLate("prefill-0", 1.0))),
+        [1.2, 2.0],
+    )
+    begun = {
+        unit: min(
+            at_s for role in made.log.steps.values() for name, at_s, _, _ in role if name == unit
+        )
+        for unit in UNITS
+    }
     assert begun["decode-0"] > 1.5
     assert begun["prefill-0"] > 1.0
     assert max(begun["decode-1"], begun["prefill-1"]) < 1.0
 
 
 def test_a_slow_rank_makes_the_steps_of_its_unit_slower_and_no_other_s() -> None:
-    asked = Requests(np.full(256, -1.0), np.full(256, 1000), np.full(256, 90), np.zeros(256, int), np.full(256, 20))
+    asked = Requests(
+        np.full(256, -1.0),
+        np.full(256, 1000),
+        np.full(256, 90),
+        np.zeros(256, int),
+        np.full(256, 20),
+    )
     fault = RankSlow(0.5, 1.0, "decode-0", 5, 2.0)
     made = played(asked, WorldFaults(slow=(fault,)), [0.7])
 
     def step_s(unit: str, begin_s: float, end_s: float) -> float:
-        return float(np.median([took_s for name, at_s, took_s, work in made.log.steps["decode"]
-                                if name == unit and begin_s < at_s < end_s]))  # fmt: skip
+        return float(
+            np.median(
+                [
+                    took_s
+                    for name, at_s, took_s, work in made.log.steps["decode"]
+                    if name == unit and begin_s < at_s < end_s
+                ]
+            )
+        )
 
-    assert step_s("decode-0", 0.5, 0.99) == pytest.approx(2.0 * step_s("decode-1", 0.5, 0.99), rel=0.02)
+    assert step_s("decode-0", 0.5, 0.99) == pytest.approx(
+        2.0 * step_s("decode-1", 0.5, 0.99), rel=0.02
+    )
     assert step_s("decode-0", 0.1, 0.5) == pytest.approx(step_s("decode-1", 0.1, 0.5), rel=0.02)
     assert step_s("decode-0", 1.05, 1.3) == pytest.approx(step_s("decode-1", 1.05, 1.3), rel=0.02)
 
@@ -132,13 +165,22 @@ def test_a_lost_disk_costs_what_it_had() -> None:
     assert all(0.5 <= one[0] < 1.0 for one in failed)
     usable = np.minimum(asked.tokens_cached, (asked.tokens_in - 1) // 64 * 64)
     assert usable.sum() - made.seen.tokens_hit.sum() == sum(one[3] for one in failed)
-    assert made.read(0.0, 100.0).prefill.tokens == pytest.approx((asked.tokens_in - made.seen.tokens_hit).sum())
+    assert made.read(0.0, 100.0).prefill.tokens == pytest.approx(
+        (asked.tokens_in - made.seen.tokens_hit).sum()
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_many_faults_at_random(seed: int) -> None:
-    rates = FaultRates(rank_every_s=0.4, node_every_s=1.5, slow_every_s=1.0, disk_every_s=1.0, unit_every_s=1.5,
-                       lasts_s=0.8, form_s=0.2)  # fmt: skip
+    rates = FaultRates(
+        rank_every_s=0.4,
+        node_every_s=1.5,
+        slow_every_s=1.0,
+        disk_every_s=1.0,
+        unit_every_s=1.5,
+        lasts_s=0.8,
+        form_s=0.2,
+    )
     faults = draw_faults(rates, UNITS, 3.0, np.random.default_rng(seed))
     assert faults == draw_faults(rates, UNITS, 3.0, np.random.default_rng(seed))
     asked = cached(requests(seed, 80, 40.0, tokens_out=50), 0.5)

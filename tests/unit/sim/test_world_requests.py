@@ -28,7 +28,9 @@ def test_a_hash_of_text_is_nobody_s_name() -> None:
 
 
 def test_a_generation_has_its_names_and_what_was_made_before() -> None:
-    asked = Requests(np.zeros(2), columns(200, 100), columns(50, 50), columns(128, 64), columns(0, 20))
+    asked = Requests(
+        np.zeros(2), columns(200, 100), columns(50, 50), columns(128, 64), columns(0, 20)
+    )
     assert asked.is_running.tolist() == [False, True]
     new, running = (asked.generation(number, 1000, 1) for number in (0, 1))
     assert (len(new.prompt), len(new.output), new.max_tokens) == (200, 0, 800)
@@ -37,9 +39,14 @@ def test_a_generation_has_its_names_and_what_was_made_before() -> None:
 
 @pytest.mark.parametrize(
     ("cached", "done", "reason"),
-    [(65, 0, "full blocks"), (256, 0, "full blocks"), (-64, 0, "full blocks"), (0, 10, "at least one"),
-     (0, -1, "at least one")],
-)  # fmt: skip
+    [
+        (65, 0, "full blocks"),
+        (256, 0, "full blocks"),
+        (-64, 0, "full blocks"),
+        (0, 10, "at least one"),
+        (0, -1, "at least one"),
+    ],
+)
 def test_what_cannot_be_is_refused(cached: int, done: int, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Requests(np.zeros(1), columns(200), columns(10), columns(cached), columns(done))

@@ -16,7 +16,15 @@ from hadal.sim.world_seen import Reading, WorldLog, nothing_seen, read
 def reading(log: WorldLog, begin_s: float = 0.0, end_s: float = 10.0) -> Reading:
     none = np.zeros(0, np.int64)
     nobody = Requests(np.zeros(0), none, none)
-    return read(begin_s, end_s, log, nothing_seen(0), nobody, {PREFILL: 1, DECODE: 2}, {PREFILL: 4, DECODE: 8})
+    return read(
+        begin_s,
+        end_s,
+        log,
+        nothing_seen(0),
+        nobody,
+        {PREFILL: 1, DECODE: 2},
+        {PREFILL: 4, DECODE: 8},
+    )
 
 
 def test_steps_count_for_the_part_that_lies_inside() -> None:
@@ -25,7 +33,7 @@ def test_steps_count_for_the_part_that_lies_inside() -> None:
         ("decode-0", 1.0, 1.0, StepWork(16, 1600, 16, 4, 400, 1.2, 1, 1600)),
         ("decode-1", 9.0, 2.0, StepWork(8, 4000, 8, 1, 500, 1.4, 2, 4000)),
         ("decode-0", 20.0, 1.0, StepWork(99, 99, 99, 99, 99, 9.9, 1, 99)),
-    ]  # fmt: skip
+    ]
     decode = reading(log).decode
     assert (decode.num_steps, decode.tokens, decode.positions) == (1.5, 20.0, 3600.0)
     assert decode.positions_per_token == 180.0
@@ -43,14 +51,20 @@ def test_steps_count_for_the_part_that_lies_inside() -> None:
 def test_ranks_of_prefill_are_summed_by_unit_for_the_part_inside() -> None:
     log = WorldLog()
     for unit, at_s, ranks in (
-        ("prefill-1", 1.0, ([8, 0, 4, 4], [80, 0, 10, 16])), ("prefill-0", 9.0, ([2, 2, 2, 2], [4, 4, 4, 8])),
-        ("prefill-1", -1.5, ([4, 4, 4, 0], [8, 8, 8, 0])), ("prefill-0", 10.0, ([99] * 4, [99] * 4)),
-    ):  # fmt: skip
-        log.steps[PREFILL].append((unit, at_s, 2.0, StepWork(sum(ranks[0]), sum(ranks[1]), 4, 8, 80, 1.0, 1, 0)))
+        ("prefill-1", 1.0, ([8, 0, 4, 4], [80, 0, 10, 16])),
+        ("prefill-0", 9.0, ([2, 2, 2, 2], [4, 4, 4, 8])),
+        ("prefill-1", -1.5, ([4, 4, 4, 0], [8, 8, 8, 0])),
+        ("prefill-0", 10.0, ([99] * 4, [99] * 4)),
+    ):
+        log.steps[PREFILL].append(
+            (unit, at_s, 2.0, StepWork(sum(ranks[0]), sum(ranks[1]), 4, 8, 80, 1.0, 1, 0))
+        )
         log.prefill_ranks.append(ranks)
     seen = reading(log)
     assert list(seen.prefill_tokens) == list(seen.prefill_pairs) == ["prefill-0", "prefill-1"]
-    assert seen.prefill_tokens["prefill-1"].tolist() == [9.0, 1.0, 5.0, 4.0], "a quarter of the step that began before"
+    assert seen.prefill_tokens["prefill-1"].tolist() == [9.0, 1.0, 5.0, 4.0], (
+        "a quarter of the step that began before"
+    )
     assert seen.prefill_pairs["prefill-1"].tolist() == [82.0, 2.0, 12.0, 16.0]
     assert seen.prefill_tokens["prefill-0"].tolist() == [1.0] * 4
     assert seen.prefill_pairs["prefill-0"].tolist() == [2.0, 2.0, 2.0, 4.0]
@@ -60,7 +74,11 @@ def test_ranks_of_prefill_are_summed_by_unit_for_the_part_inside() -> None:
 
 def test_nothing_happened_is_said_and_an_empty_interval_refused() -> None:
     nothing = reading(WorldLog())
-    assert (nothing.decode.tokens, nothing.decode.positions_per_token, nothing.prefill.busy_share) == (0.0, 0.0, 0.0)
+    assert (
+        nothing.decode.tokens,
+        nothing.decode.positions_per_token,
+        nothing.prefill.busy_share,
+    ) == (0.0, 0.0, 0.0)
     assert nothing.num_arrived == nothing.disk_tokens == 0
     assert nothing.prefill_tokens == nothing.prefill_pairs == {}
     with pytest.raises(ValueError, match="is empty"):
@@ -73,8 +91,12 @@ def test_requests_count_when_they_come_begin_and_end() -> None:
     seen.end_s[:] = [2.1, 2.6, np.nan, 2.9]
     seen.is_failed[3] = True
     seen.tokens_hit[:] = [0, 64, 128, 0]
-    asked = Requests(np.array([-5.0, 2.0, 2.2, 2.4]), np.array([500, 100, 300, 9]), np.array([52, 10, 9, 9]),
-                     tokens_done=np.array([30, 0, 0, 0]))  # fmt: skip
+    asked = Requests(
+        np.array([-5.0, 2.0, 2.2, 2.4]),
+        np.array([500, 100, 300, 9]),
+        np.array([52, 10, 9, 9]),
+        tokens_done=np.array([30, 0, 0, 0]),
+    )
 
     def at(begin_s: float, end_s: float) -> Reading:
         one = {PREFILL: 1, DECODE: 1}
@@ -85,7 +107,9 @@ def test_requests_count_when_they_come_begin_and_end() -> None:
     assert (both.num_ended, both.num_failed) == (3, 1)
     assert both.ttft_s.tolist() == [0.5]
     assert (both.tokens_in, both.tokens_hit, both.first_tokens) == (100, 64, 1)
-    assert both.tpot_s.tolist() == pytest.approx([1.1 / 21]), "22 tokens here; the other one had but 10"
+    assert both.tpot_s.tolist() == pytest.approx([1.1 / 21]), (
+        "22 tokens here; the other one had but 10"
+    )
     assert at(0.0, 2.0).first_tokens == 0, "that one ran at the start"
 
 
@@ -93,9 +117,11 @@ def test_reads_writes_and_samples_are_of_their_interval() -> None:
     log = WorldLog()
     log.reads += [(0.5, 1.0, 1.5, 640, 640), (1.0, 1.0, 3.0, 128, 64), (1.0, 1.0, 12.0, 64, 64)]
     log.writes += [(0.0, 1.0, 192), (9.0, 11.0, 64)]
-    log.ranks += [(1.0, "decode-0", np.array([0.2, 0.4]), np.array([3.0, 4.0])),
-                  (2.0, "decode-0", np.array([0.4, 0.8]), np.array([5.0, 4.0])),
-                  (11.0, "decode-0", np.array([1.0, 1.0]), np.array([9.0, 9.0]))]  # fmt: skip
+    log.ranks += [
+        (1.0, "decode-0", np.array([0.2, 0.4]), np.array([3.0, 4.0])),
+        (2.0, "decode-0", np.array([0.4, 0.8]), np.array([5.0, 4.0])),
+        (11.0, "decode-0", np.array([1.0, 1.0]), np.array([9.0, 9.0])),
+    ]
     seen = reading(log)
     assert (seen.disk_tokens, seen.disk_tokens_written) == (704, 192)
     assert (seen.disk_wait_s, seen.disk_read_s) == (pytest.approx(0.25), pytest.approx(1.5))

@@ -27,7 +27,9 @@ class Listener:
 def unit(pools: set[str]) -> tuple[SimUnit, Listener]:
     role = Listener()
     process = Process("decode-0", role, SimClock(), lambda to, message: None)
-    made = SimUnit("decode-0", 7, process, DecodeRunner(StepModel(4), 2, lambda number: 9), 4, pools)
+    made = SimUnit(
+        "decode-0", 7, process, DecodeRunner(StepModel(4), 2, lambda number: 9), 4, pools
+    )
     made.begin()
     return made, role
 
@@ -43,7 +45,9 @@ def test_ranks_die_and_come_back_with_new_pools() -> None:
     assert not made.lose((3,)), "dead already"
     made.form()
     made.form()
-    assert [(reset.lost, reset.fresh, reset.generation) for reset in role.resets[1:]] == [((1, 3), (), 2)]
+    assert [(reset.lost, reset.fresh, reset.generation) for reset in role.resets[1:]] == [
+        ((1, 3), (), 2)
+    ]
     assert role.resets[1].pools == (before[0], "", before[2], "")
     made.come((0, 1))
     assert (role.resets[2].lost, role.resets[2].fresh, made.num_living) == ((), (1,), 3)

@@ -19,7 +19,9 @@ from hadal.sim.world_warm import WARM, WarmUnit
 from tests.unit.sim.test_world import deployment, requests, world
 
 
-def running(size: int, tokens_in: int, tokens_done: int, tokens_out: int, *, later: Requests | None = None) -> Requests:
+def running(
+    size: int, tokens_in: int, tokens_done: int, tokens_out: int, *, later: Requests | None = None
+) -> Requests:
     """`size` requests alike that ran before, and others."""
     columns = [np.full(size, n) for n in (tokens_in, tokens_out, 0, tokens_done)]
     if later is None:
@@ -42,7 +44,8 @@ def test_they_are_all_in_the_first_step_and_take_what_was_left() -> None:
     assert np.isfinite(made.seen.end_s).all()
     assert made.front.totals.tokens_out == 96 * 31
     seen = made.read(0.0, 60.0)
-    # 30 steps each, one token having come with the start: lengths 1051 .. 1080, and one step more for the stop id.
+    # 30 steps each, one token having come with the start: lengths 1051 .. 1080, and one step more
+    # for the stop id.
     assert seen.decode.tokens == 96 * 31
     assert seen.decode.positions_per_token == pytest.approx(np.mean([*range(1051, 1082)]))
     assert (seen.num_arrived, seen.first_tokens, seen.tokens_in, seen.disk_tokens) == (0, 0, 0, 0)
@@ -83,7 +86,11 @@ def test_one_that_has_a_token_to_go_ends_with_it() -> None:
     assert np.isfinite(made.seen.end_s).all()
     assert made.front.totals.tokens_out == 5
     assert not made.log.steps["decode"]
-    units = [process.role for process in made.processes.values() if isinstance(process.role, DecodeLeader)]
+    units = [
+        process.role
+        for process in made.processes.values()
+        if isinstance(process.role, DecodeLeader)
+    ]
     assert [unit.num_requests for unit in units] == [0, 0]
 
 
@@ -105,7 +112,9 @@ def test_it_answers_a_prompt_with_its_next_token() -> None:
 def test_those_that_wait_at_the_start_are_shared_out(num_running: int) -> None:
     """Prefill's units say that they are up one after the other: the first is not given all."""
     rest = Requests(np.zeros(200), *(np.full(200, n) for n in (900, 20)))
-    roomy = replace(deployment(), prefill=UnitsConfig(2, ranks=8, max_requests=256, max_waiting=1000))
+    roomy = replace(
+        deployment(), prefill=UnitsConfig(2, ranks=8, max_requests=256, max_waiting=1000)
+    )
     made = world(running(num_running, 500, 100, 300, later=rest) if num_running else rest, roomy)
     made.run(60.0)
     tokens = dict.fromkeys(("prefill-0", "prefill-1"), 0.0)

@@ -25,9 +25,20 @@ class Row(NamedTuple):
 
 def of(*rows: Row) -> Workload:
     """These requests of one tenant."""
-    at_s, session, turn, num_in, num_out, reasoning, seen, idle_s, prefix, prefix_tokens, model = map(
-        np.array, zip(*rows, strict=True)
+    at_s, session, turn, num_in, num_out, reasoning, seen, idle_s, prefix, prefix_tokens, model = (
+        map(np.array, zip(*rows, strict=True))
     )
     return Workload(
-        at_s, session, turn, num_in, num_out, reasoning, prefix, prefix_tokens, seen, idle_s, np.zeros_like(turn), model
+        at_s,
+        session,
+        turn,
+        num_in,
+        num_out,
+        reasoning,
+        prefix,
+        prefix_tokens,
+        seen,
+        idle_s,
+        np.zeros_like(turn),
+        model,
     )

@@ -1,4 +1,6 @@
-"""The tables of the ledger, in SQLite in memory: once, exact, kept first. On real files and PostgreSQL: tests/dist."""
+"""The tables of the ledger, in SQLite in memory: once, exact, kept first. On real files and
+PostgreSQL: tests/dist.
+"""
 
 from collections.abc import Iterator
 
@@ -56,13 +58,19 @@ def test_quantiles_and_errors_of_every_line(connection: sa.Connection, number: i
     ledger.write_requests(connection, facts)
     offset_s = 8 * 3600
     for by, key in (
-        ("model", lambda fact: fact.model), ("tenant", lambda fact: fact.tenant),
+        ("model", lambda fact: fact.model),
+        ("tenant", lambda fact: fact.tenant),
         ("hour", lambda fact: (micros(fact.completed_s) + offset_s * 10**6) // (3600 * 10**6)),
-    ):  # fmt: skip
-        assert ledger.read_details(connection, *ALWAYS, by=by, utc_offset_s=offset_s) == details_of(facts, key)
+    ):
+        assert ledger.read_details(connection, *ALWAYS, by=by, utc_offset_s=offset_s) == details_of(
+            facts, key
+        )
     times = sorted(micros(fact.completed_s) for fact in facts)
     within = [fact for fact in facts if micros(fact.completed_s) < times[-1]]
-    assert ledger.read_details(connection, 0, times[-1]).total == details_of(within, lambda fact: 0).total
+    assert (
+        ledger.read_details(connection, 0, times[-1]).total
+        == details_of(within, lambda fact: 0).total
+    )
     with pytest.raises(ValueError, match="by hour, model, tenant"):
         ledger.read_details(connection, *ALWAYS, by="day")
 
@@ -77,15 +85,22 @@ def test_said_again_a_fact_counts_once(connection: sa.Connection) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"tokens_out": 3}, {"tenant": "other"}, {"completed_s": START_S + 9}, {"last_token_s": START_S + 2.000001},
-        {"decode_unit": "decode-1"}, {"income_pico_usd": 1}, {"end": "length"},
+        {"tokens_out": 3},
+        {"tenant": "other"},
+        {"completed_s": START_S + 9},
+        {"last_token_s": START_S + 2.000001},
+        {"decode_unit": "decode-1"},
+        {"income_pico_usd": 1},
+        {"end": "length"},
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("is_together", [True, False])
 def test_another_fact_under_a_known_id_is_refused(
     connection: sa.Connection, change: dict[str, object], is_together: bool
 ) -> None:
-    first = RequestFact("r", "t", "m", 1, 2, 2, 7, "stop", START_S, START_S + 3, START_S + 1, START_S + 2, "p", "d")
+    first = RequestFact(
+        "r", "t", "m", 1, 2, 2, 7, "stop", START_S, START_S + 3, START_S + 1, START_S + 2, "p", "d"
+    )
     other = msgspec.structs.replace(first, **change)
     if is_together:
         assert ledger.write_requests(connection, [first, other]) == Written(1, 0, ("r",))
@@ -100,10 +115,14 @@ def test_an_interval_grows_and_never_shrinks(connection: sa.Connection) -> None:
         return NodesFact(unit, epoch, "decode", 2, 8, from_s, to_s, "cpu", 2_000_000, "m")
 
     ledger.write_nodes(connection, [up(100.0, 100.0), up(100.0, 120.0), up(100.0, 110.0)])
-    ledger.write_nodes(connection, [up(90.0, 95.0), up(300.0, 310.0, epoch="b"), up(100.0, 101.0, "decode-1")])
+    ledger.write_nodes(
+        connection, [up(90.0, 95.0), up(300.0, 310.0, epoch="b"), up(100.0, 101.0, "decode-1")]
+    )
     assert ledger.read_nodes(connection, *ALWAYS) == [
-        up(90.0, 120.0), up(100.0, 101.0, "decode-1"), up(300.0, 310.0, epoch="b")
-    ]  # fmt: skip
+        up(90.0, 120.0),
+        up(100.0, 101.0, "decode-1"),
+        up(300.0, 310.0, epoch="b"),
+    ]
     assert ledger.read_nodes(connection, 120_000_000, 300_000_001) == [up(300.0, 310.0, epoch="b")]
     assert ledger.read_nodes(connection, 120_000_000, 300_000_000) == []
 
@@ -120,13 +139,17 @@ def test_counters_are_added_once_by_batch(connection: sa.Connection) -> None:
     assert ledger.read_tally(connection, *ALWAYS) == tally_of([*facts, *facts, *own])
 
 
-def test_counters_belong_to_the_window_their_quarter_hour_begins_in(connection: sa.Connection) -> None:
+def test_counters_belong_to_the_window_their_quarter_hour_begins_in(
+    connection: sa.Connection,
+) -> None:
     tally = tally_of(random_facts(6, 200))
     ledger.write_tally(connection, "b", tally)
     bucket = sorted(key.bucket for key, _ in tally)[20]
     read = ledger.read_tally(connection, bucket * BUCKET_US, (bucket + 1) * BUCKET_US)
     assert {key.bucket for key, _ in read} == {bucket}
-    assert list(ledger.read_tally(connection, bucket * BUCKET_US + 1, (bucket + 1) * BUCKET_US)) == []
+    assert (
+        list(ledger.read_tally(connection, bucket * BUCKET_US + 1, (bucket + 1) * BUCKET_US)) == []
+    )
 
 
 def test_no_ledger_and_other_schemas_are_told_apart() -> None:
@@ -137,6 +160,8 @@ def test_no_ledger_and_other_schemas_are_told_apart() -> None:
         ledger.prepare(connection)
         ledger.prepare(connection)
         connection.execute(sa.text("UPDATE hadal_schema SET version = 99"))
-        with pytest.raises(LedgerError, match=r"schema 99, and this Hadal writes and reads schema 1\. Use"):
+        with pytest.raises(
+            LedgerError, match=r"schema 99, and this Hadal writes and reads schema 1\. Use"
+        ):
             ledger.prepare(connection)
     engine.dispose()

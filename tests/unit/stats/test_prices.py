@@ -29,15 +29,18 @@ HALF_PAST_0_US = 1800 * 1_000_000
 def test_published_prices() -> None:
     """Dollars per million tokens, hit, miss, out: DeepSeek's pricing page of February 2025."""
     for prices, standard, off_peak in (
-        (V3, (0.07, 0.27, 1.10), (0.035, 0.135, 0.55)), (R1, (0.14, 0.55, 2.19), (0.035, 0.135, 0.55)),
-    ):  # fmt: skip
+        (V3, (0.07, 0.27, 1.10), (0.035, 0.135, 0.55)),
+        (R1, (0.14, 0.55, 2.19), (0.035, 0.135, 0.55)),
+    ):
         noon, night = prices.rates_at(DAY_US // 2), prices.rates_at(HALF_PAST_16_US)
         assert [rate / 1e6 for rate in (noon.hit, noon.miss, noon.out)] == list(standard)
         assert [rate / 1e6 for rate in (night.hit, night.miss, night.out)] == list(off_peak)
 
 
 def test_discounts_are_those_announced() -> None:
-    """V3's is half exactly. R1's is 75 %, of which the page rounds two prices to half a cent or better."""
+    """V3's is half exactly. R1's is 75 %, of which the page rounds two prices to half a cent or
+    better.
+    """
     assert V3.off_peak is not None
     assert R1.off_peak is not None
     for name in ("hit", "miss", "out"):
@@ -45,9 +48,13 @@ def test_discounts_are_those_announced() -> None:
         assert abs(4 * getattr(R1.off_peak, name) - getattr(R1.standard, name)) <= 4 * 2_500
 
 
-@pytest.mark.parametrize(("edge_us", "is_before_off_peak"), [(HALF_PAST_16_US, False), (HALF_PAST_0_US, True)])
+@pytest.mark.parametrize(
+    ("edge_us", "is_before_off_peak"), [(HALF_PAST_16_US, False), (HALF_PAST_0_US, True)]
+)
 @pytest.mark.parametrize("day", [0, 20_146])
-def test_a_tier_changes_in_its_microsecond(day: int, edge_us: int, is_before_off_peak: bool) -> None:
+def test_a_tier_changes_in_its_microsecond(
+    day: int, edge_us: int, is_before_off_peak: bool
+) -> None:
     at_us = day * DAY_US + edge_us
     assert (R1.rates_at(at_us - 1) == R1.off_peak) is is_before_off_peak
     assert (R1.rates_at(at_us) == R1.off_peak) is not is_before_off_peak
@@ -67,7 +74,9 @@ def test_charges_add_up_however_they_are_grouped(requests: list[tuple[int, int, 
 
 
 def test_a_token_costs_what_it_costs() -> None:
-    """One computed prompt token of R1 by day: 0.55 micro-dollars, which no whole micro-dollar could hold."""
+    """One computed prompt token of R1 by day: 0.55 micro-dollars, which no whole micro-dollar could
+    hold.
+    """
     assert R1.charge(DAY_US // 2, 0, 1, 0) == 550_000
     assert to_micro_usd(R1.charge(DAY_US // 2, 0, 1, 0)) == 1
     assert to_micro_usd(10**6 * R1.charge(DAY_US // 2, 0, 1, 0)) == 550_000
@@ -89,7 +98,9 @@ def test_lists_by_name_and_by_hand() -> None:
     assert own.off_peak is None
 
 
-@pytest.mark.parametrize("text", ["", "gpt", "1/2", "1/2/3/4", "1/2/x", "1/-2/3", "1/2/nan", "1/2/0.0000001"])
+@pytest.mark.parametrize(
+    "text", ["", "gpt", "1/2", "1/2/3/4", "1/2/x", "1/-2/3", "1/2/nan", "1/2/0.0000001"]
+)
 def test_what_is_no_list_is_told_what_is(text: str) -> None:
     with pytest.raises(ValueError, match=r"Take deepseek-chat.*HIT/MISS/OUT"):
         price_list(text)

@@ -1,6 +1,7 @@
 """The published day comes out of its own totals, and every figure follows from its definition.
 
-Source of the figures: DeepSeek-V3/R1 inference system overview, 2025-02-27 12:00 to 02-28 12:00 in Beijing.
+Source of the figures: DeepSeek-V3/R1 inference system overview, 2025-02-27 12:00 to 02-28 12:00 in
+Beijing.
 """
 
 import itertools
@@ -11,7 +12,15 @@ import numpy as np
 import pytest
 
 from hadal.core.facts import NodesFact, micros
-from hadal.stats.prices import BUCKET_US, H800_HOUR_MICRO_USD, HOUR_S, R1, PriceBook, rent_pico_usd, to_micro_usd
+from hadal.stats.prices import (
+    BUCKET_US,
+    H800_HOUR_MICRO_USD,
+    HOUR_S,
+    R1,
+    PriceBook,
+    rent_pico_usd,
+    to_micro_usd,
+)
 from hadal.stats.report import BY, Report, report, use_of
 from hadal.stats.tally import Counts, Key, Tally
 
@@ -25,24 +34,48 @@ HIT, MISS, OUT = 342 * 10**9, 266 * 10**9, 168 * 10**9
 KV_LENGTH = 4_989
 
 
-def nodes(unit: str, role: str, number: int, from_h: float = 0.0, to_h: float = 24.0, model: str = "") -> NodesFact:
-    return NodesFact(unit, "e", role, number * 8, 8, START_S + from_h * HOUR_S, START_S + to_h * HOUR_S, "H800",
-                     H800_HOUR_MICRO_USD, model)
+def nodes(
+    unit: str, role: str, number: int, from_h: float = 0.0, to_h: float = 24.0, model: str = ""
+) -> NodesFact:
+    return NodesFact(
+        unit,
+        "e",
+        role,
+        number * 8,
+        8,
+        START_S + from_h * HOUR_S,
+        START_S + to_h * HOUR_S,
+        "H800",
+        H800_HOUR_MICRO_USD,
+        model,
+    )
 
 
 def published_day() -> Report:
-    """The published totals, spread evenly over the day, on nodes that are on average as many as published.
+    """The published totals, spread evenly over the day, on nodes that are on average as many as
+    published.
 
-    131.25 decode and 95.5 prefill nodes are what the two published throughputs and the sum of 226.75 imply.
+    131.25 decode and 95.5 prefill nodes are what the two published throughputs and the sum of
+    226.75 imply.
     """
     tally = Tally()
     for quarter in range(96):
         share = [total // 96 + (quarter < total % 96) for total in (HIT, MISS, OUT)]
-        tally.add_counts(Key(FROM_US // BUCKET_US + quarter, "r1", "all"), Counts(
-            num_requests=1, num_finished=1, tokens_hit=share[0], tokens_miss=share[1], tokens_out=share[2],
-            kv_tokens=KV_LENGTH * share[2], tokens_after_first=share[2], stream_us=share[2] * 10**6 // 21,
-        ))  # fmt: skip
-    # Seven decode units all day and seven hours of another; prefill units likewise, 278 nodes at the top.
+        tally.add_counts(
+            Key(FROM_US // BUCKET_US + quarter, "r1", "all"),
+            Counts(
+                num_requests=1,
+                num_finished=1,
+                tokens_hit=share[0],
+                tokens_miss=share[1],
+                tokens_out=share[2],
+                kv_tokens=KV_LENGTH * share[2],
+                tokens_after_first=share[2],
+                stream_us=share[2] * 10**6 // 21,
+            ),
+        )
+    # Seven decode units all day and seven hours of another; prefill units likewise, 278 nodes at
+    # the top.
     units = [nodes(f"decode-{i}", "decode", 18) for i in range(7)]
     units += [nodes("decode-7", "decode", 18, 8, 15), nodes("prefill-all", "prefill", 90)]
     units += [nodes("prefill-day", "prefill", 44, 8, 11)]
@@ -80,12 +113,18 @@ def test_the_published_tokens_at_the_prices_of_r1() -> None:
 
 
 def test_the_published_income_lies_within_the_rounding_of_the_published_tokens() -> None:
-    """Totals were published in whole billions, so each is known to half of one, and the published $562,027 cannot be
-    had from them to the dollar. It lies in the interval that they allow, and in the one that 56.3 % leaves of it."""
+    """Totals were published in whole billions, so each is known to half of one, and the published
+    $562,027 cannot be had from them to the dollar. It lies in the interval that they allow, and in
+    the one that 56.3 % leaves of it.
+    """
     half = 5 * 10**8
     incomes, near = [], []
     for d_in, d_hit, d_out in itertools.product(range(-10, 11), repeat=3):
-        tokens_in, hit, out = 608 * 10**9 + half * d_in // 10, HIT + half * d_hit // 10, OUT + half * d_out // 10
+        tokens_in, hit, out = (
+            608 * 10**9 + half * d_in // 10,
+            HIT + half * d_hit // 10,
+            OUT + half * d_out // 10,
+        )
         income = to_micro_usd(R1.standard.charge(hit, tokens_in - hit, out))
         incomes.append(income)
         if 0.5625 <= hit / tokens_in < 0.5635:
@@ -106,7 +145,9 @@ def test_the_hours_are_those_of_the_clock_asked_for() -> None:
     assert made.lines[0].start_s == START_S
     assert sum(line.counts.tokens_out for line in made.lines) == OUT
     assert sum(line.cost_micro_usd for line in made.lines) == 87_072 * 10**6
-    assert max(float(line.nodes.peak) for line in made.lines) == float(made.total.nodes.peak) == 278.0
+    assert (
+        max(float(line.nodes.peak) for line in made.lines) == float(made.total.nodes.peak) == 278.0
+    )
     assert made.lines[8].nodes.mean == 278.0
     in_utc = report(Tally(), [], FROM_US, TO_US)
     assert in_utc.lines[0].label == "2025-02-27T04:00:00+00:00"
@@ -117,16 +158,26 @@ def test_lines_add_up_to_the_total(by: str) -> None:
     tally = Tally()
     tally.add_facts(random_facts(3, 400))
     units = [
-        nodes("d", "decode", 18, 3.3, 9.1, "m0"), nodes("p", "prefill", 4, 2.7, 20.9, "m1"), nodes("s", "decode", 1)
-    ]  # fmt: skip
+        nodes("d", "decode", 18, 3.3, 9.1, "m0"),
+        nodes("p", "prefill", 4, 2.7, 20.9, "m1"),
+        nodes("s", "decode", 1),
+    ]
     made = report(tally, units, FROM_US, TO_US, by=by, utc_offset_s=5 * HOUR_S + 1800)
     for name in Counts.__slots__:
-        assert sum(getattr(line.counts, name) for line in made.lines) == getattr(made.total.counts, name)
+        assert sum(getattr(line.counts, name) for line in made.lines) == getattr(
+            made.total.counts, name
+        )
     if by != "tenant":
         cost = sum((line.nodes.cost_pico_usd for line in made.lines), Fraction(0))
         assert cost == made.total.nodes.cost_pico_usd
-    names = {"hour": 25, "model": ["(shared)", "m0", "m1", "m2"], "tenant": ["t0", "t1", "t2", "t3"]}[by]
-    assert (len(made.lines) if isinstance(names, int) else [line.label for line in made.lines]) == names
+    names = {
+        "hour": 25,
+        "model": ["(shared)", "m0", "m1", "m2"],
+        "tenant": ["t0", "t1", "t2", "t3"],
+    }[by]
+    assert (
+        len(made.lines) if isinstance(names, int) else [line.label for line in made.lines]
+    ) == names
 
 
 @pytest.mark.parametrize("offset_s", [0, 20_700])
@@ -137,33 +188,52 @@ def test_hours_have_the_nodes_that_lie_in_them(offset_s: int) -> None:
     nodes = [
         NodesFact(f"u{at}", "e", "decode", 3, 8, float(start), float(start + length), "", 2_000_000)
         for at, (start, length) in enumerate(zip(starts, rng.integers(0, 20_000, 60), strict=True))
-    ]  # fmt: skip
+    ]
     window = micros(START_S + 100.0), micros(START_S + 80_000.5)
     made = report(Tally(), nodes, *window, utc_offset_s=offset_s)
-    assert sum(line.nodes.cost_pico_usd for line in made.lines) == made.total.nodes.cost_pico_usd > 0
+    assert (
+        sum(line.nodes.cost_pico_usd for line in made.lines) == made.total.nodes.cost_pico_usd > 0
+    )
     for line in made.lines:
         assert line.start_s is not None
-        first, last = max(window[0], line.start_s * 10**6), min(window[1], (line.start_s + 3600) * 10**6)
+        first, last = (
+            max(window[0], line.start_s * 10**6),
+            min(window[1], (line.start_s + 3600) * 10**6),
+        )
         assert line.nodes == use_of(nodes, first, last)
 
 
 def test_a_window_cuts_hours_and_nodes() -> None:
     first_us = FROM_US + 30 * 60 * 10**6
-    made = report(Tally(), [nodes("d", "decode", 18, 0, 24)], first_us, first_us + 3600 * 10**6, utc_offset_s=BEIJING_S)
+    made = report(
+        Tally(),
+        [nodes("d", "decode", 18, 0, 24)],
+        first_us,
+        first_us + 3600 * 10**6,
+        utc_offset_s=BEIJING_S,
+    )
     assert [line.nodes.window_us for line in made.lines] == [1800 * 10**6] * 2
     assert [line.nodes.mean for line in made.lines] == [18.0, 18.0]
     assert made.total.cost_micro_usd == 18 * 8 * 2 * 10**6
 
 
 def test_a_part_of_a_node_is_a_part() -> None:
-    use = use_of([NodesFact("d", "e", "decode", 2, 8, START_S, START_S + 3600, "cpu", 2_000_000)], FROM_US, TO_US)
+    use = use_of(
+        [NodesFact("d", "e", "decode", 2, 8, START_S, START_S + 3600, "cpu", 2_000_000)],
+        FROM_US,
+        TO_US,
+    )
     assert use.peak == Fraction(1, 4)
     assert use.hours("decode") == 0.25
     assert use.cost_pico_usd == 4 * 10**12, "two ranks for an hour at $2"
 
 
 def test_the_peak_is_of_one_instant() -> None:
-    one, other, both = nodes("a", "decode", 18, 0, 2), nodes("b", "decode", 18, 2, 4), nodes("c", "prefill", 4, 1, 3)
+    one, other, both = (
+        nodes("a", "decode", 18, 0, 2),
+        nodes("b", "decode", 18, 2, 4),
+        nodes("c", "prefill", 4, 1, 3),
+    )
     assert use_of([one, other, both], FROM_US, TO_US).peak == 22
     assert use_of([other, both, one], FROM_US, FROM_US + 3600 * 10**6).peak == 18
     assert use_of([], FROM_US, TO_US).peak == 0
@@ -172,7 +242,11 @@ def test_the_peak_is_of_one_instant() -> None:
 def test_what_cannot_be_said_is_not_said() -> None:
     total = report(Tally(), [], FROM_US, TO_US).total
     assert (total.hit_percent, total.tokens_per_s_user, total.kv_length_mean) == (None, None, None)
-    assert (total.prefill_tokens_per_s_node, total.decode_tokens_per_s_node, total.margin_percent) == (None, None, None)
+    assert (
+        total.prefill_tokens_per_s_node,
+        total.decode_tokens_per_s_node,
+        total.margin_percent,
+    ) == (None, None, None)
     assert total.cost_micro_usd == total.income_micro_usd == 0
 
 

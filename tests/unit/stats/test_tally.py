@@ -14,22 +14,38 @@ def fact(end: str = "stop", tokens_out: int = 3, **more: object) -> RequestFact:
     first, last = (1.0, 2.5) if tokens_out else (None, None)
     fields = {"tokens_hit": 4, "tokens_miss": 5, **more}
     return RequestFact(
-        "r", "t", "m", tokens_out=tokens_out, kv_tokens=9, end=end, received_s=0.5, completed_s=3.0,
-        first_token_s=first, last_token_s=last, **fields,  # type: ignore[arg-type]
+        "r",
+        "t",
+        "m",
+        tokens_out=tokens_out,
+        kv_tokens=9,
+        end=end,
+        received_s=0.5,
+        completed_s=3.0,
+        first_token_s=first,
+        last_token_s=last,
+        **fields,  # type: ignore[arg-type]
     )
 
 
 @pytest.mark.parametrize(
     ("end", "tokens_out", "counted"),
     [
-        ("stop", 3, "num_finished"), ("length", 3, "num_finished"), (CANCELLED, 3, "num_cancelled"),
-        (CANCELLED, 0, "num_cancelled"), ("504", 0, "num_failed"), ("500", 2, "num_failed"), ("400", 0, "num_failed"),
+        ("stop", 3, "num_finished"),
+        ("length", 3, "num_finished"),
+        (CANCELLED, 3, "num_cancelled"),
+        (CANCELLED, 0, "num_cancelled"),
+        ("504", 0, "num_failed"),
+        ("500", 2, "num_failed"),
+        ("400", 0, "num_failed"),
     ],
-)  # fmt: skip
+)
 def test_every_request_ends_in_one_way(end: str, tokens_out: int, counted: str) -> None:
     counts = counts_of(fact(end, tokens_out))
     ends = ("num_finished", "num_cancelled", "num_refused", "num_failed")
-    assert {name: getattr(counts, name) for name in ends} == {name: int(name == counted) for name in ends}
+    assert {name: getattr(counts, name) for name in ends} == {
+        name: int(name == counted) for name in ends
+    }
 
 
 def test_refused_is_what_no_token_was_spent_on() -> None:
@@ -40,7 +56,9 @@ def test_refused_is_what_no_token_was_spent_on() -> None:
 
 def test_what_a_unit_had_and_gave_up_failed_though_its_status_is_that_of_a_refusal() -> None:
     """Retried until nobody would any more, before its first token."""
-    given_up = counts_of(fact("503", 0, tokens_hit=0, tokens_miss=0, prefill_unit="prefill-0", num_retries=3))
+    given_up = counts_of(
+        fact("503", 0, tokens_hit=0, tokens_miss=0, prefill_unit="prefill-0", num_retries=3)
+    )
     assert (given_up.num_refused, given_up.num_failed) == (0, 1)
 
 
@@ -60,7 +78,9 @@ def test_order_and_grouping_change_nothing() -> None:
     left.merge(right)
     assert left == whole
     assert sum(counts.tokens_out for _, counts in whole) == sum(fact.tokens_out for fact in facts)
-    assert sum(counts.income_pico_usd for _, counts in whole) == sum(fact.income_pico_usd for fact in facts)
+    assert sum(counts.income_pico_usd for _, counts in whole) == sum(
+        fact.income_pico_usd for fact in facts
+    )
 
 
 def test_merging_shares_nothing() -> None:
@@ -92,9 +112,13 @@ def columns_of(facts: list[RequestFact]) -> Columns:
 
 
 def test_columns_are_the_facts() -> None:
-    """Charged afterwards, by prices that the facts were charged by one at a time, over a day with both tiers in it."""
+    """Charged afterwards, by prices that the facts were charged by one at a time, over a day with
+    both tiers in it.
+    """
     facts = [
-        one for one in random_facts(2, 3000) if one.end in ("stop", "length") and one.tokens_out and not one.num_retries
+        one
+        for one in random_facts(2, 3000)
+        if one.end in ("stop", "length") and one.tokens_out and not one.num_retries
     ]
     assert len(facts) > 200
     one_by_one, at_once = Tally(), Tally()
@@ -132,11 +156,17 @@ def test_pricing_makes_a_copy_by_model_and_time() -> None:
     tally = Tally()
     noon, night = 12 * 4, 17 * 4
     for bucket, model in ((noon, "chat"), (night, "chat"), (noon, "r1"), (night, "r1")):
-        tally.add_counts(Key(bucket, model, "t"), Counts(tokens_hit=1, tokens_miss=1, tokens_out=1, income_pico_usd=7))
+        tally.add_counts(
+            Key(bucket, model, "t"),
+            Counts(tokens_hit=1, tokens_miss=1, tokens_out=1, income_pico_usd=7),
+        )
     priced = tally.priced(PriceBook(R1, {"chat": V3}))
     assert {(key.bucket, key.model): counts.income_pico_usd for key, counts in priced} == {
-        (noon, "chat"): 1_440_000, (night, "chat"): 720_000, (noon, "r1"): 2_880_000, (night, "r1"): 720_000,
-    }  # fmt: skip
+        (noon, "chat"): 1_440_000,
+        (night, "chat"): 720_000,
+        (noon, "r1"): 2_880_000,
+        (night, "r1"): 720_000,
+    }
     assert {counts.income_pico_usd for _, counts in tally} == {7}
 
 
@@ -151,11 +181,15 @@ def test_a_sample_stands_for_all() -> None:
     """So many times every counter, and the sample is as it was."""
     tally = Tally()
     tally.add_facts(random_facts(50, 7))
-    before = {key: Counts(**{name: getattr(counts, name) for name in COUNTERS}) for key, counts in tally}
+    before = {
+        key: Counts(**{name: getattr(counts, name) for name in COUNTERS}) for key, counts in tally
+    }
     added = Tally()
     for _ in range(3):
         added.merge(tally)
     assert tally.times(3) == added
     assert dict(tally) == before
     book = PriceBook(R1)
-    assert tally.times(7).priced(book) == tally.priced(book).times(7), "charged before or after, it is the same money"
+    assert tally.times(7).priced(book) == tally.priced(book).times(7), (
+        "charged before or after, it is the same money"
+    )
