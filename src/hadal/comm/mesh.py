@@ -19,8 +19,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from hadal.comm import frames
-from hadal.comm.frames import Frame, FrameError, Hello
+from hadal.comm.frames import (
+    ABORT,
+    CHALLENGE,
+    DATA,
+    HELLO,
+    Frame,
+    FrameError,
+    Hello,
+    hello_claim,
+    pack_abort,
+    pack_header,
+    pack_hello,
+    unpack_abort,
+    unpack_hello,
+)
 from hadal.comm.group import PeerLost
 from hadal.comm.mesh_inbox import Inbox, MeshExchange, TooLargeError, bytes_of
 from hadal.comm.mesh_link import Link, PauseLink
@@ -130,7 +143,7 @@ class MeshGroup:
         num_sent = 0
         for link in links[at:] + links[:at]:
             view = views[link.rank]
-            head = frames.pack_header(frames.DATA, self.generation, exchange.sequence, len(view))
+            head = pack_header(DATA, self.generation, exchange.sequence, len(view))
             self.bytes_sent += len(view)
             num_sent += link.send(head, view, exchange)
         with self._lock:
@@ -188,9 +201,9 @@ class MeshGroup:
     # ---- what links tell: mesh_link.Owner ----
     def begin(self, link: Link, frame: Frame) -> memoryview | None:
         """Where a payload goes: to its exchange, or nowhere if it is of an older generation."""
-        if not link.is_proven and frame.kind not in (frames.CHALLENGE, frames.HELLO):
+        if not link.is_proven and frame.kind not in (CHALLENGE, HELLO):
             raise FrameError("it has not proven itself")
-        if frame.kind != frames.DATA:
+        if frame.kind != DATA:
             return memoryview(bytearray(frame.num_bytes))
         try:
             with self._lock:
@@ -212,20 +225,20 @@ class MeshGroup:
         """A frame is complete."""
         if payload is None:
             return
-        if frame.kind == frames.CHALLENGE:
+        if frame.kind == CHALLENGE:
             with self._lock:
                 link.challenged(bytes(payload))
                 is_hello_due, link.is_hello_due = link.is_hello_due, False
             if is_hello_due:
                 self._say_hello(link)
-        elif frame.kind == frames.HELLO:
-            hello, claim, proof = frames.unpack_hello(frame.generation, bytes(payload))
+        elif frame.kind == HELLO:
+            hello, claim, proof = unpack_hello(frame.generation, bytes(payload))
             if not link.handshake.is_proof(proof, claim):
                 raise FrameError("it does not hold this deployment's secret")
             link.is_proven = True
             self._hello(link, frame.generation, hello)
-        elif frame.kind == frames.ABORT:
-            ranks, reason = frames.unpack_abort(bytes(payload))
+        elif frame.kind == ABORT:
+            ranks, reason = unpack_abort(bytes(payload))
             link.aborted = (frame.generation, ranks, f"rank {link.rank}: {reason}")
             self._heed_abort(link)
         else:
@@ -342,8 +355,8 @@ class MeshGroup:
             link.is_hello_due = not link.handshake.is_challenged
             if link.is_hello_due:
                 return
-        claim = frames.hello_claim(generation, Hello(self.rank, self.epoch, link.rank, link.epoch))
-        link.send(frames.pack_hello(generation, claim, link.handshake.proof(claim)))
+        claim = hello_claim(generation, Hello(self.rank, self.epoch, link.rank, link.epoch))
+        link.send(pack_hello(generation, claim, link.handshake.proof(claim)))
         with self._lock:
             link.said_generation = max(link.said_generation, generation)
             abort = self._abort if generation == self.generation else b""
@@ -424,7 +437,7 @@ class MeshGroup:
                 return
             generation = self.generation
             self._failure = (ranks, reason)
-            self._abort = frames.pack_abort(generation, ranks, reason) if tell else b""
+            self._abort = pack_abort(generation, ranks, reason) if tell else b""
             # To the others it goes behind their HELLO: who hears anything before it takes us for a
             # stranger.
             links = [

@@ -36,12 +36,12 @@ def to_toml(
 def _tables(value: Any, path: str, notes: Mapping[str, str], is_whole: bool) -> Iterator[str]:
     """A table's fields, then the tables in it."""
     inner = []
-    for field in dataclasses.fields(value):
-        found, note = getattr(value, field.name), notes.get(path + field.name, "")
+    for each in dataclasses.fields(value):
+        found, note = getattr(value, each.name), notes.get(path + each.name, "")
         if dataclasses.is_dataclass(found):
-            inner.append((f"{path}{field.name}", found))
-        elif is_whole or note or found != field.default:
-            line = f"{field.name} = {_text(found)}"
+            inner.append((f"{path}{each.name}", found))
+        elif is_whole or note or found != each.default:
+            line = f"{each.name} = {_text(found)}"
             yield f"{line:<{_NOTE_COLUMN}}# {note}" if note else line
     for name, table in inner:
         lines = list(_tables(table, f"{name}.", notes, is_whole))
@@ -53,8 +53,8 @@ def _text(value: Any) -> str:
     """A value on one line."""
     if dataclasses.is_dataclass(value):
         fields = (
-            f"{field.name} = {_text(getattr(value, field.name))}"
-            for field in dataclasses.fields(value)
+            f"{each.name} = {_text(getattr(value, each.name))}"
+            for each in dataclasses.fields(value)
         )
         return f"{{ {', '.join(fields)} }}"
     if isinstance(value, tuple):

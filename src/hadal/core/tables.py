@@ -28,7 +28,7 @@ def build(kind: type[T], fields: dict[str, Any], where: str, base: T | None = No
     too, or without one as by default. Raises ConfigError.
     """
     types = get_type_hints(kind)
-    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    known = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in fields:
         if name not in known:
             raise ConfigError(f"{where}: unknown field {shown(name)}. Known: {', '.join(known)}.")
@@ -38,10 +38,10 @@ def build(kind: type[T], fields: dict[str, Any], where: str, base: T | None = No
     }
     if base is not None:
         return dataclasses.replace(base, **values)  # type: ignore[type-var]
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        has_default = field.default is not MISSING or field.default_factory is not MISSING
-        if not has_default and field.name not in fields:
-            raise ConfigError(f"{where}: {field.name} is missing.")
+    for each in dataclasses.fields(kind):  # type: ignore[arg-type]
+        has_default = each.default is not MISSING or each.default_factory is not MISSING
+        if not has_default and each.name not in fields:
+            raise ConfigError(f"{where}: {each.name} is missing.")
     return kind(**values)
 
 
